@@ -1,0 +1,35 @@
+# demo, test, matrix, lint: each makes .venv first when it is missing or stale.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+# Where torch comes from, if not from pip's own index (an index with CPU builds, say).
+TORCH_INDEX_URL ?=
+PIP_ARGS ?=
+ARGS ?=
+
+VENV := .venv
+STAMP := $(VENV)/.installed
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+
+.PHONY: demo test matrix lint clean
+
+demo: $(STAMP)
+	$(VENV)/bin/elaswave demo $(ARGS)
+
+test: $(STAMP)
+	$(VENV)/bin/python -m pytest -q $(ARGS)
+
+matrix: $(STAMP)
+	$(VENV)/bin/python -m tests.faults.matrix $(ARGS)
+
+lint: $(STAMP)
+	$(VENV)/bin/python -m pytest -q tests/tidy $(ARGS)
+
+# torch goes first and alone, so that nothing else chooses its version or build.
+$(STAMP): setup.py pyproject.toml Makefile
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) $(TORCH)
+	$(PIP) -e '.[megatron,deepspeed,wandb,test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

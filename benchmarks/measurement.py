@@ -1,0 +1,113 @@
+"""What the benchmarks share: jobs of the demo's size, and a result file that says where and how."""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elaswave_plugin.demo import jobs
+from elaswave_plugin.demo.options import DemoOptions, check_options
+from elaswave_plugin.errors import ConfigurationError, ElasWaveError
+
+RUN_LIMIT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """A zygote and a dataset that serve any number of runs, in a folder that goes away."""
+
+    options: DemoOptions
+    folder: Path
+    socket_path: Path
+
+    def __str__(self) -> str:
+        return f"{self.options.nproc} workers, {self.options.steps} steps a run"
+
+    def run(self, name: str, options: DemoOptions, **how: Any) -> Path:
+        """Run a job to its end and return its run directory; raises JobFailed.
+
+        `how` is what ``jobs.job_command`` takes: kill, alternate.
+        """
+        directory = self.folder / name
+        command = jobs.job_command(
+            options,
+            socket_path=self.socket_path,
+            data=self.folder / "data" / "text",
+            directory=directory,
+            **how,
+        )
+        jobs.run_job(command, f"run {name}", self.folder / f"{name}.log", limit_s=RUN_LIMIT_S)
+        return directory
+
+
+@contextmanager
+def bench(*, nproc: int, steps: int, seed: int = 1234) -> Iterator[Bench]:
+    """Start what the runs share; raises ConfigurationError, JobFailed."""
+    with tempfile.TemporaryDirectory(prefix="elaswave-bench-") as name:
+        folder = Path(name)
+        options = check_options(
+            text=None,
+            nproc=nproc,
+            steps=steps,
+            kill=[],
+            seed=seed,
+            json_file=None,
+            out=folder / "out",
+        )
+        with jobs.prepared(options, None, data=folder / "data" / "text", logs=folder) as path:
+            yield Bench(options=options, folder=folder, socket_path=path)
+
+
+def circumstances(module: str) -> dict[str, Any]:
+    """Where, when and how this is measured; the load is that of the last minutes before it."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+    ).stdout.strip()
+    return {
+        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit,
+        "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}, no GPU",
+        "load_average_before": [round(load, 2) for load in os.getloadavg()],
+    }
+
+
+def options_parser(description: str | None) -> argparse.ArgumentParser:
+    """Parser with the options of every benchmark."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--nproc", type=int, default=4, help="workers")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
+    return parser
+
+
+def run_benchmark(
+    measure: Callable[[], dict[str, Any]],
+    result_file: Path | None,
+    *,
+    good: Callable[[dict[str, Any]], bool] = lambda result: True,
+) -> int:
+    """Measure and write the result; returns the exit code, 0 only for a good result."""
+    try:
+        if result_file is not None and not result_file.absolute().parent.is_dir():
+            raise ConfigurationError(f"--json is {str(result_file)!r}, whose folder does not exist")
+        result = measure()
+    except ElasWaveError as error:
+        print(f"{error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigurationError) else 1
+    if result_file is not None:
+        result_file.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"written to {result_file}")
+    return 0 if good(result) else 1

@@ -1,0 +1,119 @@
+"""What snapshots (or exact mode) cost: both sides in turn within one job, step time and CPU time.
+
+python -m benchmarks.overhead --what snapshots|consistency [--steps 200] [--nproc 4]
+                              [--repeat 3] [--json FILE]
+"""
+
+import argparse
+import math
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from benchmarks.measurement import bench, circumstances, options_parser, run_benchmark
+from elaswave_plugin.demo.blocks import ALTERNATED, BLOCK_STEPS, OnOff, cpu_times_s, step_times_s
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.observer import read_run
+
+PROCESSES = ("trainer", "supervisor")
+
+
+def percentile_s(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least this share of the values does not exceed."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def side(steps_s: Sequence[float], cpu_s: dict[str, Sequence[float]]) -> dict[str, Any]:
+    """The figures of one side of the comparison; CPU seconds are means of a step, all workers."""
+    return {
+        "steps": len(steps_s),
+        "median_step_s": median(steps_s),
+        "p99_step_s": percentile_s(steps_s, 0.99),
+        **{f"{process}_cpu_s": fmean(values) for process, values in cpu_s.items()},
+        "cpu_s": sum(map(fmean, cpu_s.values())),
+    }
+
+
+def comparison(steps: OnOff, cpu: dict[str, OnOff]) -> dict[str, Any]:
+    """On, off and their ratios."""
+    on = side(steps.on, {process: times.on for process, times in cpu.items()})
+    off = side(steps.off, {process: times.off for process, times in cpu.items()})
+    return {
+        "on": on,
+        "off": off,
+        "ratio_of_medians": steps.ratio_of_medians,
+        "ratio_of_cpu_s": on["cpu_s"] / off["cpu_s"],
+    }
+
+
+def pooled(repeats: Iterable[OnOff]) -> OnOff:
+    """All values of all repeats."""
+    all_of_them = list(repeats)
+    return OnOff(
+        on=tuple(chain.from_iterable(one.on for one in all_of_them)),
+        off=tuple(chain.from_iterable(one.off for one in all_of_them)),
+    )
+
+
+def show(title: str, found: dict[str, Any]) -> None:
+    """Print one comparison."""
+    for name in ("on", "off"):
+        one = found[name]
+        print(
+            f"{title:9} {name:3}  {one['steps']:4} steps  median {1e3 * one['median_step_s']:7.1f}"
+            f" ms  p99 {1e3 * one['p99_step_s']:7.1f} ms  CPU a step {1e3 * one['cpu_s']:7.1f} ms"
+            f" (trainers {1e3 * one['trainer_cpu_s']:.1f},"
+            f" supervisors {1e3 * one['supervisor_cpu_s']:.1f})",
+        )
+    print(
+        f"{title:9} on / off  median {found['ratio_of_medians']:.4f}"
+        f"  CPU {found['ratio_of_cpu_s']:.4f}",
+        flush=True,
+    )
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the repeats; raises ConfigurationError, JobFailed."""
+    if options.steps < 2 * BLOCK_STEPS:
+        raise ConfigurationError(
+            f"--steps is {options.steps}, wanted at least {2 * BLOCK_STEPS}: a block on, one off"
+        )
+    if options.repeat < 1:
+        raise ConfigurationError(f"--repeat is {options.repeat}, wanted at least 1")
+    result = {**circumstances("benchmarks.overhead"), "what": options.what}
+    print(f"load average before: {result['load_average_before']}", flush=True)
+    steps: list[OnOff] = []
+    cpu: list[dict[str, OnOff]] = []
+    with bench(nproc=options.nproc, steps=options.steps) as running:
+        for repeat in range(options.repeat):
+            folder = running.run(f"repeat-{repeat}", running.options, alternate=options.what)
+            run = read_run(folder)
+            steps.append(step_times_s(run))
+            cpu.append({process: cpu_times_s(run, process) for process in PROCESSES})
+            show(f"repeat {repeat}", comparison(steps[-1], cpu[-1]))
+    overall_cpu = {process: pooled(one[process] for one in cpu) for process in PROCESSES}
+    result |= {
+        "workers": options.nproc,
+        "steps_a_repeat": options.steps,
+        "repeats": [comparison(*one) for one in zip(steps, cpu, strict=True)],
+        "overall": comparison(pooled(steps), overall_cpu),
+    }
+    show("overall", result["overall"])
+    return result
+
+
+def main() -> int:
+    """Read the options and measure."""
+    parser = options_parser(__doc__)
+    parser.add_argument("--what", choices=ALTERNATED, required=True, help="what is on and off")
+    parser.add_argument("--steps", type=int, default=200, help="steps of a repeat")
+    parser.add_argument("--repeat", type=int, default=3, help="jobs one after the other")
+    options = parser.parse_args()
+    result_file: Path | None = options.json
+    return run_benchmark(lambda: measure(options), result_file)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

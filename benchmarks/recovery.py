@@ -1,0 +1,132 @@
+"""Runs with a random victim in a random phase, one after the other: what each recovery took.
+
+python -m benchmarks.recovery [--runs 20] [--seed N] [--nproc 4] [--json FILE]
+"""
+
+import argparse
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.measurement import Bench, bench, circumstances, options_parser, run_benchmark
+from elaswave_plugin.config import STEP_PHASES, Kill
+from elaswave_plugin.demo.jobs import JobFailed
+from elaswave_plugin.demo.options import GLOBAL_BATCH
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.observer import RunFiles, read_run, summarize
+
+STEPS, KILL_STEP = 20, 10
+KEPT = ("parameters_equal", "max_abs_loss_diff", "survivor_pids_unchanged")
+LOST = ("samples_lost", "samples_repeated")
+
+
+def one_run(running: Bench, name: str, kill: Kill, reference: RunFiles) -> dict[str, Any]:
+    """Kill a worker in a run and judge it by its files, against the undisturbed run's."""
+    row: dict[str, Any] = {"kill": str(kill), "returncode": 0, "failure": None}
+    try:
+        running.run(name, replace(running.options, kills=(kill,)), kill=True)
+    except JobFailed as error:
+        row |= {"returncode": error.exit_code, "failure": str(error)}
+    run = read_run(running.folder / name)
+    summary = summarize(run, reference, steps=STEPS, global_batch=GLOBAL_BATCH, kills=[kill])
+    row |= {key: summary[key] for key in (*KEPT, *LOST)}
+    row |= {"fired": summary["kills"][0]["fired"], "recoveries": len(summary["recoveries"])}
+    row |= {"median_step_s": summary["median_step_s"], "mttr_s": None, "beyond_step_s": None}
+    if len(summary["recoveries"]) == 1:
+        recovery = summary["recoveries"][0]
+        row |= {key: recovery[key] for key in ("mttr_s", "phases_s", "bytes_moved")}
+        if summary["median_step_s"]["after"] is not None:
+            row["beyond_step_s"] = recovery["mttr_s"] - summary["median_step_s"]["after"]
+    row["passed"] = passed(row)
+    return row
+
+
+def passed(row: dict[str, Any]) -> bool:
+    """Whether the fault fired, one recovery answered it, and nothing was lost by it."""
+    return (
+        row["returncode"] == 0
+        and row["fired"]
+        and row["beyond_step_s"] is not None
+        and row["parameters_equal"] is True
+        and row["max_abs_loss_diff"] == 0
+        and row["survivor_pids_unchanged"]
+        and not any(row[key] for key in LOST)
+    )
+
+
+def median_and_max(values: Sequence[float]) -> dict[str, float | None]:
+    """Both of them; None without values."""
+    return (
+        {"median": median(values), "max": max(values)}
+        if values
+        else dict.fromkeys(("median", "max"))
+    )
+
+
+def show(number: int, row: dict[str, Any]) -> None:
+    """Print the figures of one run."""
+    verdict = "ok" if row["passed"] else f"FAILED {row['failure'] or ''}"
+    times = "no single recovery"
+    if row["beyond_step_s"] is not None:
+        phases = "  ".join(f"{name} {1e3 * one:.1f}" for name, one in row["phases_s"].items())
+        times = (
+            f"mttr {1e3 * row['mttr_s']:6.1f} ms, beyond a step"
+            f" {1e3 * row['beyond_step_s']:6.1f} ms ({phases})"
+        )
+    print(f"{number:3} {row['kill']:14} {times}: {verdict}", flush=True)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Run them all; raises ConfigurationError, JobFailed if the undisturbed run fails."""
+    if options.runs < 1:
+        raise ConfigurationError(f"--runs is {options.runs}, wanted at least 1")
+    seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
+    draw = random.Random(seed)
+    result = {**circumstances("benchmarks.recovery"), "seed": seed}
+    print(f"seed {seed}, load average before: {result['load_average_before']}", flush=True)
+    rows = []
+    with bench(nproc=options.nproc, steps=STEPS) as running:
+        reference = read_run(running.run("reference", running.options))
+        for number in range(options.runs):
+            victim, phase = draw.randrange(options.nproc), draw.choice(STEP_PHASES)
+            kill = Kill(slot=victim, step=KILL_STEP, phase=phase)
+            rows.append(one_run(running, f"run-{number}", kill, reference))
+            show(number, rows[-1])
+    beyond_s = [row["beyond_step_s"] for row in rows if row["beyond_step_s"] is not None]
+    result |= {
+        "workers": options.nproc,
+        "steps": STEPS,
+        "runs": len(rows),
+        "passed": sum(row["passed"] for row in rows),
+        "beyond_step_s": median_and_max(beyond_s),
+        "mttr_s": median_and_max([row["mttr_s"] for row in rows if row["mttr_s"] is not None]),
+        "rows": rows,
+    }
+    print(f"{result['passed']} of {len(rows)} runs passed")
+    if beyond_s:
+        print(
+            f"mttr beyond the median step after the change: median {1e3 * median(beyond_s):.1f} ms,"
+            f" max {1e3 * max(beyond_s):.1f} ms"
+        )
+    return result
+
+
+def main() -> int:
+    """Read the options and measure; exit code 1 if a run lost anything."""
+    parser = options_parser(__doc__)
+    parser.add_argument("--runs", type=int, default=20, help="runs with a kill")
+    parser.add_argument("--seed", type=int, help="of victims and phases (default: a new one)")
+    options = parser.parse_args()
+    result_file: Path | None = options.json
+    return run_benchmark(
+        lambda: measure(options),
+        result_file,
+        good=lambda result: result["passed"] == result["runs"],
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

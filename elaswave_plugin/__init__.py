@@ -1,0 +1,49 @@
+"""Public names of elaswave_plugin; importing it imports no torch, no framework and no pydantic."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from elaswave_plugin.errors import (
+    AgreementError,
+    ConfigurationError,
+    ElasWaveError,
+    EpochChanged,
+    JobStopped,
+    LinkError,
+    PatchMismatchError,
+    PlanDigestError,
+    SnapshotGapError,
+    SnapshotUnreadableError,
+)
+
+if TYPE_CHECKING:
+    from elaswave_plugin.config import ElasticConfig
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AgreementError",
+    "ConfigurationError",
+    "ElasWaveError",
+    "ElasticConfig",
+    "EpochChanged",
+    "JobStopped",
+    "LinkError",
+    "PatchMismatchError",
+    "PlanDigestError",
+    "SnapshotGapError",
+    "SnapshotUnreadableError",
+]
+
+_LAZY = (("ElasticConfig", "elaswave_plugin.config"),)
+
+
+def __getattr__(name: str) -> Any:
+    for public, module in _LAZY:
+        if name == public:
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""The only part that knows the training frameworks."""

@@ -1,0 +1,132 @@
+"""deepspeed.initialize with the section "elaswave": joins the job, then builds the engine in it."""
+
+import atexit
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elaswave_plugin.adapters.deepspeed.job import EngineJob
+from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader
+from elaswave_plugin.adapters.deepspeed.refuse import check_configuration
+from elaswave_plugin.adapters.deepspeed.seams import deepspeed_patches, launch_patches
+from elaswave_plugin.adapters.deepspeed.section import elastic_config
+from elaswave_plugin.config import ElasticConfig
+from elaswave_plugin.runtime.c10d_tables import BACKEND
+from elaswave_plugin.runtime.refusal import ends_in_a_sentence
+from elaswave_plugin.runtime.worker import Worker
+from elaswave_plugin.tracking.sinks import check_sinks
+
+# Where the engine keeps its job.
+_JOB = "elaswave"
+
+
+@ends_in_a_sentence
+def initialize(
+    native: Callable[..., Any], config: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> Any:
+    """``deepspeed.initialize`` with a configuration that has the section."""
+    settings = elastic_config(config)
+    if settings is None:
+        return native(**arguments)
+    return _attach(native, settings, config, dict(arguments))
+
+
+def _attach(
+    native: Callable[..., Any],
+    settings: ElasticConfig,
+    config: Mapping[str, Any],
+    arguments: dict[str, Any],
+) -> Any:
+    check_configuration(config, model=arguments.get("model"), mpu=arguments.get("mpu"))
+    settings.check_slots(int(os.environ.get("WORLD_SIZE", "1")))
+    check_sinks(settings)
+    launch_patches().apply()
+    patches = deepspeed_patches()
+    patches.apply()
+    worker = Worker(config=settings, environ=os.environ)
+    _install_groups(worker)
+    seed = _agreed_seed(settings)
+    training_data = arguments.pop("training_data", None)
+    engine, optimizer, _, scheduler = native(**arguments)
+    job = EngineJob(worker, engine, patches=patches, seed=seed)
+    object.__setattr__(engine, _JOB, job)
+    _leave_at_exit(job)
+    if training_data is not None:
+        engine.training_dataloader = loader_of(
+            engine, training_data, collate_fn=arguments.get("collate_fn")
+        )
+    return engine, optimizer, engine.training_dataloader, scheduler
+
+
+def _install_groups(worker: Worker) -> None:
+    """Make WORLD ours; a group that the script has made already is replaced."""
+    if dist.is_initialized() and dist.get_backend() != BACKEND:
+        dist.destroy_process_group()
+    if not dist.is_initialized():
+        dist.init_process_group(**worker.groups.install(worker.view.ranks))
+
+
+def _agreed_seed(settings: ElasticConfig) -> int:
+    """The seed of the settings, else that of the first worker's generator."""
+    own = torch.initial_seed() >> 1 if settings.seed is None else settings.seed
+    seed = torch.tensor([own], dtype=torch.int64)
+    dist.broadcast(seed, src=0)
+    return int(seed)
+
+
+def _leave_at_exit(job: EngineJob) -> None:
+    """Leave with the others when the script ends, unless an exception ends it."""
+    show = sys.excepthook
+
+    def failing(kind: Any, error: Any, trace: Any) -> None:
+        job.abandon()
+        show(kind, error, trace)
+
+    sys.excepthook = failing
+    atexit.register(job.leave)
+
+
+def loader_of(
+    engine: Any,
+    data: Any,
+    *,
+    collate_fn: Callable[..., Any] | None = None,
+    shuffle: bool = True,
+    seed: int = 0,
+    drop_last: bool | None = None,
+) -> Any:
+    """A training loader over a map-style dataset, or over the dataset of a torch DataLoader.
+
+    Without the section it is DeepSpeed's own.
+    """
+    job: EngineJob | None = getattr(engine, _JOB, None) if hasattr(engine, _JOB) else None
+    if isinstance(data, torch.utils.data.DataLoader):
+        collate_fn = collate_fn or data.collate_fn
+        shuffle = not isinstance(data.sampler, torch.utils.data.SequentialSampler)
+        drop_last = data.drop_last if drop_last is None else drop_last
+        data = data.dataset
+    if job is None:
+        return engine.deepspeed_io(data, collate_fn=collate_fn)
+    return _make_loader(
+        job,
+        data,
+        collate=collate_fn,
+        shuffle=shuffle,
+        seed=seed,
+        drop_last=bool(engine.dataloader_drop_last()) if drop_last is None else drop_last,
+    )
+
+
+def run_in(engine: Any, work: Callable[[], Any], *, phase: str) -> Any:
+    """Call ``work()``, and again after a loss; without the section it is just called."""
+    job: EngineJob | None = getattr(engine, _JOB, None) if hasattr(engine, _JOB) else None
+    return work() if job is None else job.run(work, phase=phase)
+
+
+@ends_in_a_sentence
+def _make_loader(job: EngineJob, data: Any, **options: Any) -> ElasticLoader:
+    return job.make_loader(data, **options)

@@ -1,0 +1,30 @@
+"""The configuration of a call to deepspeed.initialize, found and read as DeepSpeed does it.
+
+Imports nothing else of ours, so that jobs without our section pay next to nothing.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+
+SECTION = "elaswave"
+
+
+def arguments_of(
+    native: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of the call by name; TypeError where DeepSpeed would raise it too."""
+    return dict(inspect.signature(native).bind(*args, **kwargs).arguments)
+
+
+def configuration_of(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration: a dict, a path or base64; empty where DeepSpeed is going to complain."""
+    config = arguments.get("config") or arguments.get("config_params")
+    if config is None:
+        config = getattr(arguments.get("args"), "deepspeed_config", None)
+    if config is None or isinstance(config, Mapping):
+        return config or {}
+    loaded: Mapping[str, Any] = load_ds_config(config)
+    return loaded

@@ -1,0 +1,183 @@
+"""DeepSpeed behind the verbs of ``runtime/framework.py``: one engine, its optimizer, scheduler."""
+
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from deepspeed.monitor.monitor import MonitorMaster
+
+from elaswave_plugin.adapters.deepspeed import zero
+from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader, Position
+from elaswave_plugin.adapters.deepspeed.zero import ZeroState
+from elaswave_plugin.adapters.deepspeed.zero0 import ReplicatedState
+from elaswave_plugin.adapters.deepspeed.zero3 import PartitionedWeightsState
+from elaswave_plugin.adapters.deepspeed.zero12 import PartitionedState
+from elaswave_plugin.core.plan import RecoveryPlan
+from elaswave_plugin.runtime.state_dump import NamedPiece
+
+# Counters of the engine that belong to a step (deepspeed/runtime/engine.py).
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+
+
+def state_of(engine: Any) -> ZeroState:
+    """The state of the engine's optimizer, by ZeRO stage."""
+    stage = int(engine.zero_optimization_stage())
+    if stage == 0:
+        return ReplicatedState(engine)
+    return PartitionedWeightsState(engine) if stage == 3 else PartitionedState(engine)
+
+
+class DeepSpeedFramework:
+    """The engine of one worker."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._state = state_of(engine)
+        self._inner = engine.basic_optimizer
+        # Where the loop is in its data is part of every snapshot.
+        self.loader: ElasticLoader | None = None
+        self._modes = [(module, module.training) for module in engine.module.modules()]
+
+    # ---- the verbs ----------------------------------------------------------------------------
+
+    def bucket_lengths(self) -> tuple[int, ...]:
+        """Unpadded lengths of the buckets, in elements."""
+        return self._state.lengths()
+
+    @property
+    def shard_alignment(self) -> int:
+        """DeepSpeed's own alignment of partitions, by stage."""
+        return self._state.alignment
+
+    def pause(self) -> None:
+        """Drop the interrupted step, and whatever an interrupted evaluation had switched."""
+        engine = self._engine
+        self._state.drop()
+        for module, training in self._modes:
+            module.training = training
+        engine._running_engine_step = False
+        engine.inside_no_sync_ctxt = False
+        for timer in engine.timers.timers.values():
+            timer.started_ = False
+        engine.tput_timer.started = False
+
+    def rebind(self, plan: RecoveryPlan) -> None:
+        """Point everything DeepSpeed cached at the new layout.
+
+        What it captures by value: sizes and ranks in the engine; who writes checkpoints and
+        monitors; partitions, sizes and ranks in the ZeRO optimizer, in every parameter of stage 3
+        and in the modules' hooks. Group handles need nothing: the groups were edited in place.
+        """
+        engine = self._engine
+        rank, width = dist.get_rank(), dist.get_world_size()
+        engine.world_size = engine.dp_world_size = engine.seq_dp_world_size = width
+        had_rank_0, engine.global_rank = engine.global_rank == 0, rank
+        self._state.recut()
+        engine.save_zero_checkpoint = engine.save_non_zero_checkpoint = False
+        engine._configure_checkpointing()
+        if rank == 0 and not had_rank_0:
+            engine.monitor = MonitorMaster(engine._config.monitor_config)
+
+    def read_shard(self) -> list[torch.Tensor]:
+        """The flat state."""
+        return self._state.parts()
+
+    def write_shard(self, payload: torch.Tensor) -> None:
+        """Install a payload of shape [3, shard_numel]."""
+        self._state.write(payload)
+
+    def read_capsule(self) -> bytes:
+        """Counters, scheduler, loss scaler, what schedules set in the groups, place in the data."""
+        engine = self._engine
+        scheduler, scaler = engine.lr_scheduler, getattr(engine.optimizer, "loss_scaler", None)
+        return pickle.dumps(
+            {
+                "applied_steps": zero.applied_steps(self._inner),
+                "counters": {name: getattr(engine, name) for name in _COUNTERS},
+                "scheduler": None if scheduler is None else scheduler.state_dict(),
+                "loss_scaler": None if scaler is None else dict(vars(scaler)),
+                "param_groups": [
+                    {key: value for key, value in group.items() if key != "params"}
+                    for group in self._inner.param_groups
+                ],
+                "data": None if self.loader is None else asdict(self.loader.position),
+            }
+        )
+
+    def write_capsule(self, capsule: bytes) -> None:
+        """Install what ``read_capsule`` returned."""
+        engine, state = self._engine, pickle.loads(capsule)
+        for name, value in state["counters"].items():
+            setattr(engine, name, value)
+        if engine.lr_scheduler is not None:
+            engine.lr_scheduler.load_state_dict(state["scheduler"])
+        if state["loss_scaler"] is not None:
+            vars(engine.optimizer.loss_scaler).update(state["loss_scaler"])
+        for group, values in zip(self._inner.param_groups, state["param_groups"], strict=True):
+            group.update(values)
+        if self.loader is not None:
+            self.loader.position = Position(**(state["data"] or {}))
+        zero.set_applied_steps(self._inner, state["applied_steps"])
+
+    @torch.no_grad()
+    def sync_weights(self) -> int:
+        """Gather the weights; returns the digest of all that every worker holds."""
+        digest = xxhash.xxh3_64()
+        for weights in self._state.sync_weights():
+            flat: Any = weights.cpu().contiguous().view(torch.uint8).numpy()
+            digest.update(flat)
+        return digest.intdigest() >> 1
+
+    # ---- what the loop asks -------------------------------------------------------------------
+
+    def watch(self, announce: Callable[[str], None], check: Callable[[], None]) -> None:
+        """Announce the phases of a step from inside the framework; ``check`` between layers."""
+        engine = self._engine
+        modules = [m for m in engine.module.modules() if [*m.parameters(recurse=False)]]
+        for module in modules:
+            module.register_forward_pre_hook(lambda module, inputs: check())
+        middle = modules[len(modules) // 2]
+        middle.register_forward_pre_hook(
+            lambda module, inputs: announce("forward") if module.training else None
+        )
+        middle.register_forward_hook(_announce_backward(announce))
+        self._inner.register_step_pre_hook(lambda *_: announce("optimizer"))
+        self._inner.register_step_post_hook(lambda *_: announce("gather"))
+        reduce = engine.allreduce_gradients
+
+        def allreduce_gradients(*args: Any, **kwargs: Any) -> None:
+            announce("reduce")
+            reduce(*args, **kwargs)
+
+        engine.allreduce_gradients = allreduce_gradients
+
+    def begin(self) -> None:
+        """The state is final, loaded or fresh: have a place for each of its parts."""
+        self._state.prepare()
+
+    def learning_rate(self) -> float:
+        """The learning rate of the first group."""
+        return float(self._inner.param_groups[0]["lr"])
+
+    def grad_norm(self) -> float:
+        """The norm that DeepSpeed computed in the last step; NaN where it computes none."""
+        norm = self._engine.get_global_grad_norm()
+        return float("nan") if norm is None else float(norm)
+
+    def named_pieces(self) -> Iterator[NamedPiece]:
+        """This worker's pieces of the state, by global parameter name."""
+        return self._state.named_pieces()
+
+
+def _announce_backward(announce: Callable[[str], None]) -> Callable[..., None]:
+    def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        tensors = [output] if isinstance(output, torch.Tensor) else list(output)
+        for tensor in tensors[:1]:
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda gradient: announce("backward"))
+
+    return hook

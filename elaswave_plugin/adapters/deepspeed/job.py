@@ -1,0 +1,302 @@
+"""An engine whose forward, backward and step absorb the loss of workers.
+
+The engine object stays the user's; three of its methods, and the loader, go through ``UserLoop``.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elaswave_plugin.adapters.deepspeed.framework import DeepSpeedFramework
+from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader, GlobalOrder
+from elaswave_plugin.adapters.deepspeed.refuse import check_engine
+from elaswave_plugin.adapters.deepspeed.stand_in import StandIn, detached
+from elaswave_plugin.adapters.patching import PatchSet
+from elaswave_plugin.adapters.recording import Recording
+from elaswave_plugin.core.dataflow import Shares, share
+from elaswave_plugin.core.rng import draw_key
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.runtime.loop import GuardedSteps, StepReport
+from elaswave_plugin.runtime.refusal import ends_in_a_sentence
+from elaswave_plugin.runtime.user_loop import UserLoop
+from elaswave_plugin.runtime.worker import Worker
+from elaswave_plugin.tracking.tracker import Tracker
+
+
+class EngineJob:
+    """One worker's engine in an elastic job."""
+
+    def __init__(self, worker: Worker, engine: Any, *, patches: PatchSet, seed: int) -> None:
+        """Take the engine into care and seal its state; raises ConfigurationError."""
+        check_engine(engine)
+        self._worker = worker
+        self._engine = engine
+        self._patches = patches
+        self._seed = seed
+        self._width = len(worker.homes)
+        self._micro_batch_size = int(engine.train_micro_batch_size_per_gpu())
+        self._framework = DeepSpeedFramework(engine)
+        self._recording = Recording(
+            worker,
+            Tracker(worker.config, worker.run_id, worker.owns_rank_0),
+            pieces=self._framework.named_pieces,
+        )
+        num_samples = self._micro_batch_size * self._width
+        worker.bind(self._framework, deal=partial(share, num_samples=num_samples))
+        self._loop = UserLoop(
+            GuardedSteps(
+                worker,
+                self._framework,
+                on_commit=self._record,
+                on_recovered=self._recording.recovered,
+            ),
+            after_recovery=self._learn_output,
+        )
+        self._stand_in = StandIn()
+        self._inputs: Any = None
+        self._weight = 1.0
+        self._losses: list[torch.Tensor] = []
+        self._tokens = 0
+        self._left = False
+        self._iterations = 0
+        self._sealed = False
+        self._framework.watch(self._announce, self._check)
+        self._take_over()
+        self._recording.attached(
+            num_microbatches=self._width * int(engine.gradient_accumulation_steps()),
+            micro_batch_size=self._micro_batch_size,
+        )
+
+    # ---- announcements --------------------------------------------------------------------------
+
+    def _announce(self, phase: str) -> None:
+        if not self._loop.dead:
+            self._worker.phases.enter(phase)
+
+    def _check(self) -> None:
+        if not self._loop.dead:
+            self._worker.member.check()
+
+    # ---- the engine's methods -------------------------------------------------------------------
+
+    def _take_over(self) -> None:
+        engine = self._engine
+        engine.forward = ends_in_a_sentence(partial(self._forward, engine.forward))
+        engine.backward = ends_in_a_sentence(partial(self._backward, engine.backward))
+        engine.step = ends_in_a_sentence(partial(self._step, engine.step))
+        for name, take in (
+            ("save_checkpoint", self._save),
+            ("save_16bit_model", self._save),
+            ("load_checkpoint", self._load),
+        ):
+            setattr(engine, name, ends_in_a_sentence(partial(take, getattr(engine, name))))
+        engine.destroy = ends_in_a_sentence(partial(self._destroy, engine.destroy))
+
+    def _forward(self, native: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Any:
+        if self._engine.module.training and self._loop.iteration == 0 and not self._loop.dead:
+            raise ConfigurationError(
+                "engine.forward was called in training mode with a batch that the plugin did not "
+                "serve, so that nobody could serve it again; take the batches from "
+                "elaswave_plugin.deepspeed.loader(engine, dataset), or give the dataset to "
+                "deepspeed.initialize as training_data"
+            )
+
+        def work() -> Any:
+            if self._needs_others_to_compute:
+                self._inputs = (inputs, kwargs)
+            output = native(*inputs, **kwargs)
+            if self._needs_others_to_compute:
+                self._stand_in.remember((inputs, kwargs), output)
+                self._inputs = None
+            return output
+
+        return self._loop.call(work, instead=lambda: self._dead_output(inputs, kwargs))
+
+    @property
+    def _needs_others_to_compute(self) -> bool:
+        return int(self._engine.zero_optimization_stage()) == 3
+
+    @torch.no_grad()
+    def _learn_output(self) -> None:
+        """In the first step of ZeRO-3 nobody may know yet what an output looks like."""
+        inputs, self._inputs = self._inputs, None
+        if self._needs_others_to_compute and self._worker.completed == 0:
+            self._stand_in.learn(inputs, lambda both: self._engine.module(*both[0], **both[1]))
+
+    @torch.no_grad()
+    def _dead_output(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._needs_others_to_compute:
+            with torch.enable_grad():
+                return self._stand_in.make(
+                    (inputs, kwargs),
+                    self._engine.device,
+                    counts=not self._engine.module.training,
+                )
+        output = self._engine.module(*inputs, **kwargs)
+        with torch.enable_grad():
+            return detached(output)
+
+    def _backward(
+        self,
+        native: Callable[..., torch.Tensor],
+        loss: torch.Tensor,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+    ) -> torch.Tensor:
+        weight = self._weight
+
+        def work() -> torch.Tensor:
+            self._losses.append(loss.detach().double() * weight)
+            weighted = loss if weight == 1.0 else loss * weight
+            scaled = native(weighted, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+            return scaled if weight == 1.0 else scaled / weight
+
+        return self._loop.call(work, instead=loss.detach)
+
+    def _step(self, native: Callable[..., None], lr_kwargs: dict[str, Any] | None = None) -> None:
+        if not self._engine.is_gradient_accumulation_boundary():
+            self._loop.call(lambda: native(lr_kwargs), instead=lambda: None)
+            return
+
+        def update() -> StepReport:
+            self._worker.await_copies()
+            # The collective that shows that everyone has come here; see ``await_copies``.
+            loss, tokens = self._mean_loss()
+            native(lr_kwargs)
+            return StepReport(
+                loss=loss,
+                grad_norm=self._framework.grad_norm(),
+                lr=self._framework.learning_rate(),
+                tokens=tokens,
+            )
+
+        self._loop.complete_step(update)
+
+    def _save(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._loop.run(lambda: native(*args, **kwargs), phase="save")
+
+    @ends_in_a_sentence
+    def run(self, work: Callable[[], Any], *, phase: str) -> Any:
+        """Work between steps that every worker calls; it starts again after a loss."""
+        return self._loop.run(work, phase=phase)
+
+    def _load(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._sealed:
+            raise ConfigurationError(
+                "engine.load_checkpoint was called after the first batch, and the state that it "
+                "replaces is in the snapshots already; load before the loop starts"
+            )
+        return native(*args, **kwargs)
+
+    def _mean_loss(self) -> tuple[float, int]:
+        """Mean over the samples of the step, and its tokens; both alike on every worker."""
+        mine = torch.stack(self._losses).sum() if self._losses else torch.zeros(())
+        sums = torch.tensor([float(mine), float(self._tokens)], dtype=torch.float64)
+        dist.all_reduce(sums)
+        self._iterations = self._loop.iteration
+        return float(sums[0]) / (self._iterations * dist.get_world_size()), int(sums[1])
+
+    # ---- the data -------------------------------------------------------------------------------
+
+    def make_loader(
+        self,
+        dataset: Any,
+        *,
+        collate: Callable[[Sequence[Any]], Any] | None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> ElasticLoader:
+        """The loader of the job; raises ConfigurationError for a second one."""
+        if self._framework.loader is not None:
+            raise ConfigurationError(
+                "the job has a training loader already, and a second one was asked for; train "
+                "from one loader, over a concatenation of the datasets"
+            )
+        if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+            raise ConfigurationError(
+                f"the dataset is a {type(dataset).__name__}, wanted one with __getitem__ and "
+                "__len__: whoever redoes a step has to read its samples again"
+            )
+        order = GlobalOrder(
+            len(dataset),
+            num_replicas=self._width,
+            micro_batch_size=self._micro_batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+        )
+        self._framework.loader = ElasticLoader(self, dataset, order, collate=collate)
+        return self._framework.loader
+
+    @ends_in_a_sentence
+    def next_batch(self, loader: ElasticLoader) -> Any:
+        """The next batch of this worker's share; the first one is preceded by the first seal."""
+        if not self._sealed:
+            self._framework.begin()
+            self._loop.start()
+            self._sealed = True
+        return self._loop.next_batch(partial(self._serve, loader))
+
+    def _serve(self, loader: ElasticLoader, step: int, iteration: int) -> Any:
+        worker = self._worker
+        items = loader.items()
+        shares = worker.dataflow
+        assert isinstance(shares, Shares)
+        if len(items) != shares.num_samples:
+            shares = share(num_samples=len(items), homes=worker.homes, live=worker.view.ranks)
+        interval = shares.interval(worker.slot)
+        self._weight = shares.weight(worker.slot)
+        if iteration == 0:
+            self._losses, self._tokens = [], 0
+        # Whoever runs these samples in this step draws the same.
+        torch.manual_seed(draw_key(self._seed, step, iteration, interval[0]))
+        self._engine.tput_timer.start()
+        mine, batch = loader.read(items, interval)
+        self._tokens += _tokens_of(batch, len(mine.items))
+        worker.ledger.emit(
+            "consumed",
+            slot=worker.slot,
+            epoch=worker.view.epoch,
+            step=step,
+            k=iteration,
+            samples=list(mine.ids),
+            items=list(mine.items),
+        )
+        return batch
+
+    # ---- the end --------------------------------------------------------------------------------
+
+    def _record(self, step: int, report: StepReport, seconds: float) -> None:
+        self._recording.step(step, report, seconds, num_microbatches=self._iterations, last=False)
+
+    @ends_in_a_sentence
+    def leave(self) -> None:
+        """Leave with the others, once."""
+        if self._left:
+            return
+        self._left = True
+        if self._worker.config.dump_state == "last" and self._worker.completed:
+            self._recording.dump(self._worker.completed - 1)
+        self._loop.finish(before_leaving=self._recording.tracker.close)
+        self._worker.groups.uninstall()
+        self._patches.undo()
+
+    def abandon(self) -> None:
+        """The script fails: leave without waiting for anyone."""
+        self._left = True
+
+    def _destroy(self, native: Callable[[], None]) -> None:
+        self.leave()
+        native()
+
+
+def _tokens_of(batch: Any, num_samples: int) -> int:
+    """Elements of the first tensor of integers, as of token ids; else the number of samples."""
+    values = list(batch.values()) if isinstance(batch, dict) else batch
+    tensors = [values] if torch.is_tensor(values) else [v for v in values if torch.is_tensor(v)]
+    first = next((t for t in tensors if not t.is_floating_point() and t.dim() > 1), None)
+    return num_samples if first is None else first.numel()

@@ -1,0 +1,158 @@
+"""The loader of an elastic job: whoever is left reads the samples of the step, in shares.
+
+An iteration takes the micro-batches of all workers of the launch, in DeepSpeed's own order
+(torch's DistributedSampler: replica d reads every D0-th sample from d on), one replica's after the
+other's. While healthy every worker's share is its own replica's micro-batch; after a loss the same
+samples are cut into fewer and larger shares.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from elaswave_plugin.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where the data is: epoch, iteration in it, samples that were served before."""
+
+    epoch: int = 0
+    iteration: int = 0
+    served: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One worker's samples of an iteration: items of the dataset; ids number them over the job."""
+
+    items: tuple[int, ...]
+    ids: tuple[int, ...]
+
+
+class GlobalOrder:
+    """The order of a map-style dataset over all epochs, as torch's DistributedSampler has it."""
+
+    def __init__(
+        self,
+        num_items: int,
+        *,
+        num_replicas: int,
+        micro_batch_size: int,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+    ) -> None:
+        """``micro_batch_size``: samples of one replica in an iteration."""
+        if num_items < num_replicas:
+            raise ConfigurationError(
+                f"the dataset has {num_items} samples, wanted at least {num_replicas}: one a worker"
+            )
+        self._num_items = num_items
+        self._num_replicas = num_replicas
+        self._micro_batch_size = micro_batch_size
+        self._shuffle = shuffle
+        self._seed = seed
+        self._per_replica = -(-num_items // num_replicas)
+        whole, rest = divmod(self._per_replica, micro_batch_size)
+        self.iterations = whole if drop_last else whole + bool(rest)
+        # What ``set_epoch`` said, by epoch of the loader; DeepSpeed itself never calls it.
+        self._shuffled_as: dict[int, int] = {}
+        self._cached: tuple[int, torch.Tensor] | None = None
+
+    def set_epoch(self, epoch: int, number: int) -> None:
+        """Shuffle ``epoch`` of the loader as torch's sampler shuffles epoch ``number``."""
+        self._shuffled_as[epoch] = number
+
+    def items(self, epoch: int, iteration: int) -> list[int]:
+        """All samples of an iteration, one replica's after the other's."""
+        order = self._order(self._shuffled_as.get(epoch, 0))
+        first = iteration * self._micro_batch_size
+        stop = min(first + self._micro_batch_size, self._per_replica)
+        columns = order.view(self._per_replica, self._num_replicas)[first:stop]
+        return [int(one) for one in columns.t().reshape(-1)]
+
+    def _order(self, number: int) -> torch.Tensor:
+        if self._cached is None or self._cached[0] != number:
+            order = torch.arange(self._num_items)
+            if self._shuffle:
+                generator = torch.Generator().manual_seed(self._seed + number)
+                order = torch.randperm(self._num_items, generator=generator)
+            padding = self._per_replica * self._num_replicas - self._num_items
+            self._cached = (number, torch.cat([order, order[:padding]]))
+        return self._cached[1]
+
+
+class Reader(Protocol):
+    """The job, as the loader sees it."""
+
+    def next_batch(self, loader: "ElasticLoader") -> Any:
+        """The next batch of this worker; StopIteration at the end of the loader's epoch."""
+
+
+class ElasticLoader:
+    """Serves this worker's batches; iterating again begins the next epoch."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        dataset: Any,
+        order: GlobalOrder,
+        *,
+        collate: Callable[[Sequence[Any]], Any] | None,
+    ) -> None:
+        self._reader = reader
+        self.dataset = dataset
+        self._order = order
+        self._collate = collate or torch.utils.data.default_collate
+        self.position = Position()
+        self._epoch = -1
+        # Where an epoch was left before its end, so that a redo leaves it there again.
+        self._left_at: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return self._order.iterations
+
+    def __iter__(self) -> "ElasticLoader":
+        here = self._normal(self.position)
+        if here.iteration:
+            self._left_at[here.epoch] = here.iteration
+        self.position = self._normal(here)
+        self._epoch = self.position.epoch
+        return self
+
+    def __next__(self) -> Any:
+        return self._reader.next_batch(self)
+
+    def set_epoch(self, number: int) -> None:
+        """As torch's DistributedSampler: how the epoch that begins next is shuffled."""
+        self._order.set_epoch(self._epoch + 1, number)
+
+    def _normal(self, position: Position) -> Position:
+        """The position itself, or the start of the next epoch where it is the end of one."""
+        end = self._left_at.get(position.epoch, self._order.iterations)
+        if position.iteration < end:
+            return position
+        return Position(epoch=position.epoch + 1, served=position.served)
+
+    def items(self) -> list[int]:
+        """All samples of the next iteration; raises StopIteration at the end of the epoch."""
+        self.position = self._normal(self.position)
+        if self.position.epoch > self._epoch:
+            raise StopIteration
+        return self._order.items(self.position.epoch, self.position.iteration)
+
+    def read(self, items: Sequence[int], interval: tuple[int, int]) -> tuple[Share, Any]:
+        """The share [start, stop) of an iteration's ``items``, and its batch; moves on."""
+        here, (start, stop) = self.position, interval
+        share = Share(
+            items=tuple(items[start:stop]),
+            ids=tuple(range(here.served + start, here.served + stop)),
+        )
+        batch = self._collate([self.dataset[item] for item in share.items])
+        self.position = Position(
+            epoch=here.epoch, iteration=here.iteration + 1, served=here.served + len(items)
+        )
+        return share, batch

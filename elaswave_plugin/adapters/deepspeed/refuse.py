@@ -1,0 +1,107 @@
+"""What this adapter does not carry, refused by name before anything is built or changed."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from deepspeed.pipe import PipelineModule
+
+from elaswave_plugin.errors import ConfigurationError
+
+# (path of the key, value that is carried, what to do)
+_CARRIED: tuple[tuple[str, Any, str], ...] = (
+    ("zero_optimization.offload_optimizer.device", "none", "keep the optimizer on the device"),
+    ("zero_optimization.offload_param.device", "none", "keep the parameters on the device"),
+    ("zero_optimization.cpu_offload", False, "keep the optimizer on the device"),
+    ("zero_optimization.zero_hpz_partition_size", 1, "use plain ZeRO-3, without hpZ"),
+    ("zero_optimization.zero_quantized_weights", False, "use plain ZeRO-3, without ZeRO++"),
+    ("zero_optimization.zero_quantized_gradients", False, "use plain ZeRO-3, without ZeRO++"),
+    ("zero_optimization.zero_quantized_nontrainable_weights", False, "leave ZeRO++ out"),
+    ("zero_optimization.mics_shard_size", -1, "use plain ZeRO-3, without MiCS"),
+    ("zero_optimization.round_robin_gradients", False, "its order depends on the workers"),
+    ("zero_optimization.zenflow", None, "leave ZenFlow out"),
+    ("managed_gradient_accumulation", True, "let DeepSpeed count the micro-batches"),
+    ("sequence_parallel_size", 1, "sequence parallelism is not carried"),
+    ("tensor_parallel.autotp_size", 0, "tensor parallelism is not carried"),
+    ("expert_parallel.enabled", False, "mixtures of experts are not carried"),
+    ("sparse_gradients", False, "sparse gradients are not carried"),
+    ("curriculum_learning.enabled", False, "curriculum learning changes the batch"),
+    ("data_efficiency.enabled", False, "data efficiency changes the batch"),
+    ("progressive_layer_drop.enabled", False, "its draws are not keyed"),
+    ("compression_training", None, "compression is not carried"),
+    ("hybrid_engine.enabled", False, "the hybrid engine is not carried"),
+    ("autotuning.enabled", False, "tune first, then train"),
+    ("amp.enabled", False, "use bf16"),
+    ("torch_autocast.enabled", False, "use bf16"),
+    ("compile.deepcompile", False, "DeepCompile is not carried"),
+    ("elasticity", None, "DeepSpeed removed it; the section elaswave takes its place"),
+)
+_OPTIMIZERS = ("adam", "adamw")
+
+
+def check_configuration(config: Mapping[str, Any], *, model: Any, mpu: Any) -> None:
+    """Raise ConfigurationError naming the first setting that is not carried."""
+    for problem in _problems(config, model, mpu):
+        raise ConfigurationError(problem)
+
+
+def _problems(config: Mapping[str, Any], model: Any, mpu: Any) -> Iterator[str]:
+    if isinstance(model, PipelineModule):
+        yield (
+            "the model is a PipelineModule, wanted a plain module: DeepSpeed's pipeline topology "
+            "is a full grid, so a stage cannot go on with fewer workers; Megatron-Core is carried"
+        )
+    if mpu is not None:
+        yield "mpu is given, and elaswave_plugin carries data parallelism only; leave it out"
+    for path, carried, advice in _CARRIED:
+        seen = _lookup(config, path, carried)
+        if seen != carried:
+            yield f"{path} is {seen!r}, and elaswave_plugin carries {carried!r}: {advice}"
+    optimizer = config.get("optimizer")
+    if optimizer and str(optimizer.get("type", "")).lower() not in _OPTIMIZERS:
+        yield (
+            f"optimizer.type is {optimizer.get('type')!r}, and elaswave_plugin carries Adam and "
+            "AdamW; 1-bit and other optimizers keep state of another shape"
+        )
+
+
+def _lookup(config: Mapping[str, Any], path: str, default: Any) -> Any:
+    value: Any = config
+    for key in path.split("."):
+        if not isinstance(value, Mapping):
+            return default
+        value = value.get(key)
+        if value is None:
+            return default
+    return value
+
+
+def check_engine(engine: Any) -> None:
+    """Raise ConfigurationError for what shows in the built engine only."""
+    for problem in _engine_problems(engine):
+        raise ConfigurationError(problem)
+
+
+def _engine_problems(engine: Any) -> Iterator[str]:
+    inner = engine.basic_optimizer
+    names = [kind.__name__ for kind in type(inner).__mro__]
+    if not {"Adam", "AdamW", "DeepSpeedCPUAdam"} & set(names):
+        yield f"the optimizer is {names[0]}, wanted Adam, AdamW or DeepSpeedCPUAdam"
+    elif any(group.get("fused") or group.get("amsgrad") for group in inner.param_groups):
+        yield "fused or amsgrad is set in Adam, and elaswave_plugin carries neither; unset it"
+    if engine.has_moe_layers:
+        yield "the model has MoE layers, and elaswave_plugin carries dense models only"
+    for name, module in engine.module.named_modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+            yield (
+                f"{name} is a {type(module).__name__} with running statistics, which differ by "
+                "worker and are not part of the snapshots; use LayerNorm or GroupNorm"
+            )
+    if int(engine.zero_optimization_stage()) == 3:
+        owned = {id(p) for group in engine.optimizer.fp16_groups for p in group}
+        for name, param in engine.module.named_parameters():
+            if id(param) not in owned:
+                yield (
+                    f"{name} is not trained, and ZeRO-3 cuts it over the workers without a "
+                    "snapshot; train it, or use stage 2"
+                )

@@ -1,0 +1,40 @@
+"""The section "elaswave" of a DeepSpeed configuration: the same keys as everywhere, and enabled."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from elaswave_plugin.adapters.deepspeed.configuration import SECTION
+from elaswave_plugin.config import ElasticConfig, from_section
+from elaswave_plugin.errors import ConfigurationError
+
+
+def elastic_config(config: Mapping[str, Any]) -> ElasticConfig | None:
+    """The settings of a configuration; None where it has no section, or one that is not enabled.
+
+    ELASWAVE_DIR, which ``elaswave run --dir`` sets, is the default of ``dir``.
+    Raises ConfigurationError for a wrong section, enabled or not.
+    """
+    section = config.get(SECTION)
+    if section is None:
+        return None
+    source = f'section "{SECTION}" of the DeepSpeed configuration'
+    if not isinstance(section, Mapping):
+        raise ConfigurationError(f"{source} is {section!r}, wanted keys and values")
+    values = dict(section)
+    enabled = values.pop("enabled", True)
+    if not isinstance(enabled, bool):
+        raise ConfigurationError(f"{source}: key 'enabled' is {enabled!r}, wanted true or false")
+    if values.setdefault("consistency", "fast") != "fast":
+        raise ConfigurationError(
+            f"{source}: key 'consistency' is {values['consistency']!r}, wanted 'fast': in a loop "
+            "that the script owns, shares change their size and sums their order"
+        )
+    settings = from_section(values, source=source)
+    if not enabled:
+        return None
+    directory = os.environ.get("ELASWAVE_DIR")
+    if settings.dir is None and directory:
+        settings = settings.model_copy(update={"dir": Path(directory)})
+    return settings

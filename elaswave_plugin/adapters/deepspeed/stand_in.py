@@ -1,0 +1,122 @@
+"""What a dead forward pass returns: tensors shaped like the output, that lead to no parameter.
+
+After an interruption the user's code runs on to its next batch, and needs something to run with.
+Where every worker holds the whole model it is the real output of the user's input. In ZeRO stage 3
+nobody can compute that alone, so it has the shape that an input of that size gave before: a single
+number, such as a loss, is the one of that time, larger tensors are zeros, and in an evaluation,
+whose result counts, everything is NaN. In the first step all compute one output together.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Signature = tuple[tuple[int, ...], ...]
+
+
+class StandIn:
+    """Remembers the outputs of the forward pass by the sizes of its inputs."""
+
+    def __init__(self) -> None:
+        self._shapes: dict[Signature, Any] = {}
+
+    def remember(self, inputs: Any, output: Any) -> None:
+        """Keep the structure of an output, without its memory."""
+        signature = _signature(inputs)
+        self._shapes[signature] = _map(output, _kept)
+
+    def make(self, inputs: Any, device: torch.device, *, counts: bool) -> Any:
+        """An output for these inputs; ``counts``: whether anyone goes by its values."""
+        signature = _signature(inputs)
+        known = self._shapes.get(signature)
+        if known is None:
+            known = self._resized(signature)
+
+        def fill(one: torch.Tensor) -> torch.Tensor:
+            if counts and one.is_floating_point():
+                return torch.full_like(one, math.nan, device=device)
+            if not one.is_meta:
+                return loose(one.to(device, copy=True))
+            return loose(torch.zeros_like(one, device=device))
+
+        return _map(known, fill)
+
+    def learn(self, inputs: Any, forward: Callable[[Any], Any]) -> None:
+        """Have an output where any worker may need one and has seen none (collective over WORLD).
+
+        ``inputs``: of this worker's forward pass, None where it was in none; ``forward(inputs)``
+        is the pass, which all make together.
+        """
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (inputs is not None, self._shapes))
+        for _, shapes in everyone:
+            self._shapes = {**shapes, **self._shapes}
+        waiting = [rank for rank, (has_inputs, _) in enumerate(everyone) if has_inputs]
+        if self._shapes or not waiting:
+            return
+        shared = [inputs]
+        dist.broadcast_object_list(shared, src=waiting[0])
+        mine = shared[0] if inputs is None else inputs
+        self.remember(mine, forward(mine))
+
+    def _resized(self, signature: Signature) -> Any:
+        """The last output, with the batch dimension of its inputs replaced."""
+        other, known = next(reversed(self._shapes.items()))
+        old, new = (shapes[0][0] if shapes and shapes[0] else 0 for shapes in (other, signature))
+
+        def resize(one: torch.Tensor) -> torch.Tensor:
+            batched = one.dim() and one.shape[0] == old
+            return one.new_empty((new, *one.shape[1:])) if batched else one
+
+        return _map(known, resize)
+
+
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    """What is kept of an output: a single number, else the shape without its memory."""
+    return tensor.detach().cpu() if tensor.numel() == 1 else tensor.detach().to("meta")
+
+
+def loose(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its graph; a backward pass over it ends in it."""
+    tensor = tensor.detach()
+    return tensor.requires_grad_() if tensor.is_floating_point() else tensor
+
+
+def detached(output: Any) -> Any:
+    """An output whose every tensor is loose."""
+    return _map(output, loose)
+
+
+def _signature(inputs: Any) -> Signature:
+    shapes: list[tuple[int, ...]] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(tensor.shape))
+        return tensor
+
+    _map(inputs, note)
+    return tuple(shapes)
+
+
+def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same structure with every tensor changed: tuples, lists, mappings, data classes."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    kind: Any = type(value)
+    if isinstance(value, Mapping):
+        changed = {key: _map(one, change) for key, one in value.items()}
+        # As HF's ModelOutput: a mapping that is a data class, built from its fields.
+        return kind(**changed) if is_dataclass(value) else kind(changed)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return kind(*(_map(one, change) for one in value))
+    if isinstance(value, list | tuple):
+        return kind(_map(one, change) for one in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return kind(
+            **{field.name: _map(getattr(value, field.name), change) for field in fields(value)}
+        )
+    return value

@@ -1,0 +1,98 @@
+"""ZeRO stage 0: everything is replicated; each worker seals the part of it that is its shard.
+
+A 16-bit model has fp32 masters in DeepSpeed's ``FP16_UnfusedOptimizer``, an fp32 model is its own
+master (deepspeed/runtime/fp16/unfused_optimizer.py).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elaswave_plugin.adapters.deepspeed import zero
+from elaswave_plugin.core.shards import ShardCut
+from elaswave_plugin.runtime.state_dump import NamedPiece
+
+
+class ReplicatedState:
+    """The whole state, cut parameter by parameter."""
+
+    alignment = 1
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._inner = engine.basic_optimizer
+        outer = engine.optimizer
+        self._masters = [p for group in self._inner.param_groups for p in group["params"]]
+        self._params = list(self._masters)
+        if outer is not self._inner:
+            self._params = [p for group in outer.fp16_groups for p in group]
+
+    def lengths(self) -> tuple[int, ...]:
+        """Elements of each parameter."""
+        return tuple(master.numel() for master in self._masters)
+
+    def _sizes(self) -> tuple[int, ...]:
+        cut = ShardCut(buckets=self.lengths(), width=dist.get_world_size(), alignment=1)
+        return cut.shard_sizes
+
+    def prepare(self) -> None:
+        """Give every master the moments that Adam would make in its first step."""
+        zero.prepare_moments(self._inner, self._masters)
+
+    def parts(self) -> list[torch.Tensor]:
+        """This worker's share of every master and moment; short ones are filled up with zeros."""
+        return [
+            piece
+            for whole in zero.flat_parts(self._inner, self._masters)
+            for piece in self._piece(whole.reshape(-1))
+        ]
+
+    def _piece(self, whole: torch.Tensor) -> Iterator[torch.Tensor]:
+        size = -(-whole.numel() // dist.get_world_size())
+        piece = whole[dist.get_rank() * size : (dist.get_rank() + 1) * size]
+        yield piece
+        if piece.numel() < size:
+            yield piece.new_zeros(size - piece.numel())
+
+    def drop(self) -> None:
+        """Gradients go."""
+        for param in (*self._params, *self._masters):
+            param.grad = None
+
+    def recut(self) -> None:
+        """Nothing is cut."""
+
+    @torch.no_grad()
+    def write(self, payload: torch.Tensor) -> None:
+        """Exchange the shards, so that everyone has the whole state again (collective)."""
+        everyone = [torch.empty_like(payload) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, payload)
+        offset = 0
+        for master, size in zip(self._masters, self._sizes(), strict=True):
+            pieces = [shard[:, offset : offset + size] for shard in everyone]
+            whole = torch.cat(pieces, dim=1)[:, : master.numel()]
+            zero.write_flat(self._inner, [master], whole)
+            offset += size
+        for param, master in zip(self._params, self._masters, strict=True):
+            param.data.copy_(master.detach())
+
+    def sync_weights(self) -> Iterator[torch.Tensor]:
+        """They are whole already."""
+        for param in self._params:
+            yield param.detach().reshape(-1)
+
+    def named_pieces(self) -> Iterator[NamedPiece]:
+        """Every parameter whole."""
+        for param, master in zip(self._params, self._masters, strict=True):
+            state = self._inner.state[master]
+            parts = {"master": master, **{name: state[name] for name in zero.MOMENTS}}
+            for part, data in parts.items():
+                yield NamedPiece(
+                    name=self._engine.param_names[param],
+                    part=part,
+                    start=0,
+                    numel=master.numel(),
+                    data=data.detach().reshape(-1),
+                )

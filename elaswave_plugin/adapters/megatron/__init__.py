@@ -1,0 +1,45 @@
+"""Megatron-Core: what a training script imports.
+
+parser = elaswave.add_arguments(parser)
+job = elaswave.attach(args)
+"""
+
+import argparse
+
+import torch
+
+from elaswave_plugin.adapters.megatron.contract import Job
+from elaswave_plugin.adapters.megatron.cpu import cpu_patches
+from elaswave_plugin.adapters.megatron.job import ElasticJob
+from elaswave_plugin.adapters.megatron.plain import PlainJob
+from elaswave_plugin.adapters.megatron.seams import elastic_patches
+from elaswave_plugin.adapters.patching import PatchSet
+from elaswave_plugin.config import add_arguments, from_namespace
+from elaswave_plugin.runtime.refusal import ends_in_a_sentence
+
+__all__ = ["Job", "add_arguments", "attach"]
+
+
+@ends_in_a_sentence
+def attach(args: argparse.Namespace) -> Job:
+    """Join the job when ``args`` has --elaswave, else return the same verbs without the plugin.
+
+    Reads global_batch_size, micro_batch_size and seed, as Megatron-LM's arguments name them.
+    On a machine without GPU the CPU patch records are applied in both cases; ``finish`` undoes all
+    records. Bad input ends the process with one sentence and exit code 2, here and in the job's
+    other verbs.
+    """
+    config = from_namespace(args)
+    patches = PatchSet([]) if torch.cuda.is_available() else cpu_patches()
+    batch = {
+        "global_batch_size": args.global_batch_size,
+        "micro_batch_size": args.micro_batch_size,
+    }
+    if config is None:
+        job: Job = PlainJob(patches=patches, **batch)
+    else:
+        elastic = elastic_patches(exact=config.consistency == "exact")
+        patches = PatchSet([*patches.records, *elastic.records])
+        job = ElasticJob(config, patches=patches, seed=args.seed, **batch)
+    patches.apply()
+    return job

@@ -1,0 +1,67 @@
+"""What a training script asks of the plugin, with the plugin on and off."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.runtime.loop import StepReport
+
+Result = TypeVar("Result")
+ForwardBackward = Callable[..., list[Any]]
+Losses = Sequence[tuple[float, float]]
+TrainStep = Callable[[], tuple[Losses, float]]
+
+
+class Job(Protocol):
+    """What a script asks of the plugin, whether it is on or off."""
+
+    def process_group(self) -> dict[str, Any]:
+        """Arguments of ``torch.distributed.init_process_group``."""
+
+    def bind(self, model: Any, optimizer: Any, scheduler: Any, *, train_iters: int) -> None:
+        """Take the built job into care."""
+
+    def batches(self, dataset: Any) -> Iterator[dict[str, torch.Tensor]]:
+        """The data iterator over a dataset with sequential sampling."""
+
+    def forward_backward(self, function: ForwardBackward) -> ForwardBackward:
+        """Megatron-Core's forward-backward function, for whatever this worker runs now."""
+
+    def train(self, train_step: TrainStep) -> Iterator[tuple[int, StepReport]]:
+        """Run the training steps; calls ``finish`` after the last one.
+
+        ``train_step()`` returns the losses that ``forward_backward`` reported, one (sum, tokens) a
+        micro-batch, and the gradient norm.
+        """
+
+    def finish(self) -> None:
+        """Leave with the others: for loops that end before the last step."""
+
+    def evaluate(self, evaluate: Callable[[], Sequence[Losses]]) -> float:
+        """Mean loss over global batches; ``evaluate()`` returns the losses of each."""
+
+    def run(self, work: Callable[[], Result], *, phase: str) -> Result:
+        """Run other work between steps; ``phase`` names it, as in "save"."""
+
+
+def num_microbatches_of(*, global_batch_size: int, micro_batch_size: int, width: int) -> int:
+    """Micro-batches of a step; raises ConfigurationError unless they divide evenly."""
+    if global_batch_size % micro_batch_size:
+        raise ConfigurationError(
+            f"global batch size {global_batch_size} is not a multiple of the micro-batch size "
+            f"{micro_batch_size}; change one of them"
+        )
+    count = global_batch_size // micro_batch_size
+    if width > count:
+        raise ConfigurationError(
+            f"{width} workers for {count} micro-batches a step; use at most {count} workers or a "
+            "larger global batch"
+        )
+    if count % width:
+        raise ConfigurationError(
+            f"{count} micro-batches a step cannot be dealt evenly to {width} workers at launch; "
+            f"make the global batch a multiple of {width * micro_batch_size}"
+        )
+    return count

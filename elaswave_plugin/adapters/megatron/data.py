@@ -1,0 +1,48 @@
+"""Batches keyed by (step, micro-batch): whoever runs micro-batch k reads the samples of k."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from elaswave_plugin.core.dataflow import sample_ids
+
+
+class KeyedBatches:
+    """The data iterator that forward steps call ``next`` on; never exhausted within a step."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        micro_batch_size: int,
+        num_microbatches: int,
+        on_batch: Callable[[int, int, tuple[int, ...]], None],
+    ) -> None:
+        """``on_batch(step, micro-batch, sample ids)`` is told of each batch before it is used."""
+        self._dataset = dataset
+        self._micro_batch_size = micro_batch_size
+        self._num_microbatches = num_microbatches
+        self._on_batch = on_batch
+        self._step = 0
+        self._queue: Iterator[int] = iter(())
+
+    def begin(self, step: int, microbatches: Sequence[int]) -> None:
+        """Deliver the given micro-batches of ``step``, in this order."""
+        self._step = step
+        self._queue = iter(microbatches)
+
+    def __iter__(self) -> "KeyedBatches":
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        """The next micro-batch as a dict of stacked tensors [micro_batch_size, ...]."""
+        microbatch = next(self._queue)
+        ids = sample_ids(
+            step=self._step,
+            microbatch=microbatch,
+            num_microbatches=self._num_microbatches,
+            size=self._micro_batch_size,
+        )
+        self._on_batch(self._step, microbatch, ids)
+        return torch.utils.data.default_collate([self._dataset[one] for one in ids])

@@ -1,0 +1,220 @@
+"""Megatron-Core behind the verbs of ``runtime/framework.py``: one DDP model and its optimizer."""
+
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from elaswave_plugin.adapters.megatron import buffers
+from elaswave_plugin.adapters.megatron.optimizer_state import FlatShard
+from elaswave_plugin.adapters.megatron.reduction import GradientReduction
+from elaswave_plugin.core.dataflow import Dataflow
+from elaswave_plugin.core.plan import RecoveryPlan
+from elaswave_plugin.core.shards import ALIGNMENT
+from elaswave_plugin.runtime.state_dump import NamedPiece
+from elaswave_plugin.runtime.worker import Worker
+
+# What schedules write into the optimizer's groups.
+_SCHEDULED = ("lr", "weight_decay")
+# The rank lists that parallel_state keeps beside its groups.
+_RANK_LISTS = (
+    ("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS", "_TENSOR_MODEL_PARALLEL_GROUP"),
+    ("_PIPELINE_GLOBAL_RANKS", "_PIPELINE_MODEL_PARALLEL_GROUP"),
+    ("_MODEL_PARALLEL_GLOBAL_RANKS", "_MODEL_PARALLEL_GROUP"),
+    ("_EMBEDDING_GLOBAL_RANKS", "_EMBEDDING_GROUP"),
+    ("_POSITION_EMBEDDING_GLOBAL_RANKS", "_POSITION_EMBEDDING_GROUP"),
+    ("_DATA_PARALLEL_GLOBAL_RANKS", "_DATA_PARALLEL_GROUP"),
+    ("_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP", "_DATA_PARALLEL_GROUP_WITH_CP"),
+    ("_CONTEXT_PARALLEL_GLOBAL_RANKS", "_CONTEXT_PARALLEL_GROUP"),
+    ("_EXPERT_MODEL_PARALLEL_RANKS", "_EXPERT_MODEL_PARALLEL_GROUP"),
+)
+
+
+class MegatronFramework:
+    """The model, optimizer and scheduler of one worker."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        *,
+        model: DistributedDataParallel,
+        optimizer: Any,
+        distributed_optimizer: DistributedOptimizer,
+        scheduler: Any,
+    ) -> None:
+        self._worker = worker
+        self.model = model
+        self._optimizer = optimizer
+        self._distributed = distributed_optimizer
+        self._scheduler = scheduler
+        self._applied_steps = 0
+        announce = worker.phases.enter
+        self.reduction = GradientReduction(
+            model,
+            slot=worker.slot,
+            exact=worker.config.consistency == "exact",
+            announce=announce,
+        )
+        buffers.reserve(model, self._group.size())
+        buffers.set_width(model, self._group.size(), self._group.rank())
+        self._shard = FlatShard(distributed_optimizer)
+        self._shard.recut()
+        self._modes = [(module, module.training) for module in model.modules()]
+        self._watch(announce)
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return self.model.intra_dp_cp_group
+
+    # ---- announcements ------------------------------------------------------------------------
+
+    def _watch(self, announce: Callable[[str], None]) -> None:
+        """Announce the phases of a step from inside the framework."""
+        layers = [m for m in self.model.modules() if isinstance(m, TransformerLayer)]
+        for layer in layers:
+            layer.register_forward_pre_hook(lambda module, inputs: self._worker.member.check())
+        middle = layers[len(layers) // 2]
+        middle.register_forward_pre_hook(
+            lambda module, inputs: announce("forward") if module.training else None
+        )
+        middle.register_forward_hook(_announce_backward(announce))
+        self._distributed.optimizer.register_step_pre_hook(
+            lambda optimizer, args, kwargs: announce("optimizer")
+        )
+        gather = self.model.start_param_sync
+
+        def start_param_sync(*args: Any, **kwargs: Any) -> None:
+            announce("gather")
+            gather(*args, **kwargs)
+
+        self.model.start_param_sync = start_param_sync
+        update = self._optimizer.step
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            self._worker.await_copies()
+            result = update(*args, **kwargs)
+            self._applied_steps += int(bool(result[0]))
+            return result
+
+        self._optimizer.step = step
+
+    # ---- the verbs ----------------------------------------------------------------------------
+
+    def bucket_lengths(self) -> tuple[int, ...]:
+        """Unpadded lengths of the buckets, in elements."""
+        return buffers.bucket_lengths(self.model)
+
+    @property
+    def shard_alignment(self) -> int:
+        """Megatron-Core's own alignment of bucket shards."""
+        return ALIGNMENT
+
+    def pause(self) -> None:
+        """Drop the interrupted step, and whatever an interrupted evaluation had switched."""
+        self.reduction.drop()
+        buffers.drop_step(self.model)
+        for module, training in self._modes:
+            module.training = training
+        for config in (self.model.config, self._distributed.config):
+            for timer in getattr(config.timers, "_timers", {}).values():
+                timer._started = False
+
+    def rebind(self, plan: RecoveryPlan) -> None:
+        """Point everything Megatron-Core cached at the new layout.
+
+        What it captures by value: rank lists in parallel_state; sizes, ranks and shard views in
+        the buffers and bucket groups; ranges and pieces in the distributed optimizer. Group
+        handles need nothing: the groups were edited in place.
+        """
+        for name, group in _RANK_LISTS:
+            if getattr(parallel_state, name) is not None:
+                members = dist.get_process_group_ranks(getattr(parallel_state, group))
+                setattr(parallel_state, name, members)
+        buffers.set_width(self.model, self._group.size(), self._group.rank())
+        self._shard.recut()
+        assert isinstance(plan.dataflow, Dataflow)
+        self.reduction.set_dataflow(plan.dataflow, plan.ranks)
+
+    def read_shard(self) -> list[torch.Tensor]:
+        """The flat state, without copying."""
+        return self._shard.parts()
+
+    def write_shard(self, payload: torch.Tensor) -> None:
+        """Install a payload of shape [3, shard_numel]."""
+        self._shard.write(payload)
+
+    def read_capsule(self) -> bytes:
+        """Scheduler, loss scaler, applied steps, and what the schedule set in the groups."""
+        scaler = self._distributed.grad_scaler
+        return pickle.dumps(
+            {
+                "applied_steps": self._applied_steps,
+                "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
+                "grad_scaler": None if scaler is None else scaler.state_dict(),
+                "param_groups": [
+                    {key: group[key] for key in _SCHEDULED if key in group}
+                    for group in self._distributed.optimizer.param_groups
+                ],
+            }
+        )
+
+    def write_capsule(self, capsule: bytes) -> None:
+        """Install what ``read_capsule`` returned."""
+        state = pickle.loads(capsule)
+        self._applied_steps = state["applied_steps"]
+        self._shard.set_applied_steps(self._applied_steps)
+        if self._scheduler is not None:
+            # load_state_dict() of Megatron's scheduler advances from its present count.
+            if hasattr(self._scheduler, "num_steps"):
+                self._scheduler.num_steps = 0
+            self._scheduler.load_state_dict(state["scheduler"])
+        if self._distributed.grad_scaler is not None:
+            self._distributed.grad_scaler.load_state_dict(state["grad_scaler"])
+        groups = self._distributed.optimizer.param_groups
+        for group, scheduled in zip(groups, state["param_groups"], strict=True):
+            group.update(scheduled)
+
+    def learning_rate(self) -> float:
+        """The learning rate of the first group, as Megatron-LM logs it."""
+        return float(self._distributed.optimizer.param_groups[0]["lr"])
+
+    def named_pieces(self) -> Iterator[NamedPiece]:
+        """This worker's pieces of the state, by global parameter name."""
+        for name, param in self.model.module.named_parameters():
+            if param not in self._distributed.model_param_group_index_map:
+                continue
+            span = self._distributed._get_model_param_range_map(param)["param"]
+            main = self._shard.main_of(param)
+            state = self._distributed.optimizer.state[main]
+            parts = {"master": main, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+            for part, data in parts.items():
+                yield NamedPiece(
+                    name=name, part=part, start=span.start, numel=param.numel(), data=data.view(-1)
+                )
+
+    @torch.no_grad()
+    def sync_weights(self) -> int:
+        """Gather the weights over the data-parallel group; returns their digest."""
+        self.model.start_param_sync(force_sync=True)
+        digest = xxhash.xxh3_64()
+        for buffer in self.model.buffers:
+            for bucket in buffer.buckets:
+                weights = bucket.param_data[: bucket.numel_unpadded].cpu()
+                digest.update(weights.view(torch.uint8).numpy())
+        return digest.intdigest() >> 1
+
+
+def _announce_backward(announce: Callable[[str], None]) -> Callable[..., None]:
+    def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: announce("backward"))
+
+    return hook

@@ -1,0 +1,150 @@
+"""The distributed optimizer's shard as three flat tensors, re-cut in place for a new width.
+
+The outer optimizer object, the inner torch optimizer and its parameter groups keep their identity,
+so that schedulers and scalers which hold them stay valid (megatron/core/optimizer/
+distrib_optimizer.py, ``DistributedOptimizer.__init__`` from "Model grad buffer ranges").
+"""
+
+import torch
+from megatron.core.distributed.param_and_grad_buffer import partition_buckets
+from megatron.core.optimizer import _get_param_groups
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from elaswave_plugin.core.shards import padded_size
+from elaswave_plugin.errors import ConfigurationError
+
+
+class FlatShard:
+    """The state of one worker's shard: masters, exp_avg, exp_avg_sq in bucket order."""
+
+    def __init__(self, optimizer: DistributedOptimizer) -> None:
+        """Remember which parameters form which group; collective over WORLD.
+
+        Raises ConfigurationError when the groups are not Megatron-Core's default ones.
+        """
+        if optimizer.optimizer.state:
+            raise ConfigurationError(
+                "the optimizer holds state already, wanted a fresh one; loading a checkpoint into "
+                "an elastic job is not carried yet"
+            )
+        self._optimizer = optimizer
+        groups = _get_param_groups(optimizer.model_chunks, optimizer.config, None)
+        dense = [group for group in groups if not group["is_expert_parallel"]]
+        self._group_params = [list(group["params"]) for group in dense]
+        index_of = {p: index for index, params in enumerate(self._group_params) for p in params}
+        owned = optimizer.model_param_group_index_map
+        if len(dense) != len(optimizer.optimizer.param_groups) or any(
+            index_of[param] != index for param, (index, _) in owned.items()
+        ):
+            raise ConfigurationError(
+                "the optimizer was made with config_overrides that change its parameter groups; "
+                "wanted the default groups; remove config_overrides"
+            )
+
+    def recut(self) -> None:
+        """Cut the state anew from the groups' present size; values are undefined until written."""
+        outer, inner = self._optimizer, self._optimizer.optimizer
+        for group, params in zip(inner.param_groups, self._group_params, strict=True):
+            group["params"] = params
+        dtypes = [(buffer.param_dtype, buffer.grad_dtype) for buffer in outer.buffers]
+        outer.per_bucket_numel = [
+            {dtype: [bucket.grad_data.numel() for bucket in buffer.buckets]}
+            for dtype, buffer in zip(dtypes, outer.buffers, strict=True)
+        ]
+        for params in self._group_params:
+            for param in params:
+                if param.dtype != torch.float32:
+                    # As in __init__: a piece that this worker no longer owns has no main param.
+                    param.main_param = None
+        # The optimizer partitions the buckets a second time, into bucket groups of its own.
+        outer.per_model_bucket_groups = {
+            index: partition_buckets(buffers) for index, buffers in outer.per_model_buffers.items()
+        }
+        outer.gbuf_ranges = [outer._build_gbuf_range_map(buffer) for buffer in outer.buffers]
+        outer.model_param_gbuf_map = outer._build_model_param_gbuf_map(outer.gbuf_ranges)
+        outer.model_param_group_index_map, outer.opt_group_ranges = (
+            outer._build_optimizer_group_ranges(inner.param_groups, outer.gbuf_ranges)
+        )
+        (
+            outer.model_float16_groups,
+            outer.model_fp32_groups,
+            outer.shard_float16_groups,
+            outer.shard_fp32_groups,
+            outer.shard_fp32_from_float16_groups,
+        ) = outer._build_model_and_main_param_groups(
+            outer.gbuf_ranges, outer.model_param_gbuf_map, outer.opt_group_ranges, outer.config
+        )
+        inner.param_groups = [group["orig_group"] for group in outer.opt_group_ranges]
+        self._flatten()
+
+    def _flatten(self) -> None:
+        """Re-point optimizer state (and 16-bit models' masters) to views of flat tensors."""
+        outer, inner = self._optimizer, self._optimizer.optimizer
+        width = outer.data_parallel_group.size()
+        sizes = [
+            padded_size(bucket.numel_unpadded, width) // width
+            for buffer in outer.buffers
+            for bucket in buffer.buckets
+        ]
+        device = outer.buffers[0].param_data.device
+        self.exp_avg = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+        self.exp_avg_sq = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+        self._masters = self._master_slices(sizes)
+        inner.state.clear()
+        first_bucket = [
+            sum(len(buffer.buckets) for buffer in outer.buffers[:index])
+            for index in range(len(outer.buffers))
+        ]
+        for param, (buffer, dtype, bucket) in outer.model_param_gbuf_map.items():
+            local = outer.gbuf_ranges[buffer][dtype][bucket]["param_map"][param]["gbuf_local"]
+            offset = sum(sizes[: first_bucket[buffer] + bucket])
+            span = slice(offset + local.start, offset + local.end)
+            main = self.main_of(param)
+            if main.untyped_storage().data_ptr() != param.untyped_storage().data_ptr():
+                flat_master = self._masters[0][span]
+                flat_master.copy_(main)
+                main.data = flat_master
+            inner.state[main] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": self.exp_avg[span],
+                "exp_avg_sq": self.exp_avg_sq[span],
+            }
+
+    def _master_slices(self, sizes: list[int]) -> list[torch.Tensor]:
+        """fp32 models keep their masters in the parameter buffer; 16-bit ones get a flat tensor."""
+        outer = self._optimizer
+        if any(buffer.param_dtype != torch.float32 for buffer in outer.buffers):
+            device = outer.buffers[0].param_data.device
+            return [torch.zeros(sum(sizes), dtype=torch.float32, device=device)]
+        rank = outer.data_parallel_group.rank()
+        buckets = [bucket for buffer in outer.buffers for bucket in buffer.buckets]
+        return [
+            bucket.param_data[rank * size : (rank + 1) * size]
+            for bucket, size in zip(buckets, sizes, strict=True)
+        ]
+
+    def main_of(self, param: torch.nn.Parameter) -> torch.Tensor:
+        """The fp32 piece of ``param`` that this worker updates."""
+        group, order = self._optimizer.model_param_group_index_map[param]
+        piece: torch.Tensor = self._optimizer.optimizer.param_groups[group]["params"][order]
+        return piece
+
+    def parts(self) -> list[torch.Tensor]:
+        """The flat state in the order of ``core/shards.py``, without copying."""
+        return [*(master.detach() for master in self._masters), self.exp_avg, self.exp_avg_sq]
+
+    @torch.no_grad()
+    def write(self, payload: torch.Tensor) -> None:
+        """Install a payload of shape [3, shard_numel]; 16-bit weights follow their masters."""
+        offset = 0
+        for master in self._masters:
+            master.detach().copy_(payload[0, offset : offset + master.numel()])
+            offset += master.numel()
+        self.exp_avg.copy_(payload[1])
+        self.exp_avg_sq.copy_(payload[2])
+        self._optimizer._copy_main_params_to_model_params()
+
+    def set_applied_steps(self, count: int) -> None:
+        """Set Adam's step count of every piece."""
+        for state in self._optimizer.optimizer.state.values():
+            state["step"].fill_(float(count))

@@ -1,0 +1,88 @@
+"""What this adapter does not carry, refused by name before anything is changed."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from elaswave_plugin.errors import ConfigurationError
+
+
+def check_supported(model: Any, optimizer: Any) -> DistributedOptimizer:
+    """Return the one distributed optimizer of a supported job.
+
+    Raises ConfigurationError naming the first unsupported setting.
+    """
+    for problem in _model_problems(model):
+        raise ConfigurationError(problem)
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    if len(chained) != 1 or not isinstance(chained[0], DistributedOptimizer):
+        names = ", ".join(type(one).__name__ for one in chained)
+        raise ConfigurationError(
+            f"the optimizer is {names}, wanted one DistributedOptimizer; "
+            "set use_distributed_optimizer in the DDP and optimizer configurations"
+        )
+    for problem in _optimizer_problems(chained[0]):
+        raise ConfigurationError(problem)
+    only: DistributedOptimizer = chained[0]
+    return only
+
+
+def _unsupported(setting: str, seen: object, wanted: object) -> str:
+    return f"{setting} is {seen}, and elaswave_plugin carries {wanted}; change it to attach"
+
+
+def _model_problems(model: Any) -> Iterator[str]:
+    if isinstance(model, list) and len(model) == 1:
+        model = model[0]
+    if not isinstance(model, DistributedDataParallel):
+        yield _unsupported("the model", type(model).__name__, "one Megatron-Core DDP model")
+        return
+    sizes = {
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+    }
+    for setting, size in sizes.items():
+        if size != 1:
+            yield _unsupported(setting, size, 1)
+    ddp, config = model.ddp_config, model.config
+    dtypes = sorted({str(buffer.param_dtype) for buffer in model.buffers})
+    if len(dtypes) != 1:
+        yield _unsupported("the dtype of the parameters", " and ".join(dtypes), "one dtype")
+    wanted: list[tuple[str, object, object]] = [
+        ("use_distributed_optimizer", ddp.use_distributed_optimizer, True),
+        ("use_megatron_fsdp", ddp.use_megatron_fsdp, False),
+        ("num_distributed_optimizer_instances", ddp.num_distributed_optimizer_instances, 1),
+        ("average_in_collective", ddp.average_in_collective, False),
+        ("overlap_param_gather", ddp.overlap_param_gather, False),
+        ("nccl_ub", ddp.nccl_ub, False),
+        (
+            "reduce_scatter_with_fp32_accumulation",
+            ddp.reduce_scatter_with_fp32_accumulation,
+            False,
+        ),
+        ("num_moe_experts", config.num_moe_experts, None),
+        ("mtp_num_layers", config.mtp_num_layers, None),
+        ("cuda_graph_impl", config.cuda_graph_impl, "none"),
+        ("delay_wgrad_compute", config.delay_wgrad_compute, False),
+        ("deterministic_mode", config.deterministic_mode, False),
+        ("fp8", config.fp8, None),
+    ]
+    for setting, seen, carried in wanted:
+        if seen != carried:
+            yield _unsupported(setting, seen, carried)
+
+
+def _optimizer_problems(optimizer: DistributedOptimizer) -> Iterator[str]:
+    inner = optimizer.optimizer
+    if not isinstance(inner, (torch.optim.AdamW, torch.optim.Adam)):
+        yield _unsupported("the inner optimizer", type(inner).__name__, "torch Adam and AdamW")
+    elif any(group.get("fused") or group.get("amsgrad") for group in inner.param_groups):
+        yield _unsupported("fused or amsgrad Adam", True, False)
+    if optimizer.config.use_precision_aware_optimizer:
+        yield _unsupported("use_precision_aware_optimizer", True, False)

@@ -1,0 +1,84 @@
+"""What every adapter writes about a job: completed steps, recoveries, what snapshots cost."""
+
+import os
+import sys
+from collections.abc import Callable, Iterable
+
+from elaswave_plugin.runtime.loop import StepReport
+from elaswave_plugin.runtime.state_dump import NamedPiece, dump_state
+from elaswave_plugin.runtime.worker import Worker
+from elaswave_plugin.tracking.tracker import Tracker, step_metrics
+
+
+class Recording:
+    """The files and trackers of one worker."""
+
+    def __init__(
+        self, worker: Worker, tracker: Tracker, *, pieces: Callable[[], Iterable[NamedPiece]]
+    ) -> None:
+        """``pieces()`` are the worker's pieces of the present state, for a dump."""
+        self._worker = worker
+        self.tracker = tracker
+        self._pieces = pieces
+
+    def attached(self, **sizes: int) -> None:
+        """The job begins: say once what the snapshots cost and do not cover."""
+        worker = self._worker
+        if worker.owns_rank_0 and worker.config.snapshots:
+            mib = worker.snapshot_bytes / 2**20
+            one_node = len(set(worker.view.nodes)) == 1
+            where = ", all on one node, whose loss ends the job" if one_node else ""
+            print(
+                f"elaswave: snapshots take {mib:.1f} MiB of shared memory a worker{where}",
+                file=sys.stderr,
+            )
+        worker.events.emit(
+            "attached",
+            slot=worker.slot,
+            pid=os.getpid(),
+            settings=worker.config.model_dump(mode="json"),
+            **sizes,
+        )
+
+    def recovered(self, recovery: dict[str, object]) -> None:
+        """Tell the trackers; rank 0 may have moved here."""
+        if self._worker.owns_rank_0:
+            self.tracker.own()
+        self.tracker.event("recovered", self._worker.completed, recovery)
+
+    def step(
+        self, step: int, report: StepReport, seconds: float, *, num_microbatches: int, last: bool
+    ) -> None:
+        """Write a completed step; ``num_microbatches``: how many of them this worker ran."""
+        worker = self._worker
+        record = {
+            "slot": worker.slot,
+            "pid": os.getpid(),
+            "epoch": worker.view.epoch,
+            "step": step,
+            "loss": report.loss,
+            "loss_hex": report.loss.hex(),
+            "grad_norm": report.grad_norm,
+            "grad_norm_hex": float(report.grad_norm).hex(),
+            "step_s": seconds,
+            "lr": report.lr,
+            "tokens": report.tokens,
+            "num_microbatches": num_microbatches,
+        }
+        worker.steps.emit("step", **record)
+        self.tracker.step(step, step_metrics(record, live_workers=len(worker.view.ranks)))
+        wanted = worker.config.dump_state
+        if wanted == "every" or (wanted == "last" and last):
+            self.dump(step)
+
+    def dump(self, step: int) -> None:
+        """Write this worker's pieces of the state after ``step``, where there is a directory."""
+        worker = self._worker
+        if worker.config.dir is not None:
+            dump_state(
+                worker.config.dir,
+                slot=worker.slot,
+                epoch=worker.view.epoch,
+                step=step,
+                pieces=self._pieces(),
+            )

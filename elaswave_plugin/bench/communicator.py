@@ -1,0 +1,201 @@
+"""`elaswave bench communicator`: what a loss costs the groups, by rebuilding and by editing.
+
+Real supervisors, trainers and agreement on one machine. The three ways are measured in one run, in
+the same processes, with the same groups and the same victim; each figure is the slowest survivor's.
+Gloo's rebuilds begin when every survivor is ready, and are told nothing about the victim; ours
+begins when the victim says that it leaves, and contains the agreement of all supervisors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from elaswave_plugin.bench.group_list import Layout, default_layout, parse_layout
+from elaswave_plugin.demo.jobs import run_job, running, wait_until_ready
+from elaswave_plugin.errors import ConfigurationError
+
+HERE = Path(__file__).parent
+PRELOAD = "torch,psutil,elaswave_plugin.bench.rebuild_worker,elaswave_plugin.bench.latency_worker"
+JOB_LIMIT_S = 240.0
+LATENCY_WORLDS = (4, 8)
+LATENCY_RUNS = 30
+KILL_WORLD = 8
+RESOURCES = ("descriptors", "threads", "private_bytes")
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommunicatorOptions:
+    """What to measure: world sizes with their layouts, losses a size, kills at 8 workers."""
+
+    layouts: tuple[Layout, ...]
+    runs: int
+    kills: int
+
+
+def check_options(
+    *, world: str, layout: str | None, runs: int, kills: int, json_file: Path | None
+) -> CommunicatorOptions:
+    """Read the command's options. Raises ConfigurationError."""
+    try:
+        worlds = tuple(map(int, world.split(",")))
+    except ValueError:
+        raise ConfigurationError(f"--world is {world!r}, wanted sizes such as 8,16,32") from None
+    if not 1 <= runs <= 20 or kills < 0:
+        raise ConfigurationError(f"--runs is {runs} and --kills {kills}, wanted 1..20 and >= 0")
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise ConfigurationError(f"--json is {str(json_file)!r}, whose folder does not exist")
+    layouts = tuple(
+        default_layout(w) if layout is None else parse_layout(layout, w) for w in worlds
+    )
+    for one in layouts:
+        if one.world - runs < 3:
+            raise ConfigurationError(
+                f"--runs is {runs}, which leaves too few of {one.world} workers"
+            )
+    return CommunicatorOptions(layouts=layouts, runs=runs, kills=kills)
+
+
+class Bench:
+    """Starts the jobs of the benchmark and reads their figures."""
+
+    def __init__(self, folder: Path, zygote: Path, store_port: int) -> None:
+        self._folder = folder
+        self._zygote = zygote
+        self._store_port = store_port
+        self._jobs = 0
+
+    def run(self, script: str, world: int, *arguments: str) -> Rows:
+        """Run a worker script in a job; every line of figures that it wrote."""
+        self._jobs += 1
+        out = self._folder / str(self._jobs)
+        out.mkdir()
+        command = [sys.executable, "-m", "elaswave_plugin.cli", "run"]
+        command += [f"--nproc-per-node={world}", f"--zygote={self._zygote}", f"--dir={out}"]
+        command += [str(HERE / script), str(out), str(self._store_port), *arguments]
+        run_job(command, f"{script} with {world} workers", out / "log", limit_s=JOB_LIMIT_S)
+        files = [path for path in out.glob("*.jsonl") if path.stem.isdigit()]
+        return [json.loads(line) for path in files for line in path.read_text().splitlines()]
+
+    def departures(self, layout: Layout, runs: int) -> dict[str, Any]:
+        """The row of one world size."""
+        sizes = f"{layout.tp},{layout.pp},{layout.dp}"
+        rows = self.run("rebuild_worker.py", layout.world, "departures", str(runs), sizes)
+        left_s = {row["slot"]: row["at_s"] for row in rows if row["what"] == "leaves"}
+        made: dict[str, list[float]] = {"full": [], "partial": [], "edit": []}
+        verified: dict[str, list[float]] = {"full": [], "partial": [], "edit": []}
+        for run in range(runs):
+            for way in ("full", "partial", "edit"):
+                here = [row for row in rows if row["what"] == way and row.get("run") == run]
+                if way == "edit":
+                    begun_s = left_s[here[0]["victim"]]
+                    made[way].append(1e3 * (max(r["made_at_s"] for r in here) - begun_s))
+                    verified[way].append(1e3 * (max(r["verified_at_s"] for r in here) - begun_s))
+                else:
+                    made[way].append(1e3 * max(row["made_s"] for row in here))
+                    verified[way].append(1e3 * max(row["verified_s"] for row in here))
+        typical = {way: median(values) for way, values in made.items()}
+        return {
+            "world": layout.world,
+            "layout": str(layout),
+            "runs": runs,
+            **{f"{way}_ms": value for way, value in typical.items()},
+            "p99_ms": {way: percentile(values, 0.99) for way, values in made.items()},
+            "verified_ms": {way: median(values) for way, values in verified.items()},
+            "ratio_full": typical["full"] / typical["edit"],
+            "ratio_partial": typical["partial"] / typical["edit"],
+            "resources": {
+                engine: _resources(rows, f"{engine} resources") for engine in ("gloo", "elastic")
+            },
+        }
+
+    def latencies(self, world: int) -> Rows:
+        """A row for each collective and size."""
+        rows = self.run("latency_worker.py", world, str(LATENCY_RUNS))
+        found: Rows = []
+        for key in dict.fromkeys((row["op"], row["bytes"]) for row in rows if "op" in row):
+            here = [row for row in rows if (row.get("op"), row.get("bytes")) == key]
+            # The slowest worker of each repetition, then the median.
+            slowest = {
+                engine: median(map(max, zip(*(row[f"{engine}_s"] for row in here), strict=True)))
+                for engine in ("ours", "gloo")
+            }
+            figures = {f"{engine}_ms": 1e3 * value for engine, value in slowest.items()}
+            found.append({"op": key[0], "world": world, "bytes": key[1], **figures})
+        return found
+
+    def kill_to_verified_ms(self, layout: Layout) -> float:
+        """SIGKILL in the middle of an all-reduce, to the last survivor's last verified group."""
+        sizes = f"{layout.tp},{layout.pp},{layout.dp}"
+        rows = self.run("rebuild_worker.py", layout.world, "kill", "1", sizes)
+        (killed,) = (row for row in rows if row["what"] == "killed")
+        done = [row["at_s"] for row in rows if row["what"] == "verified"]
+        if len(done) != layout.world - 1 or not killed["in_flight"]:
+            raise RuntimeError(f"{len(done)} survivors, in flight: {killed['in_flight']}")
+        return float(1e3 * (max(done) - killed["at_s"]))
+
+
+def _resources(rows: Rows, what: str) -> dict[str, int]:
+    """The most that any worker needed for its groups."""
+    here = [row for row in rows if row["what"] == what and row["run"] == 0]
+    return {key: max(row["after"][key] - row["before"][key] for row in here) for key in RESOURCES}
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least this share of the values does not exceed."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+@contextmanager
+def opened() -> Iterator[Bench]:
+    """A zygote and a store that serve every job, in a folder that goes away."""
+    from torch import distributed
+
+    c10d: Any = distributed
+    with tempfile.TemporaryDirectory(prefix="elaswave-bench-") as name:
+        folder = Path(name)
+        log = folder / "zygote.log"
+        command = [sys.executable, "-W", "ignore", "-m", "elaswave_plugin.runtime.zygote"]
+        with running(
+            [*command, f"--socket={folder / 'z'}", f"--preload={PRELOAD}"], log
+        ) as process:
+            wait_until_ready(process, folder / "z", log)
+            store = c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            yield Bench(folder, folder / "z", store.port)
+
+
+def measure(options: CommunicatorOptions, tell: Any) -> dict[str, Any]:
+    """Measure everything; `tell(text)` hears what is going on. Raises JobFailed."""
+    result: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"),
+        "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}, no GPU, loopback",
+        "load_average_before": [round(load, 2) for load in os.getloadavg()],
+        "rows": [],
+        "collectives": [],
+        "kill_to_verified_ms": [],
+    }
+    with opened() as bench:
+        for layout in options.layouts:
+            tell(f"{layout.world} workers, TP x PP x DP = {layout}: {options.runs} losses")
+            result["rows"].append(bench.departures(layout, options.runs))
+        for world in LATENCY_WORLDS:
+            tell(f"collectives of {world} workers")
+            result["collectives"] += bench.latencies(world)
+        for number in range(options.kills):
+            tell(f"SIGKILL {number + 1} of {options.kills}")
+            layout = default_layout(KILL_WORLD)
+            result["kill_to_verified_ms"].append(bench.kill_to_verified_ms(layout))
+    return result

@@ -1,0 +1,101 @@
+"""What a loss costs with native gloo: all groups anew, or only those that held the victim."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elaswave_plugin.bench.bench_member import own_groups
+
+LIMIT_S = 60.0
+LOOK_INTERVAL_S = 0.002
+
+
+def prefixed(prefix: str, store: Any) -> Any:
+    """The store with names of its own."""
+    make: Any = torch._C._distributed_c10d.PrefixStore
+    return make(prefix, store)
+
+
+def gloo_backend(store: Any, rank: int, size: int) -> Any:
+    """Native gloo without torch's tables."""
+    make: Any = torch._C._distributed_c10d.ProcessGroupGloo
+    return make(store, rank, size, timedelta(seconds=LIMIT_S))
+
+
+class NativeGroups:
+    """Gloo groups of one worker, over a store that outlives every worker."""
+
+    def __init__(self, store: Any, slot: int) -> None:
+        self._store = store
+        self._slot = slot
+        self._made = 0
+
+    def wait_for(self, name: str, count: int) -> None:
+        """Wait until so many workers are here."""
+        self._store.add(name, 1)
+        deadline_s = time.monotonic() + LIMIT_S
+        while self._store.add(name, 0) < count:
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"{name}: not {count} workers within {LIMIT_S:g} s")
+            time.sleep(LOOK_INTERVAL_S)
+
+    def make(self, name: str, ranks: Sequence[int], groups: dict[str, tuple[int, ...]]) -> Any:
+        """WORLD over these slots and every group; returns the own ones."""
+        dist.init_process_group(
+            "gloo",
+            store=prefixed(name, self._store),
+            rank=ranks.index(self._slot),
+            world_size=len(ranks),
+            timeout=timedelta(seconds=LIMIT_S),
+        )
+        return [dist.group.WORLD, *own_groups(groups, ranks, self._slot)]
+
+    def rebuild_all(
+        self, name: str, ranks: Sequence[int], groups: dict[str, tuple[int, ...]]
+    ) -> tuple[float, float]:
+        """Destroy and make everything; seconds without and with a verification of every group."""
+        started_s = time.monotonic()
+        dist.destroy_process_group()
+        own = self.make(name, ranks, groups)
+        made_s = time.monotonic() - started_s
+        verify(own)
+        return made_s, time.monotonic() - started_s
+
+    def rebuild_touched(
+        self,
+        name: str,
+        own: Sequence[Any],
+        touched: dict[str, tuple[int, ...]],
+        untouched: Sequence[Any],
+    ) -> tuple[float, float]:
+        """Make only the `touched` groups (members without the victim), WORLD among them.
+
+        torch's new_group needs every rank of the old world, and its local synchronisation hangs in
+        such layouts, so that the backends are made directly, under names of our own.
+        """
+        started_s = time.monotonic()
+        fresh = []
+        for group_name, members in touched.items():
+            if self._slot in members and len(members) > 1:
+                store = prefixed(f"{name}/{group_name}", self._store)
+                fresh.append(gloo_backend(store, members.index(self._slot), len(members)))
+        made_s = time.monotonic() - started_s
+        for backend in fresh:
+            backend.allreduce([torch.ones(1)]).wait()
+        verify(untouched)
+        return made_s, time.monotonic() - started_s
+
+
+def verify(groups: Sequence[Any]) -> None:
+    """An all-reduce on every group. Raises RuntimeError where one is wrong."""
+    for group in groups:
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group)
+        if int(total) != dist.get_world_size(group):
+            raise RuntimeError(f"an all-reduce gave {int(total)}, not {dist.get_world_size(group)}")

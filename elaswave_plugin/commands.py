@@ -1,0 +1,208 @@
+"""The typer commands behind cli.py; what a command needs is imported when it runs."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+TextPath = Annotated[
+    Path | None,
+    typer.Option(help="File or folder to train on.", show_default="Python's standard library"),
+]
+Workers = Annotated[int, typer.Option(help="Number of workers.")]
+Steps = Annotated[int, typer.Option(help="Number of optimizer steps.")]
+Kills = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="SLOT@STEP[:PHASE]",
+        help="Worker to kill in a step; PHASE is data, forward, backward, reduce, optimizer,"
+        " gather or snapshot. May be repeated.",
+        show_default="2@10:backward",
+    ),
+]
+FrameworkName = Annotated[str, typer.Option(metavar="megatron|deepspeed", help="What trains.")]
+ZeroStage = Annotated[
+    int | None, typer.Option(help="DeepSpeed's ZeRO stage, 0 to 3.", show_default="1")
+]
+Seed = Annotated[int, typer.Option(help="Seed of weights, data order and dropout.")]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the summary there as well.")
+]
+OutFolder = Annotated[Path, typer.Option(metavar="DIR", help="Folder for everything written.")]
+RunFolder = Annotated[Path, typer.Argument(metavar="DIR", help="Run directory (--elaswave-dir).")]
+ReferenceFolder = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Run directory to compare with.")
+]
+Picture = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Picture.", show_default="DIR/report.png")
+]
+GlobalBatch = Annotated[
+    int | None, typer.Option(help="Samples of a step.", show_default="from the ledger")
+]
+
+
+def make_command() -> Any:
+    """Build the command line."""
+    app = typer.Typer(
+        help="Keeps Megatron-Core and DeepSpeed jobs training through the loss of workers.",
+        add_completion=False,
+        rich_markup_mode=None,
+    )
+    app.command("run", add_help_option=False)(run)
+    app.command("demo")(demo)
+    app.command("report")(report)
+    app.command("plan")(plan)
+    bench = typer.Typer(help="Measure parts of the product; simulated figures say so.")
+    bench.callback()(lambda: None)  # keeps the name of a single command
+    bench.command("plan")(bench_plan)
+    bench.command("communicator")(bench_communicator)
+    app.add_typer(bench, name="bench")
+    return typer.main.get_command(app)
+
+
+def run() -> None:
+    """Start a job: torchrun's options, then a script or -m module, then its arguments."""
+
+
+def demo(
+    text: TextPath = None,
+    nproc: Workers = 4,
+    steps: Steps = 20,
+    kill: Kills = None,
+    seed: Seed = 1234,
+    framework: FrameworkName = "megatron",
+    zero: ZeroStage = None,
+    json_file: JsonFile = None,
+    out: OutFolder = Path("out/demo"),
+) -> int:
+    """Train a GPT, kill a worker in the middle of a step, compare with the undisturbed run."""
+    from rich.console import Console
+
+    from elaswave_plugin.demo.demo import run_demo
+    from elaswave_plugin.demo.options import check_options
+
+    options = check_options(
+        text=text,
+        nproc=nproc,
+        steps=steps,
+        kill=list(kill or ()),
+        seed=seed,
+        json_file=json_file,
+        out=out,
+        framework=framework,
+        zero=zero,
+    )
+    return run_demo(options, text, Console())
+
+
+def report(
+    directory: RunFolder,
+    reference: ReferenceFolder = None,
+    out: Picture = None,
+    json_file: JsonFile = None,
+    global_batch: GlobalBatch = None,
+) -> int:
+    """Judge a run by its files: draw report.png and print the summary."""
+    from elaswave_plugin.observer import largest_batch, read_run, summarize
+    from elaswave_plugin.report import draw_report
+
+    run_files = read_run(directory)
+    other = None if reference is None else read_run(reference)
+    summary = summarize(
+        run_files,
+        other,
+        steps=1 + max((record["step"] for record in run_files.steps), default=-1),
+        global_batch=global_batch or largest_batch(run_files),
+    )
+    text = json.dumps(summary, indent=2)
+    if json_file is not None:
+        json_file.write_text(text + "\n")
+    picture = draw_report(run_files, other, out or directory / "report.png")
+    typer.echo(text)
+    typer.echo(f"picture: {picture}", err=True)
+    return 0
+
+
+def plan(
+    pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
+    tp: Annotated[int, typer.Option(help="Workers of a tensor-parallel group.")] = 1,
+    dp: Annotated[int | None, typer.Option(help="Replicas of each stage.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="All workers, in place of --dp: tp x pp x dp.")
+    ] = None,
+    vpp: Annotated[int, typer.Option(help="Model chunks of each stage (interleaved).")] = 1,
+    layers: Annotated[int, typer.Option(help="Layers of the model.")] = 24,
+    dead: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SLOT[-SLOT]", help="Lost workers. May be repeated."),
+    ] = None,
+    microbatches: Annotated[int, typer.Option(help="Micro-batches of a replica.")] = 16,
+    microbatch_size: Annotated[int, typer.Option(help="Samples of a micro-batch.")] = 1,
+    dataflow: Annotated[
+        str, typer.Option(help="best, or one of redeal, reroute, resize.")
+    ] = "best",
+    forward_ms: Annotated[float, typer.Option(help="Forward of a layer, one sample.")] = 10.0,
+    backward_ms: Annotated[float, typer.Option(help="Backward of a layer, one sample.")] = 20.0,
+    latency_ms: Annotated[float, typer.Option(help="Latency between stages.")] = 0.5,
+    sample_ms: Annotated[float, typer.Option(help="Sending a sample between stages.")] = 1.0,
+    weights_mib: Annotated[float, typer.Option(help="16-bit weights of a layer.")] = 400.0,
+    activation_mib: Annotated[float, typer.Option(help="Activations of a layer, a sample.")] = 10.0,
+    memory_gib: Annotated[
+        float | None, typer.Option(help="Memory of a worker.", show_default="no limit")
+    ] = None,
+    link_gbytes: Annotated[float, typer.Option(help="GB/s into a worker.")] = 25.0,
+    horizon_s: Annotated[float, typer.Option(help="How long the plan is to last.")] = 600.0,
+    move_layers: Annotated[bool, typer.Option(help="Let layers change stage.")] = True,
+    move_workers: Annotated[bool, typer.Option(help="Let workers change stage.")] = True,
+    split_backward: Annotated[bool, typer.Option(help="Weight gradients in bubbles.")] = False,
+    clocks: Annotated[
+        str | None,
+        typer.Option(help="Clocks to choose from, as in 0.9,1,1.1.", show_default="unchanged"),
+    ] = None,
+    power_cap_w: Annotated[
+        float | None, typer.Option(help="Watts of all workers.", show_default="no limit")
+    ] = None,
+    json_file: JsonFile = None,
+) -> int:
+    """Show what would be done about lost workers, predicted by simulation from the given costs."""
+    from rich.console import Console
+
+    from elaswave_plugin.planning import PlanOptions, run_plan
+
+    given = {name: value for name, value in locals().items() if name in PlanOptions.__annotations__}
+    options = PlanOptions(**{**given, "dead": tuple(dead or ())})
+    return run_plan(options, json_file, Console())
+
+
+def bench_plan(json_file: JsonFile = None) -> int:
+    """Time the planning of a loss among 100,000 and 1,000,000 workers."""
+    from elaswave_plugin.bench.plan import measure, run_bench
+
+    return run_bench(measure, json_file, typer.echo)
+
+
+def bench_communicator(
+    world: Annotated[str, typer.Option(help="Numbers of workers.")] = "8,16,32,64",
+    layout: Annotated[
+        str | None, typer.Option(metavar="TP,PP,DP", show_default="2,2,DP; 2,4,DP from 32 on")
+    ] = None,
+    runs: Annotated[int, typer.Option(help="Losses a number of workers.")] = 5,
+    kills: Annotated[int, typer.Option(help="SIGKILLs in an all-reduce of 8 workers.")] = 30,
+    json_file: JsonFile = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Picture.")] = None,
+) -> int:
+    """Time the loss of a worker: all groups rebuilt, some rebuilt, all edited in place."""
+    from rich.console import Console
+
+    from elaswave_plugin.bench.communicator import check_options, measure
+    from elaswave_plugin.bench.communicator_report import draw, show
+
+    options = check_options(world=world, layout=layout, runs=runs, kills=kills, json_file=json_file)
+    result = measure(options, lambda text: typer.echo(text, err=True))
+    show(result, Console())
+    if json_file is not None:
+        json_file.write_text(json.dumps(result, indent=1) + "\n")
+    if plot is not None:
+        draw(result, plot)
+    return 0

@@ -1,0 +1,297 @@
+"""ElasticConfig: the one schema of --elaswave-* arguments and configuration files."""
+
+import argparse
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+)
+
+from elaswave_plugin.errors import ConfigurationError
+
+STEP_PHASES = ("data", "forward", "backward", "reduce", "optimizer", "gather", "snapshot")
+RECOVERY_PHASES = ("detect", "agree", "edit", "move", "rebind", "verify", "replay")
+OUTSIDE_PHASES = ("startup", "evaluation", "save")
+KILL_PHASES = STEP_PHASES + RECOVERY_PHASES + OUTSIDE_PHASES
+
+_PREFIX = "elaswave"
+_SPOT = re.compile(r"(\d+)@(\d+)(?::([a-z]+))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """A test fault: SIGKILL of the worker in `slot` while it is in `phase` of step `step`."""
+
+    slot: int
+    step: int
+    phase: str = "backward"
+
+    def __str__(self) -> str:
+        return f"{self.slot}@{self.step}:{self.phase}"
+
+
+def parse_kill(text: str, phases: tuple[str, ...] = KILL_PHASES) -> Kill:
+    """Read "SLOT@STEP[:PHASE]" (phase backward if absent); raises ConfigurationError."""
+    match = _SPOT.fullmatch(text.strip())
+    if match is None:
+        raise ConfigurationError(f"kill is {text!r}, wanted SLOT@STEP[:PHASE], as in 2@10:backward")
+    phase = match[3] or "backward"
+    if phase not in phases:
+        raise ConfigurationError(
+            f"kill {text!r} names the phase {phase!r}, wanted one of {', '.join(phases)}"
+        )
+    return Kill(slot=int(match[1]), step=int(match[2]), phase=phase)
+
+
+def parse_change(text: str) -> tuple[int, int]:
+    """Read "SLOT@STEP" into (slot, step); raises ConfigurationError."""
+    match = _SPOT.fullmatch(text.strip())
+    if match is None or match[3]:
+        raise ConfigurationError(f"change is {text!r}, wanted SLOT@STEP, as in 2@10")
+    return int(match[1]), int(match[2])
+
+
+def _checked_kill(text: str) -> str:
+    return str(parse_kill(text))
+
+
+def _checked_change(text: str) -> str:
+    slot, step = parse_change(text)
+    return f"{slot}@{step}"
+
+
+_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_KillText = Annotated[str, AfterValidator(_checked_kill)]
+_ChangeText = Annotated[str, AfterValidator(_checked_change)]
+
+
+class ElasticConfig(BaseModel):
+    """All settings of the plugin; frozen, unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    consistency: Literal["exact", "fast"] = Field(
+        "exact",
+        description="exact: results equal, bit for bit, those of the run that lost nobody, for one"
+        " bucket of receive space; fast: they differ by summation order, native reduction",
+    )
+    snapshots: bool = Field(
+        True,
+        description="copy the optimizer state into shared memory after each step; without it"
+        " nothing is copied and a lost worker ends the job",
+    )
+    snapshot_copies: int = Field(
+        1,
+        ge=0,
+        le=8,
+        description="workers that hold each snapshot; k of them survive k losses at once. One on"
+        " another node gets a copy, for as much memory again; one on the same node keeps the same"
+        " memory alive, for nothing",
+    )
+    dir: Path | None = Field(
+        None,
+        description="run directory for events, steps, ledger and state dumps; none: no files",
+    )
+    dump_state: Literal["never", "last", "every"] = Field(
+        "never",
+        description="write parameters and optimizer state to DIR/state for outside comparison,"
+        " after the last step or after every step; every is slow and large",
+    )
+    kill: tuple[_KillText, ...] = Field(
+        (),
+        description="test fault SLOT@STEP[:PHASE], SIGKILL in that phase (default backward)",
+    )
+    change: tuple[_ChangeText, ...] = Field(
+        (),
+        description="planned departure SLOT@STEP: the worker leaves before that step, nobody is"
+        " killed; makes the twin of a run with a kill",
+    )
+    transfer_timeout_s: _Seconds = Field(
+        60.0,
+        description="seconds that the copy of a snapshot to its peers, or the fetch of a shard in a"
+        " recovery, may take; lower gives up sooner on a slow network",
+    )
+    quiesce_timeout_s: _Seconds = Field(
+        30.0,
+        description="seconds a survivor may take to stop its step after a proposal; lower fences"
+        " stuck workers sooner, higher spares slow ones",
+    )
+    gpu_engine: Literal["auto", "host", "nccl"] = Field(
+        "auto",
+        description="what carries GPU tensors; nccl: NCCL, which needs one process per GPU; host:"
+        " the workers' own links, through host memory; auto: NCCL where that works, else host",
+    )
+    seed: int | None = Field(
+        None,
+        ge=0,
+        description="seed of the random draws; none: the training script's own seed",
+    )
+    wandb: Literal["auto", "off", "offline", "online"] = Field(
+        "off",
+        description="Weights & Biases; auto: online if an API key is found, else offline",
+    )
+    wandb_project: str = Field(
+        "elaswave", min_length=1, description="Weights & Biases project of the run"
+    )
+    tensorboard: Path | None = Field(
+        None, description="folder for TensorBoard files; none: no TensorBoard"
+    )
+    run_id: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9_.-]{1,64}$",
+        description="name of the run in every tracker; none: made by the launcher",
+    )
+
+    def kills(self) -> tuple[Kill, ...]:
+        """The test faults, parsed."""
+        return tuple(parse_kill(text) for text in self.kill)
+
+    def changes(self) -> tuple[tuple[int, int], ...]:
+        """The planned departures as (slot, step)."""
+        return tuple(parse_change(text) for text in self.change)
+
+    def check_slots(self, width: int) -> None:
+        """Raise ConfigurationError where a test fault or a departure names a worker that is none.
+
+        ``width``: workers of the launch.
+        """
+        kills = [(f"kill {kill}", kill.slot) for kill in self.kills()]
+        changes = [(f"change {slot}@{step}", slot) for slot, step in self.changes()]
+        for name, slot in (*kills, *changes):
+            if slot >= width:
+                raise ConfigurationError(
+                    f"{name} names worker {slot}, wanted 0 to {width - 1}: the job has {width} "
+                    "workers"
+                )
+
+
+def from_section(section: Mapping[str, Any], source: str = "section elaswave") -> ElasticConfig:
+    """Build the configuration from a mapping (a table of a file); raises ConfigurationError."""
+    if not isinstance(section, Mapping):
+        raise ConfigurationError(f"{source} is {section!r}, wanted a table of keys and values")
+    try:
+        return ElasticConfig.model_validate(dict(section))
+    except ValidationError as error:
+        # `from None`: users get one sentence, not the validator's traceback.
+        raise ConfigurationError(_sentence(error, source)) from None
+
+
+def from_toml(path: str | Path) -> ElasticConfig:
+    """Read a TOML file, keys at the top or in a table [elaswave]; raises ConfigurationError."""
+    return from_section(_toml_section(path), source=str(path))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add --elaswave, --elaswave-config and one --elaswave-KEY per field; returns the parser."""
+    group = parser.add_argument_group("elaswave")
+    group.add_argument(
+        "--elaswave",
+        action="store_true",
+        help="keep the job training through the loss of workers",
+    )
+    group.add_argument(
+        "--elaswave-config",
+        metavar="FILE",
+        default=None,
+        help="TOML file with the keys below; an option on the command line wins",
+    )
+    for key, field in ElasticConfig.model_fields.items():
+        repeated = field.default == ()
+        default = "none" if field.default in (None, ()) else _shown(field.default)
+        text = f"{field.description} (default: {default})".replace("%", "%%")
+        group.add_argument(
+            option_of(key),
+            dest=f"{_PREFIX}_{key}",
+            metavar=_metavar(key),
+            default=None,
+            action="append" if repeated else "store",
+            help=text + ("; may be repeated" if repeated else ""),
+        )
+    return parser
+
+
+def from_namespace(args: argparse.Namespace) -> ElasticConfig | None:
+    """Build the configuration from parsed arguments: option over TOML over default.
+
+    None without --elaswave; any other --elaswave option is then an error rather than ignored.
+    Raises ConfigurationError.
+    """
+    given = {
+        key: value
+        for key in ElasticConfig.model_fields
+        if (value := getattr(args, f"{_PREFIX}_{key}", None)) is not None
+    }
+    toml = getattr(args, f"{_PREFIX}_config", None)
+    if not getattr(args, _PREFIX, False):
+        if given or toml is not None:
+            name = option_of(next(iter(given))) if given else f"--{_PREFIX}-config"
+            raise ConfigurationError(f"{name} is given without --{_PREFIX}; add --{_PREFIX}")
+        return None
+    section = {} if toml is None else _toml_section(toml)
+    if section:
+        from_section(section, source=str(toml))  # blame the file for its own mistakes
+    return from_section({**section, **given}, source="command line")
+
+
+def option_of(key: str) -> str:
+    """The command line option of a key: snapshot_copies -> --elaswave-snapshot-copies."""
+    return f"--{_PREFIX}-{key.replace('_', '-')}"
+
+
+def _toml_section(path: str | Path) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigurationError(
+            f"configuration file {str(path)!r} cannot be read: {reason}; give a readable TOML file"
+        ) from None
+    except ValueError as error:
+        raise ConfigurationError(f"configuration file {str(path)!r} is no TOML: {error}") from None
+    if set(table) == {_PREFIX} and isinstance(table[_PREFIX], dict):
+        return dict(table[_PREFIX])
+    return table
+
+
+def _sentence(error: ValidationError, source: str) -> str:
+    """Put the first mistake into one sentence: key, value seen, value wanted."""
+    first = error.errors(include_url=False)[0]
+    key = str(first["loc"][0]) if first["loc"] else ""
+    if first["type"] == "extra_forbidden":
+        known = sorted(ElasticConfig.model_fields)
+        near = difflib.get_close_matches(key, known, n=1)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        return (
+            f"{source}: unknown key {key!r} (value {first['input']!r}), wanted one of "
+            f"{', '.join(known)}{meant}"
+        )
+    message = str(first["msg"]).removeprefix("Value error, ")
+    if not key or first["type"] == "value_error":
+        return f"{source}: {message}"
+    wanted = message.replace("Input should be ", "")
+    return f"{source}: key {key!r} is {first['input']!r}, wanted {wanted}"
+
+
+def _metavar(key: str) -> str:
+    choices = ElasticConfig.model_json_schema()["properties"][key]
+    if "enum" in choices:
+        return "{" + ",".join(choices["enum"]) + "}"
+    if choices.get("type") == "boolean":
+        return "{on,off}"
+    return key.rsplit("_", 1)[-1].upper()
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)

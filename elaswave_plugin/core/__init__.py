@@ -1,0 +1,1 @@
+"""Pure decisions: facts in, decisions with printable reasons out; no torch, sockets or clock."""

@@ -1,0 +1,580 @@
+"""One supervisor's part in agreeing on the next view: inputs in, messages and orders out (pure).
+
+The life of a proposal: `Propose` -> every trainer quiesces -> `Quiesced` -> `Committed`. A failure
+while one is open supersedes it with a higher epoch. The leader is the lowest slot whose supervisor
+lives. A new leader asks everybody (`Prepare`), needs a majority of the nodes, and builds on the
+highest view that any of them accepted, since that one may have been committed somewhere.
+
+Every supervisor calls the inputs as things happen and `settle` once after each batch of them;
+several failures in one batch so become one proposal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from elaswave_plugin.core.agreement_messages import (
+    Accuse,
+    AllSealed,
+    Ballot,
+    Committed,
+    Deliver,
+    Disconnect,
+    Done,
+    Effect,
+    Facts,
+    Fence,
+    FirstSeal,
+    Inventory,
+    Message,
+    News,
+    Note,
+    Over,
+    Prepare,
+    Promise,
+    Proposal,
+    Propose,
+    Quiesced,
+    Refuse,
+    Report,
+    Ring,
+    Send,
+    Severed,
+    Stop,
+    pack_payload,
+)
+from elaswave_plugin.core.membership import (
+    FailureEvent,
+    MembershipView,
+    first_view,
+    next_view,
+)
+
+EXIT_FAILED = 1
+EXIT_CONFIGURATION = 2
+EXIT_REQUEUE = 75
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long things may take before something is done about it."""
+
+    join_timeout_s: float = 900.0
+    quiesce_timeout_s: float = 30.0
+    quorum_wait_s: float = 5.0
+    link_grace_s: float = 1.0
+    finish_grace_s: float = 30.0
+
+
+class Agreement:
+    """The state machine of one supervisor; `nodes[s]` is the node of slot s."""
+
+    def __init__(self, *, slot: int, nodes: tuple[int, ...], patience: Patience) -> None:
+        self.slot = slot
+        self.nodes = nodes
+        self.patience = patience
+        self.history = [first_view(nodes)]
+        self.over = False
+        self._promised = Ballot(0, 0)
+        self._accepted: Proposal | None = None
+        self._lost: dict[int, str] = {}
+        self._failures: dict[int, Report] = {}
+        self._done: dict[int, int | None] = {}
+        self._severed: tuple[str, float] | None = None
+        self._sealed: set[int] = set()
+        self._started = False
+        self._leading = slot == 0
+        self._must_propose = slot == 0
+        self._election: Ballot | None = None
+        self._promises: dict[int, Promise] = {}
+        self._highest_epoch = 0
+        self._applied_epoch = 0
+        self._behind_epoch = 0
+        self._open: Proposal | None = None
+        self._known_to_open = (0, 0, 0)
+        self._answers: dict[int, Quiesced] = {}
+        self._fence_at_s: float | None = None
+        self._quorum_until_s: float | None = None
+        self._news: list[News] = []
+        self._effects: list[Effect] = []
+
+    @property
+    def committed(self) -> MembershipView:
+        """The newest view known to be committed (epoch 0 before the first)."""
+        return self.history[-1]
+
+    @property
+    def leader(self) -> int:
+        """The slot that leads as far as this supervisor can see."""
+        return min(slot for slot in range(len(self.nodes)) if slot not in self._lost)
+
+    # ---- inputs -------------------------------------------------------------------------------
+
+    def receive(self, sender: int, message: Message, now_s: float) -> None:
+        """A message from the supervisor of slot `sender`."""
+        if self.over or sender in self._lost:
+            return
+        match message:
+            case Prepare():
+                self._on_prepare(sender, message)
+            case Promise():
+                if message.ballot == self._election:
+                    self._promises[sender] = message
+            case Propose():
+                self._on_propose(sender, message.proposal, now_s)
+            case Quiesced():
+                if self._open is not None and message.ballot == self._open.ballot:
+                    self._answers[sender] = message
+            case Committed():
+                self._on_committed(message)
+            case Refuse():
+                self._on_refuse(message.promised)
+            case Accuse():
+                if self.leader == self.slot and message.slot != self.slot:
+                    self.lost(message.slot, message.evidence)
+            case AllSealed():
+                self._news.append(message)
+                self._started = True
+            case Report() | Severed() | FirstSeal() | Done():
+                self._learn_news(sender, message, now_s)
+            case Stop():
+                self._stop(message.reason, message.exit_code)
+
+    def lost(self, slot: int, evidence: str) -> None:
+        """The supervisor of `slot` is gone (its link closed, or it was silent too long)."""
+        if self.over or slot in self._lost or slot == self.slot:
+            return
+        self._lost[slot] = evidence
+        self._promises.pop(slot, None)
+        # Nor does its answer count any more: the snapshots that it listed went with it.
+        self._answers.pop(slot, None)
+        # Only the leader kills: to the others a kill looks like a link that broke by itself, and
+        # the leader has to know what was seen.
+        leads = self.leader == self.slot
+        if not leads:
+            self._send(self.leader, Accuse(slot=slot, evidence=evidence))
+        self._effects.append(Disconnect(slot=slot, kill=leads))
+
+    def quiesced(self, ballot: Ballot, facts: Facts | None, inventory: Inventory) -> None:
+        """The own trainer has stopped for the proposal of `ballot` (facts None: there is none)."""
+        if self.over or self._accepted is None or self._accepted.ballot != ballot:
+            return
+        self._fence_at_s = None
+        answer = Quiesced(ballot=ballot, facts=facts, inventory=inventory)
+        if ballot.leader == self.slot:
+            if self._open is not None and self._open.ballot == ballot:
+                self._answers[self.slot] = answer
+        else:
+            self._send(ballot.leader, answer)
+
+    def first_seal(self) -> None:
+        """The own trainer has sealed its first snapshot."""
+        if self.slot not in self._sealed:
+            self._tell_leader(FirstSeal(), 0.0)
+
+    def progress(self, now_s: float) -> None:
+        """The own trainer announced a phase: it gets the whole time again to answer a proposal."""
+        if self._fence_at_s is not None:
+            self._fence_at_s = now_s + self._answer_limit_s()
+
+    def trainer_done(self, exit_code: int | None) -> None:
+        """The own trainer finished its work, and with `exit_code` set, has exited too."""
+        self._fence_at_s = None
+        self._tell_leader(Done(exit_code=exit_code), 0.0)
+
+    def trainer_failed(
+        self, evidence: str, exit_code: int | None, now_s: float, *, kind: str = "exit"
+    ) -> None:
+        """The own trainer is gone; `exit_code` is None where a signal killed it, or it leaves."""
+        self._fence_at_s = None
+        failure = FailureEvent(kind=kind, slot=self.slot, detected_at_s=now_s, evidence=evidence)
+        self._tell_leader(Report(failure=failure, exit_code=exit_code), now_s)
+
+    def severed(self, epoch: int, evidence: str, now_s: float) -> None:
+        """The own trainer's link to another one broke in this epoch while it was needed.
+
+        Mostly that is how a death looks from afar, and news of it comes at once. Otherwise both
+        live: the same workers get a new view, whose links are dialled anew, and redo the step.
+        """
+        self._tell_leader(Severed(epoch=epoch, evidence=evidence), now_s)
+
+    def leave(self, evidence: str, now_s: float) -> None:
+        """This worker is told to go (a signal): the others go on without it."""
+        failure = FailureEvent(kind="leave", slot=self.slot, detected_at_s=now_s, evidence=evidence)
+        self._broadcast(Report(failure=failure, exit_code=None))
+        self.over = True  # nobody asks this worker again: it tells all
+
+    def abandon(self, reason: str, exit_code: int) -> None:
+        """The own trainer found that the job cannot go on: stop all of it."""
+        self._stop(reason, exit_code)
+
+    def deadline_s(self) -> float | None:
+        """When `settle` has to be called although nothing happened."""
+        renew_at_s = None if self._severed is None or not self._leading else self._severed[1]
+        deadlines = (self._fence_at_s, self._quorum_until_s, renew_at_s)
+        times = [time_s for time_s in deadlines if time_s is not None]
+        return min(times) if times and not self.over else None
+
+    def settle(self, now_s: float) -> list[Effect]:
+        """Act on all inputs since the last call; the orders to carry out, in order."""
+        if not self.over:
+            self._fence_when_due(now_s)
+            if self.leader != self.slot:
+                self._leading, self._election, self._open = False, None, None
+            elif not self._leading:
+                self._campaign(now_s)
+            if self._leading and not self.over:
+                self._lead(now_s)
+        effects, self._effects = self._effects, []
+        return effects
+
+    # ---- as a member --------------------------------------------------------------------------
+
+    def _on_prepare(self, sender: int, message: Prepare) -> None:
+        if message.ballot <= self._promised:
+            self._send(sender, Refuse(promised=self._promised))
+            return
+        self._promised = message.ballot
+        self._leading, self._election, self._open = False, None, None
+        if self._shut_out(message.lost):
+            return
+        promise = Promise(
+            ballot=message.ballot,
+            applied_epoch=self._applied_epoch,
+            history=tuple(self.history),
+            accepted=self._accepted,
+            lost=tuple(self._lost),
+            news=tuple(self._news),
+        )
+        self._send(sender, promise)
+
+    def _on_propose(self, sender: int, proposal: Proposal, now_s: float) -> None:
+        ballot = proposal.ballot
+        # A change of leader goes through `Prepare`; only then can it know what was accepted before.
+        if ballot < self._promised or ballot.leader != self._promised.leader:
+            self._send(sender, Refuse(promised=self._promised))
+            return
+        if not self._shut_out(proposal.lost):
+            self._accept(proposal, now_s)
+
+    def _accept(self, proposal: Proposal, now_s: float) -> None:
+        self._promised = proposal.ballot
+        self._accepted = proposal
+        self._highest_epoch = max(self._highest_epoch, proposal.ballot.epoch)
+        waits = self.slot in proposal.view.ranks and self.slot not in self._failures
+        if waits and self.slot not in self._done:
+            self._fence_at_s = now_s + self._answer_limit_s()
+        self._effects.append(Ring(ballot=proposal.ballot, reason=proposal.view.reason))
+
+    def _answer_limit_s(self) -> float:
+        first = self.committed.epoch == 0
+        return self.patience.join_timeout_s if first else self.patience.quiesce_timeout_s
+
+    def _fence_when_due(self, now_s: float) -> None:
+        if self._fence_at_s is None or now_s < self._fence_at_s or self._accepted is None:
+            return
+        self._fence_at_s = None
+        epoch = self._accepted.ballot.epoch
+        limit_s = f"{self._answer_limit_s():g} s"
+        if self.committed.epoch == 0:
+            self._effects.append(Fence(evidence=f"did not join the job within {limit_s}"))
+        else:
+            evidence = f"did not answer the proposal of epoch {epoch} within {limit_s}"
+            self._effects.append(Fence(evidence=evidence))
+
+    def _on_committed(self, message: Committed) -> None:
+        proposal = message.proposal
+        if proposal.ballot != self._promised or proposal.view.epoch <= self.committed.epoch:
+            return
+        self._learn(proposal.lineage)
+        # Not only what is new to us: a leader knows adopted views that its trainer was never told.
+        skipped = tuple(view for view in self.history if view.epoch > self._applied_epoch)
+        self.history.append(proposal.view)
+        self._severed = None
+        self._applied_epoch = proposal.view.epoch
+        if self.slot in proposal.view.ranks:
+            self._effects.append(Deliver(committed=message, skipped=skipped))
+
+    def _on_refuse(self, promised: Ballot) -> None:
+        if promised > self._promised:
+            self._promised = promised
+            self._leading, self._election, self._open = False, None, None
+
+    def _shut_out(self, lost: Iterable[int]) -> bool:
+        """Take over the losses that a leader declares; true if it is this worker that is lost."""
+        for slot in lost:
+            self.lost(slot, "declared lost by the leader")
+        if self.slot in lost:
+            self._stop("this worker was declared lost by the others", EXIT_FAILED, tell=False)
+        return self.slot in lost
+
+    def _add_failure(self, report: Report, now_s: float) -> None:
+        # The moment is restamped: the clocks of two nodes need not agree.
+        failure = replace(report.failure, detected_at_s=now_s)
+        self._failures.setdefault(failure.slot, replace(report, failure=failure))
+
+    def _tell_leader(self, news: News, now_s: float) -> None:
+        """Only the leader acts on it; the next one is told with the promise that elects it."""
+        self._news.append(news)
+        self._learn_news(self.slot, news, now_s)
+        if self.leader != self.slot:
+            self._send(self.leader, news)
+
+    def _learn_news(self, slot: int, news: News, now_s: float) -> None:
+        match news:
+            case Report():
+                self._add_failure(news, now_s)
+            case Severed():
+                if self._severed is None and news.epoch == self.committed.epoch:
+                    self._severed = news.evidence, now_s + self.patience.link_grace_s
+            case FirstSeal():
+                self._sealed.add(slot)
+            case AllSealed():
+                self._started = True
+            case Done():
+                self._done[slot] = news.exit_code
+
+    # ---- as the leader ------------------------------------------------------------------------
+
+    def _campaign(self, now_s: float) -> None:
+        """Gather promises from every supervisor that is left, then lead."""
+        if self._election is None:
+            if not self._has_quorum(self._living(), [self.committed], now_s):
+                return
+            epoch = max(self._highest_epoch, self._promised.epoch) + 1
+            self._election = self._promised = Ballot(epoch, self.slot)
+            self._promises = {}
+            self._effects += [Disconnect(slot=slot, kill=True) for slot in self._lost]
+            self._broadcast(Prepare(ballot=self._election, lost=tuple(self._lost)))
+        if all(slot in self._promises for slot in self._living() if slot != self.slot):
+            self._win(self._election, now_s)
+
+    def _win(self, ballot: Ballot, now_s: float) -> None:
+        promises = list(self._promises.values())
+        for sender, promise in self._promises.items():
+            for news in promise.news:
+                self._learn_news(sender, news, now_s)
+        for promise in promises:
+            for slot in promise.lost:
+                self.lost(slot, "its link to another worker is gone")
+        self._behind_epoch = min([self._applied_epoch, *(p.applied_epoch for p in promises)])
+        best = max(promises, key=lambda promise: promise.history[-1].epoch, default=None)
+        if best is not None:
+            self._learn(best.history)
+        proposals = [p.accepted for p in promises if p.accepted is not None]
+        if self._accepted is not None:
+            proposals.append(self._accepted)
+        accepted = max(proposals, key=lambda proposal: proposal.ballot, default=None)
+        accepted_epoch = 0 if accepted is None else accepted.ballot.epoch
+        self._must_propose = accepted_epoch > self._behind_epoch or self.committed.epoch == 0
+        if accepted is not None:
+            self._learn([*accepted.lineage, accepted.view])
+        recent = [view for view in self.history if view.epoch >= self._behind_epoch]
+        if not self._has_quorum(self._living(), recent, now_s):
+            return
+        self._highest_epoch = max(ballot.epoch - 1, self.committed.epoch)
+        self._election, self._leading, self._open = None, True, None
+        self._note("leader_elected", epoch=ballot.epoch, by=self.slot)
+
+    def _learn(self, views: Iterable[MembershipView]) -> None:
+        self.history += [view for view in views if view.epoch > self.committed.epoch]
+
+    def _lead(self, now_s: float) -> None:
+        self._note_start()
+        if self._stop_if_decided():
+            return
+        # An answer to the open proposal changes nothing about it: with many workers, most are.
+        known = len(self._failures), len(self._lost), len(self._done)
+        if self._open is None or known != self._known_to_open:
+            self._known_to_open = known
+            self._propose_what_is_due(now_s)
+        if self._open is not None:
+            self._commit_when_answered(self._open, now_s)
+
+    def _propose_what_is_due(self, now_s: float) -> None:
+        base = self.committed
+        events = self._events(base, now_s)
+        change = next_view(base, events, now_s)
+        if change is not None or self._must_propose:
+            leavers = [self._leaver(slot, now_s) for slot in self._done]
+            change = next_view(base, [*events, *leavers], now_s)
+        target = change or base
+        wanted = change is not None or self._must_propose
+        if not wanted and self._severed is not None and now_s >= self._severed[1]:
+            target, wanted = replace(base, reason=self._severed[0]), True
+        if wanted and (self._open is None or self._open.view.ranks != target.ranks):
+            self._propose(target, now_s)
+
+    def _events(self, base: MembershipView, now_s: float) -> list[FailureEvent]:
+        lost = [
+            FailureEvent(kind="lost", slot=slot, detected_at_s=now_s, evidence=evidence)
+            for slot, evidence in self._lost.items()
+            if slot in base.ranks
+        ]
+        return [*(report.failure for report in self._failures.values()), *lost]
+
+    def _leaver(self, slot: int, now_s: float) -> FailureEvent:
+        evidence = "it had finished its work"
+        return FailureEvent(kind="leave", slot=slot, detected_at_s=now_s, evidence=evidence)
+
+    def _propose(self, target: MembershipView, now_s: float) -> None:
+        self._open = None
+        if not self._has_quorum(self._living(), [self.committed], now_s):
+            return
+        ballot = Ballot(self._highest_epoch + 1, self.slot)
+        proposal = Proposal(
+            ballot=ballot,
+            view=replace(target, epoch=ballot.epoch),
+            lost=tuple(self._lost),
+            lineage=tuple(view for view in self.history if view.epoch > self._behind_epoch),
+        )
+        self._open, self._answers = proposal, {}
+        self._broadcast(Propose(proposal=proposal))
+        self._note("view_proposed", epoch=ballot.epoch, reason=proposal.view.reason)
+        self._accept(proposal, now_s)
+
+    def _commit_when_answered(self, proposal: Proposal, now_s: float) -> None:
+        if not all(slot in self._answers for slot in self._living()):
+            return
+        facts: dict[int, Facts] = {}
+        for slot in proposal.view.ranks:
+            answer = self._answers[slot].facts
+            if answer is None:
+                return  # its trainer is gone or done: that report supersedes this proposal
+            facts[slot] = answer
+        if not self._has_quorum(self._answers, [self.committed], now_s):
+            return
+        inventory = [
+            record for slot in sorted(self._answers) for record in self._answers[slot].inventory
+        ]
+        committed = Committed(proposal=proposal, payload=pack_payload(facts, inventory))
+        self._open, self._must_propose = None, False
+        self._behind_epoch = proposal.view.epoch
+        self._broadcast(committed)
+        self._note(
+            "view_committed",
+            epoch=proposal.view.epoch,
+            ranks=list(proposal.view.ranks),
+            reason=proposal.view.reason,
+            by=self.slot,
+        )
+        self._on_committed(committed)
+
+    def _has_quorum(
+        self, slots: Iterable[int], views: Iterable[MembershipView], now_s: float
+    ) -> bool:
+        """Whether `slots` speak for a majority of every view's nodes; if not, wait, then stop."""
+        heard = {self.nodes[slot] for slot in slots}
+        short = [view for view in views if 2 * len(heard & set(view.nodes)) <= len(set(view.nodes))]
+        if not short:
+            self._quorum_until_s = None
+            return True
+        if self._quorum_until_s is None:
+            self._quorum_until_s = now_s + self.patience.quorum_wait_s
+            self._note("quorum_lost", nodes_heard=sorted(heard), of=sorted(set(short[0].nodes)))
+        elif now_s >= self._quorum_until_s:
+            of = len(set(short[0].nodes))
+            causes = "; ".join(f"worker {s}: {self._lost[s]}" for s in sorted(self._lost))
+            self._stop(
+                f"only {len(heard)} of {of} nodes can be reached, which is no majority ({causes})",
+                EXIT_FAILED,
+            )
+        return False
+
+    # ---- the end ------------------------------------------------------------------------------
+
+    def _stop_if_decided(self) -> bool:
+        """Stop the job where its end is due; true also while the last exits are awaited."""
+        base = self.committed
+        gone = {slot for slot in base.ranks if slot in self._failures or slot in self._lost}
+        failed = [
+            self._failures[s] for s in self._failures if s in base.ranks and s not in self._done
+        ]
+        for report in failed:
+            if report.exit_code == EXIT_CONFIGURATION:
+                self._stop(_sentence(report, "it refuses its configuration"), EXIT_CONFIGURATION)
+                return True
+        if not self._started and gone - self._done.keys():
+            self._stop_at_start(failed, gone)
+            return True
+        if all(slot in gone or slot in self._done for slot in base.ranks):
+            self._end(failed)
+            return True
+        joined = any(answer.facts is not None for answer in self._answers.values())
+        if base.epoch == 0 and self._done and joined:
+            early = ", ".join(map(str, sorted(self._done)))
+            self._stop(f"worker {early} ended before it joined the job", EXIT_FAILED)
+            return True
+        return False
+
+    def _end(self, failed: list[Report]) -> None:
+        """Nobody works any more: the job is over as soon as those that finished have exited."""
+        codes = [self._done[slot] for slot in self._done if slot not in self._lost]
+        if None in codes:
+            return
+        bad = [code for code in codes if code]
+        bad += [report.exit_code for report in failed if report.exit_code]
+        if self._done:
+            self._stop("all workers have finished", bad[0] if bad else 0)
+        elif failed:
+            code = failed[0].exit_code
+            self._stop(
+                _sentence(failed[0], "no live worker remains"),
+                EXIT_FAILED if code is None else code,
+            )
+        else:
+            self._stop("no live worker remains", EXIT_FAILED)
+
+    def _note_start(self) -> None:
+        """Before every worker in the view has sealed something, it could not be replaced."""
+        view = self.committed
+        if not self._started and view.epoch > 0 and self._sealed.issuperset(view.ranks):
+            self._started = True
+            self._news.append(AllSealed())
+            self._broadcast(AllSealed())
+
+    def _stop_at_start(self, failed: list[Report], gone: set[int]) -> None:
+        code = next((report.exit_code for report in failed if report.exit_code), None)
+        why = "the first snapshot of every worker was not sealed yet, so the job stops"
+        if code is None:
+            why += f" (exit code {EXIT_REQUEUE}: queue it again)"
+        if failed:
+            sentence = _sentence(failed[0], why)
+        else:
+            slot = min(gone)
+            sentence = (
+                f"worker {slot} (node {self.nodes[slot]}) was lost: {self._lost[slot]}; {why}"
+            )
+        self._stop(sentence, code or EXIT_REQUEUE)
+
+    def _stop(self, reason: str, exit_code: int, *, tell: bool = True) -> None:
+        if self.over:
+            return
+        if tell:
+            self._broadcast(Stop(reason=reason, exit_code=exit_code))
+        if not tell:
+            self._note("shut_out", slot=self.slot, reason=reason)
+        elif self.leader == self.slot:
+            self._note("job_over", reason=reason, exit_code=exit_code)
+        self.over = True
+        self._effects.append(Over(reason=reason, exit_code=exit_code))
+
+    # ---- sending ------------------------------------------------------------------------------
+
+    def _living(self) -> list[int]:
+        return [slot for slot in range(len(self.nodes)) if slot not in self._lost]
+
+    def _send(self, to: int, message: Message) -> None:
+        self._effects.append(Send(to=to, message=message))
+
+    def _broadcast(self, message: Message) -> None:
+        self._effects += [Send(to=s, message=message) for s in self._living() if s != self.slot]
+
+    def _note(self, kind: str, **fields: object) -> None:
+        self._effects.append(Note(kind=kind, fields=fields))
+
+
+def _sentence(report: Report, consequence: str) -> str:
+    failure = report.failure
+    return f"worker {failure.slot}: {failure.evidence}; {consequence}"

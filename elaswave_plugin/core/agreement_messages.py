@@ -1,0 +1,363 @@
+"""What the supervisors say to each other, and what the agreement asks its own supervisor to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from elaswave_plugin.core.membership import FailureEvent, MembershipView
+
+Facts = dict[str, Any]
+Inventory = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Ballot:
+    """The right to propose one view: ordered by epoch, then by the slot of the leader."""
+
+    epoch: int
+    leader: int
+
+    def __str__(self) -> str:
+        return f"{self.epoch}/{self.leader}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A view under a ballot; `lost` are slots whose supervisors are shut out for good.
+
+    `lineage` are earlier views, oldest first, that some member may not have applied yet.
+    """
+
+    ballot: Ballot
+    view: MembershipView
+    lost: tuple[int, ...] = ()
+    lineage: tuple[MembershipView, ...] = ()
+
+    def __str__(self) -> str:
+        lost = f" lost={list(self.lost)}" if self.lost else ""
+        lineage = f" after={[view.epoch for view in self.lineage]}" if self.lineage else ""
+        return f"{self.ballot}{lost}{lineage} {self.view}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepare:
+    """A would-be leader asks for the promise to refuse lower ballots."""
+
+    ballot: Ballot
+    lost: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promise:
+    """The answer to `Prepare`: what this member knows, has accepted, and has told its trainer.
+
+    `news` is what it had told the leader before.
+    """
+
+    ballot: Ballot
+    applied_epoch: int
+    history: tuple[MembershipView, ...]
+    accepted: Proposal | None
+    lost: tuple[int, ...]
+    news: tuple[News, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Propose:
+    """The leader's plan for the next view."""
+
+    proposal: Proposal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quiesced:
+    """A member accepted the proposal and its trainer (if it has one: facts) has stopped."""
+
+    ballot: Ballot
+    facts: Facts | None
+    inventory: Inventory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """The view is decided; `payload` is for the trainers (see `pack_payload`)."""
+
+    proposal: Proposal
+    payload: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refuse:
+    """A higher ballot was promised to somebody else."""
+
+    promised: Ballot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """A supervisor witnessed the end of its own trainer; exit_code is None after a signal."""
+
+    failure: FailureEvent
+    exit_code: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accuse:
+    """A supervisor lost sight of another one."""
+
+    slot: int
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Severed:
+    """A link between two trainers broke in this epoch while one of them needed it."""
+
+    epoch: int
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstSeal:
+    """The sender's trainer has sealed its first snapshot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllSealed:
+    """Every trainer has sealed its first snapshot: from now on a loss can be survived."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """The sender's trainer has finished its work; exit_code is set once it has exited."""
+
+    exit_code: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """The job is over."""
+
+    reason: str
+    exit_code: int
+
+
+News = Report | Severed | FirstSeal | AllSealed | Done
+
+Message = (
+    Prepare
+    | Promise
+    | Propose
+    | Quiesced
+    | Committed
+    | Refuse
+    | Report
+    | Accuse
+    | Severed
+    | FirstSeal
+    | AllSealed
+    | Done
+    | Stop
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """Send a message to the supervisor of slot `to`."""
+
+    to: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """A proposal is open: ask the own trainer to quiesce, then call `quiesced` with this ballot."""
+
+    ballot: Ballot
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deliver:
+    """Hand the commit to the own trainer; `skipped` are views it has to apply first."""
+
+    committed: Committed
+    skipped: tuple[MembershipView, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fence:
+    """Kill the own trainer, for the reason given as evidence."""
+
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disconnect:
+    """Close the link to the supervisor of `slot`; `kill` it first if it runs on this node."""
+
+    slot: int
+    kill: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Over:
+    """End: stop the own trainer, tell every peer, and exit."""
+
+    reason: str
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """Something for the event log and for whoever watches."""
+
+    kind: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+Effect = Send | Ring | Deliver | Fence | Disconnect | Over | Note
+
+
+def to_wire(message: Message) -> dict[str, Any]:
+    """The message as a dict that JSON can carry."""
+    match message:
+        case Prepare():
+            return {"m": "prepare", "b": _ballot(message.ballot), "lost": list(message.lost)}
+        case Promise():
+            return {
+                "m": "promise",
+                "b": _ballot(message.ballot),
+                "applied_epoch": message.applied_epoch,
+                "history": [view.to_json() for view in message.history],
+                "accepted": message.accepted and _proposal(message.accepted),
+                "lost": list(message.lost),
+                "news": [to_wire(one) for one in message.news],
+            }
+        case Propose():
+            return {"m": "propose", "p": _proposal(message.proposal)}
+        case Quiesced():
+            return {
+                "m": "quiesced",
+                "b": _ballot(message.ballot),
+                "facts": message.facts,
+                "inventory": message.inventory,
+            }
+        case Committed():
+            return {
+                "m": "committed",
+                "p": _proposal(message.proposal),
+                "payload": message.payload,
+            }
+        case Refuse():
+            return {"m": "refuse", "b": _ballot(message.promised)}
+        case Report():
+            failure = message.failure.to_json()
+            return {"m": "report", "failure": failure, "exit_code": message.exit_code}
+        case Accuse():
+            return {"m": "accuse", "slot": message.slot, "evidence": message.evidence}
+        case Severed():
+            return {"m": "severed", "epoch": message.epoch, "evidence": message.evidence}
+        case FirstSeal():
+            return {"m": "first_seal"}
+        case AllSealed():
+            return {"m": "all_sealed"}
+        case Done():
+            return {"m": "done", "exit_code": message.exit_code}
+        case Stop():
+            return {"m": "stop", "reason": message.reason, "exit_code": message.exit_code}
+
+
+def from_wire(record: Mapping[str, Any]) -> Message:
+    """The message that `to_wire` described; raises ValueError for an unknown one."""
+    match record["m"]:
+        case "prepare":
+            return Prepare(ballot=Ballot(*record["b"]), lost=tuple(record["lost"]))
+        case "promise":
+            return Promise(
+                ballot=Ballot(*record["b"]),
+                applied_epoch=record["applied_epoch"],
+                history=tuple(map(MembershipView.from_json, record["history"])),
+                accepted=record["accepted"] and _read_proposal(record["accepted"]),
+                lost=tuple(record["lost"]),
+                news=tuple(map(_read_news, record["news"])),
+            )
+        case "propose":
+            return Propose(proposal=_read_proposal(record["p"]))
+        case "quiesced":
+            return Quiesced(
+                ballot=Ballot(*record["b"]),
+                facts=record["facts"],
+                inventory=record["inventory"],
+            )
+        case "committed":
+            return Committed(
+                proposal=_read_proposal(record["p"]),
+                payload=record["payload"],
+            )
+        case "refuse":
+            return Refuse(promised=Ballot(*record["b"]))
+        case "report":
+            failure = FailureEvent.from_json(record["failure"])
+            return Report(failure=failure, exit_code=record["exit_code"])
+        case "accuse":
+            return Accuse(slot=record["slot"], evidence=record["evidence"])
+        case "severed":
+            return Severed(epoch=record["epoch"], evidence=record["evidence"])
+        case "first_seal":
+            return FirstSeal()
+        case "all_sealed":
+            return AllSealed()
+        case "done":
+            return Done(exit_code=record["exit_code"])
+        case "stop":
+            return Stop(reason=record["reason"], exit_code=record["exit_code"])
+        case other:
+            raise ValueError(f"unknown message {other!r} between supervisors")
+
+
+def pack_payload(facts: Mapping[int, Facts], inventory: Inventory) -> str:
+    """Facts by slot, and every sealed record that a living supervisor has, as one text.
+
+    The supervisors hand it on unread: at many workers, to take it apart and put it together again
+    on the way to each trainer is most of the work of a commit.
+    """
+    return json.dumps({"facts": list(facts.items()), "inventory": inventory})
+
+
+def unpack_payload(payload: str) -> tuple[dict[int, Facts], Inventory]:
+    """What `pack_payload` packed."""
+    record = json.loads(payload)
+    return dict(record["facts"]), record["inventory"]
+
+
+def _read_news(record: Mapping[str, Any]) -> News:
+    message = from_wire(record)
+    if not isinstance(message, Report | Severed | FirstSeal | AllSealed | Done):
+        raise ValueError(f"{record['m']!r} among the news of a promise")
+    return message
+
+
+def _ballot(ballot: Ballot) -> list[int]:
+    return [ballot.epoch, ballot.leader]
+
+
+def _proposal(proposal: Proposal) -> dict[str, Any]:
+    return {
+        "b": _ballot(proposal.ballot),
+        "view": proposal.view.to_json(),
+        "lost": list(proposal.lost),
+        "lineage": [view.to_json() for view in proposal.lineage],
+    }
+
+
+def _read_proposal(record: Mapping[str, Any]) -> Proposal:
+    return Proposal(
+        ballot=Ballot(*record["b"]),
+        view=MembershipView.from_json(record["view"]),
+        lost=tuple(record["lost"]),
+        lineage=tuple(map(MembershipView.from_json, record["lineage"])),
+    )

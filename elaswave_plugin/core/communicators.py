@@ -1,0 +1,161 @@
+"""Which device communicators outlive a change of the view: kept, shrunk, or aborted; and whether
+there are any."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from elaswave_plugin.errors import ConfigurationError
+
+# Below: no ncclCommShrink. From the second on torch waits for ever in shrink with abort, because it
+# destroys the parent (pytorch#194679).
+SHRINKS_FROM = (2, 27)
+SHRINKS_BELOW = (2, 31)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommunicatorFacts:
+    """What one member knows of a communicator once it launches nothing more.
+
+    ``name`` is that of its making (group and epoch), ``members`` are the slots in rank order at its
+    making. ``sent`` and ``received`` count point-to-point calls by the slot of the peer.
+    ``idle``: all that was launched is complete. ``shrinks``: this member's NCCL can shrink it.
+    """
+
+    name: str
+    members: tuple[int, ...]
+    collectives: int
+    sent: Mapping[int, int]
+    received: Mapping[int, int]
+    idle: bool
+    shrinks: bool
+
+    def as_record(self) -> dict[str, Any]:
+        """Plain JSON; from_record() reads it."""
+        return {
+            "name": self.name,
+            "members": list(self.members),
+            "collectives": self.collectives,
+            "sent": [list(pair) for pair in sorted(self.sent.items())],
+            "received": [list(pair) for pair in sorted(self.received.items())],
+            "idle": self.idle,
+            "shrinks": self.shrinks,
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> CommunicatorFacts:
+        """The facts of as_record()."""
+        return cls(
+            name=str(record["name"]),
+            members=tuple(record["members"]),
+            collectives=int(record["collectives"]),
+            sent={int(slot): int(count) for slot, count in record["sent"]},
+            received={int(slot): int(count) for slot, count in record["received"]},
+            idle=bool(record["idle"]),
+            shrinks=bool(record["shrinks"]),
+        )
+
+
+class Fate(Enum):
+    """What becomes of a communicator in the next epoch."""
+
+    KEEP = "keep"
+    SHRINK = "shrink"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A fate and why."""
+
+    fate: Fate
+    reason: str
+
+
+def fate_of(
+    name: str, answers: Mapping[int, CommunicatorFacts | None], members: Sequence[int]
+) -> Verdict:
+    """What becomes of the communicator ``name`` when its group has ``members`` from now on.
+
+    ``answers``: what each slot holds for the group, None for nothing. All members decide from the
+    same answers, so all decide alike. Nothing that another member may still wait for is kept.
+    """
+    held: list[CommunicatorFacts] = []
+    for slot in members:
+        facts = answers.get(slot)
+        if facts is None or facts.name != name:
+            return Verdict(Fate.ABORT, f"slot {slot} does not hold it")
+        if not facts.idle:
+            return Verdict(Fate.ABORT, f"slot {slot} has operations in flight")
+        held.append(facts)
+    if not held:
+        return Verdict(Fate.ABORT, "the group has no members left")
+    disagreement = _disagreement(dict(zip(members, held, strict=True)))
+    if disagreement:
+        return Verdict(Fate.ABORT, disagreement)
+    made_of = held[0].members
+    if made_of == tuple(members):
+        return Verdict(Fate.KEEP, "members unchanged, counters equal, nothing in flight")
+    if tuple(slot for slot in made_of if slot in members) != tuple(members):
+        return Verdict(Fate.ABORT, f"slots {made_of} became {tuple(members)}: not a part in order")
+    if not all(facts.shrinks for facts in held):
+        return Verdict(Fate.ABORT, "this version of NCCL cannot shrink safely")
+    if not held[0].collectives:
+        return Verdict(Fate.ABORT, "there was no collective: nothing to shrink yet")
+    return Verdict(Fate.SHRINK, f"slots {made_of} became {tuple(members)}")
+
+
+def _disagreement(held: Mapping[int, CommunicatorFacts]) -> str:
+    """Calls that one side has made and the other has not: their bytes would meet later ones."""
+    first, *others = held
+    for slot in others:
+        if held[slot].collectives != held[first].collectives:
+            return (
+                f"slot {first} began {held[first].collectives} collectives, "
+                f"slot {slot} {held[slot].collectives}"
+            )
+    for source, facts in held.items():
+        for target, theirs in held.items():
+            sent, received = facts.sent.get(target, 0), theirs.received.get(source, 0)
+            if sent != received:
+                return f"slot {source} sent {sent} messages to slot {target}, which took {received}"
+    return ""
+
+
+def shrink_is_safe(version: tuple[int, ...]) -> bool:
+    """Whether shrink with abort returns in this version of NCCL, as torch 2.13 and 2.14 call it."""
+    return SHRINKS_FROM <= version[:2] < SHRINKS_BELOW
+
+
+def obstacle(devices: Mapping[int, str]) -> str:
+    """Why the workers (slot -> device, "" for none) cannot use NCCL; "" when they can."""
+    missing = sorted(slot for slot, device in devices.items() if not device)
+    if missing:
+        return f"slots {missing} have no CUDA device with NCCL"
+    owners: dict[str, list[int]] = defaultdict(list)
+    for slot, device in sorted(devices.items()):
+        owners[device].append(slot)
+    for device, slots in owners.items():
+        if len(slots) > 1:
+            return (
+                f"slots {slots} share the device {device}; run one process per GPU and call "
+                "torch.cuda.set_device(LOCAL_RANK) before init_process_group()"
+            )
+    return ""
+
+
+def uses_nccl(setting: str, devices: Mapping[int, str]) -> bool:
+    """Whether GPU tensors go through NCCL under the setting gpu_engine (auto, host, nccl).
+
+    Raises ConfigurationError when the setting is nccl and it cannot be.
+    """
+    why_not = obstacle(devices)
+    if setting == "nccl" and why_not:
+        raise ConfigurationError(
+            f"gpu_engine is nccl, but {why_not}; or set gpu_engine to auto or host"
+        )
+    return setting != "host" and not why_not

@@ -1,0 +1,381 @@
+"""Which worker holds which (stage, replica, tp) coordinate, which layers each stage owns.
+
+The unit of loss is the TP group: without one of its workers it cannot compute, so its survivors
+become free workers, and free workers form whole groups again. Stages may so have unequal widths.
+A worker is named by its slot; a replica number is a seat of its stage, 0 to launch width - 1.
+
+>>> layout = launch_layout(tp=2, pp=2, dp=2, num_layers=4).without([1])
+>>> print(layout)
+TP2 x PP2 x DP2, 4 layers, widths 1 2
+stage 0, layers 0-1: r1 w2+w3
+stage 1, layers 2-3: r0 w4+w5 | r1 w6+w7
+free: w0 (stage 0, tp 0)
+>>> print(layout.without([7]).reformed())
+TP2 x PP2 x DP2, 4 layers, widths 2 1
+stage 0, layers 0-1: r0 w0+w6 | r1 w2+w3
+stage 1, layers 2-3: r0 w4+w5
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from elaswave_plugin.errors import ConfigurationError, JobStopped
+
+NO_STAGE = -1
+
+
+class TpGroup(NamedTuple):
+    """The workers of one replica of one stage, by tp position; a tuple, since there are many."""
+
+    replica: int
+    slots: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"r{self.replica} " + "+".join(f"w{slot}" for slot in self.slots)
+
+
+class FreeWorker(NamedTuple):
+    """A worker without work: a joiner (``stage`` NO_STAGE), or a survivor of a broken group.
+
+    A survivor still holds the weights of its former ``stage`` and ``tp`` position.
+    """
+
+    slot: int
+    stage: int = NO_STAGE
+    tp: int = 0
+
+    def __str__(self) -> str:
+        origin = "joined" if self.stage == NO_STAGE else f"stage {self.stage}, tp {self.tp}"
+        return f"w{self.slot} ({origin})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelLayout:
+    """A possibly ragged TP x PP x DP layout.
+
+    ``dp``: width of every stage at launch, and the most that a stage ever has.
+    ``cuts`` [num_stages * vpp + 1]: virtual stage v owns layers [cuts[v], cuts[v + 1]) and belongs
+    to stage v mod num_stages. ``stages``: the TP groups by stage, in the order of their replicas.
+    Raises ConfigurationError for cuts that give a stage no layer.
+    """
+
+    tp: int
+    dp: int
+    cuts: tuple[int, ...]
+    stages: tuple[tuple[TpGroup, ...], ...]
+    free: tuple[FreeWorker, ...] = ()
+    vpp: int = 1
+
+    def __post_init__(self) -> None:
+        check_cuts(self.cuts, num_parts=len(self.stages) * self.vpp, num_layers=self.cuts[-1])
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return self.cuts[-1]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Replicas of each stage."""
+        return tuple(map(len, self.stages))
+
+    @property
+    def is_rectangular(self) -> bool:
+        """Whether every stage has the launch width: then the framework's own schedule runs."""
+        return all(width == self.dp for width in self.widths)
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """All workers, free ones included, by slot."""
+        busy = (slot for stage in self.stages for group in stage for slot in group.slots)
+        return tuple(sorted([*busy, *(worker.slot for worker in self.free)]))
+
+    def layers(self, stage: int) -> tuple[tuple[int, int], ...]:
+        """Half-open layer ranges of a stage, one for each of its model chunks."""
+        step = len(self.stages)
+        return tuple(
+            (self.cuts[part], self.cuts[part + 1]) for part in range(stage, step * self.vpp, step)
+        )
+
+    def without(self, dead: Collection[int]) -> "ParallelLayout":
+        """The layout after the loss of ``dead``: broken groups go, their survivors become free.
+
+        A stage may be left without any replica. Raises ConfigurationError for an unknown worker.
+        """
+        gone = frozenset(dead)
+        stages, freed, found = [], [], 0
+        for stage, groups in enumerate(self.stages):
+            whole = tuple(group for group in groups if gone.isdisjoint(group.slots))
+            if len(whole) < len(groups):
+                broken = [group for group in groups if not gone.isdisjoint(group.slots)]
+                freed += [
+                    FreeWorker(slot, stage, tp)
+                    for group in broken
+                    for tp, slot in enumerate(group.slots)
+                    if slot not in gone
+                ]
+                found += sum(slot in gone for group in broken for slot in group.slots)
+            stages.append(whole)
+        kept = [worker for worker in self.free if worker.slot not in gone]
+        found += len(self.free) - len(kept)
+        if found != len(gone):
+            known = set(self.workers)
+            unknown = ", ".join(str(slot) for slot in sorted(gone - known))
+            raise ConfigurationError(
+                f"worker {unknown} is not in the layout, wanted one of {_ranges(sorted(known))}"
+            )
+        return replace(self, stages=tuple(stages), free=tuple(sorted([*kept, *freed])))
+
+    def joined(self, slots: Iterable[int]) -> "ParallelLayout":
+        """The layout with more free workers; raises ConfigurationError for one that is there."""
+        new = sorted(slots)
+        twice = sorted(set(self.workers).intersection(new))
+        if twice or len(set(new)) < len(new):
+            raise ConfigurationError(
+                f"worker {(twice or new)[0]} joins although it is in the layout; every worker has"
+                " one slot"
+            )
+        return replace(self, free=tuple(sorted([*self.free, *map(FreeWorker, new)])))
+
+    def reformed(self, stages: Collection[int] | None = None) -> "ParallelLayout":
+        """Whole groups of free workers take vacant seats, always in the narrowest stage.
+
+        ``stages``: where weights can be brought (None: everywhere). Survivors of the same stage and
+        tp position are preferred, since nothing has to be sent to them.
+        """
+        pool = _Pool(self.free)
+        vacant = [_vacant(groups, self.dp) for groups in self.stages]
+        seated = [list(groups) for groups in self.stages]
+        allowed = range(len(self.stages)) if stages is None else sorted(set(stages))
+        narrow = [(len(seated[stage]), stage) for stage in allowed if vacant[stage]]
+        heapify(narrow)
+        while len(pool) >= self.tp and narrow:
+            width, stage = heappop(narrow)
+            seated[stage].append(TpGroup(vacant[stage].pop(), pool.crew(stage, self.tp)))
+            if vacant[stage]:
+                heappush(narrow, (width + 1, stage))
+        return replace(
+            self,
+            stages=tuple(
+                old if len(old) == len(new) else tuple(sorted(new))
+                for old, new in zip(self.stages, seated, strict=True)
+            ),
+            free=pool.left(),
+        )
+
+    def moved(self, *, source: int, target: int) -> "ParallelLayout":
+        """The last replica of stage ``source`` works for stage ``target`` from now on.
+
+        Raises ConfigurationError where there is no such stage, replica or vacant seat.
+        """
+        for stage in (source, target):
+            if not 0 <= stage < len(self.stages):
+                raise ConfigurationError(
+                    f"stage {stage} does not exist, wanted 0 to {len(self.stages) - 1}"
+                )
+        if source == target or not self.stages[source] or len(self.stages[target]) >= self.dp:
+            raise ConfigurationError(
+                f"no replica can move from stage {source} ({len(self.stages[source])} replicas) to"
+                f" stage {target} ({len(self.stages[target])} of {self.dp} seats taken)"
+            )
+        stages = list(self.stages)
+        new = TpGroup(_vacant(stages[target], self.dp)[-1], stages[source][-1].slots)
+        stages[source] = stages[source][:-1]
+        stages[target] = tuple(sorted([*stages[target], new]))
+        return replace(self, stages=tuple(stages))
+
+    def recut(self, cuts: Sequence[int]) -> "ParallelLayout":
+        """The same workers with other layers; raises ConfigurationError for impossible cuts."""
+        check_cuts(cuts, num_parts=len(self.cuts) - 1, num_layers=self.num_layers)
+        return replace(self, cuts=tuple(cuts))
+
+    def staffed(self) -> "ParallelLayout":
+        """The layout with a replica in every stage: an empty one takes from the widest stage.
+
+        Raises JobStopped where fewer whole TP groups are left than stages.
+        """
+        layout = self
+        while not all(layout.widths):
+            widest = max(range(len(layout.stages)), key=lambda stage: layout.widths[stage])
+            if layout.widths[widest] < 2:
+                raise JobStopped(
+                    f"{sum(self.widths)} whole TP groups of {self.tp} workers are left for"
+                    f" {len(self.stages)} stages; the job needs one for each stage: add workers, or"
+                    " start from the last checkpoint with fewer stages"
+                )
+            layout = layout.moved(source=widest, target=layout.widths.index(0))
+        return layout
+
+    def summary(self) -> str:
+        """One line a stage without the single workers, for large layouts."""
+        rows = [
+            f"stage {stage}, layers {self._layers_text(stage)}: {len(groups)} of {self.dp} replicas"
+            for stage, groups in enumerate(self.stages)
+        ]
+        return "\n".join([self._title(), *rows, f"free: {len(self.free)} workers"])
+
+    def __str__(self) -> str:
+        rows = [
+            f"stage {stage}, layers {self._layers_text(stage)}: "
+            + (" | ".join(map(str, groups)) or "nobody")
+            for stage, groups in enumerate(self.stages)
+        ]
+        free = ["free: " + " | ".join(map(str, self.free))] if self.free else []
+        return "\n".join([self._title(), *rows, *free])
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict that JSON can carry."""
+        return {
+            "tp": self.tp,
+            "dp": self.dp,
+            "vpp": self.vpp,
+            "cuts": list(self.cuts),
+            "stages": [
+                [[group.replica, list(group.slots)] for group in stage] for stage in self.stages
+            ],
+            "free": [list(worker) for worker in self.free],
+        }
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> "ParallelLayout":
+        """The layout that `to_json` described."""
+        return cls(
+            tp=record["tp"],
+            dp=record["dp"],
+            vpp=record["vpp"],
+            cuts=tuple(record["cuts"]),
+            stages=tuple(
+                tuple(TpGroup(replica, tuple(slots)) for replica, slots in stage)
+                for stage in record["stages"]
+            ),
+            free=tuple(FreeWorker(*worker) for worker in record["free"]),
+        )
+
+    def _title(self) -> str:
+        vpp = f" x VPP{self.vpp}" if self.vpp > 1 else ""
+        widths = "" if self.is_rectangular else f", widths {' '.join(map(str, self.widths))}"
+        sizes = f"TP{self.tp} x PP{len(self.stages)} x DP{self.dp}{vpp}"
+        return f"{sizes}, {self.num_layers} layers{widths}"
+
+    def _layers_text(self, stage: int) -> str:
+        return " ".join(_span(start, stop - 1) for start, stop in self.layers(stage))
+
+
+def launch_layout(*, tp: int, pp: int, dp: int, num_layers: int, vpp: int = 1) -> ParallelLayout:
+    """The rectangular layout of a start, in Megatron's order: slot = tp + TP (replica + DP stage).
+
+    Raises ConfigurationError for sizes under 1 and layers that the stages do not divide.
+    """
+    for name, size in (("tp", tp), ("pp", pp), ("dp", dp), ("vpp", vpp)):
+        if size < 1:
+            raise ConfigurationError(f"{name} is {size}, wanted 1 or more")
+    parts = pp * vpp
+    if num_layers < parts:
+        raise ConfigurationError(
+            f"{num_layers} layers for {parts} stages{' (pp x vpp)' if vpp > 1 else ''}: every stage"
+            f" needs a layer; wanted at least {parts} layers or fewer stages"
+        )
+    if num_layers % parts:
+        raise ConfigurationError(
+            f"{num_layers} layers do not divide by {parts} stages{' (pp x vpp)' if vpp > 1 else ''}"
+            f"; wanted a multiple of {parts}"
+        )
+    return ParallelLayout(
+        tp=tp,
+        dp=dp,
+        vpp=vpp,
+        cuts=tuple(range(0, num_layers + 1, num_layers // parts)),
+        stages=tuple(
+            tuple(
+                TpGroup(replica, tuple(range(tp * place, tp * place + tp)))
+                for replica in range(dp)
+                for place in (replica + dp * stage,)
+            )
+            for stage in range(pp)
+        ),
+    )
+
+
+def sizes_of(num_workers: int, *, tp: int, pp: int) -> int:
+    """The data-parallel width that ``num_workers`` factor into; raises ConfigurationError."""
+    if tp < 1 or pp < 1 or num_workers < 1 or num_workers % (tp * pp):
+        raise ConfigurationError(
+            f"{num_workers} workers do not factor into tp {tp} x pp {pp} x dp; wanted a positive"
+            f" multiple of {max(tp, 1) * max(pp, 1)}"
+        )
+    return num_workers // (tp * pp)
+
+
+def check_cuts(cuts: Sequence[int], *, num_parts: int, num_layers: int) -> None:
+    """Raise ConfigurationError unless the cuts give each of ``num_parts`` at least one layer."""
+    rising = all(before < after for before, after in pairwise(cuts))
+    if len(cuts) != num_parts + 1 or cuts[0] != 0 or cuts[-1] != num_layers or not rising:
+        raise ConfigurationError(
+            f"cuts are {' '.join(map(str, cuts))}, wanted {num_parts + 1} rising numbers from 0 to"
+            f" {num_layers}, so that each of {num_parts} stages has a layer"
+        )
+
+
+class _Pool:
+    """Free workers, to be taken by former place or in the order of their slots."""
+
+    def __init__(self, free: Sequence[FreeWorker]) -> None:
+        self.order = deque(free)
+        self.taken: set[FreeWorker] = set()
+        self.by_place: dict[tuple[int, int], deque[FreeWorker]] = {}
+        for worker in free:
+            self.by_place.setdefault((worker.stage, worker.tp), deque()).append(worker)
+        self.count = len(free)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def crew(self, stage: int, tp: int) -> tuple[int, ...]:
+        """The slots of a new group of ``stage``: first whoever has its weights already."""
+        chosen = {
+            position: self._first(self.by_place.get((stage, position))) for position in range(tp)
+        }
+        slots = []
+        for position in range(tp):
+            worker = chosen[position] or self._first(self.order)
+            assert worker is not None
+            slots.append(worker.slot)
+        self.count -= tp
+        return tuple(slots)
+
+    def left(self) -> tuple[FreeWorker, ...]:
+        """Who was not taken."""
+        return tuple(worker for worker in self.order if worker not in self.taken)
+
+    def _first(self, workers: deque[FreeWorker] | None) -> FreeWorker | None:
+        while workers:
+            worker = workers.popleft()
+            if worker not in self.taken:
+                self.taken.add(worker)
+                return worker
+        return None
+
+
+def _vacant(groups: Sequence[TpGroup], dp: int) -> list[int]:
+    """The vacant seats of a stage, the lowest one last."""
+    taken = {group.replica for group in groups}
+    return [replica for replica in reversed(range(dp)) if replica not in taken]
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers as text: 0-3 5 7-8."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][1] == number - 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return " ".join(_span(first, last) for first, last in spans)

@@ -1,0 +1,202 @@
+"""Who is in the job: workers, failure events, views, and the step from one view to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# The stronger evidence first; each with its verb.
+_KIND_ORDER = ("exit", "lost", "leave")
+_KIND_WORDS = ("exited", "was lost", "left")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerId:
+    """A slot and the incarnation of the process in it."""
+
+    slot: int
+    incarnation: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.slot}.{self.incarnation}"
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict that JSON can carry."""
+        return {"slot": self.slot, "incarnation": self.incarnation}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> WorkerId:
+        """The worker that `to_json` described."""
+        return cls(slot=record["slot"], incarnation=record["incarnation"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureEvent:
+    """An observation that a worker is gone; kind: exit, lost or leave; evidence: what was seen.
+
+    `detected_at_s` is on the clock of whoever decides; `incarnation` names the process that failed.
+    """
+
+    kind: str
+    slot: int
+    detected_at_s: float
+    evidence: str
+    incarnation: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in _KIND_ORDER:
+            raise ValueError(f"failure kind is {self.kind!r}, must be one of {_KIND_ORDER}")
+
+    def __str__(self) -> str:
+        return f"{self.kind} of worker {self.slot}.{self.incarnation}: {self.evidence}"
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict that JSON can carry."""
+        return {
+            "kind": self.kind,
+            "slot": self.slot,
+            "detected_at_s": self.detected_at_s,
+            "evidence": self.evidence,
+            "incarnation": self.incarnation,
+        }
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> FailureEvent:
+        """The event that `to_json` described."""
+        return cls(
+            kind=record["kind"],
+            slot=record["slot"],
+            detected_at_s=record["detected_at_s"],
+            evidence=record["evidence"],
+            incarnation=record.get("incarnation", 0),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MembershipView:
+    """The live workers of one epoch: rank i is slot ranks[i], on node nodes[i]."""
+
+    epoch: int
+    ranks: tuple[int, ...]
+    incarnations: tuple[int, ...]
+    nodes: tuple[int, ...]
+    standby: tuple[int, ...] = ()
+    reason: str
+
+    def __post_init__(self) -> None:
+        if not len(self.ranks) == len(self.incarnations) == len(self.nodes):
+            raise ValueError(
+                f"view of epoch {self.epoch} has {len(self.ranks)} ranks, "
+                f"{len(self.incarnations)} incarnations and {len(self.nodes)} nodes"
+            )
+        if len(set(self.ranks)) != len(self.ranks):
+            raise ValueError(f"view of epoch {self.epoch} names a slot twice: {self.ranks}")
+
+    def __str__(self) -> str:
+        members = ",".join(
+            f"{slot}.{incarnation}@{node}"
+            for slot, incarnation, node in zip(
+                self.ranks, self.incarnations, self.nodes, strict=True
+            )
+        )
+        standby = f" standby [{','.join(map(str, self.standby))}]" if self.standby else ""
+        return f"epoch {self.epoch} [{members}]{standby}: {self.reason}"
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict that JSON can carry."""
+        return {
+            "epoch": self.epoch,
+            "ranks": list(self.ranks),
+            "incarnations": list(self.incarnations),
+            "nodes": list(self.nodes),
+            "standby": list(self.standby),
+            "reason": self.reason,
+        }
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> MembershipView:
+        """The view that `to_json` described."""
+        return cls(
+            epoch=record["epoch"],
+            ranks=tuple(record["ranks"]),
+            incarnations=tuple(record["incarnations"]),
+            nodes=tuple(record["nodes"]),
+            standby=tuple(record["standby"]),
+            reason=record["reason"],
+        )
+
+
+def first_view(nodes: tuple[int, ...]) -> MembershipView:
+    """The view before the first commit (epoch 0): slot i is rank i on node nodes[i]."""
+    return MembershipView(
+        epoch=0,
+        ranks=tuple(range(len(nodes))),
+        incarnations=(0,) * len(nodes),
+        nodes=nodes,
+        reason="the job starts",
+    )
+
+
+def next_view(
+    view: MembershipView, events: Iterable[FailureEvent], now_s: float
+) -> MembershipView | None:
+    """The view after `events`, or None where nothing changes.
+
+    An event counts from its `detected_at_s` on, and only for the incarnation it names. The result
+    depends on the set of events, not on their order; the last rank takes the place of a lost one.
+    """
+    causes = _causes(view, events, now_s)
+    if not causes:
+        return None
+    order = fill_holes(view.ranks, causes.keys())
+    position = {slot: rank for rank, slot in enumerate(view.ranks)}
+    return MembershipView(
+        epoch=view.epoch + 1,
+        ranks=order,
+        incarnations=tuple(view.incarnations[position[slot]] for slot in order),
+        nodes=tuple(view.nodes[position[slot]] for slot in order),
+        standby=view.standby,
+        reason="; ".join(
+            _sentence(causes[slot], view.nodes[position[slot]]) for slot in sorted(causes)
+        ),
+    )
+
+
+def fill_holes(ranks: tuple[int, ...], gone: Iterable[int]) -> tuple[int, ...]:
+    """`ranks` without `gone`: each hole, from the front, is filled by the last one that stays."""
+    absent = set(gone)
+    order = list(ranks)
+    rank = 0
+    while rank < len(order):
+        if order[-1] in absent:
+            order.pop()
+        elif order[rank] in absent:
+            order[rank] = order.pop()
+        else:
+            rank += 1
+    return tuple(order)
+
+
+def _causes(
+    view: MembershipView, events: Iterable[FailureEvent], now_s: float
+) -> dict[int, FailureEvent]:
+    """The event that counts for each slot that goes: the strongest kind, then the earliest."""
+    incarnations = dict(zip(view.ranks, view.incarnations, strict=True))
+    causes: dict[int, FailureEvent] = {}
+    for event in events:
+        if incarnations.get(event.slot) != event.incarnation or event.detected_at_s > now_s:
+            continue
+        other = causes.get(event.slot)
+        if other is None or _strength(event) < _strength(other):
+            causes[event.slot] = event
+    return causes
+
+
+def _strength(event: FailureEvent) -> tuple[int, float, str]:
+    return _KIND_ORDER.index(event.kind), event.detected_at_s, event.evidence
+
+
+def _sentence(event: FailureEvent, node: int) -> str:
+    word = _KIND_WORDS[_KIND_ORDER.index(event.kind)]
+    return f"worker {event.slot} (node {node}) {word}: {event.evidence}"

@@ -1,0 +1,79 @@
+"""From a plan to what runs: who runs which samples, and the op list of one worker or of all."""
+
+import numpy as np
+
+from elaswave_plugin.core.dataflow import Dataflow
+from elaswave_plugin.core.planner.costs import CostModel
+from elaswave_plugin.core.planner.joint import JointPlan
+from elaswave_plugin.core.planner.microbatch_split import REROUTE, RESIZE, MicrobatchSplit
+from elaswave_plugin.core.planner.prediction import Predictor, Seats, StepWork
+from elaswave_plugin.core.schedule import OpLists, WorkerOps, interleaved_ops, window_ops
+from elaswave_plugin.errors import ConfigurationError
+
+
+def plan_split(plan: JointPlan, work: StepWork) -> MicrobatchSplit:
+    """Who runs which samples at every stage."""
+    return plan.chosen.choice.split(plan_seats(plan), work)
+
+
+def stage_dataflow(plan: JointPlan, work: StepWork, *, stage: int, tp: int) -> Dataflow:
+    """The micro-batches of one stage's workers at one tp position, for the exact order of sums.
+
+    Slot by slot, as `core/dataflow.py` has it for pure data parallelism; every (stage, tp) reduces
+    its own gradients. Raises ConfigurationError for resize, whose pieces are no micro-batches.
+    """
+    if plan.chosen.choice.policy == RESIZE:
+        raise ConfigurationError(
+            "the plan resizes micro-batches, and sums in canonical order need whole ones; allow"
+            " redeal or reroute, or use the fast mode"
+        )
+    table = plan_split(plan, work).stages[stage]
+    return Dataflow(
+        num_microbatches=work.num_microbatches,
+        num_replicas=work.launch_width,
+        placement=tuple(
+            sorted(
+                (group.slots[tp], tuple(np.flatnonzero(table.worker == number).tolist()))
+                for number, group in enumerate(plan.layout.stages[stage])
+            )
+        ),
+    )
+
+
+def op_lists(plan: JointPlan, costs: CostModel, work: StepWork) -> OpLists:
+    """The lists of all workers, [stage][replica in the order of the layout]."""
+    predictor = Predictor(costs, work, vpp=plan.layout.vpp)
+    chosen, seats, speeds = plan.chosen, plan_seats(plan), plan.speeds
+    if plan.split_backward:
+        return predictor.split_backward(
+            chosen.choice, seats, chosen.cuts, extra=chosen.extra, speeds=speeds
+        )[1]
+    return predictor.lists(chosen.choice, seats, chosen.cuts, extra=chosen.extra, speeds=speeds)
+
+
+def worker_ops(
+    plan: JointPlan, costs: CostModel, work: StepWork, *, stage: int, replica: int
+) -> WorkerOps:
+    """The list of replica number ``replica`` (by order) of ``stage``, alone where that is enough.
+
+    By the window rule a list follows from its own stage's dataflow; a greedy order, or weight
+    gradients in bubbles, follow from the simulation of all workers.
+    """
+    chosen = plan.chosen
+    if plan.split_backward or (chosen.extra is None and plan.layout.vpp == 1):
+        return op_lists(plan, costs, work)[stage][replica]
+    seats = plan_seats(plan)
+    alone = chosen.choice.split((seats[stage],), work)
+    pieces = alone.pieces(0, replica)
+    if plan.layout.vpp > 1:
+        return interleaved_ops(
+            pieces, stage=stage, num_stages=len(seats), num_chunks=plan.layout.vpp
+        )
+    return window_ops(pieces, window=chosen.windows[stage])
+
+
+def plan_seats(plan: JointPlan) -> Seats:
+    """The replica seats of each stage of the plan's layout."""
+    if plan.chosen.choice.policy == REROUTE:
+        return tuple(tuple(group.replica for group in groups) for groups in plan.layout.stages)
+    return tuple(map(range, plan.layout.widths))

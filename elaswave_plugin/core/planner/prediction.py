@@ -1,0 +1,268 @@
+"""The predicted step of one plan: its windows under the memory limit, and its simulated time.
+
+Small jobs are simulated worker by worker; jobs of more than `MOST_PASSES` micro-batch passes flow
+as fluids (fluid_time.py), which only fits slots that are no wider than the narrowest stage.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elaswave_plugin.core.planner.costs import CostModel
+from elaswave_plugin.core.planner.fluid_time import Flow, fluid_seconds
+from elaswave_plugin.core.planner.greedy import greedy_step
+from elaswave_plugin.core.planner.microbatch_split import (
+    REDEAL,
+    REROUTE,
+    RESIZE,
+    MicrobatchSplit,
+    redeal,
+    reroute,
+    resize,
+)
+from elaswave_plugin.core.planner.slot_time import SlotFlow, slot_flow
+from elaswave_plugin.core.planner.weight_placement import with_weights_in_bubbles
+from elaswave_plugin.core.schedule import (
+    Op,
+    OpLists,
+    fit_windows,
+    interleaved_lists,
+    peak_in_flight,
+    window_lists,
+    window_sizes,
+)
+from elaswave_plugin.core.step_time import StageTime, simulate
+from elaswave_plugin.errors import ConfigurationError
+
+# Seats of the replicas, by stage; only rerouting asks which they are, the others for their number.
+Seats = tuple[Sequence[int], ...]
+# Micro-batches x virtual stages up to which every worker is simulated (some 15 ms each).
+MOST_PASSES = 20_000
+# The same up to which the greedy order is tried as well (some 40 ms each).
+MOST_GREEDY_PASSES = 2_500
+# What the greedy order may hold, against the window rule with one slot more: where memory allows
+# it, it is the better order because it may hold more.
+GREEDY_ROOM = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """What a step consists of, whoever runs it: fixed at launch."""
+
+    num_microbatches: int
+    microbatch_size: int
+    launch_width: int
+
+
+@dataclass(frozen=True, slots=True)
+class DataflowChoice:
+    """A policy of microbatch_split and, for redeal, the micro-batches of a slot."""
+
+    policy: str
+    slot_width: int
+
+    def __str__(self) -> str:
+        return f"{self.policy} {self.slot_width}" if self.policy == REDEAL else self.policy
+
+    def split(self, seats: Sequence[Sequence[int]], work: StepWork) -> MicrobatchSplit:
+        """Who runs what, for the replica seats of each stage; raises ConfigurationError."""
+        widths = [len(stage) for stage in seats]
+        if self.policy == REDEAL:
+            return redeal(
+                widths=widths,
+                num_microbatches=work.num_microbatches,
+                microbatch_size=work.microbatch_size,
+                slot_width=self.slot_width,
+            )
+        if self.policy == REROUTE:
+            return reroute(
+                replicas=seats,
+                launch_width=work.launch_width,
+                num_microbatches=work.num_microbatches,
+                microbatch_size=work.microbatch_size,
+            )
+        if self.policy == RESIZE:
+            return resize(
+                widths=widths,
+                launch_width=work.launch_width,
+                num_microbatches=work.num_microbatches,
+                microbatch_size=work.microbatch_size,
+            )
+        raise ConfigurationError(
+            f"dataflow is {self.policy!r}, wanted one of {REDEAL}, {REROUTE}, {RESIZE}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Simulated seconds of a step, and the slots in flight by stage where windows say so."""
+
+    seconds: float
+    windows: tuple[int, ...] = ()
+
+
+class Predictor:
+    """Predicts plans of one job; remembers how each dataflow splits, which costs the most."""
+
+    def __init__(self, costs: CostModel, work: StepWork, *, vpp: int = 1) -> None:
+        self.costs = costs
+        self.work = work
+        self.vpp = vpp
+        self._flows: dict[tuple[DataflowChoice, Seats], SlotFlow] = {}
+
+    def is_exact(self, num_stages: int) -> bool:
+        """Whether every worker is simulated."""
+        return self.work.num_microbatches * num_stages * self.vpp <= MOST_PASSES
+
+    def knows_greedy(self, num_stages: int) -> bool:
+        """Whether the greedy order can be tried."""
+        return self.vpp == 1 and self.work.num_microbatches * num_stages <= MOST_GREEDY_PASSES
+
+    def predict(
+        self,
+        choice: DataflowChoice,
+        seats: Seats,
+        cuts: Sequence[int],
+        *,
+        extra: int | None,
+        speeds: Sequence[float] | None = None,
+    ) -> Prediction:
+        """Simulate a plan with windows P - s + ``extra``, smaller where memory wants it.
+
+        ``extra`` None: in greedy order. Raises ConfigurationError where the plan does not fit.
+        """
+        times = self._times(cuts, speeds)
+        if self.vpp > 1:
+            lists = self.lists(choice, seats, cuts, extra=extra, speeds=speeds)
+            return Prediction(seconds=simulate(lists, times, self.costs.link).seconds)
+        if extra is None:
+            return Prediction(seconds=self._greedy(choice, seats, cuts, times)[1])
+        wanted = window_sizes(len(seats), extra=extra)
+        if not self.is_exact(len(seats)):
+            flow = self._fluid(choice, seats)
+            slot_samples = [
+                -(-flow.slot_width // width) * self.work.microbatch_size for width in flow.widths
+            ]
+            limits = [
+                limit // samples
+                for limit, samples in zip(self._limits(seats, cuts), slot_samples, strict=True)
+            ]
+            windows = fit_windows(wanted, limits)
+            seconds = fluid_seconds(flow, times, self.costs.link, windows)
+        else:
+            split = self._flow(choice, seats)
+            windows = self._fitted(split, wanted, self._limits(seats, cuts))
+            seconds = split.seconds(times, self.costs.link, windows)
+        return Prediction(seconds=seconds, windows=windows)
+
+    def lists(
+        self,
+        choice: DataflowChoice,
+        seats: Seats,
+        cuts: Sequence[int],
+        *,
+        extra: int | None,
+        speeds: Sequence[float] | None = None,
+    ) -> OpLists:
+        """The op lists of all workers. Raises ConfigurationError where they do not fit."""
+        assignment = choice.split(seats, self.work).assignment()
+        limits = self._limits(seats, cuts)
+        if self.vpp > 1:
+            lists = interleaved_lists(assignment, num_chunks=self.vpp)
+            self._check_chunks(lists, limits)
+            return lists
+        if extra is None:
+            return self._greedy(choice, seats, cuts, self._times(cuts, speeds))[0]
+        wanted = window_sizes(len(seats), extra=extra)
+        return window_lists(assignment, self._fitted(self._flow(choice, seats), wanted, limits))
+
+    def split_backward(
+        self,
+        choice: DataflowChoice,
+        seats: Seats,
+        cuts: Sequence[int],
+        *,
+        extra: int | None,
+        speeds: Sequence[float] | None = None,
+    ) -> tuple[float, OpLists]:
+        """Seconds and lists of the same plan with weight gradients in the bubbles."""
+        times = self._times(cuts, speeds)
+        lists = self.lists(choice, seats, cuts, extra=extra, speeds=speeds)
+        limits = [float(limit) for limit in self._limits(seats, cuts)]
+        filled = with_weights_in_bubbles(lists, times, self.costs.link, limits=limits)
+        return simulate(filled, times, self.costs.link).seconds, filled
+
+    def _greedy(
+        self,
+        choice: DataflowChoice,
+        seats: Seats,
+        cuts: Sequence[int],
+        times: Sequence[StageTime],
+    ) -> tuple[OpLists, float]:
+        """Lists and seconds in greedy order, holding at most `GREEDY_ROOM` of a window's."""
+        flow, limits = self._flow(choice, seats), self._limits(seats, cuts)
+        windows = self._fitted(flow, window_sizes(len(seats), extra=1), limits)
+        room = [
+            min(limit, GREEDY_ROOM * flow.peak(stage, window))
+            for stage, (limit, window) in enumerate(zip(limits, windows, strict=True))
+        ]
+        assignment = choice.split(seats, self.work).assignment()
+        return greedy_step(assignment, times, self.costs.link, limits=room)
+
+    def _times(self, cuts: Sequence[int], speeds: Sequence[float] | None) -> tuple[StageTime, ...]:
+        every = None if speeds is None else [*speeds] * self.vpp
+        return self.costs.stage_times(cuts, speeds=every)
+
+    def _flow(self, choice: DataflowChoice, seats: Seats) -> SlotFlow:
+        key = (choice, seats)
+        if key not in self._flows:
+            self._flows[key] = slot_flow(choice.split(seats, self.work))
+        return self._flows[key]
+
+    def _fluid(self, choice: DataflowChoice, seats: Seats) -> Flow:
+        return Flow(
+            policy=choice.policy,
+            widths=tuple(map(len, seats)),
+            num_microbatches=self.work.num_microbatches,
+            microbatch_size=self.work.microbatch_size,
+            slot_width=choice.slot_width,
+        )
+
+    def _limits(self, seats: Seats, cuts: Sequence[int]) -> list[int]:
+        """Samples that the workers of each stage have memory for; chunks of a stage together."""
+        num_stages = len(seats)
+        widths = [len(stage) for stage in seats]
+        resident = self.costs.resident_bytes(cuts, widths * self.vpp)
+        activations = self.costs.activation_bytes(cuts)
+        limits = []
+        for stage in range(num_stages):
+            left = self.costs.memory_bytes - sum(resident[stage::num_stages])
+            # Chunks are alike but for embedding and head: the largest one is charged.
+            largest = max(activations[stage::num_stages])
+            everything = self.work.num_microbatches * self.work.microbatch_size * self.vpp
+            fits = left >= 0 and largest * everything > left
+            limits.append(int(left // largest) if fits else everything if left >= 0 else 0)
+        return limits
+
+    def _fitted(
+        self, flow: SlotFlow, windows: Sequence[int], limits: Sequence[int]
+    ) -> tuple[int, ...]:
+        """The largest windows whose samples in flight fit."""
+        slots = []
+        for stage, (window, limit) in enumerate(zip(windows, limits, strict=True)):
+            fitting = window
+            while fitting and flow.peak(stage, fitting) > limit:
+                fitting -= 1
+            slots.append(fitting)
+        return fit_windows(windows, slots)
+
+    def _check_chunks(self, lists: OpLists, limits: Sequence[int]) -> None:
+        def samples(op: Op) -> int:
+            return op.stop - op.start
+
+        for stage, limit in enumerate(limits):
+            peak = max(peak_in_flight(ops, samples) for ops in lists[stage])
+            if peak > limit:
+                raise ConfigurationError(
+                    f"stage {stage} would hold {peak:.0f} samples (times chunks) in flight and has"
+                    f" memory for {limit}; raise the memory limit or lower vpp"
+                )

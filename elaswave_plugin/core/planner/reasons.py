@@ -1,0 +1,123 @@
+"""Why a plan was chosen, as sentences: what each axis gives, and which limits were met.
+
+The candidates were compared all together; the order dataflow, layers, workers, clocks is only that
+of the explanation.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from elaswave_plugin.core.layout import ParallelLayout
+from elaswave_plugin.core.planner.candidate import Candidate
+from elaswave_plugin.core.planner.dvfs import ClockChoice
+from elaswave_plugin.core.planner.layer_partition import layers_can_help
+from elaswave_plugin.core.planner.microbatch_split import REROUTE
+from elaswave_plugin.core.schedule import window_sizes
+
+
+def concentration(layout: ParallelLayout) -> tuple[float, float]:
+    """(live share, rho): live of launch replicas, and mean width over the narrowest one.
+
+    rho bounds what any plan can gain over rerouting once bubbles vanish.
+    """
+    widths = layout.widths
+    mean = sum(widths) / len(widths)
+    return mean / layout.dp, mean / min(widths)
+
+
+def most_gain(layout: ParallelLayout, *, microbatches_each: float) -> float:
+    """Gmax = (m D0 / min n + P - 1) / (m / live + P - 1): what can be gained over rerouting."""
+    live, _ = concentration(layout)
+    fill = len(layout.stages) - 1
+    slowest = microbatches_each * layout.dp / min(layout.widths)
+    return (slowest + fill) / (microbatches_each / live + fill)
+
+
+def loss_reason(layout: ParallelLayout) -> str:
+    """What is left of the launch layout."""
+    live, rho = concentration(layout)
+    total = layout.dp * len(layout.stages)
+    return (
+        f"{sum(layout.widths)} of {total} replicas are live ({live:.3f}), mean over narrowest stage"
+        f" rho = {rho:.2f}"
+    )
+
+
+def dataflow_reason(candidates: Sequence[Candidate], *, now: tuple[int, ...]) -> str:
+    """What dealing anew gives where nothing moves."""
+    stay = [one for one in candidates if not one.moves and one.cuts == now]
+    if not stay:
+        return "dataflow: nothing fits into memory where layers and workers stay"
+    best = _fastest(stay)
+    routed = [one for one in stay if one.choice.policy == REROUTE]
+    against = f", rerouting {_fastest(routed).seconds:.4g} s" if routed else ""
+    return f"dataflow: {best.choice}, {best.order}, takes {best.seconds:.4g} s{against}"
+
+
+def layers_reason(
+    candidates: Sequence[Candidate], layout: ParallelLayout, *, now: tuple[int, ...]
+) -> str:
+    """What moving layers gives where workers stay, or why it gives nothing."""
+    others = [one for one in candidates if not one.moves and one.cuts != now]
+    stay = [one for one in candidates if not one.moves and one.cuts == now]
+    if layout.vpp > 1:
+        return "layers: stay, since those of an interleaved pipeline are not moved"
+    best_s = _fastest(others).seconds if others else float("inf")
+    if others and (not stay or best_s < _fastest(stay).seconds):
+        cuts = " ".join(map(str, _fastest(others).cuts))
+        return f"layers: cuts {cuts} take {best_s:.4g} s"
+    for stage, width in enumerate(layout.widths):
+        (start, stop), lost = layout.layers(stage)[0], layout.dp - width
+        if lost and not layers_can_help(layers=stop - start, launch_width=layout.dp, lost=lost):
+            return (
+                f"layers: stay; one less helps stage {stage} only if its {stop - start} are more"
+                f" than (live {width}) / (lost {lost}) = {width / lost:.3g}"
+            )
+    return "layers: stay; other cuts are no faster" if stay else "layers: no cuts fit"
+
+
+def workers_reason(candidates: Sequence[Candidate]) -> str | None:
+    """What a change of stage gives to workers, together with layers."""
+    moved = [one for one in candidates if one.moves]
+    if not moved:
+        return None
+    best = _fastest(moved)
+    return f"workers: {len(best.moves)} that change stage take {best.seconds:.4g} s"
+
+
+def payback_reason(chosen: Candidate, *, stays: bool, horizon_s: float) -> str:
+    """Whether moving pays over the horizon."""
+    if stays:
+        return f"chosen: nothing moves; no move pays within {horizon_s:g} s"
+    return (
+        f"chosen: moves {chosen.moved_bytes / 2**20:.4g} MiB with a pause of {chosen.pause_s:.3g}"
+        f" s; gains {chosen.benefit_s:.4g} of the next {horizon_s:g} s"
+    )
+
+
+def windows_reason(chosen: Candidate) -> str | None:
+    """Slots in flight, where memory made them fewer than wanted."""
+    if chosen.extra is None or not chosen.windows:
+        return None
+    if chosen.windows == window_sizes(len(chosen.windows), extra=chosen.extra):
+        return None
+    return f"memory: slots in flight are {' '.join(map(str, chosen.windows))} by stage"
+
+
+def result_reason(layout: ParallelLayout, *, seconds: float, healthy_s: float) -> str:
+    """The predicted step against the launch layout's."""
+    live, _ = concentration(layout)
+    return (
+        f"predicted step {seconds:.4g} s, {healthy_s:.4g} s at launch: {healthy_s / seconds:.3f} of"
+        f" its throughput, {healthy_s / seconds / live:.3f} of the live share"
+    )
+
+
+def clocks_reason(clocks: ClockChoice) -> str:
+    """What the clocks add."""
+    return (
+        f"clocks: {' '.join(f'{clock:g}' for clock in clocks.clocks)} give {clocks.seconds:.4g} s"
+    )
+
+
+def _fastest(candidates: Iterable[Candidate]) -> Candidate:
+    return min(candidates, key=lambda one: one.seconds)

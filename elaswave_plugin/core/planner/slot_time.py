@@ -1,0 +1,234 @@
+"""The step time of window-rule lists, a whole slot of a stage at a time: what `simulate` gives.
+
+For lists by the window rule every worker of a stage goes through the slots in one order, so the
+dependencies between (stage, slot, kind) decide the order of computing, and all workers of a stage
+are one array. This is what makes it affordable to simulate every candidate of a plan.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from elaswave_plugin.core.planner.microbatch_split import MicrobatchSplit, Numbers, StagePieces
+from elaswave_plugin.core.step_time import LinkTime, StageTime
+
+Seconds = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Overlap:
+    """The messages of a slot between two stages: piece ``early[e]`` to piece ``late[e]``.
+
+    ``of_late``: where the messages of each late piece begin; ``of_early``: those of each early one.
+    """
+
+    early: Numbers
+    late: Numbers
+    samples: Numbers
+    of_late: Numbers
+    of_early: Numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Node:
+    """The pieces of one slot at one stage: their workers and sizes, and the order on a worker.
+
+    ``rounds[r]`` are the pieces that are their worker's r-th of the slot; ``before`` is how they
+    meet the stage before, None where both stages cut the slot alike.
+    """
+
+    worker: Numbers
+    samples: Numbers
+    rounds: tuple[Numbers, ...]
+    before: _Overlap | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SlotFlow:
+    """A split made ready for simulation with any times and windows."""
+
+    widths: tuple[int, ...]
+    samples: tuple[Numbers, ...]
+    nodes: tuple[tuple[_Node, ...], ...]
+
+    def peak(self, stage: int, window: int) -> int:
+        """The most samples in flight on one worker of a stage; exact for the window rule."""
+        table = self.samples[stage]
+        sums = np.concatenate([np.zeros((1, table.shape[1]), dtype=np.int64), table.cumsum(0)])
+        span = min(window, len(table))
+        return int((sums[span:] - sums[:-span]).max())
+
+    def seconds(self, times: Sequence[StageTime], link: LinkTime, windows: Sequence[int]) -> float:
+        """Step time with coupled backwards; raises ValueError for windows that increase."""
+        run = _Run(self, times, link)
+        for stage, is_forward, slot in node_order(len(self.nodes[0]), windows):
+            run.node(stage, is_forward=is_forward, slot=slot)
+        return run.end()
+
+
+class _Run:
+    """The state of one simulation: when workers are free and when pieces were done."""
+
+    def __init__(self, flow: SlotFlow, times: Sequence[StageTime], link: LinkTime) -> None:
+        self.flow = flow
+        self.times = times
+        self.link = link
+        self.free = [np.zeros(width) for width in flow.widths]
+        num_slots = len(flow.nodes[0])
+        self.forward: list[list[Seconds | None]] = [[None] * num_slots for _ in flow.widths]
+        self.backward: list[list[Seconds | None]] = [[None] * num_slots for _ in flow.widths]
+
+    def node(self, stage: int, *, is_forward: bool, slot: int) -> None:
+        """Run the pieces of a slot at a stage."""
+        node = self.flow.nodes[stage][slot]
+        time = self.times[stage]
+        if is_forward:
+            arrived = None if stage == 0 else self.forward[stage - 1][slot]
+            ready = self._after(arrived, node.before, node.samples)
+            each_s = time.forward_s
+        else:
+            own = self.forward[stage][slot]
+            assert own is not None
+            arrived = None
+            if stage + 1 < len(self.times):
+                arrived = self.backward[stage + 1][slot]
+            after = None
+            if stage + 1 < len(self.times):
+                after = self.flow.nodes[stage + 1][slot].before
+            ready = self._before(arrived, after, node.samples)
+            each_s = time.backward_s + time.weights_s
+        duration = time.fixed_s + node.samples * each_s
+        free = self.free[stage]
+        if len(node.rounds) == 1:
+            done = np.maximum(free[node.worker], ready) + duration
+            free[node.worker] = done
+        else:
+            done = np.empty(len(node.worker))
+            for pieces in node.rounds:
+                worker = node.worker[pieces]
+                end = np.maximum(free[worker], ready[pieces]) + duration[pieces]
+                free[worker] = end
+                done[pieces] = end
+        (self.forward if is_forward else self.backward)[stage][slot] = done
+
+    def end(self) -> float:
+        """When the last stage has reduced its gradients."""
+        return max(
+            float(free.max()) + time.reduce_s
+            for free, time in zip(self.free, self.times, strict=True)
+        )
+
+    def _after(self, early: Seconds | None, overlap: _Overlap | None, samples: Numbers) -> Seconds:
+        """When activations of the stage before have arrived."""
+        if early is None:
+            return np.zeros(len(samples))
+        if overlap is None:
+            return early + (self.link.latency_s + samples * self.link.sample_s)
+        delay = self.link.latency_s + overlap.samples * self.link.sample_s
+        arrived: Seconds = np.maximum.reduceat(early[overlap.early] + delay, overlap.of_late)
+        return arrived
+
+    def _before(self, late: Seconds | None, overlap: _Overlap | None, samples: Numbers) -> Seconds:
+        """When gradients of the stage after have arrived."""
+        if late is None:
+            return np.zeros(len(samples))
+        if overlap is None:
+            return late + (self.link.latency_s + samples * self.link.sample_s)
+        delay = self.link.latency_s + overlap.samples * self.link.sample_s
+        arrived: Seconds = np.maximum.reduceat(late[overlap.late] + delay, overlap.of_early)
+        return arrived
+
+
+def slot_flow(split: MicrobatchSplit) -> SlotFlow:
+    """Make a split ready for simulation."""
+    nodes: list[tuple[_Node, ...]] = []
+    known: dict[bytes, tuple[Numbers, ...]] = {}
+    for stage, pieces in enumerate(split.stages):
+        before = split.stages[stage - 1] if stage else None
+        alike = before is None or (
+            before.cuts is pieces.cuts or np.array_equal(before.cuts, pieces.cuts)
+        )
+        nodes.append(
+            tuple(
+                _node(pieces, None if alike else before, slot, known)
+                for slot in range(split.num_slots)
+            )
+        )
+    return SlotFlow(
+        widths=tuple(pieces.width for pieces in split.stages),
+        samples=tuple(pieces.samples() for pieces in split.stages),
+        nodes=tuple(nodes),
+    )
+
+
+def _node(
+    pieces: StagePieces,
+    before: StagePieces | None,
+    slot: int,
+    known: dict[bytes, tuple[Numbers, ...]],
+) -> _Node:
+    low, high = pieces.first[slot], pieces.first[slot + 1]
+    worker, cuts = pieces.worker[low:high], pieces.cuts[low : high + 1]
+    # Most slots are dealt alike.
+    key = worker.tobytes()
+    if key not in known:
+        known[key] = _rounds(worker)
+    overlap = None
+    if before is not None:
+        overlap = _overlap(before.cuts[before.first[slot] : before.first[slot + 1] + 1], cuts)
+    return _Node(worker=worker, samples=cuts[1:] - cuts[:-1], rounds=known[key], before=overlap)
+
+
+def _rounds(worker: Numbers) -> tuple[Numbers, ...]:
+    """The pieces that are the first of their worker, the second, and so on."""
+    order = np.argsort(worker, kind="stable")
+    ordered = worker[order]
+    new = np.concatenate([[True], ordered[1:] != ordered[:-1]])
+    starts = np.flatnonzero(new)
+    turn = np.arange(len(worker)) - starts[np.cumsum(new) - 1]
+    return tuple(order[turn == number] for number in range(int(turn.max()) + 1))
+
+
+def _overlap(early: Numbers, late: Numbers) -> _Overlap:
+    """Both cut the same samples: every two neighbouring cuts of either enclose one message."""
+    cuts = np.union1d(early, late)
+    from_early = np.searchsorted(early, cuts[:-1], side="right") - 1
+    to_late = np.searchsorted(late, cuts[:-1], side="right") - 1
+    return _Overlap(
+        early=from_early,
+        late=to_late,
+        samples=np.diff(cuts),
+        of_late=np.searchsorted(to_late, np.arange(len(late) - 1)),
+        of_early=np.searchsorted(from_early, np.arange(len(early) - 1)),
+    )
+
+
+def node_order(num_slots: int, windows: Sequence[int]) -> Iterator[tuple[int, bool, int]]:
+    """(stage, is forward, slot) in an order in which each comes after all that it waits for.
+
+    Raises ValueError for windows that deadlock, which only increasing ones can.
+    """
+    last = len(windows) - 1
+    forwards, backwards = [0] * len(windows), [0] * len(windows)
+    awake = list(range(len(windows)))
+    while awake:
+        stage = awake.pop()
+        while backwards[stage] < num_slots:
+            # By the window rule forwards run ahead by the window, then the two take turns.
+            is_forward = forwards[stage] < min(backwards[stage] + windows[stage], num_slots)
+            if is_forward:
+                slot, done = forwards[stage], forwards[stage - 1] if stage else num_slots
+            else:
+                slot = backwards[stage]
+                done = forwards[stage] if stage == last else backwards[stage + 1]
+            if slot >= done:
+                break
+            yield stage, is_forward, slot
+            (forwards if is_forward else backwards)[stage] += 1
+            neighbour = stage + 1 if is_forward else stage - 1
+            if 0 <= neighbour <= last:
+                awake.append(neighbour)
+    if min(backwards) < num_slots:
+        raise ValueError(f"windows {tuple(windows)} deadlock, wanted non-increasing ones")

@@ -1,0 +1,118 @@
+"""Split backwards: weight gradients go where a worker would wait (pure, simulated greedily).
+
+Forwards and input gradients keep the order of the lists, and no other worker waits for weight
+gradients, so the new lists cannot block where the old ones do not.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+from elaswave_plugin.core.schedule import FORWARD, WEIGHTS, Op, OpLists
+from elaswave_plugin.core.step_time import LinkTime, StageTime, op_graph
+
+
+def with_weights_in_bubbles(
+    lists: OpLists,
+    times: Sequence[StageTime],
+    link: LinkTime,
+    *,
+    limits: Sequence[float] | None = None,
+) -> OpLists:
+    """Split every backward of ``lists`` and fill the waiting times with weight gradients.
+
+    Where a forward would make a worker of stage s hold more than ``limits[s]`` samples (counted
+    once a chunk, until their weight gradients are done), weight gradients go first.
+    Raises ValueError for lists that deadlock.
+    """
+    filling = _Filling(lists, times, link, limits or [float("inf")] * len(lists))
+    filling.run()
+    return filling.lists()
+
+
+class _Filling:
+    """The state of the simulation: where each worker is, and what it has yet to catch up."""
+
+    def __init__(
+        self,
+        lists: OpLists,
+        times: Sequence[StageTime],
+        link: LinkTime,
+        limits: Sequence[float],
+    ) -> None:
+        self.graph = op_graph(lists, times, link, is_split=True)
+        self.times = times
+        self.limits = limits
+        self.num_stages = len(lists)
+        count = len(self.graph.place)
+        self.head = self.graph.first[:-1]
+        self.missing = list(self.graph.missing)
+        self.ready = [0.0] * len(self.graph.ops)
+        self.free = [0.0] * count
+        self.held = [0] * count
+        self.asleep = [False] * count
+        self.pending: list[deque[Op]] = [deque() for _ in range(count)]
+        self.filled: list[list[Op]] = [[] for _ in range(count)]
+        self.events = [(0.0, worker) for worker in range(count)]
+
+    def run(self) -> None:
+        """Work off the events in the order of time."""
+        while self.events:
+            now, worker = heappop(self.events)
+            if now < self.free[worker]:
+                continue  # it was woken while it worked; the end of that work comes later
+            self.asleep[worker] = False
+            op = self.head[worker]
+            if op == self.graph.first[worker + 1]:
+                self.filled[worker] += self.pending[worker]
+                self.pending[worker].clear()
+            elif self.pending[worker] and self._weights_first(worker, op, now):
+                self._run_weights(worker, now)
+            elif self.missing[op]:
+                self.asleep[worker] = True
+            elif self.ready[op] > now:
+                heappush(self.events, (self.ready[op], worker))
+            else:
+                self._run_listed(worker, op, now)
+        if any(op < stop for op, stop in zip(self.head, self.graph.first[1:], strict=True)):
+            raise ValueError("the lists deadlock")
+
+    def lists(self) -> OpLists:
+        """What every worker ran, in order."""
+        result: list[list[tuple[Op, ...]]] = [[] for _ in range(self.num_stages)]
+        for (stage, _), ops in zip(self.graph.place, self.filled, strict=True):
+            result[stage].append(tuple(ops))
+        return tuple(map(tuple, result))
+
+    def _weights_first(self, worker: int, op: int, now: float) -> bool:
+        if self.missing[op] or self.ready[op] > now:
+            return True
+        task = self.graph.ops[op]
+        size = task.stop - task.start
+        limit = self.limits[self.graph.place[worker][0]]
+        return task.kind == FORWARD and self.held[worker] + size > limit
+
+    def _run_weights(self, worker: int, now: float) -> None:
+        task = self.pending[worker].popleft()
+        self.held[worker] -= task.stop - task.start
+        self.filled[worker].append(task)
+        virtual = task.chunk * self.num_stages + self.graph.place[worker][0]
+        self.free[worker] = now + self.times[virtual].seconds(task, is_split=True)
+        heappush(self.events, (self.free[worker], worker))
+
+    def _run_listed(self, worker: int, op: int, now: float) -> None:
+        task = self.graph.ops[op]
+        self.head[worker] += 1
+        self.filled[worker].append(task)
+        self.free[worker] = now + self.graph.seconds[op]
+        heappush(self.events, (self.free[worker], worker))
+        if task.kind == FORWARD:
+            self.held[worker] += task.stop - task.start
+        else:
+            self.pending[worker].append(task._replace(kind=WEIGHTS))
+        for target, delay_s in self.graph.targets[op]:
+            self.missing[target] -= 1
+            self.ready[target] = max(self.ready[target], self.free[worker] + delay_s)
+            other = self.graph.worker[target]
+            if not self.missing[target] and self.asleep[other] and self.head[other] == target:
+                heappush(self.events, (self.ready[target], other))

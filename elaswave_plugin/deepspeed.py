@@ -1,0 +1,84 @@
+"""DeepSpeed: what a training script may call; a script with the section needs none of it.
+
+engine, optimizer, loader, scheduler = elaswave_plugin.deepspeed.initialize(model=..., config=...)
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+__all__ = ["initialize", "install", "loader", "run"]
+
+_MARK = "__elaswave__"
+# Set by the supervisor of a worker (runtime/member.py, CONTROL_FD).
+_SUPERVISED = "ELASWAVE_CONTROL_FD"
+_ADAPTER = "elaswave_plugin.adapters.deepspeed"
+
+
+def initialize(*args: Any, **kwargs: Any) -> Any:
+    """``deepspeed.initialize`` with the same arguments; elastic where the configuration says so.
+
+    Source: deepspeed/__init__.py, ``initialize``. Bad input ends the process with one sentence and
+    exit code 2.
+    """
+    return _elastic(import_module("deepspeed").initialize)(*args, **kwargs)
+
+
+def install() -> None:
+    """Let ``deepspeed.initialize`` itself obey the section "elaswave", for scripts that call it."""
+    names = import_module("deepspeed").__dict__
+    names["initialize"] = _elastic(names["initialize"])
+    names["init_distributed"] = _without_compiler(names["init_distributed"])
+
+
+def loader(engine: Any, data: Any, **options: Any) -> Any:
+    """A training loader whose batches can be served again after a loss.
+
+    ``data`` is a map-style dataset or a torch DataLoader; options: ``collate_fn``, ``shuffle``,
+    ``seed``, ``drop_last`` as torch's DistributedSampler and DataLoader have them. Without the
+    section it is DeepSpeed's own loader.
+    """
+    return import_module(f"{_ADAPTER}.attach").loader_of(engine, data, **options)
+
+
+def run(engine: Any, work: Callable[[], Any], *, phase: str = "evaluation") -> Any:
+    """Call ``work()`` on every worker between two steps; a loss makes all call it again.
+
+    Returns its result; None where the loss rolled a step back, which the loop then redoes first.
+    Without the section it is just called.
+    """
+    return import_module(f"{_ADAPTER}.attach").run_in(engine, work, phase=phase)
+
+
+def _elastic(native: Callable[..., Any]) -> Callable[..., Any]:
+    if hasattr(native, _MARK):
+        return native
+
+    @functools.wraps(native)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        reading = import_module(f"{_ADAPTER}.configuration")
+        arguments = reading.arguments_of(native, args, kwargs)
+        config = reading.configuration_of(arguments)
+        if reading.SECTION not in config:
+            return native(*args, **kwargs)
+        return import_module(f"{_ADAPTER}.attach").initialize(native, config, arguments)
+
+    initialize.__dict__[_MARK] = True
+    return initialize
+
+
+def _without_compiler(native: Callable[..., Any]) -> Callable[..., Any]:
+    """Scripts call this before the configuration is known: DeepSpeed compiles in it on a CPU."""
+    if hasattr(native, _MARK):
+        return native
+
+    @functools.wraps(native)
+    def init_distributed(*args: Any, **kwargs: Any) -> Any:
+        if _SUPERVISED in os.environ:
+            import_module(f"{_ADAPTER}.seams").launch_patches().apply()
+        return native(*args, **kwargs)
+
+    init_distributed.__dict__[_MARK] = True
+    return init_distributed

@@ -1,0 +1,125 @@
+"""Runs a training script with a part of the plugin on and off in turn, for measurements only.
+
+    elaswave run ... elaswave_plugin/demo/alternate.py snapshots|consistency SCRIPT ARGUMENTS...
+
+The part changes every ten steps of the running job, at the same step on every worker, so that
+both sides of the comparison see the same machine. A job that is measured so survives no loss.
+"""
+
+import os
+import runpy
+import socket
+import struct
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from elaswave_plugin.demo.blocks import ALTERNATED, CPU_EVENT, is_on
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.runtime.framework import Framework
+from elaswave_plugin.runtime.member import CONTROL_FD
+from elaswave_plugin.runtime.worker import Worker
+
+NORM = "get_grad_norm_fp32"
+
+
+def alternate_snapshots() -> None:
+    """In off-blocks nothing is sealed and no copy is waited for."""
+    seal, await_copies = Worker.seal, Worker.await_copies
+    sealed_step = -1
+
+    def seal_in_turn(worker: Worker, framework: Framework) -> None:
+        nonlocal sealed_step
+        # The state of step 0 is sealed in any case: without it the job counts as starting.
+        if worker.completed == 0 or is_on(worker.completed - 1):
+            seal(worker, framework)
+            sealed_step = worker.completed
+
+    def await_in_turn(worker: Worker) -> None:
+        if is_on(worker.completed) and sealed_step == worker.completed:
+            await_copies(worker)
+
+    replaced: Any = Worker
+    replaced.seal, replaced.await_copies = seal_in_turn, await_in_turn
+
+
+def alternate_consistency() -> None:
+    """In on-blocks the exact norm, in off-blocks Megatron's own; the job is in exact mode."""
+    # Here, since the other part is alternated in jobs without Megatron-Core too.
+    from elaswave_plugin.adapters.megatron.seams import elastic_patches
+
+    record = next(one for one in elastic_patches(exact=True).records if one.target.endswith(NORM))
+    owner, name = record.locate()
+    native = getattr(owner, name)
+    bind = Worker.bind
+
+    def bind_and_watch(worker: Worker, framework: Framework, **options: Any) -> None:
+        exact = getattr(owner, name)
+        if exact is native:
+            raise ConfigurationError(
+                "consistency is 'fast' in a job that alternates it; run it with 'exact'"
+            )
+
+        def norm_in_turn(*args: Any, **more: Any) -> float:
+            norm: float = (exact if is_on(worker.completed) else native)(*args, **more)
+            return norm
+
+        setattr(owner, name, norm_in_turn)
+        bind(worker, framework, **options)
+
+    replaced: Any = Worker
+    replaced.bind = bind_and_watch
+
+
+def record_cpu_times() -> None:
+    """Note the CPU seconds of trainer and supervisor after every step, in events.jsonl."""
+    seal = Worker.seal
+    supervisor_clock = _cpu_clock_of(_supervisor_pid())
+
+    def seal_and_note(worker: Worker, framework: Framework) -> None:
+        seal(worker, framework)
+        worker.events.emit(
+            CPU_EVENT,
+            slot=worker.slot,
+            step=worker.completed - 1,
+            trainer_s=time.process_time(),
+            supervisor_s=time.clock_gettime(supervisor_clock),
+        )
+
+    replaced: Any = Worker
+    replaced.seal = seal_and_note
+
+
+def main(argv: list[str]) -> None:
+    """WHAT SCRIPT ARGUMENTS...: run the script with WHAT on and off in turn."""
+    what, script, *arguments = argv
+    if what not in ALTERNATED:
+        raise SystemExit(f"alternate: WHAT is {what!r}, wanted one of {', '.join(ALTERNATED)}")
+    if what == "snapshots":
+        alternate_snapshots()
+    else:
+        alternate_consistency()
+    record_cpu_times()
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).resolve().parent)
+    runpy.run_path(script, run_name="__main__")
+
+
+def _supervisor_pid() -> int:
+    """The process at the other end of the control link."""
+    with socket.socket(fileno=os.dup(int(os.environ[CONTROL_FD]))) as link:
+        size = struct.calcsize("3i")
+        pid, _, _ = struct.unpack(
+            "3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        )
+    return int(pid)
+
+
+def _cpu_clock_of(pid: int) -> int:
+    """The clock of a whole process's CPU time, as clock_getcpuclockid(3) makes it on Linux."""
+    return (~pid << 3) | 2
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,170 @@
+"""Starts and ends the demo's processes: the zygote, the writer of the dataset and the two jobs."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from elaswave_plugin.demo import frameworks
+from elaswave_plugin.demo.options import DemoOptions
+from elaswave_plugin.errors import ElasWaveError
+from elaswave_plugin.runtime.lifeline import die_with_parent
+
+ZYGOTE_LIMIT_S = 180.0
+JOB_LIMIT_S = 900.0
+END_LIMIT_S = 10.0
+LOOK_INTERVAL_S = 0.05
+LAST_LINES = 15
+
+
+class JobFailed(ElasWaveError):
+    """A process of the demo ended with an error; `exit_code` is its own."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@contextmanager
+def running(command: Sequence[str], log: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """Run a process that dies with us, its output in a file; ends it on the way out."""
+    # One thread a worker: more would fight for the cores and change the order of sums.
+    env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=env,
+            preexec_fn=partial(die_with_parent, os.getpid()),
+        )
+    try:
+        yield process
+    finally:
+        end(process)
+
+
+@contextmanager
+def zygote(log: Path, preload: Sequence[str]) -> Iterator[tuple["subprocess.Popen[bytes]", Path]]:
+    """Start a zygote; yields it and the socket, which appears when its imports are done."""
+    # Not under OUT: the path of a socket may have 107 characters only.
+    with tempfile.TemporaryDirectory(prefix="elaswave-") as folder:
+        path = Path(folder) / "zygote"
+        # The frameworks warn about what they miss on a CPU; every worker would repeat it.
+        command = [sys.executable, "-W", "ignore", "-m", "elaswave_plugin.runtime.zygote"]
+        command += ["--socket", str(path), "--preload", ",".join(preload)]
+        with running(command, log) as process:
+            yield process, path
+
+
+def wait_until_ready(process: "subprocess.Popen[bytes]", path: Path, log: Path) -> None:
+    """Wait until the zygote serves; raises JobFailed if it ends or takes longer than the limit."""
+    deadline_s = time.monotonic() + ZYGOTE_LIMIT_S
+    while not path.exists():
+        if process.poll() is not None:
+            raise failure("the zygote", process, log)
+        if time.monotonic() > deadline_s:
+            raise JobFailed(f"the zygote was not ready after {ZYGOTE_LIMIT_S:g} s", 1)
+        time.sleep(LOOK_INTERVAL_S)
+
+
+def write_dataset(options: DemoOptions, text: Path | None, prefix: Path, log: Path) -> None:
+    """Write the dataset in a process of its own; raises JobFailed."""
+    command = [sys.executable, "-W", "ignore", "-m", "elaswave_plugin.demo.text", str(prefix)]
+    run_job([*command, *([str(text)] if text else [])], f"writing {options.source.name}", log)
+
+
+@contextmanager
+def prepared(options: DemoOptions, text: Path | None, *, data: Path, logs: Path) -> Iterator[Path]:
+    """Start a zygote and write the dataset meanwhile; yields the socket; raises JobFailed."""
+    log = logs / "zygote.log"
+    with zygote(log, frameworks.preload_of(options.framework)) as (process, socket_path):
+        if options.framework == "megatron":
+            write_dataset(options, text, data, logs / "data.log")
+        else:
+            frameworks.write_plain_text(options, data)
+        wait_until_ready(process, socket_path, log)
+        yield socket_path
+
+
+def job_command(
+    options: DemoOptions,
+    *,
+    socket_path: Path,
+    data: Path,
+    directory: Path,
+    wandb: str = "off",
+    kill: bool = False,
+    change: bool = False,
+    alternate: str = "",
+) -> list[str]:
+    """Return the command line of one run.
+
+    `kill` says whether its kills take place, `change` whether the same workers leave as planned,
+    at the same steps; `alternate` names the part of the plugin that is on
+    and off in turn (see ``alternate.py``), none if empty.
+    """
+    launch = [sys.executable, "-m", "elaswave_plugin.cli", "run"]
+    launch += ["--nproc-per-node", str(options.nproc), "--zygote", str(socket_path)]
+    launch += ["--dir", str(directory)]
+    if alternate:
+        launch += [str(Path(__file__).with_name("alternate.py")), alternate]
+    launch += [str(options.script)]
+    settings: dict[str, object] = {
+        "dir": str(directory),
+        "dump_state": "last",
+        "wandb": wandb,
+        "kill": [str(one) for one in options.kills] if kill else [],
+        "change": [f"{one.slot}@{one.step}" for one in options.kills] if change else [],
+    }
+    return [*launch, *frameworks.arguments(options, data=data, settings=settings)]
+
+
+def run_job(
+    command: Sequence[str],
+    name: str,
+    log: Path,
+    *,
+    look: Callable[[], None] = lambda: None,
+    limit_s: float = JOB_LIMIT_S,
+) -> None:
+    """Run a process to its end, looking at its files meanwhile; raises JobFailed if it fails."""
+    deadline_s = time.monotonic() + limit_s
+    with running(command, log) as process:
+        while process.poll() is None:
+            look()
+            if time.monotonic() > deadline_s:
+                raise JobFailed(f"{name} was not done after {limit_s:g} s; see {log}", 1)
+            time.sleep(LOOK_INTERVAL_S)
+        look()
+        if process.returncode:
+            raise failure(name, process, log)
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    """End a process of ours: SIGTERM first, so that a launcher ends its workers itself."""
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(END_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def failure(name: str, process: "subprocess.Popen[bytes]", log: Path) -> JobFailed:
+    """Describe a failed process by the last lines that it wrote."""
+    code = process.returncode
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    if code == 2 and lines:
+        return JobFailed(lines[-1], 2)
+    text = "\n".join(f"  {line}" for line in lines[-LAST_LINES:])
+    return JobFailed(f"{name} ended with exit code {code}; the end of {log}:\n{text}", code or 1)

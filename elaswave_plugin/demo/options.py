@@ -1,0 +1,152 @@
+"""The demo's options, checked before anything starts."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from elaswave_plugin.config import STEP_PHASES, Kill, parse_kill
+from elaswave_plugin.demo.text import TextSource, find_text
+from elaswave_plugin.errors import ConfigurationError
+
+GLOBAL_BATCH = 8
+MICRO_BATCH = 1
+SEQUENCE_LENGTH = 128
+DEFAULT_KILL = "2@10"
+SCRIPTS = (("megatron", "train_gpt.py"), ("deepspeed", "train_deepspeed.py"))
+MARKER = ".elaswave-demo"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    """A demo that can run: every value is in range."""
+
+    source: TextSource
+    nproc: int
+    steps: int
+    kills: tuple[Kill, ...]
+    seed: int
+    json_file: Path | None
+    out: Path
+    script: Path
+    framework: str = "megatron"
+    zero: int = 1
+
+
+def check_options(
+    *,
+    text: Path | None,
+    nproc: int,
+    steps: int,
+    kill: list[str],
+    seed: int,
+    json_file: Path | None,
+    out: Path,
+    framework: str = "megatron",
+    zero: int | None = None,
+) -> DemoOptions:
+    """Check every option; raises ConfigurationError with one sentence at the first wrong one."""
+    micro_batches = GLOBAL_BATCH // MICRO_BATCH
+    if nproc < 2:
+        raise ConfigurationError(f"nproc is {nproc}, wanted at least 2: one is killed, one goes on")
+    if nproc > micro_batches:
+        raise ConfigurationError(
+            f"nproc is {nproc}, wanted at most {micro_batches}: a step has {micro_batches}"
+            " micro-batches and every worker needs one"
+        )
+    _check_framework(framework, zero, nproc)
+    if steps < 3:
+        raise ConfigurationError(f"steps is {steps}, wanted at least 3")
+    if seed < 0:
+        raise ConfigurationError(f"seed is {seed}, wanted 0 or more")
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise ConfigurationError(f"json is {str(json_file)!r}, whose folder does not exist")
+    if json_file is not None and json_file.is_dir():
+        raise ConfigurationError(f"json is {str(json_file)!r}, which is a folder, wanted a file")
+    source = find_text(text)
+    needed = GLOBAL_BATCH * SEQUENCE_LENGTH + 1
+    if source.num_tokens < needed:
+        raise ConfigurationError(
+            f"text {source.name!r} has {source.num_tokens} tokens, wanted at least {needed}: one"
+            f" step takes {GLOBAL_BATCH} samples of {SEQUENCE_LENGTH}"
+        )
+    kills, script = _checked_kills(kill, nproc, steps), _training_script(dict(SCRIPTS)[framework])
+    _check_out(out)  # last, since it makes the folder
+    return DemoOptions(
+        source=source,
+        nproc=nproc,
+        steps=steps,
+        kills=kills,
+        seed=seed,
+        json_file=json_file,
+        out=out,
+        script=script,
+        framework=framework,
+        zero=1 if zero is None else zero,
+    )
+
+
+def _check_framework(framework: str, zero: int | None, nproc: int) -> None:
+    if framework not in dict(SCRIPTS):
+        raise ConfigurationError(
+            f"framework is {framework!r}, wanted one of {', '.join(dict(SCRIPTS))}"
+        )
+    if framework != "deepspeed":
+        if zero is not None:
+            raise ConfigurationError(
+                f"zero is {zero} with framework {framework!r}; add --framework deepspeed"
+            )
+        return
+    if zero is not None and zero not in range(4):
+        raise ConfigurationError(f"zero is {zero}, wanted a ZeRO stage: 0, 1, 2 or 3")
+    if GLOBAL_BATCH % nproc:
+        raise ConfigurationError(
+            f"nproc is {nproc}, wanted a divisor of {GLOBAL_BATCH} for framework 'deepspeed': its"
+            " workers take equally many micro-batches at launch"
+        )
+
+
+def _checked_kills(texts: list[str], nproc: int, steps: int) -> tuple[Kill, ...]:
+    if not texts:
+        usual = parse_kill(DEFAULT_KILL)
+        return (Kill(slot=min(usual.slot, nproc - 1), step=min(usual.step, steps // 2)),)
+    kills = tuple(parse_kill(text, STEP_PHASES) for text in texts)
+    for kill in kills:
+        if kill.slot >= nproc:
+            raise ConfigurationError(
+                f"kill {kill} names worker {kill.slot}, wanted 0 to {nproc - 1} (nproc is {nproc})"
+            )
+        if kill.step >= steps:
+            raise ConfigurationError(
+                f"kill {kill} is in step {kill.step}, wanted 0 to {steps - 1} (steps is {steps})"
+            )
+    slots = [kill.slot for kill in kills]
+    if len(set(slots)) < len(slots):
+        raise ConfigurationError(f"kills name a worker twice: {', '.join(map(str, kills))}")
+    if len(slots) >= nproc:
+        raise ConfigurationError(f"{len(slots)} kills leave none of {nproc} workers; kill fewer")
+    return kills
+
+
+def _check_out(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise ConfigurationError(f"out is {str(out)!r}, which is a file, wanted a folder")
+    if out.is_dir() and any(out.iterdir()) and not (out / MARKER).exists():
+        raise ConfigurationError(
+            f"out is {str(out)!r}, which holds files that no demo wrote; name a new folder"
+        )
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / MARKER).touch()
+    except OSError as error:
+        raise ConfigurationError(
+            f"out is {str(out)!r}, which cannot be written: {error.strerror}; name another folder"
+        ) from None
+
+
+def _training_script(name: str) -> Path:
+    script = Path(__file__).resolve().parents[2] / "examples" / name
+    if not script.is_file():
+        raise ConfigurationError(
+            f"the demo's examples/{name} is not beside the package; run it from a clone"
+            " installed with pip install -e ."
+        )
+    return script

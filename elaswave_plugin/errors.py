@@ -1,0 +1,73 @@
+"""The exceptions of elaswave_plugin, in one tree.
+
+ElasWaveError                      anything that can happen in a run
+├── ConfigurationError             bad input or an unsupported setting (a ValueError; exit 2)
+│   └── PatchMismatchError         the installed framework is not that of a patch record
+├── AgreementError                 the members cannot agree on a view (majority lost, late)
+├── PlanDigestError                workers computed different plans from one commit
+├── SnapshotGapError               state is lost with all its copies; the missing shards are named
+├── SnapshotUnreadableError        sealed bytes do not arrive, or not as they were sealed
+├── LinkError                      a link to a live worker failed or timed out
+│   └── PeerError                  another member's part of a collective failed; says whose and why
+└── JobStopped                     the job ends by a decision of the coordinator; carries the reason
+
+EpochChanged                       not an error: control flow that unwinds the interrupted step
+"""
+
+
+class ElasWaveError(Exception):
+    """Anything that can go wrong in a run."""
+
+
+class ConfigurationError(ElasWaveError, ValueError):
+    """Bad input or an unsupported setting: the value seen, the value wanted and what to do."""
+
+
+class PatchMismatchError(ConfigurationError):
+    """The installed framework does not match the range or fingerprint of a patch record."""
+
+
+class AgreementError(ElasWaveError):
+    """The members cannot agree on the next view."""
+
+
+class PlanDigestError(ElasWaveError):
+    """Workers computed different plans from the same commit."""
+
+
+class SnapshotGapError(ElasWaveError):
+    """State was lost together with all its copies; the message names the missing shards."""
+
+
+class LinkError(ElasWaveError):
+    """A link to a worker that is believed to be alive failed or timed out."""
+
+
+class PeerError(LinkError):
+    """Another member's part of the same collective failed; the message says whose and why."""
+
+
+class JobStopped(ElasWaveError):
+    """The coordinator ended the job; the message is its reason."""
+
+
+class EpochChanged(BaseException):
+    """A new view is proposed: the current step unwinds.
+
+    A BaseException, so that no ``except Exception`` of a framework or user swallows it.
+    """
+
+    def __init__(self, epoch: int, reason: str = "") -> None:
+        super().__init__(f"view of epoch {epoch} is proposed: {reason}")
+        self.epoch = epoch
+        self.reason = reason
+
+
+class SnapshotUnreadableError(ElasWaveError):
+    """Sealed bytes did not arrive, or not as they were sealed; another holder is tried."""
+
+    def __init__(self, message: str, *, holder: int, owner: int, step: int) -> None:
+        super().__init__(message)
+        self.holder = holder
+        self.owner = owner
+        self.step = step

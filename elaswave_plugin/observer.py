@@ -1,0 +1,293 @@
+"""The outside reader: judges a run by the files that it left, and by a reference run's."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from elaswave_plugin.config import RECOVERY_PHASES, Kill
+from elaswave_plugin.errors import ConfigurationError, ElasWaveError
+from elaswave_plugin.state_dump import differing_names, dumped_steps, hash_state
+from elaswave_plugin.tracking.events import EVENTS_FILE, LEDGER_FILE, STEPS_FILE, read_lines
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFiles:
+    """What a run directory says, line by line."""
+
+    directory: Path
+    events: tuple[Record, ...]
+    steps: tuple[Record, ...]
+    ledger: tuple[Record, ...]
+
+    def __str__(self) -> str:
+        return f"{self.directory}: {len(self.events)} events, {len(self.steps)} step lines"
+
+    def of_kind(self, kind: str) -> tuple[Record, ...]:
+        """The events of one kind in the order of the file."""
+        return tuple(event for event in self.events if event.get("kind") == kind)
+
+
+def read_run(directory: Path) -> RunFiles:
+    """Read a run directory; raises ConfigurationError if it is none."""
+    if not (directory / STEPS_FILE).is_file():
+        raise ConfigurationError(
+            f"{str(directory)!r} holds no {STEPS_FILE}, wanted the directory of a run"
+            " (--elaswave-dir, or OUT/run of the demo)"
+        )
+    return RunFiles(
+        directory=directory,
+        events=tuple(read_lines(directory / EVENTS_FILE)),
+        steps=tuple(read_lines(directory / STEPS_FILE)),
+        ledger=tuple(read_lines(directory / LEDGER_FILE)),
+    )
+
+
+def counted_steps(run: RunFiles) -> dict[int, tuple[Record, ...]]:
+    """Return, for each step in order, the lines of the attempt that counts: the last epoch's."""
+    lines: dict[int, list[Record]] = {}
+    for record in run.steps:
+        lines.setdefault(record["step"], []).append(record)
+    counted = {}
+    for step in sorted(lines):
+        epoch = max(record["epoch"] for record in lines[step])
+        counted[step] = tuple(record for record in lines[step] if record["epoch"] == epoch)
+    return counted
+
+
+def losses_of(run: RunFiles) -> dict[int, float]:
+    """Return the loss of each step, exact to the bit."""
+    return {step: _loss(records[0]) for step, records in counted_steps(run).items()}
+
+
+def disagreeing_steps(run: RunFiles) -> list[int]:
+    """Return the steps of which two workers report different losses or grad norms."""
+    return [
+        step
+        for step, records in counted_steps(run).items()
+        if len({(_loss(record).hex(), repr(record.get("grad_norm"))) for record in records}) > 1
+    ]
+
+
+def audit_samples(run: RunFiles, *, steps: int, global_batch: int) -> tuple[int, int]:
+    """Return (samples lost, samples repeated) over steps 0..steps-1.
+
+    Step s has to consume the samples s*B .. s*B+B-1 once each, B = global batch. Only the ledger
+    lines of the attempt that counts are its consumption; a sample that belongs to another step
+    counts as repeated, and all samples of a step that was not completed as lost.
+    """
+    epochs = {step: records[0]["epoch"] for step, records in counted_steps(run).items()}
+    consumed: dict[int, Counter[int]] = {step: Counter() for step in range(steps)}
+    for line in run.ledger:
+        if line["step"] in consumed and epochs.get(line["step"]) == line["epoch"]:
+            consumed[line["step"]].update(line["samples"])
+    lost = repeated = 0
+    for step, got in consumed.items():
+        wanted = Counter(range(step * global_batch, (step + 1) * global_batch))
+        lost += (wanted - got).total()
+        repeated += (got - wanted).total()
+    return lost, repeated
+
+
+def largest_batch(run: RunFiles) -> int:
+    """Return the number of different samples that the fullest step of the ledger took."""
+    samples: dict[int, set[int]] = {}
+    for line in run.ledger:
+        samples.setdefault(line["step"], set()).update(line["samples"])
+    return max((len(ids) for ids in samples.values()), default=0)
+
+
+def kills_of(run: RunFiles, wanted: Iterable[Kill] | None = None) -> list[Record]:
+    """Return each wanted kill (all that fired, if none are named) and whether it fired.
+
+    Fired means that the worker said so and that its supervisor saw that very process end.
+    """
+    exits = {(event["slot"], event["pid"]) for event in run.of_kind("worker_exited")}
+    fired = {
+        (event["slot"], event["step"], event["phase"])
+        for event in run.of_kind("fault_fired")
+        if (event["slot"], event["pid"]) in exits
+    }
+    asked = sorted(fired) if wanted is None else [(k.slot, k.step, k.phase) for k in wanted]
+    return [
+        {"slot": slot, "step": step, "phase": phase, "fired": (slot, step, phase) in fired}
+        for slot, step, phase in asked
+    ]
+
+
+def recoveries_of(run: RunFiles) -> list[Record]:
+    """Return one record a completed recovery, from what every survivor reported and did.
+
+    `mttr_s` runs from the first fault that this recovery answers to the moment when the last
+    survivor had completed the first step after it; phases are those of the slowest survivor.
+    """
+    reports: dict[int, list[Record]] = {}
+    for event in run.of_kind("recovered"):
+        reports.setdefault(event["epoch"], []).append(event)
+    found, answered_s = [], 0.0
+    for epoch in sorted(reports):
+        done_s = _first_step_done_s(run, epoch)
+        fault_s = _first_fault_s(run, answered_s, done_s)
+        phases = _slowest_phases(run, epoch, reports[epoch], fault_s)
+        reported_s = max(float(event["mttr_s"]) for event in reports[epoch])
+        seen = done_s is not None and fault_s is not None
+        found.append(
+            {
+                "epoch": epoch,
+                "reason": reports[epoch][0]["reason"],
+                "phases_s": phases,
+                "mttr_s": done_s - fault_s if seen and done_s and fault_s else reported_s,
+                "reported_mttr_s": reported_s,
+                "bytes_moved": _agreed(reports[epoch], "bytes_moved"),
+                "restored_step": _agreed(reports[epoch], "restored_step"),
+                "survivors": sorted(event["slot"] for event in reports[epoch]),
+            }
+        )
+        answered_s = done_s if done_s is not None else answered_s
+    return found
+
+
+def survivor_pids_unchanged(run: RunFiles) -> bool:
+    """Tell whether every worker of all views ran from start to end in the process it began in."""
+    views = [set(event["ranks"]) for event in run.of_kind("view_committed")]
+    survivors = set.intersection(*views) if views else set()
+    counted = counted_steps(run)
+    if not survivors or not counted:
+        return False
+    started: dict[int, set[int]] = {}
+    for event in run.of_kind("worker_started"):
+        started.setdefault(event["slot"], set()).add(event["pid"])
+    worked: dict[int, set[int]] = {}
+    for record in run.steps:
+        worked.setdefault(record["slot"], set()).add(record["pid"])
+    at_the_end = {record["slot"] for record in counted[max(counted)]}
+    return survivors <= at_the_end and all(
+        len(started.get(slot, ())) == 1 and started[slot] == worked.get(slot) for slot in survivors
+    )
+
+
+def median_step_s(run: RunFiles) -> dict[str, float | None]:
+    """Return the median time of a step before the first change and after the last, in seconds.
+
+    A step takes as long as its slowest worker; the first step of the job and the first after a
+    change are not counted.
+    """
+    by_epoch: dict[int, list[float]] = {}
+    for records in counted_steps(run).values():
+        slowest_s = max(float(record["step_s"]) for record in records)
+        by_epoch.setdefault(records[0]["epoch"], []).append(slowest_s)
+    epochs = sorted(by_epoch)
+    before = by_epoch[epochs[0]][1:] if epochs else []
+    after = by_epoch[epochs[-1]][1:] if len(epochs) > 1 else []
+    return {"before": median(before) if before else None, "after": median(after) if after else None}
+
+
+def tokens_per_s(run: RunFiles) -> dict[int, float]:
+    """Return the tokens of the global batch per second of the slowest worker, for each step."""
+    rates = {}
+    for step, records in counted_steps(run).items():
+        slowest_s = max(float(record["step_s"]) for record in records)
+        if slowest_s > 0:
+            rates[step] = float(records[0].get("tokens") or 0) / slowest_s
+    return rates
+
+
+def summarize(
+    run: RunFiles,
+    reference: RunFiles | None,
+    *,
+    steps: int,
+    global_batch: int,
+    kills: Sequence[Kill] | None = None,
+    snapshot_overhead_ratio: float | None = None,
+    snapshot_overhead_reason: str = "not measured in this run",
+) -> Record:
+    """Build the summary of a run against its reference; every field comes from the files."""
+    losses = losses_of(run)
+    others = losses_of(reference) if reference else {}
+    common = sorted(set(losses) & set(others))
+    lost, repeated = audit_samples(run, steps=steps, global_batch=global_batch)
+    return {
+        "steps": len(losses),
+        "losses": [losses[step] for step in sorted(losses)],
+        "reference_losses": [others[step] for step in sorted(others)],
+        "max_abs_loss_diff": max(
+            (abs(losses[step] - others[step]) for step in common), default=None
+        ),
+        "disagreeing_steps": disagreeing_steps(run),
+        "kills": kills_of(run, kills),
+        "recoveries": recoveries_of(run),
+        **_state_fields(run, reference),
+        "survivor_pids_unchanged": survivor_pids_unchanged(run),
+        "samples_lost": lost,
+        "samples_repeated": repeated,
+        "median_step_s": median_step_s(run),
+        "snapshot_overhead_ratio": snapshot_overhead_ratio,
+        "snapshot_overhead_reason": (
+            None if snapshot_overhead_ratio is not None else snapshot_overhead_reason
+        ),
+    }
+
+
+def _state_fields(run: RunFiles, reference: RunFiles | None) -> Record:
+    """Compare the last dumped states; equal is None where there is nothing to compare."""
+    fields: Record = {"parameters_equal": None, "state_sha256": {}, "differing_parameters": []}
+    if not dumped_steps(run.directory):
+        return fields
+    mine = hash_state(run.directory)
+    fields["state_sha256"] = {"step": mine.step, "run": mine.sha256, "reference": None}
+    if reference is not None:
+        other = hash_state(reference.directory)
+        fields["state_sha256"]["reference"] = other.sha256
+        fields["parameters_equal"] = (mine.step, mine.sha256) == (other.step, other.sha256)
+        fields["differing_parameters"] = list(differing_names(mine, other))
+    return fields
+
+
+def _loss(record: Record) -> float:
+    text = record.get("loss_hex")
+    return float.fromhex(text) if text else float(record["loss"])
+
+
+def _agreed(reports: list[Record], key: str) -> int:
+    """The value that all survivors report: it belongs to the plan, which is the same for all."""
+    values = {int(report[key]) for report in reports}
+    if len(values) != 1:
+        epoch = reports[0]["epoch"]
+        raise ElasWaveError(f"survivors report different {key} of epoch {epoch}: {sorted(values)}")
+    return values.pop()
+
+
+def _first_step_done_s(run: RunFiles, epoch: int) -> float | None:
+    """When the last survivor had completed its first step of an epoch."""
+    first = min((r["step"] for r in run.steps if r["epoch"] == epoch), default=None)
+    times = [r["time_s"] for r in run.steps if r["epoch"] == epoch and r["step"] == first]
+    return max(times) if times else None
+
+
+def _first_fault_s(run: RunFiles, after_s: float, before_s: float | None) -> float | None:
+    """When the earliest fault in a span of time struck: as the worker said, else as it was seen."""
+    until_s = float("inf") if before_s is None else before_s
+    for kind, key in (("fault_fired", "at_s"), ("worker_exited", "time_s")):
+        times = [e[key] for e in run.of_kind(kind) if after_s < e[key] < until_s]
+        if times:
+            return float(min(times))
+    return None
+
+
+def _slowest_phases(
+    run: RunFiles, epoch: int, reports: list[Record], fault_s: float | None
+) -> dict[str, float]:
+    phases: dict[str, float] = {}
+    for name in RECOVERY_PHASES:
+        times = [float(event["phases_s"][name]) for event in reports if name in event["phases_s"]]
+        phases[name] = max(times, default=0.0)
+    proposed = [e["time_s"] for e in run.of_kind("view_proposed") if e["epoch"] <= epoch]
+    after = [time_s for time_s in proposed if fault_s is not None and time_s > fault_s]
+    if not phases["detect"] and after and fault_s is not None:
+        phases["detect"] = min(after) - fault_s
+    return phases

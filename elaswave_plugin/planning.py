@@ -1,0 +1,203 @@
+"""`elaswave plan`: what would be done about lost workers, predicted from costs that one gives."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from elaswave_plugin.core.layout import ParallelLayout, launch_layout, sizes_of
+from elaswave_plugin.core.planner.costs import CostModel, uniform_costs
+from elaswave_plugin.core.planner.dvfs import ClockTable
+from elaswave_plugin.core.planner.executable import plan_seats
+from elaswave_plugin.core.planner.joint import JointPlan, PlanRules, joint_plan
+from elaswave_plugin.core.planner.microbatch_split import POLICIES
+from elaswave_plugin.core.planner.prediction import StepWork
+from elaswave_plugin.core.step_time import LinkTime
+from elaswave_plugin.errors import ConfigurationError
+
+MOST_SHOWN_WORKERS = 64
+SHOWN_CANDIDATES = 5
+GIB, MIB = 2**30, 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """The options of the command, as given; sizes and counts are checked where they are used."""
+
+    tp: int
+    pp: int
+    dp: int | None
+    workers: int | None
+    vpp: int
+    layers: int
+    dead: tuple[str, ...]
+    microbatches: int
+    microbatch_size: int
+    dataflow: str
+    forward_ms: float
+    backward_ms: float
+    latency_ms: float
+    sample_ms: float
+    weights_mib: float
+    activation_mib: float
+    memory_gib: float | None
+    link_gbytes: float
+    horizon_s: float
+    move_layers: bool
+    move_workers: bool
+    split_backward: bool
+    clocks: str | None
+    power_cap_w: float | None
+
+
+def run_plan(options: PlanOptions, json_file: Path | None, console: Console) -> int:
+    """Plan, print and write; raises ConfigurationError and JobStopped."""
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise ConfigurationError(f"--json is {str(json_file)!r}, whose folder does not exist")
+    before = _layout(options)
+    after = before.without(dead_slots(options.dead)).reformed()
+    work = StepWork(
+        num_microbatches=options.microbatches * before.dp,
+        microbatch_size=options.microbatch_size,
+        launch_width=before.dp,
+    )
+    plan = joint_plan(
+        before=before, after=after, costs=_costs(options), work=work, rules=_rules(options)
+    )
+    _print(before, plan, console)
+    if json_file is not None:
+        text = json.dumps(plan_record(before, plan, work), indent=1)
+        json_file.write_text(text + "\n", encoding="utf-8")
+        console.print(f"written to {json_file}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def dead_slots(texts: tuple[str, ...]) -> tuple[int, ...]:
+    """Read slots and ranges, "5" or "4-9"; raises ConfigurationError."""
+    slots: list[int] = []
+    for text in texts:
+        first, _, last = text.partition("-")
+        if not first.isdigit() or not (last.isdigit() or text == first):
+            raise ConfigurationError(
+                f"--dead is {text!r}, wanted a slot or a range, as in 5 or 4-9"
+            )
+        slots += range(int(first), int(last or first) + 1)
+    return tuple(slots)
+
+
+def plan_record(before: ParallelLayout, plan: JointPlan, work: StepWork) -> dict[str, Any]:
+    """What summary.json holds of a plan: seconds are predicted by simulation."""
+    chosen = plan.chosen
+    return {
+        "simulated": True,
+        "layout_before": before.to_json(),
+        "layout_after": plan.layout.to_json(),
+        "plan": {
+            "dataflow": str(chosen.choice),
+            "order": chosen.order,
+            "windows": list(chosen.windows),
+            "split_backward": plan.split_backward,
+            "layers_per_stage": [
+                [list(span) for span in plan.layout.layers(stage)]
+                for stage in range(len(plan.layout.stages))
+            ],
+            "samples_per_worker": _samples(plan, work),
+            "width_moves": [list(move) for move in chosen.moves],
+            "bytes_to_move": chosen.moved_bytes,
+            "pause_s": chosen.pause_s,
+            "predicted_step_s": plan.seconds,
+            "predicted_step_before_s": plan.healthy_s,
+            "clocks": None if plan.clocks is None else list(plan.clocks.clocks),
+            "reasons": list(plan.reasons),
+            "candidates": [str(one).strip() for one in plan.candidates],
+        },
+    }
+
+
+def _samples(plan: JointPlan, work: StepWork) -> list[dict[str, int]]:
+    """The least and the most samples of a worker in a step, by stage."""
+    found = []
+    for seats in plan_seats(plan):
+        samples = plan.chosen.choice.split((seats,), work).stages[0].samples().sum(0)
+        found.append({"least": int(samples.min()), "most": int(samples.max())})
+    return found
+
+
+def _layout(options: PlanOptions) -> ParallelLayout:
+    if (options.dp is None) == (options.workers is None):
+        raise ConfigurationError(
+            f"--dp is {options.dp} and --workers is {options.workers}, wanted exactly one of them"
+        )
+    dp = options.dp
+    if options.workers is not None:
+        dp = sizes_of(options.workers, tp=options.tp, pp=options.pp)
+    assert dp is not None
+    return launch_layout(
+        tp=options.tp, pp=options.pp, dp=dp, num_layers=options.layers, vpp=options.vpp
+    )
+
+
+def _costs(options: PlanOptions) -> CostModel:
+    positive = {
+        "--forward-ms": options.forward_ms,
+        "--backward-ms": options.backward_ms,
+        "--link-gbytes": options.link_gbytes,
+    }
+    for name, value in positive.items():
+        if not (value > 0 and math.isfinite(value)):
+            raise ConfigurationError(f"{name} is {value}, wanted a number above 0")
+    memory_gib = math.inf if options.memory_gib is None else options.memory_gib
+    return uniform_costs(
+        num_layers=options.layers,
+        forward_s=options.forward_ms / 1e3,
+        backward_s=options.backward_ms / 1e3,
+        activation_bytes=options.activation_mib * MIB,
+        weight_bytes=options.weights_mib * MIB,
+        link=LinkTime(latency_s=options.latency_ms / 1e3, sample_s=options.sample_ms / 1e3),
+        memory_bytes=memory_gib * GIB,
+        transfer_bytes_per_s=options.link_gbytes * 1e9,
+        rebind_s=0.1,
+    )
+
+
+def _rules(options: PlanOptions) -> PlanRules:
+    if options.power_cap_w is not None and options.clocks is None:
+        raise ConfigurationError("--power-cap-w is given without --clocks; give the clocks as well")
+    table = None
+    if options.clocks is not None:
+        try:
+            table = ClockTable(clocks=tuple(float(text) for text in options.clocks.split(",")))
+        except ValueError as error:
+            if isinstance(error, ConfigurationError):
+                raise
+            raise ConfigurationError(
+                f"--clocks is {options.clocks!r}, wanted rising numbers, as in 0.9,1,1.1"
+            ) from None
+    return PlanRules(
+        policies=POLICIES if options.dataflow == "best" else (options.dataflow,),
+        move_layers=options.move_layers,
+        move_workers=options.move_workers,
+        split_backward=options.split_backward,
+        horizon_s=options.horizon_s,
+        clocks=table,
+        power_cap_w=math.inf if options.power_cap_w is None else options.power_cap_w,
+    )
+
+
+def _print(before: ParallelLayout, plan: JointPlan, console: Console) -> None:
+    small = len(before.workers) <= MOST_SHOWN_WORKERS
+    shown = [
+        ("before", str(before) if small else before.summary()),
+        ("after", str(plan.layout) if small else plan.layout.summary()),
+        ("why", "\n".join(plan.reasons)),
+        (
+            f"the best of {len(plan.candidates)} simulated plans, the chosen one first",
+            "\n".join(map(str, plan.candidates[:SHOWN_CANDIDATES])),
+        ),
+    ]
+    for title, text in shown:
+        console.print(title, style="bold", markup=False, highlight=False)
+        console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,151 @@
+"""`torchrun ... -m elaswave_plugin.run script.py args`: one worker's supervisor under a launcher.
+
+The launcher (torchrun, or any other that sets RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and
+GROUP_RANK) starts this in the worker's place; it starts the trainer and outlives it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from elaswave_plugin.core.agreement import Patience
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.runtime.launch import connect_zygote
+from elaswave_plugin.runtime.launch_options import script_settings
+from elaswave_plugin.runtime.lifeline import die_with_parent
+from elaswave_plugin.runtime.rendezvous import Place, listen_at, own_host
+from elaswave_plugin.runtime.supervisor import Supervisor, SupervisorSpec
+from elaswave_plugin.runtime.supervisor_main import EXIT_CRASHED
+from elaswave_plugin.runtime.trainer_process import Program
+
+_WANTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_START_TIMEOUT_S = 600.0
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(message)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Supervise one worker; bad input is one sentence on stderr and exit code 2."""
+    options = sys.argv[1:] if argv is None else argv
+    try:
+        parsed = _parser().parse_args(options)
+        # The DeepSpeed launcher puts it before what it takes for the script; a script expects it.
+        rank = [] if parsed.local_rank is None else [f"--local_rank={parsed.local_rank}"]
+        program = Program(script=parsed.script, args=(*rank, *parsed.args), module=parsed.module)
+        return supervise(
+            program,
+            os.environ,
+            control_port=parsed.elaswave_control_port,
+            zygote=parsed.elaswave_zygote,
+        )
+    except ConfigurationError as error:
+        print(f"elaswave_plugin.run: {error}", file=sys.stderr)
+        return 2
+
+
+def supervise(
+    program: Program,
+    env: Mapping[str, str],
+    *,
+    control_port: int | None = None,
+    zygote: str | None = None,
+) -> int:
+    """Run `program` as the worker that `env` describes, under a supervisor in this process.
+
+    Raises ConfigurationError where the environment describes no worker, or a port is taken.
+    """
+    place = _place(env, control_port)
+    if not program.module and not Path(program.script).is_file():
+        raise ConfigurationError(f"script {program.script!r} is no file")
+    settings = script_settings(program.args, env)
+    trainer_env = dict(env)
+    if settings.run_dir is not None:
+        trainer_env["ELASWAVE_DIR"] = str(settings.run_dir)
+    listener = _listen(place) if place.slot == 0 else None
+    host = own_host(place.host, place.port, listener=listener, timeout_s=place.timeout_s)
+    zygote = zygote or env.get("ELASWAVE_ZYGOTE")
+    connection = connect_zygote(zygote) if zygote else None
+    die_with_parent(os.getppid())
+    try:
+        supervisor = Supervisor(
+            SupervisorSpec(
+                place=place,
+                host=host,
+                program=program,
+                env=trainer_env,
+                run_dir=None if settings.run_dir is None else str(settings.run_dir),
+                patience=Patience(quiesce_timeout_s=settings.quiesce_timeout_s),
+            ),
+            listener=listener,
+            zygote=connection,
+        )
+        return supervisor.run()
+    except Exception:
+        traceback.print_exc()
+        return EXIT_CRASHED
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="elaswave_plugin.run",
+        description="Supervise one worker of a job that torchrun started.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--elaswave-control-port", type=int, help="port of the supervisors (MASTER_PORT + 1)"
+    )
+    parser.add_argument("--elaswave-zygote", help="socket of a running zygote that forks workers")
+    parser.add_argument("--local_rank", "--local-rank", help="handed on to the script")
+    parser.add_argument("-m", "--module", action="store_true", help="run SCRIPT as python -m does")
+    parser.add_argument("script")
+    parser.add_argument("args", nargs=argparse.REMAINDER)
+    return parser
+
+
+def _place(env: Mapping[str, str], control_port: int | None) -> Place:
+    missing = [name for name in _WANTED if name not in env]
+    if missing:
+        raise ConfigurationError(
+            f"{', '.join(missing)} not set: start this with torchrun, "
+            "or use `elaswave run` without torchrun"
+        )
+    try:
+        port = control_port or int(env.get("ELASWAVE_CONTROL_PORT", 0))
+        return Place(
+            slot=int(env["RANK"]),
+            # torchrun's name of the node's rank, and the DeepSpeed launcher's.
+            node=int(env.get("GROUP_RANK", env.get("CROSS_RANK", "0"))),
+            world_size=int(env["WORLD_SIZE"]),
+            host=env["MASTER_ADDR"],
+            port=port or int(env["MASTER_PORT"]) + 1,
+            timeout_s=_START_TIMEOUT_S,
+        )
+    except ValueError as error:
+        raise ConfigurationError(f"the launcher's environment has no numbers: {error}") from error
+
+
+def _listen(place: Place) -> socket.socket:
+    """On the address of node 0; on all addresses where that name is not one of this machine's."""
+    for host in (place.host, ""):
+        try:
+            return listen_at(host, place.port)
+        except OSError as error:
+            complaint = error.strerror
+    raise ConfigurationError(
+        f"cannot listen at {place.host}:{place.port} ({complaint}): "
+        "choose another port with --elaswave-control-port"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Effects: processes, sockets, memory; one job a file."""

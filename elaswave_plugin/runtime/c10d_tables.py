@@ -1,0 +1,118 @@
+"""The only place that touches private tables of torch.distributed; checks the torch version."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from elaswave_plugin.errors import ConfigurationError
+
+BACKEND = "elaswave"
+_LOWEST = (2, 13)
+_HIGHEST = (2, 14)
+
+
+def check_torch(version: str = torch.__version__) -> None:
+    """Raise ConfigurationError when the tables of this torch are not known to us."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or not _LOWEST <= (int(found[1]), int(found[2])) <= _HIGHEST:
+        raise ConfigurationError(
+            f"torch is {version}, but the process groups of elaswave_plugin know the tables of "
+            "torch 2.13 and 2.14 only: install one of these"
+        )
+
+
+def register_backend(create: Callable[[Any, Any], Any]) -> None:
+    """Make `create(options, backend_options)` the maker of groups of backend "elaswave"."""
+    if BACKEND.upper() in dist.Backend._plugins:
+        raise ConfigurationError(
+            f'the backend "{BACKEND}" is registered already: uninstall() the other table first'
+        )
+    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def unregister_backend() -> None:
+    """Take the backend "elaswave" out of torch's tables again."""
+    backend: Any = dist.Backend
+    backend._plugins.pop(BACKEND.upper(), None)
+    backend.backend_type_map.pop(BACKEND, None)
+    backend.backend_capability.pop(BACKEND, None)
+    if BACKEND in backend.backend_list:
+        backend.backend_list.remove(BACKEND)
+    if hasattr(backend, BACKEND.upper()):
+        delattr(backend, BACKEND.upper())
+
+
+def local_store() -> Any:
+    """A store in this process's memory: torch wants one, our groups never use it."""
+    make: Any = torch._C._distributed_c10d.HashStore
+    return make()
+
+
+def wrap_backend(backend: Any, store: Any, rank: int, size: int, *, kind: str, device: str) -> Any:
+    """A process group that knows one native backend, with the c10d calls under all their names."""
+    group: Any = dist.ProcessGroup(store, rank, size)
+    backend_type = getattr(dist.ProcessGroup.BackendType, kind)
+    group._set_default_backend(backend_type)
+    group._register_backend(torch.device(device), backend_type, backend)
+    return group
+
+
+def route_batches(batch_of: Callable[[Any, Any], Any]) -> Callable[[], None]:
+    """Ask `batch_of(group, tensor)` who runs a batch_isend_irecv; None: torch. Returns the undo.
+
+    Torch coalesces a batch for its own class of groups only, and a native group may wait for ever
+    when it gets sends and receives one by one.
+    """
+    modules: tuple[Any, ...] = (c10d, dist)
+    original = c10d.batch_isend_irecv
+
+    def batch_isend_irecv(p2p_op_list: list[Any]) -> Any:
+        c10d._check_p2p_op_list(p2p_op_list)
+        first = p2p_op_list[0]
+        run = batch_of(first.group or c10d._get_default_group(), first.tensor)
+        return original(p2p_op_list) if run is None else run(p2p_op_list)
+
+    def undo() -> None:
+        for module in modules:
+            if module.batch_isend_irecv is batch_isend_irecv:
+                module.batch_isend_irecv = original
+
+    for module in modules:
+        module.batch_isend_irecv = batch_isend_irecv
+    return undo
+
+
+def update_ranks(ranks: Mapping[Any, Sequence[int]], world: Any) -> None:
+    """Give each group of c10d its global ranks in group-rank order, in the same dict objects."""
+    world_tables: Any = c10d._world
+    for group, members in ranks.items():
+        table = world_tables.pg_group_ranks.get(group)
+        if table is not None:
+            table.clear()
+            table.update({rank: place for place, rank in enumerate(members)})
+    if world is not None and world_tables.default_pg is world:
+        set_global_rank: Any = torch._C._distributed_c10d._set_global_rank
+        set_global_rank(world.rank())
+
+
+def forget_coalescing(groups: Sequence[Any]) -> None:
+    """Drop what an interrupted coalescing block of these groups had collected."""
+    state: Any = c10d._world.pg_coalesce_state
+    for group in groups:
+        state.pop(group, None)
+
+
+def fail_future(future: Any, error: BaseException) -> None:
+    """set_exception for a BaseException too, which torch's own refuses."""
+
+    def raise_error(_: object) -> None:
+        raise error
+
+    future._set_unwrap_func(raise_error)
+    future.set_result(error)

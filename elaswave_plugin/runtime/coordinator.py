@@ -1,0 +1,225 @@
+"""Carries out what the agreement decides: links to the other supervisors, heartbeats, deadlines."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from elaswave_plugin.core.agreement import Agreement, Patience
+from elaswave_plugin.core.agreement_messages import (
+    Ballot,
+    Committed,
+    Deliver,
+    Disconnect,
+    Effect,
+    Fence,
+    Message,
+    Note,
+    Over,
+    Ring,
+    Send,
+    from_wire,
+    to_wire,
+)
+from elaswave_plugin.core.membership import MembershipView
+from elaswave_plugin.runtime.reactor import Reactor
+from elaswave_plugin.runtime.rendezvous import Meeting
+from elaswave_plugin.runtime.wire import Channel, Frame, encode
+from elaswave_plugin.tracking.events import EventLog
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """A supervisor that is silent for `timeout_s` is lost; each sends a beat every `every_s`."""
+
+    every_s: float = 0.5
+    timeout_s: float = 3.0
+
+
+class TrainerSide(Protocol):
+    """What the coordinator asks of the supervisor around it."""
+
+    def ring(self, ballot: Ballot, reason: str) -> None: ...
+
+    def deliver(self, committed: Committed, path: tuple[MembershipView, ...]) -> None: ...
+
+    def fence(self, evidence: str) -> None: ...
+
+    def end(self, reason: str, exit_code: int) -> None: ...
+
+
+class Coordinator:
+    """One supervisor's agreement with its links; `settle` runs after each batch of events."""
+
+    def __init__(
+        self,
+        reactor: Reactor,
+        meeting: Meeting,
+        *,
+        slot: int,
+        patience: Patience,
+        heartbeat: Heartbeat,
+        trainer_side: TrainerSide,
+        events: EventLog,
+    ) -> None:
+        self._reactor = reactor
+        self._peers = meeting.peers
+        self._slot = slot
+        self._heartbeat = heartbeat
+        self._trainer_side = trainer_side
+        self._events = events
+        nodes = tuple(peer.node for peer in meeting.peers)
+        self.agreement = Agreement(slot=slot, nodes=nodes, patience=patience)
+        self._neighbours = self._open_neighbours()
+        self._channels: dict[int, Channel] = {}
+        now_s = time.monotonic()
+        self._heard_s: dict[int, float] = {}
+        self._last_sent: tuple[Message | None, bytes] = (None, b"")
+        self._beat_due_s = now_s
+        self._alarm_s: float | None = None
+        for peer_slot, sock in meeting.links.items():
+            self._add_link(peer_slot, sock)
+        reactor.after_round = self.settle
+        self._beat()
+
+    # ---- inputs -------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Let the agreement act on everything that happened, and carry it out."""
+        while effects := self.agreement.settle(time.monotonic()):
+            for effect in effects:
+                self._carry_out(effect)
+        self._set_alarm()
+
+    def finish(self, timeout_s: float) -> None:
+        """Say goodbye on every link, so that no last word is lost, and close."""
+        channels = list(self._channels.values())
+        for channel in channels:
+            channel.half_close(timeout_s)
+        deadline_s = time.monotonic() + timeout_s
+        for channel in channels:
+            channel.await_end(deadline_s)
+        for pidfd in self._neighbours.values():
+            os.close(pidfd)
+        self._neighbours.clear()
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _open_neighbours(self) -> dict[int, int]:
+        """A pidfd of each other supervisor on this node, to fence it for sure."""
+        node = self._peers[self._slot].node
+        found: dict[int, int] = {}
+        for peer in self._peers:
+            if peer.node == node and peer.slot != self._slot:
+                # A peer that is gone already is told by its link.
+                with contextlib.suppress(ProcessLookupError):
+                    found[peer.slot] = os.pidfd_open(peer.pid)
+        return found
+
+    def _add_link(self, peer: int, sock: socket.socket) -> None:
+        def frame_came(frame: Frame) -> None:
+            now_s = time.monotonic()
+            if peer in self._heard_s:
+                self._heard_s[peer] = now_s
+            if frame["m"] != "beat":
+                self.agreement.receive(peer, from_wire(frame), now_s)
+
+        def closed(evidence: str) -> None:
+            pid = self._peers[peer].pid
+            self.agreement.lost(peer, f"its supervisor (pid {pid}) is gone: {evidence}")
+
+        self._channels[peer] = Channel(self._reactor, sock, on_frame=frame_came, on_close=closed)
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case Send():
+                self._send(effect.to, effect.message)
+            case Ring():
+                self._trainer_side.ring(effect.ballot, effect.reason)
+            case Deliver():
+                path = (*effect.skipped, effect.committed.proposal.view)
+                self._trainer_side.deliver(effect.committed, path)
+            case Fence():
+                self._trainer_side.fence(effect.evidence)
+            case Disconnect():
+                self._disconnect(effect)
+            case Over():
+                self._trainer_side.end(effect.reason, effect.exit_code)
+            case Note():
+                self._record(effect)
+
+    def _send(self, to: int, message: Message) -> None:
+        """A message to many is encoded once."""
+        if self._last_sent[0] is not message:
+            self._last_sent = message, encode(to_wire(message))
+        self._channels[to].send_encoded(self._last_sent[1])
+
+    def _disconnect(self, order: Disconnect) -> None:
+        """Shut a lost supervisor out. On this node it is killed: it may only have been stopped."""
+        pidfd = self._neighbours.get(order.slot)
+        if pidfd is not None and order.kill:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        self._channels[order.slot].close()
+
+    def _record(self, note: Note) -> None:
+        self._events.emit(note.kind, **note.fields)
+        if note.kind == "view_committed" and note.fields["epoch"] > 1:
+            count = len(note.fields["ranks"])
+            text = f"{note.fields['reason']}; epoch {note.fields['epoch']} has {count} workers"
+            say(text)
+        elif note.kind == "job_over" and note.fields["exit_code"] != 0:
+            say(f"the job stops: {note.fields['reason']}")
+        elif note.kind == "shut_out":
+            say(f"worker {note.fields['slot']} ends: {note.fields['reason']}")
+        elif note.kind == "quorum_lost":
+            heard, of = note.fields["nodes_heard"], note.fields["of"]
+            say(f"only nodes {heard} of {of} can be reached: no majority, waiting")
+
+    def _beat(self) -> None:
+        """Send heartbeats and look for supervisors that have been silent too long.
+
+        The leader and each other one watch each other; whoever leads next begins with that.
+        """
+        now_s = time.monotonic()
+        late_s = now_s - self._beat_due_s
+        leader = self.agreement.leader
+        watched = self._channels if leader == self._slot else (leader,)
+        self._heard_s = {peer: self._heard_s.get(peer, now_s) for peer in watched}
+        for peer in watched:
+            self._channels[peer].send({"m": "beat"})
+        for peer, heard_s in self._heard_s.items():
+            if late_s > self._heartbeat.every_s:
+                # It is this process that did not run: what the others sent is still unread.
+                self._heard_s[peer] = max(heard_s, now_s - self._heartbeat.every_s)
+            elif now_s - heard_s > self._heartbeat.timeout_s and not self._channels[peer].closed:
+                pid = self._peers[peer].pid
+                self.agreement.lost(
+                    peer,
+                    f"its supervisor (pid {pid}) was silent for {self._heartbeat.timeout_s:g} s",
+                )
+        self._beat_due_s = now_s + self._heartbeat.every_s
+        self._reactor.after(self._heartbeat.every_s, self._beat)
+
+    def _set_alarm(self) -> None:
+        """Have `settle` run at the agreement's next deadline."""
+        deadline_s = self.agreement.deadline_s()
+        if deadline_s is not None and deadline_s != self._alarm_s:
+            self._reactor.after(max(0.0, deadline_s - time.monotonic()), _wake)
+        self._alarm_s = deadline_s
+
+
+def say(text: str) -> None:
+    """One line for the person who watches the job."""
+    sys.stderr.write(f"elaswave: {text}\n")
+    sys.stderr.flush()
+
+
+def _wake() -> None:
+    """A timer that only ends the wait: `settle` runs after each batch of events anyway."""

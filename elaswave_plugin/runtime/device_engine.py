@@ -1,0 +1,257 @@
+"""The communicators of all groups for one kind of device: made on first use, epoch by epoch."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from elaswave_plugin.core.communicators import CommunicatorFacts, Fate, Verdict, fate_of
+from elaswave_plugin.errors import EpochChanged
+from elaswave_plugin.runtime.communicator import Communicator, Maker
+from elaswave_plugin.runtime.device_work import DeviceWork
+from elaswave_plugin.runtime.group_core import GroupCore
+from elaswave_plugin.runtime.link_store import LinkStore
+from elaswave_plugin.runtime.links import LinkTable
+from elaswave_plugin.runtime.operation import Operation, Place, Steps
+from elaswave_plugin.runtime.transfers import Receive
+
+# An abort ends kernels in flight; after this long the worker cannot go on and says so.
+ABORT_TIMEOUT_S = 60.0
+
+Answers = Mapping[int, Mapping[str, Mapping[str, Any]]]
+"""slot -> group name -> record of CommunicatorFacts, as committed."""
+Result = TypeVar("Result")
+
+
+class DeviceEngine:
+    """Native communicators under elastic groups.
+
+    The doorbell aborts what is in flight, from its own thread, so that a thread that waits for the
+    device in a place of which we know nothing comes back too.  `settle` then decides from the facts
+    of all members which of the others go on.  Nothing is destroyed while others may need it.
+    """
+
+    def __init__(self, links: LinkTable, maker: Maker) -> None:
+        self.device_type = maker.device_type
+        self.bell = threading.Event()
+        self._links = links
+        self._maker = maker
+        self._live: dict[str, Communicator] = {}
+        self._shrinking: set[str] = set()
+        self._ended: list[Communicator] = []
+        self._epoch = 0
+        self._making = threading.Lock()
+        # Held for moments only: the doorbell's thread and the one that recovers both end things.
+        self._ending = threading.RLock()
+
+    # ---- operations --------------------------------------------------------------------------
+
+    def launch(
+        self,
+        group: GroupCore,
+        call: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        peer: int | None = None,
+    ) -> DeviceWork:
+        """Make the c10d call on the group's communicator. Raises EpochChanged."""
+        communicator = self._communicator(group)
+        run = getattr(communicator.inner.calls, call)
+        with communicator.busy():
+            communicator.count(call, peer)
+            inner = self.guard(communicator, lambda: run(*args, **kwargs))
+            if inner is None:
+                inner = communicator.inner.mark()
+            # In a block that coalesces, the only work is that of its end.
+            if not communicator.coalescing:
+                communicator.track(inner)
+        return self._work(group, communicator, inner, call)
+
+    def start_coalescing(self, group: GroupCore, device: Any) -> None:
+        """Collect the calls that follow into one."""
+        communicator = self._communicator(group)
+        with communicator.busy():
+            communicator.coalescing = True
+            start = communicator.inner.calls._start_coalescing
+            self.guard(communicator, lambda: start(device))
+
+    def end_coalescing(self, group: GroupCore, device: Any) -> DeviceWork:
+        """Launch what was collected. Raises EpochChanged, also when the start was before it."""
+        communicator = self._live.get(group.group_name)
+        if communicator is None or not communicator.coalescing:
+            raise self._change()
+        with communicator.busy():
+            end = communicator.inner.calls._end_coalescing
+            inner = self.guard(communicator, lambda: end(device))
+            if inner is None:
+                inner = communicator.inner.mark()
+            communicator.track(inner)
+            communicator.coalescing = False
+        return self._work(group, communicator, inner, "coalesced calls")
+
+    def _work(
+        self, group: GroupCore, communicator: Communicator, inner: Any, call: str
+    ) -> DeviceWork:
+        what = f"{call} in group {group.group_name!r} (slots {group.members})"
+        return DeviceWork(self, communicator, inner, what, group.timeout_s)
+
+    # ---- interruptions -----------------------------------------------------------------------
+
+    def interruption(self, communicator: Communicator) -> EpochChanged | None:
+        """Why nothing of this communicator counts any more, or None."""
+        if communicator.aborted or self._links.interrupted is not None:
+            return self._change()
+        return None
+
+    def _change(self) -> EpochChanged:
+        interrupted = self._links.interrupted
+        return EpochChanged(*(interrupted or (self._links.epoch, "the communicator is aborted")))
+
+    def check(self, communicator: Communicator) -> None:
+        """Raise EpochChanged when interrupted."""
+        change = self.interruption(communicator)
+        if change is not None:
+            raise change
+
+    def guard(self, communicator: Communicator, call: Callable[[], Result]) -> Result:
+        """Make a native call. Raises EpochChanged for whatever an abort makes of it."""
+        self.check(communicator)
+        try:
+            result = call()
+        except Exception as error:
+            change = self.interruption(communicator)
+            if change is not None:
+                raise change from error
+            raise
+        self.check(communicator)
+        return result
+
+    def _listen(self) -> None:
+        """Have the link table tell us of the next interruption: it ends this operation, only it."""
+        name = "doorbell of the device engine"
+        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+        slot = self._links.slot
+        place = Place(group=int.from_bytes(digest, "big"), label=name, members=(slot,), rank=0)
+        operation = Operation(self._links, place, name, timeout_s=0.0, tag=0)
+
+        def never(op: Operation) -> Steps:
+            silent: Receive = op.receive(0, memoryview(bytearray(1)))
+            yield silent
+
+        epoch = self._epoch
+        self._links.run(operation, never)
+        self._links.when_done(operation, lambda: self._rung(epoch))
+
+    def _rung(self, epoch: int) -> None:
+        """In the doorbell's thread: abort what is in flight. Must not wait."""
+        with self._ending:
+            if epoch == self._epoch:
+                self.bell.set()
+                self._abort_busy()
+
+    def _abort_busy(self) -> None:
+        self._abort([name for name, one in list(self._live.items()) if not one.idle])
+
+    def _abort(self, names: Iterable[str]) -> None:
+        with self._ending:
+            for name in names:
+                communicator = self._live.pop(name, None)
+                self._shrinking.discard(name)
+                if communicator is not None:
+                    communicator.abort()
+                    self._ended.append(communicator)
+
+    def _await_aborts(self) -> None:
+        deadline_s = time.monotonic() + ABORT_TIMEOUT_S
+        while self._ended:
+            self._ended[0].await_abort(max(0.0, deadline_s - time.monotonic()))
+            del self._ended[0]
+
+    # ---- epochs ------------------------------------------------------------------------------
+
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """What this member holds, by group, for the commit; call it when nothing is launched."""
+        self._abort_busy()
+        return {name: one.facts().as_record() for name, one in list(self._live.items())}
+
+    def settle(
+        self, members: Mapping[str, tuple[int, ...]], answers: Answers
+    ) -> dict[str, Verdict]:
+        """Enter the epoch of the link table: keep, mark for shrinking, or abort each communicator.
+
+        `members`: group name -> slots in rank order from now on. All members call it with the same
+        answers. Raises LinkError when an abort does not end.
+        """
+        verdicts: dict[str, Verdict] = {}
+        for name, communicator in list(self._live.items()):
+            held = {slot: _facts_of(groups.get(name)) for slot, groups in answers.items()}
+            verdicts[name] = fate_of(communicator.name, held, members.get(name, ()))
+        with self._ending:
+            self._epoch = self._links.epoch
+            self.bell.clear()
+            self._abort([n for n, verdict in verdicts.items() if verdict.fate is Fate.ABORT])
+            self._shrinking = {n for n, verdict in verdicts.items() if verdict.fate is Fate.SHRINK}
+        self._await_aborts()
+        self._listen()
+        return verdicts
+
+    def _communicator(self, group: GroupCore) -> Communicator:
+        """The group's communicator in this epoch, made or shrunk on first use."""
+        name = group.group_name
+        communicator = self._live.get(name)
+        settled = self._epoch == self._links.epoch
+        if communicator is not None and settled and name not in self._shrinking:
+            return communicator
+        if self._links.interrupted is not None:
+            raise self._change()
+        with self._making:
+            if self._epoch != self._links.epoch:
+                # Nobody has told us what the others hold, so nothing can be kept.
+                self.settle({}, {})
+            communicator = self._live.get(name)
+            if communicator is None:
+                return self._make(group)
+            if name in self._shrinking:
+                return self._shrink(group, communicator)
+            return communicator
+
+    def _make(self, group: GroupCore) -> Communicator:
+        name = f"{group.group_name}@{self._epoch}"
+        store = LinkStore(self._links, name, group.members, timeout_s=group.timeout_s)
+        inner = self._maker.make(store, name, group.rank(), group.size())
+        return self._install(
+            group, Communicator(name, group.members, inner, store, shrinks=self._maker.shrinks)
+        )
+
+    def _shrink(self, group: GroupCore, parent: Communicator) -> Communicator:
+        excluded = [r for r, slot in enumerate(parent.members) if slot not in group.members]
+        parent.store.follow(group.members)
+        with parent.busy():
+            inner = self.guard(parent, lambda: parent.inner.shrink(excluded))
+        name = f"{group.group_name}@{self._epoch}"
+        child = Communicator(name, group.members, inner, parent.store, shrinks=self._maker.shrinks)
+        self._abort([group.group_name])
+        return self._install(group, child)
+
+    def _install(self, group: GroupCore, communicator: Communicator) -> Communicator:
+        self._live[group.group_name] = communicator
+        return communicator
+
+    def release(self, name: str) -> None:
+        """A group is destroyed by its user; all members do so, with nothing in flight."""
+        communicator = self._live.get(name)
+        if communicator is None:
+            return
+        if self._links.interrupted is None and communicator.idle:
+            del self._live[name]
+            communicator.inner.close()
+        else:
+            self._abort([name])
+
+
+def _facts_of(record: Mapping[str, Any] | None) -> CommunicatorFacts | None:
+    return None if record is None else CommunicatorFacts.from_record(record)

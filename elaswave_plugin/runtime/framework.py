@@ -1,0 +1,39 @@
+"""What the recovery asks of a training framework: the verbs an adapter implements."""
+
+from typing import Protocol
+
+import torch
+
+from elaswave_plugin.core.plan import RecoveryPlan
+
+
+class Framework(Protocol):
+    """One worker's model and optimizer, as the recovery sees them."""
+
+    def bucket_lengths(self) -> tuple[int, ...]:
+        """Unpadded lengths of the buckets, in elements; constant over the job."""
+
+    @property
+    def shard_alignment(self) -> int:
+        """Every shard of a bucket is a multiple of so many elements."""
+
+    def pause(self) -> None:
+        """Drop the interrupted step: gradients, handles of operations, half-counted buckets."""
+
+    def rebind(self, plan: RecoveryPlan) -> None:
+        """Point everything the framework cached (sizes, ranks, shards, views) at the new layout."""
+
+    def read_shard(self) -> list[torch.Tensor]:
+        """The worker's flat float32 state in the order of ``core/shards.py``, without copying."""
+
+    def write_shard(self, payload: torch.Tensor) -> None:
+        """Install a float32 payload of shape [3, shard_numel] as the worker's shard."""
+
+    def read_capsule(self) -> bytes:
+        """The small state of the step: schedulers, scalers, step counts."""
+
+    def write_capsule(self, capsule: bytes) -> None:
+        """Install what ``read_capsule`` returned."""
+
+    def sync_weights(self) -> int:
+        """Gather the weights from their shards; returns a 63-bit digest of them (collective)."""

@@ -1,0 +1,232 @@
+"""The command line of `elaswave run`: torchrun's option names, checked before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from elaswave_plugin.core.agreement import Patience
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.runtime.coordinator import Heartbeat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchSpec:
+    """One node's part of a job. `master_port` 0 picks a free port (one node only).
+
+    Raises ConfigurationError where the values cannot make a job.
+    """
+
+    script: str
+    args: tuple[str, ...] = ()
+    module: bool = False
+    nproc_per_node: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    run_dir: Path | None = None
+    zygote: Path | None = None
+    preload: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    start_timeout_s: float = 600.0
+    patience: Patience = field(default_factory=Patience)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+
+    def __post_init__(self) -> None:
+        _require(
+            self.nproc_per_node >= 1, f"--nproc-per-node is {self.nproc_per_node}, wanted >= 1"
+        )
+        _require(self.nnodes >= 1, f"--nnodes is {self.nnodes}, wanted >= 1")
+        _require(
+            0 <= self.node_rank < self.nnodes,
+            f"--node-rank is {self.node_rank}, wanted 0..{self.nnodes - 1} for {self.nnodes} nodes",
+        )
+        _require(
+            0 <= self.master_port <= 65535, f"--master-port is {self.master_port}, wanted 0..65535"
+        )
+        _require(
+            self.nnodes == 1 or self.master_port > 0,
+            f"--master-port is not set, wanted the same free port on all {self.nnodes} nodes",
+        )
+        _require(
+            self.module or Path(self.script).is_file(),
+            f"script {self.script!r} is no file; give the path of a script, or -m and a module",
+        )
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(f"{message}; see `elaswave run --help`")
+
+
+def parse_run_args(argv: Sequence[str]) -> LaunchSpec:
+    """The job that a command line asks for. Raises ConfigurationError."""
+    options = _parser().parse_args(argv)
+    args = tuple(options.args)
+    shared = script_settings(args, os.environ)
+    if options.standalone and options.nnodes != 1:
+        raise ConfigurationError(f"--standalone means one node, but --nnodes is {options.nnodes}")
+    return LaunchSpec(
+        script=options.script,
+        args=args,
+        module=options.module,
+        nproc_per_node=options.nproc_per_node,
+        nnodes=options.nnodes,
+        node_rank=options.node_rank,
+        master_addr=options.master_addr,
+        master_port=options.master_port,
+        run_dir=Path(options.dir).absolute() if options.dir else shared.run_dir,
+        zygote=options.zygote,
+        preload=tuple(filter(None, options.preload.split(","))),
+        start_timeout_s=options.start_timeout_s,
+        patience=Patience(
+            quiesce_timeout_s=options.quiesce_timeout_s or shared.quiesce_timeout_s,
+            join_timeout_s=options.join_timeout_s,
+            quorum_wait_s=options.quorum_wait_s,
+            finish_grace_s=options.finish_grace_s,
+        ),
+        heartbeat=Heartbeat(timeout_s=options.heartbeat_timeout_s),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptSettings:
+    """What the script's own options say that concerns its supervisors too."""
+
+    run_dir: Path | None
+    quiesce_timeout_s: float
+
+
+def script_settings(args: Sequence[str], env: Mapping[str, str]) -> ScriptSettings:
+    """Read a script's --elaswave-dir and --elaswave-quiesce-timeout-s, as the script will.
+
+    An option wins over the file of --elaswave-config or the section of --deepspeed_config, and
+    that over ELASWAVE_DIR. Raises ConfigurationError.
+    """
+    config = _peek(args, "--elaswave-config")
+    section = _deepspeed_section(args) if config is None else _section(config)
+    run_dir = _peek(args, "--elaswave-dir") or section.get("dir") or env.get("ELASWAVE_DIR")
+    if not isinstance(run_dir, str | None):
+        raise ConfigurationError(f"{config}: key 'dir' is {run_dir!r}, wanted a path as a string")
+    option = "--elaswave-quiesce-timeout-s"
+    value = _peek(args, option)
+    source = option
+    if value is None and "quiesce_timeout_s" in section:
+        value, source = str(section["quiesce_timeout_s"]), f"{config}: key 'quiesce_timeout_s'"
+    try:
+        quiesce_s = Patience().quiesce_timeout_s if value is None else _seconds(value)
+    except argparse.ArgumentTypeError as error:
+        raise ConfigurationError(f"{source}: {error}") from error
+    return ScriptSettings(
+        run_dir=Path(run_dir).absolute() if run_dir else None, quiesce_timeout_s=quiesce_s
+    )
+
+
+def _deepspeed_section(args: Sequence[str]) -> dict[str, Any]:
+    """The section of a DeepSpeed configuration; DeepSpeed says what is wrong with that file."""
+    path = _peek(args, "--deepspeed-config")
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+    except (OSError, ValueError):
+        return {}
+    section = config.get("elaswave") if isinstance(config, dict) else None
+    return section if isinstance(section, dict) else {}
+
+
+def _section(path: str) -> dict[str, Any]:
+    """The keys of a TOML file, at its top or in its only table [elaswave].
+
+    As `elaswave_plugin.config.from_toml`, which needs more than the standard library.
+    """
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigurationError(
+            f"configuration file {path!r} cannot be read: {reason}; give a readable TOML file"
+        ) from error
+    except ValueError as error:
+        raise ConfigurationError(f"configuration file {path!r} is no TOML: {error}") from error
+    section = table.get("elaswave")
+    return section if len(table) == 1 and isinstance(section, dict) else table
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="elaswave run",
+        description="Run a training script on N workers; the job goes on when workers are lost.",
+        allow_abbrev=False,
+    )
+
+    def add(name: str, text: str, **more: object) -> None:
+        names = dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}"))
+        parser.add_argument(*names, help=text, **more)  # type: ignore[arg-type]
+
+    add("nproc-per-node", "workers on this node", type=int, default=1)
+    add("nnodes", "nodes in the job", type=int, default=1)
+    add("node-rank", "which node this is, from 0", type=int, default=0)
+    add("master-addr", "address of node 0", default="127.0.0.1")
+    add("master-port", "a free port of node 0; 0 picks one (one node)", type=int, default=0)
+    add("standalone", "one node (accepted for torchrun's sake)", action="store_true")
+    parser.add_argument("-m", "--module", action="store_true", help="run SCRIPT as python -m does")
+    parser.add_argument(
+        "--dir", "--elaswave-dir", "--elaswave_dir", help="run directory for events (default: none)"
+    )
+    parser.add_argument("--zygote", type=Path, help="socket of a running zygote that forks workers")
+    parser.add_argument(
+        "--preload", default="", help="modules that a zygote of this run imports, as torch,numpy"
+    )
+    patience, heartbeat = Patience(), Heartbeat()
+    add(
+        "quiesce-timeout-s",
+        "a worker that does not answer a view change in this time is killed "
+        f"(default {patience.quiesce_timeout_s:g})",
+        type=_seconds,
+    )
+    for name, text, default_s in (
+        ("start-timeout-s", "all nodes have to be there by then", 600.0),
+        ("join-timeout-s", "every worker has to have joined by then", patience.join_timeout_s),
+        ("quorum-wait-s", "a minority of the nodes stops after this", patience.quorum_wait_s),
+        ("heartbeat-timeout-s", "a supervisor this silent is lost", heartbeat.timeout_s),
+        (
+            "finish-grace-s",
+            "a worker that has finished and has not exited by then is killed",
+            patience.finish_grace_s,
+        ),
+    ):
+        add(name, f"{text} (default {default_s:g})", type=_seconds, default=default_s)
+    parser.add_argument("script", help="script, or module with -m")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
+    return parser
+
+
+def _peek(args: Sequence[str], option: str) -> str | None:
+    """The last value of one of the script's own options that also concerns the supervisors."""
+    found: str | None = None
+    for position, word in enumerate(args):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == option:
+            found = value if equals else next(iter(args[position + 1 :]), None)
+    return found
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
+    return value
+
+
+def _require(fine: bool, complaint: str) -> None:
+    if not fine:
+        raise ConfigurationError(complaint)

@@ -1,0 +1,152 @@
+"""The guarded loop: every step, evaluation or save is run, and run again after a recovery."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from elaswave_plugin.config import parse_change
+from elaswave_plugin.errors import EpochChanged
+from elaswave_plugin.runtime.framework import Framework
+from elaswave_plugin.runtime.recovery import recover
+from elaswave_plugin.runtime.worker import Worker
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What a training step reports: mean loss, gradient norm, learning rate, tokens."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+
+
+class GuardedSteps:
+    """What every loop does around a step, whoever owns the loop: begins it, completes it."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        framework: Framework,
+        *,
+        on_commit: Callable[[int, StepReport, float], None],
+        on_recovered: Callable[[dict[str, object]], None],
+    ) -> None:
+        """``on_commit(step, report, seconds)`` is told of every completed attempt of a step.
+
+        ``on_recovered(record)`` is told of a recovery once work has been completed after it.
+        """
+        self.worker = worker
+        self._framework = framework
+        self._on_commit = on_commit
+        self._on_recovered = on_recovered
+        self._departures = tuple(map(parse_change, worker.config.change))
+        self._began_s = 0.0
+
+    def sealed_everywhere(self) -> None:
+        """Seal the initial state; nobody trains before everyone has done so."""
+        self.worker.seal_initial(self._framework)
+        dist.barrier()
+
+    def begin(self) -> None:
+        """A step begins; a worker whose departure is planned leaves here."""
+        worker = self.worker
+        for slot, step in self._departures:
+            if step == worker.completed and slot in worker.view.ranks:
+                dist.barrier()
+                if slot == worker.slot:
+                    worker.events.emit("departed", slot=slot, step=step, pid=os.getpid())
+                    worker.member.leave("its departure was planned")
+                    os._exit(0)
+        self._began_s = time.monotonic()
+        worker.phases.step = worker.completed
+
+    def complete(self, report: StepReport) -> None:
+        """The step that began has been applied: seal it, and tell."""
+        worker = self.worker
+        worker.completed += 1
+        worker.seal(self._framework)
+        elapsed_s = time.monotonic() - self._began_s
+        self.note_recovery()
+        self._on_commit(worker.completed - 1, report, elapsed_s)
+
+    def recover(self) -> None:
+        """Take part in the recovery after an interruption."""
+        recover(self.worker, self._framework)
+
+    def note_recovery(self) -> None:
+        """Work was completed: a recovery that led to it is over."""
+        record = self.worker.recovery_over()
+        if record is not None:
+            self._on_recovered(record)
+
+
+class ElasticLoop:
+    """Runs the work of one trainer so that a change of the view interrupts and redoes it."""
+
+    def __init__(self, steps: GuardedSteps) -> None:
+        self.worker = steps.worker
+        self._steps = steps
+        self._train_step: Callable[[], StepReport] | None = None
+        self._report: StepReport | None = None
+
+    def start(self) -> None:
+        """Seal the initial state; nobody trains before everyone has done so."""
+        self._run(self._steps.sealed_everywhere, steps=0)
+
+    def step(self, train_step: Callable[[], StepReport]) -> StepReport:
+        """Complete the next step; ``train_step()`` runs once, and again for every redo.
+
+        After a roll-back the earlier step is redone first; the report is the wanted step's.
+        """
+        self._train_step = train_step
+        self._run(lambda: None, steps=self.worker.completed + 1)
+        assert self._report is not None
+        return self._report
+
+    def run(self, work: Callable[[], Result], *, phase: str) -> Result:
+        """Run work between steps, announced as ``phase``; it starts again after a recovery."""
+
+        def announced() -> Result:
+            # A proposal waits for announced work; silence inside a step is fenced.
+            self.worker.member.announce(phase)
+            try:
+                self.worker.phases.enter(phase)
+                return work()
+            finally:
+                self.worker.member.announce(None)
+
+        return self._run(announced, steps=self.worker.completed)
+
+    def finish(self, *, before_leaving: Callable[[], object]) -> None:
+        """Leave when everyone has completed its last step."""
+        self._run(dist.barrier, steps=self.worker.completed)
+        before_leaving()
+        self.worker.close()
+
+    def _run(self, work: Callable[[], Result], *, steps: int) -> Result:
+        """Run ``work`` once ``steps`` steps are complete, whatever interrupts on the way."""
+        while True:
+            try:
+                while self.worker.completed < steps:
+                    self._attempt_step()
+                self.worker.phases.step = self.worker.completed
+                result = work()
+                self._steps.note_recovery()
+                return result
+            except EpochChanged:
+                pass
+            # Outside of the handler: its traceback would keep the step's autograd graph alive.
+            self._steps.recover()
+
+    def _attempt_step(self) -> None:
+        self._steps.begin()
+        assert self._train_step is not None
+        self._report = self._train_step()
+        self._steps.complete(self._report)

@@ -1,0 +1,309 @@
+"""The trainer's end of the control link to its supervisor (standard library only)."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from elaswave_plugin.core.agreement_messages import unpack_payload
+from elaswave_plugin.core.membership import MembershipView
+from elaswave_plugin.errors import AgreementError, ConfigurationError, EpochChanged, JobStopped
+from elaswave_plugin.runtime.wire import Frame, FrameBuffer, encode
+
+CONTROL_FD = "ELASWAVE_CONTROL_FD"
+SNAPSHOT_FDS = "ELASWAVE_SNAPSHOT_FDS"
+SLOT = "ELASWAVE_SLOT"
+INCARNATION = "ELASWAVE_INCARNATION"
+HOST = "ELASWAVE_HOST"
+LOOPBACK = "127.0.0.1"
+# How long the others wait for an announced phase once a view is proposed. Long enough for the save
+# of a large model on slow storage; after it a phase counts as stuck and its worker is fenced.
+ANNOUNCED_LIMIT_S = 1800.0
+# So often within the time to answer does a worker in an announced phase say that it lives.
+_SIGNS_OF_LIFE = 4
+# Beyond the announced phase and the time to answer: finding lost supervisors, a new leader.
+_COMMIT_SLACK_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """A decided view with the facts of all its trainers (by slot) and all sealed records.
+
+    `path` are the views to apply in order; its last one is `view`. It is longer than one only
+    where an earlier commit did not reach this trainer.
+    """
+
+    view: MembershipView
+    facts: dict[int, dict[str, Any]]
+    inventory: list[dict[str, Any]]
+    path: tuple[MembershipView, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Copies:
+    """The copies of one own sealed snapshot that are still to be acknowledged."""
+
+    epoch: int
+    missing: set[int] = field(default_factory=set)
+
+
+class Member:
+    """A trainer's membership: its proposals, commits, seals and its end."""
+
+    def __init__(
+        self,
+        *,
+        sock: socket.socket,
+        slot: int,
+        incarnation: int,
+        snapshot_fds: tuple[int, int],
+        host: str = LOOPBACK,
+    ) -> None:
+        """`host` is the address of this node at which the other workers reach it."""
+        self.slot = slot
+        self.incarnation = incarnation
+        self.snapshot_fds = snapshot_fds
+        self.host = host
+        self._sock = sock
+        self._on_propose: Callable[[int, str], None] = _ignore
+        self._changed = threading.Condition()
+        self._sending = threading.Lock()
+        self._proposed_epoch = 0
+        self._proposed_reason = ""
+        self._proposed_at_s = 0.0
+        self._answer_within_s = 0.0
+        self._answered_epoch = 0
+        self._returned_epoch = 0
+        self._announced: str | None = None
+        self._commits: list[Commit] = []
+        self._stop_reason: str | None = None
+        self._copies: dict[int, _Copies] = {}
+
+    @classmethod
+    def from_environment(cls, env: Mapping[str, str]) -> Member:
+        """The member that the supervisor described; raises ConfigurationError without one."""
+        if CONTROL_FD not in env:
+            raise ConfigurationError(
+                f"{CONTROL_FD} is not set: this process has no elaswave supervisor; start the "
+                "script with `elaswave run` or `torchrun ... -m elaswave_plugin.run`"
+            )
+        first, second = env[SNAPSHOT_FDS].split(",")
+        return cls(
+            sock=socket.socket(fileno=int(env[CONTROL_FD])),
+            slot=int(env[SLOT]),
+            incarnation=int(env[INCARNATION]),
+            snapshot_fds=(int(first), int(second)),
+            host=env.get(HOST, LOOPBACK),
+        )
+
+    def start(self, on_propose: Callable[[int, str], None]) -> None:
+        """Listen in a thread of its own, which calls `on_propose(epoch, reason)` at once.
+
+        It is called once more when the job is told to stop, so that blocked work unwinds: every
+        method raises JobStopped from then on.
+        """
+        self._on_propose = on_propose
+        threading.Thread(target=self._listen, name="elaswave-doorbell", daemon=True).start()
+
+    def join(self, facts: dict[str, Any], timeout_s: float) -> Commit:
+        """Report ready, and wait for the first view. Raises AgreementError after `timeout_s`."""
+        self._send({"t": "join", "facts": facts})
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            while not self._commits:
+                self._wait(deadline_s, f"the first view, {timeout_s:g} s after joining")
+            return self._take_commit()
+
+    def check(self) -> None:
+        """Raise EpochChanged where a newer view is proposed, JobStopped where the job ends."""
+        if self._stop_reason is not None:
+            raise JobStopped(self._stop_reason)
+        if self._proposed_epoch > self._returned_epoch:
+            raise EpochChanged(self._proposed_epoch, self._proposed_reason)
+
+    def quiesce(self, facts: dict[str, Any], timeout_s: float | None = None) -> Commit:
+        """Answer the open proposal (or the next one) and wait for its commit.
+
+        Without `timeout_s`, as long as another worker may stay in an announced phase.
+        Raises EpochChanged where a newer proposal replaces it, AgreementError after `timeout_s`.
+        """
+        if timeout_s is None:
+            timeout_s = ANNOUNCED_LIMIT_S + 2 * self._answer_within_s + _COMMIT_SLACK_S
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            while self._proposed_epoch <= self._returned_epoch and not self._commits:
+                self._wait(deadline_s, f"a proposal of the next view within {timeout_s:g} s")
+            epoch = self._answered_epoch = self._proposed_epoch
+        self._send({"t": "quiesced", "epoch": epoch, "facts": facts})
+        with self._changed:
+            while not self._commits:
+                if self._proposed_epoch > epoch:
+                    raise EpochChanged(self._proposed_epoch, self._proposed_reason)
+                self._wait(deadline_s, f"the commit of epoch {epoch} within {timeout_s:g} s")
+            return self._take_commit()
+
+    def sealed(self, record: dict[str, Any], copy_to: list[int]) -> None:
+        """The snapshot in own buffer record["buffer"] is final; have the slots `copy_to` hold it.
+
+        Slots of this node hold it from then on, whatever is sealed into it.
+        """
+        step = int(record["step"])
+        with self._changed:
+            # A fresh set: after a roll-back the same step is sealed again, in a newer epoch, and
+            # what was acknowledged of the older one says nothing about these bytes. Later steps
+            # were sealed before that roll-back, and the step before the last is overwritten.
+            kept = {n: copies for n, copies in self._copies.items() if step - 1 <= n < step}
+            kept[step] = _Copies(epoch=int(record["epoch"]), missing=set(copy_to))
+            self._copies = kept
+        self._send({"t": "sealed", "record": record, "copy_to": copy_to})
+
+    def release(self, epoch: int) -> None:
+        """Everything of `epoch` is sealed twice: what others sealed before it may go."""
+        self._send({"t": "release", "epoch": epoch})
+
+    def wait_copied(self, step: int, timeout_s: float) -> None:
+        """Wait until every target holds its copy of the own snapshot of `step`.
+
+        Raises EpochChanged meanwhile, AgreementError after `timeout_s`.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            if step not in self._copies:
+                raise AgreementError(f"no snapshot of step {step} was sealed by worker {self.slot}")
+            copies = self._copies[step]
+            while copies.missing:
+                self.check()
+                late = f"{min(copies.missing)} within {timeout_s:g} s"
+                self._wait(deadline_s, f"the copy of step {step} at worker {late}")
+
+    def announce(self, phase: str | None) -> None:
+        """Enter a phase (a save, an evaluation) that a proposal has to wait for; None ends it.
+
+        While it lasts, at most ANNOUNCED_LIMIT_S after a proposal, the doorbell thread keeps the
+        time to answer alive. An interpreter that is stuck cannot do that, and is fenced.
+        """
+        self._announced = phase
+        self._keep_alive()
+
+    def progress(self, text: str) -> None:
+        """Say that work goes on: the deadline to answer a proposal starts anew."""
+        self._send({"t": "progress", "text": text})
+
+    def severed(self, epoch: int, evidence: str) -> None:
+        """A link to another worker broke in this epoch while it was needed."""
+        self._send({"t": "severed", "epoch": epoch, "evidence": evidence})
+
+    def abandon(self, reason: str, exit_code: int = 1) -> None:
+        """The job cannot go on: have all of it stopped, with this reason."""
+        self._send({"t": "abandon", "reason": reason, "exit_code": exit_code})
+
+    def leave(self, reason: str) -> None:
+        """This worker goes, as planned: the others go on without it, and it may exit."""
+        self._send({"t": "leave", "reason": reason})
+
+    def finish(self) -> None:
+        """The work is done here: an exit with code 0 is no failure from now on."""
+        self._send({"t": "finish"})
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _take_commit(self) -> Commit:
+        """The newest commit, with the views of those before it that were not taken."""
+        path = tuple(view for commit in self._commits for view in commit.path)
+        commit = self._commits[-1]
+        self._commits.clear()
+        self._returned_epoch = commit.view.epoch
+        return Commit(view=commit.view, facts=commit.facts, inventory=commit.inventory, path=path)
+
+    def _wait(self, deadline_s: float, what: str) -> None:
+        """Wait for news; the condition is held. Raises JobStopped, or AgreementError when late."""
+        if self._stop_reason is not None:
+            raise JobStopped(self._stop_reason)
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0 or not self._changed.wait(left_s):
+            raise AgreementError(f"worker {self.slot} did not get {what}")
+
+    def _send(self, frame: Frame) -> None:
+        try:
+            with self._sending:
+                self._sock.sendall(encode(frame))
+        except OSError as error:
+            raise JobStopped(f"the supervisor of worker {self.slot} is gone: {error}") from error
+
+    def _listen(self) -> None:
+        buffer = FrameBuffer()
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        while True:
+            within_s = self._answer_within_s / _SIGNS_OF_LIFE
+            if not poll.poll(1000 * within_s if self._awaited() else None):
+                self._keep_alive()
+                continue
+            try:
+                data = self._sock.recv(1 << 16)
+            except OSError:
+                data = b""
+            if not data:
+                with self._changed:
+                    self._stop_reason = self._stop_reason or "the supervisor is gone"
+                    self._changed.notify_all()
+                with self._sending:
+                    self._sock.close()
+                return
+            for frame in buffer.feed(data):
+                self._on_frame(frame)
+
+    def _awaited(self) -> bool:
+        """Whether a proposal is open that this worker has not answered."""
+        return self._proposed_epoch > max(self._answered_epoch, self._returned_epoch)
+
+    def _keep_alive(self) -> None:
+        """Keep the time to answer alive where an announced phase is open, and not for too long."""
+        phase = self._announced
+        if phase is None or not self._awaited():
+            return
+        if time.monotonic() < self._proposed_at_s + ANNOUNCED_LIMIT_S:
+            # Where the supervisor is gone, the listening side says so.
+            with contextlib.suppress(JobStopped):
+                self.progress(phase)
+
+    def _on_frame(self, frame: Frame) -> None:
+        if frame["t"] == "propose":
+            if not self._awaited():
+                self._proposed_at_s = time.monotonic()
+            self._answer_within_s = frame["within_s"]
+            # The flag before the bell: whoever the doorbell wakes must find it set.
+            self._proposed_reason = frame["reason"]
+            self._proposed_epoch = frame["epoch"]
+            self._on_propose(frame["epoch"], frame["reason"])
+        elif frame["t"] == "stop":
+            self._stop_reason = frame["reason"]
+            self._on_propose(self._proposed_epoch + 1, frame["reason"])
+        with self._changed:
+            if frame["t"] == "commit":
+                self._commits.append(_read_commit(frame))
+            elif frame["t"] == "copied":
+                self._on_copied(frame["step"], frame["epoch"], frame["slot"])
+            self._changed.notify_all()
+
+    def _on_copied(self, step: int, epoch: int, slot: int) -> None:
+        """Count a copy that has arrived, where it is one of the newest snapshot of its step."""
+        copies = self._copies.get(step)
+        if copies is not None and copies.epoch == epoch:
+            copies.missing.discard(slot)
+
+
+def _read_commit(frame: Frame) -> Commit:
+    path = tuple(map(MembershipView.from_json, frame["path"]))
+    facts, inventory = unpack_payload(frame["payload"])
+    return Commit(view=path[-1], facts=facts, inventory=inventory, path=path)
+
+
+def _ignore(epoch: int, reason: str) -> None:
+    pass

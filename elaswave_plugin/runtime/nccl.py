@@ -1,0 +1,201 @@
+"""NCCL groups for GPU tensors: whether they can be used here, and how one is made and ended."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import MutableMapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elaswave_plugin.core.communicators import obstacle, shrink_is_safe, uses_nccl
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.runtime import c10d_tables
+from elaswave_plugin.runtime import collectives as run
+from elaswave_plugin.runtime.communicator import Inner
+from elaswave_plugin.runtime.link_store import LinkStore
+from elaswave_plugin.runtime.links import LinkTable
+from elaswave_plugin.runtime.operation import Operation, Place, Steps
+
+# Who is lost is decided by the supervisors, and the doorbell ends what is in flight. So torch's
+# watchdog may neither end an operation nor the process.
+WATCHDOG_SWITCHES = (
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_ENABLE_MONITORING",
+    "TORCH_NCCL_BLOCKING_WAIT",
+    "TORCH_NCCL_DESYNC_DEBUG",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT",
+    "TORCH_NCCL_PROPAGATE_ERROR",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS",
+)
+_OFF = "0"
+_WATCHDOG_TIMEOUT_DAYS = 365
+_SHRINK_ABORT = 1
+_IDENTITY_BYTES = 128
+
+
+def silence_watchdog(environ: MutableMapping[str, str]) -> list[str]:
+    """Set what ProcessGroupNCCL reads when it is made; the answer names what was set otherwise."""
+    changed = [
+        f"{name} is {_OFF} instead of {environ[name]}"
+        for name in WATCHDOG_SWITCHES
+        if environ.get(name, _OFF) != _OFF
+    ]
+    environ.update(dict.fromkeys(WATCHDOG_SWITCHES, _OFF))
+    return changed
+
+
+class StreamMark:
+    """Complete when everything is that the current stream holds now."""
+
+    def __init__(self) -> None:
+        make: Any = torch.cuda.Event
+        self._event = make()
+        self._event.record()
+
+    def is_completed(self) -> bool:
+        """Whether the stream has come this far."""
+        return bool(self._event.query())
+
+    is_success = is_completed
+
+    def wait(self) -> bool:
+        """The current stream is behind it already."""
+        return True
+
+    def exception(self) -> None:
+        """None: see NcclGroup.failed."""
+
+    def result(self) -> list[torch.Tensor]:
+        """Empty: the caller has the tensors."""
+        return []
+
+
+class NcclGroup:
+    """One ProcessGroupNCCL as a process group of its own."""
+
+    waits_on_host = False
+
+    def __init__(self, backend: Any, store: Any, rank: int, size: int) -> None:
+        self._backend = backend
+        self._store = store
+        self.calls = c10d_tables.wrap_backend(
+            backend, store, rank, size, kind="NCCL", device="cuda"
+        )
+
+    @property
+    def failed(self) -> bool:
+        """Whether the watchdog has seen an error."""
+        return str(self._backend.get_error().name) != "SUCCESS"
+
+    def mark(self) -> StreamMark:
+        """Torch's synchronous calls run on the current stream and answer None."""
+        return StreamMark()
+
+    def shrink(self, excluded: Sequence[int]) -> Inner:
+        """The group without these ranks; the parent is left for the caller to abort."""
+        backend = self._backend.shrink(list(excluded), _SHRINK_ABORT)
+        return NcclGroup(backend, self._store, backend.rank(), backend.size())
+
+    def abort(self) -> None:
+        """End the kernels in flight and release the communicator."""
+        self._backend.abort()
+
+    def close(self) -> None:
+        """Release the communicator together with all members."""
+        self._backend.shutdown()
+
+
+class NcclMaker:
+    """Makes ProcessGroupNCCL. No device is bound, so NCCL itself connects on first use only."""
+
+    device_type = "cuda"
+
+    def __init__(self, environ: MutableMapping[str, str]) -> None:
+        """Sets the watchdog's variables in `environ`, which has to be that of the process."""
+        self.overridden = silence_watchdog(environ)
+        version: Any = torch.cuda.nccl.version
+        self.shrinks = shrink_is_safe(tuple(version()))
+
+    def make(self, store: LinkStore, name: str, rank: int, size: int) -> Inner:
+        """A new group whose members find each other through our links."""
+        torch_distributed: Any = dist
+        nccl = torch_distributed.ProcessGroupNCCL
+        options = nccl.Options()
+        options._timeout = timedelta(days=_WATCHDOG_TIMEOUT_DAYS)
+        prefixed = torch_distributed.PrefixStore(name, store)
+        return NcclGroup(nccl(prefixed, rank, size, options), prefixed, rank, size)
+
+
+def maker_for(
+    links: LinkTable,
+    members: Sequence[int],
+    setting: str,
+    environ: MutableMapping[str, str],
+    *,
+    timeout_s: float,
+) -> NcclMaker | None:
+    """What all members alike choose for GPU tensors; None: they go through host memory.
+
+    Collective over `members` (slots) where torch has NCCL, which is then to be so for all.  The
+    lowest slot says on stderr what was chosen when a GPU is there. Raises ConfigurationError.
+    """
+    if setting == "host":
+        return None
+    if not dist.is_nccl_available():
+        if setting == "nccl":
+            raise ConfigurationError(
+                "gpu_engine is nccl, but this torch is built without NCCL: install a build with "
+                "CUDA, or set gpu_engine to auto or host"
+            )
+        if torch.cuda.is_available():
+            _say(links, members, "GPU tensors go through host memory: this torch has no NCCL")
+        return None
+    devices = exchange(links, members, local_device(), timeout_s=timeout_s)
+    if not uses_nccl(setting, devices):
+        if any(devices.values()):
+            _say(links, members, f"GPU tensors go through host memory: {obstacle(devices)}")
+        return None
+    maker = NcclMaker(environ)
+    note = "".join(f"; {change}" for change in maker.overridden)
+    _say(links, members, f"GPU tensors go through NCCL{note}")
+    return maker
+
+
+def local_device() -> str:
+    """The current CUDA device, named alike in all processes; "" for none."""
+    if not torch.cuda.is_available():
+        return ""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
+def exchange(
+    links: LinkTable, members: Sequence[int], identity: str, *, timeout_s: float
+) -> dict[int, str]:
+    """Everybody's identity by slot. Collective, over the links."""
+    slots = tuple(members)
+    digest = hashlib.blake2b(b"devices of the workers", digest_size=8).digest()
+    place = Place(
+        group=int.from_bytes(digest, "big"),
+        label="devices of the workers",
+        members=slots,
+        rank=slots.index(links.slot),
+    )
+    outs = [bytearray(_IDENTITY_BYTES) for _ in slots]
+    ours = memoryview(identity.encode().ljust(_IDENTITY_BYTES, b"\0"))
+
+    def body(op: Operation) -> Steps:
+        yield from run.all_gather(op, [memoryview(out) for out in outs], ours)
+
+    operation = Operation(links, place, "all_gather", timeout_s=timeout_s)
+    links.run(operation, body)
+    links.wait(operation)
+    return {slot: out.rstrip(b"\0").decode() for slot, out in zip(slots, outs, strict=True)}
+
+
+def _say(links: LinkTable, members: Sequence[int], text: str) -> None:
+    if links.slot == min(members):
+        print(f"elaswave: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,208 @@
+"""All process groups of one worker: made through torch, edited together when the view changes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.runtime import c10d_tables, nccl
+from elaswave_plugin.runtime.communicator import Maker
+from elaswave_plugin.runtime.device_calls import DeviceCalls
+from elaswave_plugin.runtime.device_engine import Answers, DeviceEngine
+from elaswave_plugin.runtime.group_calls import GroupCalls
+from elaswave_plugin.runtime.links import LinkTable
+
+
+class ElasticProcessGroup(GroupCalls, ProcessGroup):  # type: ignore[misc]
+    """A torch process group over a link table whose member list is edited in place.
+
+    Every handle that a framework has captured stays valid.  Ours come first in the method order,
+    so that C++ and Python find them before those of the base class.
+    """
+
+    def __init__(
+        self,
+        links: LinkTable,
+        name: str,
+        members: Sequence[int],
+        *,
+        timeout_s: float = 1800.0,
+        on_shutdown: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        """A group of slots in rank order; `on_shutdown(name)` is called when torch destroys it."""
+        slots = tuple(members)
+        rank = slots.index(links.slot) if links.slot in slots else -1
+        init: Any = ProcessGroup.__init__
+        init(self, rank, len(slots))
+        GroupCalls.__init__(self, links, name, slots, timeout_s=timeout_s, on_shutdown=on_shutdown)
+
+
+class DeviceProcessGroup(DeviceCalls, ElasticProcessGroup):  # type: ignore[misc]
+    """One whose tensors of a device go to a native group; all others go over the links."""
+
+    def __init__(self, engine: DeviceEngine, *args: Any, **kwargs: Any) -> None:
+        """`engine` makes the native groups; the rest is that of ElasticProcessGroup."""
+        ElasticProcessGroup.__init__(self, *args, **kwargs)
+        self.engine = engine
+
+
+def without(members: Sequence[int], dead: set[int]) -> tuple[int, ...]:
+    """The members without the dead: the last live member takes each hole, lowest hole first."""
+    left = list(members)
+    at = 0
+    while at < len(left):
+        if left[-1] in dead:
+            left.pop()
+        elif left[at] in dead:
+            left[at] = left.pop()
+        else:
+            at += 1
+    return tuple(left)
+
+
+class GroupTable:
+    """The groups of one worker, WORLD first once init_process_group has run."""
+
+    def __init__(
+        self, links: LinkTable, *, gpu_engine: str = "host", maker: Maker | None = None
+    ) -> None:
+        """`gpu_engine` is the setting auto, host or nccl; auto and nccl make init_process_group()
+        collective. `maker`: makes the native groups, whatever the setting says.
+        """
+        c10d_tables.check_torch()
+        self.links = links
+        self._gpu_engine = gpu_engine
+        self._engine = None if maker is None else DeviceEngine(links, maker)
+        self._undo_batches: Callable[[], None] | None = None
+        self.world: ElasticProcessGroup | None = None
+        self._world_ranks: tuple[int, ...] = ()
+        self._groups: dict[str, ElasticProcessGroup] = {}
+        self._installed = False
+
+    @property
+    def groups(self) -> tuple[ElasticProcessGroup, ...]:
+        """Every group that has not been shut down."""
+        return tuple(self._groups.values())
+
+    def create(
+        self, name: str, members: Sequence[int], *, timeout_s: float = 1800.0
+    ) -> ElasticProcessGroup:
+        """A new group of slots in rank order. Raises ConfigurationError when the name is taken."""
+        if name in self._groups:
+            raise ConfigurationError(f"a group named {name!r} exists already: choose another name")
+        # Without an engine no call pays for looking at its tensors.
+        group: ElasticProcessGroup
+        slots, forget = tuple(members), self._forget
+        if self._engine is None:
+            group = ElasticProcessGroup(
+                self.links, name, slots, timeout_s=timeout_s, on_shutdown=forget
+            )
+        else:
+            group = DeviceProcessGroup(
+                self._engine, self.links, name, slots, timeout_s=timeout_s, on_shutdown=forget
+            )
+        self._groups[name] = group
+        return group
+
+    def _forget(self, name: str) -> None:
+        group = self._groups.pop(name, None)
+        if group is not None:
+            self.links.forget(group.group_id)
+        if self.world is group:
+            self.world = None
+
+    def edit_all(self, view_ranks: Sequence[int], dead: set[int]) -> None:
+        """Take the dead slots out of every group; WORLD becomes `view_ranks`."""
+        self.edit_groups(
+            view_ranks,
+            {g.group_name: without(g.members, dead) for g in self.groups if g is not self.world},
+        )
+
+    def edit_groups(self, view_ranks: Sequence[int], members: Mapping[str, Sequence[int]]) -> None:
+        """Set the members of WORLD and of the named groups together, in torch's tables too."""
+        world = tuple(view_ranks)
+        strangers = {s for slots in members.values() for s in slots} - set(world)
+        if strangers:
+            raise ConfigurationError(
+                f"groups would hold slots {sorted(strangers)}, which are not in the view {world}"
+            )
+        self._world_ranks = world
+        if self.world is not None:
+            self.world.edit(world)
+        for name, slots in members.items():
+            self._groups[name].edit(slots)
+        c10d_tables.forget_coalescing(self.groups)
+        c10d_tables.update_ranks(
+            {group: [world.index(slot) for slot in group.members] for group in self.groups},
+            self.world,
+        )
+
+    def device_facts(self) -> dict[str, dict[str, Any]]:
+        """The communicators that this worker holds, by group: plain JSON for the commit.
+
+        Call it when the step has unwound: what is still in flight is aborted.
+        """
+        return {} if self._engine is None else self._engine.facts()
+
+    def settle(self, answers: Answers) -> None:
+        """After the groups are edited: which communicators go on, from everybody's device_facts().
+
+        Without this call none does, and each group makes a new one. Raises EpochChanged, LinkError.
+        """
+        if self._engine is not None:
+            self._engine.settle({g.group_name: g.members for g in self.groups}, answers)
+
+    def install(self, world_ranks: Sequence[int]) -> dict[str, Any]:
+        """Register backend "elaswave"; returns the arguments for init_process_group.
+
+        `world_ranks` are slots in rank order.  No store server is started or needed.
+        """
+        world = tuple(world_ranks)
+        if self.links.slot not in world:
+            raise ConfigurationError(f"slot {self.links.slot} is not in the world {world}")
+        c10d_tables.register_backend(self._make)
+        if self._engine is not None or self._gpu_engine != "host":
+            self._undo_batches = c10d_tables.route_batches(_batch_of)
+        self._installed = True
+        self._world_ranks = world
+        return {
+            "backend": c10d_tables.BACKEND,
+            "store": c10d_tables.local_store(),
+            "rank": world.index(self.links.slot),
+            "world_size": len(world),
+        }
+
+    def uninstall(self) -> None:
+        """Undo install(); groups that exist stay usable. Idempotent."""
+        if self._installed:
+            self._installed = False
+            c10d_tables.unregister_backend()
+            if self._undo_batches is not None:
+                self._undo_batches()
+                self._undo_batches = None
+
+    def _make(self, options: Any, _: Any) -> ElasticProcessGroup:
+        """What torch calls for init_process_group and for each new_group that we are in."""
+        ranks = list(options.global_ranks_in_group)
+        members = [self._world_ranks[rank] for rank in ranks] if ranks else self._world_ranks
+        timeout_s = options.timeout.total_seconds()
+        if not ranks and self._engine is None:
+            maker = nccl.maker_for(
+                self.links, members, self._gpu_engine, os.environ, timeout_s=timeout_s
+            )
+            self._engine = None if maker is None else DeviceEngine(self.links, maker)
+        group = self.create(str(options.group_id), members, timeout_s=timeout_s)
+        if not ranks:
+            self.world = group
+        return group
+
+
+def _batch_of(group: Any, tensor: Any) -> Callable[[Any], Any] | None:
+    """Who runs a batch of point-to-point calls that begins with this tensor; None: torch."""
+    if isinstance(group, DeviceProcessGroup) and tensor.device.type == group.engine.device_type:
+        return group.batch
+    return None

@@ -1,0 +1,57 @@
+"""The main path: one function, one call a phase, from an interrupted step to its replay."""
+
+import torch
+import torch.distributed as dist
+
+from elaswave_plugin.errors import ElasWaveError, EpochChanged
+from elaswave_plugin.runtime.framework import Framework
+from elaswave_plugin.runtime.restore import restore
+from elaswave_plugin.runtime.worker import Worker
+
+
+def recover(worker: Worker, framework: Framework) -> None:
+    """Bring this worker to the start of the step that all survivors redo together.
+
+    A proposal that arrives at any point supersedes the attempt and starts it again: until the new
+    layout is sealed, nothing that an attempt reads from is overwritten.
+    Raises SnapshotGapError, PlanDigestError, JobStopped.
+    """
+    phases = worker.phases
+    phases.fire("detect")
+    worker.begin_recovery()
+    while True:
+        try:
+            with phases.timed("agree"):
+                framework.pause()
+                commit = worker.quiesce()
+            with phases.timed("edit"):
+                worker.install_view(commit)
+            with phases.timed("move"):
+                state = restore(
+                    slot=worker.slot,
+                    pool=worker.pool,
+                    plan_without=worker.planner(commit),
+                    timeout_s=worker.config.transfer_timeout_s,
+                    check=worker.member.check,
+                )
+            with phases.timed("rebind"):
+                framework.rebind(state.plan)
+                framework.write_shard(state.payload)
+                framework.write_capsule(state.capsule)
+            with phases.timed("verify"):
+                compare_weights(framework)
+            worker.end_recovery(state.plan, fetched_bytes=state.fetched_bytes)
+            return
+        except EpochChanged:
+            continue
+
+
+def compare_weights(framework: Framework) -> None:
+    """Gather the weights and require that every replica now holds the same bits."""
+    digest = torch.tensor([framework.sync_weights()], dtype=torch.int64)
+    everyone = [torch.zeros_like(digest) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, digest)
+    if any(int(one) != int(digest) for one in everyone):
+        raise ElasWaveError(
+            f"weights differ between replicas after a recovery: {[int(one) for one in everyone]}"
+        )

@@ -1,0 +1,56 @@
+"""How a trainer ends when it cannot go on: one sentence, said once for the whole job."""
+
+import os
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import NoReturn, ParamSpec, TypeVar
+
+from elaswave_plugin.errors import (
+    ConfigurationError,
+    ElasWaveError,
+    JobStopped,
+    PlanDigestError,
+    SnapshotGapError,
+)
+from elaswave_plugin.runtime.member import CONTROL_FD, Member
+
+EXIT_CONFIGURATION = 2
+EXIT_FAILURE = 1
+# Errors that every worker meets alike.
+_OF_THE_JOB = (ConfigurationError, PlanDigestError, SnapshotGapError)
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def ends_in_a_sentence(
+    function: Callable[Parameters, Result],
+) -> Callable[Parameters, Result]:
+    """Turn an ElasWaveError that leaves ``function`` into a sentence and the process's end.
+
+    What everybody sees alike (bad input, lost state, different plans) stops the whole job, and its
+    leader prints the reason once; anything else is the loss of this worker. Exit code 2 for bad
+    input, 1 for the rest.
+    """
+
+    @wraps(function)
+    def guarded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        try:
+            return function(*args, **kwargs)
+        except ElasWaveError as error:
+            _end(error)
+
+    return guarded
+
+
+def _end(error: ElasWaveError) -> NoReturn:
+    code = EXIT_CONFIGURATION if isinstance(error, ConfigurationError) else EXIT_FAILURE
+    if CONTROL_FD not in os.environ or not isinstance(error, (*_OF_THE_JOB, JobStopped)):
+        print(f"elaswave: {error}", file=sys.stderr)
+    elif isinstance(error, _OF_THE_JOB):
+        # A copy of the descriptor: the worker's own member may hold the original.
+        copy = str(os.dup(int(os.environ[CONTROL_FD])))
+        member = Member.from_environment({**os.environ, CONTROL_FD: copy})
+        member.abandon(str(error), exit_code=code)
+    raise SystemExit(code) from error

@@ -1,0 +1,229 @@
+"""The supervisors find each other once, at slot 0's address, and link up pairwise."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from elaswave_plugin.errors import AgreementError, ConfigurationError
+from elaswave_plugin.runtime.wire import receive_frame, send_frame
+
+_FIRST_FRAME_S = 5.0
+_REDIAL_S = 0.05
+_ANY = ("", "0.0.0.0", "::")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a job's supervisors meet, and who this one is there."""
+
+    slot: int
+    node: int
+    world_size: int
+    host: str
+    port: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """What the others have to know of a supervisor."""
+
+    slot: int
+    node: int
+    pid: int
+    control: str
+    data: str
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict that JSON can carry."""
+        return {
+            "slot": self.slot,
+            "node": self.node,
+            "pid": self.pid,
+            "control": self.control,
+            "data": self.data,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """All supervisors by slot, and an open link to each of the others."""
+
+    peers: tuple[Peer, ...]
+    links: dict[int, socket.socket]
+
+
+def own_host(host: str, port: int, *, listener: socket.socket | None, timeout_s: float) -> str:
+    """The address of this machine at which the other workers of the job reach it.
+
+    That is where slot 0 listens; elsewhere, and where slot 0 listens on all its addresses, it is
+    this end of the way to slot 0 at `host`. No packet is sent for it.
+    Raises ConfigurationError where `host` is not known within `timeout_s`.
+    """
+    if listener is not None and listener.getsockname()[0] not in _ANY:
+        return str(listener.getsockname()[0])
+    if host in _ANY:
+        return socket.gethostbyname(socket.gethostname())
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return _way_to(host, port)
+        except OSError as error:
+            if time.monotonic() + _REDIAL_S > deadline_s:
+                raise ConfigurationError(
+                    f"the address of node 0 is {host!r}, to which this machine knows no way "
+                    f"({error}); give one that every node can reach as --master-addr"
+                ) from error
+        # Nothing can be waited for: the name of node 0 may become known after its start.
+        time.sleep(_REDIAL_S)
+
+
+def _way_to(host: str, port: int) -> str:
+    """This machine's address on the way to `host`, of the first family that has one."""
+    failure = OSError("it has no address")
+    for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(address)
+            except OSError as error:
+                failure = error
+            else:
+                return str(probe.getsockname()[0])
+    raise failure
+
+
+def host_meeting(place: Place, listener: socket.socket, data: str) -> Meeting:
+    """Slot 0: wait for everybody at `listener`; `data` is where it serves snapshots.
+
+    Raises AgreementError when someone stays away.
+    """
+    deadline_s = time.monotonic() + place.timeout_s
+    own = Peer(slot=0, node=place.node, pid=os.getpid(), control="", data=data)
+    peers = {0: own}
+    links: dict[int, socket.socket] = {}
+    while len(peers) < place.world_size:
+        missing = sorted(set(range(place.world_size)) - set(peers))
+        sock = _accept(listener, deadline_s, place, f"workers {missing} did not come")
+        greeting = _greeting(sock)
+        if greeting is None:
+            continue
+        if greeting.get("world_size") != place.world_size or greeting["slot"] in peers:
+            send_frame(
+                sock, {"error": f"this job has {place.world_size} workers, one of each slot"}
+            )
+            sock.close()
+            continue
+        peer = Peer(**{key: greeting[key] for key in ("slot", "node", "pid", "control", "data")})
+        peers[peer.slot] = peer
+        links[peer.slot] = sock
+    roster = [peers[slot].to_json() for slot in sorted(peers)]
+    token = os.urandom(8).hex()
+    for sock in links.values():
+        send_frame(sock, {"roster": roster, "token": token})
+    return Meeting(peers=tuple(peers[slot] for slot in sorted(peers)), links=links)
+
+
+def join_meeting(place: Place, host: str, data: str) -> Meeting:
+    """Any other slot, at `host`: go to slot 0, then link up with the rest.
+
+    `data` is where it serves snapshots. Raises AgreementError.
+    """
+    deadline_s = time.monotonic() + place.timeout_s
+    first = _dial_until(place, deadline_s)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family, backlog=place.world_size)
+    own = Peer(
+        slot=place.slot,
+        node=place.node,
+        pid=os.getpid(),
+        control=f"{host}:{listener.getsockname()[1]}",
+        data=data,
+    )
+    try:
+        send_frame(first, {**own.to_json(), "world_size": place.world_size})
+        answer = receive_frame(first, deadline_s - time.monotonic())
+    except OSError as error:
+        raise AgreementError(f"the supervisor of worker 0 went away: {error}") from error
+    if "error" in answer:
+        raise AgreementError(f"worker {place.slot} is not wanted: {answer['error']}")
+    peers = tuple(Peer(**entry) for entry in answer["roster"])
+    links = {0: first, **_link_up(place, peers, listener, answer["token"], deadline_s)}
+    listener.close()
+    return Meeting(peers=peers, links=links)
+
+
+def _link_up(
+    place: Place,
+    peers: tuple[Peer, ...],
+    listener: socket.socket,
+    token: str,
+    deadline_s: float,
+) -> dict[int, socket.socket]:
+    """Dial the lower slots, be dialled by the higher ones."""
+    links: dict[int, socket.socket] = {}
+    for peer in peers[1 : place.slot]:
+        address, _, port = peer.control.rpartition(":")
+        try:
+            sock = socket.create_connection((address, int(port)), timeout=_FIRST_FRAME_S)
+            send_frame(sock, {"slot": place.slot, "token": token})
+        except OSError as error:
+            raise AgreementError(f"worker {peer.slot} cannot be reached: {error}") from error
+        links[peer.slot] = sock
+    while len(links) < place.world_size - 2:
+        sock = _accept(listener, deadline_s, place, "not every worker linked up")
+        greeting = _greeting(sock)
+        if greeting is not None and greeting.get("token") == token:
+            links[greeting["slot"]] = sock
+        else:
+            sock.close()
+    return links
+
+
+def _accept(
+    listener: socket.socket, deadline_s: float, place: Place, complaint: str
+) -> socket.socket:
+    listener.settimeout(max(0.001, deadline_s - time.monotonic()))
+    try:
+        return listener.accept()[0]
+    except TimeoutError:
+        raise AgreementError(f"{complaint} within {place.timeout_s:g} s") from None
+
+
+def _greeting(sock: socket.socket) -> dict[str, Any] | None:
+    """The first frame of a new connection; None from a stranger (a port scan, another job)."""
+    try:
+        greeting = receive_frame(sock, _FIRST_FRAME_S)
+    except (OSError, ValueError):
+        sock.close()
+        return None
+    return greeting if "slot" in greeting else None
+
+
+def listen_at(host: str, port: int) -> socket.socket:
+    """A listener of a meeting; an OSError it raises has the plain reason as strerror."""
+    try:
+        family = socket.getaddrinfo(host or "0.0.0.0", port)[0][0]
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        if error.errno is not None and error.errno > 0:
+            error.strerror = os.strerror(error.errno)  # without what create_server adds
+        raise
+
+
+def _dial_until(place: Place, deadline_s: float) -> socket.socket:
+    """Connect to slot 0, which may start later than we do."""
+    while True:
+        try:
+            return socket.create_connection((place.host, place.port), timeout=_FIRST_FRAME_S)
+        except OSError as error:
+            if time.monotonic() + _REDIAL_S > deadline_s:
+                raise AgreementError(
+                    f"the supervisor of worker 0 does not answer at {place.host}:{place.port} "
+                    f"within {place.timeout_s:g} s ({error})"
+                ) from error
+        # Nothing can be waited for: the listener does not exist yet.
+        time.sleep(_REDIAL_S)

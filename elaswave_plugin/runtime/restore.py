@@ -1,0 +1,145 @@
+"""Read a worker's new shard from the sealed snapshots that a plan names, falling down a ladder.
+
+Own memory is read in place; other shards are fetched from the supervisor that holds them. Bytes
+that fail their checksum or do not arrive are rejected by everyone together, and the plan is made
+again without them: another copy, then an older step, then the job stops with the gap named.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from elaswave_plugin.core.plan import RecoveryPlan, SealedShard
+from elaswave_plugin.core.shards import ELEMENT_BYTES, PARTS, Piece
+from elaswave_plugin.errors import LinkError, PlanDigestError, SnapshotUnreadableError
+from elaswave_plugin.runtime.fetch import Fetcher
+from elaswave_plugin.runtime.snapshot import SnapshotPool, VerifiedReader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoredState:
+    """A worker's verified new shard: payload [3, shard_numel] float32, and the step capsule."""
+
+    plan: RecoveryPlan
+    payload: torch.Tensor
+    capsule: bytes
+    fetched_bytes: int
+
+
+def restore(
+    *,
+    slot: int,
+    pool: SnapshotPool,
+    plan_without: Callable[[frozenset[tuple[int, int, int]]], RecoveryPlan],
+    timeout_s: float,
+    check: Callable[[], None] | None = None,
+) -> RestoredState:
+    """Read and verify the shard of ``slot``; collective over WORLD.
+
+    ``plan_without`` makes the plan that avoids the rejected (holder, owner, step). ``check`` is
+    called all the time while bytes are awaited; it may raise EpochChanged.
+    Raises PlanDigestError, SnapshotGapError.
+    """
+    rejected: frozenset[tuple[int, int, int]] = frozenset()
+    while True:
+        plan = plan_without(rejected)
+        _compare_digests(plan)
+        found: tuple[int, int, int] | None = None
+        state = None
+        try:
+            state = _read(plan, slot=slot, pool=pool, timeout_s=timeout_s, check=check)
+        except SnapshotUnreadableError as error:
+            found = (error.holder, error.owner, error.step)
+        everyone = _exchange(found)
+        if state is not None and not any(everyone):
+            return state
+        rejected |= {one for one in everyone if one is not None}
+
+
+def _exchange(value: object) -> list[tuple[int, int, int] | None]:
+    gathered: list[tuple[int, int, int] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def _compare_digests(plan: RecoveryPlan) -> None:
+    mine = torch.tensor([plan.digest], dtype=torch.int64)
+    everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    digests = {slot: int(one) for slot, one in zip(plan.ranks, everyone, strict=True)}
+    if len(set(digests.values())) != 1:
+        raise PlanDigestError(f"plans of epoch {plan.epoch} differ by worker: {digests}")
+
+
+def _read(
+    plan: RecoveryPlan,
+    *,
+    slot: int,
+    pool: SnapshotPool,
+    timeout_s: float,
+    check: Callable[[], None] | None,
+) -> RestoredState:
+    numel = plan.after.shard_numel
+    payload = torch.zeros(len(PARTS), numel, dtype=torch.float32)
+    target = memoryview(payload.view(torch.uint8).view(-1).numpy())  # type: ignore[arg-type]
+    fetched_bytes = 0
+    for source, pieces in plan.pieces(slot):
+        with _open(source, slot=slot, pool=pool, timeout_s=timeout_s, check=check) as reader:
+            num_bytes = reader.read_ranges(_ranges(pieces, plan, target))
+            fetched_bytes += 0 if source.holder == slot else num_bytes
+    nearest = next((s for s in plan.sources if s.holder == slot), plan.sources[0])
+    with _open(nearest, slot=slot, pool=pool, timeout_s=timeout_s, check=check) as reader:
+        capsule = reader.read_capsule()
+    return RestoredState(plan=plan, payload=payload, capsule=capsule, fetched_bytes=fetched_bytes)
+
+
+@contextmanager
+def _open(
+    source: SealedShard,
+    *,
+    slot: int,
+    pool: SnapshotPool,
+    timeout_s: float,
+    check: Callable[[], None] | None,
+) -> Iterator[VerifiedReader]:
+    if source.holder == slot and not source.is_copy:
+        yield VerifiedReader(source, pool.reader(source.step))
+        return
+    try:
+        with Fetcher(source.holder_address, timeout_s=timeout_s, check=check) as fetcher:
+
+            def read(offset: int, into: memoryview) -> None:
+                fetcher.fetch(
+                    owner=source.owner,
+                    step=source.step,
+                    epoch=source.epoch,
+                    offset=offset,
+                    into=into,
+                    timeout_s=timeout_s,
+                )
+
+            yield VerifiedReader(source, read)
+    except LinkError as error:
+        raise SnapshotUnreadableError(
+            f"{source} cannot be read: {error}",
+            holder=source.holder,
+            owner=source.owner,
+            step=source.step,
+        ) from error
+
+
+def _ranges(
+    pieces: tuple[Piece, ...], plan: RecoveryPlan, target: memoryview
+) -> list[tuple[int, memoryview]]:
+    """(byte offset in the source's payload, view of the new payload) of every part of a piece."""
+    ranges = []
+    for part in range(len(PARTS)):
+        for piece in pieces:
+            source = (part * plan.before.shard_numel + piece.source_offset) * ELEMENT_BYTES
+            start = (part * plan.after.shard_numel + piece.target_offset) * ELEMENT_BYTES
+            stop = start + (piece.stop - piece.start) * ELEMENT_BYTES
+            ranges.append((source, target[start:stop]))
+    return ranges

@@ -1,0 +1,192 @@
+"""Two sealed snapshots of a worker's shard in shared memory, and verified reads of anyone's.
+
+A buffer holds: its record (`sealed_memory.py`) | payload (the shard's flat state) | step capsule |
+table of 64-bit xxh3 checksums, one for each chunk of payload and capsule. The record names the
+length and the digest of the table, so that whoever reads any range checks exactly the chunks it
+used, wherever the bytes came from.
+"""
+
+import mmap
+import os
+import struct
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import xxhash
+
+from elaswave_plugin.core.plan import SealedShard
+from elaswave_plugin.errors import ConfigurationError, SnapshotUnreadableError
+from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET, Record, clear_record, write_record
+
+# Small enough that a range read checks little more than it needs, large enough that the table is
+# 0.003 % of the payload and hashing runs at memory speed.
+CHUNK_BYTES = 256 * 1024
+_ENTRY = struct.Struct("<Q")
+
+
+def num_chunks(length: int) -> int:
+    """Chunks in ``length`` bytes."""
+    return -(-length // CHUNK_BYTES)
+
+
+def capacity_of(body_bytes: int) -> int:
+    """Bytes of a buffer for a record, a body and its table, in whole pages."""
+    used_bytes = BODY_OFFSET + body_bytes + _ENTRY.size * num_chunks(body_bytes)
+    return -(-used_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _table(body: memoryview) -> bytes:
+    return b"".join(
+        _ENTRY.pack(xxhash.xxh3_64_intdigest(body[start : start + CHUNK_BYTES]))
+        for start in range(0, len(body), CHUNK_BYTES)
+    )
+
+
+class SnapshotPool:
+    """The two buffers of one worker; step s is sealed into buffer s mod 2."""
+
+    def __init__(
+        self,
+        fds: tuple[int, int],
+        *,
+        slot: int,
+        capacity_bytes: int,
+        needed_bytes: int,
+        available_bytes: int,
+    ) -> None:
+        """Map ``fds`` (anonymous shared memory made by the supervisor) at ``capacity_bytes`` each.
+
+        The memory is taken as it is used. ``needed_bytes`` is what all snapshots of this node will
+        use; raises ConfigurationError when ``available_bytes`` are fewer.
+        """
+        if needed_bytes > available_bytes:
+            raise ConfigurationError(
+                f"the snapshots of this node need {needed_bytes} bytes of shared memory and "
+                f"{available_bytes} are available; free memory, use fewer workers a node or fewer "
+                "copies, or turn snapshots off with --elaswave-snapshots off"
+            )
+        self._slot = slot
+        self._maps: list[mmap.mmap] = []
+        for fd in fds:
+            os.ftruncate(fd, capacity_bytes)
+            self._maps.append(mmap.mmap(fd, capacity_bytes))
+
+    def seal(
+        self,
+        *,
+        step: int,
+        epoch: int,
+        ranks: Sequence[int],
+        parts: Iterable[torch.Tensor],
+        capsule: bytes,
+        before_seal: Callable[[], None],
+    ) -> Record:
+        """Copy the flat float32 ``parts`` and the capsule, seal them and return the record.
+
+        ``before_seal`` runs when the bytes are in place and not yet final.
+        """
+        whole = memoryview(self._maps[step % 2])
+        clear_record(whole)
+        target = whole[BODY_OFFSET:]
+        floats = torch.frombuffer(target, dtype=torch.float32)
+        offset = 0
+        for part in parts:
+            floats[offset : offset + part.numel()].copy_(part.reshape(-1))
+            offset += part.numel()
+        payload_bytes = 4 * offset
+        body_bytes = payload_bytes + len(capsule)
+        length = body_bytes + _ENTRY.size * num_chunks(body_bytes)
+        if length > len(target):
+            raise AssertionError(f"snapshot of {length} bytes in {len(target)}")
+        target[payload_bytes:body_bytes] = capsule
+        table = _table(target[:body_bytes])
+        target[body_bytes:length] = table
+        before_seal()
+        record: Record = {
+            "owner": self._slot,
+            "buffer": step % 2,
+            "step": step,
+            "epoch": epoch,
+            "length": length,
+            "ranks": list(ranks),
+            "shard": list(ranks).index(self._slot),
+            "payload_bytes": payload_bytes,
+            "capsule_bytes": len(capsule),
+            "table_digest": xxhash.xxh3_64_intdigest(table),
+        }
+        write_record(whole, record)
+        return record
+
+    def reader(self, step: int) -> Callable[[int, memoryview], None]:
+        """A function that copies bytes at an offset of the body of ``step`` into a view."""
+        source = memoryview(self._maps[step % 2])[BODY_OFFSET:]
+
+        def read(offset: int, into: memoryview) -> None:
+            into[:] = source[offset : offset + len(into)]
+
+        return read
+
+
+class VerifiedReader:
+    """Ranges of one sealed shard, read through ``read(offset, into)`` and checked by chunk."""
+
+    def __init__(self, sealed: SealedShard, read: Callable[[int, memoryview], None]) -> None:
+        """Read and check the table; raises SnapshotUnreadableError."""
+        self._sealed = sealed
+        self._read = read
+        self._body_bytes = sealed.payload_bytes + sealed.capsule_bytes
+        self._table = bytearray(_ENTRY.size * num_chunks(self._body_bytes))
+        read(self._body_bytes, memoryview(self._table))
+        if xxhash.xxh3_64_intdigest(self._table) != sealed.table_digest:
+            raise self._unreadable("the checksum table")
+
+    def _unreadable(self, what: str) -> SnapshotUnreadableError:
+        sealed = self._sealed
+        return SnapshotUnreadableError(
+            f"{what} of {sealed} does not match its checksum",
+            holder=sealed.holder,
+            owner=sealed.owner,
+            step=sealed.step,
+        )
+
+    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> int:
+        """Fill each view from its byte offset and return the bytes read.
+
+        Raises SnapshotUnreadableError.
+        """
+        total = 0
+        for first, last in _chunk_runs([(start, len(into)) for start, into in ranges]):
+            begin = first * CHUNK_BYTES
+            end = min(last * CHUNK_BYTES, self._body_bytes)
+            run = memoryview(bytearray(end - begin))
+            self._read(begin, run)
+            for chunk in range(first, last):
+                piece = run[chunk * CHUNK_BYTES - begin : (chunk + 1) * CHUNK_BYTES - begin]
+                (wanted,) = _ENTRY.unpack_from(self._table, chunk * _ENTRY.size)
+                if xxhash.xxh3_64_intdigest(piece) != wanted:
+                    raise self._unreadable(f"chunk {chunk}")
+            for start, into in ranges:
+                if begin <= start and start + len(into) <= end:
+                    into[:] = run[start - begin : start - begin + len(into)]
+            total += len(run)
+        return total
+
+    def read_capsule(self) -> bytes:
+        """The step capsule."""
+        capsule = bytearray(self._sealed.capsule_bytes)
+        self.read_ranges([(self._sealed.payload_bytes, memoryview(capsule))])
+        return bytes(capsule)
+
+
+def _chunk_runs(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Contiguous runs [first, last) of the chunks that cover the (start, length) ranges."""
+    runs: list[tuple[int, int]] = []
+    for start, length in sorted(ranges):
+        if not length:
+            continue
+        first, last = start // CHUNK_BYTES, (start + length - 1) // CHUNK_BYTES + 1
+        if runs and first <= runs[-1][1]:
+            runs[-1] = (runs[-1][0], max(last, runs[-1][1]))
+        else:
+            runs.append((first, last))
+    return runs

@@ -1,0 +1,216 @@
+"""Serves sealed snapshots and takes copies, in threads that never delay the control loop."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET, Record
+from elaswave_plugin.runtime.snapshot_store import SnapshotStore
+from elaswave_plugin.runtime.wire import Frame, receive_frame, receive_into, send_frame
+
+STALL_S = 30.0
+IDLE_S = 86400.0
+_SENDFILE_BYTES = 1 << 24
+
+
+class SnapshotServer:
+    """Accepts bulk connections on `host`; `address` is "host:port"."""
+
+    def __init__(self, store: SnapshotStore, host: str) -> None:
+        self._store = store
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=256)
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+
+    def start(self) -> None:
+        """Serve in daemon threads, one a connection."""
+        threading.Thread(target=self._accept, name="snapshot-server", daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            sock, _ = self._listener.accept()
+            threading.Thread(
+                target=self._serve, args=(sock,), name="snapshot-peer", daemon=True
+            ).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        with sock:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            try:
+                while True:
+                    request = receive_frame(sock, IDLE_S)
+                    if request["t"] == "fetch":
+                        self._answer_fetch(sock, request)
+                    elif request["t"] == "hold":
+                        self._hold(sock, request)
+                    elif request["t"] == "copy":
+                        self._take_copy(sock, request)
+                    else:
+                        return
+            except OSError:
+                return  # the peer is gone or stuck; an unfinished copy has never become a record
+
+    def _answer_fetch(self, sock: socket.socket, request: Frame) -> None:
+        found = self._store.open(request)
+        if found is None:
+            send_frame(sock, {"t": "bytes", "error": "no such sealed snapshot here"})
+            return
+        fd, length = found
+        try:
+            start, count = int(request["offset"]), int(request["length"])
+            if start < 0 or start + count > length:
+                error = f"bytes {start}..{start + count} of a snapshot of {length} bytes"
+                send_frame(sock, {"t": "bytes", "error": error})
+                return
+            send_frame(sock, {"t": "bytes"})
+            send_memory(sock, fd, BODY_OFFSET + start, count)
+        finally:
+            os.close(fd)
+
+    def _hold(self, sock: socket.socket, request: Frame) -> None:
+        fds: list[int] = []
+        try:
+            for path in request["memory"]:
+                fds.append(os.open(str(path), os.O_RDONLY | os.O_CLOEXEC))
+        except OSError:
+            for fd in fds:
+                os.close(fd)
+            raise
+        self._store.hold(int(request["owner"]), fds)
+        send_frame(sock, {"t": "held"})
+
+    def _take_copy(self, sock: socket.socket, request: Frame) -> None:
+        record: Record = request["record"]
+        length = int(record["length"])
+        self._store.make_room(int(record["owner"]), int(record["buffer"]))
+        fd = os.memfd_create(f"elaswave-copy-of-{record['owner']}", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, BODY_OFFSET + length)
+            # Not closed by hand: where the peer breaks off, the error still refers to it.
+            memory = memoryview(mmap.mmap(fd, BODY_OFFSET + length))[BODY_OFFSET:]
+            receive_into(sock, memory, time.monotonic() + STALL_S + length / 1e6)
+            still_sealed = receive_frame(sock, STALL_S)["sealed"]
+        except BaseException:
+            os.close(fd)
+            raise
+        if still_sealed:
+            self._store.add_copy(record, fd)
+        else:
+            os.close(fd)
+        send_frame(sock, {"t": "copied", "held": still_sealed})
+
+
+class SnapshotCopier:
+    """Has one other supervisor hold own snapshots, in a thread; reports each that is safe there.
+
+    A supervisor of another node gets a copy of each. One of the same node gets descriptors of the
+    two buffers, once: they keep the memory alive when this worker and its supervisor are gone.
+    `on_copied(step, epoch)` is called for each. A connection that breaks is opened once more for
+    the snapshot that did not arrive, and then not before the next one is sealed; `on_broken(why)`
+    is called each time.
+    """
+
+    def __init__(
+        self,
+        store: SnapshotStore,
+        address: str,
+        *,
+        same_node: bool = False,
+        on_copied: Callable[[int, int], None],
+        on_broken: Callable[[str], None],
+    ) -> None:
+        self._store = store
+        self._address = address
+        self._same_node = same_node
+        self._on_copied = on_copied
+        self._on_broken = on_broken
+        self._sock: socket.socket | None = None
+        self._queue: SimpleQueue[Record | None] = SimpleQueue()
+        threading.Thread(target=self._run, name="snapshot-copier", daemon=True).start()
+
+    def send(self, record: Record) -> None:
+        """Queue a sealed record."""
+        self._queue.put(record)
+
+    def close(self) -> None:
+        """End after the copies that are queued."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (record := self._queue.get()) is not None:
+            self._deliver(record)
+        self._disconnect()
+
+    def _deliver(self, record: Record) -> None:
+        """Over a new connection where there is none or where the old one breaks."""
+        if not self._store.is_sealed(record):
+            return  # overwritten before its turn came: a newer one is queued behind it
+        if self._sock is not None:
+            try:
+                self._hand_over(self._sock, record)
+                return
+            except OSError as error:
+                self._break(error)
+        try:
+            self._sock = self._connect()
+            self._hand_over(self._sock, record)
+        except OSError as error:
+            self._break(error)
+
+    def _connect(self) -> socket.socket:
+        host, _, port = self._address.rpartition(":")
+        sock = socket.create_connection((host, int(port)), timeout=STALL_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sock
+
+    def _break(self, error: OSError) -> None:
+        self._disconnect()
+        self._on_broken(str(error))
+
+    def _disconnect(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+    def _hand_over(self, sock: socket.socket, record: Record) -> None:
+        sock.settimeout(STALL_S)
+        if self._same_node:
+            memory = [f"/proc/{os.getpid()}/fd/{fd}" for fd in self._store.fds]
+            send_frame(sock, {"t": "hold", "owner": self._store.slot, "memory": memory})
+            receive_frame(sock, STALL_S)
+        elif not self._copy(sock, record):
+            return
+        self._on_copied(int(record["step"]), int(record["epoch"]))
+
+    def _copy(self, sock: socket.socket, record: Record) -> bool:
+        """Send all bytes; False where they were overwritten meanwhile."""
+        found = self._store.open(record)
+        if found is None:
+            return False
+        fd, length = found
+        try:
+            send_frame(sock, {"t": "copy", "record": record})
+            send_memory(sock, fd, BODY_OFFSET, length)
+        finally:
+            os.close(fd)
+        send_frame(sock, {"sealed": self._store.is_sealed(record)})
+        return bool(receive_frame(sock, STALL_S)["held"])
+
+
+def send_memory(sock: socket.socket, fd: int, offset: int, count: int) -> None:
+    """Send `count` bytes of the memory from `offset`; raises OSError where the peer stalls."""
+    sock.settimeout(None)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(STALL_S), 0))
+    end = offset + count
+    while offset < end:
+        sent = os.sendfile(sock.fileno(), fd, offset, min(end - offset, _SENDFILE_BYTES))
+        if not sent:
+            raise ConnectionError(f"snapshot memory ends at byte {offset}, not at {end}")
+        offset += sent

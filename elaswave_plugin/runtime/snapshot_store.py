@@ -1,0 +1,125 @@
+"""The snapshot memory of one supervisor: its trainer's two buffers, and what it holds for others.
+
+What a memory holds is written in the memory (`sealed_memory.py`): sealing needs no message.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from elaswave_plugin.runtime.sealed_memory import Record, pack_record, read_record
+
+
+class SnapshotStore:
+    """The anonymous memory of sealed snapshots; safe to use from several threads."""
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+        self.fds = (_new_memory(f"elaswave-{slot}-0"), _new_memory(f"elaswave-{slot}-1"))
+        self._lock = threading.Lock()
+        self._held: dict[int, tuple[int, ...]] = {}
+        self._copies: dict[tuple[int, int], int] = {}
+
+    def is_sealed(self, record: Record) -> bool:
+        """Whether this is still what the own buffer holds."""
+        return read_record(self.fds[int(record["buffer"])]) == record
+
+    def hold(self, owner: int, fds: Sequence[int]) -> None:
+        """Take over descriptors of the buffers of another worker of this node.
+
+        They keep its memory alive whatever becomes of that worker and its supervisor.
+        """
+        with self._lock:
+            for fd in self._held.pop(owner, ()):
+                os.close(fd)
+            self._held[owner] = tuple(fds)
+
+    def make_room(self, owner: int, buffer: int) -> None:
+        """Drop the copy in whose place a newer one is about to come."""
+        with self._lock:
+            fd = self._copies.pop((owner, buffer), None)
+            if fd is not None:
+                os.close(fd)
+
+    def add_copy(self, record: Record, fd: int) -> None:
+        """Take over the memory `fd`, whose body holds all of the record's bytes, and seal it.
+
+        A record that is older than the one here comes from a connection that was given up.
+        """
+        os.pwrite(fd, pack_record(record), 0)
+        key = int(record["owner"]), int(record["buffer"])
+        with self._lock:
+            old = self._copies.get(key)
+            there = None if old is None else read_record(old)
+            if there is not None and _age(record) < _age(there):
+                os.close(fd)
+                return
+            self._copies[key] = fd
+            if old is not None:
+                os.close(old)
+
+    def release(self, epoch: int) -> None:
+        """Let go of what was sealed before `epoch` by others: nobody will ask for it any more."""
+        with self._lock:
+            for owner, fds in list(self._held.items()):
+                if all(_is_older(fd, epoch) for fd in fds):
+                    del self._held[owner]
+                    for fd in fds:
+                        os.close(fd)
+            for key, fd in list(self._copies.items()):
+                if _is_older(fd, epoch):
+                    del self._copies[key]
+                    os.close(fd)
+
+    def inventory(self, address: str) -> list[Record]:
+        """Every sealed record here, with its holder and where to fetch it."""
+        place = {"holder": self.slot, "holder_address": address}
+        with self._lock:
+            return [{**record, **place, "copy": copy} for _, record, copy in self._sealed()]
+
+    def open(self, wanted: Mapping[str, Any]) -> tuple[int, int] | None:
+        """A descriptor of the memory (the caller closes it) and the length of its body in bytes.
+
+        None where it is not here.
+        """
+        with self._lock:
+            for fd, record, _ in self._sealed():
+                if all(record[key] == wanted[key] for key in ("owner", "step", "epoch")):
+                    return os.dup(fd), int(record["length"])
+        return None
+
+    def close(self) -> None:
+        """Give all memory back."""
+        with self._lock:
+            held = [fd for fds in self._held.values() for fd in fds]
+            for fd in [*self.fds, *held, *self._copies.values()]:
+                os.close(fd)
+            self._held.clear()
+            self._copies.clear()
+
+    def _sealed(self) -> Iterator[tuple[int, Record, bool]]:
+        """(descriptor, record, whether it is another worker's) of every sealed memory."""
+        memories = [(fd, False) for fd in self.fds]
+        memories += [(fd, True) for _, fds in sorted(self._held.items()) for fd in fds]
+        memories += [(fd, True) for _, fd in sorted(self._copies.items())]
+        for fd, other in memories:
+            record = read_record(fd)
+            if record is not None:
+                yield fd, record, other
+
+
+def _age(record: Record) -> tuple[int, int]:
+    """Rises with every seal of a buffer, although a roll-back lowers the step."""
+    return int(record["epoch"]), int(record["step"])
+
+
+def _is_older(fd: int, epoch: int) -> bool:
+    record = read_record(fd)
+    return record is None or int(record["epoch"]) < epoch
+
+
+def _new_memory(name: str) -> int:
+    return os.memfd_create(name, os.MFD_CLOEXEC)

@@ -1,0 +1,169 @@
+"""Starts one trainer, by exec or from a zygote, and reports its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from elaswave_plugin.runtime.lifeline import describe_status, die_with_parent, lead_group
+from elaswave_plugin.runtime.member import CONTROL_FD, SNAPSHOT_FDS
+from elaswave_plugin.runtime.reactor import Reactor
+from elaswave_plugin.runtime.wire import Frame, FrameBuffer, encode
+
+OnExit = Callable[[str, int | None], None]
+OnStart = Callable[[int], None]
+_STATUS_WAIT_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What a trainer runs: `python [options] script args`, or `-m script` where `module`."""
+
+    script: str
+    args: tuple[str, ...]
+    module: bool
+    options: tuple[str, ...] = ("-u",)
+
+    def command(self) -> list[str]:
+        """The command line for a new interpreter."""
+        how = ["-m", self.script] if self.module else [self.script]
+        return [sys.executable, *self.options, *how, *self.args]
+
+
+class ExecTrainer:
+    """A trainer in a fresh interpreter, a child of this process."""
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        env: Mapping[str, str],
+        control: socket.socket,
+        snapshot_fds: Sequence[int],
+    ) -> None:
+        given = {
+            CONTROL_FD: str(control.fileno()),
+            SNAPSHOT_FDS: ",".join(map(str, snapshot_fds)),
+        }
+        self._parent_pid = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._exec(program, {**env, **given}, [control.fileno(), *snapshot_fds])
+        self._pidfd = os.pidfd_open(self.pid)
+
+    def attach(self, reactor: Reactor, *, on_start: OnStart, on_exit: OnExit) -> None:
+        """Have the reactor call `on_start(pid)` and, once, `on_exit(evidence, exit code)`."""
+
+        def ended() -> None:
+            reactor.unwatch(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+            on_exit(*describe_status(os.waitpid(self.pid, 0)[1]))
+
+        on_start(self.pid)
+        reactor.watch(self._pidfd, ended)
+
+    def send_signal(self, number: int) -> None:
+        """Signal the trainer if it still runs."""
+        if self._pidfd >= 0:
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def _exec(self, program: Program, env: Mapping[str, str], fds: Sequence[int]) -> None:
+        try:
+            die_with_parent(self._parent_pid)
+            lead_group()
+            for fd in fds:
+                os.set_inheritable(fd, True)
+            for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
+            os.execve(sys.executable, program.command(), env)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(127)
+
+
+class ZygoteTrainer:
+    """A trainer forked by a zygote, which tells how it ended."""
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        env: Mapping[str, str],
+        control: socket.socket,
+        snapshot_fds: Sequence[int],
+        zygote: socket.socket,
+    ) -> None:
+        self.pid = 0
+        self._zygote = zygote
+        self._buffer = FrameBuffer()
+        self._pidfd = -1
+        self._ended = False
+        self._pending_signal = 0
+        request: Frame = {
+            "script": program.script,
+            "args": list(program.args),
+            "module": program.module,
+            "env": dict(env),
+            "cwd": os.getcwd(),
+            "fds": 6,
+        }
+        data = encode(request)
+        fds = [0, 1, 2, control.fileno(), *snapshot_fds]
+        sent = socket.send_fds(zygote, [data], fds)
+        zygote.sendall(data[sent:])
+
+    def attach(self, reactor: Reactor, *, on_start: OnStart, on_exit: OnExit) -> None:
+        """Have the reactor call `on_start(pid)` and, once, `on_exit(evidence, exit code)`."""
+
+        def end(evidence: str, code: int | None) -> None:
+            if not self._ended:
+                self._ended = True
+                reactor.unwatch(self._zygote.fileno())
+                self._zygote.close()
+                if self._pidfd >= 0:
+                    reactor.unwatch(self._pidfd)
+                    os.close(self._pidfd)
+                    self._pidfd = -1
+                on_exit(evidence, code)
+
+        def gone() -> None:
+            # The zygote, its parent, is about to say how; do not wait for ever for that.
+            reactor.unwatch(self._pidfd)
+            reactor.after(_STATUS_WAIT_S, lambda: end("gone (its zygote did not say how)", None))
+
+        def read() -> None:
+            data, fds, _, _ = socket.recv_fds(self._zygote, 4096, 4)
+            if fds:
+                self._pidfd = fds[0]
+                reactor.watch(self._pidfd, gone)
+            if not data:
+                end("gone with its zygote", None)
+            for frame in self._buffer.feed(data):
+                if "pid" in frame:
+                    self.pid = frame["pid"]
+                    on_start(self.pid)
+                    if self._pending_signal:
+                        self.send_signal(self._pending_signal)
+                elif "error" in frame:
+                    end(f"not started: {frame['error']}", 1)
+                else:
+                    end(*describe_status(frame["status"]))
+
+        reactor.watch(self._zygote.fileno(), read)
+
+    def send_signal(self, number: int) -> None:
+        """Signal the trainer if it still runs, or as soon as it does."""
+        if self._pidfd < 0:
+            self._pending_signal = number
+            return
+        # One that the zygote has reaped is reported by it.
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, number)

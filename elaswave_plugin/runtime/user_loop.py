@@ -1,0 +1,151 @@
+"""The loop that the user owns: an interruption is absorbed by whichever of our calls it meets.
+
+    for batch in loader:         # next_batch()
+        loss = engine(batch)     # call()
+        engine.backward(loss)    # call()
+        engine.step()            # call(), or complete_step() where it ends a step
+
+Nobody can call that body again. So a call that is interrupted takes part in the recovery, and the
+rest of the iteration is dead: every further call returns what stands in for its result, without any
+communication, until the loop asks for its next batch. That is the first one of the step that all
+survivors redo. Work between steps that every worker calls, as a save, is the exception: it is ours
+to call, and starts again.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from elaswave_plugin.errors import EpochChanged
+from elaswave_plugin.runtime.loop import GuardedSteps, StepReport
+
+Result = TypeVar("Result")
+
+
+class UserLoop:
+    """Where a user's loop is, and whether what it does now counts."""
+
+    def __init__(
+        self, steps: GuardedSteps, *, after_recovery: Callable[[], None] = lambda: None
+    ) -> None:
+        """``after_recovery()`` is called on every worker once a recovery has restored its state.
+
+        It may communicate; an interruption there leads to the next recovery.
+        """
+        self.worker = steps.worker
+        self._steps = steps
+        self._after_recovery = after_recovery
+        # Batches that were served since the step began.
+        self.iteration = 0
+        self.dead = False
+        # Where it is dead: whether no batch of the step that is redone had been served here.
+        self._between = True
+        self._works_done = 0
+
+    def start(self) -> None:
+        """Seal the initial state; nobody trains before everyone has done so."""
+        self._guarded(self._steps.sealed_everywhere)
+
+    def next_batch(self, serve: Callable[[int, int], Result]) -> Result:
+        """The next batch: ``serve(step, iteration)``, called again after a recovery."""
+
+        def begin() -> Result:
+            if self.iteration == 0:
+                self._steps.begin()
+            self.worker.phases.enter("data")
+            batch = serve(self.worker.completed, self.iteration)
+            self.iteration += 1
+            self.dead = False
+            return batch
+
+        return self._guarded(begin)
+
+    def call(self, work: Callable[[], Result], *, instead: Callable[[], Result]) -> Result:
+        """A part of the iteration; ``instead()`` is the result where it is or becomes dead."""
+        if self.dead:
+            return instead()
+        try:
+            return work()
+        except EpochChanged:
+            pass
+        # Outside of the handler: its traceback would keep the step's autograd graph alive.
+        self._recover()
+        return instead()
+
+    def complete_step(self, update: Callable[[], StepReport]) -> None:
+        """The end of a step: ``update()`` applies it."""
+
+        def work() -> None:
+            report = update()
+            self.iteration = 0
+            self._steps.complete(report)
+
+        self.call(work, instead=lambda: None)
+
+    def run(self, work: Callable[[], Result], *, phase: str) -> Result | None:
+        """Work between steps that every worker calls, announced as ``phase``.
+
+        It starts again after a recovery, unless that rolled a step back: then the loop comes here
+        again once it has redone it, and None is returned. Everyone leaves it together.
+        """
+        if self.dead and not self._between:
+            return None
+        step, done = self.worker.completed, self._works_done
+        result: Result | None = None
+        while (self.worker.completed, self._works_done) == (step, done):
+            # A proposal waits for announced work; silence inside a step is fenced.
+            self.worker.member.announce(phase)
+            try:
+                self.worker.phases.step = step
+                self.worker.phases.enter(phase)
+                result = work()
+                dist.barrier()
+                self._works_done += 1
+                self.dead = False
+                self._steps.note_recovery()
+                return result
+            except EpochChanged:
+                pass
+            finally:
+                self.worker.member.announce(None)
+            self._recover()
+        return result if self.worker.completed == step else None
+
+    def finish(self, *, before_leaving: Callable[[], object]) -> None:
+        """Leave when everyone has completed its last step."""
+        self._guarded(dist.barrier)
+        before_leaving()
+        self.worker.close()
+
+    def _guarded(self, work: Callable[[], Result]) -> Result:
+        """Run ``work``, and again after every recovery."""
+        while True:
+            try:
+                result = work()
+                if self.iteration == 0:
+                    self._steps.note_recovery()
+                return result
+            except EpochChanged:
+                pass
+            self._recover()
+
+    def _recover(self) -> None:
+        between, completed = self.iteration == 0, self.worker.completed
+        self.dead = True
+        self.iteration = 0
+        while True:
+            self._steps.recover()
+            self._between = between and completed == self.worker.completed
+            try:
+                self._compare_works()
+                return self._after_recovery()
+            except EpochChanged:
+                pass
+
+    def _compare_works(self) -> None:
+        """Work that one worker has left is complete: it left a barrier that met everyone."""
+        done = torch.tensor(self._works_done)
+        dist.all_reduce(done, op=dist.ReduceOp.MAX)
+        self._works_done = int(done)

@@ -1,0 +1,260 @@
+"""A trainer's side of an elastic job: joins, keeps the view, seals snapshots, guards the work."""
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping
+
+import psutil
+
+from elaswave_plugin.config import ElasticConfig, parse_kill
+from elaswave_plugin.core.dataflow import Flow
+from elaswave_plugin.core.plan import RecoveryPlan, copy_targets, make_plan
+from elaswave_plugin.core.shards import ShardCut
+from elaswave_plugin.runtime.broken_links import BrokenLinks
+from elaswave_plugin.runtime.framework import Framework
+from elaswave_plugin.runtime.links import LinkTable
+from elaswave_plugin.runtime.member import Commit, Member
+from elaswave_plugin.runtime.phases import Phases
+from elaswave_plugin.runtime.process_group import GroupTable
+from elaswave_plugin.runtime.snapshot import SnapshotPool, capacity_of
+from elaswave_plugin.tracking.events import EventLog
+
+# Room for the step capsule (schedulers, scalers, counters) in a buffer.
+CAPSULE_ROOM_BYTES = 1 << 20
+# Deals the work of a step: keywords ``homes`` (slots at launch) and ``live`` (live slots).
+Deal = Callable[..., Flow]
+# Longer than the launcher's own limit for the meeting, whose message is the better one.
+JOIN_TIMEOUT_S = 3600.0
+
+
+class Worker:
+    """One member of the job; everything of it that is not framework-specific."""
+
+    def __init__(self, *, config: ElasticConfig, environ: Mapping[str, str]) -> None:
+        """Join the job that the supervisor belongs to; blocks until the first view is committed.
+
+        Raises ConfigurationError when the process was not started by a supervisor.
+        """
+        self.config = config
+        self.member = Member.from_environment(environ)
+        self.local_workers = int(environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.slot = self.member.slot
+        directory = config.dir
+        self.events = EventLog(directory / "events.jsonl" if directory else None)
+        self.ledger = EventLog(directory / "ledger.jsonl" if directory else None)
+        self.steps = EventLog(directory / "steps.jsonl" if directory else None)
+        broken_links = BrokenLinks(self.member)
+        self.links = LinkTable(
+            self.slot,
+            host=self.member.host,
+            on_link_lost=lambda slot, why: broken_links.report(
+                slot, why, epoch=self.view.epoch, step=self.completed
+            ),
+        )
+        self.groups = GroupTable(self.links, gpu_engine=config.gpu_engine)
+        self.phases = Phases(
+            slot=self.slot,
+            events=self.events,
+            kills=tuple(map(parse_kill, config.kill)),
+            check=self.member.check,
+        )
+        self.completed = 0
+        self._seals_in_epoch = 0
+        self._has_sealed = False
+        self._handed_over_step = -1
+        self._recovery_started_s = 0.0
+        self._resume_pending: Callable[[], dict[str, object]] | None = None
+        self.member.start(self._ring)
+        commit = self.member.join(self._facts(), timeout_s=JOIN_TIMEOUT_S)
+        self.view = commit.view
+        self.homes = commit.view.ranks
+        self._open_links(commit)
+        # One run id over the whole job: the one that the first owner of rank 0 proposed.
+        self.run_id = str(commit.facts[commit.view.ranks[0]]["run_id"])
+
+    # ---- the view -----------------------------------------------------------------------------
+
+    def _ring(self, epoch: int, reason: str) -> None:
+        """Doorbell: runs in the member's thread the moment a view is proposed."""
+        self.links.interrupt(epoch, reason)
+
+    def _facts(self) -> dict[str, object]:
+        return {
+            "address": self.links.address,
+            "step": self.completed,
+            "pid": os.getpid(),
+            "run_id": self.config.run_id or uuid.uuid4().hex[:8],
+            "communicators": self.groups.device_facts(),
+        }
+
+    @property
+    def owns_rank_0(self) -> bool:
+        """Whether the duties of rank 0 are this worker's now."""
+        return self.view.ranks[0] == self.slot
+
+    def _open_links(self, commit: Commit) -> None:
+        addresses = {slot: str(facts["address"]) for slot, facts in commit.facts.items()}
+        self.links.open_epoch(commit.view.epoch, addresses)
+
+    def quiesce(self) -> Commit:
+        """Answer the open proposal and wait for its commit."""
+        return self.member.quiesce(self._facts())
+
+    def install_view(self, commit: Commit) -> None:
+        """Edit every group in place to the committed view and start its epoch."""
+        self._seals_in_epoch = 0
+        self._open_links(commit)
+        for view in commit.path:
+            self.groups.edit_all(view.ranks, set(self.view.ranks) - set(view.ranks))
+            self.view = view
+        self.groups.settle({slot: held["communicators"] for slot, held in commit.facts.items()})
+
+    # ---- the state ----------------------------------------------------------------------------
+
+    def bind(self, framework: Framework, *, deal: Deal) -> None:
+        """Take the framework's state into care: map the snapshot memory for it.
+
+        ``deal(homes=, live=)`` says who runs what; it has to be pure.
+        """
+        self.phases.fire("startup")
+        self._deal = deal
+        self.dataflow = deal(homes=self.homes, live=self.view.ranks)
+        self._buckets = framework.bucket_lengths()
+        self._alignment = framework.shard_alignment
+        if self.config.snapshots:
+            whole = self._cut(1).payload_bytes
+            self.pool = SnapshotPool(
+                self.member.snapshot_fds,
+                slot=self.slot,
+                capacity_bytes=capacity_of(whole + CAPSULE_ROOM_BYTES),
+                needed_bytes=self.local_workers * self.snapshot_bytes,
+                available_bytes=psutil.virtual_memory().available,
+            )
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Shared memory a worker: two buffers of its shard, and as much for each copy it holds.
+
+        What is held for a worker of the same node is that worker's own memory.
+        """
+        shard = self._cut(len(self.view.ranks)).payload_bytes
+        elsewhere = sum(not self._is_local(target) for target in self._copy_targets())
+        return 2 * shard * (1 + elsewhere)
+
+    def _copy_targets(self) -> tuple[int, ...]:
+        view = self.view
+        return copy_targets(
+            self.slot, ranks=view.ranks, nodes=view.nodes, copies=self.config.snapshot_copies
+        )
+
+    def _is_local(self, slot: int) -> bool:
+        node = dict(zip(self.view.ranks, self.view.nodes, strict=True))
+        return node[slot] == node[self.slot]
+
+    def _cut(self, width: int) -> ShardCut:
+        return ShardCut(buckets=self._buckets, width=width, alignment=self._alignment)
+
+    def seal_initial(self, framework: Framework) -> None:
+        """Seal the state before the first step, once."""
+        if not self._has_sealed:
+            self.seal(framework)
+
+    def seal(self, framework: Framework) -> None:
+        """Seal the state after ``completed`` steps and have other supervisors hold it.
+
+        Those of this node are told once an epoch, those of other nodes get a copy of each step.
+        """
+        if not self.config.snapshots:
+            return
+        record = self.pool.seal(
+            step=self.completed,
+            epoch=self.view.epoch,
+            ranks=self.view.ranks,
+            parts=framework.read_shard(),
+            capsule=framework.read_capsule(),
+            before_seal=lambda: self.phases.enter("snapshot"),
+        )
+        self._has_sealed = True
+        self._seals_in_epoch += 1
+        first = self._seals_in_epoch == 1
+        targets = [slot for slot in self._copy_targets() if first or not self._is_local(slot)]
+        if first or targets:
+            self.member.sealed(record, targets)
+            self._handed_over_step = self.completed
+        if self._seals_in_epoch == 2:
+            # The collective between the two has shown that the first is safe everywhere.
+            self.member.release(self.view.epoch)
+
+    def await_copies(self) -> None:
+        """Wait until the last own snapshot is held wherever it has to be.
+
+        Everyone does so before the grad norm of the next step; that collective therefore proves
+        that the step is sealed and copied everywhere, and the older buffer may be overwritten.
+        """
+        if self._seals_in_epoch and self._handed_over_step == self.completed:
+            self.member.wait_copied(self.completed, timeout_s=self.config.transfer_timeout_s)
+
+    def planner(self, commit: Commit) -> Callable[[frozenset[tuple[int, int, int]]], RecoveryPlan]:
+        """The pure plan of a commit, as a function of the snapshots to avoid."""
+
+        def plan(rejected: frozenset[tuple[int, int, int]]) -> RecoveryPlan:
+            return make_plan(
+                epoch=commit.view.epoch,
+                reason=commit.view.reason,
+                ranks=commit.view.ranks,
+                dataflow=self._deal(homes=self.homes, live=commit.view.ranks),
+                buckets=self._buckets,
+                alignment=self._alignment,
+                inventory=commit.inventory,
+                rejected=rejected,
+            )
+
+        return plan
+
+    # ---- recoveries, as events ------------------------------------------------------------------
+
+    def begin_recovery(self) -> None:
+        """Start the clock of a recovery."""
+        self._recovery_started_s = time.time()
+        self.phases.seconds = {}
+
+    def end_recovery(self, plan: RecoveryPlan, *, fetched_bytes: int) -> None:
+        """Adopt the plan; the event is emitted when the redone step is committed."""
+        interrupted = self.completed
+        self.completed = self.phases.step = plan.restore_step
+        self.phases.replaying = True
+        self.dataflow = plan.dataflow
+        replay_started_s = time.monotonic()
+
+        def emit() -> dict[str, object]:
+            phases_s = {**self.phases.seconds, "replay": time.monotonic() - replay_started_s}
+            fields: dict[str, object] = {
+                "epoch": plan.epoch,
+                "restored_step": plan.restore_step,
+                "interrupted_step": interrupted,
+                "rung_at_s": self._recovery_started_s,
+                "mttr_s": time.time() - self._recovery_started_s,
+                "phases_s": phases_s,
+                "bytes_moved": plan.bytes_moved(),
+                "fetched_bytes": fetched_bytes,
+            }
+            self.events.emit(
+                "recovered", slot=self.slot, reason=plan.reason, plan=str(plan), **fields
+            )
+            return fields
+
+        self._resume_pending = emit
+
+    def recovery_over(self) -> dict[str, object] | None:
+        """Work was completed: the record of the recovery that led to it, if one did."""
+        if self._resume_pending is None:
+            return None
+        emit, self._resume_pending = self._resume_pending, None
+        self.phases.replaying = False
+        return emit()
+
+    def close(self) -> None:
+        """Leave the job as done."""
+        self.member.finish()
+        self.links.close()

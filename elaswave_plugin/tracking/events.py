@@ -1,0 +1,107 @@
+"""Append-only JSON lines shared by many processes: the memory of a run (standard library only)."""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+EVENTS_FILE = "events.jsonl"
+STEPS_FILE = "steps.jsonl"
+LEDGER_FILE = "ledger.jsonl"
+
+
+class EventLog:
+    """Appends one JSON object a line to a file that many processes may share; no path drops all.
+
+    Each line goes out in a single write on an O_APPEND descriptor, so lines of different processes
+    never mix and a SIGKILL leaves whole lines only. Writing never raises into training: a line
+    that the disk refuses is counted in `lost_lines`. Opening does raise (OSError), since a wrong
+    directory is a mistake to report at the start.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None) -> None:
+        self.path = None if path is None else Path(path)
+        self.lost_lines = 0
+        self._fd = -1
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        """Append {"time_s": now, "kind": kind, **fields}."""
+        self.write({"time_s": time.time(), "kind": kind, **fields})
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append the record as it is; values JSON does not know are written as their text."""
+        fd = self._fd
+        if fd < 0:
+            return
+        line = json.dumps(dict(record), separators=(",", ":"), default=_plain).encode() + b"\n"
+        try:
+            written = os.write(fd, line)
+        except OSError:
+            written = 0
+        if written != len(line):
+            self.lost_lines += 1
+
+    def close(self) -> None:
+        """Close the file; later lines are dropped."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> "EventLog":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Tail:
+    """Reads the lines that were appended to a file since the last look; the file may not exist."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._offset_bytes = 0
+
+    def new(self) -> list[dict[str, Any]]:
+        """Return the complete lines appended since the last call, in file order."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset_bytes)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        end = data.rfind(b"\n") + 1
+        self._offset_bytes += end
+        return [record for line in data[:end].splitlines() if (record := _record(line))]
+
+
+def read_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return all complete records of a JSON-lines file; an absent file has none."""
+    return Tail(path).new()
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """Parse a line; a line cut short by a full disk is not a record."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _plain(value: Any) -> Any:
+    """Give JSON a number, list or text for what it does not know (arrays, paths, sets)."""
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    tolist = getattr(value, "tolist", None)  # numpy and torch, without importing either
+    return tolist() if callable(tolist) else str(value)

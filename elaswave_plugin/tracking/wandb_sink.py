@@ -1,0 +1,93 @@
+"""Weights & Biases as a sink: one run id for the whole job, offline when there is no API key."""
+
+import netrc
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+Mode = Literal["auto", "off", "offline", "online"]
+
+# A killed owner loses the rows of the last interval, so it is short; W&B's own default is 15 s.
+FLUSH_INTERVAL_S = 0.2
+OPEN_TIMEOUT_S = 30.0
+CLOSE_TIMEOUT_S = 10.0
+
+
+class WandbSink:
+    """A W&B run; the next owner opens the same id again and W&B appends to it.
+
+    Offline, each owner leaves its own folder with the same run id; `wandb sync --append` joins
+    them. W&B's service process watches the process id of its owner and ends with it.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        project: str,
+        mode: Mode,
+        directory: Path,
+        settings: Mapping[str, Any],
+    ) -> None:
+        import wandb
+
+        directory.mkdir(parents=True, exist_ok=True)
+        self.mode = chosen_mode(mode, os.environ)
+        self._run = wandb.init(
+            id=run_id,
+            resume="allow",
+            project=project,
+            mode=self.mode,
+            dir=str(directory),
+            config=dict(settings),
+            settings=_quiet(wandb.Settings),
+        )
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write one row; commit at once, because W&B holds back the row of the newest step."""
+        self._run.log(dict(metrics), step=step, commit=True)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+def chosen_mode(mode: Mode, environment: Mapping[str, str]) -> Literal["offline", "online"]:
+    """Resolve auto: online with an API key in the environment or in netrc, else offline."""
+    if mode in ("offline", "online"):
+        return "online" if mode == "online" else "offline"
+    if environment.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
+        return "offline"
+    return "online" if has_key(environment) else "offline"
+
+
+def has_key(environment: Mapping[str, str]) -> bool:
+    """Tell whether an API key is in the environment or in netrc; the key itself stays there."""
+    if environment.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(environment.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    place = environment.get("NETRC") or str(Path(environment.get("HOME", "~"), ".netrc"))
+    try:
+        return netrc.netrc(place).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _quiet(settings: Any) -> Any:
+    """W&B settings that keep out of training's way, as far as the installed version knows them."""
+    wanted = {
+        "console": "off",
+        "silent": True,
+        "disable_git": True,
+        "save_code": False,
+        "init_timeout": OPEN_TIMEOUT_S,
+        "finish_timeout": CLOSE_TIMEOUT_S,
+        "x_disable_meta": True,
+        "x_disable_stats": True,
+        "x_save_requirements": False,
+        "x_transaction_log_flush_interval": FLUSH_INTERVAL_S,
+    }
+    known = set(settings.model_fields)
+    return settings(**{key: value for key, value in wanted.items() if key in known})

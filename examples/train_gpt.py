@@ -1,0 +1,284 @@
+"""Train a small GPT with Megatron-Core: an ordinary script, and ten lines marked [elastic]."""
+
+import argparse
+import os
+import shutil
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from elaswave_plugin.adapters import megatron as elaswave  # [elastic] 1
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """One token a byte, and an end-of-document token."""
+
+    vocab_size: int = 257
+    eod: int = 256
+    unique_identifiers: str = "bytes"
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Arguments by the names that Megatron-LM gives them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data-path", required=True, help="prefix of an indexed dataset")
+    parser.add_argument("--data-cache-path", default=None)
+    parser.add_argument("--num-layers", type=int, default=4)
+    parser.add_argument("--hidden-size", type=int, default=128)
+    parser.add_argument("--num-attention-heads", type=int, default=4)
+    parser.add_argument("--seq-length", type=int, default=128)
+    parser.add_argument("--micro-batch-size", type=int, default=1)
+    parser.add_argument("--global-batch-size", type=int, default=8)
+    parser.add_argument("--train-iters", type=int, default=20)
+    parser.add_argument("--eval-interval", type=int, default=0)
+    parser.add_argument("--eval-iters", type=int, default=2)
+    parser.add_argument("--save", default=None, help="folder for checkpoints")
+    parser.add_argument("--save-interval", type=int, default=0)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--min-lr", type=float, default=1e-4)
+    parser.add_argument("--lr-warmup-iters", type=int, default=2)
+    parser.add_argument("--weight-decay", type=float, default=0.01)
+    parser.add_argument("--clip-grad", type=float, default=1.0)
+    parser.add_argument("--attention-dropout", type=float, default=0.1)
+    parser.add_argument("--hidden-dropout", type=float, default=0.1)
+    parser.add_argument("--calculate-per-token-loss", action="store_true")
+    parser.add_argument("--recompute-granularity", choices=["full"], default=None)
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--no-overlap-grad-reduce", action="store_true")
+    parser.add_argument("--ddp-bucket-size", type=int, default=250_000)
+    parser.add_argument("--log-losses", default=None, help="file for one loss a line (rank 0)")
+    parser.add_argument("--seed", type=int, default=1234)
+    elaswave.add_arguments(parser)  # [elastic] 2
+    return parser.parse_args()
+
+
+def build_model(args: argparse.Namespace) -> DistributedDataParallel:
+    """A GPT of Megatron-Core's own parts with the local layer spec, under its DDP."""
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    recompute = args.recompute_granularity
+    config = TransformerConfig(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        attention_dropout=args.attention_dropout,
+        hidden_dropout=args.hidden_dropout,
+        calculate_per_token_loss=args.calculate_per_token_loss,
+        recompute_granularity=recompute,
+        recompute_method="uniform" if recompute else None,
+        recompute_num_layers=1 if recompute else None,
+        bf16=args.bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        use_cpu_initialization=True,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+    )
+    model: torch.nn.Module = GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        vocab_size=384,
+        max_sequence_length=args.seq_length,
+        share_embeddings_and_output_weights=True,
+        position_embedding_type="learned_absolute",
+    ).cuda()
+    if args.bf16:
+        model = Float16Module(config, model)
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=not args.no_overlap_grad_reduce,
+        grad_reduce_in_fp32=True,
+        bucket_size=args.ddp_bucket_size,
+    )
+    return DistributedDataParallel(config, ddp_config, model)
+
+
+def build_optimizer(args: argparse.Namespace, model: DistributedDataParallel):
+    """The distributed Adam and its learning-rate schedule."""
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=args.lr,
+            min_lr=args.min_lr,
+            weight_decay=args.weight_decay,
+            clip_grad=args.clip_grad,
+            bf16=args.bf16,
+            params_dtype=torch.bfloat16 if args.bf16 else torch.float32,
+            use_distributed_optimizer=True,
+        ),
+        [model],
+        use_gloo_process_groups=False,
+    )
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=args.lr_warmup_iters * args.global_batch_size,
+        lr_decay_steps=args.train_iters * args.global_batch_size,
+        lr_decay_style="cosine",
+        start_wd=args.weight_decay,
+        end_wd=args.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+    config = model.config
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    if model.ddp_config.overlap_grad_reduce:
+        config.no_sync_func = model.no_sync
+    return optimizer, scheduler
+
+
+def build_datasets(args: argparse.Namespace):
+    """Training and validation GPTDatasets over the indexed dataset."""
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=([args.data_path], None),
+        split="90,10,0",
+        path_to_cache=args.data_cache_path,
+        tokenizer=ByteTokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=True,
+        create_attention_mask=False,
+        mid_level_dataset_surplus=0.005,
+    )
+    sizes = [args.train_iters * args.global_batch_size, args.eval_iters * args.global_batch_size, 0]
+    train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+    return train, valid
+
+
+def state_to_save(model, optimizer, scheduler):
+    """What a checkpoint holds, as Megatron-Core's sharded tensors."""
+    state = {"model": model.module.sharded_state_dict(), "scheduler": scheduler.state_dict()}
+    state["optimizer"] = optimizer.sharded_state_dict(
+        state["model"],
+        metadata={"distrib_optim_sharding_type": "fully_reshardable"},
+    )
+    return state
+
+
+def save_checkpoint(folder, iteration, state):
+    """Write DIR/iter_N in torch_dist format; the tracker file names it only when it is whole."""
+    path = Path(folder) / f"iter_{iteration:07d}"
+    if torch.distributed.get_rank() == 0:
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+    torch.distributed.barrier()
+    dist_checkpointing.save(state, str(path))
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        tracker = Path(folder) / "latest_checkpointed_iteration.txt"
+        tracker.with_suffix(".tmp").write_text(str(iteration))
+        tracker.with_suffix(".tmp").replace(tracker)
+
+
+def forward_step(batches, model):
+    """One micro-batch: the output and its loss function."""
+    batch = {name: tensor.cuda() for name, tensor in next(batches).items()}
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return output, partial(loss_func, batch["loss_mask"], model.config.calculate_per_token_loss)
+
+
+def loss_func(mask, per_token, output):
+    """Sum or mean over the tokens that count; reports (sum, tokens)."""
+    total, tokens = (output.float() * mask).sum(), mask.sum()
+    reported = (float(total), float(tokens))
+    if per_token:
+        return total, tokens.to(torch.int), reported
+    return total / tokens, reported
+
+
+def print_rank_0(text):
+    """Print once for the job."""
+    if torch.distributed.get_rank() == 0:
+        print(text, flush=True)
+
+
+def log_loss(path, loss):
+    """Append a loss to a file, once for the job."""
+    if path and torch.distributed.get_rank() == 0:
+        with open(path, "a") as file:
+            file.write(f"{loss!r}\n")
+
+
+def main() -> None:
+    """Train."""
+    args = parse_arguments()
+    job = elaswave.attach(args)  # [elastic] 3
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % max(1, torch.cuda.device_count()))
+    torch.distributed.init_process_group(**job.process_group())  # [elastic] 4
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
+    torch.manual_seed(args.seed)
+    model = build_model(args)
+    optimizer, scheduler = build_optimizer(args, model)
+    train, valid = build_datasets(args)
+    job.bind(model, optimizer, scheduler, train_iters=args.train_iters)  # [elastic] 5
+    train_batches, valid_batches = job.batches(train), job.batches(valid)  # [elastic] 6
+    forward_backward = job.forward_backward(get_forward_backward_func())  # [elastic] 7
+    schedule = {
+        "forward_step_func": forward_step,
+        "model": model,
+        "seq_length": args.seq_length,
+        "micro_batch_size": args.micro_batch_size,
+    }
+
+    def train_step():
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        losses = forward_backward(data_iterator=train_batches, **schedule)
+        _, grad_norm, _ = optimizer.step()
+        scheduler.step(increment=args.global_batch_size)
+        return losses, grad_norm
+
+    @torch.no_grad()
+    def evaluate():
+        model.eval()
+        try:
+            return [
+                forward_backward(data_iterator=valid_batches, forward_only=True, **schedule)
+                for _ in range(args.eval_iters)
+            ]
+        finally:
+            model.train()
+
+    for iteration, report in job.train(train_step):  # [elastic] 8
+        print_rank_0(
+            f"step {iteration:4d} | loss {report.loss:.6f} | grad norm {report.grad_norm:.4f} "
+            f"| lr {report.lr:.2e}"
+        )
+        log_loss(args.log_losses, report.loss)
+        if args.eval_interval and (iteration + 1) % args.eval_interval == 0:
+            loss = job.evaluate(evaluate)  # [elastic] 9
+            print_rank_0(f"step {iteration:4d} | validation loss {loss:.6f}")
+        if args.save and args.save_interval and (iteration + 1) % args.save_interval == 0:
+
+            def save(done: int = iteration + 1) -> None:
+                save_checkpoint(args.save, done, state_to_save(model, optimizer, scheduler))
+
+            job.run(save, phase="save")  # [elastic] 10
+
+
+if __name__ == "__main__":
+    main()

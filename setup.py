@@ -1,0 +1,57 @@
+"""Packaging of elaswave_plugin: versions, extras and the two console scripts."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+TEST = (
+    "hypothesis>=6",
+    "mypy>=1.11",
+    "pytest>=8",
+    "pytest-timeout>=2.3",
+    "ruff>=0.6",
+    "tensorboard>=2.16",
+)
+
+setup(
+    name="elaswave_plugin",
+    version="0.1.0",
+    description="Keeps Megatron-Core jobs training through the loss of workers",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["elaswave_plugin", "elaswave_plugin.*"]),
+    package_data={"elaswave_plugin": ["py.typed"]},
+    install_requires=[
+        # The private c10d tables that we edit are known for these two versions only.
+        "torch>=2.13,<2.15",
+        "numpy",
+        "matplotlib",
+        "psutil",
+        "pydantic>=2",
+        "rich",
+        "typer",
+        "xxhash",
+    ],
+    extras_require={
+        "megatron": ["megatron-core>=0.16.1,<0.17"],
+        "deepspeed": ["deepspeed>=0.19.8,<0.20"],
+        "wandb": ["wandb"],
+        # Megatron-Core also uses apex when it finds it. Its kernels are built from source (the
+        # name on the package index is another project), so it is not listed here:
+        # pip install --no-build-isolation git+https://github.com/NVIDIA/apex
+        "gpu": ["transformer-engine[pytorch]"],
+        "test": list(TEST),
+    },
+    entry_points={
+        "console_scripts": [
+            "elaswave = elaswave_plugin.cli:main",
+            "elaswave-python = elaswave_plugin.python_exec:main",
+        ],
+        # Called by torch when it is imported.
+        "torch.backends": ["elaswave = elaswave_plugin.autoload:watch"],
+    },
+)

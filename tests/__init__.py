@@ -1,0 +1,1 @@
+"""Tests of elaswave_plugin, one folder a part."""

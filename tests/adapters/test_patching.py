@@ -1,0 +1,96 @@
+"""Patch records: checked before anything changes, applied together, undone completely."""
+
+import types
+from typing import Any
+
+import pytest
+
+from elaswave_plugin.adapters.patching import PatchRecord, PatchSet
+from elaswave_plugin.errors import PatchMismatchError
+
+
+@pytest.fixture
+def target(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A module that stands for an installed framework."""
+    module = types.ModuleType("some_framework")
+
+    class Base:
+        def inherited(self) -> str:
+            return "base"
+
+    class Thing(Base):
+        pass
+
+    def function(first: int, second: int = 0) -> int:
+        return first + second
+
+    module.Thing, module.function = Thing, function  # type: ignore[attr-defined]
+    monkeypatch.setitem(__import__("sys").modules, "some_framework", module)
+    return module
+
+
+def record(path: str, **changes: Any) -> PatchRecord:
+    fields: dict[str, Any] = {
+        "target": f"some_framework:{path}",
+        "reason": "a test",
+        "distribution": "pytest",
+        "valid": ">=1",
+        "make": lambda original: lambda *args, **kwargs: "patched",
+    }
+    return PatchRecord(**{**fields, **changes})
+
+
+def test_apply_and_undo_restore_functions_and_inherited_methods(target: Any) -> None:
+    patches = PatchSet([record("function"), record("Thing.inherited")])
+    original = target.function
+    patches.apply()
+    patches.apply()
+    assert (target.function(1), target.Thing().inherited()) == ("patched", "patched")
+    patches.undo()
+    assert target.function is original
+    assert target.Thing().inherited() == "base"
+    assert "inherited" not in vars(target.Thing)
+
+
+@pytest.mark.parametrize(
+    ("bad", "sentence"),
+    [
+        ({"valid": "<1"}, "was written for <1; install a version in that range"),
+        ({"distribution": "no-such-thing"}, "no-such-thing is not installed"),
+        ({"parameters": ("first", "third")}, r"takes \('first', 'second'\)"),
+        ({"target": "some_framework:absent"}, "does not exist"),
+    ],
+)
+def test_apply_changes_nothing_when_one_record_does_not_fit(
+    target: Any, bad: dict[str, Any], sentence: str
+) -> None:
+    original = target.Thing.inherited
+    patches = PatchSet([record("Thing.inherited"), record("function", **bad)])
+    with pytest.raises(PatchMismatchError, match=sentence):
+        patches.apply()
+    assert target.Thing.inherited is original
+
+
+def test_cpu_records_are_reversible_and_carry_their_reasons() -> None:
+    import torch
+
+    from elaswave_plugin.adapters.megatron.cpu import cpu_patches
+
+    if torch.cuda.is_available():
+        pytest.skip("CPU records are for machines without a GPU")
+    patches = cpu_patches()
+    before = {}
+    for one in patches.records:
+        owner, name = one.locate()
+        before[one.target] = vars(owner).get(name, "absent")
+        assert one.reason
+    patches.apply()
+    try:
+        assert torch.cuda.current_device() == torch.device("cpu")
+        assert torch.zeros(2, device="cuda").device.type == "cpu"
+        assert torch.zeros(2).type() == "torch.FloatTensor"
+    finally:
+        patches.undo()
+    for one in patches.records:
+        owner, name = one.locate()
+        assert vars(owner).get(name, "absent") is before[one.target]

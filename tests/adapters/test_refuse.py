@@ -1,0 +1,171 @@
+"""Every setting that the Megatron adapter does not carry is refused by its name."""
+
+import ast
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import FP32Optimizer
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from elaswave_plugin.adapters.megatron import refuse
+from elaswave_plugin.adapters.megatron.refuse import check_supported
+from elaswave_plugin.errors import ConfigurationError
+
+SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
+DDP_SETTINGS: tuple[tuple[str, Any], ...] = (
+    ("use_distributed_optimizer", False),
+    ("use_megatron_fsdp", True),
+    ("num_distributed_optimizer_instances", 2),
+    ("average_in_collective", True),
+    ("overlap_param_gather", True),
+    ("nccl_ub", True),
+    ("reduce_scatter_with_fp32_accumulation", True),
+)
+MODEL_SETTINGS: tuple[tuple[str, Any], ...] = (
+    ("num_moe_experts", 4),
+    ("mtp_num_layers", 1),
+    ("cuda_graph_impl", "local"),
+    ("delay_wgrad_compute", True),
+    ("deterministic_mode", True),
+    ("fp8", "e4m3"),
+)
+
+
+@pytest.fixture(autouse=True)
+def sizes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """The parallel sizes that parallel_state answers, all 1 unless a test changes them."""
+    found = dict.fromkeys(SIZES, 1)
+    for name in SIZES:
+        getter = f"get_{name.removesuffix('_size')}_world_size"
+        assert callable(getattr(parallel_state, getter))
+        monkeypatch.setattr(parallel_state, getter, lambda name=name: found[name])
+    return found
+
+
+def made_model() -> Any:
+    """A DDP model without its groups and buffers, only with what is looked at."""
+    model = object.__new__(DistributedDataParallel)
+    vars(model)["ddp_config"] = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    vars(model)["config"] = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True
+    )
+    vars(model)["buffers"] = [SimpleNamespace(param_dtype=torch.float32)]
+    return model
+
+
+def made_optimizer(inner: Any = None, **changes: Any) -> Any:
+    """A distributed optimizer without its shards."""
+    optimizer = object.__new__(DistributedOptimizer)
+    parameters = [torch.nn.Parameter(torch.ones(1))]
+    optimizer.optimizer = inner or torch.optim.AdamW(parameters)
+    optimizer.config = OptimizerConfig(optimizer="adam", lr=1.0)
+    for name, value in changes.items():
+        assert hasattr(optimizer.config, name), f"Megatron-Core has no setting {name}"
+        setattr(optimizer.config, name, value)
+    return optimizer
+
+
+def check_refused(model: Any, optimizer: Any, *words: str) -> None:
+    """Assert a refusal of one sentence that holds the words and says what to do."""
+    with pytest.raises(ConfigurationError) as caught:
+        check_supported(model, optimizer)
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert "\n" not in message and ("change it to attach" in message or "set " in message)
+
+
+def test_control_a_carried_job_is_let_through() -> None:
+    optimizer = made_optimizer()
+    assert check_supported(made_model(), optimizer) is optimizer
+    assert check_supported([made_model()], optimizer) is optimizer
+    chained = SimpleNamespace(chained_optimizers=[optimizer])
+    assert check_supported(made_model(), chained) is optimizer
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_another_kind_of_parallelism_is_refused(name: str, sizes: dict[str, int]) -> None:
+    sizes[name] = 2
+    check_refused(made_model(), made_optimizer(), f"{name} is 2", "carries 1")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        *(("ddp_config", name, value) for name, value in DDP_SETTINGS),
+        *(("config", name, value) for name, value in MODEL_SETTINGS),
+    ],
+)
+def test_a_setting_of_the_model_is_refused(owner: str, name: str, value: Any) -> None:
+    model = made_model()
+    assert hasattr(getattr(model, owner), name), f"Megatron-Core has no setting {name}"
+    setattr(getattr(model, owner), name, value)
+    check_refused(model, made_optimizer(), f"{name} is {value}")
+
+
+def test_parameters_of_two_dtypes_are_refused() -> None:
+    model = made_model()
+    model.buffers.append(SimpleNamespace(param_dtype=torch.bfloat16))
+    check_refused(model, made_optimizer(), "torch.bfloat16 and torch.float32", "one dtype")
+
+
+def test_every_setting_that_the_source_names_is_among_these() -> None:
+    tree = ast.parse(inspect.getsource(refuse._model_problems))
+    named = {
+        node.elts[0].value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Tuple) and isinstance(node.elts[0], ast.Constant)
+    } | {
+        key.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Dict)
+        for key in node.keys
+        if isinstance(key, ast.Constant)
+    }
+    tested = {name for name, _ in (*DDP_SETTINGS, *MODEL_SETTINGS)} | set(SIZES)
+    assert named == tested
+
+
+def test_a_model_that_is_no_single_ddp_is_refused() -> None:
+    check_refused(torch.nn.Linear(1, 1), made_optimizer(), "the model is Linear")
+    two_chunks = [made_model(), made_model()]
+    check_refused(two_chunks, made_optimizer(), "the model is list")
+
+
+@pytest.mark.parametrize(
+    ("option", "seen"), [("fused", "fused or amsgrad"), ("amsgrad", "fused or amsgrad")]
+)
+def test_a_variant_of_adam_is_refused(option: str, seen: str) -> None:
+    inner = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], **{option: True})
+    check_refused(made_model(), made_optimizer(inner), seen)
+
+
+def test_another_inner_optimizer_is_refused() -> None:
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    check_refused(made_model(), made_optimizer(inner), "the inner optimizer is SGD", "Adam")
+
+
+def test_a_precision_aware_optimizer_is_refused() -> None:
+    optimizer = made_optimizer(use_precision_aware_optimizer=True)
+    check_refused(made_model(), optimizer, "use_precision_aware_optimizer is True")
+
+
+def test_an_optimizer_that_is_not_one_distributed_one_is_refused() -> None:
+    plain = object.__new__(FP32Optimizer)
+    check_refused(made_model(), plain, "the optimizer is FP32Optimizer")
+    two = SimpleNamespace(chained_optimizers=[made_optimizer(), made_optimizer()])
+    check_refused(made_model(), two, "DistributedOptimizer, DistributedOptimizer")

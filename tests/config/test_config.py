@@ -1,0 +1,156 @@
+"""ElasticConfig: keys are frozen, options win over files, a bad value costs one sentence."""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+import elaswave_plugin
+from elaswave_plugin import config
+from elaswave_plugin.config import ElasticConfig, from_namespace, from_section, from_toml
+from elaswave_plugin.errors import ConfigurationError
+
+KEYS = (
+    "change",
+    "consistency",
+    "dir",
+    "dump_state",
+    "gpu_engine",
+    "kill",
+    "quiesce_timeout_s",
+    "run_id",
+    "seed",
+    "snapshot_copies",
+    "snapshots",
+    "tensorboard",
+    "transfer_timeout_s",
+    "wandb",
+    "wandb_project",
+)
+
+
+def parse(*argv: str) -> ElasticConfig | None:
+    parser = config.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    return from_namespace(parser.parse_args(argv))
+
+
+def test_config_keys_are_frozen() -> None:
+    assert tuple(sorted(ElasticConfig.model_fields)) == KEYS
+
+
+def test_config_every_key_is_an_option_with_description_and_default_in_its_help() -> None:
+    parser = config.add_arguments(argparse.ArgumentParser())
+    actions = {action.dest: action for action in parser._actions}
+    for key, field in ElasticConfig.model_fields.items():
+        action = actions[f"elaswave_{key}"]
+        assert action.option_strings == [f"--elaswave-{key.replace('_', '-')}"]
+        assert field.description and field.description in str(action.help)
+        assert "(default: " in str(action.help)
+        if key.endswith("_s"):
+            assert "seconds" in str(action.help)
+
+
+def test_config_without_elaswave_is_none() -> None:
+    assert parse() is None
+
+
+def test_config_defaults() -> None:
+    assert parse("--elaswave") == ElasticConfig()
+    assert ElasticConfig().consistency == "exact" and ElasticConfig().snapshots
+
+
+def test_config_is_frozen() -> None:
+    with pytest.raises(ValidationError):
+        ElasticConfig().seed = 1  # type: ignore[misc]
+
+
+def test_config_option_wins_over_toml_and_toml_over_default(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(
+        '[elaswave]\nconsistency = "fast"\ntransfer_timeout_s = 90\nkill = ["1@2:data"]\n'
+    )
+    got = parse("--elaswave", "--elaswave-config", str(path), "--elaswave-transfer-timeout-s", "45")
+    assert got is not None
+    assert (got.consistency, got.transfer_timeout_s, got.seed) == ("fast", 45.0, None)
+    assert [str(kill) for kill in got.kills()] == ["1@2:data"]
+    assert from_toml(path).transfer_timeout_s == 90
+
+
+def test_config_values_from_the_command_line_have_their_types() -> None:
+    got = parse(
+        *("--elaswave", "--elaswave-snapshots", "off", "--elaswave-seed", "7"),
+        *("--elaswave-kill", "2@10", "--elaswave-kill", "0@11:optimizer"),
+        *("--elaswave-change", "3@4", "--elaswave-dir", "out/x"),
+    )
+    assert got is not None
+    assert got.snapshots is False and got.seed == 7 and got.dir == Path("out/x")
+    assert [(k.slot, k.step, k.phase) for k in got.kills()] == [
+        (2, 10, "backward"),
+        (0, 11, "optimizer"),
+    ]
+    assert got.changes() == ((3, 4),)
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"snapshot": True}, ["unknown key 'snapshot'", "True", "snapshots"]),
+        ({"consistency": "sure"}, ["'consistency' is 'sure'", "'exact' or 'fast'"]),
+        ({"snapshot_copies": -1}, ["'snapshot_copies' is -1", "greater than or equal to 0"]),
+        ({"transfer_timeout_s": 0}, ["'transfer_timeout_s' is 0", "greater than 0"]),
+        ({"transfer_timeout_s": float("inf")}, ["'transfer_timeout_s' is inf", "finite"]),
+        ({"seed": "many"}, ["'seed' is 'many'", "integer"]),
+        ({"kill": ["2"]}, ["kill is '2'", "SLOT@STEP[:PHASE]"]),
+        ({"kill": ["2@3:lunch"]}, ["'2@3:lunch'", "'lunch'", "backward"]),
+        ({"kill": "2@3"}, ["'kill' is '2@3'", "tuple"]),
+        ({"change": ["2@3:data"]}, ["change is '2@3:data'", "SLOT@STEP"]),
+        ({"run_id": "a/b"}, ["'run_id' is 'a/b'"]),
+    ],
+)
+def test_config_bad_section_costs_one_sentence(
+    section: dict[str, object], words: list[str]
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        from_section(section)
+    message = str(caught.value)
+    assert "\n" not in message and "pydantic" not in message
+    assert all(word in message for word in words), message
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
+
+
+def test_config_bad_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="cannot be read: No such file"):
+        from_toml(tmp_path / "absent.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("a = = 1")
+    with pytest.raises(ConfigurationError, match=r"broken\.toml.* is no TOML"):
+        from_toml(broken)
+    broken.write_text("copies = 1")
+    with pytest.raises(ConfigurationError, match=r"broken\.toml: unknown key 'copies'"):
+        parse("--elaswave", "--elaswave-config", str(broken))
+
+
+@pytest.mark.parametrize("option", ["--elaswave-seed", "--elaswave-config"])
+def test_config_option_without_elaswave_is_refused(option: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{option} is given without --elaswave"):
+        parse(option, "1")
+
+
+def test_import_of_the_package_is_light() -> None:
+    code = (
+        "import sys, elaswave_plugin as e; dir(e); e.ConfigurationError;"
+        "heavy = {'torch', 'pydantic', 'typer', 'numpy', 'rich', 'megatron'} & set(sys.modules);"
+        "assert not heavy, heavy; e.ElasticConfig; assert 'pydantic' in sys.modules;"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_public_names_exist() -> None:
+    for name in elaswave_plugin.__all__:
+        assert getattr(elaswave_plugin, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'absent'"):
+        elaswave_plugin.absent  # noqa: B018

@@ -1,0 +1,84 @@
+"""Order of the tests, and a hard limit that shows all stacks and leaves no process behind."""
+
+import contextlib
+import faulthandler
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+FIRST = ("tidy", "core", "config", "runtime", "tracking")
+LAST = ("faults",)
+STACKS_GRACE_S = 2.0
+TIMER = pytest.StashKey[threading.Timer]()
+STDERR = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the real stderr: during a test descriptor 2 belongs to pytest's capture."""
+    config.stash[STDERR] = os.dup(2)
+    # Started in the background, pytest ignores Ctrl-C, and what the tests start would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Cheap and fundamental tests first, the fault tests last; otherwise the order of the files."""
+    items.sort(key=lambda item: _place(item.path))
+
+
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
+    """Take the place of pytest-timeout's own timer, which would orphan the test's processes."""
+    if not settings.timeout or settings.timeout <= 0:
+        return True
+    stderr = item.config.stash[STDERR]
+    timer = threading.Timer(settings.timeout, _expire, (item.nodeid, settings.timeout, stderr))
+    timer.daemon = True
+    timer.start()
+    item.stash[TIMER] = timer
+    return True
+
+
+def pytest_timeout_cancel_timer(item: pytest.Item) -> bool:
+    """Stop the timer of a test that ended in time."""
+    timer = item.stash.get(TIMER, None)
+    if timer is not None:
+        timer.cancel()
+    return True
+
+
+def _place(path: Path) -> int:
+    folder = path.relative_to(Path(__file__).parent).parts[0]
+    if folder in FIRST:
+        return FIRST.index(folder)
+    return len(FIRST) + (1 if folder in LAST else 0)
+
+
+def _expire(nodeid: str, limit_s: float, stderr: int) -> None:
+    """Print every stack, end all processes that this run started, end the run."""
+    out = os.fdopen(stderr, "w", closefd=False)
+    os.dup2(stderr, 2)  # so that what the children print now is seen as well
+    print(f"\n{nodeid} ran longer than {limit_s:g} s; stacks of all threads:", file=out, flush=True)
+    faulthandler.dump_traceback(file=out, all_threads=True)
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        with contextlib.suppress(psutil.Error, OSError):
+            command = " ".join(child.cmdline())[:200]
+            print(f"child {child.pid} ({child.status()}): {command}", file=out, flush=True)
+            if _dumps_on_usr1(child.pid):
+                child.send_signal(signal.SIGUSR1)
+    psutil.wait_procs(children, timeout=STACKS_GRACE_S)
+    for child in children:
+        with contextlib.suppress(psutil.Error):
+            child.kill()  # psutil checks that the pid still belongs to the process it saw
+    os._exit(1)
+
+
+def _dumps_on_usr1(pid: int) -> bool:
+    """Tell whether a process catches SIGUSR1 (faulthandler.register): else it would end it."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = int(status.split("SigCgt:")[1].split()[0], 16)
+    return bool(caught >> (signal.SIGUSR1 - 1) & 1)

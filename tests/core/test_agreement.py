@@ -1,0 +1,350 @@
+"""The agreement as text: scripts of events in, messages and views out (golden/*.txt).
+
+A script holds commands ("> ...") and, below each, what it caused. To write the outputs anew after a
+change of behaviour, and then review the difference: ELASWAVE_REGENERATE_GOLDEN=1 pytest tests/core
+"""
+
+import os
+import random
+from collections import deque
+from pathlib import Path
+
+import pytest
+
+from elaswave_plugin.core.agreement import Agreement, Patience
+from elaswave_plugin.core.agreement_messages import (
+    Accuse,
+    Ballot,
+    Committed,
+    Deliver,
+    Disconnect,
+    Done,
+    Effect,
+    Fence,
+    Message,
+    Note,
+    Over,
+    Prepare,
+    Promise,
+    Propose,
+    Quiesced,
+    Refuse,
+    Report,
+    Ring,
+    Send,
+    Stop,
+    from_wire,
+    to_wire,
+    unpack_payload,
+)
+from elaswave_plugin.core.membership import MembershipView
+
+GOLDEN = Path(__file__).parent / "golden"
+REGENERATE = "ELASWAVE_REGENERATE_GOLDEN"
+
+
+class Cluster:
+    """Supervisors without processes: messages are delivered in a fixed (or a random) order."""
+
+    def __init__(self, nodes: tuple[int, ...], patience: Patience) -> None:
+        self.now_s = 0.0
+        self.lines: list[str] = []
+        self.nodes = nodes
+        self.alive = {
+            slot: Agreement(slot=slot, nodes=nodes, patience=patience) for slot in range(len(nodes))
+        }
+        self.wires: dict[tuple[int, int], deque[Message]] = {}
+        self.order: deque[tuple[int, int]] = deque()
+        self.open: dict[int, Ballot] = {}
+        self.trainers = set(self.alive)
+        self.cut: set[tuple[int, int]] = set()
+        self.doom: dict[int, tuple[str, int]] = {}
+        self.commits: dict[int, list[MembershipView]] = {slot: [] for slot in self.alive}
+        self.ends: dict[int, Over] = {}
+        self.verbose = True
+
+    # ---- commands -----------------------------------------------------------------------------
+
+    def do(self, command: str) -> None:
+        name, *words = command.split()
+        getattr(self, f"do_{name}")(words)
+        self.run()
+
+    def do_start(self, words: list[str]) -> None:
+        for slot in list(self.alive):
+            self.settle(slot)
+
+    def do_quiesce(self, words: list[str]) -> None:
+        for slot in self.slots(words):
+            if slot in self.alive and slot in self.open:
+                ballot = self.open.pop(slot)
+                facts = {"at": slot} if slot in self.trainers else None
+                self.alive[slot].quiesced(ballot, facts, [{"owner": slot}])
+                self.settle(slot)
+
+    def do_seal(self, words: list[str]) -> None:
+        for slot in self.slots(words):
+            self.alive[slot].first_seal()
+            self.settle(slot)
+
+    def do_exit(self, words: list[str]) -> None:
+        """exit SLOTS CODE|SIGNAL: these trainers end in the same moment."""
+        code = int(words[1]) if words[1].isdigit() else None
+        evidence = f"exit code {code}" if code is not None else f"killed by {words[1]}"
+        slots = self.slots(words[:1])
+        for slot in slots:
+            self.trainers.discard(slot)
+            self.alive[slot].trainer_failed(evidence, code, self.now_s)
+            ballot = self.open.pop(slot, None)
+            if ballot is not None:
+                self.alive[slot].quiesced(ballot, None, [{"owner": slot}])
+        for slot in slots:
+            self.settle(slot)
+
+    def do_done(self, words: list[str]) -> None:
+        for slot in self.slots(words[:1]):
+            self.alive[slot].trainer_done(int(words[1]) if words[1:] else None)
+            self.settle(slot)
+
+    def do_kill(self, words: list[str]) -> None:
+        """kill SLOTS: these supervisors die in the same moment."""
+        dead = self.slots(words)
+        for slot in dead:
+            self.bury(slot)
+        for slot in list(self.alive):
+            for gone in dead:
+                self.alive[slot].lost(gone, "its connection closed")
+            self.settle(slot)
+
+    def do_doom(self, words: list[str]) -> None:
+        """doom SLOT KIND N: this supervisor dies once it has sent N messages of a kind."""
+        self.doom[int(words[0])] = words[1], int(words[2])
+
+    def do_part(self, words: list[str]) -> None:
+        """part A B: the links between two groups of slots break."""
+        one, other = self.slots(words[:1]), self.slots(words[1:])
+        for slot in [*one, *other]:
+            for far in other if slot in one else one:
+                self.cut.add((slot, far))
+                self.wires.pop((slot, far), None)
+                self.alive[slot].lost(far, "its connection broke")
+        for slot in [*one, *other]:
+            self.settle(slot)
+
+    def do_tick(self, words: list[str]) -> None:
+        self.now_s += float(words[0])
+        for slot in list(self.alive):
+            self.settle(slot)
+
+    def do_sever(self, words: list[str]) -> None:
+        for slot in self.slots(words):
+            epoch = self.commits[slot][-1].epoch
+            self.alive[slot].severed(epoch, "a link broke", self.now_s)
+            self.settle(slot)
+
+    def do_progress(self, words: list[str]) -> None:
+        for slot in self.slots(words):
+            self.alive[slot].progress(self.now_s)
+
+    # ---- the network --------------------------------------------------------------------------
+
+    def slots(self, words: list[str]) -> list[int]:
+        if words == ["all"]:
+            return list(self.alive)
+        return [int(slot) for word in words for slot in word.split(",")]
+
+    def bury(self, slot: int) -> None:
+        self.say(f"{slot}: supervisor dies")
+        self.alive.pop(slot)
+        self.trainers.discard(slot)
+        self.open.pop(slot, None)
+
+    def settle(self, slot: int) -> None:
+        if slot not in self.alive:
+            return
+        for effect in self.alive[slot].settle(self.now_s):
+            if slot not in self.alive:
+                return
+            self.carry_out(slot, effect)
+
+    def carry_out(self, slot: int, effect: Effect) -> None:
+        match effect:
+            case Send():
+                self.send(slot, effect.to, effect.message)
+            case Ring():
+                self.say(f"{slot}: ring {effect.ballot}")
+                self.open[slot] = effect.ballot
+            case Deliver():
+                view = effect.committed.proposal.view
+                skipped = [skipped.epoch for skipped in effect.skipped]
+                facts, inventory = unpack_payload(effect.committed.payload)
+                holders = [record["owner"] for record in inventory]
+                self.say(
+                    f"{slot}: commit epoch {view.epoch} ranks {list(view.ranks)} "
+                    f"facts of {sorted(facts)} inventory of {holders}"
+                    + (f" after {skipped}" if skipped else "")
+                )
+                self.commits[slot] += [*effect.skipped, view]
+            case Disconnect():
+                self.cut |= {(slot, effect.slot), (effect.slot, slot)}
+                if effect.slot in self.alive and effect.slot not in self.ends:
+                    self.alive[effect.slot].lost(slot, "its connection closed")
+                    self.settle(effect.slot)
+            case Fence():
+                self.say(f"{slot}: fence: {effect.evidence}")
+            case Over():
+                self.say(f"{slot}: over, exit code {effect.exit_code}: {effect.reason}")
+                self.ends[slot] = effect
+            case Note():
+                if effect.kind == "quorum_lost":
+                    self.say(f"{slot}: no quorum, heard {effect.fields['nodes_heard']}")
+
+    def send(self, slot: int, to: int, message: Message) -> None:
+        # Through the wire form and back, as between processes.
+        message = from_wire(to_wire(message))
+        if to in self.alive and (slot, to) not in self.cut:
+            self.wires.setdefault((slot, to), deque()).append(message)
+            self.order.append((slot, to))
+        kind = type(message).__name__.lower()
+        if slot in self.doom and self.doom[slot][0] == kind:
+            left = self.doom[slot][1] - 1
+            self.doom[slot] = kind, left
+            if left == 0:
+                self.bury(slot)
+                for other in list(self.alive):
+                    # After what it has sent already: the end of a connection comes last.
+                    self.wires.setdefault((slot, other), deque())
+                    self.order.append((slot, other))
+
+    def run(self, dice: random.Random | None = None) -> None:
+        """Deliver until nothing is under way; `dice` picks the link, else first come first."""
+        while self.order:
+            if dice is not None:
+                self.order.rotate(-dice.randrange(len(self.order)))
+            sender, to = self.order.popleft()
+            if to not in self.alive or (sender, to) in self.cut:
+                continue
+            wire = self.wires.get((sender, to))
+            if wire:
+                message = wire.popleft()
+                if not isinstance(message, Stop):
+                    self.say(f"{sender} -> {to}: {describe(message)}")
+                self.alive[to].receive(sender, message, self.now_s)
+            elif sender not in self.alive:
+                self.alive[to].lost(sender, "its connection closed")
+            self.settle(to)
+
+    def say(self, line: str) -> None:
+        if self.verbose:
+            self.lines.append(f"  {line}")
+
+
+def describe(message: Message) -> str:
+    match message:
+        case Prepare():
+            return f"prepare {message.ballot} lost={list(message.lost)}"
+        case Promise():
+            accepted = message.accepted.ballot if message.accepted else None
+            return f"promise {message.ballot}, applied {message.applied_epoch}, has {accepted}"
+        case Propose():
+            return f"propose {message.proposal}"
+        case Quiesced():
+            return f"quiesced {message.ballot}" + (" without trainer" if not message.facts else "")
+        case Committed():
+            return f"committed {message.proposal.ballot}"
+        case Refuse():
+            return f"refuse, promised {message.promised}"
+        case Report():
+            return f"report {message.failure}"
+        case Accuse():
+            return f"accuse {message.slot}: {message.evidence}"
+        case Done():
+            return f"done, exit code {message.exit_code}"
+        case _:
+            return type(message).__name__.lower()
+
+
+def play(script: str) -> str:
+    """The script with its outputs written anew."""
+    cluster = Cluster((0,), Patience())
+    out: list[str] = []
+    for line in script.splitlines():
+        if line.startswith("> nodes"):
+            cluster = Cluster(
+                tuple(map(int, line.split()[2:])),
+                Patience(join_timeout_s=60, quiesce_timeout_s=10, quorum_wait_s=5),
+            )
+            out.append(line)
+        elif line.startswith(">"):
+            cluster.lines = []
+            cluster.do(line[1:].strip())
+            out += [line, *cluster.lines]
+        elif not line.startswith("  "):
+            out.append(line)
+    return "\n".join(out) + "\n"
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.txt")), ids=lambda path: path.stem)
+def test_golden_script(path: Path) -> None:
+    script = path.read_text()
+    played = play(script)
+    if os.environ.get(REGENERATE):
+        path.write_text(played)
+    assert played == script
+
+
+def test_there_are_golden_scripts() -> None:
+    assert len(list(GOLDEN.glob("*.txt"))) >= 10
+
+
+@pytest.mark.parametrize("seed", range(400))
+def test_no_order_of_events_makes_members_disagree(seed: int) -> None:
+    """Random losses, answers and delivery: one view an epoch, one path, every wait ends."""
+    dice = random.Random(seed)
+    nodes = dice.choice([(0, 0, 0, 0), (0, 0, 1, 1, 2, 2), (0, 1, 2), (0, 1, 2, 3, 4)])
+    cluster = Cluster(nodes, Patience(quiesce_timeout_s=1e9, join_timeout_s=1e9))
+    cluster.verbose = False
+    cluster.do("start")
+    cluster.do("quiesce all")
+    cluster.do("seal all")
+    for _ in range(dice.randrange(1, 5)):
+        slot = dice.choice(sorted(cluster.alive))
+        what = dice.random()
+        if what < 0.4 and slot in cluster.trainers:
+            cluster.do_exit([str(slot), "SIGKILL"])
+        elif what < 0.6 and len(cluster.alive) > 1:
+            cluster.do_kill([str(slot)])
+        elif what < 0.8:
+            kind = dice.choice(["propose", "committed", "quiesced", "prepare", "promise"])
+            cluster.do_doom([str(slot), kind, str(dice.randrange(1, 4))])
+        cluster.run(dice)
+        if dice.random() < 0.7 and cluster.alive:
+            for quiet in dice.sample(sorted(cluster.alive), len(cluster.alive)):
+                cluster.do_quiesce([str(quiet)])
+                cluster.run(dice)
+    for _ in range(20):
+        if not cluster.alive or len(cluster.ends) == len(cluster.alive):
+            break
+        cluster.do_quiesce(["all"])
+        cluster.run(dice)
+        cluster.do_tick(["6"])
+        cluster.run(dice)
+    check_paths(cluster)
+
+
+def check_paths(cluster: Cluster) -> None:
+    by_epoch: dict[int, MembershipView] = {}
+    for views in cluster.commits.values():
+        epochs = [view.epoch for view in views]
+        assert epochs == sorted(set(epochs))
+        for view in views:
+            assert by_epoch.setdefault(view.epoch, view) == view
+    assert not (set(cluster.open) & set(cluster.alive) - set(cluster.ends))
+    live = [slot for slot in cluster.alive if slot in cluster.trainers and slot not in cluster.ends]
+    finals = {cluster.commits[slot][-1] for slot in live}
+    assert len(finals) <= 1
+    if finals:
+        assert sorted(finals.pop().ranks) == sorted(live)
+    # Whoever is in the last view has applied every view that any other member of it has applied.
+    paths = {tuple(view.epoch for view in cluster.commits[slot]) for slot in live}
+    assert len(paths) <= 1

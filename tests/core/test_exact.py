@@ -1,0 +1,104 @@
+"""The canonical sum has one value, whoever computes which term."""
+
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elaswave_plugin.core.dataflow import deal, sample_ids
+from elaswave_plugin.core.exact import fold_order
+
+
+def fp32(value: float) -> float:
+    """Round to float32, as every addition of gradients does."""
+    return struct.unpack("<f", struct.pack("<f", value))[0]
+
+
+def evaluate(placement: dict[int, tuple[int, ...]], gradients: list[float], replicas: int) -> float:
+    """Run the contributions where they are placed and fold them at the owner."""
+    total = None
+    for term in fold_order(placement, num_replicas=replicas, num_microbatches=len(gradients)):
+        chain = None
+        for _, part in term.chain:
+            accumulated = 0.0
+            for k in part.microbatches:
+                accumulated = fp32(accumulated + gradients[k])
+            chain = accumulated if chain is None else fp32(chain + accumulated)
+        assert chain is not None
+        total = chain if total is None else fp32(total + chain)
+    assert total is not None
+    return total
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[int, list[float], list[int]]:
+    replicas = draw(st.integers(1, 6))
+    per_replica = draw(st.integers(1, 4))
+    number = st.floats(-1e3, 1e3, width=32)
+    gradients = [fp32(draw(number)) for _ in range(replicas * per_replica)]
+    live = draw(st.lists(st.integers(0, replicas - 1), min_size=1, unique=True))
+    return replicas, gradients, live
+
+
+@given(jobs())
+def test_fold_any_survivors_has_the_bits_of_the_healthy_sum(
+    job: tuple[int, list[float], list[int]],
+) -> None:
+    replicas, gradients, live = job
+    homes = tuple(range(replicas))
+    healthy = deal(num_microbatches=len(gradients), homes=homes, live=homes)
+    degraded = deal(num_microbatches=len(gradients), homes=homes, live=live)
+    wanted = evaluate(dict(healthy.placement), gradients, replicas)
+    found = evaluate(dict(degraded.placement), gradients, replicas)
+    assert struct.pack("<f", found) == struct.pack("<f", wanted)
+
+
+def test_fold_in_order_of_workers_would_differ() -> None:
+    """Negative control: the order matters for these values."""
+    gradients = [1.0, fp32(2.0**-24), fp32(2.0**-24), -1.0]
+    assert evaluate({0: (0, 1, 2, 3)}, gradients, 1) != fp32(
+        fp32(fp32(gradients[3] + gradients[0]) + gradients[1]) + gradients[2]
+    )
+
+
+@given(jobs())
+def test_deal_places_every_microbatch_once_and_evenly(
+    job: tuple[int, list[float], list[int]],
+) -> None:
+    replicas, gradients, live = job
+    flow = deal(num_microbatches=len(gradients), homes=range(replicas), live=live)
+    placed = sorted(k for _, ks in flow.placement for k in ks)
+    assert placed == list(range(len(gradients)))
+    loads = [len(ks) for _, ks in flow.placement]
+    assert max(loads) == -(-len(gradients) // len(live))
+    assert flow.is_healthy == (len(live) == replicas)
+
+
+def test_deal_twelve_over_five() -> None:
+    flow = deal(num_microbatches=12, homes=range(6), live=(0, 1, 2, 3, 5))
+    assert str(flow) == "w0: 0 6 4 | w1: 1 7 10 | w2: 2 8 | w3: 3 9 | w5: 5 11"
+
+
+def test_fold_order_refuses_a_lost_or_doubled_microbatch() -> None:
+    with pytest.raises(ValueError, match="wanted each of 2 once"):
+        fold_order({0: (0,)}, num_replicas=1, num_microbatches=2)
+    with pytest.raises(ValueError, match="wanted each of 2 once"):
+        fold_order({0: (0, 1), 1: (1,)}, num_replicas=1, num_microbatches=2)
+
+
+def test_deal_refuses_an_empty_view_and_too_few_microbatches() -> None:
+    with pytest.raises(ValueError, match="no live worker"):
+        deal(num_microbatches=4, homes=(0, 1), live=())
+    with pytest.raises(ValueError, match="1 micro-batches for 2 replicas"):
+        deal(num_microbatches=1, homes=(0, 1), live=(0, 1))
+
+
+def test_sample_ids_cover_a_run_once_in_order() -> None:
+    ids = [
+        one
+        for step in range(3)
+        for k in range(4)
+        for one in sample_ids(step=step, microbatch=k, num_microbatches=4, size=2)
+    ]
+    assert ids == list(range(24))

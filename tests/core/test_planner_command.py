@@ -1,0 +1,121 @@
+"""`elaswave plan`, `elaswave bench plan` and the simulated benchmark: output and refusals."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.simulated_throughput import BARS, Bar, Scenario, judged, row_of
+from elaswave_plugin.bench.plan import Job, measure, run_bench
+from elaswave_plugin.cli import run_command
+
+SMALL = ["plan", "--pp", "2", "--tp", "2", "--dp", "2", "--layers", "4", "--microbatches", "4"]
+
+
+def test_plan_shows_before_after_and_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    assert run_command([*SMALL, "--dead", "0", "--dead", "6", "--json", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert "stage 0, layers 0-1: r0 w0+w1 | r1 w2+w3" in printed
+    assert "stage 0, layers 0-2: r0 w7+w1 | r1 w2+w3" in printed, "two broken groups made one"
+    assert "3 of 4 replicas are live (0.750)" in printed
+    record = json.loads(file.read_text())
+    assert record["simulated"] is True
+    assert record["layout_before"]["stages"][0] == [[0, [0, 1]], [1, [2, 3]]]
+    assert record["layout_after"]["free"] == []
+    plan = record["plan"]
+    assert plan["predicted_step_s"] > plan["predicted_step_before_s"]
+    assert plan["samples_per_worker"] == [{"least": 4, "most": 4}, {"least": 8, "most": 8}]
+    assert plan["layers_per_stage"] == [[[0, 3]], [[3, 4]]]
+    assert plan["bytes_to_move"] > 0 and plan["pause_s"] > 0.1
+    assert plan["reasons"] and len(plan["candidates"]) > 10
+
+
+def test_plan_of_many_workers_is_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--pp", "8", "--workers", "8000", "--dead", "0-9", "--layers", "24"]
+    assert run_command(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "stage 0, layers 0-2: 990 of 1000 replicas" in printed
+    assert "estimated: stages flow as fluids" in printed
+
+
+def test_plan_obeys_what_is_forced(tmp_path: Path) -> None:
+    for policy in ("redeal", "reroute", "resize"):
+        file = tmp_path / f"{policy}.json"
+        held = ["--no-move-layers", "--no-move-workers", "--dataflow", policy]
+        assert run_command([*SMALL, *held, "--dead", "5", "--json", str(file)]) == 0
+        plan = json.loads(file.read_text())["plan"]
+        assert plan["dataflow"].split()[0] == policy
+        assert plan["bytes_to_move"] == 0 and plan["width_moves"] == []
+    file = tmp_path / "clocks.json"
+    clocks = ["--clocks", "0.9,1,1.1", "--split-backward"]
+    assert run_command([*SMALL, *clocks, "--dead", "5", "--json", str(file)]) == 0
+    plan = json.loads(file.read_text())["plan"]
+    assert plan["split_backward"] is True and max(plan["clocks"]) == 1.1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tp", "2", "--pp", "2", "--workers", "10"], "10 workers do not factor into tp 2 x pp"),
+        (["--pp", "4", "--dp", "2", "--layers", "3"], "3 layers for 4 stages"),
+        (["--pp", "2", "--dp", "2", "--memory-gib", "1"], "no partition of 24 layers over 2"),
+        (["--pp", "2"], "--dp is None and --workers is None, wanted exactly one"),
+        (["--dp", "2", "--dead", "x"], "--dead is 'x', wanted a slot or a range"),
+        (["--dp", "2", "--dead", "9"], "worker 9 is not in the layout, wanted one of 0-1"),
+        (["--dp", "2", "--dataflow", "deal"], "dataflow is 'deal', wanted redeal, reroute"),
+        (["--dp", "2", "--clocks", "fast"], "--clocks is 'fast', wanted rising numbers"),
+        (["--dp", "2", "--clocks", "1,0.9"], r"clocks are \(1.0, 0.9\), wanted rising"),
+        (["--dp", "2", "--power-cap-w", "9"], "--power-cap-w is given without --clocks"),
+        (["--dp", "2", "--clocks", "1", "--power-cap-w", "9"], "power cap is 9 W, and 2 workers"),
+        (["--dp", "2", "--forward-ms", "0"], "--forward-ms is 0.0, wanted a number above 0"),
+        (["--dp", "2", "--microbatches", "0"], "0 micro-batches of 1 samples"),
+        (["--dp", "2", "--json", "nowhere/plan.json"], "--json is 'nowhere/plan.json', whose"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["plan", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert re.search(words, captured.err), captured.err
+
+
+def test_too_few_groups_stop_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["plan", "--pp", "2", "--dp", "1", "--dead", "1"]) == 1
+    assert "1 whole TP groups of 1 workers are left for 2 stages" in capsys.readouterr().err
+
+
+def test_bench_plan_writes_its_rows_and_judges_them(tmp_path: Path) -> None:
+    job = Job(tp=2, pp=4, dp=8, dead=3, bar_s=30.0)
+    lines: list[str] = []
+    file = tmp_path / "rows.json"
+    assert run_bench(lambda: measure((job,), repeat=1), file, lines.append) == 0
+    row = json.loads(file.read_text())["rows"][0]
+    assert (row["workers"], row["dead"], row["layout"]) == (64, 3, "TP2 x PP4 x DP8")
+    assert 0 < row["seconds"] == row["slowest_s"] < 30
+    parts = row["layout_s"] + row["plan_s"] + row["ops_s"]
+    assert parts == pytest.approx(row["seconds"], abs=0.001)
+    late = Job(tp=2, pp=4, dp=8, dead=3, bar_s=1e-6)
+    assert run_bench(lambda: measure((late,), repeat=1), None, lines.append) == 1
+
+
+def test_the_simulated_benchmark_judges_by_its_worst_row() -> None:
+    bar = Bar(shape="PP2xDP2 L8 m4", losses=1, place="one stage", ratio="over_rerouting", least=1.2)
+    rows = [
+        row_of(Scenario(pp=2, dp=2, layers=8, slots=4, losses=1, stage=stage)) for stage in (0, 1)
+    ]
+    other = {**rows[0], "place": "spread", "over_rerouting": 0.5}
+    values = [row["over_rerouting"] for row in rows]
+    found = judged(bar, [*rows, other])
+    assert found["holds"] and found["worst"] == min(values) and found["best"] == max(values)
+    assert not judged(bar, [*rows, {**rows[0], "over_rerouting": 1.1}])["holds"]
+    for row in rows:
+        assert row["rho"] == 1.5 and row["live_share"] == 0.75
+        assert row["planned_split_s"] <= row["planned_s"] <= row["rerouted_s"]
+        assert row["planned_clocks_1.1_s"] < row["planned_s"] < row["dropped_s"]
+    assert len(BARS) > 20

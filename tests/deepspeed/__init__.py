@@ -1,0 +1,1 @@
+"""DeepSpeed: real jobs whose scripts own their loop, and the parts of the adapter."""

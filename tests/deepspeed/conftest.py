@@ -1,0 +1,63 @@
+"""One zygote for the session, and each reference run and twin once."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from elaswave_plugin.config import parse_kill
+from tests.deepspeed.harness import PRELOAD, EngineSpec
+from tests.faults.harness import Outcome, Zygote, launch
+
+Launch = Callable[[EngineSpec], Outcome]
+
+
+@pytest.fixture(scope="session")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """A process that has imported DeepSpeed."""
+    running = Zygote(tmp_path_factory.mktemp("zygote"), PRELOAD)
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="session")
+def run(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    """Launch a specification in a directory of its own."""
+
+    def launched(spec: EngineSpec) -> Outcome:
+        folder = tmp_path_factory.mktemp("run")
+        return launch(spec, zygote=zygote, data=folder, directory=folder)
+
+    return launched
+
+
+@pytest.fixture(scope="session")
+def once(run: Launch) -> Launch:
+    """Launch each specification once."""
+    made: dict[EngineSpec, Outcome] = {}
+
+    def remembered(spec: EngineSpec) -> Outcome:
+        if spec not in made:
+            made[spec] = run(spec)
+            assert made[spec].returncode == 0, made[spec].output[-4000:]
+        return made[spec]
+
+    return remembered
+
+
+@pytest.fixture(scope="session")
+def reference(once: Launch) -> Launch:
+    """The run of a specification that nothing disturbs."""
+    return lambda spec: once(replace(spec, kills=(), changes=()))
+
+
+@pytest.fixture(scope="session")
+def twin(once: Launch) -> Launch:
+    """The run in which the workers leave as planned, before the steps in which they are killed."""
+
+    def planned(spec: EngineSpec) -> Outcome:
+        kills = [parse_kill(kill) for kill in spec.kills]
+        changes = tuple(f"{kill.slot}@{kill.step}" for kill in kills)
+        return once(replace(spec, kills=(), changes=changes))
+
+    return planned

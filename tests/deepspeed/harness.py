@@ -1,0 +1,110 @@
+"""Launches of DeepSpeed scripts under `elaswave run`, and what a recovery of them promises."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.faults.harness import (
+    ROOT,
+    JobSpec,
+    Outcome,
+    check_survived,
+    max_relative_difference,
+)
+
+EXAMPLE = ROOT / "examples" / "train_deepspeed.py"
+SCRIPTS = ROOT / "tests" / "deepspeed" / "scripts"
+PRELOAD = (
+    "torch",
+    "numpy",
+    "pydantic",
+    "deepspeed",
+    # What deepspeed.initialize imports, which takes two seconds in each process.
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.runtime.zero.stage3",
+    "torch._dynamo",
+    "elaswave_plugin.adapters.deepspeed.attach",
+)
+# Largest relative difference of a loss after a loss of workers: sums in another order.
+FP32_BOUND, BF16_BOUND = 1e-6, 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec(JobSpec):
+    """One launch: a tiny GPT in fp32 or bf16 under a ZeRO stage, two micro-batches a step."""
+
+    stage: int = 1
+    bf16: bool = False
+    consistency: str = "fast"
+    accumulation: int = 2
+    settings: str = ""
+    script: str = str(EXAMPLE)
+
+    def config(self, directory: Path) -> dict[str, Any]:
+        """The DeepSpeed configuration; ``settings`` is JSON on top of it, null takes a key out."""
+        micro_batch_size = self.global_batch // (self.accumulation * self.nproc)
+        config = {
+            "train_batch_size": self.global_batch,
+            "train_micro_batch_size_per_gpu": micro_batch_size,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": 1.0,
+            "steps_per_print": 1_000_000,
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": 1e-3, "weight_decay": 0.01, "torch_adam": True},
+            },
+            "scheduler": {
+                "type": "WarmupLR",
+                "params": {
+                    "warmup_min_lr": 0.0,
+                    "warmup_max_lr": 1e-3,
+                    "warmup_num_steps": 5,
+                    "warmup_type": "linear",
+                },
+            },
+            "bf16": {"enabled": self.bf16},
+            "zero_optimization": {
+                "stage": self.stage,
+                # Small enough that most parameters of the tiny model are really cut.
+                "stage3_param_persistence_threshold": 100,
+            },
+            "elaswave": {
+                "enabled": True,
+                "dir": str(directory),
+                "dump_state": self.dump,
+                "kill": list(self.kills),
+                "change": list(self.changes),
+            },
+            **json.loads(self.settings or "{}"),
+        }
+        return {key: value for key, value in config.items() if value is not None}
+
+    def arguments(self, data: Path, directory: Path) -> list[str]:
+        """The script's arguments; the configuration is written beside the run's files."""
+        path = directory / "deepspeed.json"
+        path.write_text(json.dumps(self.config(directory)))
+        return [
+            f"--deepspeed_config={path}",
+            f"--steps={self.steps}",
+            "--num-layers=2",
+            "--hidden-size=64",
+            "--seq-length=32",
+            *self.options,
+        ]
+
+
+def check_recovered(run: Outcome, *, twin: Outcome, reference: Outcome) -> None:
+    """Everything that a recovery promises in a loop that the script owns."""
+    assert isinstance(run.spec, EngineSpec)
+    check_survived(run)
+    check_survived(twin)
+    assert run.trace() == twin.trace()
+    bound = BF16_BOUND if run.spec.bf16 else FP32_BOUND
+    assert max_relative_difference(run, reference) <= bound
+    assert rates(run) == rates(reference)
+
+
+def rates(run: Outcome) -> dict[int, float]:
+    """The learning rate of each step."""
+    return {record["step"]: record["lr"] for record in run.files.steps}

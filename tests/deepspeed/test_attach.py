@@ -1,0 +1,125 @@
+"""How a script gets the plugin, what it costs without the section, and what is refused in words."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.deepspeed.conftest import Launch
+from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
+
+OWN_LOADER = str(SCRIPTS / "own_loader.py")
+
+
+def section(**keys: object) -> str:
+    """Settings whose section has these keys only."""
+    return json.dumps({"elaswave": keys})
+
+
+def test_a_loader_of_the_script_is_refused_in_words_that_name_ours(run: Launch) -> None:
+    refused = run(EngineSpec(script=OWN_LOADER))
+    assert refused.returncode == 2
+    assert "elaswave_plugin.deepspeed.loader(engine, dataset)" in refused.output
+    assert "Traceback" not in refused.output and not refused.orphans
+
+
+def test_our_loader_over_a_torch_loader_survives_a_kill(
+    run: Launch, twin: Launch, reference: Launch
+) -> None:
+    spec = EngineSpec(script=OWN_LOADER, options=("--loader",), stage=2, kills=("0@2:forward",))
+    check_recovered(run(spec), twin=twin(spec), reference=reference(spec))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            section(kil=["2@3"]),
+            "unknown key 'kil'",
+        ),
+        (section(kil=["2@3"]), "did you mean 'kill'?"),
+        (section(enabled="yes"), "key 'enabled' is 'yes', wanted true or false"),
+        (section(consistency="exact"), "key 'consistency' is 'exact', wanted 'fast'"),
+        (section(kill=["7@3"]), "kill 7@3:backward names worker 7, wanted 0 to 3"),
+    ],
+)
+def test_a_wrong_section_is_one_sentence(run: Launch, settings: str, words: str) -> None:
+    refused = run(EngineSpec(settings=settings))
+    assert refused.returncode == 2
+    assert words in refused.output
+    assert refused.output.count("elaswave: ") == 1 and "Traceback" not in refused.output
+
+
+def printed_losses(output: str) -> dict[int, float]:
+    """What rank 0 of the example printed: "step N | loss X | ..."."""
+    lines = [line.split("|") for line in output.splitlines() if line.startswith("step")]
+    return {int(step.split()[1]): float(loss.split()[1]) for step, loss, _ in lines}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_section_that_is_not_enabled_changes_nothing_and_an_enabled_one_no_loss(
+    reference: Launch, tmp_path: Path, stage: int
+) -> None:
+    """Without the plugin: torchrun, gloo, DeepSpeed's own loader."""
+    spec = EngineSpec(stage=stage, settings=section(enabled=False))
+    command = [
+        *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", "4", str(SCRIPTS / "no_compiler.py"), spec.script),
+        *spec.arguments(tmp_path, tmp_path),
+    ]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    plain = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
+    assert plain.returncode == 0, plain.stderr[-3000:]
+    losses = printed_losses(plain.stdout)
+    assert sorted(losses) == list(range(spec.steps))
+    elastic = printed_losses(reference(EngineSpec(stage=stage)).output)
+    assert elastic == pytest.approx(losses, rel=1e-6)
+
+
+INERT = """
+import sys
+import torch
+ours = [name for name in sys.modules if name.startswith("elaswave_plugin")]
+assert set(ours) <= {"elaswave_plugin", "elaswave_plugin.errors", "elaswave_plugin.autoload"}, ours
+import deepspeed
+assert deepspeed.initialize.__wrapped__ is not None
+try:
+    deepspeed.initialize(model=torch.nn.Linear(1, 1), config={"train_batch_size": -1})
+except Exception as error:
+    print(type(error).__name__)
+heavy = [name for name in sys.modules if name.startswith("elaswave_plugin.runtime")]
+assert not heavy, heavy
+"""
+
+
+def test_without_the_section_nothing_of_ours_is_imported() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", INERT], capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import torch, deepspeed; use = deepspeed.initialize",
+        "import deepspeed; import torch; use = deepspeed.initialize",
+        "from deepspeed import initialize as use",
+    ],
+)
+def test_the_function_is_ours_whatever_is_imported_first(imports: str) -> None:
+    code = f"{imports}; assert use.__wrapped__.__module__ == 'deepspeed', use; print(type(use))"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_installing_by_hand_is_the_same(run: Launch, reference: Launch) -> None:
+    code = "import elaswave_plugin.deepspeed as e; e.install(); e.install()"
+    spec = EngineSpec(steps=3)
+    by_hand = run(replace(spec, sabotage=code))
+    assert by_hand.trace() == reference(spec).trace()

@@ -1,0 +1,54 @@
+"""The same job under real launchers: torchrun, and DeepSpeed's own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.deepspeed.conftest import Launch
+from tests.deepspeed.harness import EngineSpec, check_recovered
+from tests.faults.harness import Outcome
+from tests.ports import free_port
+
+TORCHRUN = (sys.executable, "-W", "ignore", "-m", "torch.distributed.run")
+DEEPSPEED = str(Path(sys.executable).with_name("deepspeed"))
+pytestmark = pytest.mark.timeout(240)
+
+
+def launched(command: tuple[str, ...], spec: EngineSpec, directory: Path) -> Outcome:
+    directory.mkdir()
+    finished = subprocess.run(
+        [*command, spec.script, *spec.arguments(directory, directory)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=directory,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+    )
+    return Outcome(
+        spec=spec,
+        directory=directory,
+        returncode=finished.returncode,
+        output=finished.stdout + finished.stderr,
+        seconds=0.0,
+    )
+
+
+def test_torchrun_with_our_module_survives_a_kill(
+    tmp_path: Path, twin: Launch, reference: Launch
+) -> None:
+    spec = EngineSpec(stage=2, kills=("0@3:backward",))
+    command = (*TORCHRUN, "--nproc-per-node=4", "--nnodes=1", f"--master-port={free_port()}")
+    survived = launched((*command, "-m", "elaswave_plugin.run"), spec, tmp_path / "run")
+    check_recovered(survived, twin=twin(spec), reference=reference(spec))
+
+
+def test_the_deepspeed_launcher_with_our_module_survives_a_kill(
+    tmp_path: Path, twin: Launch, reference: Launch
+) -> None:
+    spec = EngineSpec(stage=3, kills=("0@3:backward",))
+    command = (DEEPSPEED, "--num_gpus=4", f"--master_port={free_port()}", "--module")
+    survived = launched((*command, "elaswave_plugin.run"), spec, tmp_path / "run")
+    check_recovered(survived, twin=twin(spec), reference=reference(spec))

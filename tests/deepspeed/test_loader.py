@@ -1,0 +1,108 @@
+"""The loader's order is DeepSpeed's, whoever reads it; shares have no gap and no overlap."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, DistributedSampler
+
+pytest.importorskip("deepspeed")
+
+from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader, GlobalOrder
+from elaswave_plugin.core.dataflow import share
+from elaswave_plugin.errors import ConfigurationError
+
+
+class Alone:
+    """A job of one reader that takes all samples of each iteration."""
+
+    def next_batch(self, loader: ElasticLoader) -> Any:
+        items = loader.items()
+        _, batch = loader.read(items, (0, len(items)))
+        return batch
+
+
+def loader_of(num_items: int, replicas: int, size: int, shuffle: bool = True) -> ElasticLoader:
+    order = GlobalOrder(
+        num_items,
+        num_replicas=replicas,
+        micro_batch_size=size,
+        shuffle=shuffle,
+        seed=0,
+        drop_last=False,
+    )
+    return ElasticLoader(Alone(), list(range(num_items)), order, collate=list)
+
+
+@settings(derandomize=True, max_examples=40, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 40), st.booleans(), st.integers(0, 3))
+def test_replicas_read_what_the_distributed_sampler_gives_them(
+    replicas: int, size: int, more: int, shuffle: bool, epoch: int
+) -> None:
+    num_items = replicas + more
+    loader = loader_of(num_items, replicas, size, shuffle)
+    loader.set_epoch(epoch)
+    wanted = []
+    for rank in range(replicas):
+        sampler = DistributedSampler(
+            range(num_items), num_replicas=replicas, rank=rank, shuffle=shuffle
+        )
+        sampler.set_epoch(epoch)
+        wanted.append(list(DataLoader(range(num_items), batch_size=size, sampler=sampler)))
+    batches = list(loader)
+    assert len(batches) == len(loader) == len(wanted[0])
+    for iteration, batch in enumerate(batches):
+        assert batch == [int(one) for rank in range(replicas) for one in wanted[rank][iteration]]
+
+
+def test_a_new_pass_begins_the_next_epoch_and_a_position_brings_it_back() -> None:
+    loader = loader_of(10, 2, 2, shuffle=False)
+    passes = iter(loader)
+    first = [next(passes), next(passes)]
+    here = loader.position
+    third = next(passes)
+    second_pass = iter(loader)
+    again = [next(second_pass), next(second_pass)]
+    assert again == first and loader.position.epoch == 1
+    loader.position = here
+    assert next(second_pass) == third  # the redo crosses the border of the epochs ...
+    assert [next(second_pass), next(second_pass)] == again  # ... as the first time did
+    assert loader.position.served == 10 + 8
+
+
+def test_an_epoch_that_was_left_early_is_left_there_again() -> None:
+    loader = loader_of(20, 2, 2, shuffle=False)
+    passes = iter(loader)
+    first, second = next(passes), next(passes)
+    here = loader.position
+    third = next(passes)
+    passes = iter(loader)
+    assert next(passes) == first
+    loader.position = here
+    assert [next(passes), next(passes), next(passes)] == [third, first, second]
+
+
+def test_fewer_samples_than_workers_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="at least 4"):
+        loader_of(3, 4, 1)
+
+
+@settings(derandomize=True, max_examples=60, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 5), st.data())
+def test_shares_cover_every_sample_once_and_weigh_one_mean(
+    replicas: int, size: int, data: st.DataObject
+) -> None:
+    homes = tuple(range(replicas))
+    live = tuple(data.draw(st.lists(st.sampled_from(homes), min_size=1, unique=True)))
+    shares = share(num_samples=replicas * size, homes=homes, live=live)
+    taken = [one for slot in sorted(live) for one in range(*shares.interval(slot))]
+    assert taken == list(range(replicas * size))
+    values = [float((3 * one) % 7) for one in range(replicas * size)]
+    means = []
+    for slot in live:
+        start, stop = shares.interval(slot)
+        means.append(shares.weight(slot) * sum(values[start:stop]) / (stop - start))
+    assert sum(means) / len(live) == pytest.approx(sum(values) / len(values), rel=1e-12)
+    if len(live) == replicas:
+        assert all(shares.weight(slot) == 1.0 for slot in live)

@@ -1,0 +1,55 @@
+"""Settings that are not carried are refused by name, before anything is built."""
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from elaswave_plugin.adapters.deepspeed.refuse import check_configuration
+from elaswave_plugin.errors import ConfigurationError
+
+MODEL = torch.nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "offload_optimizer"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer"),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "offload_param"),
+        ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "zero_hpz_partition_size"),
+        ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_quantized_weights"),
+        ({"zero_optimization": {"round_robin_gradients": True}}, "round_robin_gradients"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "1-bit"),
+        ({"optimizer": {"type": "Muon"}}, "Muon"),
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "autotp_size"),
+        ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation"),
+        ({"data_efficiency": {"enabled": True}}, "data_efficiency"),
+        ({"elasticity": {"enabled": False}}, "elasticity"),
+    ],
+)
+def test_a_setting_that_is_not_carried_is_named(config: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        check_configuration(config, model=MODEL, mpu=None)
+
+
+def test_pipelines_and_mpu_are_refused_with_the_reason() -> None:
+    from deepspeed.pipe import PipelineModule
+
+    pipeline = PipelineModule.__new__(PipelineModule)
+    with pytest.raises(ConfigurationError, match="full grid"):
+        check_configuration({}, model=pipeline, mpu=None)
+    with pytest.raises(ConfigurationError, match="mpu"):
+        check_configuration({}, model=MODEL, mpu=object())
+
+
+def test_what_is_carried_passes() -> None:
+    config = {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "none"}},
+        "optimizer": {"type": "AdamW"},
+        "bf16": {"enabled": True},
+    }
+    check_configuration(config, model=MODEL, mpu=None)

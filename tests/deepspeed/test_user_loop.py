@@ -1,0 +1,99 @@
+"""Loops that a script owns, without a line of the plugin in it: what they see after a loss."""
+
+import json
+
+import pytest
+
+from tests.deepspeed.conftest import Launch
+from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
+from tests.faults.harness import Outcome, check_survived, max_relative_difference
+
+OWN_OPTIMIZER = {
+    "script": str(SCRIPTS / "own_optimizer.py"),
+    "settings": json.dumps({"optimizer": None, "scheduler": None}),
+}
+
+
+def reports(run: Outcome) -> list[dict[str, object]]:
+    return [json.loads(path.read_text()) for path in sorted(run.directory.glob("handles-*.json"))]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_handles_counters_and_schedules_of_the_script_stay_valid(
+    run: Launch, twin: Launch, reference: Launch, stage: int
+) -> None:
+    spec = EngineSpec(stage=stage, kills=("2@3:backward",), **OWN_OPTIMIZER)
+    killed = run(spec)
+    check_recovered(killed, twin=twin(spec), reference=reference(spec))
+    assert len(reports(killed)) == 3
+    for report in reports(killed):
+        assert report["same_objects"]
+        assert report["global_steps"] == report["scheduler"] == spec.steps
+        assert report["global_samples"] == spec.steps * spec.global_batch
+        assert report["lr"] == [rate * (1 / (1 + spec.steps)) for rate in (1e-2, 1e-3)]
+        # The interrupted step is counted once, with one batch more than it needs.
+        steps = [step for step, _, _ in report["seen"]]  # type: ignore[attr-defined]
+        assert steps == sorted(steps)
+        assert 2 * spec.steps < len(steps) <= 2 * spec.steps + 2
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_four_workers_become_one(run: Launch, twin: Launch, reference: Launch, stage: int) -> None:
+    spec = EngineSpec(stage=stage, kills=("0@1:backward", "2@2:forward", "3@4:reduce"))
+    killed = run(spec)
+    check_recovered(killed, twin=twin(spec), reference=reference(spec))
+    sizes = {
+        (line["epoch"], line["slot"]): len(line["samples"])
+        for line in killed.files.ledger
+        if line["step"] in (0, 5)
+    }
+    assert set(sizes.values()) == {1, 4}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("phase", ["detect", "agree", "edit", "move", "rebind", "verify", "replay"])
+def test_second_kill_during_a_recovery(
+    run: Launch, twin: Launch, reference: Launch, stage: int, phase: str
+) -> None:
+    spec = EngineSpec(stage=stage, kills=("2@3:backward", f"1@3:{phase}"))
+    killed = run(spec)
+    check_survived(killed)
+    # Its twin loses both at once, and so is at the same width when it redoes the step.
+    both = EngineSpec(stage=stage, kills=("2@3:backward", "1@3:backward"))
+    assert killed.trace() == twin(both).trace()
+    assert max_relative_difference(killed, reference(spec)) <= 1e-6
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_kill_in_the_first_step(run: Launch, twin: Launch, reference: Launch, stage: int) -> None:
+    spec = EngineSpec(stage=stage, kills=("1@0:backward",))
+    check_recovered(run(spec), twin=twin(spec), reference=reference(spec))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_uneven_shares_and_the_end_of_an_epoch(
+    run: Launch, twin: Launch, reference: Launch, accumulation: int
+) -> None:
+    """Eight samples a step or sixteen, three workers, epochs of five iterations, the last short."""
+    spec = EngineSpec(
+        stage=2,
+        steps=9,
+        global_batch=8 * accumulation,
+        accumulation=accumulation,
+        options=("--limit=37",),
+        kills=("3@4:backward",),
+    )
+    killed = run(spec)
+    check_survived_with_short_batches(killed)
+    check_survived_with_short_batches(twin(spec))
+    assert killed.trace() == twin(spec).trace()
+    assert max_relative_difference(killed, reference(spec)) <= 1e-6
+    lines = [line for line in killed.files.ledger if line["epoch"] > 1]
+    assert {len(line["samples"]) for line in lines} >= {2, 3}
+
+
+def check_survived_with_short_batches(run: Outcome) -> None:
+    """As the ledger of an epoch with short batches has fewer samples than steps times batch."""
+    assert run.returncode == 0, run.output[-4000:]
+    assert not run.orphans
+    assert len(run.trace()) == run.spec.steps

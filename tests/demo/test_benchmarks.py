@@ -1,0 +1,74 @@
+"""The benchmark tools judge as they should, and refuse what they cannot measure."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.overhead import comparison, percentile_s
+from benchmarks.recovery import passed
+from elaswave_plugin.demo.blocks import OnOff
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def good_row(**changes: Any) -> dict[str, Any]:
+    row = {"returncode": 0, "fired": True, "beyond_step_s": 0.1, "parameters_equal": True}
+    row |= {"max_abs_loss_diff": 0.0, "survivor_pids_unchanged": True}
+    return {**row, "samples_lost": 0, "samples_repeated": 0, **changes}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"returncode": 1},
+        {"fired": False},
+        {"beyond_step_s": None},
+        {"parameters_equal": None},
+        {"max_abs_loss_diff": 1e-9},
+        {"survivor_pids_unchanged": False},
+        {"samples_lost": 1},
+        {"samples_repeated": 1},
+    ],
+)
+def test_a_run_passes_only_if_nothing_was_lost(change: dict[str, Any]) -> None:
+    assert passed(good_row())
+    assert not passed(good_row(**change))
+
+
+def test_overhead_compares_medians_and_the_cpu_time_of_both_processes() -> None:
+    cpu = {
+        "trainer": OnOff(on=(0.4, 0.6), off=(0.4, 0.4)),
+        "supervisor": OnOff(on=(0.1, 0.1), off=(0.0, 0.0)),
+    }
+    found = comparison(OnOff(on=(1.0, 1.1, 9.0), off=(1.0, 1.0, 1.0)), cpu)
+    assert found["ratio_of_medians"] == pytest.approx(1.1)
+    assert found["ratio_of_cpu_s"] == pytest.approx(0.6 / 0.4)
+    assert found["on"]["p99_step_s"] == 9.0 and found["on"]["steps"] == 3
+
+
+def test_a_percentile_is_one_of_the_values() -> None:
+    assert percentile_s([float(value) for value in range(1, 101)], 0.99) == 99.0
+    assert percentile_s([5.0], 0.99) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("overhead", "--what=snapshots", "--steps=19"), "--steps is 19, wanted at least 20"),
+        (("overhead", "--what=snapshots", "--repeat=0"), "--repeat is 0, wanted at least 1"),
+        (("overhead", "--what=snapshots", "--nproc=9"), "nproc is 9, wanted at most 8"),
+        (("overhead", "--what=lunch"), "invalid choice: 'lunch'"),
+        (("recovery", "--runs=0"), "--runs is 0, wanted at least 1"),
+        (("recovery", "--json=nowhere/at/all"), "whose folder does not exist"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_starts(
+    arguments: tuple[str, ...], words: str
+) -> None:
+    command = [sys.executable, "-m", f"benchmarks.{arguments[0]}", *arguments[1:]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert words in done.stderr and "Traceback" not in done.stderr

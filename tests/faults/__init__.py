@@ -1,0 +1,1 @@
+"""Fault tests: real processes, real SIGKILL, compared with the run that was not disturbed."""

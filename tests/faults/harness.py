@@ -1,0 +1,282 @@
+"""Runs the example training script under `elaswave run` and reads what it left behind."""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from elaswave_plugin.config import parse_kill
+from elaswave_plugin.observer import (
+    RunFiles,
+    audit_samples,
+    counted_steps,
+    disagreeing_steps,
+    kills_of,
+    losses_of,
+    read_run,
+)
+from elaswave_plugin.observer import survivor_pids_unchanged as pids_unchanged
+from elaswave_plugin.state_dump import dumped_steps, hash_state
+from elaswave_plugin.tracking.events import EVENTS_FILE, read_lines
+from tests.ports import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+SABOTAGED = ROOT / "tests" / "faults" / "sabotaged.py"
+WALK = ROOT / "tests" / "faults" / "walk_live_objects.py"
+ALTERNATE = ROOT / "elaswave_plugin" / "demo" / "alternate.py"
+SCRIPT = ROOT / "examples" / "train_gpt.py"
+PRELOAD = (
+    "torch",
+    "numpy",
+    "pydantic",
+    "elaswave_plugin.adapters.megatron",
+    "megatron.core.datasets.gpt_dataset",
+    "megatron.core.models.gpt.gpt_model",
+)
+ZYGOTE_START_S = 90.0
+RUN_LIMIT_S = 100.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """One launch of the example: a tiny GPT whose every step takes a fraction of a second."""
+
+    nproc: int = 4
+    nodes: int = 1
+    steps: int = 6
+    global_batch: int = 8
+    options: tuple[str, ...] = ()
+    kills: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
+    consistency: str = "exact"
+    dump: str = "every"
+    sabotage: str = ""
+    walk: str = ""
+    alternate: str = ""
+    launcher: tuple[str, ...] = ()
+    script: str = str(SCRIPT)
+
+    def arguments(self, data: Path, directory: Path) -> list[str]:
+        """The script's arguments."""
+        arguments = [
+            f"--data-path={data / 'text'}",
+            f"--data-cache-path={data / 'cache'}",
+            "--num-layers=2",
+            "--hidden-size=64",
+            "--seq-length=32",
+            "--ddp-bucket-size=30000",
+            f"--train-iters={self.steps}",
+            f"--global-batch-size={self.global_batch}",
+            *self.options,
+            "--elaswave",
+            f"--elaswave-dir={directory}",
+            f"--elaswave-consistency={self.consistency}",
+            f"--elaswave-dump-state={self.dump}",
+        ]
+        arguments += [f"--elaswave-kill={kill}" for kill in self.kills]
+        return arguments + [f"--elaswave-change={change}" for change in self.changes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A finished launch."""
+
+    spec: JobSpec
+    directory: Path
+    returncode: int
+    output: str
+    seconds: float
+    orphans: tuple[int, ...] = field(default=())
+
+    @property
+    def files(self) -> RunFiles:
+        """What the run wrote."""
+        return read_run(self.directory)
+
+    def events(self, kind: str) -> tuple[dict[str, Any], ...]:
+        """The events of one kind."""
+        return self.files.of_kind(kind)
+
+    def trace(self) -> dict[int, tuple[str, str, str]]:
+        """Per step: loss and grad norm in hex, and the SHA-256 of the whole state."""
+        steps = counted_steps(self.files)
+        dumped = set(dumped_steps(self.directory))
+        return {
+            step: (
+                records[0]["loss_hex"],
+                records[0]["grad_norm_hex"],
+                hash_state(self.directory, step).sha256 if step in dumped else "",
+            )
+            for step, records in steps.items()
+        }
+
+
+class Zygote:
+    """A running zygote server with the frameworks imported, shared by many launches."""
+
+    def __init__(self, folder: Path, preload: tuple[str, ...] = PRELOAD) -> None:
+        self.socket = folder / "zygote.sock"
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                "-W",
+                "ignore",
+                "-m",
+                "elaswave_plugin.runtime.zygote",
+                "--socket",
+                str(self.socket),
+                "--preload",
+                ",".join(preload),
+            ],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        deadline_s = time.monotonic() + ZYGOTE_START_S
+        while not self.socket.exists():
+            if self._process.poll() is not None or time.monotonic() > deadline_s:
+                raise RuntimeError(f"the zygote did not start: {self._process.poll()}")
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        """Stop it."""
+        self._process.terminate()
+        self._process.wait(timeout=20)
+
+
+def _commands(spec: JobSpec, *, zygote: Zygote, data: Path, directory: Path) -> list[list[str]]:
+    """The launchers' command lines, one a node."""
+    place = [f"--nnodes={spec.nodes}", f"--master-port={free_port()}"] if spec.nodes > 1 else []
+    return [
+        [
+            sys.executable,
+            "-c",
+            "import sys; from elaswave_plugin.runtime.launch import main; "
+            "sys.exit(main(sys.argv[1:]))",
+            f"--nproc-per-node={spec.nproc // spec.nodes}",
+            *place,
+            f"--node-rank={node}",
+            f"--zygote={zygote.socket}",
+            f"--dir={directory}",
+            *spec.launcher,
+            *([str(SABOTAGED), spec.sabotage] if spec.sabotage else []),
+            *([str(WALK), spec.walk] if spec.walk else []),
+            *([str(ALTERNATE), spec.alternate] if spec.alternate else []),
+            spec.script,
+            *spec.arguments(data, directory),
+        ]
+        for node in range(spec.nodes)
+    ]
+
+
+@contextlib.contextmanager
+def started(
+    spec: JobSpec, *, zygote: Zygote, data: Path, directory: Path
+) -> Iterator["list[subprocess.Popen[bytes]]"]:
+    """Start a job's launchers, their output in DIRECTORY/output; they are ended on the way out."""
+    directory.mkdir(parents=True, exist_ok=True)
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        with (directory / "output").open("ab") as output:
+            for command in _commands(spec, zygote=zygote, data=data, directory=directory):
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        cwd=directory,
+                        env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    )
+                )
+        yield processes
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                process.wait(timeout=20)
+
+
+def launch(spec: JobSpec, *, zygote: Zygote, data: Path, directory: Path) -> Outcome:
+    """Run a job to its end; the whole process tree is checked to be gone afterwards."""
+    started_s = time.monotonic()
+    codes = [-1]
+    with (
+        started(spec, zygote=zygote, data=data, directory=directory) as processes,
+        contextlib.suppress(subprocess.TimeoutExpired),
+    ):
+        codes = [process.wait(timeout=RUN_LIMIT_S) for process in processes]
+    return Outcome(
+        spec=spec,
+        directory=directory,
+        returncode=next((code for code in codes if code), 0),
+        output=(directory / "output").read_text(),
+        seconds=time.monotonic() - started_s,
+        orphans=left_alive(pids_of(directory), limit_s=0.0)
+        + left_alive(started_under(directory), limit_s=5.0),
+    )
+
+
+def pids_of(directory: Path) -> tuple[int, ...]:
+    """Trainers and supervisors of a run, by the process ids that they announced."""
+    events = [e for e in read_lines(directory / EVENTS_FILE) if e["kind"] == "worker_started"]
+    return tuple(sorted(event[key] for event in events for key in ("pid", "supervisor_pid")))
+
+
+def started_under(directory: Path) -> tuple[int, ...]:
+    """Processes with the run's directory in their environment: whatever its workers started."""
+    found = []
+    for process in psutil.process_iter():
+        # Processes that end meanwhile, and those of other users, are not ours.
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("ELASWAVE_DIR") == str(directory):
+                found.append(process.pid)
+    return tuple(found)
+
+
+def left_alive(pids: tuple[int, ...], *, limit_s: float) -> tuple[int, ...]:
+    """Those of the processes that still run when all are gone or the time is up."""
+    deadline_s = time.monotonic() + limit_s
+    left = []
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            pidfd = os.pidfd_open(pid)
+            if not select.select([pidfd], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
+                left.append(pid)
+            os.close(pidfd)
+    return tuple(left)
+
+
+def check_survived(run: Outcome) -> None:
+    """What every survived fault promises, whatever the mode; asserts that the faults fired."""
+    assert run.returncode == 0, run.output[-4000:]
+    kills = [parse_kill(kill) for kill in run.spec.kills]
+    assert all(kill["fired"] for kill in kills_of(run.files, kills)), kills_of(run.files, kills)
+    assert len(run.events("departed")) == len(run.spec.changes)
+    assert pids_unchanged(run.files)
+    assert not disagreeing_steps(run.files)
+    assert not run.orphans
+    assert audit_samples(run.files, steps=run.spec.steps, global_batch=run.spec.global_batch) == (
+        0,
+        0,
+    )
+    assert len(run.trace()) == run.spec.steps
+
+
+def check_equal(run: Outcome, reference: Outcome) -> None:
+    """Everything that exact mode promises, against the run that was not disturbed."""
+    check_survived(run)
+    assert run.trace() == reference.trace()
+
+
+def max_relative_difference(run: Outcome, reference: Outcome) -> float:
+    """Largest relative difference of the losses of two runs."""
+    ours, theirs = losses_of(run.files), losses_of(reference.files)
+    assert ours.keys() == theirs.keys()
+    return max(abs(ours[step] - theirs[step]) / abs(theirs[step]) for step in ours)

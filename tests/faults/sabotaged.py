@@ -1,0 +1,10 @@
+"""Runs a script after a statement that breaks a part of the product: for negative controls."""
+
+import runpy
+import sys
+
+if __name__ == "__main__":
+    statement, script, *arguments = sys.argv[1:]
+    exec(statement)  # the statement comes from a test of ours
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")

@@ -1,0 +1,202 @@
+"""Bad input to a real job: exit code 2, one sentence, nothing left running or in memory."""
+
+import os
+import re
+import socket
+import stat
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.faults.conftest import Launch
+from tests.faults.harness import ROOT, JobSpec, Outcome, pids_of
+
+# Not only at the start of a line: a traceback of another worker may be under way.
+SENTENCE = re.compile(r"elaswave(?: run)?: .*")
+LITTLE_MEMORY = """
+from elaswave_plugin.runtime import worker
+pool = worker.SnapshotPool
+worker.SnapshotPool = lambda fds, **more: pool(fds, **{**more, "available_bytes": 1000})
+"""
+CP_OF_TWO = """
+from functools import partial
+from megatron.core import parallel_state as state
+state.initialize_model_parallel = partial(state.initialize_model_parallel, context_parallel_size=2)
+"""
+DDP_SETTING = """
+from functools import partial
+from megatron.core import distributed
+distributed.DistributedDataParallelConfig = partial(
+    distributed.DistributedDataParallelConfig, average_in_collective=True
+)
+"""
+
+# what is wrong: (the job, the value seen, what to do)
+BAD: dict[str, tuple[JobSpec, str, str]] = {
+    "value of a key": (
+        JobSpec(options=("--elaswave-snapshot-copies=many",)),
+        "'snapshot_copies' is 'many'",
+        "wanted a valid integer",
+    ),
+    "choice of a key": (
+        JobSpec(consistency="sure"),
+        "'consistency' is 'sure'",
+        "wanted 'exact' or 'fast'",
+    ),
+    "phase of a kill": (
+        JobSpec(options=("--elaswave-kill=1@1:lunch",)),
+        "'1@1:lunch'",
+        "wanted one of data, forward",
+    ),
+    "uneven micro-batches": (
+        JobSpec(options=("--micro-batch-size=3",)),
+        "global batch size 8 is not a multiple of the micro-batch size 3",
+        "change one of them",
+    ),
+    "more workers than micro-batches": (
+        JobSpec(global_batch=2),
+        "4 workers for 2 micro-batches",
+        "use at most 2 workers",
+    ),
+    "micro-batches that cannot be dealt evenly": (
+        JobSpec(global_batch=6),
+        "6 micro-batches a step cannot be dealt evenly to 4 workers",
+        "make the global batch a multiple of 4",
+    ),
+    "kill of no worker": (JobSpec(kills=("4@2",)), "kill 4@2:backward", "wanted 0 to 3"),
+    "change of no worker": (JobSpec(changes=("7@2",)), "change 7@2", "wanted 0 to 3"),
+    "little memory": (
+        JobSpec(sabotage=LITTLE_MEMORY),
+        "1000 are available",
+        "turn snapshots off with --elaswave-snapshots",
+    ),
+    "context parallel": (
+        JobSpec(sabotage=CP_OF_TWO),
+        "context_parallel_size is 2",
+        "carries 1; change it",
+    ),
+    "setting of the DDP": (
+        JobSpec(sabotage=DDP_SETTING),
+        "average_in_collective is True",
+        "carries False; change it",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def shared_memory_stays_clean() -> object:
+    """Nothing that a job made is left where POSIX shared memory lives."""
+    before = set(os.listdir("/dev/shm"))
+    yield
+    assert not set(os.listdir("/dev/shm")) - before
+
+
+def check_refused(run: Outcome, *wanted: str, code: int = 2) -> None:
+    """Assert the exit code, one sentence of ours that holds the words, and that nothing is left."""
+    assert run.returncode == code, run.output[-4000:]
+    sentences = [match[0] for match in SENTENCE.finditer(run.output)]
+    assert len(sentences) == 1, run.output[-4000:]
+    missing = [words for words in wanted if words not in sentences[0]]
+    assert not missing, sentences[0]
+    assert not run.orphans
+
+
+def check_silent_otherwise(run: Outcome) -> None:
+    """Assert that the sentence is all there is."""
+    assert len(run.output.strip().splitlines()) == 1, run.output[-4000:]
+
+
+@pytest.mark.parametrize(("spec", "seen", "wanted"), BAD.values(), ids=BAD.keys())
+def test_bad_setting_costs_one_sentence(run: Launch, spec: JobSpec, seen: str, wanted: str) -> None:
+    refused = run(replace(spec, dump="never"))
+    check_refused(refused, seen, wanted)
+    check_silent_otherwise(refused)
+    # The workers did run; otherwise that none of them is left would mean little.
+    assert len(pids_of(refused.directory)) > 0
+
+
+def test_control_a_good_job_is_not_refused(run: Launch) -> None:
+    good = run(JobSpec(steps=3, dump="never"))
+    with pytest.raises(AssertionError):
+        check_refused(good)
+    assert good.returncode == 0 and len(pids_of(good.directory)) == 8 and not good.orphans
+
+
+def test_unknown_option_is_named_by_the_scripts_own_parser(run: Launch) -> None:
+    refused = run(JobSpec(options=("--elaswave-frobnicate=7",)))
+    check_refused(refused, "exit code 2")
+    assert "unrecognized arguments: --elaswave-frobnicate=7" in refused.output
+    assert "Traceback" not in refused.output
+
+
+@pytest.mark.parametrize(
+    ("text", "seen", "wanted"),
+    [
+        ("[elaswave]\nfrobnicate = 7\n", "unknown key 'frobnicate' (value 7)", "wanted one of"),
+        ("frobnicate =\n", "is no TOML", ""),
+        (None, "cannot be read", "give a readable TOML file"),
+    ],
+    ids=["unknown key", "no TOML", "no file"],
+)
+def test_bad_file_costs_one_sentence(
+    run: Launch, tmp_path: Path, text: str | None, seen: str, wanted: str
+) -> None:
+    path = tmp_path / "job.toml"
+    if text is not None:
+        path.write_text(text)
+    refused = run(JobSpec(options=(f"--elaswave-config={path}",)))
+    check_refused(refused, str(path), seen, wanted)
+    check_silent_otherwise(refused)
+
+
+def test_missing_data_is_the_scripts_own_error(run: Launch, tmp_path: Path) -> None:
+    failed = run(JobSpec(options=(f"--data-path={tmp_path / 'nowhere'}",)))
+    check_refused(failed, "exit code 1", code=1)
+    assert f"cannot be found at the path prefix {tmp_path / 'nowhere'}" in failed.output
+
+
+def test_a_taken_port_costs_one_sentence(run: Launch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused = run(JobSpec(launcher=(f"--master-port={port}",)))
+    check_refused(refused, f"127.0.0.1:{port} (Address already in use)", "a free port")
+    check_silent_otherwise(refused)
+
+
+@pytest.mark.parametrize(
+    ("content", "seen", "wanted"),
+    [
+        ("", "holds no text", "name a fuller one"),
+        ("short", "has 6 tokens", "wanted at least 1025: one step takes 8 samples of 128"),
+        (None, "does not exist", "name a file or folder"),
+    ],
+    ids=["empty", "less than a step", "absent"],
+)
+def test_bad_text_of_the_demo_costs_one_sentence(
+    tmp_path: Path, content: str | None, seen: str, wanted: str
+) -> None:
+    path = tmp_path / "text"
+    if content is not None:
+        path.write_text(content)
+    demo_refuses(path, tmp_path / "out", seen, wanted)
+
+
+def test_unreadable_text_of_the_demo_costs_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    os.mknod(path, stat.S_IFSOCK | 0o600)  # nobody can open one, not even root
+    demo_refuses(path, tmp_path / "out", "cannot be read", "name one that can")
+
+
+def demo_refuses(text: Path, out: Path, *wanted: str) -> None:
+    """Run `elaswave demo` on a text that it has to refuse."""
+    command = [sys.executable, "-m", "elaswave_plugin.cli", "demo"]
+    command += ["--text", str(text), "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("elaswave: ") and str(text) in done.stderr
+    assert all(words in done.stderr for words in wanted), done.stderr
+    assert not out.exists()

@@ -1,0 +1,79 @@
+"""Any worker, killed in any phase of a step: the survivors finish the run bit for bit."""
+
+import pytest
+
+from tests.faults.conftest import Launch, Reference
+from tests.faults.harness import JobSpec, check_equal
+
+PHASES = ("data", "forward", "backward", "reduce", "optimizer", "gather", "snapshot")
+# Every phase meets every slot over two steps; the matrix has all pairs at several steps.
+PAIRS = [(index % 4, phase) for index, phase in enumerate(PHASES)]
+OPTIONS = (
+    (),
+    ("--calculate-per-token-loss",),
+    ("--no-overlap-grad-reduce",),
+    ("--recompute-granularity=full",),
+    ("--bf16", "--calculate-per-token-loss"),
+)
+
+
+@pytest.mark.parametrize(("slot", "phase"), PAIRS)
+def test_kill_in_a_phase_of_a_step_changes_nothing(
+    run: Launch, reference: Reference, slot: int, phase: str
+) -> None:
+    spec = JobSpec(kills=(f"{slot}@3:{phase}",))
+    check_equal(run(spec), reference(spec))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(options) or "mean")
+def test_kill_under_a_training_option_changes_nothing(
+    run: Launch, reference: Reference, options: tuple[str, ...]
+) -> None:
+    spec = JobSpec(options=options, kills=("1@2:backward",))
+    check_equal(run(spec), reference(spec))
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [
+        ("0@2:backward", "3@2:backward"),
+        ("1@2:forward", "2@2:optimizer"),
+        ("3@1:data", "0@3:gather", "2@4:snapshot"),
+    ],
+    ids=" ".join,
+)
+def test_several_kills_change_nothing(
+    run: Launch, reference: Reference, kills: tuple[str, ...]
+) -> None:
+    spec = JobSpec(kills=kills)
+    check_equal(run(spec), reference(spec))
+
+
+RAISE = """
+from elaswave_plugin.adapters.megatron import job
+consume = job.ElasticJob._consume
+def fail(self, step, microbatch, ids):
+    if self._worker.slot == 1 and step == 2:
+        raise ValueError("a broken sample")
+    consume(self, step, microbatch, ids)
+job.ElasticJob._consume = fail
+"""
+
+
+def test_exception_in_one_worker_is_the_loss_of_that_worker(
+    run: Launch, reference: Reference
+) -> None:
+    broken = run(JobSpec(sabotage=RAISE))
+    check_equal(broken, reference(JobSpec()))
+    assert "a broken sample" in broken.output
+    assert [e["status"] for e in broken.events("worker_exited") if e["slot"] == 1] == [
+        "exit code 1"
+    ]
+
+
+@pytest.mark.parametrize("phase", ["detect", "agree", "edit", "move", "rebind", "verify", "replay"])
+def test_second_kill_during_a_recovery_changes_nothing(
+    run: Launch, reference: Reference, phase: str
+) -> None:
+    spec = JobSpec(kills=("2@3:backward", f"1@3:{phase}"))
+    check_equal(run(spec), reference(spec))

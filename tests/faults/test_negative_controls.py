@@ -1,0 +1,47 @@
+"""The comparison can fail: what breaks equality is seen, and sabotage is caught."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.faults.conftest import Launch, Reference
+from tests.faults.harness import JobSpec, check_equal, check_survived
+
+SABOTAGE = {
+    # A running stream instead of keyed draws.
+    "running draws": (
+        "from elaswave_plugin.adapters.megatron import rng; rng.set_key = lambda *k: None"
+    ),
+    # Megatron's own norm: a sum over pieces whose value depends on the cut.
+    "native norm": (
+        "from elaswave_plugin.adapters import megatron; "
+        "from elaswave_plugin.adapters.megatron import seams; "
+        "megatron.elastic_patches = lambda exact: seams.elastic_patches(exact=False)"
+    ),
+    # Contributions added in the order of workers instead of the canonical order.
+    "order of workers": (
+        "from elaswave_plugin.core import dataflow; fold = dataflow.fold_order; "
+        "dataflow.fold_order = lambda *a, **k: fold(*a, **k)[::-1]"
+    ),
+}
+
+
+@pytest.mark.parametrize("sabotage", SABOTAGE.values(), ids=SABOTAGE.keys())
+def test_breaking_one_part_of_exactness_is_seen(
+    run: Launch, reference: Reference, sabotage: str
+) -> None:
+    spec = JobSpec(kills=("2@2:backward",), sabotage=sabotage)
+    broken, undisturbed = run(spec), reference(replace(spec, sabotage=""))
+    check_survived(broken)
+    assert broken.trace() != undisturbed.trace()
+
+
+def test_a_missing_kill_is_seen(run: Launch, reference: Reference) -> None:
+    late = run(JobSpec(kills=("2@99:backward",)))
+    with pytest.raises(AssertionError, match="'fired': False"):
+        check_equal(late, reference(JobSpec()))
+
+
+def test_another_seed_is_seen(run: Launch, reference: Reference) -> None:
+    other = run(JobSpec(options=("--seed=4321",)))
+    assert other.trace() != reference(JobSpec()).trace()

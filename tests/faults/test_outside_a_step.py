@@ -1,0 +1,141 @@
+"""Workers lost during an evaluation, a save and the start of the job."""
+
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from tests.faults.conftest import Launch, Reference
+from tests.faults.harness import JobSpec, check_equal, check_survived
+
+EVALUATION = ("--eval-interval=2", "--eval-iters=2")
+
+
+def validation_lines(output: str) -> list[str]:
+    return sorted({line for line in output.splitlines() if "validation" in line})
+
+
+def test_kill_during_an_evaluation_restarts_it(run: Launch, reference: Reference) -> None:
+    spec = JobSpec(options=EVALUATION, kills=("1@4:evaluation",))
+    killed, undisturbed = run(spec), reference(spec)
+    check_equal(killed, undisturbed)
+    assert validation_lines(killed.output) == validation_lines(undisturbed.output)
+    assert len(validation_lines(killed.output)) == 3
+
+
+# A loop without `finally`: an interrupted evaluation leaves the model in evaluation mode. The
+# victim is slow to die in its snapshot, so that the others are inside the evaluation when they
+# have to redo the training step.
+CARELESS = """
+import sys, time, torch
+from elaswave_plugin.runtime.phases import Phases
+train, fire = torch.nn.Module.train, Phases.fire
+torch.nn.Module.train = lambda self, mode=True: (
+    self if mode and sys.exc_info()[0] is not None else train(self, mode)
+)
+def slowly(self, phase):
+    if self._slot == 1 and (self.step, phase) == (3, "snapshot"):
+        time.sleep(0.5)
+    fire(self, phase)
+Phases.fire = slowly
+"""
+
+
+def test_a_step_redone_from_inside_an_evaluation_trains_again(
+    run: Launch, reference: Reference
+) -> None:
+    spec = JobSpec(options=EVALUATION, kills=("1@3:snapshot",), sabotage=CARELESS)
+    killed = run(spec)
+    check_equal(killed, reference(JobSpec(options=EVALUATION)))
+    assert {event["interrupted_step"] for event in killed.events("recovered")} == {4}
+    assert {event["restored_step"] for event in killed.events("recovered")} == {3}
+
+
+def test_more_evaluations_than_validation_batches(run: Launch) -> None:
+    options = ("--eval-interval=1", "--eval-iters=1")
+    run_of_many = run(JobSpec(steps=12, options=options, dump="never"))
+    check_survived(run_of_many)
+    assert len(validation_lines(run_of_many.output)) == 12
+
+
+def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a torch_dist checkpoint by name, read by torch alone."""
+    reader = FileSystemReader(str(folder))
+    described = reader.read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(one.size, dtype=one.properties.dtype)
+        for name, one in described.items()
+        if isinstance(one, TensorStorageMetadata)
+    }
+    load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def test_kill_during_a_save_keeps_the_last_checkpoint_and_saves_again(
+    run: Launch, tmp_path: Path
+) -> None:
+    def spec(name: str, *kills: str) -> JobSpec:
+        options = (f"--save={tmp_path / name}", "--save-interval=2")
+        return JobSpec(options=options, kills=kills)
+
+    killed, undisturbed = run(spec("killed", "2@4:save")), run(spec("undisturbed"))
+    check_equal(killed, undisturbed)
+    for iteration in (2, 4, 6):
+        left, right = (
+            saved_tensors(tmp_path / name / f"iter_{iteration:07d}")
+            for name in ("killed", "undisturbed")
+        )
+        assert len(left) > 20
+        assert left.keys() == right.keys()
+        assert all(torch.equal(left[name], right[name]) for name in left)
+    tracker = tmp_path / "killed" / "latest_checkpointed_iteration.txt"
+    assert tracker.read_text() == "6"
+
+
+def test_what_a_killed_worker_had_started_is_ended(run: Launch, tmp_path: Path) -> None:
+    """Megatron-Core's checkpoint writer starts a process that outlives a killed trainer."""
+    options = (f"--save={tmp_path / 'saved'}", "--save-interval=2")
+    killed = run(JobSpec(options=options, kills=("0@3:backward", "1@5:reduce")))
+    check_survived(killed)
+    assert not killed.orphans
+
+
+# Three seconds of file work without a collective, while a proposal may wait for one second.
+SLOW_SAVE = """
+import time
+from elaswave_plugin.adapters.megatron.job import ElasticJob
+run = ElasticJob.run
+ElasticJob.run = lambda self, work, *, phase: run(
+    self, lambda: (time.sleep(3), work())[1], phase=phase
+)
+"""
+
+
+def test_a_long_save_is_waited_for_when_somebody_dies(run: Launch, tmp_path: Path) -> None:
+    options = (
+        f"--save={tmp_path / 'saved'}",
+        "--save-interval=3",
+        "--elaswave-quiesce-timeout-s=1",
+    )
+    killed = run(JobSpec(steps=4, options=options, kills=("2@3:save",), sabotage=SLOW_SAVE))
+    check_survived(killed)
+    assert [event["slot"] for event in killed.events("fault_fired")] == [2]
+    assert len(killed.events("view_committed")) == 2
+
+
+def test_kill_during_the_start_stops_the_job_and_asks_for_a_requeue(run: Launch) -> None:
+    stopped = run(JobSpec(kills=("1@0:startup",)))
+    assert stopped.returncode == 75
+    assert "queue it again" in stopped.output
+    assert any(event["phase"] == "startup" for event in stopped.events("fault_fired"))
+    assert not stopped.orphans
+
+
+def test_kill_of_all_but_one_worker_finishes_the_run(run: Launch, reference: Reference) -> None:
+    spec = JobSpec(kills=("0@2:backward", "1@2:reduce", "3@4:gather"))
+    check_equal(run(spec), reference(spec))
+
+
+def test_survivors_of_an_undisturbed_run_are_all_of_it(reference: Reference) -> None:
+    check_survived(reference(JobSpec()))

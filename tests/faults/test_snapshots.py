@@ -1,0 +1,126 @@
+"""Damaged and lost snapshots: the ladder of own memory, a copy, an older step, a clean stop."""
+
+from dataclasses import replace
+
+from tests.faults.conftest import Launch, Reference
+from tests.faults.harness import JobSpec, check_survived
+
+FLIP = """
+from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET
+from elaswave_plugin.runtime.worker import Worker
+wait = Worker.await_copies
+def flip(self):
+    wait(self)
+    if self.slot == {slot} and self.completed in {steps}:
+        for step in {damaged}:
+            self.pool._maps[step % 2][BODY_OFFSET + 1000] ^= 1
+Worker.await_copies = flip
+"""
+
+# The supervisors of the given slots die in the backward pass of step 3, and their trainers with
+# them: their own snapshots are gone, only copies are left.
+LOSE_SUPERVISORS = """
+import json, os, signal
+from elaswave_plugin.runtime.phases import Phases
+enter = Phases.enter
+def die(self, phase):
+    if self._slot == {first} and (self.step, phase) == (3, "backward"):
+        lines = open(self._events.path).read().splitlines()
+        started = [e for e in map(json.loads, lines) if e["kind"] == "worker_started"]
+        for slot in {slots}:  # the own one last: this process ends with it
+            (pid,) = [e["supervisor_pid"] for e in started if e["slot"] == slot]
+            os.kill(pid, signal.SIGKILL)
+    enter(self, phase)
+Phases.enter = die
+"""
+
+
+def restored_steps(run: object) -> set[int]:
+    return {event["restored_step"] for event in run.events("recovered")}  # type: ignore[attr-defined]
+
+
+def flipped(*, slot: int, damaged: tuple[int, ...], **changes: object) -> JobSpec:
+    sabotage = FLIP.format(slot=slot, steps=(3,), damaged=damaged)
+    spec = JobSpec(kills=("2@3:optimizer",), sabotage=sabotage)
+    return replace(spec, **changes)  # type: ignore[arg-type]
+
+
+def test_a_flipped_bit_is_not_used_where_another_node_has_a_copy(
+    run: Launch, reference: Reference
+) -> None:
+    survived = run(flipped(slot=1, damaged=(3,), nodes=2))
+    check_survived(survived)
+    assert restored_steps(survived) == {3}
+    assert survived.trace() == reference(JobSpec()).trace()
+
+
+def test_a_flipped_bit_in_the_memory_of_one_node_falls_back_to_the_older_step(
+    run: Launch, reference: Reference
+) -> None:
+    """Within a node the copy is the same memory, held by another supervisor."""
+    survived = run(flipped(slot=1, damaged=(3,)))
+    check_survived(survived)
+    assert restored_steps(survived) == {2}
+    assert survived.trace() == reference(JobSpec()).trace()
+
+
+def test_a_flipped_bit_without_a_copy_falls_back_to_the_older_step(
+    run: Launch, reference: Reference
+) -> None:
+    options = ("--elaswave-snapshot-copies=0",)
+    survived = run(flipped(slot=1, damaged=(3,), options=options))
+    check_survived(survived)
+    assert restored_steps(survived) == {2}
+    assert survived.trace() == reference(JobSpec()).trace()
+
+
+def test_flipped_bits_everywhere_stop_the_job_and_name_the_shard(run: Launch) -> None:
+    options = ("--elaswave-snapshot-copies=0",)
+    stopped = run(flipped(slot=1, damaged=(2, 3), options=options))
+    assert stopped.returncode == 1
+    assert "state was lost with all its copies (step 3: shards [1] of 4" in stopped.output
+    assert "Traceback" not in stopped.output
+    assert not stopped.orphans
+
+
+def test_a_lost_supervisor_is_restored_from_the_copy(run: Launch, reference: Reference) -> None:
+    survived = run(JobSpec(sabotage=LOSE_SUPERVISORS.format(first=1, slots=[1])))
+    check_survived(survived)
+    assert len(survived.events("view_committed")) == 2
+    assert survived.trace() == reference(JobSpec()).trace()
+
+
+def test_a_lost_supervisor_is_restored_from_the_copy_of_another_node(
+    run: Launch, reference: Reference
+) -> None:
+    survived = run(JobSpec(nodes=2, sabotage=LOSE_SUPERVISORS.format(first=1, slots=[1])))
+    check_survived(survived)
+    assert survived.trace() == reference(JobSpec()).trace()
+
+
+def test_the_leaders_supervisor_is_restored_from_the_copy(
+    run: Launch, reference: Reference
+) -> None:
+    survived = run(JobSpec(sabotage=LOSE_SUPERVISORS.format(first=0, slots=[0])))
+    check_survived(survived)
+    assert survived.trace() == reference(JobSpec()).trace()
+
+
+def test_two_lost_supervisors_need_two_copies(run: Launch, reference: Reference) -> None:
+    sabotage = LOSE_SUPERVISORS.format(first=1, slots=[2, 1])
+    stopped = run(JobSpec(sabotage=sabotage))
+    assert stopped.returncode == 1
+    assert "state was lost with all its copies" in stopped.output
+    survived = run(JobSpec(sabotage=sabotage, options=("--elaswave-snapshot-copies=2",)))
+    check_survived(survived)
+    assert survived.trace() == reference(JobSpec()).trace()
+
+
+def test_without_snapshots_a_loss_stops_the_job_and_asks_for_a_requeue(run: Launch) -> None:
+    stopped = run(
+        JobSpec(kills=("1@2:backward",), options=("--elaswave-snapshots=off",), dump="never")
+    )
+    assert stopped.returncode == 75
+    assert "worker 1: killed by SIGKILL" in stopped.output
+    assert "snapshot" in stopped.output
+    assert not stopped.orphans

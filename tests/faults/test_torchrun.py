@@ -1,0 +1,95 @@
+"""The same job under real torchrun: as a module, through PYTHON_EXEC, and without the plugin."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elaswave_plugin.observer import losses_of, read_run
+from tests.faults.conftest import Reference
+from tests.faults.harness import SCRIPT, JobSpec, Outcome, check_equal
+from tests.ports import free_port
+
+TORCHRUN = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run"]
+pytestmark = pytest.mark.timeout(240)
+
+
+def torchrun(
+    spec: JobSpec, data: Path, directory: Path, *, through: list[str], **env: str
+) -> Outcome:
+    """Run a specification under torchrun with its usual options."""
+    directory.mkdir()
+    finished = subprocess.run(
+        [
+            *TORCHRUN,
+            f"--nproc-per-node={spec.nproc}",
+            "--nnodes=1",
+            "--master-addr=127.0.0.1",
+            f"--master-port={free_port()}",
+            *through,
+            str(SCRIPT),
+            *spec.arguments(data, directory),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=directory,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+    )
+    return Outcome(
+        spec=spec,
+        directory=directory,
+        returncode=finished.returncode,
+        output=finished.stdout + finished.stderr,
+        seconds=0.0,
+    )
+
+
+def test_torchrun_with_our_module_survives_a_kill(
+    data: Path, tmp_path: Path, reference: Reference
+) -> None:
+    spec = JobSpec(kills=("0@3:backward",))
+    survived = torchrun(spec, data, tmp_path / "run", through=["-m", "elaswave_plugin.run"])
+    check_equal(survived, reference(spec))
+
+
+def test_torchrun_with_python_exec_survives_a_kill(
+    data: Path, tmp_path: Path, reference: Reference
+) -> None:
+    """The launch line is the user's own; only PYTHON_EXEC is in the environment."""
+    spec = JobSpec(kills=("3@2:reduce",))
+    python = str(Path(sys.executable).with_name("elaswave-python"))
+    survived = torchrun(spec, data, tmp_path / "run", through=[], PYTHON_EXEC=python)
+    check_equal(survived, reference(spec))
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["mean", "token"])
+def test_without_a_kill_the_losses_are_those_of_the_script_without_the_plugin(
+    data: Path, tmp_path: Path, reference: Reference, per_token: bool
+) -> None:
+    options = ["--attention-dropout=0", "--hidden-dropout=0"]
+    options += ["--calculate-per-token-loss"] if per_token else []
+    spec = JobSpec(options=tuple(options), steps=10)
+    losses = tmp_path / "losses"
+    plain = [one for one in spec.arguments(data, tmp_path) if not one.startswith("--elaswave")]
+    subprocess.run(
+        [
+            *TORCHRUN,
+            f"--nproc-per-node={spec.nproc}",
+            f"--master-port={free_port()}",
+            str(SCRIPT),
+            *plain,
+            f"--log-losses={losses}",
+        ],
+        check=True,
+        capture_output=True,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    without = [float(line) for line in losses.read_text().split()]
+    with_plugin = losses_of(read_run(reference(spec).directory))
+    assert len(without) == spec.steps
+    for step, loss in enumerate(without):
+        assert abs(with_plugin[step] - loss) <= 1e-6 * abs(loss)

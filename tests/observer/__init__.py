@@ -1,0 +1,1 @@
+"""Tests of the outside reader, its report and the command line."""

@@ -1,0 +1,227 @@
+"""The outside reader finds what is true of a run, and each thing that could be wrong with it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from elaswave_plugin import observer
+from elaswave_plugin.config import Kill
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.observer import read_run, summarize
+from elaswave_plugin.state_dump import StateDumpError, differing_names, hash_state
+from tests.observer.made_up import (
+    GLOBAL_BATCH,
+    KILL_STEP,
+    KILLED,
+    NAMES,
+    STEPS,
+    Change,
+    make_run,
+    write_state,
+)
+
+WANTED = Kill(slot=KILLED, step=KILL_STEP)
+
+
+def same(name: str, record: dict[str, Any]) -> dict[str, Any] | None:
+    return record
+
+
+def summary(tmp_path: Path, change: Change = same, flip: bool = False) -> dict[str, Any]:
+    run = make_run(tmp_path / "run", killed=True, change=change)
+    reference = make_run(tmp_path / "reference", killed=False)
+    write_state(run, workers=3, epoch=2, flip=flip)
+    write_state(reference, workers=4)
+    return summarize(
+        read_run(run),
+        read_run(reference),
+        steps=STEPS,
+        global_batch=GLOBAL_BATCH,
+        kills=[WANTED],
+    )
+
+
+def test_summary_of_a_recovered_run(tmp_path: Path) -> None:
+    got = summary(tmp_path)
+    losses = [5.0 / (step + 1) for step in range(STEPS)]
+    assert got["steps"] == STEPS
+    assert got["losses"] == losses and got["reference_losses"] == losses
+    assert got["max_abs_loss_diff"] == 0.0 and got["disagreeing_steps"] == []
+    assert got["kills"] == [{"slot": 2, "step": 3, "phase": "backward", "fired": True}]
+    assert got["parameters_equal"] is True
+    assert got["state_sha256"]["run"] == got["state_sha256"]["reference"]
+    assert got["survivor_pids_unchanged"] is True
+    assert (got["samples_lost"], got["samples_repeated"]) == (0, 0)
+    assert got["median_step_s"] == {"before": 0.1, "after": 0.125}
+    assert got["snapshot_overhead_ratio"] is None and got["snapshot_overhead_reason"]
+    (recovery,) = got["recoveries"]
+    assert recovery["epoch"] == 2 and recovery["restored_step"] == KILL_STEP
+    assert recovery["reason"] == "worker 2 (node 0) exited: killed by SIGKILL"
+    assert recovery["bytes_moved"] == 304 and recovery["survivors"] == [0, 1, 3]
+    # 0.25 s down + 0.125 s for the step; the last survivor, slot 3, is 3 ms later.
+    assert recovery["mttr_s"] == pytest.approx(0.378)
+    assert recovery["phases_s"]["detect"] == pytest.approx(0.002)
+    assert recovery["phases_s"]["replay"] == pytest.approx(0.13)
+    json.dumps(got)
+
+
+def test_summary_passes_on_a_measured_overhead(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path, killed=False))
+    got = summarize(run, None, steps=6, global_batch=12, snapshot_overhead_ratio=1.01)
+    assert got["snapshot_overhead_ratio"] == 1.01 and got["snapshot_overhead_reason"] is None
+    assert got["parameters_equal"] is None and got["max_abs_loss_diff"] is None
+    assert got["recoveries"] == [] and got["kills"] == []
+    assert got["median_step_s"] == {"before": 0.1, "after": None}
+
+
+def test_summary_control_one_flipped_bit(tmp_path: Path) -> None:
+    got = summary(tmp_path, flip=True)
+    assert got["parameters_equal"] is False
+    assert got["differing_parameters"] == ["decoder.bias"]
+
+
+def test_summary_control_one_missing_and_one_repeated_micro_batch(tmp_path: Path) -> None:
+    def drop(name: str, record: dict[str, Any]) -> dict[str, Any] | None:
+        gone = name == "ledger" and (record["step"], record["epoch"], record["k"]) == (3, 2, 1)
+        return None if gone else record
+
+    def swap(name: str, record: dict[str, Any]) -> dict[str, Any]:
+        if name == "ledger" and record["step"] == 4 and record["k"] == 0:
+            return {**record, "samples": [50, 50]}
+        return record
+
+    got = summary(tmp_path / "a", drop)
+    assert (got["samples_lost"], got["samples_repeated"]) == (2, 0)
+    got = summary(tmp_path / "b", swap)  # 48 and 49 are lost, 50 is taken twice more
+    assert (got["samples_lost"], got["samples_repeated"]) == (2, 2)
+
+
+def test_summary_control_a_step_that_was_never_completed(tmp_path: Path) -> None:
+    def stop(name: str, record: dict[str, Any]) -> dict[str, Any] | None:
+        return None if name == "steps" and record["step"] == STEPS - 1 else record
+
+    got = summary(tmp_path, stop)
+    assert got["steps"] == STEPS - 1 and got["samples_lost"] == GLOBAL_BATCH
+
+
+def test_summary_control_the_abandoned_attempt_alone_does_not_count(tmp_path: Path) -> None:
+    def drop(name: str, record: dict[str, Any]) -> dict[str, Any] | None:
+        gone = name == "ledger" and record["step"] == KILL_STEP and record["epoch"] == 2
+        return None if gone else record
+
+    assert summary(tmp_path, drop)["samples_lost"] == GLOBAL_BATCH
+
+
+def test_summary_control_changed_process(tmp_path: Path) -> None:
+    def restarted(name: str, record: dict[str, Any]) -> dict[str, Any]:
+        late = name == "steps" and record["slot"] == 1 and record["step"] >= 4
+        return {**record, "pid": 7777} if late else record
+
+    def twice_started(name: str, record: dict[str, Any]) -> dict[str, Any]:
+        other = record.get("kind") == "worker_started" and record["slot"] == 3
+        return {**record, "pid": 7777} if other else record
+
+    def gone(name: str, record: dict[str, Any]) -> dict[str, Any] | None:
+        late = name == "steps" and record["slot"] == 1 and record["step"] == STEPS - 1
+        return None if late else record
+
+    for index, change in enumerate((restarted, twice_started, gone)):
+        assert summary(tmp_path / str(index), change)["survivor_pids_unchanged"] is False
+
+
+def test_summary_control_kill_that_did_not_fire(tmp_path: Path) -> None:
+    def quiet(name: str, record: dict[str, Any]) -> dict[str, Any] | None:
+        return None if record.get("kind") == "fault_fired" else record
+
+    def alive(name: str, record: dict[str, Any]) -> dict[str, Any] | None:
+        return None if record.get("kind") == "worker_exited" else record
+
+    for index, change in enumerate((quiet, alive)):
+        assert summary(tmp_path / str(index), change)["kills"][0]["fired"] is False
+
+
+def test_summary_control_loss_that_differs_in_the_last_bit(tmp_path: Path) -> None:
+    def nudge(name: str, record: dict[str, Any]) -> dict[str, Any]:
+        if name == "steps" and record["step"] == 5:
+            loss = float(np.nextafter(record["loss"], 2))
+            return {**record, "loss": loss, "loss_hex": loss.hex()}
+        return record
+
+    def one_worker(name: str, record: dict[str, Any]) -> dict[str, Any]:
+        return nudge(name, record) if record.get("slot") == 3 else record
+
+    assert 0 < summary(tmp_path / "a", nudge)["max_abs_loss_diff"] < 1e-15
+    assert summary(tmp_path / "b", one_worker)["disagreeing_steps"] == [5]
+
+
+def test_summary_without_fault_event_times_the_recovery_from_the_exit(tmp_path: Path) -> None:
+    def quiet(name: str, record: dict[str, Any]) -> dict[str, Any] | None:
+        return None if record.get("kind") == "fault_fired" else record
+
+    (recovery,) = summary(tmp_path, quiet)["recoveries"]
+    assert recovery["mttr_s"] == pytest.approx(0.377)
+
+
+def test_tokens_per_s_adds_the_workers(tmp_path: Path) -> None:
+    rates = observer.tokens_per_s(read_run(make_run(tmp_path, killed=True)))
+    assert rates[0] == pytest.approx(12_000) and rates[5] == pytest.approx(9_600)
+
+
+def test_read_run_of_another_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"holds no steps\.jsonl"):
+        read_run(tmp_path)
+
+
+def test_state_hash_does_not_depend_on_the_cut_and_takes_the_last_epoch(tmp_path: Path) -> None:
+    hashes = set()
+    for workers in (1, 2, 3, 5):
+        folder = tmp_path / str(workers)
+        write_state(folder, workers=5, epoch=1, flip=True)  # an older epoch of more workers
+        write_state(folder, workers=workers, epoch=2)
+        state = hash_state(folder)
+        assert (state.step, state.epoch) == (STEPS - 1, 2)
+        hashes.add(state.sha256)
+    assert len(hashes) == 1
+
+
+def test_state_hash_control_every_bit_and_every_part_counts(tmp_path: Path) -> None:
+    write_state(tmp_path / "a", workers=2)
+    write_state(tmp_path / "b", workers=2, flip=True)
+    first, second = hash_state(tmp_path / "a"), hash_state(tmp_path / "b")
+    assert first.sha256 != second.sha256
+    assert differing_names(first, second) == ("decoder.bias",)
+
+
+def test_state_hash_control_gap_overlap_and_stray_pieces(tmp_path: Path) -> None:
+    def broken(name: str, pieces: dict[str, Any], words: str) -> None:
+        folder = write_state(tmp_path / name, workers=2)
+        kept = dict(np.load(folder / "slot-1.npz"))
+        np.savez(folder / "slot-1.npz", **{**kept, **pieces})
+        with pytest.raises(StateDumpError, match=words):
+            hash_state(tmp_path / name)
+
+    bias = NAMES[0][0]
+    ones = np.ones(3, np.float32)
+    broken("overlap", {f"{bias}|master|0": ones}, "disagrees with another worker's piece")
+    broken("outside", {f"{bias}|master|4": ones}, "lies outside of")
+    broken("unknown", {"other|master|0": ones}, "is not announced")
+    broken("part", {f"{bias}|moment|0": ones}, "is not announced")
+    broken("dtype", {f"{bias}|master|0": ones.astype(np.float64)}, "wanted float32")
+    folder = write_state(tmp_path / "gap", workers=2)
+    (folder / "slot-1.json").unlink()
+    with pytest.raises(StateDumpError, match=r"decoder\.bias\|exp_avg has a gap at element 2 of 5"):
+        hash_state(tmp_path / "gap")
+    with pytest.raises(StateDumpError, match="holds no state of step 9"):
+        hash_state(tmp_path / "gap", 9)
+
+
+def test_state_hash_agreeing_overlap_is_no_error(tmp_path: Path) -> None:
+    whole = write_state(tmp_path / "a", workers=1)
+    write_state(tmp_path / "b", workers=2)
+    target = tmp_path / "b" / "state" / whole.name
+    for end in ("npz", "json"):
+        (target / f"slot-7.{end}").write_bytes((whole / f"slot-0.{end}").read_bytes())
+    assert hash_state(tmp_path / "b").sha256 == hash_state(tmp_path / "a").sha256

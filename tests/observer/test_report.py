@@ -1,0 +1,33 @@
+"""report.png shows what the files say: its lines hold the run's own numbers."""
+
+from pathlib import Path
+
+import pytest
+
+matplotlib = pytest.importorskip("matplotlib")
+
+from elaswave_plugin import report  # noqa: E402
+from elaswave_plugin.observer import losses_of, read_run  # noqa: E402
+from tests.observer.made_up import make_run  # noqa: E402
+
+
+def test_report_draws_a_recovered_run_and_its_reference(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "run", killed=True))
+    reference = read_run(make_run(tmp_path / "reference", killed=False))
+    path = report.draw_report(run, reference, tmp_path / "out" / "report.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 20_000
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_report_needs_no_reference_and_no_recovery(tmp_path: Path, killed: bool) -> None:
+    run = read_run(make_run(tmp_path / "run", killed=killed))
+    assert report.draw_report(run, None, tmp_path / "report.png").is_file()
+
+
+def test_report_lines_are_the_losses(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "run", killed=True))
+    axes = matplotlib.figure.Figure().subplots()
+    report._draw_losses(axes, run, run)
+    for line in axes.get_lines():
+        assert list(line.get_ydata()) == list(losses_of(run).values())

@@ -1,0 +1,1 @@
+"""Tests of the runtime: real processes on the CPU engine."""

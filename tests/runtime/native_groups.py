@@ -1,0 +1,224 @@
+"""Stand-ins for NCCL on CPU tensors: one that records its calls, and gloo over our own store."""
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elaswave_plugin.runtime import c10d_tables
+from elaswave_plugin.runtime.communicator import Inner
+from elaswave_plugin.runtime.link_store import LinkStore
+
+
+class RecordedWork:
+    """Complete when the test says so; wait() only notes that the stream would wait."""
+
+    def __init__(self, log: list[str], name: str, done: bool) -> None:
+        self.log, self.name, self.done = log, name, done
+        self.error: BaseException | None = None
+
+    def is_completed(self) -> bool:
+        return self.done or self.error is not None
+
+    def is_success(self) -> bool:
+        return self.done and self.error is None
+
+    def exception(self) -> BaseException | None:
+        return self.error
+
+    def wait(self) -> bool:
+        self.log.append(f"{self.name}.wait")
+        return True
+
+    def result(self) -> list[torch.Tensor]:
+        return []
+
+
+class RecordedCalls:
+    """Answers every c10d call with a RecordedWork."""
+
+    def __init__(self, group: "RecordedGroup") -> None:
+        self._group = group
+
+    def __getattr__(self, call: str) -> Callable[..., RecordedWork | None]:
+        group = self._group
+
+        def run(*args: Any, **kwargs: Any) -> RecordedWork | None:
+            group.maker.log.append(f"{group.name}.{call}")
+            group.maker.on_call(group, call)
+            if group.maker.runs_on_the_current_stream:
+                return None
+            work = RecordedWork(group.maker.log, f"{group.name}.{call}", group.maker.done)
+            group.works.append(work)
+            return work
+
+        return run
+
+
+class RecordedGroup:
+    """A native group of nobody: notes what is asked of it, in order."""
+
+    def __init__(self, maker: "RecordingMaker", name: str) -> None:
+        self.maker, self.name = maker, name
+        self.waits_on_host = maker.waits_on_host
+        self.calls = RecordedCalls(self)
+        self.works: list[RecordedWork] = []
+        self.failed = False
+        self.may_abort = threading.Event()
+        self.may_abort.set()
+        self.abort_began = threading.Event()
+        self.aborted = threading.Event()
+
+    def mark(self) -> RecordedWork:
+        work = RecordedWork(self.maker.log, f"{self.name}.mark", self.maker.done)
+        self.works.append(work)
+        return work
+
+    def shrink(self, excluded: Sequence[int]) -> Inner:
+        self.maker.log.append(f"{self.name}.shrink{list(excluded)}")
+        self.maker.on_call(self, "shrink")
+        return self.maker.add(f"{self.name}~")
+
+    def abort(self) -> None:
+        self.abort_began.set()
+        assert self.may_abort.wait(30.0)
+        self.maker.log.append(f"{self.name}.abort")
+        self.aborted.set()
+
+    def close(self) -> None:
+        self.maker.log.append(f"{self.name}.close")
+
+
+class RecordingMaker:
+    """Its groups write what happens to them into one `log`."""
+
+    device_type = "cpu"
+
+    def __init__(self, *, shrinks: bool = False, waits_on_host: bool = False) -> None:
+        self.shrinks = shrinks
+        self.waits_on_host = waits_on_host
+        self.done = True
+        self.runs_on_the_current_stream = False
+        self.log: list[str] = []
+        self.groups: dict[str, RecordedGroup] = {}
+        self.on_call: Callable[[RecordedGroup, str], None] = lambda group, call: None
+
+    def add(self, name: str) -> RecordedGroup:
+        group = self.groups[name] = RecordedGroup(self, name)
+        return group
+
+    def make(self, store: LinkStore, name: str, rank: int, size: int) -> Inner:
+        self.log.append(f"make {name} {rank}/{size}")
+        return self.add(name)
+
+    def take(self) -> list[str]:
+        """What has happened since the last call."""
+        log, self.log[:] = list(self.log), []
+        return log
+
+
+class GlooPoint:
+    """A send or receive of gloo, which is not complete before somebody waits for it."""
+
+    def __init__(self, work: Any) -> None:
+        self._thread = threading.Thread(target=work.wait, daemon=True)
+        self._thread.start()
+
+    def is_completed(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> bool:
+        self._thread.join()
+        return True
+
+
+class GlooCalls:
+    """A gloo group that takes a coalesced block, which gloo itself refuses."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._collected: list[Any] | None = None
+        self.works: list[Any] = []
+
+    def __getattr__(self, call: str) -> Callable[..., Any]:
+        run = getattr(self._group, call)
+
+        def collecting(*args: Any, **kwargs: Any) -> Any:
+            work = run(*args, **kwargs)
+            if call in ("send", "recv"):
+                work = GlooPoint(work)
+            else:
+                self.works.append(work)
+            if self._collected is not None:
+                self._collected.append(work)
+            return work
+
+        return collecting
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._collected = []
+
+    def _end_coalescing(self, device: torch.device) -> "GlooBlock":
+        works, self._collected = self._collected or [], None
+        return GlooBlock(works)
+
+
+class GlooBlock:
+    """All works of a coalesced block."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> bool:
+        return all(work.wait() for work in self._works)
+
+
+class GlooGroup:
+    """Native gloo, which has no abort: what it holds is kept to the end of the process."""
+
+    waits_on_host = True
+
+    def __init__(self, calls: GlooCalls, graveyard: list[Any]) -> None:
+        self.calls = calls
+        self._graveyard = graveyard
+
+    @property
+    def failed(self) -> bool:
+        return any(work.is_completed() and not work.is_success() for work in self.calls.works)
+
+    def mark(self) -> Any:
+        raise AssertionError("every call of gloo answers a work")
+
+    def shrink(self, excluded: Sequence[int]) -> Inner:
+        raise AssertionError("gloo cannot shrink")
+
+    def abort(self) -> None:
+        self._graveyard.append(self.calls)
+
+    def close(self) -> None:
+        self._graveyard.append(self.calls)
+
+
+class GlooMaker:
+    """Real groups on CPU tensors whose members meet in the LinkStore."""
+
+    device_type = "cpu"
+    shrinks = False
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+        self._graveyard: list[Any] = []
+
+    def make(self, store: LinkStore, name: str, rank: int, size: int) -> Inner:
+        self.made.append(name)
+        prefixed: Any = dist.PrefixStore(name, store)
+        gloo: Any = dist.ProcessGroupGloo
+        backend = gloo(prefixed, rank, size, timedelta(seconds=30))
+        calls = c10d_tables.wrap_backend(backend, prefixed, rank, size, kind="GLOO", device="cpu")
+        return GlooGroup(GlooCalls(calls), self._graveyard)

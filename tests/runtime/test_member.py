@@ -1,0 +1,321 @@
+"""The trainer's end of the control link, against a hand-driven supervisor."""
+
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from elaswave_plugin.core.agreement_messages import pack_payload
+from elaswave_plugin.core.membership import FailureEvent, MembershipView, first_view, next_view
+from elaswave_plugin.errors import (
+    AgreementError,
+    ConfigurationError,
+    EpochChanged,
+    JobStopped,
+)
+from elaswave_plugin.runtime.member import ANNOUNCED_LIMIT_S, Member
+from elaswave_plugin.runtime.wire import encode, receive_frame, send_frame
+from tests.runtime.jobs import environment
+
+LONG_S = 10.0
+SHORT_S = 0.05
+
+
+class Supervisor:
+    """The other end of a member's control link."""
+
+    def __init__(self) -> None:
+        self.within_s = LONG_S
+        self.sock, theirs = socket.socketpair()
+        self.member = Member(sock=theirs, slot=1, incarnation=0, snapshot_fds=(-1, -1))
+        self.rings: list[tuple[int, str]] = []
+        self.rang = threading.Event()
+        self.member.start(self.ring)
+
+    def ring(self, epoch: int, reason: str) -> None:
+        self.rings.append((epoch, reason))
+        self.rang.set()
+
+    def propose(self, epoch: int) -> None:
+        self.rang.clear()
+        frame = {"t": "propose", "epoch": epoch, "reason": "r", "within_s": self.within_s}
+        send_frame(self.sock, frame)
+        assert self.rang.wait(LONG_S)
+
+    def commit(self, *path: MembershipView) -> None:
+        send_frame(self.sock, commit_of(*path))
+
+    def copied(self, *, step: int, epoch: int, slot: int) -> None:
+        send_frame(self.sock, {"t": "copied", "step": step, "epoch": epoch, "slot": slot})
+
+    def next(self) -> dict[str, Any]:
+        return receive_frame(self.sock, LONG_S)
+
+    def silent(self) -> bool:
+        """Whether the member says nothing for as long as it may take to answer."""
+        return not select.select([self.sock], [], [], self.within_s)[0]
+
+
+def commit_of(*path: MembershipView) -> dict[str, Any]:
+    views = [view.to_json() for view in path]
+    return {"t": "commit", "path": views, "payload": pack_payload({0: {"a": 1}}, [{"owner": 0}])}
+
+
+def view_of(epoch: int) -> MembershipView:
+    first = MembershipView(**{**_fields(first_view((0, 0, 0))), "epoch": epoch - 1})
+    gone = FailureEvent(kind="exit", slot=2, detected_at_s=0.0, evidence="e")
+    view = next_view(first, [gone], 0.0)
+    assert view is not None
+    return view
+
+
+def _fields(view: MembershipView) -> dict[str, Any]:
+    names = ("epoch", "ranks", "incarnations", "nodes", "standby", "reason")
+    return {name: getattr(view, name) for name in names}
+
+
+@pytest.fixture
+def supervisor() -> Iterator[Supervisor]:
+    end = Supervisor()
+    yield end
+    end.sock.close()
+
+
+def test_joining_reports_facts_and_returns_the_first_commit(supervisor: Supervisor) -> None:
+    supervisor.commit(view_of(1))
+    commit = supervisor.member.join({"address": "x"}, LONG_S)
+    assert supervisor.next() == {"t": "join", "facts": {"address": "x"}}
+    assert (commit.view, commit.facts) == (view_of(1), {0: {"a": 1}})
+    assert (commit.inventory, commit.path) == ([{"owner": 0}], (view_of(1),))
+    supervisor.member.check()
+
+
+def test_joining_gives_up_in_time(supervisor: Supervisor) -> None:
+    with pytest.raises(AgreementError, match=r"worker 1 did not get the first view, 0.05 s after"):
+        supervisor.member.join({}, SHORT_S)
+
+
+def test_a_proposal_rings_at_once_and_stays_open_until_its_commit(supervisor: Supervisor) -> None:
+    supervisor.commit(view_of(1))
+    supervisor.member.join({}, LONG_S)
+    supervisor.propose(2)
+    assert supervisor.rings == [(2, "r")]
+    for _ in range(2):
+        with pytest.raises(EpochChanged) as raised:
+            supervisor.member.check()
+        assert (raised.value.epoch, raised.value.reason) == (2, "r")
+    supervisor.commit(view_of(2))
+    assert supervisor.member.quiesce({"step": 3}, LONG_S).view == view_of(2)
+    supervisor.member.check()
+    assert supervisor.next()["t"] == "join"
+    assert supervisor.next() == {"t": "quiesced", "epoch": 2, "facts": {"step": 3}}
+
+
+def test_a_newer_proposal_ends_the_wait_for_a_commit(supervisor: Supervisor) -> None:
+    supervisor.commit(view_of(1))
+    supervisor.member.join({}, LONG_S)
+    supervisor.propose(2)
+    raised: list[int] = []
+
+    def wait() -> None:
+        try:
+            supervisor.member.quiesce({}, LONG_S)
+        except EpochChanged as changed:
+            raised.append(changed.epoch)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    assert [supervisor.next()["t"] for _ in range(2)] == ["join", "quiesced"]
+    supervisor.propose(3)
+    waiting.join(LONG_S)
+    assert raised == [3]
+
+
+def test_quiescing_before_the_proposal_waits_for_it(supervisor: Supervisor) -> None:
+    supervisor.commit(view_of(1))
+    supervisor.member.join({}, LONG_S)
+    with pytest.raises(AgreementError, match="a proposal of the next view within"):
+        supervisor.member.quiesce({}, SHORT_S)
+    supervisor.propose(2)
+    with pytest.raises(AgreementError, match="the commit of epoch 2 within"):
+        supervisor.member.quiesce({}, SHORT_S)
+
+
+def test_a_commit_that_was_not_taken_stays_in_the_path(supervisor: Supervisor) -> None:
+    supervisor.commit(view_of(1))
+    supervisor.member.join({}, LONG_S)
+    supervisor.propose(2)
+    supervisor.commit(view_of(2))
+    supervisor.propose(3)
+    supervisor.commit(view_of(3), view_of(4))
+    supervisor.propose(5)  # behind the commits on the same link: they have arrived
+    commit = supervisor.member.quiesce({}, LONG_S)
+    assert [view.epoch for view in commit.path] == [2, 3, 4]
+    assert commit.view.epoch == 4
+    with pytest.raises(EpochChanged):
+        supervisor.member.check()
+
+
+def test_waiting_for_copies(supervisor: Supervisor) -> None:
+    member = supervisor.member
+    supervisor.commit(view_of(1))
+    member.join({}, LONG_S)
+    record = {"owner": 1, "buffer": 0, "step": 7, "epoch": 1, "length": 4}
+    member.sealed(record, [0, 2])
+    supervisor.next()
+    assert supervisor.next() == {"t": "sealed", "record": record, "copy_to": [0, 2]}
+    supervisor.copied(step=7, epoch=1, slot=0)
+    with pytest.raises(AgreementError, match=r"copy of step 7 at worker 2 within 0.05 s"):
+        member.wait_copied(7, SHORT_S)
+    supervisor.copied(step=7, epoch=1, slot=2)
+    member.wait_copied(7, LONG_S)
+    member.sealed({**record, "step": 8}, [])
+    member.wait_copied(8, LONG_S)
+    with pytest.raises(AgreementError, match="no snapshot of step 9"):
+        member.wait_copied(9, LONG_S)
+    member.sealed({**record, "step": 10}, [0])
+    supervisor.propose(2)
+    with pytest.raises(EpochChanged):
+        member.wait_copied(10, LONG_S)
+
+
+def test_a_step_that_is_sealed_again_waits_for_its_own_copies(supervisor: Supervisor) -> None:
+    """After a roll-back, the acknowledgements of an older epoch say nothing about the new bytes."""
+    member = supervisor.member
+    supervisor.commit(view_of(1))
+    member.join({}, LONG_S)
+    older = {"owner": 1, "buffer": 1, "step": 7, "epoch": 1, "length": 4}
+    member.sealed(older, [0, 2])
+    member.sealed({**older, "buffer": 0, "step": 8}, [0, 2])
+    for step in (7, 8):
+        supervisor.copied(step=step, epoch=1, slot=0)
+    supervisor.copied(step=7, epoch=1, slot=2)
+    member.wait_copied(7, LONG_S)
+    member.sealed({**older, "epoch": 2}, [0])
+    with pytest.raises(AgreementError, match="copy of step 7 at worker 0"):
+        member.wait_copied(7, SHORT_S)
+    with pytest.raises(AgreementError, match="no snapshot of step 8"):
+        member.wait_copied(8, SHORT_S)
+    supervisor.copied(step=7, epoch=1, slot=0)  # late
+    with pytest.raises(AgreementError, match="copy of step 7 at worker 0"):
+        member.wait_copied(7, SHORT_S)
+    supervisor.copied(step=7, epoch=2, slot=0)
+    member.wait_copied(7, LONG_S)
+
+
+def test_an_announced_phase_keeps_the_time_to_answer_alive(supervisor: Supervisor) -> None:
+    member, supervisor.within_s = supervisor.member, 0.2
+    supervisor.commit(view_of(1))
+    member.join({}, LONG_S)
+    assert supervisor.next()["t"] == "join"
+    member.announce("evaluation")
+    assert supervisor.silent()  # no proposal is open
+    supervisor.propose(2)
+    for _ in range(6):
+        assert supervisor.next() == {"t": "progress", "text": "evaluation"}
+    member.announce(None)
+    supervisor.commit(view_of(2))
+    member.quiesce({}, LONG_S)
+    while supervisor.next()["t"] != "quiesced":
+        pass
+    member.announce("save")
+    assert supervisor.silent()  # it is answered
+    supervisor.propose(3)
+    assert supervisor.next() == {"t": "progress", "text": "save"}
+
+
+def test_an_announced_phase_that_never_ends_is_stuck(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elaswave_plugin.runtime.member.ANNOUNCED_LIMIT_S", 1.0)
+    supervisor.within_s = 1.6
+    supervisor.commit(view_of(1))
+    supervisor.member.join({}, LONG_S)
+    assert supervisor.next()["t"] == "join"
+    supervisor.member.announce("save")
+    supervisor.propose(2)
+    signs = 0
+    while not supervisor.silent():
+        assert supervisor.next() == {"t": "progress", "text": "save"}
+        signs += 1
+        assert signs <= 2
+    assert signs
+
+
+def test_a_phase_announced_while_a_proposal_is_open(supervisor: Supervisor) -> None:
+    supervisor.commit(view_of(1))
+    supervisor.member.join({}, LONG_S)
+    assert supervisor.next()["t"] == "join"
+    supervisor.propose(2)
+    supervisor.member.announce("save")
+    assert supervisor.next() == {"t": "progress", "text": "save"}
+
+
+def test_without_an_announced_phase_nothing_keeps_the_time_alive(supervisor: Supervisor) -> None:
+    supervisor.within_s = 0.2
+    supervisor.commit(view_of(1))
+    supervisor.member.join({}, LONG_S)
+    assert supervisor.next()["t"] == "join"
+    supervisor.propose(2)
+    assert supervisor.silent()
+
+
+def test_the_wait_for_a_commit_outlasts_an_announced_phase(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor.commit(view_of(1))
+    supervisor.member.join({}, LONG_S)
+    supervisor.within_s = 30.0
+    supervisor.propose(2)
+    waits_s: list[float] = []
+
+    def wait(deadline_s: float, what: str) -> None:
+        waits_s.append(deadline_s - time.monotonic())
+        raise AgreementError(what)
+
+    monkeypatch.setattr(supervisor.member, "_wait", wait)
+    with pytest.raises(AgreementError):
+        supervisor.member.quiesce({})
+    assert ANNOUNCED_LIMIT_S + 30.0 < waits_s[0] < 2 * ANNOUNCED_LIMIT_S
+
+
+def test_being_told_to_stop_unwinds_everything(supervisor: Supervisor) -> None:
+    send_frame(supervisor.sock, {"t": "stop", "reason": "no majority"})
+    assert supervisor.rang.wait(LONG_S)
+    for call in (supervisor.member.check, lambda: supervisor.member.quiesce({}, LONG_S)):
+        with pytest.raises(JobStopped, match="no majority"):
+            call()
+
+
+def test_a_supervisor_that_is_gone_stops_the_job(supervisor: Supervisor) -> None:
+    supervisor.sock.sendall(encode({"t": "commit"})[:7])
+    supervisor.sock.close()
+    with pytest.raises(JobStopped, match="supervisor"):
+        supervisor.member.join({}, LONG_S)
+
+
+def test_a_process_without_supervisor_is_told_what_to_do() -> None:
+    with pytest.raises(ConfigurationError, match="start the script with `elaswave run`"):
+        Member.from_environment({})
+
+
+def test_the_trainers_side_needs_only_the_standard_library() -> None:
+    code = (
+        "import sys, elaswave_plugin.runtime.member, elaswave_plugin.runtime.fetch;"
+        "print(sorted({m.split('.')[0] for m in sys.modules} - set(sys.stdlib_module_names)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.strip() == "['__main__', 'elaswave_plugin']"

@@ -1,0 +1,504 @@
+"""The device engine against stand-ins for NCCL: the order of calls, and real groups of gloo."""
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elaswave_plugin.core.communicators import CommunicatorFacts
+from elaswave_plugin.errors import ConfigurationError, EpochChanged, LinkError
+from elaswave_plugin.runtime import c10d_tables, device_engine, nccl
+from elaswave_plugin.runtime.links import LinkTable
+from elaswave_plugin.runtime.process_group import (
+    DeviceProcessGroup,
+    ElasticProcessGroup,
+    GroupTable,
+)
+from tests.runtime.native_groups import RecordedGroup, RecordingMaker
+
+LIMIT_S = 20.0
+
+
+class Alone:
+    """Slot 0 of a job of three whose other members are only made up."""
+
+    def __init__(self, **maker: Any) -> None:
+        self.links = LinkTable(0)
+        self.maker = RecordingMaker(**maker)
+        self.table = GroupTable(self.links, maker=self.maker)
+        self.open(1, (0, 1, 2))
+
+    def open(self, epoch: int, slots: tuple[int, ...]) -> None:
+        self.links.open_epoch(epoch, dict.fromkeys(slots, self.links.address))
+
+    def group(self, name: str, members: tuple[int, ...] = (0, 1, 2)) -> DeviceProcessGroup:
+        group = self.table.create(name, members)
+        assert isinstance(group, DeviceProcessGroup)
+        return group
+
+    def answers(self, slots: tuple[int, ...], **other: Any) -> dict[int, dict[str, dict[str, Any]]]:
+        """Everybody holds what we hold, but for `other` at the last slot."""
+        ours = self.table.device_facts()
+        theirs = {name: record | other for name, record in ours.items()}
+        return {s: theirs if s == slots[-1] else ours for s in slots}
+
+    def change(self, epoch: int, slots: tuple[int, ...], dead: set[int], **other: Any) -> None:
+        """One whole change of the view."""
+        self.links.interrupt(epoch, "test")
+        answers = self.answers(slots, **other)
+        self.open(epoch, slots)
+        self.table.edit_all(slots, dead)
+        self.table.settle(answers)
+
+
+@pytest.fixture
+def alone() -> Iterator[Alone]:
+    one = Alone()
+    yield one
+    one.links.close()
+
+
+@pytest.fixture
+def blocking() -> Iterator[Alone]:
+    """As a backend whose wait() blocks the host."""
+    one = Alone(waits_on_host=True)
+    one.maker.done = False
+    yield one
+    one.links.close()
+
+
+def reduce(group: DeviceProcessGroup) -> Any:
+    return group.allreduce([torch.ones(2)])
+
+
+def in_thread(call: Any) -> tuple[threading.Thread, list[BaseException]]:
+    """Run it beside the test; the list gets what it raised."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, raised
+
+
+# ---- first use -----------------------------------------------------------------------------------
+
+
+def test_a_communicator_is_made_on_first_use_and_once(alone: Alone) -> None:
+    group, unused = alone.group("tp", (1, 0)), alone.group("dp")
+    assert alone.maker.take() == []
+    reduce(group).wait()
+    assert alone.maker.take() == ["make tp@1 1/2", "tp@1.allreduce", "tp@1.allreduce.wait"]
+    reduce(group)
+    assert alone.maker.take() == ["tp@1.allreduce"]
+    assert unused.size() == 3
+
+
+def test_tensors_of_other_devices_stay_on_the_links() -> None:
+    one = Alone()
+    one.maker.device_type = "cuda"
+    one.table = GroupTable(one.links, maker=one.maker)
+    group = one.group("tp", (0,))
+    data = torch.ones(2)
+    group.allreduce([data]).wait()
+    group.barrier().wait()
+    group._start_coalescing(torch.device("cpu"))
+    group._end_coalescing(torch.device("cpu")).wait()
+    assert one.maker.log == []
+    one.links.close()
+
+
+def test_without_an_engine_groups_are_the_plain_ones(alone: Alone) -> None:
+    group = GroupTable(alone.links).create("tp", (0,))
+    assert type(group) is ElasticProcessGroup
+
+
+@pytest.mark.parametrize(
+    ("call", "args"),
+    [
+        ("gather", ([], [torch.ones(1)])),
+        ("allgather", ([[torch.ones(1)] * 3], [torch.ones(1)])),
+        ("reduce_scatter_single", (torch.ones(1), torch.ones(3))),
+        ("all_to_all_single", (torch.ones(3), torch.ones(3), [], [])),
+        ("_allgather_base", (torch.ones(3), torch.ones(1))),
+    ],
+)
+def test_a_call_goes_to_the_native_group_under_its_own_name(
+    alone: Alone, call: str, args: tuple[Any, ...]
+) -> None:
+    getattr(alone.group("tp"), call)(*args)
+    assert alone.maker.take()[1:] == [f"tp@1.{call}"]
+
+
+def test_a_group_of_others_is_refused(alone: Alone) -> None:
+    with pytest.raises(ConfigurationError, match="slot 0, which is no member"):
+        reduce(alone.group("tp", (1, 2)))
+    assert alone.maker.log == []
+
+
+# ---- what outlives a change ----------------------------------------------------------------------
+
+
+def test_an_idle_communicator_with_the_same_members_is_kept(alone: Alone) -> None:
+    group, whole = alone.group("tp", (0, 1)), alone.group("dp")
+    reduce(group), reduce(whole)
+    alone.maker.take()
+    alone.change(2, (0, 1), {2})
+    assert alone.maker.groups["dp@1"].aborted.wait(LIMIT_S)
+    assert alone.maker.take() == ["dp@1.abort"]
+    reduce(group), reduce(whole)
+    assert alone.maker.take() == ["tp@1.allreduce", "make dp@2 0/2", "dp@2.allreduce"]
+    alone.change(3, (0, 1), set())
+    reduce(group)
+    assert alone.maker.take() == ["tp@1.allreduce"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"collectives": 9}, {"idle": False}, {"name": "tp@0"}, {"sent": [[0, 1]]}],
+)
+def test_it_is_aborted_where_another_member_differs(alone: Alone, other: dict[str, Any]) -> None:
+    group = alone.group("tp", (0, 1))
+    reduce(group)
+    alone.change(2, (0, 1), {2}, **other)
+    reduce(group)
+    assert alone.maker.log[-3:] == ["tp@1.abort", "make tp@2 0/2", "tp@2.allreduce"]
+
+
+def test_nothing_is_kept_when_nobody_hands_in_the_facts(alone: Alone) -> None:
+    group = alone.group("tp", (0, 1))
+    reduce(group)
+    alone.links.interrupt(2, "test")
+    alone.open(2, (0, 1))
+    alone.table.edit_all((0, 1), {2})
+    alone.maker.take()
+    reduce(group)
+    assert alone.maker.take() == ["tp@1.abort", "make tp@2 0/2", "tp@2.allreduce"]
+
+
+def test_what_is_in_flight_when_the_facts_are_taken_is_aborted(alone: Alone) -> None:
+    group = alone.group("tp", (0, 1))
+    reduce(group)
+    alone.maker.groups["tp@1"].works[0].done = False
+    assert alone.table.device_facts() == {}
+    assert alone.maker.groups["tp@1"].aborted.wait(LIMIT_S)
+
+
+def test_a_failed_communicator_is_aborted(alone: Alone) -> None:
+    reduce(alone.group("tp"))
+    alone.maker.groups["tp@1"].failed = True
+    assert alone.table.device_facts() == {}
+    assert alone.maker.groups["tp@1"].aborted.wait(LIMIT_S)
+
+
+def test_a_call_without_a_work_is_followed_by_a_mark(alone: Alone) -> None:
+    """Torch's synchronous NCCL calls run on the current stream and answer None."""
+    alone.maker.runs_on_the_current_stream = True
+    group = alone.group("tp")
+    reduce(group).wait()
+    assert alone.maker.take()[1:] == ["tp@1.allreduce", "tp@1.mark.wait"]
+    assert alone.table.device_facts()["tp"]["idle"]
+    alone.maker.done = False
+    reduce(group)
+    assert alone.table.device_facts() == {}
+
+
+def test_facts_count_calls_by_peer(alone: Alone) -> None:
+    group = alone.group("pp", (1, 0, 2))
+    reduce(group)
+    group.send([torch.ones(1)], 2)
+    group.send([torch.ones(1)], 2)
+    group.recv([torch.ones(1)], 0)
+    facts = CommunicatorFacts.from_record(alone.table.device_facts()["pp"])
+    assert (facts.collectives, facts.sent, facts.received) == (1, {2: 2}, {1: 1})
+    assert facts.idle and facts.members == (1, 0, 2)
+
+
+# ---- shrinking -----------------------------------------------------------------------------------
+
+
+def test_a_shrink_is_made_on_first_use_and_its_parent_aborted() -> None:
+    one = Alone(shrinks=True)
+    group = one.group("dp")
+    reduce(group)
+    one.maker.take()
+    one.change(2, (0, 1), {2})
+    assert one.maker.take() == []
+    reduce(group)
+    assert one.maker.groups["dp@1"].aborted.wait(LIMIT_S)
+    assert one.maker.log[0] == "dp@1.shrink[2]"
+    assert sorted(one.maker.take()[1:]) == ["dp@1.abort", "dp@1~.allreduce"]
+    one.change(3, (0, 1), set())
+    reduce(group)
+    assert one.maker.take() == ["dp@1~.allreduce"]
+    one.links.close()
+
+
+def test_a_shrink_that_was_never_made_is_superseded() -> None:
+    one = Alone(shrinks=True)
+    group = one.group("dp")
+    reduce(group)
+    one.change(2, (0, 1), {2})
+    one.maker.take()
+    one.change(3, (0,), {1})
+    reduce(group)
+    assert one.maker.log[0] == "dp@1.shrink[1, 2]"
+    one.links.close()
+
+
+def test_no_shrink_when_the_last_rank_takes_the_hole() -> None:
+    one = Alone(shrinks=True)
+    one.open(2, (0, 1, 2, 3))
+    group = one.group("dp", (0, 1, 2, 3))
+    reduce(group)
+    one.maker.take()
+    one.change(3, (0, 3, 2), {1})
+    assert group.members == (0, 3, 2)
+    reduce(group)
+    assert one.maker.take() == ["dp@2.abort", "make dp@3 0/3", "dp@3.allreduce"]
+    one.links.close()
+
+
+# ---- interruptions -------------------------------------------------------------------------------
+
+
+def test_the_doorbell_aborts_what_is_in_flight_and_only_that(alone: Alone) -> None:
+    busy, other, idle = (alone.group(name) for name in ("busy", "other", "idle"))
+    reduce(idle)
+    alone.maker.done = False
+    reduce(busy), reduce(other)
+    made = alone.maker.groups
+    made["busy@1"].may_abort.clear()
+    made["other@1"].may_abort.clear()
+    alone.maker.take()
+    alone.links.interrupt(2, "test")  # must not wait for the aborts, and begins both
+    assert made["busy@1"].abort_began.wait(LIMIT_S)
+    assert made["other@1"].abort_began.wait(LIMIT_S)
+    assert alone.maker.take() == []
+    made["busy@1"].may_abort.set()
+    made["other@1"].may_abort.set()
+    alone.open(2, (0, 1, 2))
+    alone.table.settle({})
+    assert sorted(alone.maker.take()) == ["busy@1.abort", "idle@1.abort", "other@1.abort"]
+
+
+def test_a_doorbell_that_comes_late_does_not_touch_the_next_epoch(alone: Alone) -> None:
+    group = alone.group("tp")
+    alone.change(2, (0, 1, 2), set())
+    alone.maker.done = False
+    reduce(group)
+    group.engine._rung(1)
+    group.engine.check(group.engine._live["tp"])
+    alone.links.interrupt(3, "test")
+    assert alone.maker.groups["tp@2"].aborted.wait(LIMIT_S)
+
+
+def test_an_interruption_leaves_a_blocked_wait(blocking: Alone) -> None:
+    work = reduce(blocking.group("tp"))
+    native = blocking.maker.groups["tp@1"]
+    native.may_abort.clear()
+    thread, raised = in_thread(work.wait)
+    assert not raised and thread.is_alive()
+    blocking.links.interrupt(2, "slot 1 is gone")
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()  # though the abort itself still runs
+    assert [type(e) for e in raised] == [EpochChanged] and "slot 1 is gone" in str(raised[0])
+    assert work.is_completed() and not work.is_success()
+    assert isinstance(work.exception(), EpochChanged)
+    with pytest.raises(EpochChanged):
+        work.wait()
+    native.may_abort.set()
+
+
+def test_a_limit_ends_a_wait_with_an_error(blocking: Alone) -> None:
+    work = reduce(blocking.group("tp"))
+    with pytest.raises(LinkError, match=r"allreduce in group 'tp' .*timed out after 0.05 s"):
+        work.wait(timedelta(seconds=0.05))
+
+
+def test_an_interruption_leaves_a_blocked_first_call(alone: Alone) -> None:
+    """As ncclCommInitRank, which waits for all members and fails when it is aborted."""
+    entered = threading.Event()
+
+    def blocked(native: RecordedGroup, call: str) -> None:
+        entered.set()
+        assert native.aborted.wait(LIMIT_S)
+        raise RuntimeError("NCCL communicator was aborted")
+
+    alone.maker.on_call = blocked
+    thread, raised = in_thread(lambda: reduce(alone.group("tp")))
+    assert entered.wait(LIMIT_S)
+    alone.links.interrupt(2, "test")
+    thread.join(LIMIT_S)
+    assert [type(e) for e in raised] == [EpochChanged]
+    assert str(raised[0].__cause__) == "NCCL communicator was aborted"
+
+
+def test_a_call_that_crosses_the_doorbell_does_not_count(alone: Alone) -> None:
+    alone.maker.on_call = lambda native, call: alone.links.interrupt(2, "test")
+    with pytest.raises(EpochChanged):
+        reduce(alone.group("tp"))
+    assert alone.maker.groups["tp@1"].aborted.wait(LIMIT_S)
+    with pytest.raises(EpochChanged):
+        reduce(alone.group("dp"))
+    assert "dp@1" not in alone.maker.groups
+
+
+def test_errors_of_the_backend_pass_as_they_are(alone: Alone) -> None:
+    def broken(native: RecordedGroup, call: str) -> None:
+        raise ValueError("wrong dtype")
+
+    alone.maker.on_call = broken
+    with pytest.raises(ValueError, match="wrong dtype"):
+        reduce(alone.group("tp"))
+
+
+def test_an_abort_that_does_not_end_is_reported(
+    blocking: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_engine, "ABORT_TIMEOUT_S", 0.05)
+    reduce(blocking.group("tp"))
+    native = blocking.maker.groups["tp@1"]
+    native.may_abort.clear()
+    with pytest.raises(LinkError, match=r"'tp@1' .* is not aborted after"):
+        blocking.change(2, (0, 1), {2})
+    native.may_abort.set()
+
+
+# ---- blocks and batches --------------------------------------------------------------------------
+
+
+def test_a_coalesced_block_is_one_native_work(alone: Alone) -> None:
+    group = alone.group("dp")
+    device = torch.device("cpu")
+    group._start_coalescing(device)
+    reduce(group), reduce(group)
+    group._end_coalescing(device).wait()
+    assert alone.maker.take() == [
+        "make dp@1 0/3",
+        "dp@1._start_coalescing",
+        "dp@1.allreduce",
+        "dp@1.allreduce",
+        "dp@1._end_coalescing",
+        "dp@1._end_coalescing.wait",
+    ]
+    assert alone.table.device_facts()["dp"]["collectives"] == 2
+
+
+def test_an_open_block_is_aborted_and_its_end_raises(alone: Alone) -> None:
+    group = alone.group("dp")
+    device = torch.device("cpu")
+    group._start_coalescing(device)
+    alone.change(2, (0, 1, 2), set())
+    assert alone.maker.take()[-1] == "dp@1.abort"
+    with pytest.raises(EpochChanged):
+        group._end_coalescing(device)
+    reduce(group)
+    assert alone.maker.take() == ["make dp@2 0/3", "dp@2.allreduce"]
+
+
+def test_a_batch_of_sends_and_receives_is_one_native_block(alone: Alone) -> None:
+    group = alone.group("pp")
+    ops: Any = [
+        SimpleNamespace(op=op, tensor=torch.ones(1), group_peer=peer, tag=0)
+        for op, peer in ((dist.isend, 1), (dist.irecv, 2))
+    ]
+    works = group.batch(ops)
+    assert len(works) == 1
+    assert [entry.partition(".")[2] for entry in alone.maker.take()[1:]] == [
+        "_start_coalescing",
+        "send",
+        "recv",
+        "_end_coalescing",
+    ]
+
+
+def test_torch_hands_a_batch_to_the_group_only_while_installed(alone: Alone) -> None:
+    original = dist.batch_isend_irecv
+    alone.table.install((0, 1, 2))
+    try:
+        assert dist.batch_isend_irecv is not original
+        assert c10d_tables.c10d.batch_isend_irecv is dist.batch_isend_irecv
+    finally:
+        alone.table.uninstall()
+    assert dist.batch_isend_irecv is original
+    plain = GroupTable(alone.links)
+    plain.install((0, 1, 2))
+    try:
+        assert dist.batch_isend_irecv is original
+    finally:
+        plain.uninstall()
+
+
+# ---- the end -------------------------------------------------------------------------------------
+
+
+def test_a_group_that_its_user_destroys_is_closed_in_peace_or_aborted(alone: Alone) -> None:
+    quiet, busy = alone.group("quiet"), alone.group("busy")
+    reduce(quiet)
+    alone.maker.done = False
+    reduce(busy)
+    alone.maker.take()
+    quiet.shutdown()
+    assert alone.maker.take() == ["quiet@1.close"]
+    busy.shutdown()
+    assert alone.maker.groups["busy@1"].aborted.wait(LIMIT_S)
+    assert alone.maker.take() == ["busy@1.abort"]
+
+
+class RecordedBackend:
+    """What NcclGroup calls of ProcessGroupNCCL."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self.error = SimpleNamespace(name="SUCCESS")
+
+    def get_error(self) -> SimpleNamespace:
+        return self.error
+
+    def shrink(self, excluded: list[int], flags: int) -> "RecordedBackend":
+        self.log.append(f"shrink {excluded} {flags}")
+        return RecordedBackend(self.log)
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+    def abort(self) -> None:
+        self.log.append("abort")
+
+    def shutdown(self) -> None:
+        self.log.append("shutdown")
+
+
+def test_an_nccl_group_is_aborted_and_shrunk_through_its_backend(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(c10d_tables, "wrap_backend", lambda *args, **kwargs: None)
+    log: list[str] = []
+    backend = RecordedBackend(log)
+    group = nccl.NcclGroup(backend, None, 0, 3)
+    group.shrink([2])
+    group.abort()
+    assert log == ["shrink [2] 1", "abort"]
+    assert not group.failed
+    backend.error = SimpleNamespace(name="COMM_ERROR")
+    assert group.failed
+
+
+def test_the_watchdog_is_silenced_and_what_was_set_otherwise_is_named() -> None:
+    environ = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_NCCL_BLOCKING_WAIT": "0"}
+    assert nccl.silence_watchdog(environ) == ["TORCH_NCCL_ASYNC_ERROR_HANDLING is 0 instead of 1"]
+    assert set(environ) == set(nccl.WATCHDOG_SWITCHES) and set(environ.values()) == {"0"}

@@ -1,0 +1,65 @@
+"""A restore that waits for a supervisor, and the proposal that ends the wait."""
+
+import socket
+import time
+from typing import Any
+
+import pytest
+
+from elaswave_plugin.core.dataflow import deal
+from elaswave_plugin.core.plan import RecoveryPlan, make_plan
+from elaswave_plugin.errors import EpochChanged
+from elaswave_plugin.runtime import restore
+
+LONG_S = 10.0
+
+
+def record(shard: int, address: str) -> dict[str, Any]:
+    return {
+        "owner": shard,
+        "step": 4,
+        "epoch": 1,
+        "ranks": [0, 1],
+        "shard": shard,
+        "length": 1024,
+        "payload_bytes": 1000,
+        "capsule_bytes": 10,
+        "table_digest": 1,
+        "holder": 1,
+        "holder_address": address,
+        "copy": True,
+    }
+
+
+def test_a_proposal_ends_the_wait_for_a_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It accepts and never answers; the collective comparison of the plans is left out."""
+    monkeypatch.setattr(restore, "_compare_digests", lambda plan: None)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+
+        def plan_without(rejected: frozenset[tuple[int, int, int]]) -> RecoveryPlan:
+            return make_plan(
+                epoch=2,
+                reason="r",
+                ranks=(0,),
+                dataflow=deal(num_microbatches=2, homes=(0, 1), live=(0,)),
+                buckets=[64],
+                inventory=[record(shard, address) for shard in range(2)],
+                rejected=rejected,
+            )
+
+        started_s = time.monotonic()
+
+        def check() -> None:
+            if time.monotonic() > started_s + 0.2:
+                raise EpochChanged(3, "r")
+
+        with pytest.raises(EpochChanged):
+            restore.restore(
+                slot=0,
+                pool=None,  # type: ignore[arg-type]  # nothing is read from own memory
+                plan_without=plan_without,
+                timeout_s=LONG_S,
+                check=check,
+            )
+        assert 0.2 <= time.monotonic() - started_s < LONG_S / 4

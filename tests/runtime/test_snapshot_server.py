@@ -1,0 +1,366 @@
+"""Sealed snapshots: served, copied, fetched, and what breaks on the way."""
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from elaswave_plugin.errors import EpochChanged, LinkError
+from elaswave_plugin.runtime.fetch import Fetcher, fetch
+from elaswave_plugin.runtime.sealed_memory import pack_record
+from elaswave_plugin.runtime.snapshot_server import SnapshotCopier, SnapshotServer
+from elaswave_plugin.runtime.snapshot_store import SnapshotStore
+from elaswave_plugin.runtime.wire import send_frame
+from tests.runtime.jobs import Job
+
+LONG_S = 10.0
+SHORT_S = 0.05
+
+
+def test_copies_are_served_after_the_owners_supervisor_is_killed(tmp_path: Path) -> None:
+    with Job(tmp_path, 4, TINY_LENGTH=str(3 << 20)).start() as job:
+        job.kill_supervisor(2)
+        inventory = job.one("commit", 0, epoch=2)["inventory"]
+        held = [record for record in inventory if record["owner"] == 2]
+        assert [(r["holder"], r["copy"], r["step"], r["odd"]) for r in held] == [(3, True, 0, "x")]
+        job.tell(0, f"fetch {held[0]['holder_address']} 2 0 1")
+        assert job.one("fetched", 0)["equal"]
+        assert job.finish([0, 1, 3]) == 0
+
+
+def test_copies_on_other_nodes_are_served_too(tmp_path: Path) -> None:
+    with Job(tmp_path, 4, TINY_LENGTH=str(3 << 20)).start(nodes=4) as job:
+        job.kill_supervisor(2)
+        inventory = job.one("commit", 0, epoch=2)["inventory"]
+        held = [record for record in inventory if record["owner"] == 2]
+        assert [(r["holder"], r["copy"], r["step"], r["odd"]) for r in held] == [(3, True, 0, "x")]
+        job.tell(0, f"fetch {held[0]['holder_address']} 2 0 1")
+        assert job.one("fetched", 0)["equal"]
+        assert job.finish([0, 1, 3]) == 0
+
+
+def test_a_dead_trainers_memory_is_served_by_its_supervisor(tmp_path: Path) -> None:
+    with Job(tmp_path, 3).start() as job:
+        job.kill(1)
+        inventory = job.one("commit", 0, epoch=2)["inventory"]
+        own = next(r for r in inventory if r["owner"] == 1 and not r["copy"])
+        assert own["holder"] == 1
+        job.tell(0, f"fetch {own['holder_address']} 1 0 1")
+        assert job.one("fetched", 0)["equal"]
+        assert job.finish([0, 2]) == 0
+
+
+def test_old_copies_are_dropped(tmp_path: Path) -> None:
+    with Job(tmp_path, 3).start() as job:
+        for step in (1, 2, 3):
+            for slot in range(3):
+                job.tell(slot, f"seal {step}")
+            job.all("copied", range(3), step=step)
+        job.kill(1)
+        inventory = job.one("commit", 0, epoch=2)["inventory"]
+        assert {record["step"] for record in inventory} == {2, 3}
+        assert len([r for r in inventory if r["copy"]]) == 6
+        assert job.finish([0, 2]) == 0
+
+
+@pytest.fixture
+def served() -> tuple[SnapshotStore, str]:
+    store = SnapshotStore(3)
+    server = SnapshotServer(store, "127.0.0.1")
+    server.start()
+    return store, server.address
+
+
+def seal(store: SnapshotStore, content: bytes, *, buffer: int = 0, step: int = 5) -> dict[str, Any]:
+    record = {"owner": store.slot, "buffer": buffer, "step": step, "epoch": 1}
+    record["length"] = len(content)
+    os.pwrite(store.fds[buffer], pack_record(record) + content, 0)
+    return record
+
+
+def test_many_fetches_over_one_connection(served: tuple[SnapshotStore, str]) -> None:
+    store, address = served
+    content = bytes(range(256)) * 40
+    seal(store, content)
+    with Fetcher(address, timeout_s=LONG_S) as fetcher:
+        for offset, length in ((0, 10), (1000, 9240), (10240, 0), (5, 1)):
+            into = bytearray(length)
+            fetcher.fetch(
+                owner=3, step=5, epoch=1, offset=offset, into=memoryview(into), timeout_s=LONG_S
+            )
+            assert into == content[offset : offset + length]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "complaint"),
+    [
+        ({"owner": 4}, "no such sealed snapshot here"),
+        ({"step": 6}, "no such sealed snapshot here"),
+        ({"epoch": 2}, "no such sealed snapshot here"),
+        ({"offset": 95}, r"bytes 95\.\.105 of a snapshot of 100 bytes"),
+    ],
+)
+def test_a_fetch_of_what_is_not_there(
+    served: tuple[SnapshotStore, str], wanted: dict[str, int], complaint: str
+) -> None:
+    store, address = served
+    seal(store, b"x" * 100)
+    what = {"owner": 3, "step": 5, "epoch": 1, "offset": 0, **wanted}
+    with pytest.raises(LinkError, match=complaint):
+        fetch(address, **what, into=memoryview(bytearray(10)), timeout_s=LONG_S)
+
+
+def test_a_buffer_that_is_being_overwritten_is_not_served(
+    served: tuple[SnapshotStore, str],
+) -> None:
+    store, address = served
+    seal(store, b"x" * 100)
+    os.pwrite(store.fds[0], bytes(8), 0)
+    assert store.inventory(address) == []
+    with pytest.raises(LinkError, match="no such sealed"):
+        fetch(
+            address,
+            owner=3,
+            step=5,
+            epoch=1,
+            offset=0,
+            into=memoryview(bytearray(10)),
+            timeout_s=LONG_S,
+        )
+
+
+def test_a_fetch_from_nobody_names_the_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(LinkError, match=address):
+        Fetcher(address, timeout_s=LONG_S)
+
+
+def test_half_a_copy_never_replaces_a_whole_one(served: tuple[SnapshotStore, str]) -> None:
+    store, address = served
+    owner = SnapshotStore(8)
+    arrived = threading.Event()
+    copier = SnapshotCopier(
+        owner, address, on_copied=lambda step, epoch: arrived.set(), on_broken=pytest.fail
+    )
+    content = b"whole" * 1000
+    copier.send(seal(owner, content))
+    assert arrived.wait(LONG_S)
+    host, _, port = address.rpartition(":")
+    newer = {"owner": 8, "buffer": 1, "step": 7, "epoch": 1, "length": 5000}
+    with socket.create_connection((host, int(port))) as sock:
+        send_frame(sock, {"t": "copy", "record": newer})
+        sock.sendall(b"half" * 100)
+        sock.shutdown(socket.SHUT_WR)
+        assert sock.recv(1) == b""  # the server has given up on it
+    assert [(r["owner"], r["step"], r["copy"]) for r in store.inventory(address)] == [(8, 5, True)]
+    into = bytearray(5000)
+    fetch(address, owner=8, step=5, epoch=1, offset=0, into=memoryview(into), timeout_s=LONG_S)
+    assert into == content
+    copier.close()
+
+
+def test_what_is_held_outlives_its_owner_until_it_is_released(
+    served: tuple[SnapshotStore, str],
+) -> None:
+    store, address = served
+    owner = SnapshotStore(8)
+    happened: SimpleQueue[Any] = SimpleQueue()
+    copier = SnapshotCopier(
+        owner,
+        address,
+        same_node=True,
+        on_copied=lambda step, epoch: happened.put((step, epoch)),
+        on_broken=happened.put,
+    )
+    copier.send(seal(owner, b"first", step=4))
+    assert happened.get(timeout=LONG_S) == (4, 1)
+    seal(owner, b"later" * 50, buffer=1, step=5)  # no message: the memory tells it
+    os.pwrite(owner.fds[0], bytes(8), 0)  # as if it died while it sealed step 6
+    owner.close()
+    copier.close()
+    assert [(r["owner"], r["step"], r["copy"]) for r in store.inventory(address)] == [(8, 5, True)]
+    into = bytearray(250)
+    fetch(address, owner=8, step=5, epoch=1, offset=0, into=memoryview(into), timeout_s=LONG_S)
+    assert into == b"later" * 50
+    store.release(1)
+    assert store.inventory(address)
+    store.release(2)
+    assert store.inventory(address) == []
+
+
+def test_memory_that_cannot_be_held_is_reported(served: tuple[SnapshotStore, str]) -> None:
+    _, address = served
+    owner = SnapshotStore(8)
+    record = seal(owner, b"x")
+    os.close(owner.fds[1])
+    happened: SimpleQueue[Any] = SimpleQueue()
+    copier = SnapshotCopier(
+        owner,
+        address,
+        same_node=True,
+        on_copied=lambda step, epoch: happened.put((step, epoch)),
+        on_broken=happened.put,
+    )
+    copier.send(record)
+    assert "closed" in happened.get(timeout=LONG_S)
+    copier.close()
+
+
+class FailingStore(SnapshotStore):
+    """A receiver's store that fails to take copies, so many times."""
+
+    def __init__(self, failures: int) -> None:
+        super().__init__(3)
+        self.failures = failures
+
+    def add_copy(self, record: dict[str, Any], fd: int) -> None:
+        if self.failures:
+            self.failures -= 1
+            os.close(fd)
+            raise OSError("injected")
+        super().add_copy(record, fd)
+
+
+@pytest.mark.parametrize("failures", [1, 2, 4])
+def test_a_broken_copy_connection_is_opened_again_once_a_seal(failures: int) -> None:
+    store = FailingStore(failures)
+    server = SnapshotServer(store, "127.0.0.1")
+    server.start()
+    owner = SnapshotStore(8)
+    happened: SimpleQueue[Any] = SimpleQueue()
+    copier = SnapshotCopier(
+        owner,
+        server.address,
+        on_copied=lambda step, epoch: happened.put((step, epoch)),
+        on_broken=happened.put,
+    )
+    store.failures = 0
+    copier.send(seal(owner, b"first" * 100, step=0))
+    assert happened.get(timeout=LONG_S) == (0, 1)
+    store.failures = failures
+    broken = []
+    for step in range(1, 4):
+        content = b"%d" % step * 1000
+        copier.send(seal(owner, content, step=step, buffer=step % 2))
+        # Over the open connection and once over a new one; where there is none, once.
+        for _ in range(2 if step == 1 else 1):
+            news = happened.get(timeout=LONG_S)
+            if isinstance(news, tuple):
+                break
+            broken.append(news)
+        if isinstance(news, tuple):
+            break
+    assert len(broken) == min(failures, 4)
+    assert all("closed" in why for why in broken)
+    if failures < 4:
+        assert news == (step, 1) and step == failures
+        into = bytearray(1000)
+        fetch(
+            server.address,
+            owner=8,
+            step=step,
+            epoch=1,
+            offset=0,
+            into=memoryview(into),
+            timeout_s=LONG_S,
+        )
+        assert into == content
+    copier.close()
+
+
+def test_a_late_copy_never_replaces_a_newer_one(served: tuple[SnapshotStore, str]) -> None:
+    store, address = served
+    record = {"owner": 8, "buffer": 0, "length": 4}
+    for step, epoch, kept in ((4, 1, (4, 1)), (2, 2, (2, 2)), (4, 1, (2, 2)), (4, 2, (4, 2))):
+        store.add_copy({**record, "step": step, "epoch": epoch}, os.memfd_create("copy"))
+        assert [(r["step"], r["epoch"]) for r in store.inventory(address)] == [kept]
+
+
+def stop_in(seconds: float) -> Callable[[], None]:
+    at_s = time.monotonic() + seconds
+
+    def check() -> None:
+        if time.monotonic() > at_s:
+            raise EpochChanged(5, "r")
+
+    return check
+
+
+def test_a_fetch_ends_at_once_when_a_proposal_arrives() -> None:
+    """From a supervisor that accepts and never answers, answers halfway, or does not accept."""
+    with socket.create_server(("127.0.0.1", 0), backlog=1) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        wanted = {"owner": 3, "step": 5, "epoch": 1, "offset": 0, "timeout_s": LONG_S}
+        for halfway in (False, True):
+            started_s = time.monotonic()
+            with Fetcher(address, timeout_s=LONG_S, check=stop_in(0.2)) as fetcher:
+                far, _ = listener.accept()
+                if halfway:
+                    send_frame(far, {"t": "bytes"})
+                    far.sendall(b"x" * 10)
+                with far, pytest.raises(EpochChanged):
+                    fetcher.fetch(**wanted, into=memoryview(bytearray(100)))
+            assert 0.2 <= time.monotonic() - started_s < LONG_S / 4
+        waiting = [socket.create_connection(listener.getsockname()) for _ in range(2)]
+        started_s = time.monotonic()
+        with pytest.raises(EpochChanged):  # the backlog is full: nobody accepts
+            Fetcher(address, timeout_s=LONG_S, check=stop_in(0.2))
+        assert 0.2 <= time.monotonic() - started_s < LONG_S / 4
+        for sock in waiting:
+            sock.close()
+
+
+def test_a_fetch_that_is_too_slow_gives_up_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        for check in (None, stop_in(LONG_S)):
+            with (
+                Fetcher(address, timeout_s=LONG_S, check=check) as fetcher,
+                pytest.raises(LinkError, match="timed out"),
+            ):
+                fetcher.fetch(
+                    owner=3,
+                    step=5,
+                    epoch=1,
+                    offset=0,
+                    into=memoryview(bytearray(1)),
+                    timeout_s=SHORT_S,
+                )
+
+
+def test_copies_of_a_step_that_is_sealed_again_are_awaited(tmp_path: Path) -> None:
+    """After a roll-back, while the supervisor that shall hold the copy does not run."""
+    with Job(tmp_path, 3, "--heartbeat-timeout-s=60").start() as job:
+        job.kill(2)
+        job.all("commit", [0, 1], epoch=2)
+        os.kill(job.supervisors[1], signal.SIGSTOP)
+        job.tell(0, "seal 0")
+        job.one("sealed", 0)
+        assert job.nothing("copied", 0, for_s=0.5)
+        os.kill(job.supervisors[1], signal.SIGCONT)
+        job.one("copied", 0, step=0)
+        assert job.finish([0, 1]) == 0
+
+
+def test_bulk_copies_do_not_delay_the_agreement(tmp_path: Path) -> None:
+    """A commit while half a gibibyte is on its way takes a fraction of the time of that copy."""
+    with Job(tmp_path, 3, TINY_LENGTH=str(512 << 20)).start(sealed=False, nodes=3) as job:
+        for slot in (1, 2):
+            job.tell(slot, "bulk 0")
+        job.all("copied", [1, 2])
+        job.tell(0, "bulk 0")
+        copy_s = job.one("copied", 0)["took_s"]
+        job.tell(0, "bulk 1")
+        job.one("sealed", 0)
+        at_s = job.kill(2)
+        took_s = max(r["at_s"] for r in job.all("commit", [0, 1], epoch=2)) - at_s
+        assert took_s < copy_s / 2
+        assert job.finish([0, 1]) == 0

@@ -1,0 +1,145 @@
+"""Supervisors as torchrun's workers: `-m elaswave_plugin.run`, and PYTHON_EXEC."""
+
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elaswave_plugin.python_exec import worker_program
+from tests.ports import free_port
+from tests.runtime import jobs
+from tests.runtime.jobs import TRAINER, Job, environment
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun imports torch before it starts anything."""
+    monkeypatch.setattr(jobs, "WAIT_S", 60.0)
+
+
+def torchrun(*words: str, nproc: int, standalone: bool = False) -> list[str]:
+    where = (
+        ["--standalone"]
+        if standalone
+        else ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    )
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={nproc}",
+        *where,
+        *words,
+    ]
+
+
+def wrapper(folder: Path) -> Path:
+    """What an installed `elaswave-python` is."""
+    path = folder / "elaswave-python"
+    path.write_text(
+        f"#!{sys.executable}\nimport sys\n"
+        "from elaswave_plugin.python_exec import main\nsys.exit(main())\n"
+    )
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+@pytest.mark.parametrize("way", ["module", "python_exec"])
+def test_torchrun_does_not_see_the_loss_of_a_trainer(tmp_path: Path, way: str) -> None:
+    run_dir = str(tmp_path / "job" / "run")
+    env = {"ELASWAVE_DIR": run_dir}
+    if way == "python_exec":
+        env["PYTHON_EXEC"] = str(wrapper(tmp_path))
+    with Job(tmp_path / "job", 3, **env) as job:
+        words = (
+            [str(TRAINER)] if way == "python_exec" else ["-m", "elaswave_plugin.run", str(TRAINER)]
+        )
+        job.launch(command=torchrun(*words, nproc=3, standalone=way == "module"))
+        job.joined()
+        job.kill(0)
+        reports = job.all("commit", [1, 2], epoch=2)
+        assert {tuple(r["ranks"]) for r in reports} == {(2, 1)}
+        assert job.finish([1, 2]) == 0, job.output()
+        assert job.left(60.0) == []
+
+
+def test_nothing_is_left_when_torchrun_is_killed(tmp_path: Path) -> None:
+    with Job(tmp_path / "job", 2, ELASWAVE_DIR=str(tmp_path / "job" / "run")) as job:
+        words = ["-m", "elaswave_plugin.run", "-m", "tests.runtime.tiny_trainer"]
+        job.launch(command=torchrun(*words, nproc=2))
+        job.joined()
+        job.launchers[0].kill()
+        assert job.left(60.0) == []
+
+
+def test_bad_input_under_torchrun_is_a_sentence(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "elaswave_plugin.run"]
+    worker = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for words, env, complaint in (
+            (["nowhere.py"], worker, "script 'nowhere.py' is no file"),
+            ([str(TRAINER)], {}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"),
+            (["--what", "x.py"], worker, "unrecognized arguments: --what"),
+            ([str(TRAINER)], {**worker, "RANK": "x"}, "has no numbers"),
+            (
+                [f"--elaswave-control-port={port}", str(TRAINER)],
+                worker,
+                f"cannot listen at 127.0.0.1:{port} (Address already in use)",
+            ),
+        ):
+            done = subprocess.run(
+                [*command, *words],
+                env=environment(**env),
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+            assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+            assert complaint in done.stderr
+
+
+def test_the_wrapper_is_python_for_everything_else(tmp_path: Path) -> None:
+    python = str(wrapper(tmp_path))
+    (tmp_path / "s.py").write_text("import sys; print(sys.argv, sys.flags.optimize)")
+    for words in (["-c", "print(1)"], ["-O", "s.py", "-m", "x"], ["-m", "platform"], ["--version"]):
+        ours, plain = (
+            subprocess.run(
+                [which, *words],
+                env=environment(),
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+            for which in (python, sys.executable)
+        )
+        assert (ours.stdout, ours.returncode) == (plain.stdout, plain.returncode)
+
+
+def test_which_command_lines_are_a_workers() -> None:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    env = dict.fromkeys(names, "1")
+    program = worker_program(["-u", "-X", "dev", "s.py", "-c", "y"], env)
+    assert program is not None
+    assert (program.options, program.script) == (("-u", "-X", "dev"), "s.py")
+    assert (program.module, program.args) == (False, ("-c", "y"))
+    program = worker_program(["-u", "-m", "pkg.mod", "--z"], env)
+    assert program is not None
+    assert (program.module, program.script, program.args) == (True, "pkg.mod", ("--z",))
+    for words in (["-c", "print()"], ["-"], [], ["-u"], ["-V"], ["-m"]):
+        assert worker_program(words, env) is None
+    assert worker_program(["s.py"], {}) is None
+    assert worker_program(["s.py"], {**env, "ELASWAVE_CONTROL_FD": "3"}) is None

@@ -1,0 +1,182 @@
+"""A trainer without training: joins, seals, answers proposals, and does what the test tells it.
+
+It reports what happens to the test's datagram socket (TINY_FOLDER/test), and takes commands at
+TINY_FOLDER/SLOT. Standard library only, so that a job of many starts in a fraction of a second.
+"""
+
+import json
+import mmap
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from pathlib import Path
+
+from elaswave_plugin.errors import EpochChanged, JobStopped
+from elaswave_plugin.runtime.fetch import fetch
+from elaswave_plugin.runtime.member import Commit, Member
+from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET, clear_record, write_record
+
+FOLDER = Path(os.environ["TINY_FOLDER"])
+LENGTH = int(os.environ.get("TINY_LENGTH", "65536"))
+WAIT_S = 30.0
+
+
+class Trainer:
+    """One tiny trainer."""
+
+    def __init__(self) -> None:
+        self.member = Member.from_environment(os.environ)
+        self.slot = self.member.slot
+        self.post = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.orders = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.orders.bind(str(FOLDER / str(self.slot)))
+        self.wake = os.eventfd(0)
+        self.deaf = False
+
+    def tell(self, what: str, **more: object) -> None:
+        report = {"slot": self.slot, "what": what, "at_s": time.monotonic(), **more}
+        self.post.sendto(json.dumps(report).encode(), str(FOLDER / "test"))
+
+    def ring(self, epoch: int, reason: str) -> None:
+        thread = threading.current_thread().name
+        self.tell("ring", epoch=epoch, reason=reason, thread=thread)
+        os.eventfd_write(self.wake, 1)
+
+    def show(self, commit: Commit) -> None:
+        self.view = commit.view
+        self.tell(
+            "commit",
+            epoch=commit.view.epoch,
+            ranks=commit.view.ranks,
+            reason=commit.view.reason,
+            path=[view.epoch for view in commit.path],
+            facts={slot: facts["n"] for slot, facts in commit.facts.items()},
+            inventory=commit.inventory,
+        )
+
+    def seal(self, step: int, *, zeros: bool = False) -> None:
+        buffer = step % 2
+        fd = self.member.snapshot_fds[buffer]
+        os.ftruncate(fd, BODY_OFFSET + LENGTH)
+        record = {"owner": self.slot, "buffer": buffer, "step": step, "epoch": self.view.epoch}
+        record |= {"length": LENGTH, "odd": "x"}
+        with mmap.mmap(fd, BODY_OFFSET + LENGTH) as memory, memoryview(memory) as view:
+            clear_record(view)
+            if not zeros:
+                view[BODY_OFFSET:] = pattern(self.slot, step)
+            write_record(view, record)
+        rank = self.view.ranks.index(self.slot)
+        target = self.view.ranks[(rank + 1) % len(self.view.ranks)]
+        targets = [] if target == self.slot else [target]
+        self.member.sealed(record, targets)
+        self.tell("sealed", step=step)
+        started_s = time.monotonic()
+        self.member.wait_copied(step, WAIT_S)
+        self.tell("copied", step=step, took_s=time.monotonic() - started_s)
+
+    def run(self) -> None:
+        facts = {"n": self.slot * 10}
+        self.member.start(self.ring)
+        self.tell("started", pid=os.getpid(), parent=os.getppid(), host=self.member.host)
+        self.show(self.member.join(facts, WAIT_S))
+        while True:
+            ready, _, _ = select.select([self.orders.fileno(), self.wake], [], [], WAIT_S)
+            if not ready:
+                sys.exit("nobody tells this trainer anything")
+            try:
+                if self.wake in ready:
+                    os.eventfd_read(self.wake)
+                    if not self.deaf:
+                        self.answer(facts)
+                if self.orders.fileno() in ready:
+                    self.obey(*self.orders.recv(4096).decode().split())
+            except EpochChanged:
+                os.eventfd_write(self.wake, 1)
+            except JobStopped as stopped:
+                self.tell("stopped", reason=str(stopped))
+                sys.exit(9)
+
+    def answer(self, facts: dict[str, int]) -> None:
+        try:
+            self.member.check()
+        except EpochChanged:
+            self.show(self.member.quiesce(facts))
+
+    def obey(self, order: str, *words: str) -> None:
+        match order:
+            case "seal":
+                self.seal(int(words[0]))
+            case "bulk":
+                self.seal(int(words[0]), zeros=True)
+            case "finish":
+                self.member.finish()
+                sys.exit(int(words[0]) if words else 0)
+            case "exit":
+                sys.exit(int(words[0]))
+            case "raise":
+                raise RuntimeError("as told")
+            case "deaf":
+                self.deaf = True
+                self.tell("deaf")
+            case "progress":
+                self.member.progress("saving")
+                self.tell("progress")
+            case "answer":
+                self.deaf = False
+                self.answer({"n": self.slot * 10})
+            case "half":
+                # Dies while it writes a control message.
+                fd = int(os.environ["ELASWAVE_CONTROL_FD"])
+                os.write(fd, struct.pack("!I", 1000) + b'{"t": "sealed"')
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "leave":
+                self.member.leave("as planned")
+                os._exit(0)
+            case "hang":
+                # Finished, and then stuck on the way out.
+                self.member.finish()
+                while True:
+                    signal.pause()
+            case "work":
+                # Long work, announced or not, that notices no proposal.
+                self.tell("works")
+                self.member.announce(words[1] if words[1:] else None)
+                time.sleep(float(words[0]))
+                self.member.announce(None)
+            case "wedge":
+                self.tell("works")
+                self.member.announce("evaluation")
+                sum(range(1 << 60))  # never lets another thread run
+            case "abandon":
+                self.member.abandon("shards 3 and 4 are gone", 1)
+            case "fetch":
+                address, owner, step, epoch = words[0], *map(int, words[1:])
+                into = bytearray(LENGTH)
+                view = memoryview(into)
+                at = LENGTH // 3
+                for start, end in ((at, LENGTH), (0, at)):
+                    fetch(
+                        address,
+                        owner=owner,
+                        step=step,
+                        epoch=epoch,
+                        offset=start,
+                        into=view[start:end],
+                        timeout_s=WAIT_S,
+                    )
+                self.tell("fetched", equal=into == pattern(owner, step))
+
+
+def pattern(slot: int, step: int) -> bytes:
+    """Bytes that differ by slot, step and place."""
+    line = f"slot {slot} step {step} ".encode()
+    return b"".join(line + b"%08d" % n for n in range(LENGTH // 16))[:LENGTH]
+
+
+if __name__ == "__main__":
+    Trainer().run()

@@ -1,0 +1,240 @@
+"""The documents say what the code says: tables, names, commands and paths; each check can fail."""
+
+import ast
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from elaswave_plugin.config import ElasticConfig, from_toml, option_of
+from elaswave_plugin.core import agreement
+from tests.tidy import documents
+
+ROOT = documents.ROOT
+PACKAGE = ROOT / "elaswave_plugin"
+FOLDERS = ("core", "runtime", "adapters", "adapters/megatron")
+MAPPED = (*FOLDERS, "demo", "tracking")
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "tests/README.md",
+    "patches/README.md",
+    *(f"elaswave_plugin/{folder}/README.md" for folder in MAPPED),
+)
+# Options of launchers, beside those of the settings.
+OTHER_OPTIONS = ("--elaswave", "--elaswave-config", "--elaswave-control-port")
+DECISION = ("Chosen:", "Instead of:", "Because:", "Revisit when:")
+MAX_README_LINES = 250
+
+
+def page(name: str) -> str:
+    return (ROOT / name).read_text("utf-8")
+
+
+def section(text: str, title: str) -> str:
+    return text.split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
+
+
+def definitions(*folders: str) -> set[str]:
+    """Functions as "name" and methods as "Class.name", in all files of the folders."""
+    found: set[str] = set()
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                found.add(node.name)
+            elif isinstance(node, ast.ClassDef):
+                methods = [one for one in node.body if isinstance(one, ast.FunctionDef)]
+                found |= {f"{node.name}.{method.name}" for method in methods}
+    return found
+
+
+def first_screen_findings(text: str) -> list[str]:
+    """The first code comes by line 20, after at most 100 words; the page has an end."""
+    lines = text.splitlines()
+    code = next((number for number, line in enumerate(lines) if line.startswith("```")), 999)
+    words = len(" ".join(lines[:code]).split())
+    found = [f"first code in line {code + 1}, wanted by 20"] if code >= 20 else []
+    found += [f"{words} words before the first code, at most 100"] if words > 100 else []
+    if len(lines) >= MAX_README_LINES:
+        found.append(f"{len(lines)} lines, wanted under {MAX_README_LINES}")
+    return found
+
+
+def named_test_findings(text: str, tests: set[str]) -> list[str]:
+    """Every test that a page names exists."""
+    named = set(re.findall(r"\btest_[a-z0-9_]+\b(?!\.py)", text))
+    return [f"names the test {name}, which does not exist" for name in sorted(named - tests)]
+
+
+def function_findings(text: str, known: set[str]) -> list[str]:
+    """Every function that a page names, as `f()` or `Class.f()`, exists."""
+    named = set(re.findall(r"`([A-Za-z_][\w.]*)\(\)`", text))
+    return [f"names {name}(), which does not exist" for name in sorted(named - known)]
+
+
+def path_findings(text: str, folder: Path) -> list[str]:
+    """Every file and folder that a page names in code or links to is there."""
+    names = re.findall(r"`([\w./*-]*(?:\.py|\.md|\.toml|\.sh|\.txt|/))`", text)
+    names += re.findall(r"\]\(([\w./-]+)\)", text)
+    places = (folder, ROOT, PACKAGE, ROOT / "tests")
+    missing = [name for name in names if not any(any(place.glob(name)) for place in places)]
+    return [f"names {name}, which is nowhere" for name in missing if "<" not in name]
+
+
+def map_findings(text: str, files: list[str]) -> list[str]:
+    """The map of a folder names every file of it, and each once as an item of the list."""
+    items = re.findall(r"^- `([\w/]+(?:\.py|/))`", text, re.MULTILINE)
+    found = [f"does not name {name}" for name in files if name not in text]
+    return found + [f"lists {name} twice" for name in set(items) if items.count(name) > 1]
+
+
+def decision_findings(text: str) -> list[str]:
+    """Each decision has its date and its four parts."""
+    entries = re.split(r"\n\n(?=\*\*)", section(text + "\n", "Decisions").strip())
+    found = [] if entries and entries[0] else ["has no decision"]
+    for entry in entries:
+        parts = [part for part in DECISION if part not in entry]
+        if parts or not re.match(r"\*\*\d{4}-\d\d-\d\d\.\*\*", entry):
+            found.append(f"{entry[:30]!r} lacks {parts or 'its date'}")
+    return found
+
+
+def marked_lines(script: str) -> list[str]:
+    return [line.split("# [elastic]")[0].strip() for line in script.splitlines() if "# [el" in line]
+
+
+def python_block(text: str) -> list[str]:
+    block = text.split("```python\n", 1)[1].split("```", 1)[0]
+    return [line.strip() for line in block.splitlines() if line]
+
+
+def test_readme_shows_code_first_and_is_short() -> None:
+    assert first_screen_findings(page("README.md")) == []
+
+
+def test_readme_has_the_lines_that_the_example_marks() -> None:
+    lines = python_block(page("README.md"))
+    assert lines == marked_lines(page("examples/train_gpt.py"))
+    assert len(lines) == 10
+
+
+def test_readme_commands_exist() -> None:
+    targets = set(re.findall(r"^(\w+):", page("Makefile"), re.MULTILINE))
+    for name in PAGES:
+        wanted = set(re.findall(r"^make (\w+)", page(name), re.MULTILINE))
+        wanted |= set(re.findall(r"`make (\w+)`", page(name)))
+        assert wanted <= targets, name
+    assert {"demo", "test"} <= set(re.findall(r"^make (\w+)", page("README.md"), re.MULTILINE))
+    for module in re.findall(r"python -m ([\w.]+)", "".join(map(page, PAGES))):
+        assert find_spec(module) is not None, module
+
+
+def test_readme_options_exist() -> None:
+    known = {option_of(key) for key in ElasticConfig.model_fields} | set(OTHER_OPTIONS)
+    for name in PAGES:
+        assert set(re.findall(r"(?<!\w)--elaswave[\w-]*", page(name))) <= known, name
+
+
+def test_readme_exit_codes_are_those_of_the_code() -> None:
+    rows = re.findall(r"^\| (\d+(?:\+n)?) \|", section(page("README.md"), "Exit codes"), re.M)
+    named = (agreement.EXIT_FAILED, agreement.EXIT_CONFIGURATION, agreement.EXIT_REQUEUE)
+    assert rows == ["0", *map(str, named), "128+n"]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_page_names_only_what_exists(name: str) -> None:
+    text = page(name)
+    tests = {one for one in definitions("tests") if one.startswith("test_")}
+    assert named_test_findings(text, tests) == []
+    assert function_findings(text, definitions("elaswave_plugin")) == []
+    assert path_findings(text, (ROOT / name).parent) == []
+
+
+@pytest.mark.parametrize("folder", MAPPED)
+def test_map_names_every_file_of_its_folder(folder: str) -> None:
+    files = [path.name for path in (PACKAGE / folder).glob("*.py") if path.stem != "__init__"]
+    assert map_findings(page(f"elaswave_plugin/{folder}/README.md"), files) == []
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_map_ends_with_dated_decisions(folder: str) -> None:
+    assert decision_findings(page(f"elaswave_plugin/{folder}/README.md")) == []
+
+
+def test_settings_table_is_that_of_the_schema() -> None:
+    assert documents.block_of(page("README.md"), "settings") == documents.settings_table(), (
+        f"run `{documents.HOW}`"
+    )
+
+
+def test_toml_file_has_every_key_with_its_default(tmp_path: Path) -> None:
+    text = documents.TOML.read_text("utf-8")
+    assert text == documents.toml_text(), f"run `{documents.HOW}`"
+    assert from_toml(documents.TOML) == ElasticConfig()
+    keys = re.findall(r"^(?:# )?(\w+) = ", text, re.MULTILINE)
+    assert keys == list(ElasticConfig.model_fields)
+    # What is commented out is valid as well.
+    fields = ElasticConfig.model_fields
+    without_default = [key for key in fields if fields[key].default is None]
+    every = tmp_path / "every.toml"
+    every.write_text(re.sub(r"^# (\w+ = )", r"\1", text, flags=re.MULTILINE))
+    loaded = from_toml(every)
+    assert all(getattr(loaded, key) is not None for key in without_default)
+
+
+def test_ledger_is_that_of_the_patch_records() -> None:
+    if find_spec("megatron") is None:
+        pytest.skip("megatron-core is not installed")
+    # In a process of its own, since the records import torch and Megatron-Core.
+    command = [sys.executable, "-W", "ignore", "-m", "tests.tidy.documents", "ledger"]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert made.returncode == 0, made.stderr
+    assert made.stdout.count("\n| `") > 20
+    ledger = documents.block_of(page("patches/README.md"), "ledger")
+    assert ledger == made.stdout.rstrip("\n"), f"run `{documents.HOW}`"
+
+
+def test_series_lists_exactly_the_diffs() -> None:
+    listed = [line for line in page("patches/series").splitlines() if not line.startswith("#")]
+    diffs = [path.relative_to(ROOT / "patches") for path in (ROOT / "patches").rglob("*.diff")]
+    assert sorted(listed) == sorted(map(str, diffs))
+
+
+def test_changelog_has_an_unreleased_part() -> None:
+    text = page("CHANGELOG.md")
+    assert "keepachangelog.com" in text
+    kinds = re.findall(r"^### (\w+)", section(text, "[Unreleased]"), re.MULTILINE)
+    assert kinds and set(kinds) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed"}
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        first_screen_findings("word\n" * 20 + "```\n"),
+        first_screen_findings("word " * 101 + "\n```\n"),
+        first_screen_findings("```\n" * 250),
+        named_test_findings("`test_of_nothing`", {"test_of_something"}),
+        function_findings("`Worker.fly()`", {"Worker.seal", "fly"}),
+        path_findings("`core/absent.py`", ROOT),
+        path_findings("[here](ABSENT.md)", ROOT),
+        map_findings("- `a.py` one", ["a.py", "b.py"]),
+        map_findings("- `a.py` one\n- `a.py` two", ["a.py"]),
+        decision_findings("\n## Decisions\n"),
+        decision_findings("\n## Decisions\n\n**2026-11-21.** Chosen: a. Because: b."),
+        decision_findings(f"\n## Decisions\n\n{' x. '.join(DECISION)}"),
+    ],
+)
+def test_document_control_finds(found: list[str]) -> None:
+    assert found
+
+
+def test_generated_block_control_finds_a_change() -> None:
+    text = page("README.md").replace("| `seed` |", "| `sead` |")
+    assert documents.block_of(text, "settings") != documents.settings_table()
+    again = documents.with_block(text, "settings", documents.settings_table())
+    assert again == page("README.md")
+    with pytest.raises(ValueError, match="no block 'absent'"):
+        documents.block_of(text, "absent")
