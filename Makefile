@@ -19,7 +19,7 @@ test: $(STAMP)
 	$(VENV)/bin/python -m pytest -q $(ARGS)
 
 matrix: $(STAMP)
-	$(VENV)/bin/python -m tests.faults.matrix $(ARGS)
+	$(VENV)/bin/python -m tests.matrix $(ARGS)
 
 lint: $(STAMP)
 	$(VENV)/bin/python -m pytest -q tests/tidy $(ARGS)

@@ -1,25 +1,12 @@
-"""The full fault matrix: every slot x every phase x options, run and written to a result file.
+"""Megatron's fault matrix: every slot x every phase x options; `tests/matrix.py` runs it."""
 
-python -m tests.faults.matrix [--out FILE]
-"""
-
-import argparse
 import itertools
-import json
-import os
-import platform
-import subprocess
 import sysconfig
-import tempfile
-import time
-from dataclasses import replace
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 from elaswave_plugin.demo.text import find_text, write_dataset
-from elaswave_plugin.observer import recoveries_of
-from tests.faults.harness import ROOT, JobSpec, Outcome, Zygote, check_equal, launch
+from tests.fault_matrix import FaultMatrix, Runs
+from tests.faults.harness import PRELOAD, JobSpec, Outcome, check_equal
 
 STEP_PHASES = ("data", "forward", "backward", "reduce", "optimizer", "gather", "snapshot")
 RECOVERY_PHASES = ("detect", "agree", "edit", "move", "rebind", "verify", "replay")
@@ -31,12 +18,17 @@ OPTIONS = (
     ("--no-overlap-grad-reduce",),
 )
 SLOTS = range(4)
+# The steps of kills that are not those of the plain cases.
+OTHER_STEPS = (1, 2, 4)
 
 
-def cases() -> list[JobSpec]:
+def cases() -> tuple[JobSpec, ...]:
     """Every case of the matrix, in order."""
     single = [
-        JobSpec(kills=(f"{slot}@{1 + (slot + index) % 4}:{phase}",), options=OPTIONS[slot])
+        JobSpec(
+            kills=(f"{slot}@{OTHER_STEPS[(slot + index) % len(OTHER_STEPS)]}:{phase}",),
+            options=OPTIONS[(slot + index) % len(OPTIONS)],
+        )
         for slot, (index, phase) in itertools.product(SLOTS, enumerate(STEP_PHASES))
     ]
     plain = [
@@ -62,86 +54,24 @@ def cases() -> list[JobSpec]:
         JobSpec(nproc=8, steps=4, kills=(f"{first}@1:{phase}", f"{7 - first}@2:{phase}"))
         for first, phase in zip(range(4), STEP_PHASES, strict=False)
     ]
-    return [*plain, *single, *pairs, *during, *outside, *wide]
+    return (*plain, *single, *pairs, *during, *outside, *wide)
 
 
-def row_of(spec: JobSpec, run: Outcome, reference: Outcome) -> dict[str, Any]:
-    """One line of the result file."""
-    failure = None
-    try:
-        check_equal(run, reference)
-    except AssertionError as error:
-        failure = str(error).splitlines()[0][:300]
-    recoveries = recoveries_of(run.files) if run.returncode == 0 else []
-    return {
-        "nproc": spec.nproc,
-        "kills": list(spec.kills),
-        "options": list(spec.options),
-        "passed": failure is None,
-        "failure": failure,
-        "mttr_s": [round(one["mttr_s"], 4) for one in recoveries],
-        "seconds": round(run.seconds, 2),
-    }
+def check(run: Outcome, runs: Runs) -> None:
+    """Bit-equal to the run that nothing disturbs."""
+    check_equal(run, runs.reference(run.spec))
 
 
-def main() -> int:
-    """Run the matrix; exit code 1 when a case failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "fault_matrix.json")
-    out = parser.parse_args().out
-    rows: list[dict[str, Any]] = []
-    references: dict[JobSpec, Outcome] = {}
-    with tempfile.TemporaryDirectory() as text:
-        folder = Path(text)
-        write_dataset(
-            find_text(Path(sysconfig.get_path("stdlib")) / "json"), folder / "data" / "text"
-        )
-        zygote = Zygote(folder)
-        try:
-            for index, spec in enumerate(all_cases := cases()):
-                undisturbed = replace(spec, kills=())
-                if undisturbed not in references:
-                    references[undisturbed] = launch(
-                        undisturbed,
-                        zygote=zygote,
-                        data=folder / "data",
-                        directory=folder / f"reference-{len(references)}",
-                    )
-                run = launch(
-                    spec, zygote=zygote, data=folder / "data", directory=folder / f"run-{index}"
-                )
-                rows.append(row_of(spec, run, references[undisturbed]))
-                verdict = "ok" if rows[-1]["passed"] else f"FAILED {rows[-1]['failure']}"
-                print(
-                    f"{index + 1:3d}/{len(all_cases)} {' '.join(spec.kills)} "
-                    f"{' '.join(spec.options)}: {verdict}",
-                    flush=True,
-                )
-        finally:
-            zygote.close()
-    write_result(out, rows)
-    return 0 if all(row["passed"] for row in rows) else 1
+def write_text(data: Path) -> None:
+    """The dataset of all runs."""
+    write_dataset(find_text(Path(sysconfig.get_path("stdlib")) / "json"), data / "text")
 
 
-def write_result(out: Path, rows: list[dict[str, Any]]) -> None:
-    """The result file: what was run where, and every case."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT
-    ).stdout.strip()
-    times = [time_s for row in rows for time_s in row["mttr_s"]]
-    result = {
-        "command": "make matrix",
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": commit,
-        "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}, no GPU",
-        "cases": len(rows),
-        "passed": sum(row["passed"] for row in rows),
-        "mttr_s": {"median": round(median(times), 4), "max": round(max(times), 4)},
-        "rows": rows,
-    }
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{result['passed']} of {result['cases']} cases passed; {out.name} written")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+MATRIX = FaultMatrix(
+    framework="megatron",
+    cases=cases(),
+    fields=("nproc", "kills", "options"),
+    preload=PRELOAD,
+    check=check,
+    prepare=write_text,
+)
