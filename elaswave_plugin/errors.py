@@ -5,6 +5,7 @@ ElasWaveError                      anything that can happen in a run
 │   └── PatchMismatchError         the installed framework is not that of a patch record
 ├── AgreementError                 the members cannot agree on a view (majority lost, late)
 ├── PlanDigestError                workers computed different plans from one commit
+├── LayoutError                    the live workers do not make a layout any more
 ├── SnapshotGapError               state is lost with all its copies; the missing shards are named
 ├── SnapshotUnreadableError        sealed bytes do not arrive, or not as they were sealed
 ├── LinkError                      a link to a live worker failed or timed out
@@ -33,6 +34,10 @@ class AgreementError(ElasWaveError):
 
 class PlanDigestError(ElasWaveError):
     """Workers computed different plans from the same commit."""
+
+
+class LayoutError(ElasWaveError):
+    """The live workers do not make up a layout any more; the message says what is missing."""
 
 
 class SnapshotGapError(ElasWaveError):

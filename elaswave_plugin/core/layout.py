@@ -167,6 +167,19 @@ class ParallelLayout:
             free=pool.left(),
         )
 
+    def reformed_in_place(self) -> "ParallelLayout":
+        """Free workers form whole groups again in the stage that they come from.
+
+        They hold its modules; only the weights of a changed tp position have to be brought.
+        """
+        layout = self
+        for stage in range(len(self.stages)):
+            home = tuple(worker for worker in layout.free if worker.stage == stage)
+            away = tuple(worker for worker in layout.free if worker.stage != stage)
+            seated = replace(layout, free=home).reformed([stage])
+            layout = replace(seated, free=tuple(sorted([*away, *seated.free])))
+        return layout
+
     def moved(self, *, source: int, target: int) -> "ParallelLayout":
         """The last replica of stage ``source`` works for stage ``target`` from now on.
 

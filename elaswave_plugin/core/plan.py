@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elaswave_plugin.core.dataflow import Flow
+from elaswave_plugin.core.seating import Cell
 from elaswave_plugin.core.shards import ALIGNMENT, Piece, ShardCut, pieces_for
 from elaswave_plugin.errors import SnapshotGapError
 
@@ -22,6 +23,7 @@ class SealedShard:
     owner: int
     step: int
     epoch: int
+    cell: tuple[int, int]
     ranks: tuple[int, ...]
     shard: int
     length: int
@@ -43,6 +45,7 @@ class SealedShard:
             owner=record["owner"],
             step=record["step"],
             epoch=record["epoch"],
+            cell=tuple(record["cell"]),
             ranks=tuple(record["ranks"]),
             shard=record["shard"],
             length=record["length"],
@@ -57,22 +60,44 @@ class SealedShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryPlan:
-    """What every worker does about one committed view."""
+    """What every worker does about one committed view.
+
+    ``sources``: the shards to read, by cell and in the order of the old shards.
+    """
 
     epoch: int
     reason: str
     ranks: tuple[int, ...]
     restore_step: int
-    sources: tuple[SealedShard, ...]
-    before: ShardCut
-    after: ShardCut
+    cells: tuple[Cell, ...]
+    sources: tuple[tuple[SealedShard, ...], ...]
+    alignment: int
     dataflow: Flow
 
     def __str__(self) -> str:
+        widths = {
+            cell.stage: f"{len(sources)} -> {len(cell.ranks)}"
+            for cell, sources in zip(self.cells, self.sources, strict=True)
+        }
         return (
-            f"epoch {self.epoch}: width {self.before.width} -> {self.after.width}, "
+            f"epoch {self.epoch}: width {', '.join(widths.values())}, "
             f"restore step {self.restore_step}, {self.dataflow}"
         )
+
+    def cell_of(self, slot: int) -> int | None:
+        """The number of the cell of ``slot``; None for a worker without a place."""
+        return next((n for n, cell in enumerate(self.cells) if slot in cell.ranks), None)
+
+    def before(self, cell: int) -> ShardCut:
+        """How the state of a cell was cut when it was sealed."""
+        return self._cut(cell, len(self.sources[cell]))
+
+    def after(self, cell: int) -> ShardCut:
+        """How the state of a cell is cut from now on."""
+        return self._cut(cell, len(self.cells[cell].ranks))
+
+    def _cut(self, cell: int, width: int) -> ShardCut:
+        return ShardCut(buckets=self.cells[cell].buckets, width=width, alignment=self.alignment)
 
     @property
     def digest(self) -> int:
@@ -80,19 +105,30 @@ class RecoveryPlan:
         parts = (
             self.epoch,
             self.ranks,
-            tuple((s.owner, s.step, s.epoch, s.holder, s.table_digest) for s in self.sources),
-            self.before,
-            self.after,
+            tuple(
+                (s.owner, s.step, s.epoch, s.holder, s.table_digest)
+                for sources in self.sources
+                for s in sources
+            ),
+            self.cells,
+            self.alignment,
             self.dataflow,
         )
         return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
 
     def pieces(self, slot: int) -> tuple[tuple[SealedShard, tuple[Piece, ...]], ...]:
-        """What ``slot`` reads, grouped by source."""
-        wanted = pieces_for(target=self.ranks.index(slot), before=self.before, after=self.after)
+        """What ``slot`` reads, grouped by source; nothing for a worker without a place."""
+        cell = self.cell_of(slot)
+        if cell is None:
+            return ()
+        wanted = pieces_for(
+            target=self.cells[cell].ranks.index(slot),
+            before=self.before(cell),
+            after=self.after(cell),
+        )
         return tuple(
             (source, tuple(piece for piece in wanted if piece.source == source.shard))
-            for source in self.sources
+            for source in self.sources[cell]
             if any(piece.source == source.shard for piece in wanted)
         )
 
@@ -107,23 +143,32 @@ class RecoveryPlan:
         )
 
 
-def restore_point(sealed: Iterable[SealedShard]) -> tuple[SealedShard, ...]:
-    """The sources, one a shard in shard order, of the newest completely sealed step.
+_Shards = dict[int, SealedShard]
+
+
+def restore_point(
+    sealed: Iterable[SealedShard], cells: Sequence[tuple[int, int]] = ((0, 0),)
+) -> tuple[tuple[SealedShard, ...], ...]:
+    """The sources of the newest step that is sealed completely, by cell and in shard order.
 
     The owner's own memory is preferred to a copy, then the lowest holder.
-    Raises SnapshotGapError naming the missing shards of the newest step.
+    Raises SnapshotGapError naming the missing shards of every step.
     """
-    steps: dict[tuple[int, int, tuple[int, ...]], dict[int, SealedShard]] = {}
+    steps: dict[tuple[int, int], dict[tuple[int, int], _Shards]] = {}
     for one in sorted(sealed, key=lambda s: (s.is_copy, s.holder)):
-        steps.setdefault((one.step, one.epoch, one.ranks), {}).setdefault(one.shard, one)
-    for (_, _, ranks), shards in sorted(steps.items(), reverse=True):
-        if len(shards) == len(ranks):
-            return tuple(shards[index] for index in range(len(ranks)))
+        of_step = steps.setdefault((one.step, one.epoch), {})
+        of_step.setdefault(one.cell, {}).setdefault(one.shard, one)
+    newest_first = sorted(steps.items(), reverse=True)
+    for _, of_step in newest_first:
+        if not any(_missing(of_step, cell) for cell in cells):
+            return tuple(tuple(of_step[cell][n] for n in sorted(of_step[cell])) for cell in cells)
     if not steps:
         raise SnapshotGapError("no sealed snapshot is left; restart from the last checkpoint")
     gaps = [
-        f"step {step}: shards {sorted(set(range(len(ranks))) - set(shards))} of {len(ranks)}"
-        for (step, _, ranks), shards in sorted(steps.items(), reverse=True)
+        f"step {step}{_place(cell) if len(cells) > 1 else ''}: {_missing(of_step, cell)}"
+        for (step, _), of_step in newest_first
+        for cell in cells
+        if _missing(of_step, cell)
     ]
     raise SnapshotGapError(
         f"state was lost with all its copies ({'; '.join(gaps)}); "
@@ -131,49 +176,69 @@ def restore_point(sealed: Iterable[SealedShard]) -> tuple[SealedShard, ...]:
     )
 
 
+def _missing(of_step: Mapping[tuple[int, int], _Shards], cell: tuple[int, int]) -> str:
+    """The shards of a cell that are not there, as text; empty where all are."""
+    shards = of_step.get(cell)
+    if not shards:
+        return "all shards"
+    width = len(next(iter(shards.values())).ranks)
+    absent = sorted(set(range(width)) - set(shards))
+    return f"shards {absent} of {width}" if absent else ""
+
+
+def _place(cell: tuple[int, int]) -> str:
+    return f", stage {cell[0]} tp {cell[1]}"
+
+
 def make_plan(
     *,
     epoch: int,
     reason: str,
     ranks: Sequence[int],
+    cells: Sequence[Cell],
     dataflow: Flow,
-    buckets: Sequence[int],
     inventory: Iterable[Mapping[str, Any]],
     alignment: int = ALIGNMENT,
     rejected: Collection[tuple[int, int, int]] = (),
 ) -> RecoveryPlan:
-    """Plan the recovery of a data-parallel job from a commit.
+    """Plan the recovery of a job from a commit.
 
-    ``ranks``: live slots in rank order; ``dataflow``: who of them runs what; ``buckets``: unpadded
-    lengths in elements, cut at multiples of ``alignment``; ``rejected``: (holder, owner, step)
-    whose bytes failed verification and are not used.
+    ``ranks``: live slots in rank order; ``cells``: who shares which state from now on, cut at
+    multiples of ``alignment`` elements; ``dataflow``: who runs what; ``rejected``: (holder, owner,
+    step) whose bytes failed verification and are not used. Raises SnapshotGapError.
     """
     sealed = [
         one
         for one in map(SealedShard.from_record, inventory)
         if (one.holder, one.owner, one.step) not in rejected
     ]
-    sources = restore_point(sealed)
+    sources = restore_point(sealed, [cell.key for cell in cells])
     return RecoveryPlan(
         epoch=epoch,
         reason=reason,
         ranks=tuple(ranks),
-        restore_step=sources[0].step,
+        restore_step=sources[0][0].step,
+        cells=tuple(cells),
         sources=sources,
-        before=ShardCut(buckets=tuple(buckets), width=len(sources), alignment=alignment),
-        after=ShardCut(buckets=tuple(buckets), width=len(ranks), alignment=alignment),
+        alignment=alignment,
         dataflow=dataflow,
     )
 
 
 def copy_targets(
-    slot: int, *, ranks: Sequence[int], nodes: Sequence[int], copies: int
+    slot: int,
+    *,
+    ranks: Sequence[int],
+    nodes: Sequence[int],
+    copies: int,
+    peers: Collection[int] = (),
 ) -> tuple[int, ...]:
-    """Slots that keep a copy of ``slot``'s snapshot: the next ranks, other nodes first.
+    """Slots that keep a copy of ``slot``'s snapshot: other nodes, then its peers, then the next.
 
-    ``nodes[i]`` is the node of ``ranks[i]``. Fewer targets than ``copies`` when fewer are alive.
+    ``nodes[i]`` is the node of ``ranks[i]``; ``peers``: who shares its state. Fewer targets than
+    ``copies`` when fewer are alive.
     """
     mine = ranks.index(slot)
     others = [(mine + distance) % len(ranks) for distance in range(1, len(ranks))]
-    others.sort(key=lambda rank: nodes[rank] == nodes[mine])
+    others.sort(key=lambda rank: (nodes[rank] == nodes[mine], ranks[rank] not in peers))
     return tuple(ranks[rank] for rank in others[:copies])

@@ -39,8 +39,7 @@ class GroupCore:
         self._name = name
         self._description = ""
         self._links = links
-        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-        self._group_id = int.from_bytes(digest, "big")
+        self._group_id = _digest(name)
         self._timeout_s = timeout_s
         self._on_shutdown = on_shutdown
         self._coalesced: list[Operation] | None = None
@@ -59,7 +58,7 @@ class GroupCore:
 
     @property
     def group_id(self) -> int:
-        """What the group's messages carry: a digest of its name."""
+        """What the group's messages carry: a digest of its name, or of its identity."""
         return self._group_id
 
     @property
@@ -67,11 +66,16 @@ class GroupCore:
         """Slots in rank order."""
         return self._place.members
 
-    def edit(self, members: Sequence[int]) -> None:
-        """Replace the members, slots in rank order. Raises ConfigurationError for duplicates."""
+    def edit(self, members: Sequence[int], identity: str | None = None) -> None:
+        """Replace the members, slots in rank order. Raises ConfigurationError for duplicates.
+
+        ``identity``: what all members call the group from now on, where their names for it differ.
+        """
         if len(set(members)) != len(members):
             raise ConfigurationError(f"group {self.group_name!r}: duplicate slots in {members}")
         self._coalesced = None
+        if identity is not None:
+            self._group_id = _digest(identity)
         self._place = self._placed(members)
 
     def rank(self) -> int:
@@ -256,6 +260,10 @@ class GroupCore:
             raise self._refuse(what, f"got {len(tensors)} tensors: it takes one")
         self._dense(what, tensors[0])
         return tensors[0]
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def _dtype_name(dtype: torch.dtype | None) -> str:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
+from elaswave_plugin.core.membership import fill_holes
+from elaswave_plugin.core.seating import GroupEdit
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime import c10d_tables, nccl
 from elaswave_plugin.runtime.communicator import Maker
@@ -48,20 +50,6 @@ class DeviceProcessGroup(DeviceCalls, ElasticProcessGroup):  # type: ignore[misc
         """`engine` makes the native groups; the rest is that of ElasticProcessGroup."""
         ElasticProcessGroup.__init__(self, *args, **kwargs)
         self.engine = engine
-
-
-def without(members: Sequence[int], dead: set[int]) -> tuple[int, ...]:
-    """The members without the dead: the last live member takes each hole, lowest hole first."""
-    left = list(members)
-    at = 0
-    while at < len(left):
-        if left[-1] in dead:
-            left.pop()
-        elif left[at] in dead:
-            left[at] = left.pop()
-        else:
-            at += 1
-    return tuple(left)
 
 
 class GroupTable:
@@ -119,13 +107,17 @@ class GroupTable:
         """Take the dead slots out of every group; WORLD becomes `view_ranks`."""
         self.edit_groups(
             view_ranks,
-            {g.group_name: without(g.members, dead) for g in self.groups if g is not self.world},
+            {name: GroupEdit(fill_holes(slots, dead)) for name, slots in self.members().items()},
         )
 
-    def edit_groups(self, view_ranks: Sequence[int], members: Mapping[str, Sequence[int]]) -> None:
+    def members(self) -> dict[str, tuple[int, ...]]:
+        """The members of every group but WORLD, by name, in the order in which they were made."""
+        return {g.group_name: g.members for g in self.groups if g is not self.world}
+
+    def edit_groups(self, view_ranks: Sequence[int], edits: Mapping[str, GroupEdit]) -> None:
         """Set the members of WORLD and of the named groups together, in torch's tables too."""
         world = tuple(view_ranks)
-        strangers = {s for slots in members.values() for s in slots} - set(world)
+        strangers = {slot for edit in edits.values() for slot in edit.members} - set(world)
         if strangers:
             raise ConfigurationError(
                 f"groups would hold slots {sorted(strangers)}, which are not in the view {world}"
@@ -133,8 +125,8 @@ class GroupTable:
         self._world_ranks = world
         if self.world is not None:
             self.world.edit(world)
-        for name, slots in members.items():
-            self._groups[name].edit(slots)
+        for name, edit in edits.items():
+            self._groups[name].edit(edit.members, edit.identity)
         c10d_tables.forget_coalescing(self.groups)
         c10d_tables.update_ranks(
             {group: [world.index(slot) for slot in group.members] for group in self.groups},

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from elaswave_plugin.core.plan import RecoveryPlan
 from elaswave_plugin.errors import ElasWaveError, EpochChanged
 from elaswave_plugin.runtime.framework import Framework
 from elaswave_plugin.runtime.restore import restore
@@ -39,19 +40,21 @@ def recover(worker: Worker, framework: Framework) -> None:
                 framework.write_shard(state.payload)
                 framework.write_capsule(state.capsule)
             with phases.timed("verify"):
-                compare_weights(framework)
+                compare_weights(framework, state.plan)
             worker.end_recovery(state.plan, fetched_bytes=state.fetched_bytes)
             return
         except EpochChanged:
             continue
 
 
-def compare_weights(framework: Framework) -> None:
+def compare_weights(framework: Framework, plan: RecoveryPlan) -> None:
     """Gather the weights and require that every replica now holds the same bits."""
-    digest = torch.tensor([framework.sync_weights()], dtype=torch.int64)
-    everyone = [torch.zeros_like(digest) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, digest)
-    if any(int(one) != int(digest) for one in everyone):
-        raise ElasWaveError(
-            f"weights differ between replicas after a recovery: {[int(one) for one in everyone]}"
-        )
+    mine = torch.tensor([framework.sync_weights()], dtype=torch.int64)
+    everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    for cell in plan.cells:
+        digests = {slot: int(everyone[plan.ranks.index(slot)]) for slot in cell.ranks}
+        if len(set(digests.values())) != 1:
+            raise ElasWaveError(
+                f"weights differ between the replicas of {cell} after a recovery: {digests}"
+            )

@@ -10,6 +10,7 @@ from elaswave_plugin.errors import (
     ConfigurationError,
     ElasWaveError,
     JobStopped,
+    LayoutError,
     PlanDigestError,
     SnapshotGapError,
 )
@@ -18,7 +19,7 @@ from elaswave_plugin.runtime.member import CONTROL_FD, Member
 EXIT_CONFIGURATION = 2
 EXIT_FAILURE = 1
 # Errors that every worker meets alike.
-_OF_THE_JOB = (ConfigurationError, PlanDigestError, SnapshotGapError)
+_OF_THE_JOB = (ConfigurationError, LayoutError, PlanDigestError, SnapshotGapError)
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -29,7 +30,7 @@ def ends_in_a_sentence(
 ) -> Callable[Parameters, Result]:
     """Turn an ElasWaveError that leaves ``function`` into a sentence and the process's end.
 
-    What everybody sees alike (bad input, lost state, different plans) stops the whole job, and its
+    What everybody sees alike (bad input, lost state or stages, different plans) stops the whole job, and its
     leader prints the reason once; anything else is the loss of this worker. Exit code 2 for bad
     input, 1 for the rest.
     """

@@ -82,15 +82,17 @@ def _read(
     timeout_s: float,
     check: Callable[[], None] | None,
 ) -> RestoredState:
-    numel = plan.after.shard_numel
+    cell = plan.cell_of(slot)
+    numel = 0 if cell is None else plan.after(cell).shard_numel
     payload = torch.zeros(len(PARTS), numel, dtype=torch.float32)
     target = memoryview(payload.view(torch.uint8).view(-1).numpy())  # type: ignore[arg-type]
     fetched_bytes = 0
     for source, pieces in plan.pieces(slot):
         with _open(source, slot=slot, pool=pool, timeout_s=timeout_s, check=check) as reader:
-            num_bytes = reader.read_ranges(_ranges(pieces, plan, target))
+            num_bytes = reader.read_ranges(_ranges(pieces, plan, source, target))
             fetched_bytes += 0 if source.holder == slot else num_bytes
-    nearest = next((s for s in plan.sources if s.holder == slot), plan.sources[0])
+    everything = [source for sources in plan.sources for source in sources]
+    nearest = next((s for s in everything if s.holder == slot), everything[0])
     with _open(nearest, slot=slot, pool=pool, timeout_s=timeout_s, check=check) as reader:
         capsule = reader.read_capsule()
     return RestoredState(plan=plan, payload=payload, capsule=capsule, fetched_bytes=fetched_bytes)
@@ -132,14 +134,16 @@ def _open(
 
 
 def _ranges(
-    pieces: tuple[Piece, ...], plan: RecoveryPlan, target: memoryview
+    pieces: tuple[Piece, ...], plan: RecoveryPlan, sealed: SealedShard, target: memoryview
 ) -> list[tuple[int, memoryview]]:
     """(byte offset in the source's payload, view of the new payload) of every part of a piece."""
+    cell = [one.key for one in plan.cells].index(sealed.cell)
+    before, after = plan.before(cell).shard_numel, plan.after(cell).shard_numel
     ranges = []
     for part in range(len(PARTS)):
         for piece in pieces:
-            source = (part * plan.before.shard_numel + piece.source_offset) * ELEMENT_BYTES
-            start = (part * plan.after.shard_numel + piece.target_offset) * ELEMENT_BYTES
+            source = (part * before + piece.source_offset) * ELEMENT_BYTES
+            start = (part * after + piece.target_offset) * ELEMENT_BYTES
             stop = start + (piece.stop - piece.start) * ELEMENT_BYTES
             ranges.append((source, target[start:stop]))
     return ranges

@@ -77,12 +77,14 @@ class SnapshotPool:
         step: int,
         epoch: int,
         ranks: Sequence[int],
+        cell: tuple[int, int] = (0, 0),
         parts: Iterable[torch.Tensor],
         capsule: bytes,
         before_seal: Callable[[], None],
     ) -> Record:
         """Copy the flat float32 ``parts`` and the capsule, seal them and return the record.
 
+        ``ranks``: slots of the workers that share the state of ``cell``, in shard order;
         ``before_seal`` runs when the bytes are in place and not yet final.
         """
         whole = memoryview(self._maps[step % 2])
@@ -108,6 +110,7 @@ class SnapshotPool:
             "step": step,
             "epoch": epoch,
             "length": length,
+            "cell": list(cell),
             "ranks": list(ranks),
             "shard": list(ranks).index(self._slot),
             "payload_bytes": payload_bytes,

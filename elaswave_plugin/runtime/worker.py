@@ -10,6 +10,7 @@ import psutil
 from elaswave_plugin.config import ElasticConfig, parse_kill
 from elaswave_plugin.core.dataflow import Flow
 from elaswave_plugin.core.plan import RecoveryPlan, copy_targets, make_plan
+from elaswave_plugin.core.seating import Cell, FlatSeating, Seating
 from elaswave_plugin.core.shards import ShardCut
 from elaswave_plugin.runtime.broken_links import BrokenLinks
 from elaswave_plugin.runtime.framework import Framework
@@ -22,7 +23,7 @@ from elaswave_plugin.tracking.events import EventLog
 
 # Room for the step capsule (schedulers, scalers, counters) in a buffer.
 CAPSULE_ROOM_BYTES = 1 << 20
-# Deals the work of a step: keywords ``homes`` (slots at launch) and ``live`` (live slots).
+# Deals the work of a step; takes what the seating says that it is dealt over.
 Deal = Callable[..., Flow]
 # Longer than the launcher's own limit for the meeting, whose message is the better one.
 JOIN_TIMEOUT_S = 3600.0
@@ -69,6 +70,7 @@ class Worker:
         commit = self.member.join(self._facts(), timeout_s=JOIN_TIMEOUT_S)
         self.view = commit.view
         self.homes = commit.view.ranks
+        self.seating: Seating = FlatSeating(homes=commit.view.ranks, ranks=commit.view.ranks)
         self._open_links(commit)
         # One run id over the whole job: the one that the first owner of rank 0 proposed.
         self.run_id = str(commit.facts[commit.view.ranks[0]]["run_id"])
@@ -106,21 +108,26 @@ class Worker:
         self._seals_in_epoch = 0
         self._open_links(commit)
         for view in commit.path:
-            self.groups.edit_all(view.ranks, set(self.view.ranks) - set(view.ranks))
+            self.seating = self.seating.after(view.ranks)
+            edits = self.seating.edits(self.groups.members(), self.slot)
+            self.groups.edit_groups(view.ranks, edits)
             self.view = view
         self.groups.settle({slot: held["communicators"] for slot, held in commit.facts.items()})
 
     # ---- the state ----------------------------------------------------------------------------
 
-    def bind(self, framework: Framework, *, deal: Deal) -> None:
+    def bind(self, framework: Framework, *, deal: Deal, seating: Seating | None = None) -> None:
         """Take the framework's state into care: map the snapshot memory for it.
 
-        ``deal(homes=, live=)`` says who runs what; it has to be pure.
+        ``deal(**seating.dealt_over)`` says who runs what; it has to be pure. ``seating``: who
+        shares which state; without one, the job is data-parallel.
         """
         self.phases.fire("startup")
         self._deal = deal
-        self.dataflow = deal(homes=self.homes, live=self.view.ranks)
         self._buckets = framework.bucket_lengths()
+        ranks = self.view.ranks
+        self.seating = seating or FlatSeating(homes=ranks, ranks=ranks, buckets=self._buckets)
+        self.dataflow = deal(**self.seating.dealt_over)
         self._alignment = framework.shard_alignment
         if self.config.snapshots:
             whole = self._cut(1).payload_bytes
@@ -138,14 +145,20 @@ class Worker:
 
         What is held for a worker of the same node is that worker's own memory.
         """
-        shard = self._cut(len(self.view.ranks)).payload_bytes
+        cell = self.seating.cell_of(self.slot)
+        shard = 0 if cell is None else self._cut(len(cell.ranks)).payload_bytes
         elsewhere = sum(not self._is_local(target) for target in self._copy_targets())
         return 2 * shard * (1 + elsewhere)
 
     def _copy_targets(self) -> tuple[int, ...]:
         view = self.view
+        cell = self.seating.cell_of(self.slot)
         return copy_targets(
-            self.slot, ranks=view.ranks, nodes=view.nodes, copies=self.config.snapshot_copies
+            self.slot,
+            ranks=view.ranks,
+            nodes=view.nodes,
+            copies=self.config.snapshot_copies,
+            peers=() if cell is None else cell.ranks,
         )
 
     def _is_local(self, slot: int) -> bool:
@@ -167,24 +180,30 @@ class Worker:
         """
         if not self.config.snapshots:
             return
+        self._seals_in_epoch += 1
+        cell = self.seating.cell_of(self.slot)
+        if cell is not None:
+            self._seal_shard(framework, cell)
+        if self._seals_in_epoch == 2:
+            # The collective between the two has shown that the first is safe everywhere.
+            self.member.release(self.view.epoch)
+
+    def _seal_shard(self, framework: Framework, cell: Cell) -> None:
         record = self.pool.seal(
             step=self.completed,
             epoch=self.view.epoch,
-            ranks=self.view.ranks,
+            cell=cell.key,
+            ranks=cell.ranks,
             parts=framework.read_shard(),
             capsule=framework.read_capsule(),
             before_seal=lambda: self.phases.enter("snapshot"),
         )
         self._has_sealed = True
-        self._seals_in_epoch += 1
         first = self._seals_in_epoch == 1
         targets = [slot for slot in self._copy_targets() if first or not self._is_local(slot)]
         if first or targets:
             self.member.sealed(record, targets)
             self._handed_over_step = self.completed
-        if self._seals_in_epoch == 2:
-            # The collective between the two has shown that the first is safe everywhere.
-            self.member.release(self.view.epoch)
 
     def await_copies(self) -> None:
         """Wait until the last own snapshot is held wherever it has to be.
@@ -203,8 +222,8 @@ class Worker:
                 epoch=commit.view.epoch,
                 reason=commit.view.reason,
                 ranks=commit.view.ranks,
-                dataflow=self._deal(homes=self.homes, live=commit.view.ranks),
-                buckets=self._buckets,
+                cells=self.seating.cells,
+                dataflow=self._deal(**self.seating.dealt_over),
                 alignment=self._alignment,
                 inventory=commit.inventory,
                 rejected=rejected,

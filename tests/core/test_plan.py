@@ -7,6 +7,7 @@ import pytest
 
 from elaswave_plugin.core.dataflow import deal
 from elaswave_plugin.core.plan import SealedShard, copy_targets, make_plan, restore_point
+from elaswave_plugin.core.seating import Cell
 from elaswave_plugin.errors import SnapshotGapError
 
 RANKS = (0, 1, 2, 3)
@@ -19,6 +20,7 @@ def record(
         "owner": owner,
         "step": step,
         "epoch": epoch,
+        "cell": [0, 0],
         "ranks": list(RANKS),
         "shard": RANKS.index(owner),
         "length": 100,
@@ -31,13 +33,15 @@ def record(
     }
 
 
-def plan_of(inventory: list[Mapping[str, Any]], **changes: Any) -> Any:
+def plan_of(
+    inventory: list[Mapping[str, Any]], *, ranks: tuple[int, ...] = (0, 3, 2), **changes: Any
+) -> Any:
     arguments = {
         "epoch": 2,
         "reason": "worker 1 exited",
-        "ranks": (0, 3, 2),
+        "ranks": ranks,
         "dataflow": deal(num_microbatches=8, homes=RANKS, live=(0, 3, 2)),
-        "buckets": (1000, 300),
+        "cells": (Cell(ranks=ranks, buckets=(1000, 300)),),
         "inventory": inventory,
     }
     return make_plan(**{**arguments, **changes})
@@ -52,7 +56,7 @@ def test_restore_point_is_the_newest_step_sealed_for_every_shard() -> None:
 def test_restore_point_prefers_the_owner_to_a_copy() -> None:
     inventory = [record(slot, 9) for slot in RANKS] + [record(1, 9, holder=0)]
     sources = restore_point(map(SealedShard.from_record, inventory))
-    assert [source.holder for source in sources] == [0, 1, 2, 3]
+    assert [source.holder for source in sources[0]] == [0, 1, 2, 3]
 
 
 def test_restore_point_never_mixes_epochs() -> None:
@@ -66,9 +70,9 @@ def test_rejected_bytes_fall_down_the_ladder() -> None:
     inventory = [record(slot, step) for slot in RANKS for step in (9, 10)]
     inventory.append(record(1, 10, holder=2))
     plan = plan_of(inventory, rejected={(1, 1, 10)})
-    assert (plan.restore_step, plan.sources[1].holder) == (10, 2)
+    assert (plan.restore_step, plan.sources[0][1].holder) == (10, 2)
     plan = plan_of(inventory, rejected={(1, 1, 10), (2, 1, 10)})
-    assert (plan.restore_step, plan.sources[1].holder) == (9, 1)
+    assert (plan.restore_step, plan.sources[0][1].holder) == (9, 1)
 
 
 def test_a_gap_names_the_missing_shards() -> None:
@@ -96,7 +100,38 @@ def test_bytes_moved_counts_only_what_travels() -> None:
     assert plan_of(inventory).bytes_moved() == 12 * (first_bucket + second_bucket)
 
 
+def test_every_cell_restores_its_own_shards_of_the_same_step() -> None:
+    cells = (
+        Cell(stage=0, ranks=(0,), buckets=(1000,)),
+        Cell(stage=1, ranks=(2, 3), buckets=(500,)),
+    )
+
+    def sealed(owner: int, step: int) -> Mapping[str, Any]:
+        stage = owner // 2
+        pair = [2 * stage, 2 * stage + 1]
+        return {**record(owner, step), "cell": [stage, 0], "ranks": pair, "shard": owner % 2}
+
+    copy = {**sealed(1, 10), "holder": 3, "copy": True}
+    inventory = [sealed(slot, step) for slot in (0, 2, 3) for step in (9, 10)]
+    plan = plan_of([*inventory, copy], ranks=(0, 3, 2), cells=cells)
+    assert plan.restore_step == 10
+    assert [[s.owner for s in sources] for sources in plan.sources] == [[0, 1], [2, 3]]
+    assert [source.holder for source, _ in plan.pieces(0)] == [0, 3]
+    # Stage 1 keeps its cut: everyone reads back its own shard.
+    assert [source.holder for source, _ in plan.pieces(3)] == [3]
+    assert plan.bytes_moved() == 12 * (1000 - 512)
+    with pytest.raises(SnapshotGapError, match=r"step 10, stage 0 tp 0: shards \[1\] of 2"):
+        plan_of(inventory, cells=cells)
+
+
+def test_a_worker_without_a_place_reads_nothing() -> None:
+    plan = plan_of([record(slot, 9) for slot in RANKS])
+    assert plan.cell_of(1) is None and plan.pieces(1) == ()
+
+
 def test_copy_targets_prefer_another_node() -> None:
     assert copy_targets(1, ranks=RANKS, nodes=(0, 0, 0, 0), copies=1) == (2,)
     assert copy_targets(1, ranks=RANKS, nodes=(0, 0, 0, 1), copies=2) == (3, 2)
     assert copy_targets(0, ranks=(0,), nodes=(0,), copies=1) == ()
+    assert copy_targets(0, ranks=RANKS, nodes=(0, 0, 0, 0), copies=1, peers=(0, 2)) == (2,)
+    assert copy_targets(0, ranks=RANKS, nodes=(0, 1, 0, 1), copies=1, peers=(0, 2)) == (1,)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.distributed_c10d import _coalescing_manager as coalescing
 
+from elaswave_plugin.core.membership import fill_holes
 from elaswave_plugin.errors import EpochChanged
-from elaswave_plugin.runtime.process_group import without
 from tests.runtime.forked import Peer, Workers
 
 LARGE = 4 << 20  # float32 elements: 16 MB
@@ -43,7 +43,7 @@ def check_all(peer: Peer) -> None:
 def test_the_last_member_takes_the_hole(
     members: tuple[int, ...], dead: set[int], left: tuple[int, ...]
 ) -> None:
-    assert without(members, dead) == left
+    assert fill_holes(members, dead) == left
 
 
 def _reduce_until_interrupted(peer: Peer) -> None:
@@ -88,7 +88,7 @@ def test_twenty_losses_in_the_middle_of_a_large_all_reduce() -> None:
         with Workers(count, _reduce_until_interrupted) as workers:
             workers.commit(1, range(count))
             workers.hear_all()
-            rest = without(range(count), {victim})
+            rest = fill_holes(tuple(range(count)), {victim})
             time.sleep(0.003 * (round_number % 7))  # another moment of the next all-reduce
             killed_s = time.monotonic()
             workers.kill(victim)

@@ -8,6 +8,7 @@ import pytest
 
 from elaswave_plugin.core.dataflow import deal
 from elaswave_plugin.core.plan import RecoveryPlan, make_plan
+from elaswave_plugin.core.seating import Cell
 from elaswave_plugin.errors import EpochChanged
 from elaswave_plugin.runtime import restore
 
@@ -19,6 +20,7 @@ def record(shard: int, address: str) -> dict[str, Any]:
         "owner": shard,
         "step": 4,
         "epoch": 1,
+        "cell": [0, 0],
         "ranks": [0, 1],
         "shard": shard,
         "length": 1024,
@@ -43,7 +45,7 @@ def test_a_proposal_ends_the_wait_for_a_supervisor(monkeypatch: pytest.MonkeyPat
                 reason="r",
                 ranks=(0,),
                 dataflow=deal(num_microbatches=2, homes=(0, 1), live=(0,)),
-                buckets=[64],
+                cells=[Cell(ranks=(0,), buckets=(64,))],
                 inventory=[record(shard, address) for shard in range(2)],
                 rejected=rejected,
             )

@@ -1,0 +1,185 @@
+"""Who shares which state, and who is in which group, as the membership changes.
+
+A *cell* is the workers that hold the same weights and share their optimizer state: one data-
+parallel group. A data-parallel job is one cell; a TP x PP x DP job has one a stage and tp position.
+
+>>> from elaswave_plugin.core.layout import launch_layout
+>>> grid = GridSeating.at_launch(
+...     launch_layout(tp=2, pp=1, dp=2, num_layers=2), groups={}, buckets={0: (10,)}
+... )
+>>> [str(cell) for cell in grid.after((0, 1, 2)).cells]
+['stage 0 tp 0: w0', 'stage 0 tp 1: w1']
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+from elaswave_plugin.core.groups import GroupRule, Seat, members_of, rule_of, seats_of
+from elaswave_plugin.core.layout import ParallelLayout
+from elaswave_plugin.core.membership import fill_holes
+from elaswave_plugin.errors import LayoutError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One data-parallel group: ``ranks`` are slots in the order of their shards.
+
+    ``buckets``: unpadded lengths in elements, alike for all of them.
+    """
+
+    stage: int = 0
+    tp: int = 0
+    ranks: tuple[int, ...]
+    buckets: tuple[int, ...]
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """(stage, tp)."""
+        return self.stage, self.tp
+
+    def __str__(self) -> str:
+        return f"stage {self.stage} tp {self.tp}: {' '.join(f'w{slot}' for slot in self.ranks)}"
+
+
+class GroupEdit(NamedTuple):
+    """The new members of a group; ``identity`` names it alike on all of them, None: as before."""
+
+    members: tuple[int, ...]
+    identity: str | None = None
+
+
+class Seating(Protocol):
+    """The part of a job's layout that recoveries ask for."""
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """All cells of the present membership."""
+
+    @property
+    def dealt_over(self) -> dict[str, Any]:
+        """The keyword arguments with which a step's work is dealt out."""
+
+    def cell_of(self, slot: int) -> Cell | None:
+        """The cell of a worker; None for one that has no place."""
+
+    def after(self, ranks: Sequence[int]) -> Seating:
+        """The seating when only ``ranks`` (slots, in rank order) are left."""
+
+    def edits(self, present: Mapping[str, Sequence[int]], slot: int) -> dict[str, GroupEdit]:
+        """What becomes of the groups that ``slot`` holds; ``present``: their members by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatSeating:
+    """A data-parallel job: everyone in one cell, in rank order; ``homes`` are those of launch."""
+
+    homes: tuple[int, ...]
+    ranks: tuple[int, ...]
+    buckets: tuple[int, ...] = ()
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """The one cell."""
+        return (Cell(ranks=self.ranks, buckets=self.buckets),)
+
+    @property
+    def dealt_over(self) -> dict[str, Any]:
+        """Slots at launch and live ones."""
+        return {"homes": self.homes, "live": self.ranks}
+
+    def cell_of(self, slot: int) -> Cell | None:
+        """The one cell, for its members."""
+        return self.cells[0] if slot in self.ranks else None
+
+    def after(self, ranks: Sequence[int]) -> FlatSeating:
+        """The same with other members."""
+        return replace(self, ranks=tuple(ranks))
+
+    def edits(self, present: Mapping[str, Sequence[int]], slot: int) -> dict[str, GroupEdit]:
+        """Every group loses whoever is gone; the last member takes each hole."""
+        live = set(self.ranks)
+        return {
+            name: GroupEdit(fill_holes(tuple(slots), set(slots) - live))
+            for name, slots in present.items()
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridSeating:
+    """A TP x PP x DP job; ``rules`` of the groups by name, ``buckets`` by stage."""
+
+    layout: ParallelLayout
+    rules: Mapping[str, GroupRule]
+    buckets: Mapping[int, tuple[int, ...]]
+
+    @classmethod
+    def at_launch(
+        cls,
+        layout: ParallelLayout,
+        *,
+        groups: Mapping[str, Sequence[int]],
+        buckets: Mapping[int, tuple[int, ...]],
+    ) -> GridSeating:
+        """The seating of the launch layout; ``groups``: members by name.
+
+        Raises ConfigurationError for a group that follows no axis of the layout.
+        """
+        rules = {name: rule_of(slots, layout) for name, slots in groups.items()}
+        return cls(layout=layout, rules=rules, buckets=buckets)
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """One for every stage and tp position."""
+        return tuple(
+            Cell(
+                stage=stage,
+                tp=tp,
+                ranks=tuple(group.slots[tp] for group in groups),
+                buckets=self.buckets[stage],
+            )
+            for stage, groups in enumerate(self.layout.stages)
+            for tp in range(self.layout.tp)
+        )
+
+    @property
+    def dealt_over(self) -> dict[str, Any]:
+        """The layout."""
+        return {"layout": self.layout}
+
+    def seat(self, slot: int) -> Seat | None:
+        """The place of a worker; None for a free one."""
+        return seats_of(self.layout).get(slot)
+
+    def cell_of(self, slot: int) -> Cell | None:
+        """The cell of a worker; None for a free one."""
+        return next((cell for cell in self.cells if slot in cell.ranks), None)
+
+    def after(self, ranks: Sequence[int]) -> GridSeating:
+        """Broken TP groups are dissolved; survivors of one stage form whole ones again.
+
+        Raises LayoutError where a stage is left without a whole TP group.
+        """
+        gone = set(self.layout.workers) - set(ranks)
+        layout = self.layout.without(gone).reformed_in_place()
+        empty = [stage for stage, width in enumerate(layout.widths) if not width]
+        if empty:
+            raise LayoutError(
+                f"stage {empty[0]} has no whole TP group of {layout.tp} left, and bringing its"
+                " layers to other stages is not carried yet; restart from the last checkpoint"
+            )
+        return replace(self, layout=layout)
+
+    def edits(self, present: Mapping[str, Sequence[int]], slot: int) -> dict[str, GroupEdit]:
+        """Every group by its rule; identities follow from rule and members."""
+        edits, alike = {}, Counter[GroupRule]()
+        for name in present:
+            rule = self.rules[name]
+            members = members_of(rule, self.layout, slot)
+            # Frameworks make several groups of the same workers, on all of them in one order.
+            alike[rule] += 1
+            edits[name] = GroupEdit(members, f"{rule}, number {alike[rule]}: {members}")
+        return edits

@@ -1,0 +1,96 @@
+"""Groups as rules over a layout, and what a change of membership makes of them."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elaswave_plugin.core.groups import members_of, rule_of, seats_of
+from elaswave_plugin.core.layout import ParallelLayout, launch_layout
+from elaswave_plugin.core.seating import FlatSeating, GridSeating
+from elaswave_plugin.errors import ConfigurationError, LayoutError
+
+LAYOUT = launch_layout(tp=2, pp=2, dp=2, num_layers=4)
+GROUPS = {
+    "tp": (0, 1),
+    "dp": (0, 2),
+    "dp again": (0, 2),
+    "pp": (0, 4),
+    "model": (0, 1, 4, 5),
+    "everyone": tuple(range(8)),
+    "alone": (0,),
+}
+
+
+def grid(layout: ParallelLayout = LAYOUT) -> GridSeating:
+    buckets = dict.fromkeys(range(len(layout.stages)), (100,))
+    return GridSeating.at_launch(layout, groups=GROUPS, buckets=buckets)
+
+
+def members(seating: GridSeating, slot: int) -> dict[str, tuple[int, ...]]:
+    return {name: edit.members for name, edit in seating.edits(GROUPS, slot).items()}
+
+
+def test_the_rules_give_back_the_groups_of_the_launch() -> None:
+    assert members(grid(), 0) == GROUPS
+    assert members(grid(), 7)["pp"] == (3, 7)
+
+
+def test_a_group_along_no_axis_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="follows no axis"):
+        rule_of((0, 3), LAYOUT)
+
+
+def test_a_loss_frees_the_rest_of_its_tp_group() -> None:
+    after = grid().after((1, 2, 3, 4, 5, 6, 7))
+    assert after.seat(1) is None and after.cell_of(1) is None
+    assert set(members(after, 1).values()) == {(1,)}
+    assert members(after, 2)["dp"] == (2,)
+    assert members(after, 2)["everyone"] == (2, 3, 4, 5, 6, 7)
+    # Both replicas of the wider stage look back to the only one of the other.
+    assert members(after, 4)["pp"] == (2, 4) and members(after, 6)["pp"] == (2, 6)
+
+
+def test_two_broken_groups_of_a_stage_make_a_whole_one() -> None:
+    after = grid().after((1, 3, 4, 5, 6, 7))  # of both groups of stage 0, tp position 1 is left
+    crew = after.layout.stages[0][0].slots
+    assert sorted(crew) == [1, 3]
+    assert [cell.ranks for cell in after.cells[:2]] == [crew[:1], crew[1:]]
+    first, second = (after.edits(GROUPS, slot)["tp"] for slot in crew)
+    assert first == second and first.members == crew
+
+
+def test_an_empty_stage_ends_the_job_with_the_reason() -> None:
+    with pytest.raises(LayoutError, match="stage 0 has no whole TP group of 2 left"):
+        grid().after((1, 4, 5, 6, 7))
+
+
+def test_groups_of_the_same_members_stay_different() -> None:
+    edits = grid().edits(GROUPS, 0)
+    assert edits["dp"].members == edits["dp again"].members
+    assert edits["dp"].identity != edits["dp again"].identity
+
+
+@given(st.lists(st.integers(0, 15), unique=True, max_size=8))
+def test_members_agree_on_every_collective_group(losses: Sequence[int]) -> None:
+    """Those within one stage, and the one of all: whoever is in it sees the same members."""
+    layout = launch_layout(tp=2, pp=2, dp=4, num_layers=2)
+    rules = [rule_of(slots, layout) for slots in ((0, 1), (0, 2, 4, 6), tuple(range(8)))]
+    rules.append(rule_of(tuple(range(16)), layout))
+    for slot in losses:
+        layout = layout.without([slot]).reformed_in_place()
+    busy = seats_of(layout)
+    for slot in busy:
+        for rule in rules:
+            group = members_of(rule, layout, slot)
+            assert slot in group
+            assert all(members_of(rule, layout, other) == group for other in group)
+    assert sorted(busy) == sorted(members_of(rules[-1], layout, min(busy))) if busy else True
+
+
+def test_a_flat_job_fills_holes() -> None:
+    flat = FlatSeating(homes=(0, 1, 2, 3), ranks=(0, 1, 2, 3)).after((0, 3, 2))
+    assert flat.edits({"dp": (0, 1, 2, 3)}, 0)["dp"].members == (0, 3, 2)
+    assert flat.dealt_over == {"homes": (0, 1, 2, 3), "live": (0, 3, 2)}
+    assert flat.cells[0].ranks == (0, 3, 2) and flat.cell_of(1) is None
