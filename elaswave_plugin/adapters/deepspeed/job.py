@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from elaswave_plugin.adapters.deepspeed.framework import DeepSpeedFramework
-from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader, GlobalOrder
+from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader, GlobalOrder, Order
 from elaswave_plugin.adapters.deepspeed.refuse import check_engine
 from elaswave_plugin.adapters.deepspeed.stand_in import StandIn, detached
 from elaswave_plugin.adapters.patching import PatchSet
@@ -53,8 +53,10 @@ class EngineJob:
                 on_commit=self._record,
                 on_recovered=self._recording.recovered,
             ),
-            after_recovery=self._learn_output,
+            after_recovery=self._recovered,
         )
+        # Called on every worker after each recovery.
+        self.reactions: list[Callable[[], None]] = []
         self._stand_in = StandIn()
         self._inputs: Any = None
         self._weight = 1.0
@@ -69,6 +71,16 @@ class EngineJob:
             num_microbatches=self._width * int(engine.gradient_accumulation_steps()),
             micro_batch_size=self._micro_batch_size,
         )
+
+    @property
+    def loop(self) -> UserLoop:
+        """Where the script's loop is."""
+        return self._loop
+
+    @property
+    def batch_shape(self) -> tuple[int, int]:
+        """Workers of the launch, and samples of each in an iteration."""
+        return self._width, self._micro_batch_size
 
     # ---- announcements --------------------------------------------------------------------------
 
@@ -118,6 +130,11 @@ class EngineJob:
     @property
     def _needs_others_to_compute(self) -> bool:
         return int(self._engine.zero_optimization_stage()) == 3
+
+    def _recovered(self) -> None:
+        self._learn_output()
+        for react in self.reactions:
+            react()
 
     @torch.no_grad()
     def _learn_output(self) -> None:
@@ -210,6 +227,27 @@ class EngineJob:
         seed: int = 0,
         drop_last: bool = False,
     ) -> ElasticLoader:
+        """The loader of the job in DeepSpeed's order; raises ConfigurationError."""
+        return self.take_order(
+            dataset,
+            lambda: GlobalOrder(
+                len(dataset),
+                num_replicas=self._width,
+                micro_batch_size=self._micro_batch_size,
+                shuffle=shuffle,
+                seed=seed,
+                drop_last=drop_last,
+            ),
+            collate=collate,
+        )
+
+    def take_order(
+        self,
+        dataset: Any,
+        order: Callable[[], Order],
+        *,
+        collate: Callable[[Sequence[Any]], Any] | None,
+    ) -> ElasticLoader:
         """The loader of the job; raises ConfigurationError for a second one."""
         if self._framework.loader is not None:
             raise ConfigurationError(
@@ -221,15 +259,7 @@ class EngineJob:
                 f"the dataset is a {type(dataset).__name__}, wanted one with __getitem__ and "
                 "__len__: whoever redoes a step has to read its samples again"
             )
-        order = GlobalOrder(
-            len(dataset),
-            num_replicas=self._width,
-            micro_batch_size=self._micro_batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-        )
-        self._framework.loader = ElasticLoader(self, dataset, order, collate=collate)
+        self._framework.loader = ElasticLoader(self, dataset, order(), collate=collate)
         return self._framework.loader
 
     @ends_in_a_sentence

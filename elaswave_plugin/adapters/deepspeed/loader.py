@@ -32,6 +32,20 @@ class Share:
     ids: tuple[int, ...]
 
 
+class Order(Protocol):
+    """The order of a map-style dataset over all epochs, alike on every worker."""
+
+    @property
+    def iterations(self) -> int:
+        """Iterations of an epoch."""
+
+    def set_epoch(self, epoch: int, number: int) -> None:
+        """Shuffle ``epoch`` of the loader as epoch ``number``."""
+
+    def items(self, epoch: int, iteration: int) -> list[int]:
+        """All samples of an iteration, one replica's after the other's."""
+
+
 class GlobalOrder:
     """The order of a map-style dataset over all epochs, as torch's DistributedSampler has it."""
 
@@ -99,7 +113,7 @@ class ElasticLoader:
         self,
         reader: Reader,
         dataset: Any,
-        order: GlobalOrder,
+        order: Order,
         *,
         collate: Callable[[Sequence[Any]], Any] | None,
     ) -> None:
@@ -114,6 +128,11 @@ class ElasticLoader:
 
     def __len__(self) -> int:
         return self._order.iterations
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the last batch was the last one of its epoch."""
+        return self.position.iteration == self._order.iterations
 
     def __iter__(self) -> "ElasticLoader":
         here = self._normal(self.position)
