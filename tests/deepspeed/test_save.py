@@ -1,17 +1,47 @@
-"""Checkpoints: a loss during a save, checkpoints after a shrink, and loading before the loop."""
+"""Checkpoints: a loss during a save, checkpoints after a shrink, and jobs that load them."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.deepspeed.checkpoints import convert, merged, parts, same
 from tests.deepspeed.conftest import Launch
 from tests.deepspeed.harness import SCRIPTS, EngineSpec
 from tests.faults.harness import Outcome, check_survived, max_relative_difference
 
 SAVING = str(SCRIPTS / "saving.py")
+TAGS = ("global_step2", "global_step4", "global_step6")
+MOMENTS = {"fp32", "exp_avg", "exp_avg_sq"}
+# The kill that is announced for a save fires after the victim's last file, ...
+WRITTEN = """
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from elaswave_plugin.runtime.phases import Phases
+fire, save, seen = Phases.fire, TorchCheckpointEngine.save, []
+def keep(self, phase):
+    seen.append(self)
+    if phase != "save":
+        fire(self, phase)
+def write(self, state_dict, path):
+    save(self, state_dict, path)
+    if path.endswith("optim_states.pt"):
+        BREAK(path)
+        fire(seen[-1], "save")
+Phases.fire, TorchCheckpointEngine.save = keep, write
+"""
+SAVES = {
+    "before": "",
+    "written": WRITTEN.replace("BREAK(path)", ""),
+    # ... or in the middle of it.
+    "torn": WRITTEN.replace(
+        "BREAK(path)",
+        "doomed = any(k.step == seen[-1].step for k in seen[-1]._kills)\n"
+        "        doomed and open(path, 'r+b').truncate(1000)",
+    ),
+}
 
 
 def spec_of(folder: Path, stage: int, **more: object) -> EngineSpec:
@@ -19,11 +49,28 @@ def spec_of(folder: Path, stage: int, **more: object) -> EngineSpec:
     return EngineSpec(script=SAVING, stage=stage, options=options, **more)  # type: ignore[arg-type]
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The fp32 weights of the last checkpoint, whatever the number of its writers."""
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+Saved = Callable[..., tuple[Outcome, Path]]
 
-    state: dict[str, torch.Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(folder))
+
+@pytest.fixture(scope="module")
+def saved(run: Launch, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """A run that saves, and its folder of checkpoints; each is made once."""
+    made: dict[tuple[object, ...], tuple[Outcome, Path]] = {}
+
+    def made_once(stage: int, **more: object) -> tuple[Outcome, Path]:
+        key = (stage, *sorted(more.items()))
+        if key not in made:
+            folder = tmp_path_factory.mktemp("saved")
+            made[key] = run(spec_of(folder, stage, **more)), folder
+        return made[key]
+
+    return made_once
+
+
+def state_of(folder: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
+    """Weights and moments of one checkpoint, whatever the number of its writers."""
+    state = merged(convert(folder, tmp_path / f"universal-{folder.parent.name}-{folder.name}"))
+    assert {name.rpartition("/")[2] for name in state} >= MOMENTS
     return state
 
 
@@ -33,14 +80,9 @@ def evaluations(folder: Path) -> list[dict[str, float]]:
 
 def check_saved(run: Outcome, folder: Path, reference_folder: Path) -> None:
     check_survived(run)
-    assert (folder / "latest").read_text() == "global_step6"
-    names = sorted(path.name for path in folder.glob("global_step*"))
-    assert names == ["global_step2", "global_step4", "global_step6"]
-    ours, theirs = weights(folder), weights(reference_folder)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        # Adam moves an element of rounding noise by its learning rate at most, per step.
-        assert torch.allclose(tensor, theirs[name], atol=4e-3), name
+    assert (folder / "latest").read_text() == TAGS[-1]
+    # The checkpoints and nothing else: no half of one, no former one.
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == sorted(TAGS)
     wanted = evaluations(reference_folder)[0]
     for values in evaluations(folder):
         # A body that was interrupted evaluates once more, at the step that was restored: in ZeRO-3,
@@ -49,30 +91,111 @@ def check_saved(run: Outcome, folder: Path, reference_folder: Path) -> None:
         assert len(values) <= len(wanted) + 1
 
 
+def writers(folder: Path) -> int:
+    """Workers that have written a part of a checkpoint."""
+    return len([*folder.glob("*zero_pp_rank_*optim_states.pt")])
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("kill", ["1@4:save", "0@2:save", "2@3:backward", "3@1:snapshot"])
+@pytest.mark.parametrize(
+    ("kill", "when"),
+    [
+        ("1@4:save", "before"),
+        ("0@2:save", "torn"),
+        ("3@4:save", "written"),
+        ("3@1:snapshot", "before"),
+    ],
+)
 def test_a_save_is_made_again_and_is_whole(
-    run: Launch, tmp_path: Path, stage: int, kill: str
+    saved: Saved, tmp_path: Path, stage: int, kill: str, when: str
 ) -> None:
-    folder, reference_folder = tmp_path / "run", tmp_path / "reference"
-    reference = run(spec_of(reference_folder, stage))
-    killed = run(spec_of(folder, stage, kills=(kill,)))
+    reference, reference_folder = saved(stage)
+    killed, folder = saved(stage, kills=(kill,), sabotage=SAVES[when])
     check_saved(killed, folder, reference_folder)
     assert max_relative_difference(killed, reference) <= 1e-6
+    # Nobody writes before all have sealed the step: then three workers write what four computed.
+    tag = f"global_step{kill[2]}"
+    if when != "before":
+        ours, theirs = state_of(folder / tag, tmp_path), state_of(reference_folder / tag, tmp_path)
+        assert writers(folder / tag) == 3
+        assert same(ours, theirs)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_checkpoints_after_a_loss_equal_those_after_a_planned_departure(
+    saved: Saved, tmp_path: Path, stage: int
+) -> None:
+    _, reference_folder = saved(stage)
+    killed, folder = saved(stage, kills=("2@3:backward",))
+    twin, twin_folder = saved(stage, changes=("2@3",))
+    check_saved(killed, folder, reference_folder)
+    check_saved(twin, twin_folder, reference_folder)
+    for tag, width in zip(TAGS, (4, 3, 3), strict=True):
+        ours, theirs = parts(folder / tag), parts(twin_folder / tag)
+        assert writers(folder / tag) == width
+        assert ours.keys() == theirs.keys() and len(ours) > width
+        assert all(same(ours[name], theirs[name]) for name in ours), tag
+    undisturbed = state_of(reference_folder / TAGS[-1], tmp_path)
+    ours = state_of(folder / TAGS[-1], tmp_path)
+    assert ours.keys() == undisturbed.keys() and not same(ours, undisturbed)
+    for name, tensor in ours.items():
+        # Adam moves an element of rounding noise by its learning rate at most, per step.
+        assert torch.allclose(tensor, undisturbed[name], atol=4e-3), name
+
+
+def check_loaded(run: Outcome, folder: Path) -> None:
+    assert run.returncode == 0, run.output[-3000:]
+    assert (folder / "latest").read_text() == "global_step12"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_checkpoint_of_three_workers_is_loaded_by_three(
-    run: Launch, tmp_path: Path, stage: int
+    run: Launch, saved: Saved, tmp_path: Path, stage: int
 ) -> None:
     """Saved after a loss, loaded by a new job, which then loses a worker of its own."""
-    folder = tmp_path / "first"
-    first = run(spec_of(folder, stage, kills=("2@3:backward",)))
-    check_survived(first)
-    spec = spec_of(tmp_path / "second", stage, nproc=3, global_batch=12)
+    _, folder = saved(stage, kills=("2@3:backward",))
+    target = tmp_path / "second"
+    spec = spec_of(target, stage, nproc=3, global_batch=12)
     spec = replace(spec, options=(*spec.options, f"--load={folder}"))
     second, killed = run(spec), run(replace(spec, kills=("0@1:forward",)))
-    for run_ in (second, killed):
-        assert run_.returncode == 0, run_.output[-3000:]
+    for loading in (second, killed):
+        check_loaded(loading, target)
     assert max_relative_difference(killed, second) <= 1e-6
-    assert (tmp_path / "second" / "latest").read_text() == "global_step12"
+    ours, theirs = parts(target / "loaded"), parts(folder / TAGS[-1])
+    assert ours.keys() == theirs.keys() and len(ours) > 3
+    assert all(same(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(("stage", "width"), [(1, 2), (2, 4), (3, 2)])
+def test_a_checkpoint_of_three_workers_is_loaded_by_another_number(
+    run: Launch, saved: Saved, tmp_path: Path, stage: int, width: int
+) -> None:
+    """Through DeepSpeed's universal checkpoint; the new job loses a worker of its own."""
+    _, folder = saved(stage, kills=("2@3:backward",))
+    universal, target = tmp_path / "universal", tmp_path / "second"
+    state = merged(convert(folder / TAGS[-1], universal / TAGS[-1]))
+    (universal / "latest_universal").write_text(TAGS[-1])
+    spec = spec_of(
+        target,
+        stage,
+        nproc=width,
+        global_batch=4 * width,
+        settings=json.dumps({"checkpoint": {"load_universal": True}}),
+    )
+    spec = replace(spec, options=(*spec.options, f"--load={universal}"))
+    loading = run(replace(spec, kills=("0@1:forward",)))
+    check_survived(loading)
+    check_loaded(loading, target)
+    assert writers(target / "loaded") == width
+    assert same(state_of(target / "loaded", tmp_path), state)
+
+
+def test_a_checkpoint_of_another_number_of_workers_is_refused(
+    run: Launch, saved: Saved, tmp_path: Path
+) -> None:
+    """By DeepSpeed itself: what it does not convert it does not load."""
+    _, folder = saved(1)
+    spec = spec_of(tmp_path, 1, nproc=2)
+    refused = run(replace(spec, options=(*spec.options, f"--load={folder}")))
+    assert refused.returncode != 0 and "world size of 4" in refused.output
+    assert not refused.orphans

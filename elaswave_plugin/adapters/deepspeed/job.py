@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from elaswave_plugin.adapters.deepspeed.checkpoint import save_whole
 from elaswave_plugin.adapters.deepspeed.framework import DeepSpeedFramework
 from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader, GlobalOrder, Order
 from elaswave_plugin.adapters.deepspeed.refuse import check_engine
@@ -100,7 +101,7 @@ class EngineJob:
         engine.backward = ends_in_a_sentence(partial(self._backward, engine.backward))
         engine.step = ends_in_a_sentence(partial(self._step, engine.step))
         for name, take in (
-            ("save_checkpoint", self._save),
+            ("save_checkpoint", self._save_checkpoint),
             ("save_16bit_model", self._save),
             ("load_checkpoint", self._load),
         ):
@@ -191,6 +192,9 @@ class EngineJob:
             )
 
         self._loop.complete_step(update)
+
+    def _save_checkpoint(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._save(partial(save_whole, native, self._engine), *args, **kwargs)
 
     def _save(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._loop.run(lambda: native(*args, **kwargs), phase="save")

@@ -34,6 +34,9 @@ _CARRIED: tuple[tuple[str, Any, str], ...] = (
     ("amp.enabled", False, "use bf16"),
     ("torch_autocast.enabled", False, "use bf16"),
     ("compile.deepcompile", False, "DeepCompile is not carried"),
+    ("checkpoint.use_node_local_storage", False, "a lost node takes its part with it"),
+    ("checkpoint.writer", None, "let torch write checkpoints"),
+    ("datastates_ckpt", False, "let torch write checkpoints: every save has ended when it returns"),
     ("elasticity", None, "DeepSpeed removed it; the section elaswave takes its place"),
 )
 _OPTIMIZERS = ("adam", "adamw")

@@ -1,6 +1,7 @@
 """A stock script that saves every other step, evaluates after it, and may load a checkpoint first.
 
---save DIR, --load DIR; the losses of the evaluations go to DIR/evaluations-RANK-PID.json.
+--save DIR, --load DIR; the losses of the evaluations go to DIR/evaluations-RANK-PID.json. What was
+loaded is saved again at once, as the tag "loaded".
 """
 
 import argparse
@@ -37,6 +38,7 @@ def main() -> None:
     if args.load:
         path, _ = engine.load_checkpoint(args.load)
         assert path is not None
+        engine.save_checkpoint(args.save, tag="loaded", save_latest=False)
     last = engine.global_steps + args.steps
     tokens, labels = (
         torch.stack(column) for column in zip(*map(dataset.__getitem__, range(4)), strict=True)
