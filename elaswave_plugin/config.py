@@ -126,6 +126,11 @@ class ElasticConfig(BaseModel):
         description="seconds a survivor may take to stop its step after a proposal; lower fences"
         " stuck workers sooner, higher spares slow ones",
     )
+    dataflow: Literal["redeal", "reroute"] = Field(
+        "redeal",
+        description="who runs the micro-batches of a lost pipeline replica; redeal: all are dealt"
+        " anew over every stage's live replicas; reroute: its peers take them over",
+    )
     gpu_engine: Literal["auto", "host", "nccl"] = Field(
         "auto",
         description="what carries GPU tensors; nccl: NCCL, which needs one process per GPU; host:"

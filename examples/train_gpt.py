@@ -45,6 +45,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument("--num-attention-heads", type=int, default=4)
     parser.add_argument("--seq-length", type=int, default=128)
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument("--micro-batch-size", type=int, default=1)
     parser.add_argument("--global-batch-size", type=int, default=8)
     parser.add_argument("--train-iters", type=int, default=20)
@@ -78,6 +81,9 @@ def build_model(args: argparse.Namespace) -> DistributedDataParallel:
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
         num_attention_heads=args.num_attention_heads,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        sequence_parallel=args.sequence_parallel,
         attention_dropout=args.attention_dropout,
         hidden_dropout=args.hidden_dropout,
         calculate_per_token_loss=args.calculate_per_token_loss,
@@ -97,6 +103,8 @@ def build_model(args: argparse.Namespace) -> DistributedDataParallel:
         get_gpt_layer_local_spec(),
         vocab_size=384,
         max_sequence_length=args.seq_length,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=True,
         position_embedding_type="learned_absolute",
     ).cuda()
@@ -228,7 +236,9 @@ def main() -> None:
     job = elaswave.attach(args)  # [elastic] 3
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % max(1, torch.cuda.device_count()))
     torch.distributed.init_process_group(**job.process_group())  # [elastic] 4
-    parallel_state.initialize_model_parallel()
+    parallel_state.initialize_model_parallel(
+        args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    )
     tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
     torch.manual_seed(args.seed)
     model = build_model(args)

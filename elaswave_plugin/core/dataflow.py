@@ -140,9 +140,6 @@ def share(*, num_samples: int, homes: Sequence[int], live: Sequence[int]) -> Sha
     )
 
 
-Flow = Dataflow | Shares
-
-
 def sample_ids(*, step: int, microbatch: int, num_microbatches: int, size: int) -> tuple[int, ...]:
     """Global sample ids of a micro-batch under sequential sampling; ``size`` samples each."""
     first = (step * num_microbatches + microbatch) * size

@@ -30,9 +30,9 @@ def ends_in_a_sentence(
 ) -> Callable[Parameters, Result]:
     """Turn an ElasWaveError that leaves ``function`` into a sentence and the process's end.
 
-    What everybody sees alike (bad input, lost state or stages, different plans) stops the whole job, and its
-    leader prints the reason once; anything else is the loss of this worker. Exit code 2 for bad
-    input, 1 for the rest.
+    What everybody sees alike (bad input, lost state or stages, different plans) stops the whole
+    job, and its leader prints the reason once; anything else is the loss of this worker. Exit code
+    2 for bad input, 1 for the rest.
     """
 
     @wraps(function)

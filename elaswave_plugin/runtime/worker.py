@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 import psutil
 
 from elaswave_plugin.config import ElasticConfig, parse_kill
-from elaswave_plugin.core.dataflow import Flow
-from elaswave_plugin.core.plan import RecoveryPlan, copy_targets, make_plan
+from elaswave_plugin.core.plan import Flow, RecoveryPlan, copy_targets, make_plan
 from elaswave_plugin.core.seating import Cell, FlatSeating, Seating
 from elaswave_plugin.core.shards import ShardCut
 from elaswave_plugin.runtime.broken_links import BrokenLinks

@@ -24,22 +24,27 @@ __all__ = ["Job", "add_arguments", "attach"]
 def attach(args: argparse.Namespace) -> Job:
     """Join the job when ``args`` has --elaswave, else return the same verbs without the plugin.
 
-    Reads global_batch_size, micro_batch_size and seed, as Megatron-LM's arguments name them.
+    Reads global_batch_size, micro_batch_size, seed and, where there are, the sizes of tensor and
+    pipeline model parallelism, as Megatron-LM's arguments name them.
     On a machine without GPU the CPU patch records are applied in both cases; ``finish`` undoes all
     records. Bad input ends the process with one sentence and exit code 2, here and in the job's
     other verbs.
     """
     config = from_namespace(args)
     patches = PatchSet([]) if torch.cuda.is_available() else cpu_patches()
-    batch = {
+    sizes = {
         "global_batch_size": args.global_batch_size,
         "micro_batch_size": args.micro_batch_size,
+        "model_parallel": (
+            getattr(args, "tensor_model_parallel_size", 1),
+            getattr(args, "pipeline_model_parallel_size", 1),
+        ),
     }
     if config is None:
-        job: Job = PlainJob(patches=patches, **batch)
+        job: Job = PlainJob(patches=patches, **sizes)
     else:
         elastic = elastic_patches(exact=config.consistency == "exact")
         patches = PatchSet([*patches.records, *elastic.records])
-        job = ElasticJob(config, patches=patches, seed=args.seed, **batch)
+        job = ElasticJob(config, patches=patches, seed=args.seed, **sizes)
     patches.apply()
     return job

@@ -7,6 +7,7 @@ bucket has room for all smaller widths; ``set_width`` then only changes the leng
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from elaswave_plugin.core.shards import padded_size, reserved_size
 
@@ -74,6 +75,11 @@ def drop_step(model: DistributedDataParallel) -> None:
     model.zero_grad_buffer()
     for param in model.parameters():
         param.grad = None
+
+
+def layer_numbers(model: DistributedDataParallel) -> tuple[int, ...]:
+    """The global numbers of this worker's transformer layers, from 1 on."""
+    return tuple(m.layer_number for m in model.modules() if isinstance(m, TransformerLayer))
 
 
 def bucket_lengths(model: DistributedDataParallel) -> tuple[int, ...]:

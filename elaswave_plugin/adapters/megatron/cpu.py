@@ -7,6 +7,7 @@ CPU meaning. On a machine with a GPU none of them is applied.
 """
 
 import contextlib
+import copy
 import functools
 import logging
 import sys
@@ -96,6 +97,21 @@ def _manual_seed(original: Any) -> Any:
     return lambda seed: torch.default_generator.manual_seed(seed)
 
 
+def _torch_norm(original: Any) -> Any:
+    """Under sequence parallelism only the fused norms mark their parameters, whose gradients are
+    then added over the TP group; torch's norm asserts instead."""
+
+    def make(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        norm = original(cls, plain, *args, **kwargs)
+        for param in norm.parameters():
+            param.sequence_parallel = config.sequence_parallel
+        return norm
+
+    return make
+
+
 def _record(target: str, make: Callable[[Any], Any], reason: str, *parameters: str) -> PatchRecord:
     """A record whose distribution and range follow from the module of its target."""
     of_megatron = target.startswith("megatron")
@@ -147,6 +163,11 @@ def cpu_patches() -> PatchSet:
         ),
         _record(
             f"{random}:_get_cuda_rng_state", _get_state, tracker, "device", "clone", "graph_safe"
+        ),
+        _record(
+            "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+            _torch_norm,
+            "sequence parallelism needs the fused norms, which need a GPU",
         ),
     ]
     return PatchSet(records)

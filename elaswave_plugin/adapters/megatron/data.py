@@ -8,8 +8,26 @@ import torch
 from elaswave_plugin.core.dataflow import sample_ids
 
 
+def in_order(
+    forward_step_func: Callable[..., Any],
+    microbatches: Sequence[int],
+    begin: Callable[[int], None],
+) -> Callable[..., Any]:
+    """The forward step whose i-th call runs the i-th of ``microbatches``; ``begin(k)`` comes first.
+
+    Schedules call forward steps in the order of micro-batches, whichever stage they are.
+    """
+    upcoming = iter(microbatches)
+
+    def forward_step(*args: Any, **kwargs: Any) -> Any:
+        begin(next(upcoming))
+        return forward_step_func(*args, **kwargs)
+
+    return forward_step
+
+
 class KeyedBatches:
-    """The data iterator that forward steps call ``next`` on; never exhausted within a step."""
+    """The data iterator on which a forward step calls ``next``, once a micro-batch or never."""
 
     def __init__(
         self,
@@ -27,10 +45,10 @@ class KeyedBatches:
         self._step = 0
         self._queue: Iterator[int] = iter(())
 
-    def begin(self, step: int, microbatches: Sequence[int]) -> None:
-        """Deliver the given micro-batches of ``step``, in this order."""
+    def deliver(self, step: int, microbatch: int) -> None:
+        """The next batch is that of a micro-batch of ``step``."""
         self._step = step
-        self._queue = iter(microbatches)
+        self._queue = iter((microbatch,))
 
     def __iter__(self) -> "KeyedBatches":
         return self

@@ -16,7 +16,9 @@ from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
 
 from elaswave_plugin.adapters.megatron.reduction import GradientReduction
+from elaswave_plugin.core.dataflow import Dataflow
 from elaswave_plugin.core.exact import Contribution
+from elaswave_plugin.core.pipeline_flow import PipelineFlow
 from elaswave_plugin.errors import ConfigurationError
 
 # What forward_backward_no_pipelining takes beside these must have its default value.
@@ -31,6 +33,13 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
                 f"forward_backward got {name}={value!r}, and elaswave_plugin carries only "
                 f"{', '.join(_CARRIED)} and forward_only; leave it out"
             )
+
+
+def order_of(flow: Dataflow | PipelineFlow, slot: int) -> tuple[int, ...]:
+    """Micro-batches of a worker in the order in which it runs their forwards."""
+    if isinstance(flow, PipelineFlow):
+        return flow.microbatches(slot)
+    return tuple(k for part in flow.contributions(slot) for k in part.microbatches)
 
 
 def run_contributions(

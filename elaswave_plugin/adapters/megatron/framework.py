@@ -12,11 +12,12 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from elaswave_plugin.adapters.megatron import buffers
+from elaswave_plugin.adapters.megatron import buffers, grid
 from elaswave_plugin.adapters.megatron.optimizer_state import FlatShard
 from elaswave_plugin.adapters.megatron.reduction import GradientReduction
-from elaswave_plugin.core.dataflow import Dataflow
-from elaswave_plugin.core.plan import RecoveryPlan
+from elaswave_plugin.core.dataflow import Dataflow, Shares
+from elaswave_plugin.core.pipeline_flow import PipelineFlow
+from elaswave_plugin.core.plan import Flow, RecoveryPlan
 from elaswave_plugin.core.shards import ALIGNMENT
 from elaswave_plugin.runtime.state_dump import NamedPiece
 from elaswave_plugin.runtime.worker import Worker
@@ -55,6 +56,7 @@ class MegatronFramework:
         self._distributed = distributed_optimizer
         self._scheduler = scheduler
         self._applied_steps = 0
+        self._seated = True
         announce = worker.phases.enter
         self.reduction = GradientReduction(
             model,
@@ -98,6 +100,8 @@ class MegatronFramework:
         update = self._optimizer.step
 
         def step(*args: Any, **kwargs: Any) -> Any:
+            if not self._seated:
+                return True, 0.0, None
             self._worker.await_copies()
             result = update(*args, **kwargs)
             self._applied_steps += int(bool(result[0]))
@@ -137,18 +141,29 @@ class MegatronFramework:
             if getattr(parallel_state, name) is not None:
                 members = dist.get_process_group_ranks(getattr(parallel_state, group))
                 setattr(parallel_state, name, members)
-        buffers.set_width(self.model, self._group.size(), self._group.rank())
-        self._shard.recut()
-        assert isinstance(plan.dataflow, Dataflow)
-        self.reduction.set_dataflow(plan.dataflow, plan.ranks)
+        if self.take_place(plan.dataflow):
+            grid.move_to_tp_position(self.model)
+            buffers.set_width(self.model, self._group.size(), self._group.rank())
+            self._shard.recut()
+
+    def take_place(self, flow: Flow) -> bool:
+        """Reduce as ``flow`` says from now on; false for a worker that has no place in it."""
+        cell = self._worker.seating.cell_of(self._worker.slot)
+        self._seated = cell is not None
+        if cell is not None:
+            mine = flow.cell(*cell.key) if isinstance(flow, PipelineFlow) else flow
+            assert isinstance(mine, Dataflow) and not isinstance(flow, Shares)
+            self.reduction.set_dataflow(mine, cell.ranks, native=flow.is_healthy)
+        return self._seated
 
     def read_shard(self) -> list[torch.Tensor]:
         """The flat state, without copying."""
         return self._shard.parts()
 
     def write_shard(self, payload: torch.Tensor) -> None:
-        """Install a payload of shape [3, shard_numel]."""
-        self._shard.write(payload)
+        """Install a payload of shape [3, shard_numel]; nothing without a place."""
+        if self._seated:
+            self._shard.write(payload)
 
     def read_capsule(self) -> bytes:
         """Scheduler, loss scaler, applied steps, and what the schedule set in the groups."""
@@ -169,7 +184,8 @@ class MegatronFramework:
         """Install what ``read_capsule`` returned."""
         state = pickle.loads(capsule)
         self._applied_steps = state["applied_steps"]
-        self._shard.set_applied_steps(self._applied_steps)
+        if self._seated:
+            self._shard.set_applied_steps(self._applied_steps)
         if self._scheduler is not None:
             # load_state_dict() of Megatron's scheduler advances from its present count.
             if hasattr(self._scheduler, "num_steps"):
@@ -187,7 +203,9 @@ class MegatronFramework:
 
     def named_pieces(self) -> Iterator[NamedPiece]:
         """This worker's pieces of the state, by global parameter name."""
-        for name, param in self.model.module.named_parameters():
+        if not self._seated:
+            return
+        for name, param in self._global_names():
             if param not in self._distributed.model_param_group_index_map:
                 continue
             span = self._distributed._get_model_param_range_map(param)["param"]
@@ -199,9 +217,28 @@ class MegatronFramework:
                     name=name, part=part, start=span.start, numel=param.numel(), data=data.view(-1)
                 )
 
+    def _global_names(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Parameters with the global number of their layer, and their tp position if there are."""
+        prefixes = {}
+        for name, module in self.model.module.named_modules():
+            if isinstance(module, TransformerLayer):
+                stack = name.rpartition(".")[0]
+                prefixes[f"{name}."] = f"{stack}.{module.layer_number - 1}."
+        tp = parallel_state.get_tensor_model_parallel_rank()
+        several = parallel_state.get_tensor_model_parallel_world_size() > 1
+        for name, param in self.model.module.named_parameters():
+            local = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+            shown = prefixes.get(local, "") + name.removeprefix(local)
+            yield (f"{shown} (tp {tp})" if several else shown), param
+
     @torch.no_grad()
     def sync_weights(self) -> int:
-        """Gather the weights over the data-parallel group; returns their digest."""
+        """Gather the weights over the data-parallel group; returns their digest.
+
+        0 for a worker that has no place.
+        """
+        if not self._seated:
+            return 0
         self.model.start_param_sync(force_sync=True)
         digest = xxhash.xxh3_64()
         for buffer in self.model.buffers:

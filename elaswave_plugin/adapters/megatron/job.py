@@ -16,13 +16,20 @@ from elaswave_plugin.adapters.megatron.contract import (
     TrainStep,
     num_microbatches_of,
 )
-from elaswave_plugin.adapters.megatron.data import KeyedBatches
+from elaswave_plugin.adapters.megatron.data import KeyedBatches, in_order
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
+from elaswave_plugin.adapters.megatron.grid import Grid
+from elaswave_plugin.adapters.megatron.pipeline import RaggedPipeline
 from elaswave_plugin.adapters.megatron.refuse import check_supported
+from elaswave_plugin.adapters.megatron.tied_embeddings import TiedWeight
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.adapters.recording import Recording
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.core.dataflow import Dataflow, deal
+from elaswave_plugin.core.groups import Seat
+from elaswave_plugin.core.layout import sizes_of
+from elaswave_plugin.core.pipeline_flow import PipelineFlow
+from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.loop import ElasticLoop, GuardedSteps, StepReport
 from elaswave_plugin.runtime.refusal import ends_in_a_sentence
 from elaswave_plugin.runtime.worker import Worker
@@ -40,16 +47,28 @@ class ElasticJob:
         patches: PatchSet,
         global_batch_size: int,
         micro_batch_size: int,
+        model_parallel: tuple[int, int],
         seed: int,
     ) -> None:
-        """Join the job; raises ConfigurationError outside a supervisor or for uneven batches."""
-        width = int(os.environ.get("WORLD_SIZE", "1"))
+        """Join the job; ``model_parallel``: the sizes of tp and pp.
+
+        Raises ConfigurationError outside a supervisor, for workers that do not factor, and for
+        uneven batches.
+        """
+        workers = int(os.environ.get("WORLD_SIZE", "1"))
+        self._model_parallel = tp, pp = model_parallel
+        width = sizes_of(workers, tp=tp, pp=pp)
+        if model_parallel == (1, 1) and config.dataflow != "redeal":
+            raise ConfigurationError(
+                f"dataflow is {config.dataflow}, which is for pipeline and tensor parallel jobs;"
+                " without them lost micro-batches are always dealt to the others; leave it out"
+            )
         self._num_microbatches = num_microbatches_of(
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,
             width=width,
         )
-        config.check_slots(width)
+        config.check_slots(workers)
         self._micro_batch_size = micro_batch_size
         self._seed = seed if config.seed is None else config.seed
         check_sinks(config)
@@ -82,10 +101,8 @@ class ElasticJob:
             scheduler=scheduler,
         )
         rng.install_keyed_draws(model, self._seed)
-        self._worker.bind(
-            self._framework, deal=partial(deal, num_microbatches=self._num_microbatches)
-        )
-        self._framework.reduction.set_dataflow(self._dataflow, self._worker.view.ranks)
+        self._bind_worker(model)
+        self._framework.take_place(self._worker.dataflow)
         self._recording = Recording(
             self._worker, self._tracker, pieces=self._framework.named_pieces
         )
@@ -101,11 +118,37 @@ class ElasticJob:
             num_microbatches=self._num_microbatches, micro_batch_size=self._micro_batch_size
         )
 
+    def _bind_worker(self, model: Any) -> None:
+        worker, count = self._worker, self._num_microbatches
+        self._tied: dict[int, TiedWeight] = {}
+        if self._model_parallel == (1, 1):
+            worker.bind(self._framework, deal=partial(deal, num_microbatches=count))
+            return
+        grid = Grid(worker, model, num_microbatches=count, policy=worker.config.dataflow)
+        self._tied = grid.tied
+        worker.bind(self._framework, deal=grid.deal, seating=grid.seating)
+
     @property
-    def _dataflow(self) -> Dataflow:
+    def _flow(self) -> Dataflow | PipelineFlow:
         """What the workers run now: whole micro-batches, as this adapter deals them."""
-        assert isinstance(self._worker.dataflow, Dataflow)
-        return self._worker.dataflow
+        flow = self._worker.dataflow
+        assert isinstance(flow, Dataflow | PipelineFlow)
+        return flow
+
+    @property
+    def _seat(self) -> Seat | None:
+        """This worker's place; None for a free one."""
+        flow, slot = self._flow, self._worker.slot
+        if isinstance(flow, PipelineFlow):
+            return flow.seat(slot)
+        return Seat(stage=0, order=self._worker.view.ranks.index(slot), tp=0)
+
+    @property
+    def _reports_losses(self) -> bool:
+        """Whether the losses of this worker's micro-batches are counted here: once for each."""
+        seat, flow = self._seat, self._flow
+        last = len(flow.layout.stages) - 1 if isinstance(flow, PipelineFlow) else 0
+        return seat is not None and (seat.stage, seat.tp) == (last, 0)
 
     def batches(self, dataset: Any) -> KeyedBatches:
         """Batches keyed by micro-batch; every one is written to the ledger before it is used."""
@@ -117,8 +160,11 @@ class ElasticJob:
         )
 
     def _consume(self, step: int, microbatch: int, ids: tuple[int, ...]) -> None:
+        seat = self._seat
         if not self._forward_only:
             self._worker.phases.enter("data")
+        # The samples of a micro-batch are counted where they enter the pipeline.
+        if not self._forward_only and seat is not None and (seat.stage, seat.tp) == (0, 0):
             self._worker.ledger.emit(
                 "consumed",
                 slot=self._worker.slot,
@@ -127,26 +173,34 @@ class ElasticJob:
                 k=microbatch,
                 samples=list(ids),
             )
-        rng.set_key(step, microbatch)
 
     def forward_backward(self, function: ForwardBackward) -> ForwardBackward:
-        """Healthy: the function itself. After a loss: the contributions of this worker."""
+        """Healthy: the function itself. After a loss: what this worker has to run."""
 
         def run(*, forward_only: bool = False, **kwargs: Any) -> list[Any]:
-            worker = self._worker
-            flow = self._dataflow
-            parts = flow.contributions(worker.slot)
-            self._executed = tuple(k for part in parts for k in part.microbatches)
-            self._forward_only = forward_only
+            worker, flow = self._worker, self._flow
             executor.check_arguments(kwargs)
+            self._forward_only = forward_only
             step = self._evaluations if forward_only else worker.completed
             self._evaluations += int(forward_only)
-            kwargs["data_iterator"].begin(step, self._executed)
+            self._executed = executor.order_of(flow, worker.slot)
+            batches = kwargs["data_iterator"]
+
+            def begin(microbatch: int) -> None:
+                batches.deliver(step, microbatch)
+                rng.set_key(step, microbatch)
+
+            kwargs["forward_step_func"] = in_order(
+                kwargs["forward_step_func"], self._executed, begin
+            )
+            if isinstance(flow, PipelineFlow) and not flow.is_healthy:
+                return self._run_pipeline(flow, forward_only=forward_only, **kwargs)
             if flow.is_healthy or forward_only:
                 count = len(self._executed)
                 return function(num_microbatches=count, forward_only=forward_only, **kwargs)
+            assert isinstance(flow, Dataflow)
             return executor.run_contributions(
-                contributions=parts,
+                contributions=flow.contributions(worker.slot),
                 reduction=self._framework.reduction,
                 forward_step_func=kwargs["forward_step_func"],
                 data_iterator=kwargs["data_iterator"],
@@ -155,6 +209,30 @@ class ElasticJob:
             )
 
         return run
+
+    def _run_pipeline(
+        self,
+        flow: PipelineFlow,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        forward_only: bool,
+        seq_length: int,
+        micro_batch_size: int,
+        **_: Any,
+    ) -> list[Any]:
+        if flow.seat(self._worker.slot) is None:
+            return []
+        pipeline = RaggedPipeline(
+            flow=flow,
+            slot=self._worker.slot,
+            model=self._framework.model,
+            reduction=self._framework.reduction,
+            tied=self._tied,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+        )
+        return pipeline.run(forward_step_func, data_iterator, forward_only=forward_only)
 
     @ends_in_a_sentence
     def _step(self, attempt: Callable[[], StepReport]) -> StepReport:
@@ -175,33 +253,39 @@ class ElasticJob:
 
         def attempt() -> StepReport:
             losses, grad_norm = train_step()
-            loss, tokens = self._mean_loss(losses)
+            loss, tokens, norm = self._agree(losses, float(grad_norm))
             lr = self._framework.learning_rate()
-            return StepReport(loss=loss, grad_norm=float(grad_norm), lr=lr, tokens=tokens)
+            return StepReport(loss=loss, grad_norm=norm, lr=lr, tokens=tokens)
 
         while self._worker.completed < self._train_iters:
             report = self._step(attempt)
             yield self._worker.completed - 1, report
         self.finish()
 
-    def _mean_loss(self, losses: Losses) -> tuple[float, int]:
-        """Sum in ascending order of micro-batch over the tokens; both alike on every worker."""
-        table = torch.zeros(self._num_microbatches, 2, dtype=torch.float64)
-        for microbatch, pair in zip(self._executed, losses, strict=True):
-            table[microbatch] = torch.tensor(pair, dtype=torch.float64)
+    def _agree(self, losses: Losses, grad_norm: float = 0.0) -> tuple[float, int, float]:
+        """Mean loss, tokens and gradient norm, alike on every worker.
+
+        Losses are summed in ascending order of micro-batch and divided by the tokens.
+        """
+        table = torch.zeros(self._num_microbatches + 1, 2, dtype=torch.float64)
+        if self._reports_losses:
+            for microbatch, pair in zip(self._executed, losses, strict=True):
+                table[microbatch] = torch.tensor(pair, dtype=torch.float64)
+        table[-1, 0] = grad_norm if self._seat == Seat(0, 0, 0) else 0.0
         # Every row has one contributor, so that the sum only adds zeros to it.
         dist.all_reduce(table)
+        *rows, (norm, _) = table.tolist()
         total, tokens = 0.0, 0.0
-        for loss, count in table.tolist():
+        for loss, count in rows:
             total, tokens = total + loss, tokens + count
-        return total / tokens, int(tokens)
+        return total / tokens, int(tokens), norm
 
     def evaluate(self, evaluate: Callable[[], Sequence[Losses]]) -> float:
         """Run an evaluation; it starts again after a recovery."""
 
         def from_the_start() -> float:
             self._evaluations = 0
-            means = [self._mean_loss(losses)[0] for losses in evaluate()]
+            means = [self._agree(losses)[0] for losses in evaluate()]
             return sum(means) / len(means)
 
         return self.run(from_the_start, phase="evaluation")

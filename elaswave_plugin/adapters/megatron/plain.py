@@ -2,10 +2,12 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from elaswave_plugin.adapters.megatron.contract import (
     ForwardBackward,
@@ -14,19 +16,28 @@ from elaswave_plugin.adapters.megatron.contract import (
     TrainStep,
     num_microbatches_of,
 )
-from elaswave_plugin.adapters.megatron.data import KeyedBatches
+from elaswave_plugin.adapters.megatron.data import KeyedBatches, in_order
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.core.exact import replica_microbatches
+from elaswave_plugin.core.layout import sizes_of
 from elaswave_plugin.runtime.loop import StepReport
 
 
 class PlainJob:
     """The verbs without the plugin: plain data parallelism on the launched workers."""
 
-    def __init__(self, *, patches: PatchSet, global_batch_size: int, micro_batch_size: int) -> None:
+    def __init__(
+        self,
+        *,
+        patches: PatchSet,
+        global_batch_size: int,
+        micro_batch_size: int,
+        model_parallel: tuple[int, int],
+    ) -> None:
+        """``model_parallel``: the sizes of tp and pp; raises ConfigurationError for bad sizes."""
         self._patches = patches
-        self._width = int(os.environ.get("WORLD_SIZE", "1"))
-        self._rank = int(os.environ.get("RANK", "0"))
+        tp, pp = model_parallel
+        self._width = sizes_of(int(os.environ.get("WORLD_SIZE", "1")), tp=tp, pp=pp)
         self._micro_batch_size = micro_batch_size
         self._num_microbatches = num_microbatches_of(
             global_batch_size=global_batch_size,
@@ -60,13 +71,19 @@ class PlainJob:
 
         def run(**kwargs: Any) -> list[Any]:
             mine = replica_microbatches(
-                self._rank, num_replicas=self._width, num_microbatches=self._num_microbatches
+                parallel_state.get_data_parallel_rank(),
+                num_replicas=self._width,
+                num_microbatches=self._num_microbatches,
             )
             step = self._step
             if kwargs.get("forward_only"):
                 step = self._evaluations
                 self._evaluations += 1
-            kwargs["data_iterator"].begin(step, mine)
+            kwargs["forward_step_func"] = in_order(
+                kwargs["forward_step_func"],
+                mine,
+                partial(kwargs["data_iterator"].deliver, step),
+            )
             return function(num_microbatches=len(mine), **kwargs)
 
         return run
@@ -93,7 +110,10 @@ class PlainJob:
         self._patches.undo()
 
     def _totals(self, losses: Losses) -> tuple[float, float]:
-        sums = torch.tensor(losses, dtype=torch.float64).sum(dim=0)
+        sums = torch.zeros(2, dtype=torch.float64)
+        # Where they are: at the last stage, and there once for each TP group.
+        if losses and parallel_state.get_tensor_model_parallel_rank() == 0:
+            sums = torch.tensor(losses, dtype=torch.float64).sum(dim=0)
         dist.all_reduce(sums)
         return float(sums[0]), float(sums[1])
 

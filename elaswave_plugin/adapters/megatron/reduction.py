@@ -40,9 +40,12 @@ class GradientReduction:
             group.start_grad_sync = self._starting(group.start_grad_sync)
             group.finish_grad_sync = self._finishing(group, group.finish_grad_sync)
 
-    def set_dataflow(self, dataflow: Dataflow, ranks: tuple[int, ...]) -> None:
-        """Reduce by ``dataflow`` from now on; ``ranks``: slots of the data-parallel group."""
-        self._dataflow = None if dataflow.is_healthy else dataflow
+    def set_dataflow(self, dataflow: Dataflow, ranks: tuple[int, ...], *, native: bool) -> None:
+        """Reduce by ``dataflow`` from now on; ``ranks``: slots of the data-parallel group.
+
+        ``native``: the framework's own schedule runs, and starts the reductions itself.
+        """
+        self._dataflow = None if native else dataflow
         self._ranks = ranks
         self.drop()
 

@@ -42,8 +42,9 @@ def _model_problems(model: Any) -> Iterator[str]:
         yield _unsupported("the model", type(model).__name__, "one Megatron-Core DDP model")
         return
     sizes = {
-        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
-        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline_model_parallel_size": (
+            parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+        ),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
     }
@@ -72,6 +73,9 @@ def _model_problems(model: Any) -> Iterator[str]:
         ("delay_wgrad_compute", config.delay_wgrad_compute, False),
         ("deterministic_mode", config.deterministic_mode, False),
         ("fp8", config.fp8, None),
+        ("defer_embedding_wgrad_compute", config.defer_embedding_wgrad_compute, False),
+        ("variable_seq_lengths", config.variable_seq_lengths, False),
+        ("pipeline_model_parallel_layout", config.pipeline_model_parallel_layout, None),
     ]
     for setting, seen, carried in wanted:
         if seen != carried:

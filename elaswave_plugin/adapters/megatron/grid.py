@@ -1,0 +1,84 @@
+"""A TP x PP x DP job: its layout at launch, and what modules cache of their tp position."""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.tensor_parallel.utils import VocabUtility
+
+from elaswave_plugin.adapters.megatron import buffers
+from elaswave_plugin.adapters.megatron.tied_embeddings import TiedWeight, find_tied_weight
+from elaswave_plugin.core.layout import ParallelLayout, launch_layout, sizes_of
+from elaswave_plugin.core.pipeline_flow import PipelineFlow, Policy, flow_of
+from elaswave_plugin.core.seating import GridSeating
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.runtime.worker import Worker
+
+
+class Grid:
+    """What the launch fixed for the whole job, alike on every worker."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        model: DistributedDataParallel,
+        *,
+        num_microbatches: int,
+        policy: Policy,
+    ) -> None:
+        """Collective over WORLD; raises ConfigurationError for groups along no axis."""
+        world = worker.groups.world
+        assert world is not None
+        self.layout = launch_layout(
+            tp=parallel_state.get_tensor_model_parallel_world_size(),
+            pp=parallel_state.get_pipeline_model_parallel_world_size(),
+            dp=parallel_state.get_data_parallel_world_size(),
+            num_layers=model.config.num_layers,
+        )
+        _check_layers(model, self.layout)
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        mine = stage, buffers.bucket_lengths(model), find_tied_weight(model)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        self.tied: dict[int, TiedWeight] = {s: tied for s, _, tied in everyone if tied is not None}
+        self.seating = GridSeating.at_launch(
+            self.layout,
+            groups=worker.groups.members(),
+            buckets={stage: lengths for stage, lengths, _ in everyone},
+        )
+        self.deal = partial(flow_of, num_microbatches=num_microbatches, policy=policy)
+
+    def flow(self, layout: ParallelLayout) -> PipelineFlow:
+        """What the workers run under a layout."""
+        return self.deal(layout=layout)
+
+
+def data_parallel_width(num_workers: int, *, tp: int, pp: int) -> int:
+    """Replicas of a job; raises ConfigurationError for workers that do not factor."""
+    return sizes_of(num_workers, tp=tp, pp=pp)
+
+
+def move_to_tp_position(model: torch.nn.Module) -> None:
+    """Have the modules believe the tp position that the groups tell now; weights come later."""
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding):
+            group = module.tp_group
+            module.vocab_start_index, module.vocab_end_index = (
+                VocabUtility.vocab_range_from_global_vocab_size(
+                    module.num_embeddings, group.rank(), group.size()
+                )
+            )
+
+
+def _check_layers(model: DistributedDataParallel, layout: ParallelLayout) -> None:
+    (start, stop), *_ = layout.layers(parallel_state.get_pipeline_model_parallel_rank())
+    numbers = buffers.layer_numbers(model)
+    if numbers != tuple(range(start + 1, stop + 1)):
+        raise ConfigurationError(
+            f"this stage has the layers {list(numbers)}, wanted {start + 1} to {stop}; give every"
+            " pipeline stage the same number of layers"
+        )

@@ -1,0 +1,107 @@
+"""The gradient of an embedding that the first and the last stage share, at unequal stage widths.
+
+Megatron-Core all-reduces it between pairs of workers that own the same elements (megatron/core/
+distributed/finalize_model_grads.py, ``_allreduce_word_embedding_grads``). Unequally wide stages cut
+it differently, so each owner sends its interval to the owners of the same elements at the other
+stage: two terms, G = G_first + G_last, whose sum does not depend on their order.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.utils import get_attr_wrapped_model
+
+from elaswave_plugin.core.pipeline_flow import PipelineFlow
+from elaswave_plugin.core.shards import padded_size
+
+
+class TiedWeight(NamedTuple):
+    """Where a stage keeps the shared weight: elements [start, start + numel) of a bucket."""
+
+    start: int
+    numel: int
+    bucket_numel: int
+
+    def owned(self, shard: int, width: int) -> tuple[int, int]:
+        """Elements [low, high) of the weight that a shard owns when the bucket is cut ``width``."""
+        size = padded_size(self.bucket_numel, width) // width
+        low, high = shard * size - self.start, (shard + 1) * size - self.start
+        return min(max(low, 0), self.numel), min(max(high, 0), self.numel)
+
+
+def tied_parameter(model: DistributedDataParallel) -> torch.nn.Parameter | None:
+    """The weight that this stage shares with another one, if it does."""
+    module = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
+    shares = module.share_embeddings_and_output_weights
+    if not shares or module.pre_process == module.post_process:
+        return None
+    weight: torch.nn.Parameter = module.shared_embedding_or_output_weight()
+    return weight
+
+
+def find_tied_weight(model: DistributedDataParallel) -> TiedWeight | None:
+    """Where this stage keeps the weight that it shares with another one."""
+    weight = tied_parameter(model)
+    for buffer in model.buffers:
+        if weight is not None and weight in buffer.param_index_map:
+            start, stop, index = buffer.param_index_map[weight]
+            bucket = buffer.buckets[index]
+            return TiedWeight(start - bucket.offset, stop - start, bucket.numel_unpadded)
+    return None
+
+
+def add_other_stage(
+    model: DistributedDataParallel,
+    *,
+    flow: PipelineFlow,
+    slot: int,
+    tied: dict[int, TiedWeight],
+    group: dist.ProcessGroup,
+    ranks: tuple[int, ...],
+    tag: int,
+) -> None:
+    """Add what the other stage computed to the elements of the shared weight that ``slot`` owns.
+
+    ``tied``: where each of the two stages keeps it; ``group`` holds all workers that have a place,
+    ``ranks`` are its slots. Collective over both stages; nothing happens at the others.
+    """
+    seat = flow.seat(slot)
+    weight = tied_parameter(model)
+    if seat is None or weight is None or seat.stage not in tied:
+        return
+    (other,) = tied.keys() - {seat.stage}
+    grad = weight.main_grad.view(-1)  # type: ignore[attr-defined]  # DDP sets it
+    arriving, sends = [], []
+    for peer, low, high in _overlaps(flow, seat.stage, seat.order, other, tied):
+        rank = ranks.index(flow.layout.stages[other][peer].slots[seat.tp])
+        theirs = torch.empty_like(grad[low:high])
+        # A copy: the sum goes into the same memory, maybe before the bytes have left.
+        mine = grad[low:high].clone()
+        arriving.append((dist.irecv(theirs, group=group, group_src=rank, tag=tag), low, theirs))
+        sends.append((dist.isend(mine, group=group, group_dst=rank, tag=tag), mine))
+    for work, low, theirs in arriving:
+        _wait(work)
+        grad[low : low + theirs.numel()] += theirs
+    for work, _ in sends:
+        _wait(work)
+
+
+def _overlaps(
+    flow: PipelineFlow, stage: int, order: int, other: int, tied: dict[int, TiedWeight]
+) -> Iterator[tuple[int, int, int]]:
+    """(replica at the other stage, low, high) of the elements that both it and this one own."""
+    low, high = tied[stage].owned(order, len(flow.layout.stages[stage]))
+    width = len(flow.layout.stages[other])
+    for peer in range(width):
+        start, stop = tied[other].owned(peer, width)
+        first, last = max(low, start), min(high, stop)
+        if first < last:
+            yield peer, first, last
+
+
+def _wait(work: Any) -> None:
+    assert work is not None
+    work.wait()
