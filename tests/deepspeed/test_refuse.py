@@ -28,6 +28,7 @@ MODEL = torch.nn.Linear(2, 2)
         ({"tensor_parallel": {"autotp_size": 2}}, "autotp_size"),
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation"),
         ({"data_efficiency": {"enabled": True}}, "data_efficiency"),
+        ({"comet": {"enabled": True}}, "comet"),
         ({"checkpoint": {"use_node_local_storage": True}}, "use_node_local_storage"),
         ({"checkpoint": {"writer": {"type": "fast"}}}, "checkpoint.writer"),
         ({"datastates_ckpt": {}}, "datastates_ckpt"),

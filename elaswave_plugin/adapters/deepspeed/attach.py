@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from elaswave_plugin.adapters.deepspeed.job import EngineJob
 from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader
+from elaswave_plugin.adapters.deepspeed.monitor import name_wandb_run
 from elaswave_plugin.adapters.deepspeed.refuse import check_configuration
 from elaswave_plugin.adapters.deepspeed.seams import deepspeed_patches, launch_patches
 from elaswave_plugin.adapters.deepspeed.section import elastic_config
@@ -49,6 +50,7 @@ def _attach(
     patches.apply()
     worker = Worker(config=settings, environ=os.environ)
     _install_groups(worker)
+    name_wandb_run(settings, config, worker.run_id)
     seed = _agreed_seed(settings)
     training_data = arguments.pop("training_data", None)
     engine, optimizer, _, scheduler = native(**arguments)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
-from deepspeed.monitor.monitor import MonitorMaster
 
 from elaswave_plugin.adapters.deepspeed import zero
 from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader, Position
@@ -68,19 +67,17 @@ class DeepSpeedFramework:
     def rebind(self, plan: RecoveryPlan) -> None:
         """Point everything DeepSpeed cached at the new layout.
 
-        What it captures by value: sizes and ranks in the engine; who writes checkpoints and
-        monitors; partitions, sizes and ranks in the ZeRO optimizer, in every parameter of stage 3
-        and in the modules' hooks. Group handles need nothing: the groups were edited in place.
+        What it captures by value: sizes and ranks in the engine; who writes checkpoints;
+        partitions, sizes and ranks in the ZeRO optimizer, in every parameter of stage 3 and in the
+        modules' hooks. Group handles need nothing: the groups were edited in place.
         """
         engine = self._engine
         rank, width = dist.get_rank(), dist.get_world_size()
         engine.world_size = engine.dp_world_size = engine.seq_dp_world_size = width
-        had_rank_0, engine.global_rank = engine.global_rank == 0, rank
+        engine.global_rank = rank
         self._state.recut()
         engine.save_zero_checkpoint = engine.save_non_zero_checkpoint = False
         engine._configure_checkpointing()
-        if rank == 0 and not had_rank_0:
-            engine.monitor = MonitorMaster(engine._config.monitor_config)
 
     def read_shard(self) -> list[torch.Tensor]:
         """The flat state."""

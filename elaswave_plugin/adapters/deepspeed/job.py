@@ -13,6 +13,7 @@ import torch.distributed as dist
 from elaswave_plugin.adapters.deepspeed.checkpoint import save_whole
 from elaswave_plugin.adapters.deepspeed.framework import DeepSpeedFramework
 from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader, GlobalOrder, Order
+from elaswave_plugin.adapters.deepspeed.monitor import ElasticMonitor
 from elaswave_plugin.adapters.deepspeed.refuse import check_engine
 from elaswave_plugin.adapters.deepspeed.stand_in import StandIn, detached
 from elaswave_plugin.adapters.patching import PatchSet
@@ -66,6 +67,7 @@ class EngineJob:
         self._left = False
         self._iterations = 0
         self._sealed = False
+        self._monitor = engine.monitor = ElasticMonitor(engine, self._loop)
         self._framework.watch(self._announce, self._check)
         self._take_over()
         self._recording.attached(
@@ -134,6 +136,7 @@ class EngineJob:
 
     def _recovered(self) -> None:
         self._learn_output()
+        self._monitor.recovered()
         for react in self.reactions:
             react()
 
@@ -183,7 +186,9 @@ class EngineJob:
             self._worker.await_copies()
             # The collective that shows that everyone has come here; see ``await_copies``.
             loss, tokens = self._mean_loss()
+            self._monitor.release()
             native(lr_kwargs)
+            self._monitor.add_step()
             return StepReport(
                 loss=loss,
                 grad_norm=self._framework.grad_norm(),
@@ -202,7 +207,7 @@ class EngineJob:
     @ends_in_a_sentence
     def run(self, work: Callable[[], Any], *, phase: str) -> Any:
         """Work between steps that every worker calls; it starts again after a loss."""
-        return self._loop.run(work, phase=phase)
+        return self._loop.run(self._monitor.restarting(work), phase=phase)
 
     def _load(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._sealed:
@@ -315,9 +320,13 @@ class EngineJob:
         self._left = True
         if self._worker.config.dump_state == "last" and self._worker.completed:
             self._recording.dump(self._worker.completed - 1)
-        self._loop.finish(before_leaving=self._recording.tracker.close)
+        self._loop.finish(before_leaving=self._close_files)
         self._worker.groups.uninstall()
         self._patches.undo()
+
+    def _close_files(self) -> None:
+        self._monitor.close()
+        self._recording.tracker.close()
 
     def abandon(self) -> None:
         """The script fails: leave without waiting for anyone."""

@@ -34,6 +34,7 @@ _CARRIED: tuple[tuple[str, Any, str], ...] = (
     ("amp.enabled", False, "use bf16"),
     ("torch_autocast.enabled", False, "use bf16"),
     ("compile.deepcompile", False, "DeepCompile is not carried"),
+    ("comet.enabled", False, "use W&B, TensorBoard or CSV, which another worker can open again"),
     ("checkpoint.use_node_local_storage", False, "a lost node takes its part with it"),
     ("checkpoint.writer", None, "let torch write checkpoints"),
     ("datastates_ckpt", False, "let torch write checkpoints: every save has ended when it returns"),
