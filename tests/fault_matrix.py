@@ -36,7 +36,7 @@ class Runs:
 
     def reference(self, spec: JobSpec) -> Outcome:
         """The run that nothing disturbs."""
-        return self._once(replace(spec, kills=()))
+        return self._once(replace(spec, kills=(), lost_trainers=(), lost_supervisors=()))
 
     def twin(self, spec: JobSpec) -> Outcome:
         """The run in which the same workers leave as planned."""

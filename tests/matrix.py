@@ -1,6 +1,6 @@
-"""The fault matrices of both frameworks: runs them and writes their result files.
+"""The fault matrices of all frameworks: runs them and writes their result files.
 
-python -m tests.matrix [--only megatron|deepspeed] [--cases FIRST:STOP] [--out FOLDER]
+python -m tests.matrix [--only megatron|hybrid|deepspeed] [--cases FIRST:STOP] [--out FOLDER]
 """
 
 import argparse
@@ -10,9 +10,10 @@ from pathlib import Path
 from tests.deepspeed.matrix import MATRIX as DEEPSPEED
 from tests.fault_matrix import FaultMatrix, joined, result_of, run_cases
 from tests.faults.harness import ROOT
+from tests.faults.hybrid_matrix import MATRIX as HYBRID
 from tests.faults.matrix import MATRIX as MEGATRON
 
-MATRICES = (MEGATRON, DEEPSPEED)
+MATRICES = (MEGATRON, HYBRID, DEEPSPEED)
 
 
 def span(text: str) -> tuple[int, int]:

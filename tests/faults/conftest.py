@@ -47,7 +47,7 @@ def reference(run: Launch) -> Reference:
     made: dict[JobSpec, Outcome] = {}
 
     def undisturbed(spec: JobSpec) -> Outcome:
-        spec = replace(spec, kills=(), changes=())
+        spec = replace(spec, kills=(), changes=(), lost_trainers=(), lost_supervisors=())
         if spec not in made:
             made[spec] = run(spec)
             assert made[spec].returncode == 0, made[spec].output[-4000:]

@@ -46,6 +46,24 @@ ZYGOTE_START_S = 90.0
 RUN_LIMIT_S = 100.0
 
 
+# The trainers of these slots die at once, in the backward pass of the last one's step 3. With their
+# supervisors (key "supervisor_pid"), their own snapshots go too: only copies are left.
+LOSE = """
+import json, os, signal
+from elaswave_plugin.runtime.phases import Phases
+enter = Phases.enter
+def die(self, phase):
+    if self._slot == {last} and (self.step, phase) == (3, "backward"):
+        lines = open(self._events.path).read().splitlines()
+        started = [e for e in map(json.loads, lines) if e["kind"] == "worker_started"]
+        for slot in {slots}:  # the own one last: this process ends with it
+            (pid,) = [e["{key}"] for e in started if e["slot"] == slot]
+            os.kill(pid, signal.SIGKILL)
+    enter(self, phase)
+Phases.enter = die
+"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
     """One launch of the example: a tiny GPT whose every step takes a fraction of a second."""
@@ -60,6 +78,8 @@ class JobSpec:
     consistency: str = "exact"
     dump: str = "every"
     sabotage: str = ""
+    lost_trainers: tuple[int, ...] = ()
+    lost_supervisors: tuple[int, ...] = ()
     walk: str = ""
     alternate: str = ""
     launcher: tuple[str, ...] = ()
@@ -151,6 +171,13 @@ class Zygote:
         self._process.wait(timeout=20)
 
 
+def _sabotage(spec: JobSpec) -> str:
+    for key, slots in (("pid", spec.lost_trainers), ("supervisor_pid", spec.lost_supervisors)):
+        if slots:
+            return LOSE.format(slots=list(slots), last=slots[-1], key=key)
+    return spec.sabotage
+
+
 def _commands(spec: JobSpec, *, zygote: Zygote, data: Path, directory: Path) -> list[list[str]]:
     """The launchers' command lines, one a node."""
     place = [f"--nnodes={spec.nodes}", f"--master-port={free_port()}"] if spec.nodes > 1 else []
@@ -166,7 +193,7 @@ def _commands(spec: JobSpec, *, zygote: Zygote, data: Path, directory: Path) -> 
             f"--zygote={zygote.socket}",
             f"--dir={directory}",
             *spec.launcher,
-            *([str(SABOTAGED), spec.sabotage] if spec.sabotage else []),
+            *([str(SABOTAGED), sabotage] if (sabotage := _sabotage(spec)) else []),
             *([str(WALK), spec.walk] if spec.walk else []),
             *([str(ALTERNATE), spec.alternate] if spec.alternate else []),
             spec.script,
@@ -258,6 +285,8 @@ def check_survived(run: Outcome) -> None:
     assert run.returncode == 0, run.output[-4000:]
     kills = [parse_kill(kill) for kill in run.spec.kills]
     assert all(kill["fired"] for kill in kills_of(run.files, kills)), kills_of(run.files, kills)
+    lost = {*run.spec.lost_trainers, *run.spec.lost_supervisors}
+    assert lost.isdisjoint(run.events("view_committed")[-1]["ranks"])
     assert len(run.events("departed")) == len(run.spec.changes)
     assert pids_unchanged(run.files)
     assert not disagreeing_steps(run.files)

@@ -17,23 +17,6 @@ def flip(self):
 Worker.await_copies = flip
 """
 
-# The supervisors of the given slots die in the backward pass of step 3, and their trainers with
-# them: their own snapshots are gone, only copies are left.
-LOSE_SUPERVISORS = """
-import json, os, signal
-from elaswave_plugin.runtime.phases import Phases
-enter = Phases.enter
-def die(self, phase):
-    if self._slot == {first} and (self.step, phase) == (3, "backward"):
-        lines = open(self._events.path).read().splitlines()
-        started = [e for e in map(json.loads, lines) if e["kind"] == "worker_started"]
-        for slot in {slots}:  # the own one last: this process ends with it
-            (pid,) = [e["supervisor_pid"] for e in started if e["slot"] == slot]
-            os.kill(pid, signal.SIGKILL)
-    enter(self, phase)
-Phases.enter = die
-"""
-
 
 def restored_steps(run: object) -> set[int]:
     return {event["restored_step"] for event in run.events("recovered")}  # type: ignore[attr-defined]
@@ -84,7 +67,7 @@ def test_flipped_bits_everywhere_stop_the_job_and_name_the_shard(run: Launch) ->
 
 
 def test_a_lost_supervisor_is_restored_from_the_copy(run: Launch, reference: Reference) -> None:
-    survived = run(JobSpec(sabotage=LOSE_SUPERVISORS.format(first=1, slots=[1])))
+    survived = run(JobSpec(lost_supervisors=(1,)))
     check_survived(survived)
     assert len(survived.events("view_committed")) == 2
     assert survived.trace() == reference(JobSpec()).trace()
@@ -93,7 +76,7 @@ def test_a_lost_supervisor_is_restored_from_the_copy(run: Launch, reference: Ref
 def test_a_lost_supervisor_is_restored_from_the_copy_of_another_node(
     run: Launch, reference: Reference
 ) -> None:
-    survived = run(JobSpec(nodes=2, sabotage=LOSE_SUPERVISORS.format(first=1, slots=[1])))
+    survived = run(JobSpec(nodes=2, lost_supervisors=(1,)))
     check_survived(survived)
     assert survived.trace() == reference(JobSpec()).trace()
 
@@ -101,17 +84,16 @@ def test_a_lost_supervisor_is_restored_from_the_copy_of_another_node(
 def test_the_leaders_supervisor_is_restored_from_the_copy(
     run: Launch, reference: Reference
 ) -> None:
-    survived = run(JobSpec(sabotage=LOSE_SUPERVISORS.format(first=0, slots=[0])))
+    survived = run(JobSpec(lost_supervisors=(0,)))
     check_survived(survived)
     assert survived.trace() == reference(JobSpec()).trace()
 
 
 def test_two_lost_supervisors_need_two_copies(run: Launch, reference: Reference) -> None:
-    sabotage = LOSE_SUPERVISORS.format(first=1, slots=[2, 1])
-    stopped = run(JobSpec(sabotage=sabotage))
+    stopped = run(JobSpec(lost_supervisors=(2, 1)))
     assert stopped.returncode == 1
     assert "state was lost with all its copies" in stopped.output
-    survived = run(JobSpec(sabotage=sabotage, options=("--elaswave-snapshot-copies=2",)))
+    survived = run(JobSpec(lost_supervisors=(2, 1), options=("--elaswave-snapshot-copies=2",)))
     check_survived(survived)
     assert survived.trace() == reference(JobSpec()).trace()
 

@@ -1,0 +1,96 @@
+"""The fault matrix of TP x PP x DP jobs: single losses, all pairs, and pairs with their memory."""
+
+import itertools
+from dataclasses import replace
+
+from tests.fault_matrix import FaultMatrix, Runs
+from tests.faults.harness import PRELOAD, JobSpec, Outcome, check_equal
+from tests.faults.matrix import write_text
+
+PHASES = ("forward", "backward", "reduce", "optimizer")
+TP2_PP2_DP2 = JobSpec(
+    nproc=8,
+    options=(
+        "--tensor-model-parallel-size=2",
+        "--pipeline-model-parallel-size=2",
+        "--sequence-parallel",
+        "--calculate-per-token-loss",
+    ),
+)
+PP2_DP2 = JobSpec(options=("--pipeline-model-parallel-size=2",))
+PP4_DP2 = JobSpec(
+    nproc=8,
+    options=(
+        "--pipeline-model-parallel-size=4",
+        "--num-layers=4",
+        "--calculate-per-token-loss",
+        "--bf16",
+    ),
+)
+REROUTE = ("--elaswave-dataflow=reroute",)
+# In TP2 x PP2 x DP2 these share a state between them: it is lost with the memory of both.
+ONLY_COPIES = ((0, 2), (1, 3), (4, 6), (5, 7))
+
+
+def cases() -> tuple[JobSpec, ...]:
+    """Every case of the matrix, in order."""
+    single = [
+        replace(
+            TP2_PP2_DP2,
+            kills=(f"{slot}@3:{phase}",),
+            options=TP2_PP2_DP2.options + (REROUTE if (slot + index) % 2 else ()),
+        )
+        for slot, (index, phase) in itertools.product(range(8), enumerate(PHASES))
+    ]
+    # The rest of a TP group is free and runs nothing, so that both of one group die at once.
+    pairs = [
+        replace(TP2_PP2_DP2, lost_trainers=(first, second))
+        if first // 2 == second // 2
+        else replace(TP2_PP2_DP2, kills=(f"{first}@2:{phase}", f"{second}@2:{phase}"))
+        for (first, second), phase in zip(
+            itertools.combinations(range(8), 2), itertools.cycle(PHASES), strict=False
+        )
+    ]
+    with_memory = [
+        replace(TP2_PP2_DP2, lost_supervisors=pair) for pair in itertools.combinations(range(8), 2)
+    ]
+    pipelines = [
+        replace(spec, kills=(f"{slot}@2:{phase}",))
+        for spec in (PP2_DP2, PP4_DP2)
+        for slot, phase in itertools.product(range(spec.nproc), PHASES)
+    ]
+    return (*single, *pairs, *with_memory, *pipelines)
+
+
+def check(run: Outcome, runs: Runs) -> None:
+    """Bit-equal to the run that nothing disturbs, or a clean stop that names what is lost."""
+    if run.spec.lost_supervisors in ONLY_COPIES:
+        check_stopped(run)
+    else:
+        check_equal(run, runs.reference(replace(run.spec, options=undisturbed(run.spec))))
+
+
+def undisturbed(spec: JobSpec) -> tuple[str, ...]:
+    """The options of the reference: nothing is dealt anew in it."""
+    return tuple(option for option in spec.options if option not in REROUTE)
+
+
+def check_stopped(run: Outcome) -> None:
+    """The state of one stage and tp position is gone with all its copies."""
+    first, _ = run.spec.lost_supervisors
+    stage, tp = divmod(first, 4)
+    assert run.returncode == 1, run.output[-4000:]
+    assert "state was lost with all its copies" in run.output
+    assert f"stage {stage} tp {tp}: all shards" in run.output
+    assert "Traceback" not in run.output
+    assert not run.orphans
+
+
+MATRIX = FaultMatrix(
+    framework="hybrid",
+    cases=cases(),
+    fields=("nproc", "kills", "lost_trainers", "lost_supervisors", "options"),
+    preload=PRELOAD,
+    check=check,
+    prepare=write_text,
+)

@@ -1,0 +1,135 @@
+"""Losses in TP x PP x DP jobs: every stage goes on as wide as it still is, bit for bit."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.faults.conftest import Launch, Reference
+from tests.faults.harness import JobSpec, check_equal, check_survived, max_relative_difference
+from tests.faults.hybrid_matrix import (
+    ONLY_COPIES,
+    PHASES,
+    PP2_DP2,
+    PP4_DP2,
+    REROUTE,
+    TP2_PP2_DP2,
+    check_stopped,
+)
+
+# Every slot once; every phase at both stages.
+SINGLES = [(slot, PHASES[(slot + slot // 4) % 4]) for slot in range(8)]
+
+
+@pytest.mark.parametrize(("slot", "phase"), SINGLES)
+def test_any_worker_of_tp_pp_dp(run: Launch, reference: Reference, slot: int, phase: str) -> None:
+    spec = replace(TP2_PP2_DP2, kills=(f"{slot}@3:{phase}",))
+    survived = run(spec)
+    check_equal(survived, reference(spec))
+    assert len(survived.events("recovered")) == 7
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [
+        ("1@2:forward", "3@4:backward"),
+        ("4@3:backward", "7@3:optimizer"),
+        ("2@3:reduce", "5@3:forward"),
+    ],
+    ids=" ".join,
+)
+def test_two_workers_of_tp_pp_dp(run: Launch, reference: Reference, kills: tuple[str, ...]) -> None:
+    """Of the same tp position, of the two groups of a stage, of two stages."""
+    spec = replace(TP2_PP2_DP2, kills=kills)
+    check_equal(run(spec), reference(spec))
+
+
+def test_a_whole_tp_group(run: Launch, reference: Reference) -> None:
+    spec = replace(TP2_PP2_DP2, lost_trainers=(0, 1))
+    check_equal(run(spec), reference(spec))
+
+
+def test_the_state_of_a_stage_survives_in_copies(run: Launch, reference: Reference) -> None:
+    spec = replace(TP2_PP2_DP2, lost_supervisors=(0, 3))
+    check_equal(run(spec), reference(spec))
+
+
+def test_a_shard_and_its_only_copy_are_named(run: Launch) -> None:
+    check_stopped(run(replace(TP2_PP2_DP2, lost_supervisors=ONLY_COPIES[1])))
+
+
+@pytest.mark.parametrize("options", [(), REROUTE], ids=["redeal", "reroute"])
+@pytest.mark.parametrize("kill", ["0@3:backward", "3@2:forward"])
+def test_a_pipeline_with_mean_losses(
+    run: Launch, reference: Reference, kill: str, options: tuple[str, ...]
+) -> None:
+    survived = run(replace(PP2_DP2, kills=(kill,), options=PP2_DP2.options + options))
+    check_equal(survived, reference(PP2_DP2))
+
+
+def test_both_stages_lose_a_replica_one_after_the_other(run: Launch, reference: Reference) -> None:
+    spec = replace(PP2_DP2, kills=("1@1:backward", "2@3:reduce"))
+    check_equal(run(spec), reference(spec))
+
+
+@pytest.mark.parametrize("kill", ["0@2:reduce", "5@3:backward"])
+def test_a_deep_pipeline_in_bf16(run: Launch, reference: Reference, kill: str) -> None:
+    spec = replace(PP4_DP2, kills=(kill,))
+    check_equal(run(spec), reference(spec))
+
+
+def test_recomputation_and_evaluation(run: Launch, reference: Reference) -> None:
+    options = (*PP2_DP2.options, "--recompute-granularity=full", "--eval-interval=2")
+    spec = replace(PP2_DP2, options=options, kills=("1@4:evaluation",))
+    check_equal(run(spec), reference(spec))
+
+
+def test_fast_mode_is_its_twin(run: Launch, reference: Reference) -> None:
+    spec = replace(PP2_DP2, consistency="fast")
+    survived = run(replace(spec, kills=("1@3:backward",)))
+    check_survived(survived)
+    twin = run(replace(spec, changes=("1@3",)))
+    check_survived(twin)
+    assert survived.trace() == twin.trace()
+    assert max_relative_difference(survived, reference(spec)) < 1e-6
+
+
+def test_a_stage_without_a_tp_group_ends_the_job_with_the_reason(run: Launch) -> None:
+    kills = ("0@2:forward", "1@2:forward", "2@2:forward")
+    stopped = run(replace(TP2_PP2_DP2, kills=kills))
+    assert stopped.returncode == 1
+    assert "stage 0 has no whole TP group of 2 left" in stopped.output
+    assert "Traceback" not in stopped.output
+    assert not stopped.orphans
+
+
+FORGET_THE_OTHER_STAGE = """
+from elaswave_plugin.adapters.megatron import pipeline
+pipeline.add_other_stage = lambda *args, **options: None
+"""
+
+
+def test_without_the_exchange_of_tied_embeddings_the_runs_differ(
+    run: Launch, reference: Reference
+) -> None:
+    """A negative control: the comparison sees a wrong gradient."""
+    spec = replace(PP2_DP2, kills=("1@3:backward",), sabotage=FORGET_THE_OTHER_STAGE)
+    survived = run(spec)
+    check_survived(survived)
+    trace, wanted = survived.trace(), reference(PP2_DP2).trace()
+    assert [step for step in wanted if trace[step] != wanted[step]] == [3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("options", "nproc", "sentence"),
+    [
+        (("--pipeline-model-parallel-size=3",), 4, "do not factor into tp 1 x pp 3 x dp"),
+        (("--elaswave-dataflow=reroute",), 4, "dataflow is reroute, which is for pipeline"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    run: Launch, options: tuple[str, ...], nproc: int, sentence: str
+) -> None:
+    refused = run(JobSpec(nproc=nproc, options=options))
+    assert refused.returncode == 2
+    assert sentence in refused.output and "Traceback" not in refused.output
+    assert not refused.orphans
