@@ -10,7 +10,17 @@ TextPath = Annotated[
     Path | None,
     typer.Option(help="File or folder to train on.", show_default="Python's standard library"),
 ]
-Workers = Annotated[int, typer.Option(help="Number of workers.")]
+Workers = Annotated[
+    int | None, typer.Option(help="Number of workers.", show_default="4, or tp x pp x dp")
+]
+TpSize = Annotated[
+    int | None, typer.Option(help="Workers of a tensor-parallel group.", show_default="1")
+]
+PpSize = Annotated[int | None, typer.Option(help="Pipeline stages.", show_default="1")]
+DpSize = Annotated[
+    int | None,
+    typer.Option(help="Replicas of each stage.", show_default="2 with --tp or --pp"),
+]
 Steps = Annotated[int, typer.Option(help="Number of optimizer steps.")]
 Kills = Annotated[
     list[str] | None,
@@ -67,7 +77,10 @@ def run() -> None:
 
 def demo(
     text: TextPath = None,
-    nproc: Workers = 4,
+    nproc: Workers = None,
+    tp: TpSize = None,
+    pp: PpSize = None,
+    dp: DpSize = None,
     steps: Steps = 20,
     kill: Kills = None,
     seed: Seed = 1234,
@@ -85,6 +98,9 @@ def demo(
     options = check_options(
         text=text,
         nproc=nproc,
+        tp=tp,
+        pp=pp,
+        dp=dp,
         steps=steps,
         kill=list(kill or ()),
         seed=seed,

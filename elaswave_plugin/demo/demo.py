@@ -15,8 +15,9 @@ from rich.console import Console
 
 from elaswave_plugin.demo import jobs
 from elaswave_plugin.demo.blocks import step_times_s
-from elaswave_plugin.demo.options import GLOBAL_BATCH, DemoOptions
+from elaswave_plugin.demo.options import DemoOptions
 from elaswave_plugin.demo.screen import STEP_LINES, RunScreen, progress_on, show_comparison
+from elaswave_plugin.demo.sizes import GLOBAL_BATCH
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.observer import RunFiles, losses_of, read_run, summarize
 from elaswave_plugin.report import draw_report
@@ -151,7 +152,10 @@ def _run_all(
     data = out / "data" / "text"
     kills = ", ".join(map(str, options.kills))
     console.print(f"text: {options.source}", highlight=False)
-    console.print(f"{options.nproc} workers, {options.steps} steps, kill {kills}", highlight=False)
+    workers = f"{options.nproc} workers"
+    if options.is_hybrid:
+        workers += f" ({str(options.layout).splitlines()[0]})"
+    console.print(f"{workers}, {options.steps} steps, kill {kills}", highlight=False)
     with (
         jobs.prepared(options, text, data=data, logs=logs) as socket_path,
         progress_on(console) as progress,

@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from elaswave_plugin.demo.options import (
+from elaswave_plugin.demo.options import DemoOptions
+from elaswave_plugin.demo.sizes import (
+    ATTENTION_HEADS,
     GLOBAL_BATCH,
     MICRO_BATCH,
     SEQUENCE_LENGTH,
-    DemoOptions,
 )
 
 _ALWAYS = ("torch", "numpy", "pydantic")
@@ -26,7 +27,6 @@ _DEEPSPEED = (
     "deepspeed.runtime.zero.stage3",
     "torch._dynamo",
 )
-_MODEL = ("--num-layers", "4", "--hidden-size", "128", "--num-attention-heads", "4")
 
 
 def preload_of(framework: str) -> tuple[str, ...]:
@@ -42,7 +42,13 @@ def write_plain_text(options: DemoOptions, path: Path) -> None:
 
 def arguments(options: DemoOptions, *, data: Path, settings: Mapping[str, Any]) -> list[str]:
     """The script's arguments; `settings` are the plugin's own, by their keys."""
-    sizes = [*_MODEL, "--seq-length", str(SEQUENCE_LENGTH), "--seed", str(options.seed)]
+    sizes = [
+        *("--num-layers", str(options.layout.num_layers)),
+        *("--hidden-size", "128"),
+        *("--num-attention-heads", str(ATTENTION_HEADS)),
+        *("--seq-length", str(SEQUENCE_LENGTH)),
+        *("--seed", str(options.seed)),
+    ]
     if options.framework == "megatron":
         return [*_megatron_arguments(options, data), *sizes, "--elaswave", *_as_options(settings)]
     return [*_deepspeed_arguments(options, data, settings), *sizes]
@@ -54,6 +60,16 @@ def _megatron_arguments(options: DemoOptions, data: Path) -> list[str]:
         *("--train-iters", str(options.steps)),
         *("--micro-batch-size", str(MICRO_BATCH)),
         *("--global-batch-size", str(GLOBAL_BATCH)),
+        *(_parallel(options) if options.is_hybrid else ()),
+    ]
+
+
+def _parallel(options: DemoOptions) -> list[str]:
+    layout = options.layout
+    return [
+        *("--tensor-model-parallel-size", str(layout.tp)),
+        *("--pipeline-model-parallel-size", str(len(layout.stages))),
+        *(["--sequence-parallel"] if layout.tp > 1 else []),
     ]
 
 

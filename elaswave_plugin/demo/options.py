@@ -1,15 +1,20 @@
 """The demo's options, checked before anything starts."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from elaswave_plugin.config import STEP_PHASES, Kill, parse_kill
+from elaswave_plugin.core.layout import ParallelLayout
+from elaswave_plugin.demo.sizes import (
+    GLOBAL_BATCH,
+    SEQUENCE_LENGTH,
+    check_kills_leave_whole_groups,
+    check_sizes,
+)
 from elaswave_plugin.demo.text import TextSource, find_text
 from elaswave_plugin.errors import ConfigurationError
 
-GLOBAL_BATCH = 8
-MICRO_BATCH = 1
-SEQUENCE_LENGTH = 128
 DEFAULT_KILL = "2@10"
 SCRIPTS = (("megatron", "train_gpt.py"), ("deepspeed", "train_deepspeed.py"))
 MARKER = ".elaswave-demo"
@@ -20,7 +25,7 @@ class DemoOptions:
     """A demo that can run: every value is in range."""
 
     source: TextSource
-    nproc: int
+    layout: ParallelLayout
     steps: int
     kills: tuple[Kill, ...]
     seed: int
@@ -30,11 +35,24 @@ class DemoOptions:
     framework: str = "megatron"
     zero: int = 1
 
+    @property
+    def nproc(self) -> int:
+        """Workers at launch."""
+        return len(self.layout.workers)
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether there is more than data parallelism."""
+        return self.nproc > self.layout.dp
+
 
 def check_options(
     *,
     text: Path | None,
-    nproc: int,
+    nproc: int | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    dp: int | None = None,
     steps: int,
     kill: list[str],
     seed: int,
@@ -44,15 +62,8 @@ def check_options(
     zero: int | None = None,
 ) -> DemoOptions:
     """Check every option; raises ConfigurationError with one sentence at the first wrong one."""
-    micro_batches = GLOBAL_BATCH // MICRO_BATCH
-    if nproc < 2:
-        raise ConfigurationError(f"nproc is {nproc}, wanted at least 2: one is killed, one goes on")
-    if nproc > micro_batches:
-        raise ConfigurationError(
-            f"nproc is {nproc}, wanted at most {micro_batches}: a step has {micro_batches}"
-            " micro-batches and every worker needs one"
-        )
-    _check_framework(framework, zero, nproc)
+    _check_framework(framework, zero, {"tp": tp, "pp": pp, "dp": dp})
+    layout = check_sizes(nproc=nproc, tp=tp, pp=pp, dp=dp)
     if steps < 3:
         raise ConfigurationError(f"steps is {steps}, wanted at least 3")
     if seed < 0:
@@ -68,11 +79,12 @@ def check_options(
             f"text {source.name!r} has {source.num_tokens} tokens, wanted at least {needed}: one"
             f" step takes {GLOBAL_BATCH} samples of {SEQUENCE_LENGTH}"
         )
-    kills, script = _checked_kills(kill, nproc, steps), _training_script(dict(SCRIPTS)[framework])
+    kills = _checked_kills(kill, layout, steps)
+    script = _training_script(dict(SCRIPTS)[framework])
     _check_out(out)  # last, since it makes the folder
     return DemoOptions(
         source=source,
-        nproc=nproc,
+        layout=layout,
         steps=steps,
         kills=kills,
         seed=seed,
@@ -84,7 +96,7 @@ def check_options(
     )
 
 
-def _check_framework(framework: str, zero: int | None, nproc: int) -> None:
+def _check_framework(framework: str, zero: int | None, sizes: Mapping[str, int | None]) -> None:
     if framework not in dict(SCRIPTS):
         raise ConfigurationError(
             f"framework is {framework!r}, wanted one of {', '.join(dict(SCRIPTS))}"
@@ -97,14 +109,16 @@ def _check_framework(framework: str, zero: int | None, nproc: int) -> None:
         return
     if zero is not None and zero not in range(4):
         raise ConfigurationError(f"zero is {zero}, wanted a ZeRO stage: 0, 1, 2 or 3")
-    if GLOBAL_BATCH % nproc:
-        raise ConfigurationError(
-            f"nproc is {nproc}, wanted a divisor of {GLOBAL_BATCH} for framework 'deepspeed': its"
-            " workers take equally many micro-batches at launch"
-        )
+    for name, size in sizes.items():
+        if size is not None:
+            raise ConfigurationError(
+                f"{name} is {size} with framework 'deepspeed', which the demo runs data-parallel;"
+                " leave it out and give --nproc, or add --framework megatron"
+            )
 
 
-def _checked_kills(texts: list[str], nproc: int, steps: int) -> tuple[Kill, ...]:
+def _checked_kills(texts: list[str], layout: ParallelLayout, steps: int) -> tuple[Kill, ...]:
+    nproc = len(layout.workers)
     if not texts:
         usual = parse_kill(DEFAULT_KILL)
         return (Kill(slot=min(usual.slot, nproc - 1), step=min(usual.step, steps // 2)),)
@@ -123,6 +137,7 @@ def _checked_kills(texts: list[str], nproc: int, steps: int) -> tuple[Kill, ...]
         raise ConfigurationError(f"kills name a worker twice: {', '.join(map(str, kills))}")
     if len(slots) >= nproc:
         raise ConfigurationError(f"{len(slots)} kills leave none of {nproc} workers; kill fewer")
+    check_kills_leave_whole_groups(kills, layout)
     return kills
 
 

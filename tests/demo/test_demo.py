@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from elaswave_plugin.config import Kill
+from elaswave_plugin.core.layout import launch_layout
 from elaswave_plugin.demo import demo, jobs
 from elaswave_plugin.demo.options import DemoOptions
 from elaswave_plugin.demo.text import TextSource
@@ -39,7 +40,7 @@ else:
 def made_options(tmp_path: Path) -> DemoOptions:
     return DemoOptions(
         source=TextSource(name="text", paths=(Path("a"),), num_bytes=2**21),
-        nproc=4,
+        layout=launch_layout(tp=1, pp=1, dp=4, num_layers=4),
         steps=STEPS,
         kills=(Kill(slot=KILLED, step=KILL_STEP),),
         seed=1,

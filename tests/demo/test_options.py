@@ -8,7 +8,9 @@ import pytest
 
 from elaswave_plugin.cli import run_command
 from elaswave_plugin.demo import demo
+from elaswave_plugin.demo.jobs import job_command
 from elaswave_plugin.demo.options import MARKER, check_options
+from elaswave_plugin.demo.sizes import check_sizes
 from elaswave_plugin.demo.text import find_text
 
 LONG = "a line of text that is long enough for one step\n" * 40
@@ -24,6 +26,7 @@ def write(tmp_path: Path, text: str = LONG) -> str:
     [
         (["--nproc", "1"], "nproc is 1, wanted at least 2"),
         (["--nproc", "9"], "nproc is 9, wanted at most 8"),
+        (["--nproc", "3"], "nproc is 3, wanted a divisor of 8"),
         (["--nproc", "four"], "Invalid value for '--nproc'"),
         (["--steps", "2"], "steps is 2, wanted at least 3"),
         (["--seed", "-1"], "seed is -1, wanted 0 or more"),
@@ -47,6 +50,76 @@ def test_demo_bad_option_costs_one_sentence(
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1 and error.startswith("elaswave: ")
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tp", "0"], "tp is 0, wanted 1 or more"),
+        (["--tp", "3", "--pp", "2"], "tp is 3, wanted a divisor of the 4 attention heads"),
+        (["--pp", "9"], "pp is 9, wanted at most 8: the demo's model has at most 8 layers"),
+        (["--nproc", "6", "--tp", "2", "--pp", "2"], "6 workers do not factor into tp 2 x pp 2"),
+        (["--nproc", "4", "--tp", "2", "--dp", "4"], "wanted 8, which is tp 2 x pp 1 x dp 4"),
+        (["--nproc", "4", "--tp", "2", "--pp", "2"], "dp is 1, wanted at least 2"),
+        (["--pp", "2", "--dp", "3"], "dp is 3, wanted a divisor of 8"),
+        (["--pp", "2", "--dp", "16"], "dp is 16, wanted at most 8: a step has 8 micro-batches"),
+        (["--tp", "2", "--kill", "4@3"], "worker 4, wanted 0 to 3 (nproc is 4)"),
+        (
+            ["--pp", "2", "--kill", "0@3", "--kill", "1@4"],
+            "leave stage 0 without a whole TP group of 1, wanted one in each of 2 stages",
+        ),
+        (
+            ["--tp", "2", *(f"--kill={slot}@3" for slot in range(3))],
+            "without a whole TP group of 2",
+        ),
+        (["--tp", "2", "--framework", "deepspeed"], "tp is 2 with framework 'deepspeed'"),
+        (["--dp", "4", "--framework", "deepspeed"], "dp is 4 with framework 'deepspeed'"),
+    ],
+)
+def test_demo_impossible_layout_costs_one_sentence(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    test_demo_bad_option_costs_one_sentence(arguments, words, tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "title"),
+    [
+        ({}, "TP1 x PP1 x DP4, 4 layers"),
+        ({"dp": 2}, "TP1 x PP1 x DP2, 4 layers"),
+        ({"tp": 2, "pp": 2, "dp": 2}, "TP2 x PP2 x DP2, 4 layers"),
+        ({"tp": 2, "pp": 2, "dp": 2, "nproc": 8}, "TP2 x PP2 x DP2, 4 layers"),
+        ({"nproc": 8, "tp": 4}, "TP4 x PP1 x DP2, 4 layers"),
+        ({"pp": 3}, "TP1 x PP3 x DP2, 6 layers"),
+        ({"pp": 5, "dp": 4}, "TP1 x PP5 x DP4, 5 layers"),
+    ],
+)
+def test_demo_layout_and_a_model_whose_layers_divide(sizes: dict[str, int], title: str) -> None:
+    wanted = {"nproc": None, "tp": None, "pp": None, "dp": None, **sizes}
+    assert str(check_sizes(**wanted)).splitlines()[0] == title
+
+
+def test_demo_hybrid_job_is_started_with_its_sizes(tmp_path: Path) -> None:
+    def command(**sizes: int) -> str:
+        checked = check_options(
+            text=Path(write(tmp_path)),
+            **sizes,
+            steps=6,
+            kill=[],
+            seed=1,
+            json_file=None,
+            out=tmp_path / "out",
+        )
+        words = job_command(checked, socket_path=tmp_path, data=tmp_path, directory=tmp_path)
+        return " ".join(words)
+
+    hybrid = command(tp=2, pp=2)
+    assert "--nproc-per-node 8 " in hybrid
+    assert "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 " in hybrid
+    assert "--sequence-parallel " in hybrid
+    assert "--num-layers 6 " in command(pp=3) and "--sequence-parallel" not in command(pp=3)
+    plain = command(nproc=2)
+    assert "--nproc-per-node 2 " in plain and "parallel" not in plain
 
 
 @pytest.mark.parametrize(
