@@ -7,12 +7,15 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 
 TEST = (
+    # The private parts of accelerate that we replace are known for this version only.
+    "accelerate>=1.15,<1.16",
     "hypothesis>=6",
     "mypy>=1.11",
     "pytest>=8",
     "pytest-timeout>=2.3",
     "ruff>=0.6",
     "tensorboard>=2.16",
+    "transformers>=5.20,<6",
 )
 
 setup(

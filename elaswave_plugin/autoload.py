@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 _WATCHED = "deepspeed"
-_REPLACED = ("initialize", "init_distributed")
+_REPLACED = ("initialize", "init_distributed", "comm")
 
 
 def watch() -> None:

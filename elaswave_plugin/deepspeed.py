@@ -30,7 +30,9 @@ def install() -> None:
     """Let ``deepspeed.initialize`` itself obey the section "elaswave", for scripts that call it."""
     names = import_module("deepspeed").__dict__
     names["initialize"] = _elastic(names["initialize"])
-    names["init_distributed"] = _without_compiler(names["init_distributed"])
+    # HF Accelerate takes it from the package that defines it.
+    for place in (names, names["comm"].__dict__):
+        place["init_distributed"] = _without_compiler(place["init_distributed"])
 
 
 def loader(engine: Any, data: Any, **options: Any) -> Any:

@@ -25,6 +25,8 @@ PRELOAD = (
     "deepspeed.runtime.zero.stage3",
     "torch._dynamo",
     "elaswave_plugin.adapters.deepspeed.attach",
+    "accelerate",
+    "transformers.models.llama.modeling_llama",
 )
 # Largest relative difference of a loss after a loss of workers: sums in another order.
 FP32_BOUND, BF16_BOUND = 1e-6, 1e-3

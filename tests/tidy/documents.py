@@ -89,7 +89,12 @@ def toml_text() -> str:
 
 def ledger_table() -> str:
     """The run-time patch records as a table; imports Megatron-Core and DeepSpeed's adapter."""
-    from elaswave_plugin.adapters.deepspeed.seams import deepspeed_patches, launch_patches
+    from elaswave_plugin.adapters.deepspeed.seams import (
+        accelerate_patches,
+        deepspeed_patches,
+        destruction_patches,
+        launch_patches,
+    )
     from elaswave_plugin.adapters.megatron.cpu import cpu_patches
     from elaswave_plugin.adapters.megatron.seams import elastic_patches
 
@@ -97,8 +102,9 @@ def ledger_table() -> str:
     rows = [(record, "no GPU") for record in cpu_patches().records]
     for record in elastic_patches(exact=True).records:
         rows.append((record, "elastic" if record.target in always else "elastic, exact"))
-    for patches in (launch_patches(), deepspeed_patches()):
+    for patches in (launch_patches(), deepspeed_patches(), destruction_patches(None)):
         rows += [(record, "elastic") for record in patches.records]
+    rows += [(record, "elastic, Accelerate") for record in accelerate_patches(None).records]
     lines = ["| target | distribution | valid | applied | reason |", "|---|---|---|---|---|"]
     for record, when in rows:
         cells = (f"`{record.target}`", record.distribution, record.valid, when, record.reason)

@@ -1,9 +1,11 @@
 """deepspeed.initialize with the section "elaswave": joins the job, then builds the engine in it."""
 
 import atexit
+import functools
 import os
 import sys
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,7 +15,11 @@ from elaswave_plugin.adapters.deepspeed.job import EngineJob
 from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader
 from elaswave_plugin.adapters.deepspeed.monitor import name_wandb_run
 from elaswave_plugin.adapters.deepspeed.refuse import check_configuration
-from elaswave_plugin.adapters.deepspeed.seams import deepspeed_patches, launch_patches
+from elaswave_plugin.adapters.deepspeed.seams import (
+    deepspeed_patches,
+    destruction_patches,
+    launch_patches,
+)
 from elaswave_plugin.adapters.deepspeed.section import elastic_config
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.runtime.c10d_tables import BACKEND
@@ -45,6 +51,9 @@ def _attach(
     check_configuration(config, model=arguments.get("model"), mpu=arguments.get("mpu"))
     settings.check_slots(int(os.environ.get("WORLD_SIZE", "1")))
     check_sinks(settings)
+    accelerate = _accelerate()
+    if accelerate is not None:
+        accelerate.check_script()
     launch_patches().apply()
     patches = deepspeed_patches()
     patches.apply()
@@ -56,12 +65,22 @@ def _attach(
     engine, optimizer, _, scheduler = native(**arguments)
     job = EngineJob(worker, engine, patches=patches, seed=seed)
     object.__setattr__(engine, _JOB, job)
+    if accelerate is not None:
+        accelerate.attach(job, engine)
     _leave_at_exit(job)
+    _leave_with_the_groups(job)
     if training_data is not None:
         engine.training_dataloader = loader_of(
             engine, training_data, collate_fn=arguments.get("collate_fn")
         )
     return engine, optimizer, engine.training_dataloader, scheduler
+
+
+def _accelerate() -> Any:
+    """What carries HF Accelerate, where the script has imported it."""
+    if "accelerate" not in sys.modules:
+        return None
+    return import_module("elaswave_plugin.adapters.deepspeed.accelerate")
 
 
 def _install_groups(worker: Worker) -> None:
@@ -90,6 +109,23 @@ def _leave_at_exit(job: EngineJob) -> None:
 
     sys.excepthook = failing
     atexit.register(job.leave)
+
+
+def _leave_with_the_groups(job: EngineJob) -> None:
+    """Leave with the others before the script destroys the groups that this takes."""
+
+    def leaving_first(native: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(native)
+        def destroy_process_group(group: Any = None) -> None:
+            if group is None or group is dist.group.WORLD:
+                job.leave()
+            native(group)
+
+        return destroy_process_group
+
+    patches = destruction_patches(leaving_first)
+    patches.apply()
+    job.at_leave.append(patches.undo)
 
 
 def loader_of(

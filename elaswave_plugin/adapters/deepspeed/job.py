@@ -36,7 +36,6 @@ class EngineJob:
         check_engine(engine)
         self._worker = worker
         self._engine = engine
-        self._patches = patches
         self._seed = seed
         self._width = len(worker.homes)
         self._micro_batch_size = int(engine.train_micro_batch_size_per_gpu())
@@ -59,6 +58,8 @@ class EngineJob:
         )
         # Called on every worker after each recovery.
         self.reactions: list[Callable[[], None]] = []
+        # Called once everyone leaves.
+        self.at_leave: list[Callable[[], None]] = [patches.undo]
         self._stand_in = StandIn()
         self._inputs: Any = None
         self._weight = 1.0
@@ -322,7 +323,8 @@ class EngineJob:
             self._recording.dump(self._worker.completed - 1)
         self._loop.finish(before_leaving=self._close_files)
         self._worker.groups.uninstall()
-        self._patches.undo()
+        for undo in self.at_leave:
+            undo()
 
     def _close_files(self) -> None:
         self._monitor.close()

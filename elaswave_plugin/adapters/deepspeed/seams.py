@@ -12,6 +12,67 @@ from elaswave_plugin.errors import ConfigurationError
 _DEEPSPEED = "deepspeed"
 _VALID = ">=0.19.8,<0.20"
 _ARGUMENTS = "_elaswave_arguments"
+_ACCELERATE = ">=1.15,<1.16"
+_A_LOSS_ENDS_IT = "a loss must end it everywhere, and the script runs on"
+# (target, method of accelerate.py, AcceleratedJob, fingerprint, reason)
+_ACCELERATE_SEAMS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
+    (
+        "data_loader:DataLoaderShard.__iter__",
+        "iterate",
+        ("self",),
+        "it reads a batch ahead of the step, for as many processes as there were at launch",
+    ),
+    (
+        "data_loader:DataLoaderDispatcher.__iter__",
+        "refuse_dispatch",
+        ("self",),
+        "one process reads for all, and nobody else knows the place in the data",
+    ),
+    (
+        "accelerator:Accelerator._do_sync",
+        "count",
+        ("self",),
+        "a step that is redone counts its micro-batches from the first again",
+    ),
+    (
+        "utils.deepspeed:DeepSpeedEngineWrapper.backward",
+        "backward",
+        ("self", "loss", "sync_gradients", "kwargs"),
+        "a script counts steps by sync_gradients, and one that was lost is none",
+    ),
+    (
+        "scheduler:AcceleratedScheduler.__init__",
+        "adopt",
+        ("self", "scheduler", "optimizers", "step_with_optimizer", "split_batches"),
+        "a scheduler that the script steps is in no snapshot; the engine steps it",
+    ),
+    (
+        "scheduler:AcceleratedScheduler.step",
+        "skip_step",
+        ("self", "args", "kwargs"),
+        "a scheduler that the script steps is in no snapshot; the engine steps it",
+    ),
+    ("accelerator:Accelerator.gather", "collective", ("self", "tensor"), _A_LOSS_ENDS_IT),
+    (
+        "accelerator:Accelerator.gather_for_metrics",
+        "collective",
+        ("self", "input_data", "use_gather_object"),
+        _A_LOSS_ENDS_IT,
+    ),
+    (
+        "accelerator:Accelerator.reduce",
+        "collective",
+        ("self", "tensor", "reduction", "scale"),
+        _A_LOSS_ENDS_IT,
+    ),
+    (
+        "accelerator:Accelerator.pad_across_processes",
+        "collective",
+        ("self", "tensor", "dim", "pad_index", "pad_first"),
+        _A_LOSS_ENDS_IT,
+    ),
+    ("accelerator:Accelerator.wait_for_everyone", "wait", ("self",), _A_LOSS_ENDS_IT),
+)
 
 
 def _remembering(original: Callable[..., None]) -> Callable[..., None]:
@@ -113,5 +174,51 @@ def launch_patches() -> PatchSet:
     )
 
 
+def destruction_patches(leaving_first: Callable[[Any], Any] | None) -> PatchSet:
+    """``leaving_first`` wraps the function by which scripts destroy their groups at the end.
+
+    None lists the records only.
+    """
+    return PatchSet(
+        [
+            PatchRecord(
+                target="torch.distributed:destroy_process_group",
+                reason="leaving the job takes its groups, and a script may destroy them first",
+                distribution="torch",
+                valid=">=2.13,<2.15",
+                parameters=("group",),
+                make=leaving_first or _builds_nothing,
+            ),
+        ]
+    )
+
+
 def _builds_nothing(original: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: None
+
+
+def accelerate_patches(part: Any) -> PatchSet:
+    """What Accelerate does that has to go through ``part``; which is None to list them only."""
+    return PatchSet(
+        [
+            PatchRecord(
+                target=f"accelerate.{target}",
+                reason=reason,
+                distribution="accelerate",
+                valid=_ACCELERATE,
+                parameters=parameters,
+                make=functools.partial(_routed, part, name),
+            )
+            for target, name, parameters, reason in _ACCELERATE_SEAMS
+        ]
+    )
+
+
+def _routed(part: Any, name: str, native: Callable[..., Any]) -> Callable[..., Any]:
+    through = getattr(part, name)
+
+    @functools.wraps(native)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return through(native, *args, **kwargs)
+
+    return replacement

@@ -1,0 +1,165 @@
+"""HF Accelerate: a stock script, whose loaders, boundaries and schedulers are Accelerate's."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
+from tests.deepspeed.conftest import Launch
+from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
+from tests.faults.harness import ROOT, Outcome, max_relative_difference
+
+EXAMPLE = str(ROOT / "examples" / "train_hf.py")
+TRAINER = str(SCRIPTS / "hf_trainer.py")
+EVALUATING = str(SCRIPTS / "hf_evaluating.py")
+OWN_OPTIMIZER = {"optimizer": None, "scheduler": None}
+SIZES = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+
+
+def spec_of(
+    *kills: str, stage: int = 1, options: tuple[str, ...] = (), **changes: Any
+) -> EngineSpec:
+    """The example, whose optimizer and scheduler are the script's own."""
+    settings = json.dumps({**SIZES, **OWN_OPTIMIZER, **changes.pop("settings", {})})
+    return EngineSpec(
+        script=EXAMPLE, stage=stage, kills=kills, options=options, settings=settings, **changes
+    )
+
+
+def printed(output: str) -> list[tuple[int, float, str]]:
+    """Step, loss and learning rate of every line that the main process of the time printed."""
+    lines = [line.split("|") for line in output.splitlines() if line.startswith("step")]
+    return [(int(step.split()[1]), float(loss.split()[1]), lr) for step, loss, lr in lines]
+
+
+@pytest.mark.parametrize(
+    ("stage", "kill"),
+    [
+        (0, "3@2:backward"),
+        (1, "0@3:backward"),
+        (1, "2@1:optimizer"),
+        (2, "1@3:forward"),
+        (2, "0@2:reduce"),
+        (3, "3@3:data"),
+        (3, "0@3:forward"),
+        (3, "2@4:gather"),
+    ],
+)
+def test_a_kill_is_absorbed_and_the_script_counts_each_step_once(
+    run: Launch, twin: Launch, reference: Launch, stage: int, kill: str
+) -> None:
+    spec = spec_of(kill, stage=stage)
+    killed = run(spec)
+    check_recovered(killed, twin=twin(spec), reference=reference(spec))
+    ours, wanted = printed(killed.output), printed(reference(spec).output)
+    step = int(kill.split("@")[1][0])
+    # Whoever is rank 0 prints, so that a step may be missing where slot 0 died within it.
+    assert [one[0] for one in ours] in (
+        list(range(spec.steps)),
+        [one for one in range(spec.steps) if one != step],
+    )
+    rates = {one[0]: one[2] for one in wanted}
+    assert all(rates[one[0]] == one[2] for one in ours)
+
+
+def test_two_losses_in_one_run(run: Launch, twin: Launch, reference: Launch) -> None:
+    spec = spec_of("0@1:backward", "3@3:forward", stage=2)
+    check_recovered(run(spec), twin=twin(spec), reference=reference(spec))
+
+
+def plain(spec: EngineSpec, folder: Path) -> str:
+    """What the same script prints under torchrun, on gloo, with the section not enabled."""
+    command = [
+        *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", "4", str(SCRIPTS / "no_compiler.py"), spec.script),
+        *spec.arguments(folder, folder),
+    ]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "examples")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+# With five iterations an epoch and two a step, Accelerate ends the last step of each epoch early.
+@pytest.mark.parametrize("options", [(), ("--limit=20",)], ids=["whole", "early-boundaries"])
+def test_without_a_loss_it_is_what_accelerate_does_alone(
+    run: Launch, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    spec = spec_of(options=options, stage=2)
+    elastic = run(spec)
+    assert elastic.returncode == 0, elastic.output[-3000:]
+    off = spec_of(options=options, stage=2, settings={"elaswave": {"enabled": False}})
+    ours, wanted = printed(elastic.output), printed(plain(off, tmp_path))
+    assert [(step, rate) for step, _, rate in ours] == [(step, rate) for step, _, rate in wanted]
+    assert [loss for _, loss, _ in ours] == pytest.approx([one[1] for one in wanted], rel=1e-6)
+
+
+def test_boundaries_that_accelerate_sets_early_survive_a_kill(
+    run: Launch, twin: Launch, reference: Launch
+) -> None:
+    """The third step of each epoch has one iteration; its only one is interrupted."""
+    spec = spec_of("1@2:backward", options=("--limit=20",))
+    killed = run(spec)
+    assert killed.returncode == 0, killed.output[-3000:]
+    assert killed.trace() == twin(spec).trace()
+    assert max_relative_difference(killed, reference(spec)) <= 1e-6
+    counts = {(line["step"], line["k"]) for line in killed.files.ledger if line["epoch"] > 1}
+    assert (2, 0) in counts and (2, 1) not in counts and (3, 1) in counts
+
+
+def evaluations(run: Outcome) -> list[list[tuple[int, int, float]]]:
+    return [json.loads(path.read_text()) for path in run.directory.glob("evaluations-*")]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_who_is_left_evaluates_everything(run: Launch, reference: Launch, stage: int) -> None:
+    spec = EngineSpec(
+        script=EVALUATING,
+        stage=stage,
+        accumulation=1,
+        global_batch=4,
+        kills=("0@2:backward",),
+    )
+    killed, alone = run(spec), reference(spec)
+    check = {step: (count, loss) for step, count, loss in evaluations(alone)[0]}
+    assert all(count == 21 for count, _ in check.values()) and len(check) == spec.steps
+    assert max_relative_difference(killed, alone) <= 1e-6
+    assert killed.returncode == 0 and len(evaluations(killed)) == 3
+    for seen in evaluations(killed):
+        # The body of the interrupted step ran to its end, and evaluated the step before again.
+        assert len(seen) == spec.steps + 1
+        for step, count, loss in seen[:2] + seen[3:]:
+            assert (count, loss) == (21, pytest.approx(check[step][1], rel=1e-5))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--split-batches",), "split_batches is True in Accelerate"),
+        (("--dispatch-batches",), "dispatch_batches is True in Accelerate"),
+        (("--sampler=subset",), "the training loader draws from a SubsetRandomSampler"),
+    ],
+)
+def test_loaders_that_nobody_could_read_again_are_refused(
+    run: Launch, options: tuple[str, ...], words: str
+) -> None:
+    refused = run(EngineSpec(script=EVALUATING, accumulation=1, global_batch=4, options=options))
+    assert refused.returncode == 2
+    assert refused.output.count(words) == 1 and "Traceback" not in refused.output
+    assert not refused.orphans
+
+
+def test_the_trainer_is_refused_by_name(run: Launch) -> None:
+    settings = json.dumps({**SIZES, **OWN_OPTIMIZER})
+    refused = run(EngineSpec(script=TRAINER, settings=settings))
+    assert refused.returncode == 2
+    assert refused.output.count("the script trains with transformers.Trainer") == 1
+    assert "examples/train_hf.py" in refused.output
+    assert "Traceback" not in refused.output and not refused.orphans
