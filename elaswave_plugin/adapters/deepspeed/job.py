@@ -68,6 +68,7 @@ class EngineJob:
         self._left = False
         self._iterations = 0
         self._sealed = False
+        self._working = False
         self._monitor = engine.monitor = ElasticMonitor(engine, self._loop)
         self._framework.watch(self._announce, self._check)
         self._take_over()
@@ -120,6 +121,9 @@ class EngineJob:
                 "deepspeed.initialize as training_data"
             )
 
+        # A recovery puts the model back into the mode of the script's start.
+        counts = not self._engine.module.training
+
         def work() -> Any:
             if self._needs_others_to_compute:
                 self._inputs = (inputs, kwargs)
@@ -129,7 +133,11 @@ class EngineJob:
                 self._inputs = None
             return output
 
-        return self._loop.call(work, instead=lambda: self._dead_output(inputs, kwargs))
+        return self._call(work, instead=lambda: self._dead_output(inputs, kwargs, counts=counts))
+
+    def _call(self, work: Callable[[], Any], *, instead: Callable[[], Any]) -> Any:
+        """A part of the iteration; in work that starts again as a whole, a part of that."""
+        return work() if self._working else self._loop.call(work, instead=instead)
 
     @property
     def _needs_others_to_compute(self) -> bool:
@@ -149,14 +157,10 @@ class EngineJob:
             self._stand_in.learn(inputs, lambda both: self._engine.module(*both[0], **both[1]))
 
     @torch.no_grad()
-    def _dead_output(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _dead_output(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], *, counts: bool) -> Any:
         if self._needs_others_to_compute:
             with torch.enable_grad():
-                return self._stand_in.make(
-                    (inputs, kwargs),
-                    self._engine.device,
-                    counts=not self._engine.module.training,
-                )
+                return self._stand_in.make((inputs, kwargs), self._engine.device, counts=counts)
         output = self._engine.module(*inputs, **kwargs)
         with torch.enable_grad():
             return detached(output)
@@ -203,12 +207,22 @@ class EngineJob:
         return self._save(partial(save_whole, native, self._engine), *args, **kwargs)
 
     def _save(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._loop.run(lambda: native(*args, **kwargs), phase="save")
+        return self._run(lambda: native(*args, **kwargs), phase="save")
 
     @ends_in_a_sentence
     def run(self, work: Callable[[], Any], *, phase: str) -> Any:
         """Work between steps that every worker calls; it starts again after a loss."""
-        return self._loop.run(self._monitor.restarting(work), phase=phase)
+        return self._run(self._monitor.restarting(work), phase=phase)
+
+    def _run(self, work: Callable[[], Any], *, phase: str) -> Any:
+        def whole() -> Any:
+            self._working = True
+            try:
+                return work()
+            finally:
+                self._working = False
+
+        return self._loop.run(whole, phase=phase)
 
     def _load(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._sealed:
