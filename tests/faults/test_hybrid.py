@@ -1,11 +1,19 @@
 """Losses in TP x PP x DP jobs: every stage goes on as wide as it still is, bit for bit."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
 from tests.faults.conftest import Launch, Reference
-from tests.faults.harness import JobSpec, check_equal, check_survived, max_relative_difference
+from tests.faults.harness import (
+    JobSpec,
+    Outcome,
+    check_equal,
+    check_survived,
+    max_relative_difference,
+)
 from tests.faults.hybrid_matrix import (
     ONLY_COPIES,
     PHASES,
@@ -15,6 +23,7 @@ from tests.faults.hybrid_matrix import (
     TP2_PP2_DP2,
     check_stopped,
 )
+from tests.faults.test_outside_a_step import saved_tensors
 
 # Every slot once; every phase at both stages.
 SINGLES = [(slot, PHASES[(slot + slot // 4) % 4]) for slot in range(8)]
@@ -81,6 +90,29 @@ def test_recomputation_and_evaluation(run: Launch, reference: Reference) -> None
     options = (*PP2_DP2.options, "--recompute-granularity=full", "--eval-interval=2")
     spec = replace(PP2_DP2, options=options, kills=("1@4:evaluation",))
     check_equal(run(spec), reference(spec))
+
+
+def test_a_checkpoint_after_a_loss_holds_nothing_of_a_free_worker(
+    run: Launch, tmp_path: Path
+) -> None:
+    """Worker 0 has no place after the loss of 1, and is rank 0, which saves what all have alike."""
+    tp2_dp2 = ("--tensor-model-parallel-size=2", "--sequence-parallel", "--save-interval=2")
+
+    def saved(name: str, *kills: str) -> Outcome:
+        return run(JobSpec(options=(*tp2_dp2, f"--save={tmp_path / name}"), kills=kills))
+
+    check_equal(saved("killed", "1@3:forward"), saved("undisturbed"))
+    for iteration in ("iter_0000004", "iter_0000006"):
+        left, right = (
+            saved_tensors(tmp_path / name / iteration) for name in ("killed", "undisturbed")
+        )
+        assert len(left) > 20 and left.keys() == right.keys()
+        assert all(torch.equal(left[name], right[name]) for name in left)
+        common = [
+            torch.load(tmp_path / name / iteration / "common.pt", weights_only=False)
+            for name in ("killed", "undisturbed")
+        ]
+        assert repr(common[0]) == repr(common[1])
 
 
 def test_fast_mode_is_its_twin(run: Launch, reference: Reference) -> None:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -70,6 +71,8 @@ class MegatronFramework:
         self._shard.recut()
         self._modes = [(module, module.training) for module in model.modules()]
         self._watch(announce)
+        for part in (model, model.module, optimizer):
+            self._save_no_shards_without_a_place(part)
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -101,13 +104,27 @@ class MegatronFramework:
 
         def step(*args: Any, **kwargs: Any) -> Any:
             if not self._seated:
-                return True, 0.0, None
-            self._worker.await_copies()
-            result = update(*args, **kwargs)
+                result = True, 0.0, None
+            else:
+                self._worker.await_copies()
+                result = update(*args, **kwargs)
             self._applied_steps += int(bool(result[0]))
+            if not self._seated:
+                # What all workers save alike, rank 0 saves: maybe this one.
+                self._shard.set_applied_steps(self._applied_steps)
             return result
 
         self._optimizer.step = step
+
+    def _save_no_shards_without_a_place(self, part: Any) -> None:
+        """A free worker holds tensors of an earlier step: a checkpoint gets none of them."""
+        native = part.sharded_state_dict
+
+        def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
+            state = native(*args, **kwargs)
+            return state if self._seated else extract_sharded_base(state)[1]
+
+        part.sharded_state_dict = sharded_state_dict
 
     # ---- the verbs ----------------------------------------------------------------------------
 
@@ -184,8 +201,7 @@ class MegatronFramework:
         """Install what ``read_capsule`` returned."""
         state = pickle.loads(capsule)
         self._applied_steps = state["applied_steps"]
-        if self._seated:
-            self._shard.set_applied_steps(self._applied_steps)
+        self._shard.set_applied_steps(self._applied_steps)
         if self._scheduler is not None:
             # load_state_dict() of Megatron's scheduler advances from its present count.
             if hasattr(self._scheduler, "num_steps"):
