@@ -51,8 +51,18 @@ class Bench:
 
 
 @contextmanager
-def bench(*, nproc: int, steps: int, seed: int = 1234) -> Iterator[Bench]:
-    """Start what the runs share; raises ConfigurationError, JobFailed."""
+def bench(
+    *,
+    nproc: int,
+    steps: int,
+    seed: int = 1234,
+    framework: str = "megatron",
+    zero: int | None = None,
+) -> Iterator[Bench]:
+    """Start what the runs share; raises ConfigurationError, JobFailed.
+
+    ``zero`` is DeepSpeed's stage, None for another framework.
+    """
     with tempfile.TemporaryDirectory(prefix="elaswave-bench-") as name:
         folder = Path(name)
         options = check_options(
@@ -63,6 +73,8 @@ def bench(*, nproc: int, steps: int, seed: int = 1234) -> Iterator[Bench]:
             seed=seed,
             json_file=None,
             out=folder / "out",
+            framework=framework,
+            zero=zero,
         )
         with jobs.prepared(options, None, data=folder / "data" / "text", logs=folder) as path:
             yield Bench(options=options, folder=folder, socket_path=path)

@@ -1,6 +1,10 @@
 """Runs with a random victim in a random phase, one after the other: what each recovery took.
 
-python -m benchmarks.recovery [--runs 20] [--seed N] [--nproc 4] [--json FILE]
+python -m benchmarks.recovery [--framework deepspeed --zero N] [--runs 20] [--seed N] [--nproc 4]
+                              [--json FILE]
+
+Megatron's runs have to equal the undisturbed one. In a DeepSpeed script, which owns its loop, sums
+change their order after a loss: these have to equal the run whose same worker leaves as planned.
 """
 
 import argparse
@@ -14,6 +18,7 @@ from typing import Any
 from benchmarks.measurement import Bench, bench, circumstances, options_parser, run_benchmark
 from elaswave_plugin.config import STEP_PHASES, Kill
 from elaswave_plugin.demo.jobs import JobFailed
+from elaswave_plugin.demo.options import SCRIPTS
 from elaswave_plugin.demo.sizes import GLOBAL_BATCH
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.observer import RunFiles, read_run, summarize
@@ -23,8 +28,26 @@ KEPT = ("parameters_equal", "max_abs_loss_diff", "survivor_pids_unchanged")
 LOST = ("samples_lost", "samples_repeated")
 
 
+class References:
+    """What the runs of a bench have to equal, each made once."""
+
+    def __init__(self, running: Bench) -> None:
+        self._running = running
+        self._made: dict[int | None, RunFiles] = {}
+
+    def of(self, kill: Kill) -> RunFiles:
+        """The reference of a run with this kill; raises JobFailed."""
+        planned = self._running.options.framework == "deepspeed"
+        victim = kill.slot if planned else None
+        if victim not in self._made:
+            name = f"reference-{len(self._made)}"
+            options = replace(self._running.options, kills=(kill,))
+            self._made[victim] = read_run(self._running.run(name, options, change=planned))
+        return self._made[victim]
+
+
 def one_run(running: Bench, name: str, kill: Kill, reference: RunFiles) -> dict[str, Any]:
-    """Kill a worker in a run and judge it by its files, against the undisturbed run's."""
+    """Kill a worker in a run and judge it by its files, against the reference's."""
     row: dict[str, Any] = {"kill": str(kill), "returncode": 0, "failure": None}
     try:
         running.run(name, replace(running.options, kills=(kill,)), kill=True)
@@ -80,7 +103,7 @@ def show(number: int, row: dict[str, Any]) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Run them all; raises ConfigurationError, JobFailed if the undisturbed run fails."""
+    """Run them all; raises ConfigurationError, JobFailed if a reference fails."""
     if options.runs < 1:
         raise ConfigurationError(f"--runs is {options.runs}, wanted at least 1")
     seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
@@ -88,15 +111,19 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     result = {**circumstances("benchmarks.recovery"), "seed": seed}
     print(f"seed {seed}, load average before: {result['load_average_before']}", flush=True)
     rows = []
-    with bench(nproc=options.nproc, steps=STEPS) as running:
-        reference = read_run(running.run("reference", running.options))
+    with bench(
+        nproc=options.nproc, steps=STEPS, framework=options.framework, zero=options.zero
+    ) as running:
+        references = References(running)
         for number in range(options.runs):
             victim, phase = draw.randrange(options.nproc), draw.choice(STEP_PHASES)
             kill = Kill(slot=victim, step=KILL_STEP, phase=phase)
-            rows.append(one_run(running, f"run-{number}", kill, reference))
+            rows.append(one_run(running, f"run-{number}", kill, references.of(kill)))
             show(number, rows[-1])
     beyond_s = [row["beyond_step_s"] for row in rows if row["beyond_step_s"] is not None]
     result |= {
+        "framework": options.framework,
+        "zero": options.zero,
         "workers": options.nproc,
         "steps": STEPS,
         "runs": len(rows),
@@ -117,6 +144,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     """Read the options and measure; exit code 1 if a run lost anything."""
     parser = options_parser(__doc__)
+    parser.add_argument("--framework", choices=dict(SCRIPTS), default="megatron")
+    parser.add_argument("--zero", type=int, metavar="N", help="DeepSpeed's stage")
     parser.add_argument("--runs", type=int, default=20, help="runs with a kill")
     parser.add_argument("--seed", type=int, help="of victims and phases (default: a new one)")
     options = parser.parse_args()

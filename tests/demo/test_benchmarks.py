@@ -63,6 +63,9 @@ def test_a_percentile_is_one_of_the_values() -> None:
         (("overhead", "--what=lunch"), "invalid choice: 'lunch'"),
         (("recovery", "--runs=0"), "--runs is 0, wanted at least 1"),
         (("recovery", "--json=nowhere/at/all"), "whose folder does not exist"),
+        (("recovery", "--zero=2"), "zero is 2 with framework 'megatron'"),
+        (("recovery", "--framework=deepspeed", "--zero=4"), "zero is 4, wanted a ZeRO stage"),
+        (("import_hook", "--repeat=0"), "--repeat is 0, wanted at least 1"),
     ],
 )
 def test_bad_options_are_refused_before_anything_starts(
