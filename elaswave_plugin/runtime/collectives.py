@@ -7,6 +7,7 @@ data only, not on the way that the data took. Three ways, by size (`trees.py` ha
 - small, many members: to the first rank and back over a tree, so that a worker of a large group
   needs connections to the logarithm of its members;
 - large: each piece to its owner and back, which is least work for the busiest link.
+  An all-reduce does it chunk by chunk.
 """
 
 from elaswave_plugin.runtime.buffers import Fold, pieces
@@ -16,6 +17,10 @@ from elaswave_plugin.runtime.trees import TREE_ABOVE, equal_parts, gather_up, se
 
 _EXCHANGE_BYTES = 64 << 10
 # Up to this, what arrives at one member is so little that rounds cost more than bytes.
+_CHUNK_BYTES = 512 << 10
+_AHEAD = 2
+# Larger chunks, or more of them, fall out of the cache before they are folded; smaller ones cost
+# more calls than they save.
 
 Views = list[memoryview]
 
@@ -58,12 +63,48 @@ def all_reduce(op: Operation, data: memoryview, fold: Fold) -> Steps:
         else:
             yield from _all_reduce_exchange(op, data, fold)
         return
+    yield from _all_reduce_chunks(op, data, fold)
+
+
+def _all_reduce_chunks(op: Operation, data: memoryview, fold: Fold) -> Steps:
+    """Each piece to its owner and back, chunk by chunk, a few of them under way at a time.
+
+    A chunk is folded and sent on while it is in the cache.  The owner's result says that it has
+    taken in what it was sent, and has asked for what comes next: hardly anything arrives unasked,
+    which would cost a copy.
+    """
+    whole = len(data)
     parts = pieces(data, op.size, fold.item_bytes)
-    yield from _reduce_pieces(op, parts, fold, parts[op.rank])
-    results = [op.receive(r, parts[r], part=1, whole=len(data)) for r in op.others()]
-    for rank in op.others():
-        op.send(rank, parts[op.rank], part=1, whole=len(data))
-    yield from results
+    count = -(-max(map(len, parts)) // _CHUNK_BYTES)
+    chunks = [pieces(part, count, fold.item_bytes) for part in parts]
+    own = chunks[op.rank]
+    longest = max(map(len, own))
+    space = [{r: op.borrow(longest) for r in op.others()} for _ in range(min(_AHEAD, count))]
+    terms: list[dict[int, Receive]] = []
+    results: list[list[Receive]] = []
+
+    def ask(number: int) -> None:
+        into, size = space[number % len(space)], len(own[number])
+        terms.append({r: op.receive(r, into[r][:size], whole=whole) for r in op.others()})
+
+    def offer(number: int) -> None:
+        # It is overwritten by its result only when the owner has all of it.
+        results.append([op.receive(r, chunks[r][number], part=1, whole=whole) for r in op.others()])
+        for rank in op.others():
+            op.send(rank, chunks[rank][number], whole=whole)
+
+    for number in range(len(space)):
+        ask(number)
+    offer(0)
+    for number, chunk in enumerate(own):
+        yield from _fold_in_order(op, chunk, terms[number], chunk, fold)
+        if len(terms) < count:
+            ask(len(terms))
+        for rank in op.others():
+            op.send(rank, chunk, part=1, whole=whole)
+        yield from results[number]
+        while len(results) < len(terms):
+            offer(len(results))
 
 
 def _all_reduce_exchange(op: Operation, data: memoryview, fold: Fold) -> Steps:

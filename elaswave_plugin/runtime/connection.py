@@ -1,4 +1,4 @@
-"""One TCP connection to a peer: a queue of messages going out, a parser for what comes in."""
+"""One connection to a peer: a queue of messages going out, a parser for what comes in."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ _STAGING_BYTES = 64 << 10
 _DIRECT_BYTES = 16 << 10
 _TURN_BYTES = 4 << 20
 _DISCARD_BYTES = 256 << 10
+_PEEK_BYTES = 4 << 10
+# Behind the rest of a large frame the next header is read with the same call.
 
 
 class State(Enum):
@@ -40,11 +42,9 @@ class Owner(Protocol):
 
 
 class Connection:
-    """A socket with its state; every call is made under the table's lock."""
+    """A non-blocking socket with its state; every call is made under the table's lock."""
 
     def __init__(self, owner: Owner, sock: socket.socket, state: State, peer: int = -1) -> None:
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
         self.descriptor = sock.fileno()
         self.state = state
@@ -54,6 +54,7 @@ class Connection:
         self.hello: Hello | None = None
         self.why_closed = ""
         self.reported = False
+        self.watched = 0
         self.outgoing: deque[Send] = deque()
         self.inbound: Inbound | None = None
         self._owner = owner
@@ -140,11 +141,16 @@ class Connection:
         if inbound is None or inbound.view is None:
             wanted = min(wanted, _DISCARD_BYTES)
             count = self.sock.recv_into(bytearray(wanted))
-        else:
-            at = inbound.received
-            count = self.sock.recv_into(inbound.view[at : at + wanted])
-        self._took(count)
-        return wanted, count
+            self._took(count)
+            return wanted, count
+        at = inbound.received
+        into = [inbound.view[at : at + wanted], self._staged[:_PEEK_BYTES]]
+        count = self.sock.recvmsg_into(into)[0]
+        self._took(min(count, wanted))
+        if count > wanted:
+            self._end = count - wanted
+            self.parse()
+        return wanted + _PEEK_BYTES, count
 
     def _read_staging(self) -> tuple[int, int]:
         room = self._staged[self._end :]

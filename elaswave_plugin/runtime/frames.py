@@ -84,6 +84,13 @@ class FrameHeader(NamedTuple):
         """The header as bytes."""
         return _LAYOUT.pack(MAGIC, *self)
 
+    def pack_frame(self, size: int, offset: int) -> bytes:
+        """The same of the frame with the message's `size` bytes at `offset`."""
+        kind, op, dtype, part, _, epoch, group, sequence, whole, length, _ = self
+        return _LAYOUT.pack(
+            MAGIC, kind, op, dtype, part, size, epoch, group, sequence, whole, length, offset
+        )
+
     @classmethod
     def unpack(cls, data: bytearray | bytes | memoryview, start: int = 0) -> "FrameHeader":
         """The header at `start`. Raises LinkError when the stream is not at a header."""

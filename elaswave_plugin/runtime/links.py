@@ -1,11 +1,10 @@
-"""The link table: framed messages between workers, one TCP connection a pair, one thread."""
+"""The link table: framed messages between workers, one connection a pair, one thread."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import select
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 from elaswave_plugin.errors import EpochChanged, LinkError, PeerError
 from elaswave_plugin.runtime.buffers import Scratch
 from elaswave_plugin.runtime.connection import Connection, State
+from elaswave_plugin.runtime.doors import Doors
 from elaswave_plugin.runtime.frames import FrameHeader, Hello, Kind
 from elaswave_plugin.runtime.mailbox import Mailbox
 from elaswave_plugin.runtime.operation import Operation, Steps
@@ -22,7 +22,6 @@ from elaswave_plugin.runtime.transfers import Inbound, Receive, Send
 _READ = select.EPOLLIN
 _WRITE = select.EPOLLOUT
 _LONGEST_POLL_S = 3600.0
-_BACKLOG = 1024
 
 
 class LinkTable:
@@ -63,16 +62,15 @@ class LinkTable:
         self._interrupted: tuple[int, str] | None = None
         self._closed = False
         self._poller = 0
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
-        self._listener.setblocking(False)
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self._doors = Doors(host)
+        self.address = self._doors.address
         # The sockets sit in an epoll set of their own, which sits in the progress thread's set, so
         # that a waiting caller takes all of them over with a single system call.
         self._data = select.epoll()
         self._kick = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._data.register(self._kick, _READ)
-        self._data.register(self._listener.fileno(), _READ)
+        for descriptor in self._doors.descriptors:
+            self._data.register(descriptor, _READ)
         self._top = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._top.register(self._wake, _READ)
@@ -173,7 +171,7 @@ class LinkTable:
         self._by_descriptor.clear()
         self._links.clear()
         self._parked.clear()
-        self._listener.close()
+        self._doors.close()
         self._data.close()
         self._top.close()
         os.close(self._wake)
@@ -401,21 +399,25 @@ class LinkTable:
                 f"slot {slot} is not a member of epoch {self.epoch} "
                 f"(members {sorted(self._addresses)})"
             )
-        host, _, port = address.rpartition(":")
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        link = Connection(self, socket.socket(family, socket.SOCK_STREAM), State.DIALLING, slot)
+        sock, error = self._doors.dial(address)
+        link = Connection(self, sock, State.DIALLING, slot)
         link.address = address
         link.number = secrets.randbits(62) | 1
         self._links[slot] = link
-        self._by_descriptor[link.descriptor] = link
-        self._data.register(link.descriptor, _READ | _WRITE)
-        try:
-            link.sock.connect((host, int(port)))
-        except BlockingIOError:
-            pass
-        except OSError as error:
+        self._admit(link, _READ | _WRITE)
+        if error is not None:
             self._lost(link, error)
         return link
+
+    def _admit(self, connection: Connection, events: int) -> None:
+        self._by_descriptor[connection.descriptor] = connection
+        self._data.register(connection.descriptor, events)
+        connection.watched = events
+
+    def _watch(self, connection: Connection, events: int) -> None:
+        if connection.watched != events:
+            self._data.modify(connection.descriptor, events)
+            connection.watched = events
 
     def _greet(self, link: Connection) -> None:
         replaces = self._last_link.get(link.peer, 0)
@@ -424,17 +426,11 @@ class LinkTable:
             link.greet(hello)
         except BlockingIOError:
             return  # an old event of another socket with this descriptor: not connected yet
-        self._data.modify(link.descriptor, _READ)
+        self._watch(link, _READ)
 
     def _accept_all(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except (BlockingIOError, InterruptedError):
-                return
-            connection = Connection(self, sock, State.INCOMING)
-            self._by_descriptor[connection.descriptor] = connection
-            self._data.register(connection.descriptor, _READ)
+        for sock in self._doors.accept_all():
+            self._admit(Connection(self, sock, State.INCOMING), _READ)
 
     def _welcome(self, connection: Connection, hello: Hello) -> None:
         """Take a greeted connection as the link to its slot, keep it for later, or refuse it."""
@@ -442,7 +438,7 @@ class LinkTable:
         if self._addresses.get(hello.slot) != hello.address:
             if hello.epoch > self.epoch:
                 connection.state = State.PARKED
-                self._data.modify(connection.descriptor, 0)
+                self._watch(connection, 0)
                 self._parked.append(connection)
             else:
                 self._retire(connection, f"slot {hello.slot} is not a member")
@@ -461,7 +457,7 @@ class LinkTable:
             self._retire(old, "replaced")
         try:
             connection.accept()
-            self._data.modify(connection.descriptor, _READ)
+            self._watch(connection, _READ)
             self._write(connection)
             connection.parse()
         except (OSError, LinkError) as error:
@@ -479,7 +475,7 @@ class LinkTable:
         except OSError as error:
             self._lost(link, error)
             return
-        self._data.modify(link.descriptor, _READ | _WRITE if link.outgoing else _READ)
+        self._watch(link, _READ | _WRITE if link.outgoing else _READ)
 
     def _retire(self, connection: Connection, why: str) -> None:
         if connection.state is not State.CLOSED:
@@ -547,7 +543,7 @@ class LinkTable:
                 self._serve(connection, event)
             elif descriptor == self._kick:
                 os.eventfd_read(self._kick)
-            elif descriptor == self._listener.fileno():
+            elif descriptor in self._doors.descriptors:
                 self._accept_all()
 
     def _serve(self, connection: Connection, event: int) -> None:

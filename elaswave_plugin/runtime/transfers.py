@@ -83,8 +83,7 @@ class Send(Transfer):
     def _open_frame(self) -> None:
         size = min(FRAME_BYTES, len(self.view) - self.position)
         self.frame_end = self.position + size
-        header = self.header._replace(size=size, offset=self.position)
-        self.head = memoryview(header.pack())
+        self.head = memoryview(self.header.pack_frame(size, self.position))
 
     def buffers(self) -> list[memoryview]:
         """What to hand to sendmsg next."""

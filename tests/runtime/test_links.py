@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from elaswave_plugin.errors import EpochChanged, LinkError
+from elaswave_plugin.runtime import doors
 from elaswave_plugin.runtime.collectives import receive, send
 from elaswave_plugin.runtime.frames import HEADER_BYTES, FrameHeader, Hello, Kind, control_header
 from elaswave_plugin.runtime.links import LinkTable
@@ -51,6 +52,41 @@ def _receive(
     operation = Operation(table, _place(table), "recv", timeout_s=timeout_s, tag=tag)
     table.run(operation, lambda op: receive(op, memoryview(into), 1 - table.slot))
     return operation, into
+
+
+def _family(table: LinkTable) -> socket.AddressFamily:
+    (link,) = table._links.values()
+    return socket.AddressFamily(link.sock.family)
+
+
+@pytest.mark.parametrize("size", [5, 70_000, 9_000_000])
+@pytest.mark.parametrize(
+    ("hosts", "near_open", "family"),
+    [
+        (("127.0.0.1", "127.0.0.1"), True, socket.AF_UNIX),
+        (("127.0.0.1", "127.0.0.1"), False, socket.AF_INET),
+        (("127.0.0.1", "127.0.0.2"), True, socket.AF_INET),
+    ],
+)
+def test_a_unix_socket_on_one_host_and_tcp_otherwise(
+    hosts: tuple[str, str],
+    near_open: bool,
+    family: int,
+    size: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tables = LinkTable(0, hosts[0]), LinkTable(1, hosts[1])
+    if not near_open:
+        monkeypatch.setattr(doors, "_name", lambda address: f"\0nobody at {address}")
+    _open(tables, 1)
+    data = os.urandom(size)
+    got, into = _receive(tables[1], size)
+    tables[0].wait(_send(tables[0], data))
+    tables[1].wait(got)
+    assert into == data
+    assert [_family(table) for table in tables] == [family, family]
+    for table in tables:
+        table.close()
 
 
 def _until(condition: Callable[[], bool]) -> None:

@@ -91,6 +91,21 @@ def test_reductions_are_a_left_to_right_fold_in_rank_order() -> None:
     run(WORLD, _fold_order)
 
 
+def _many_chunks(peer: Peer) -> None:
+    for numel, dtype in ((2_500_003, torch.float32), (6_000_011, torch.bfloat16)):
+        data, late = sample(peer.slot, numel, dtype), sample(peer.slot, numel, dtype, 1)
+        works = [dist.all_reduce(data, async_op=True), dist.all_reduce(late, async_op=True)]
+        for work in reversed(works):
+            assert work is not None
+            work.wait()
+        assert same_bits(data, folded(numel, dtype, "SUM"))
+        assert same_bits(late, folded(numel, dtype, "SUM", 1))
+
+
+def test_a_large_all_reduce_in_many_chunks_is_the_same_fold() -> None:
+    run(WORLD, _many_chunks)
+
+
 def _average(peer: Peer) -> None:
     for dtype in FLOATS:
         data = sample(peer.slot, 40_003, dtype)
