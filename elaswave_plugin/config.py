@@ -126,10 +126,11 @@ class ElasticConfig(BaseModel):
         description="seconds a survivor may take to stop its step after a proposal; lower fences"
         " stuck workers sooner, higher spares slow ones",
     )
-    dataflow: Literal["redeal", "reroute"] = Field(
-        "redeal",
+    dataflow: Literal["auto", "redeal", "reroute"] = Field(
+        "auto",
         description="who runs the micro-batches of a lost pipeline replica; redeal: all are dealt"
-        " anew over every stage's live replicas; reroute: its peers take them over",
+        " anew over every stage's live replicas; reroute: its peers take them over; auto: what is"
+        " faster in simulation",
     )
     gpu_engine: Literal["auto", "host", "nccl"] = Field(
         "auto",

@@ -1,8 +1,9 @@
 """Which replica of each stage runs which micro-batches, and in what order, in a ragged pipeline.
 
-Redeal: whole micro-batches are dealt anew over every stage's live replicas, in slots as wide as the
-narrowest stage. Reroute: those of lost replicas are spread over their peers. Micro-batches stay
-whole in both, so every stage and tp position has the exact order of sums of ``core/exact.py``.
+Redeal: whole micro-batches are dealt anew over every stage's live replicas. Reroute: those of lost
+replicas are spread over their peers. Micro-batches stay whole in both, so every stage and tp
+position has the exact order of sums of ``core/exact.py``. Which one, and how many slots are in
+flight, is chosen by simulated time.
 
 >>> from elaswave_plugin.core.layout import launch_layout
 >>> healthy = launch_layout(tp=1, pp=2, dp=2, num_layers=2)
@@ -16,29 +17,36 @@ F1 B1 F3 B3
 (True, False)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from elaswave_plugin.core.dataflow import Dataflow
 from elaswave_plugin.core.exact import replica_microbatches
 from elaswave_plugin.core.groups import Seat, seats_of
 from elaswave_plugin.core.layout import ParallelLayout
-from elaswave_plugin.core.planner.microbatch_split import MicrobatchSplit, redeal, reroute
+from elaswave_plugin.core.planner.costs import uniform_costs
+from elaswave_plugin.core.planner.executable import plan_split
+from elaswave_plugin.core.planner.joint import JointPlan, PlanRules, joint_plan
+from elaswave_plugin.core.planner.microbatch_split import REDEAL, REROUTE
+from elaswave_plugin.core.planner.prediction import StepWork
 from elaswave_plugin.core.schedule import Piece, WorkerOps, window_ops, window_sizes
 
-Policy = Literal["redeal", "reroute"]
+Policy = Literal["auto", "redeal", "reroute"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineFlow:
     """The assignment of a step: ``pieces[stage][replica order]``, one micro-batch a piece.
 
-    Micro-batch k belongs to replica k mod ``layout.dp`` of the launch for ever.
+    Micro-batch k belongs to replica k mod ``layout.dp`` of the launch for ever. ``windows``: slots
+    in flight at each stage; ``reasons``: why it is dealt so, no part of what is compared.
     """
 
     layout: ParallelLayout
     num_microbatches: int
     pieces: tuple[tuple[tuple[Piece, ...], ...], ...]
+    windows: tuple[int, ...]
+    reasons: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
     def __str__(self) -> str:
         return "; ".join(
@@ -67,8 +75,8 @@ class PipelineFlow:
     def ops(self, slot: int) -> WorkerOps:
         """The ordered operations of a worker that has a place, by the window rule."""
         seat = seats_of(self.layout)[slot]
-        window = window_sizes(len(self.layout.stages))[seat.stage]
-        return window_ops(self.pieces[seat.stage][seat.order], window=window)
+        pieces = self.pieces[seat.stage][seat.order]
+        return window_ops(pieces, window=self.windows[seat.stage])
 
     def peer(self, stage: int, microbatch: int, tp: int) -> int:
         """The slot that runs a micro-batch at a stage, at one tp position."""
@@ -99,11 +107,11 @@ class PipelineFlow:
 
 
 def flow_of(
-    *, layout: ParallelLayout, num_microbatches: int, policy: Policy = "redeal"
+    *, layout: ParallelLayout, num_microbatches: int, policy: Policy = "auto"
 ) -> PipelineFlow:
-    """Deal a step's micro-batches over the live replicas of every stage.
+    """Deal a step's micro-batches over the live replicas of every stage, by simulated time.
 
-    Raises ConfigurationError for a stage without a replica.
+    Raises ConfigurationError where nothing fits in flight.
     """
     if layout.is_rectangular:
         replicas = tuple(_own(order, layout.dp, num_microbatches) for order in range(layout.dp))
@@ -111,10 +119,42 @@ def flow_of(
             layout=layout,
             num_microbatches=num_microbatches,
             pieces=tuple(replicas for _ in layout.stages),
+            windows=window_sizes(len(layout.stages)),
         )
-    split = _split(layout, num_microbatches, policy)
-    pieces = split.assignment()
-    return PipelineFlow(layout=layout, num_microbatches=num_microbatches, pieces=pieces)
+    work = StepWork(num_microbatches=num_microbatches, microbatch_size=1, launch_width=layout.dp)
+    plan = _planned(layout, work, policy)
+    return PipelineFlow(
+        layout=layout,
+        num_microbatches=num_microbatches,
+        pieces=plan_split(plan, work).assignment(),
+        windows=plan.chosen.windows,
+        reasons=plan.reasons,
+    )
+
+
+def _planned(layout: ParallelLayout, work: StepWork, policy: Policy) -> JointPlan:
+    """The best dataflow and windows for equal layers, where everyone stays where it is.
+
+    A worker may hold the activations of one slot more than the first stage of the launch, a slot
+    being what the narrowest stage runs of one micro-batch a replica. Gradients have to be added in
+    rising order, which the window rule keeps.
+    """
+    num_stages = len(layout.stages)
+    slot = -(-layout.dp // min(layout.widths))
+    costs = uniform_costs(
+        num_layers=layout.num_layers,
+        forward_s=1.0,
+        backward_s=2.0,
+        activation_bytes=1.0,
+        memory_bytes=(num_stages + 1) * slot * layout.num_layers / num_stages,
+    )
+    rules = PlanRules(
+        policies=(REDEAL, REROUTE) if policy == "auto" else (policy,),
+        move_layers=False,
+        move_workers=False,
+        greedy=False,
+    )
+    return joint_plan(before=layout, after=layout, costs=costs, work=work, rules=rules)
 
 
 def _own(replica: int, num_replicas: int, num_microbatches: int) -> tuple[Piece, ...]:
@@ -122,19 +162,3 @@ def _own(replica: int, num_replicas: int, num_microbatches: int) -> tuple[Piece,
         replica, num_replicas=num_replicas, num_microbatches=num_microbatches
     )
     return tuple(Piece(slot, k, k + 1) for slot, k in enumerate(own))
-
-
-def _split(layout: ParallelLayout, num_microbatches: int, policy: Policy) -> MicrobatchSplit:
-    if policy == "reroute":
-        return reroute(
-            replicas=[[group.replica for group in groups] for groups in layout.stages],
-            launch_width=layout.dp,
-            num_microbatches=num_microbatches,
-            microbatch_size=1,
-        )
-    return redeal(
-        widths=layout.widths,
-        num_microbatches=num_microbatches,
-        microbatch_size=1,
-        slot_width=min(layout.widths),
-    )

@@ -38,6 +38,7 @@ _CARRIED: tuple[tuple[str, Any, str], ...] = (
     ("checkpoint.use_node_local_storage", False, "a lost node takes its part with it"),
     ("checkpoint.writer", None, "let torch write checkpoints"),
     ("datastates_ckpt", False, "let torch write checkpoints: every save has ended when it returns"),
+    ("elaswave.dataflow", "auto", "every worker takes a share of each micro-batch"),
     ("elasticity", None, "DeepSpeed removed it; the section elaswave takes its place"),
 )
 _OPTIMIZERS = ("adam", "adamw")

@@ -58,7 +58,7 @@ class ElasticJob:
         workers = int(os.environ.get("WORLD_SIZE", "1"))
         self._model_parallel = tp, pp = model_parallel
         width = sizes_of(workers, tp=tp, pp=pp)
-        if model_parallel == (1, 1) and config.dataflow != "redeal":
+        if model_parallel == (1, 1) and config.dataflow != "auto":
             raise ConfigurationError(
                 f"dataflow is {config.dataflow}, which is for pipeline and tensor parallel jobs;"
                 " without them lost micro-batches are always dealt to the others; leave it out"

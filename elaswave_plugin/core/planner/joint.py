@@ -62,12 +62,14 @@ class PlanRules:
 
     ``policies``: dataflows allowed (one: it is forced). ``horizon_s``: how long a plan is expected
     to last; ``least_gain``: share of the step below which no move is worth the trouble.
-    ``split_backward``: weight gradients fill bubbles. ``clocks``: None leaves them alone.
+    ``greedy``: orders found by simulation, beside those of the window rule. ``split_backward``:
+    weight gradients fill bubbles. ``clocks``: None leaves them alone.
     """
 
     policies: tuple[str, ...] = POLICIES
     move_layers: bool = True
     move_workers: bool = True
+    greedy: bool = True
     split_backward: bool = False
     horizon_s: float = 600.0
     least_gain: float = 0.005
@@ -228,7 +230,8 @@ class _Search:
     def _greedy(self, ordered: Sequence[Candidate]) -> list[Candidate]:
         """The fastest plans, and the fastest and the rerouted one that stay, in greedy order."""
         found: list[Candidate] = []
-        if not self.predictor.knows_greedy(len(self.after.stages)):
+        knows = self.predictor.knows_greedy(len(self.after.stages))
+        if not self.rules.greedy or not knows:
             return found
         stay = [one for one in ordered if self._stays(one)]
         routed = [one for one in stay if one.choice.policy == REROUTE]
