@@ -9,6 +9,7 @@ from typing import Any
 
 from elaswave_plugin.config import RECOVERY_PHASES, Kill
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError
+from elaswave_plugin.layout_change import layout_fields
 from elaswave_plugin.state_dump import differing_names, dumped_steps, hash_state
 from elaswave_plugin.tracking.events import EVENTS_FILE, LEDGER_FILE, STEPS_FILE, read_lines
 
@@ -186,6 +187,16 @@ def median_step_s(run: RunFiles) -> dict[str, float | None]:
     return {"before": median(before) if before else None, "after": median(after) if after else None}
 
 
+def layout_change_of(run: RunFiles) -> Record:
+    """Return the layouts, plan and step times of a change of layout; nothing where none was."""
+    return layout_fields(
+        attached=run.of_kind("attached"),
+        recovered=run.of_kind("recovered"),
+        nodes={event["slot"]: event["node"] for event in run.of_kind("worker_started")},
+        step_s=median_step_s(run),
+    )
+
+
 def tokens_per_s(run: RunFiles) -> dict[int, float]:
     """Return the tokens of the global batch per second of the slowest worker, for each step."""
     rates = {}
@@ -226,6 +237,7 @@ def summarize(
         "samples_lost": lost,
         "samples_repeated": repeated,
         "median_step_s": median_step_s(run),
+        **layout_change_of(run),
         "snapshot_overhead_ratio": snapshot_overhead_ratio,
         "snapshot_overhead_reason": (
             None if snapshot_overhead_ratio is not None else snapshot_overhead_reason

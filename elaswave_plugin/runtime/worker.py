@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import psutil
 
 from elaswave_plugin.config import ElasticConfig, parse_kill
+from elaswave_plugin.core.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.plan import Flow, RecoveryPlan, copy_targets, make_plan
 from elaswave_plugin.core.seating import Cell, FlatSeating, Seating
 from elaswave_plugin.core.shards import ShardCut
@@ -240,6 +241,10 @@ class Worker:
     def end_recovery(self, plan: RecoveryPlan, *, fetched_bytes: int) -> None:
         """Adopt the plan; the event is emitted when the redone step is committed."""
         interrupted = self.completed
+        # A recovery that was itself interrupted has not been worked under.
+        if self._resume_pending is None:
+            self._left_flow = self.dataflow
+        changed = _layout_change(self._left_flow, plan.dataflow)
         self.completed = self.phases.step = plan.restore_step
         self.phases.replaying = True
         self.dataflow = plan.dataflow
@@ -258,7 +263,7 @@ class Worker:
                 "fetched_bytes": fetched_bytes,
             }
             self.events.emit(
-                "recovered", slot=self.slot, reason=plan.reason, plan=str(plan), **fields
+                "recovered", slot=self.slot, reason=plan.reason, plan=str(plan), **fields, **changed
             )
             return fields
 
@@ -276,3 +281,15 @@ class Worker:
         """Leave the job as done."""
         self.member.finish()
         self.links.close()
+
+
+def _layout_change(before: Flow, after: Flow) -> dict[str, object]:
+    """What an outside reader needs to judge a change of layout; nothing without stages."""
+    if not isinstance(before, PipelineFlow) or not isinstance(after, PipelineFlow):
+        return {}
+    return {
+        "layout_before": before.layout.to_json(),
+        "layout_after": after.layout.to_json(),
+        "pieces": after.pieces,
+        "processors": len(os.sched_getaffinity(0)),
+    }

@@ -1,4 +1,7 @@
-"""Made-up run directories: four workers, twelve samples a step, slot 2 killed in step 3."""
+"""Made-up run directories: four workers, twelve samples a step, slot 2 killed in step 3.
+
+A hybrid one has two stages of two replicas: slots 0 and 1, slots 2 and 3.
+"""
 
 import json
 from collections.abc import Callable
@@ -7,16 +10,31 @@ from typing import Any
 
 import numpy as np
 
+from elaswave_plugin.core.layout import launch_layout
+from elaswave_plugin.core.pipeline_flow import flow_of
 from elaswave_plugin.state_dump import PARTS
 from elaswave_plugin.tracking.events import EventLog
 
 STEPS, GLOBAL_BATCH, KILL_STEP, KILLED = 6, 12, 3, 2
 NAMES = (("decoder.bias", 5), ("embedding.weight", 12))
 PHASES = {"agree": 0.01, "edit": 0.002, "move": 0.02, "rebind": 0.003, "verify": 0.004}
+HYBRID = launch_layout(tp=1, pp=2, dp=2, num_layers=4)
+NUM_MICROBATCHES = GLOBAL_BATCH // 2
 Change = Callable[[str, dict[str, Any]], dict[str, Any] | None]
 
 
-def make_run(folder: Path, *, killed: bool, change: Change = lambda name, record: record) -> Path:
+def same(name: str, record: dict[str, Any]) -> dict[str, Any] | None:
+    """Change nothing."""
+    return record
+
+
+def make_run(
+    folder: Path,
+    *,
+    killed: bool,
+    hybrid: bool = False,
+    change: Change = same,
+) -> Path:
     """Write a run; `change` may alter or drop (None) each record of "events", "steps", "ledger"."""
     logs = {name: EventLog(folder / f"{name}.jsonl") for name in ("events", "steps", "ledger")}
 
@@ -33,6 +51,9 @@ def make_run(folder: Path, *, killed: bool, change: Change = lambda name, record
         pids = {"pid": 1000 + slot, "supervisor_pid": 100 + slot}
         event("worker_started", 0.0, slot=slot, node=0, **pids)
     event("view_committed", 0.5, epoch=1, ranks=slots, reason="start", by=0)
+    for slot in slots:
+        sizes = {"num_microbatches": NUM_MICROBATCHES, "micro_batch_size": 2}
+        event("attached", 0.6, slot=slot, settings={"dataflow": "redeal"}, **sizes)
     epoch, clock_s = 1, 1.0
     for step in range(STEPS):
         attempts = [(1, slots)]
@@ -42,7 +63,7 @@ def make_run(folder: Path, *, killed: bool, change: Change = lambda name, record
             epoch, slots = epoch_of_attempt, members
             _ledger(put, step, epoch, slots)
             if killed and step == KILL_STEP and epoch == 1:
-                _kill(event, clock_s)
+                _kill(event, clock_s, layout_change() if hybrid else {})
                 clock_s += 0.25
                 continue
             clock_s += 0.1 if len(slots) == 4 else 0.125
@@ -50,6 +71,17 @@ def make_run(folder: Path, *, killed: bool, change: Change = lambda name, record
     for log in logs.values():
         log.close()
     return folder
+
+
+def layout_change(processors: int = 4) -> dict[str, Any]:
+    """What the survivors of a hybrid run report of its change of layout."""
+    after = HYBRID.without([KILLED])
+    return {
+        "layout_before": HYBRID.to_json(),
+        "layout_after": after.to_json(),
+        "pieces": flow_of(layout=after, num_microbatches=NUM_MICROBATCHES).pieces,
+        "processors": processors,
+    }
 
 
 def make_alternated(folder: Path, *, steps: int, on_s: float, off_s: float) -> Path:
@@ -111,7 +143,7 @@ def _steps(
         )
 
 
-def _kill(event: Callable[..., None], now_s: float) -> None:
+def _kill(event: Callable[..., None], now_s: float, more: dict[str, Any]) -> None:
     fault = {"slot": KILLED, "pid": 1000 + KILLED}
     event("fault_fired", now_s, step=KILL_STEP, phase="backward", at_s=now_s, **fault)
     reason = f"worker {KILLED} (node 0) exited: killed by SIGKILL"
@@ -130,4 +162,5 @@ def _kill(event: Callable[..., None], now_s: float) -> None:
             phases_s={**PHASES, "replay": 0.1 + slot / 100},
             bytes_moved=304,
             after_step=KILL_STEP,
+            **more,
         )

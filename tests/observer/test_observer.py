@@ -20,14 +20,11 @@ from tests.observer.made_up import (
     STEPS,
     Change,
     make_run,
+    same,
     write_state,
 )
 
 WANTED = Kill(slot=KILLED, step=KILL_STEP)
-
-
-def same(name: str, record: dict[str, Any]) -> dict[str, Any] | None:
-    return record
 
 
 def summary(tmp_path: Path, change: Change = same, flip: bool = False) -> dict[str, Any]:

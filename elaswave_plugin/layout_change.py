@@ -1,0 +1,141 @@
+"""A hybrid run's change of layout, from the events that it left, beside a simulation of its steps.
+
+The simulation runs the op lists that the workers ran (``core/step_time.py``). Its costs are those
+of the run's own healthy steps, spread evenly: every layer alike, a backward twice a forward,
+messages and the optimizer not apart. Where workers outnumber processors, a step cannot be shorter
+than all of their work shared out over these.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elaswave_plugin.core.layout import ParallelLayout
+from elaswave_plugin.core.pipeline_flow import flow_of
+from elaswave_plugin.core.planner.costs import uniform_costs
+from elaswave_plugin.core.schedule import Assignment, Piece, window_lists, window_sizes
+from elaswave_plugin.core.step_time import LinkTime, simulate
+from elaswave_plugin.errors import ElasWaveError
+
+Record = dict[str, Any]
+BACKWARD_TO_FORWARD = 2.0
+# What all survivors of an epoch report alike.
+_SHARED = ("layout_before", "layout_after", "pieces", "bytes_moved")
+
+
+def layout_fields(
+    *,
+    attached: Sequence[Record],
+    recovered: Sequence[Record],
+    nodes: Mapping[int, int],
+    step_s: Mapping[str, float | None],
+) -> Record:
+    """What summary.json says of the first and last layout; nothing for data-parallel runs.
+
+    ``attached``, ``recovered``: these events; ``nodes``: by slot; ``step_s``: median step "before"
+    and "after". Raises ElasWaveError where survivors report different layouts.
+    """
+    by_epoch: dict[int, list[Record]] = {}
+    for event in recovered:
+        if "layout_after" in event:
+            by_epoch.setdefault(event["epoch"], []).append(event)
+    if not by_epoch or not attached:
+        return {}
+    changes = [_agreed(by_epoch[epoch]) for epoch in sorted(by_epoch)]
+    before = ParallelLayout.from_json(changes[0]["layout_before"])
+    after = ParallelLayout.from_json(changes[-1]["layout_after"])
+    return {
+        "layout_before": before.to_json(),
+        "layout_after": after.to_json(),
+        "plan": {
+            "dataflow": attached[0]["settings"]["dataflow"],
+            "layers_per_stage": [
+                [list(span) for span in after.layers(stage)] for stage in range(len(after.stages))
+            ],
+            **_work(after, changes[-1]["pieces"], attached[0]["micro_batch_size"]),
+            "bytes_to_move": sum(change["bytes_moved"] for change in changes),
+            **_prediction(
+                before,
+                after,
+                pieces=changes[-1]["pieces"],
+                num_microbatches=attached[0]["num_microbatches"],
+                processors=_processors(recovered, nodes),
+                healthy_s=step_s["before"],
+            ),
+        },
+        "measured_step_s": step_s["after"],
+    }
+
+
+def layout_lines(layout: ParallelLayout) -> tuple[str, str]:
+    """A layout in two lines: its sizes and widths, and who is where."""
+    title, *places = str(layout).splitlines()
+    return title, "; ".join(places)
+
+
+def simulated_units(layout: ParallelLayout, pieces: Assignment, *, processors: int) -> float:
+    """The step in units of one layer's forward of one micro-batch."""
+    costs = uniform_costs(
+        num_layers=layout.num_layers, forward_s=1.0, backward_s=BACKWARD_TO_FORWARD
+    )
+    lists = window_lists(pieces, window_sizes(len(layout.stages)))
+    step = simulate(lists, costs.stage_times(layout.cuts), LinkTime())
+    if step.blocked:
+        raise ElasWaveError(f"the op lists of {layout} do not run: {step}")
+    return max(step.seconds, layout.tp * sum(map(sum, step.busy)) / processors)
+
+
+def _agreed(reports: Sequence[Record]) -> Record:
+    first = {key: reports[0][key] for key in _SHARED}
+    for report in reports:
+        for key in _SHARED:
+            if report[key] != first[key]:
+                raise ElasWaveError(
+                    f"survivors {reports[0]['slot']} and {report['slot']} report different {key}"
+                    f" of epoch {report['epoch']}"
+                )
+    return first
+
+
+def _work(layout: ParallelLayout, pieces: Any, micro_batch_size: int) -> Record:
+    """Micro-batches and samples by worker; none for a free one."""
+    dealt: dict[str, list[int]] = {str(slot): [] for slot in layout.workers}
+    for groups, of_stage in zip(layout.stages, pieces, strict=True):
+        for group, of_group in zip(groups, of_stage, strict=True):
+            for slot in group.slots:
+                dealt[str(slot)] = [start for _, start, _ in of_group]
+    return {
+        "microbatches_per_worker": dealt,
+        "samples_per_worker": {slot: micro_batch_size * len(ks) for slot, ks in dealt.items()},
+    }
+
+
+def _prediction(
+    before: ParallelLayout,
+    after: ParallelLayout,
+    *,
+    pieces: Any,
+    num_microbatches: int,
+    processors: int,
+    healthy_s: float | None,
+) -> Record:
+    """The simulated step after the change, as long as the healthy steps were to their simulation.
+
+    No seconds where no healthy step was counted.
+    """
+    launched = flow_of(layout=before, num_microbatches=num_microbatches).pieces
+    dealt = tuple(tuple(tuple(Piece(*one) for one in row) for row in rows) for rows in pieces)
+    healthy = simulated_units(before, launched, processors=processors)
+    changed = simulated_units(after, dealt, processors=processors)
+    return {
+        "simulated": True,
+        "processors": processors,
+        "assumed_backward_to_forward": BACKWARD_TO_FORWARD,
+        "predicted_step_ratio": changed / healthy,
+        "predicted_step_s": None if healthy_s is None else healthy_s * changed / healthy,
+    }
+
+
+def _processors(recovered: Sequence[Record], nodes: Mapping[int, int]) -> int:
+    """Processors of all nodes together, as their workers count them."""
+    by_node = {nodes[event["slot"]]: int(event["processors"]) for event in recovered}
+    return sum(by_node.values())

@@ -1,0 +1,110 @@
+"""What a summary says of a change of layout follows from the events, and from arithmetic."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elaswave_plugin.core.layout import ParallelLayout
+from elaswave_plugin.errors import ElasWaveError
+from elaswave_plugin.observer import read_run, summarize
+from tests.observer.made_up import GLOBAL_BATCH, HYBRID, KILLED, STEPS, Change, make_run, same
+
+FIELDS = {"layout_before", "layout_after", "plan", "measured_step_s"}
+
+
+def summary(folder: Path, change: Change = same, **how: Any) -> dict[str, Any]:
+    run = make_run(folder, killed=True, hybrid=True, change=change)
+    got = summarize(read_run(run), None, steps=STEPS, global_batch=GLOBAL_BATCH, **how)
+    return dict(json.loads(json.dumps(got)))
+
+
+def with_fields(**fields: Any) -> Change:
+    def change(name: str, record: dict[str, Any]) -> dict[str, Any]:
+        return {**record, **fields} if record.get("kind") == "recovered" else record
+
+    return change
+
+
+def test_summary_of_a_hybrid_run_has_layouts_and_work(tmp_path: Path) -> None:
+    got = summary(tmp_path)
+    assert ParallelLayout.from_json(got["layout_before"]) == HYBRID
+    assert ParallelLayout.from_json(got["layout_after"]) == HYBRID.without([KILLED])
+    plan = got["plan"]
+    assert plan["dataflow"] == "redeal" and plan["bytes_to_move"] == 304
+    assert plan["layers_per_stage"] == [[[0, 2]], [[2, 4]]]
+    # Micro-batches in slots as wide as the narrower stage, one: in turn at the first stage.
+    by_worker = {"0": [0, 2, 4], "1": [1, 3, 5], "3": [0, 1, 2, 3, 4, 5]}
+    assert plan["microbatches_per_worker"] == by_worker
+    assert plan["samples_per_worker"] == {"0": 6, "1": 6, "3": 12}
+
+
+# In layers' forwards, with 2 layers a stage and a backward twice a forward: 1F1B of 3 micro-batches
+# over 2 stages is (3 + 1) 6 = 24; 6 of them at one worker of the last stage wait for the first
+# forward (2), run for 6 x 6 and are followed by the last backward of the first stage (4): 42.
+# All work is 6 micro-batches x 2 stages x 6 = 72, however it is dealt.
+@pytest.mark.parametrize(
+    ("processors", "ratio"), [(64, 42 / 24), (3, 42 / 24), (2, 42 / 36), (1, 72 / 72)]
+)
+def test_predicted_step_is_the_healthy_one_times_the_simulated_ratio(
+    processors: int, ratio: float, tmp_path: Path
+) -> None:
+    got = summary(tmp_path, with_fields(processors=processors))
+    plan = got["plan"]
+    assert plan["simulated"] is True and plan["processors"] == processors
+    assert plan["predicted_step_ratio"] == pytest.approx(ratio)
+    assert plan["predicted_step_s"] == pytest.approx(0.1 * ratio)
+    assert got["measured_step_s"] == got["median_step_s"]["after"] == 0.125
+
+
+def test_processors_of_several_nodes_are_added(tmp_path: Path) -> None:
+    def two_nodes(name: str, record: dict[str, Any]) -> dict[str, Any]:
+        if record.get("kind") == "worker_started":
+            return {**record, "node": record["slot"] % 2}
+        return with_fields(processors=1)(name, record) or record
+
+    assert summary(tmp_path, two_nodes)["plan"]["processors"] == 2
+
+
+def test_a_loss_before_a_healthy_step_was_counted_has_no_prediction(tmp_path: Path) -> None:
+    def one_step(name: str, record: dict[str, Any]) -> dict[str, Any] | None:
+        return None if name == "steps" and record["step"] in (1, 2) else record
+
+    plan = summary(tmp_path, one_step)["plan"]
+    assert plan["predicted_step_s"] is None and plan["predicted_step_ratio"] > 1
+
+
+def test_a_data_parallel_run_has_none_of_it(tmp_path: Path) -> None:
+    for killed in (True, False):
+        run = make_run(tmp_path / str(killed), killed=killed)
+        got = summarize(read_run(run), None, steps=STEPS, global_batch=GLOBAL_BATCH)
+        assert not FIELDS & set(got)
+    assert set(summary(tmp_path / "hybrid")) >= FIELDS
+
+
+def test_two_changes_are_told_from_the_first_layout_to_the_last(tmp_path: Path) -> None:
+    last = HYBRID.without([KILLED]).without([0])
+
+    def and_another(name: str, record: dict[str, Any]) -> dict[str, Any]:
+        if record.get("kind") == "recovered" and record["slot"] == 3:
+            pieces = [[[[k, k, k + 1] for k in range(6)]] for _ in range(2)]
+            changed = {"layout_before": record["layout_after"], "layout_after": last.to_json()}
+            return {**record, **changed, "pieces": pieces, "epoch": 3, "bytes_moved": 100}
+        return record
+
+    got = summary(tmp_path, and_another)
+    assert ParallelLayout.from_json(got["layout_before"]) == HYBRID
+    assert ParallelLayout.from_json(got["layout_after"]) == last
+    assert got["plan"]["samples_per_worker"] == {"1": 12, "3": 12}
+    assert got["plan"]["bytes_to_move"] == 404
+
+
+def test_survivors_that_report_different_layouts_are_named(tmp_path: Path) -> None:
+    def one_differs(name: str, record: dict[str, Any]) -> dict[str, Any]:
+        if record.get("kind") == "recovered" and record["slot"] == 3:
+            return {**record, "layout_after": HYBRID.without([0]).to_json()}
+        return record
+
+    with pytest.raises(ElasWaveError, match="survivors 0 and 3 report different layout_after"):
+        summary(tmp_path, one_differs)
