@@ -8,11 +8,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from elaswave_plugin.config import RECOVERY_PHASES
+from elaswave_plugin.core.layout import ParallelLayout
+from elaswave_plugin.layout_change import layout_lines
 from elaswave_plugin.observer import (
     Record,
     RunFiles,
     kills_of,
+    layout_change_of,
     losses_of,
+    median_step_s,
     recoveries_of,
     tokens_per_s,
 )
@@ -37,7 +41,8 @@ def draw_report(run: RunFiles, reference: RunFiles | None, path: Path) -> Path:
         _mark_kills(axes, run, with_text=axes is losses)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("step")
-    figure.suptitle(_title(recoveries), fontsize=12, color=INK)
+    title = "\n".join([_title(recoveries), *layout_text(run)])
+    figure.suptitle(title, fontsize=12, color=INK)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     return path
@@ -49,6 +54,27 @@ def _title(recoveries: list[Record]) -> str:
     worst_ms = max(recovery["mttr_s"] for recovery in recoveries) * 1e3
     count = "one recovery" if len(recoveries) == 1 else f"{len(recoveries)} recoveries"
     return f"{count}, longest fault to next completed step {worst_ms:.0f} ms"
+
+
+def layout_text(run: RunFiles) -> list[str]:
+    """The change of layout of a hybrid run and its step time in two lines; none without one."""
+    change = layout_change_of(run)
+    if not change:
+        return []
+    layouts = [ParallelLayout.from_json(change[name]) for name in ("layout_before", "layout_after")]
+    before, after = (" ".join(map(str, layout.widths)) for layout in layouts)
+    free = len(layouts[1].free)
+    title = layout_lines(layouts[0])[0]
+    seconds = {
+        "before": median_step_s(run)["before"],
+        "after": change["measured_step_s"],
+        "simulated after": change["plan"]["predicted_step_s"],
+    }
+    steps = ", ".join(f"{s * 1e3:.0f} {name}" for name, s in seconds.items() if s is not None)
+    return [
+        f"{title}: stage widths {before} -> {after}, {free} free",
+        f"step, ms: {steps}",
+    ]
 
 
 def _plain(axes: Axes, label: str) -> None:

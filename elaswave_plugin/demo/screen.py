@@ -9,6 +9,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from elaswave_plugin.config import RECOVERY_PHASES
+from elaswave_plugin.core.layout import ParallelLayout
+from elaswave_plugin.layout_change import layout_lines
 from elaswave_plugin.tracking.events import EVENTS_FILE, STEPS_FILE, Tail
 
 STEP_LINES = 10
@@ -89,6 +91,10 @@ class RunScreen:
         moved, restored = int(reports[0]["bytes_moved"]), reports[0]["restored_step"]
         text = f"state of step {restored} restored, {moved / 2**10:.0f} KiB moved"
         self._say(f"[bold green]recovered[/]: {text}; ms: {phases}")
+        if "layout_after" in reports[0]:
+            layout = ParallelLayout.from_json(reports[0]["layout_after"])
+            title, places = map(escape, layout_lines(layout))
+            self._say(f"[bold green]layout[/]: {title}\n  {places}")
 
     def _step(self, record: dict[str, Any]) -> None:
         step = record["step"]
@@ -132,6 +138,10 @@ def show_comparison(console: Console, summary: dict[str, Any]) -> None:
     table.add_row("survivors' process ids", same, "")
     before_ms, after_ms = _ms(times["before"]), _ms(times["after"])
     table.add_row("median step, ms", f"{before_ms} before, {after_ms} after", "")
+    if "plan" in summary:
+        plan = summary["plan"]
+        name = f"simulated step after, ms ({plan['processors']} processors)"
+        table.add_row(name, _ms(plan["predicted_step_s"]), "")
     for recovery in summary["recoveries"]:
         name = f"fault to next completed step, ms (epoch {recovery['epoch']})"
         table.add_row(name, _ms(recovery["mttr_s"]), "")

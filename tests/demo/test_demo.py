@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from elaswave_plugin.demo import demo, jobs
 from elaswave_plugin.demo.options import DemoOptions
 from elaswave_plugin.demo.text import TextSource
 from elaswave_plugin.observer import read_run, summarize
-from tests.observer.made_up import KILL_STEP, KILLED, STEPS
+from tests.observer.made_up import HYBRID, KILL_STEP, KILLED, STEPS
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE_JOB = """
@@ -32,7 +33,7 @@ folder, killed, flip = Path(sys.argv[1]), sys.argv[2] == "True", sys.argv[3] == 
 if sys.argv[4] == "snapshots":
     make_alternated(folder, steps=int(sys.argv[5]), on_s=0.102, off_s=0.1)
 else:
-    make_run(folder, killed=killed)
+    make_run(folder, killed=killed, hybrid=sys.argv[6] == "True")
     write_state(folder, workers=3 if killed else 4, flip=killed and flip)
 """
 
@@ -56,6 +57,7 @@ def play(
     job: str,
     flip: bool = False,
     alternated_steps: int = 0,
+    hybrid: bool = False,
 ) -> Any:
     """Run the demo with `job` as the training process; returns (exit code, what was shown)."""
 
@@ -66,7 +68,7 @@ def play(
     def command(
         options: Any, *, directory: Path, kill: bool, alternate: str, **rest: Any
     ) -> list[str]:
-        words = (directory, kill, flip, alternate, alternated_steps or options.steps)
+        words = (directory, kill, flip, alternate, alternated_steps or options.steps, hybrid)
         return [sys.executable, "-c", job, *map(str, words)]
 
     monkeypatch.setattr(jobs, "zygote", no_zygote)
@@ -77,6 +79,8 @@ def play(
     monkeypatch.setattr(demo, "GLOBAL_BATCH", 12)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     options = made_options(tmp_path)
+    if hybrid:
+        options = replace(options, layout=HYBRID)
     options.out.mkdir()
     shown = io.StringIO()
     code = demo.run_demo(options, None, Console(file=shown, width=120))
@@ -123,6 +127,23 @@ def test_demo_writes_its_files_and_the_summary_can_be_recomputed_from_them(
     for name in ("events.jsonl", "ledger.jsonl"):
         assert (out / name).read_bytes() == (out / "run" / name).read_bytes() != b""
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_demo_of_a_hybrid_job_shows_the_change_of_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, shown = play(tmp_path, monkeypatch, FAKE_JOB, hybrid=True)
+    assert code == 0
+    for text in (
+        "4 workers (TP1 x PP2 x DP2, 4 layers), 6 steps",
+        "layout: TP1 x PP2 x DP2, 4 layers, widths 2 1",
+        "  stage 0, layers 0-1: r0 w0 | r1 w1; stage 1, layers 2-3: r1 w3",
+    ):
+        assert text in shown, f"{text!r} is not in\n{shown}"
+    table = " ".join(shown.split())
+    assert "simulated step after, ms (4 processors) │ 175" in table
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["plan"]["predicted_step_s"] == pytest.approx(0.175)
 
 
 def test_demo_says_why_the_cost_of_snapshots_is_not_known(

@@ -31,3 +31,14 @@ def test_report_lines_are_the_losses(tmp_path: Path) -> None:
     report._draw_losses(axes, run, run)
     for line in axes.get_lines():
         assert list(line.get_ydata()) == list(losses_of(run).values())
+
+
+def test_report_says_how_the_layout_changed(tmp_path: Path) -> None:
+    hybrid = read_run(make_run(tmp_path / "hybrid", killed=True, hybrid=True))
+    assert report.layout_text(hybrid) == [
+        "TP1 x PP2 x DP2, 4 layers: stage widths 2 2 -> 2 1, 0 free",
+        "step, ms: 100 before, 125 after, 175 simulated after",
+    ]
+    plain = read_run(make_run(tmp_path / "plain", killed=True))
+    assert report.layout_text(plain) == []
+    assert report.draw_report(hybrid, plain, tmp_path / "report.png").is_file()
