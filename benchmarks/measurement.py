@@ -53,7 +53,10 @@ class Bench:
 @contextmanager
 def bench(
     *,
-    nproc: int,
+    nproc: int | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    dp: int | None = None,
     steps: int,
     seed: int = 1234,
     framework: str = "megatron",
@@ -68,6 +71,9 @@ def bench(
         options = check_options(
             text=None,
             nproc=nproc,
+            tp=tp,
+            pp=pp,
+            dp=dp,
             steps=steps,
             kill=[],
             seed=seed,

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.hybrid_recovery import result_of
 from benchmarks.overhead import comparison, percentile_s
 from benchmarks.recovery import passed
+from elaswave_plugin.config import RECOVERY_PHASES
 from elaswave_plugin.demo.blocks import OnOff
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +51,19 @@ def test_overhead_compares_medians_and_the_cpu_time_of_both_processes() -> None:
     assert found["on"]["p99_step_s"] == 9.0 and found["on"]["steps"] == 3
 
 
+def test_slices_of_the_hybrid_recovery_are_judged_together() -> None:
+    def row(beyond_s: float | None, passed: bool = True) -> dict[str, Any]:
+        times = {"beyond_step_s": beyond_s, "mttr_s": beyond_s, "passed": passed}
+        return {**times, "phases_s": dict.fromkeys(RECOVERY_PHASES, beyond_s)}
+
+    slices = [{"rows": [row(0.1), row(0.5)]}, {"rows": [row(0.2), row(None, passed=False)]}]
+    found = result_of(slices)
+    assert (found["runs"], found["passed"]) == (4, 3)
+    assert found["beyond_step_s"] == found["mttr_s"] == {"median": 0.2, "max": 0.5}
+    assert found["phases_s"]["move"] == 0.2
+    assert result_of([{"rows": [row(None, passed=False)]}])["beyond_step_s"]["median"] is None
+
+
 def test_a_percentile_is_one_of_the_values() -> None:
     assert percentile_s([float(value) for value in range(1, 101)], 0.99) == 99.0
     assert percentile_s([5.0], 0.99) == 5.0
@@ -63,6 +78,9 @@ def test_a_percentile_is_one_of_the_values() -> None:
         (("overhead", "--what=lunch"), "invalid choice: 'lunch'"),
         (("recovery", "--runs=0"), "--runs is 0, wanted at least 1"),
         (("recovery", "--json=nowhere/at/all"), "whose folder does not exist"),
+        (("hybrid_recovery", "--runs=0"), "--runs is 0, wanted at least 1"),
+        (("hybrid_recovery", "--add"), "--add is given and --json is None"),
+        (("hybrid_recovery", "--nproc=4"), "unrecognized arguments: --nproc=4"),
         (("recovery", "--zero=2"), "zero is 2 with framework 'megatron'"),
         (("recovery", "--framework=deepspeed", "--zero=4"), "zero is 4, wanted a ZeRO stage"),
         (("import_hook", "--repeat=0"), "--repeat is 0, wanted at least 1"),
