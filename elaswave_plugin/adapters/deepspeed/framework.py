@@ -75,6 +75,7 @@ class DeepSpeedFramework:
         rank, width = dist.get_rank(), dist.get_world_size()
         engine.world_size = engine.dp_world_size = engine.seq_dp_world_size = width
         engine.global_rank = rank
+        engine._config.world_size, engine._config.global_rank = width, rank
         self._state.recut()
         engine.save_zero_checkpoint = engine.save_non_zero_checkpoint = False
         engine._configure_checkpointing()

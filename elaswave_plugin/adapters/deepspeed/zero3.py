@@ -122,6 +122,7 @@ class PartitionedWeightsState:
             new.ds_numel, new.status, new.final_location = size, old.status, old.final_location
             param.ds_tensor, param.ds_numel_aligned = new, size * width
             param.ds_zero_partition_rank, param.ds_zero_partition_world_size = rank, width
+            param.ds_secondary_tensor_group_size = width
             param.ds_status = ZeroParamStatus.NOT_AVAILABLE
             init = _init_of(param)
             init.rank = init.rank_in_group = rank

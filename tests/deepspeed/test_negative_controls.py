@@ -1,0 +1,54 @@
+"""The comparison can fail: one part of a recovery is broken, and the bits or the losses show it."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.deepspeed.conftest import Launch
+from tests.deepspeed.harness import FP32_BOUND, EngineSpec, check_recovered
+from tests.faults.harness import check_survived, max_relative_difference
+
+ZERO = "from elaswave_plugin.adapters.deepspeed import zero"
+BROKEN_BITS = {
+    # Adam begins to count its steps again.
+    "step count": f"{ZERO}; zero.set_applied_steps = lambda *_: None",
+    # One second moment a shard is off by its last bits.
+    "one element": (
+        f"{ZERO}; write = zero.write_flat; "
+        "zero.write_flat = lambda i, m, p: (p[2, -1:].mul_(1.0000002), write(i, m, p))"
+    ),
+    # The schedule goes on where the interrupted step left it.
+    "schedule": (
+        "from deepspeed.runtime.lr_schedules import WarmupLR; "
+        "WarmupLR.load_state_dict = lambda *_: None"
+    ),
+}
+# Each worker's mean counts the same, whatever its share.
+EQUAL_WEIGHTS = "from elaswave_plugin.core.dataflow import Shares; Shares.weight = lambda *_: 1.0"
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("sabotage", BROKEN_BITS.values(), ids=BROKEN_BITS.keys())
+def test_a_recovery_that_misses_a_part_is_seen(
+    run: Launch, twin: Launch, reference: Launch, stage: int, sabotage: str
+) -> None:
+    spec = EngineSpec(stage=stage, kills=("2@3:snapshot",), sabotage=sabotage)
+    whole = replace(spec, sabotage="")
+    broken = run(spec)
+    check_survived(broken)
+    with pytest.raises(AssertionError):
+        check_recovered(broken, twin=twin(whole), reference=reference(whole))
+
+
+def test_equal_weights_of_unequal_shares_are_seen(run: Launch, reference: Launch) -> None:
+    spec = EngineSpec(stage=2, kills=("2@3:backward",), sabotage=EQUAL_WEIGHTS)
+    broken = run(spec)
+    check_survived(broken)
+    assert max_relative_difference(broken, reference(replace(spec, sabotage=""))) > FP32_BOUND
+
+
+def test_a_missing_kill_is_seen(run: Launch, twin: Launch, reference: Launch) -> None:
+    spec = EngineSpec(kills=("2@99:backward",))
+    late = run(spec)
+    with pytest.raises(AssertionError, match="'fired': False"):
+        check_recovered(late, twin=reference(spec), reference=reference(spec))
