@@ -16,6 +16,7 @@ from elaswave_plugin.errors import ConfigurationError
 KEYS = (
     "change",
     "consistency",
+    "dataflow",
     "dir",
     "dump_state",
     "gpu_engine",
