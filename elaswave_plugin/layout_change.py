@@ -10,16 +10,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elaswave_plugin.core.layout import ParallelLayout
-from elaswave_plugin.core.pipeline_flow import flow_of
+from elaswave_plugin.core.pipeline_flow import PipelineFlow, flow_of
 from elaswave_plugin.core.planner.costs import uniform_costs
-from elaswave_plugin.core.schedule import Assignment, Piece, window_lists, window_sizes
+from elaswave_plugin.core.schedule import Piece, window_lists
 from elaswave_plugin.core.step_time import LinkTime, simulate
 from elaswave_plugin.errors import ElasWaveError
 
 Record = dict[str, Any]
 BACKWARD_TO_FORWARD = 2.0
 # What all survivors of an epoch report alike.
-_SHARED = ("layout_before", "layout_after", "pieces", "bytes_moved")
+_SHARED = ("layout_before", "layout_after", "pieces", "windows", "bytes_moved")
 
 
 def layout_fields(
@@ -41,23 +41,24 @@ def layout_fields(
     if not by_epoch or not attached:
         return {}
     changes = [_agreed(by_epoch[epoch]) for epoch in sorted(by_epoch)]
+    sizes = attached[0]
     before = ParallelLayout.from_json(changes[0]["layout_before"])
-    after = ParallelLayout.from_json(changes[-1]["layout_after"])
+    flow = _flow(changes[-1], sizes["num_microbatches"])
+    after = flow.layout
     return {
         "layout_before": before.to_json(),
         "layout_after": after.to_json(),
         "plan": {
-            "dataflow": attached[0]["settings"]["dataflow"],
+            "dataflow": sizes["settings"]["dataflow"],
             "layers_per_stage": [
                 [list(span) for span in after.layers(stage)] for stage in range(len(after.stages))
             ],
-            **_work(after, changes[-1]["pieces"], attached[0]["micro_batch_size"]),
+            "windows": list(flow.windows),
+            **_work(flow, sizes["micro_batch_size"]),
             "bytes_to_move": sum(change["bytes_moved"] for change in changes),
             **_prediction(
-                before,
-                after,
-                pieces=changes[-1]["pieces"],
-                num_microbatches=attached[0]["num_microbatches"],
+                flow_of(layout=before, num_microbatches=flow.num_microbatches),
+                flow,
                 processors=_processors(recovered, nodes),
                 healthy_s=step_s["before"],
             ),
@@ -72,12 +73,13 @@ def layout_lines(layout: ParallelLayout) -> tuple[str, str]:
     return title, "; ".join(places)
 
 
-def simulated_units(layout: ParallelLayout, pieces: Assignment, *, processors: int) -> float:
-    """The step in units of one layer's forward of one micro-batch."""
+def simulated_units(flow: PipelineFlow, *, processors: int) -> float:
+    """A step in units of one layer's forward of one micro-batch."""
+    layout = flow.layout
     costs = uniform_costs(
         num_layers=layout.num_layers, forward_s=1.0, backward_s=BACKWARD_TO_FORWARD
     )
-    lists = window_lists(pieces, window_sizes(len(layout.stages)))
+    lists = window_lists(flow.pieces, flow.windows)
     step = simulate(lists, costs.stage_times(layout.cuts), LinkTime())
     if step.blocked:
         raise ElasWaveError(f"the op lists of {layout} do not run: {step}")
@@ -96,13 +98,23 @@ def _agreed(reports: Sequence[Record]) -> Record:
     return first
 
 
-def _work(layout: ParallelLayout, pieces: Any, micro_batch_size: int) -> Record:
+def _flow(change: Record, num_microbatches: int) -> PipelineFlow:
+    """What the workers ran after the change."""
+    pieces = tuple(
+        tuple(tuple(Piece(*piece) for piece in of_group) for of_group in of_stage)
+        for of_stage in change["pieces"]
+    )
+    return PipelineFlow(
+        layout=ParallelLayout.from_json(change["layout_after"]),
+        num_microbatches=num_microbatches,
+        pieces=pieces,
+        windows=tuple(change["windows"]),
+    )
+
+
+def _work(flow: PipelineFlow, micro_batch_size: int) -> Record:
     """Micro-batches and samples by worker; none for a free one."""
-    dealt: dict[str, list[int]] = {str(slot): [] for slot in layout.workers}
-    for groups, of_stage in zip(layout.stages, pieces, strict=True):
-        for group, of_group in zip(groups, of_stage, strict=True):
-            for slot in group.slots:
-                dealt[str(slot)] = [start for _, start, _ in of_group]
+    dealt = {str(slot): list(flow.microbatches(slot)) for slot in flow.layout.workers}
     return {
         "microbatches_per_worker": dealt,
         "samples_per_worker": {slot: micro_batch_size * len(ks) for slot, ks in dealt.items()},
@@ -110,28 +122,21 @@ def _work(layout: ParallelLayout, pieces: Any, micro_batch_size: int) -> Record:
 
 
 def _prediction(
-    before: ParallelLayout,
-    after: ParallelLayout,
-    *,
-    pieces: Any,
-    num_microbatches: int,
-    processors: int,
-    healthy_s: float | None,
+    before: PipelineFlow, after: PipelineFlow, *, processors: int, healthy_s: float | None
 ) -> Record:
     """The simulated step after the change, as long as the healthy steps were to their simulation.
 
     No seconds where no healthy step was counted.
     """
-    launched = flow_of(layout=before, num_microbatches=num_microbatches).pieces
-    dealt = tuple(tuple(tuple(Piece(*one) for one in row) for row in rows) for rows in pieces)
-    healthy = simulated_units(before, launched, processors=processors)
-    changed = simulated_units(after, dealt, processors=processors)
+    ratio = simulated_units(after, processors=processors) / simulated_units(
+        before, processors=processors
+    )
     return {
         "simulated": True,
         "processors": processors,
         "assumed_backward_to_forward": BACKWARD_TO_FORWARD,
-        "predicted_step_ratio": changed / healthy,
-        "predicted_step_s": None if healthy_s is None else healthy_s * changed / healthy,
+        "predicted_step_ratio": ratio,
+        "predicted_step_s": None if healthy_s is None else healthy_s * ratio,
     }
 
 

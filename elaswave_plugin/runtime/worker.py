@@ -291,5 +291,6 @@ def _layout_change(before: Flow, after: Flow) -> dict[str, object]:
         "layout_before": before.layout.to_json(),
         "layout_after": after.layout.to_json(),
         "pieces": after.pieces,
+        "windows": after.windows,
         "processors": len(os.sched_getaffinity(0)),
     }

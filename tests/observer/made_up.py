@@ -76,10 +76,12 @@ def make_run(
 def layout_change(processors: int = 4) -> dict[str, Any]:
     """What the survivors of a hybrid run report of its change of layout."""
     after = HYBRID.without([KILLED])
+    flow = flow_of(layout=after, num_microbatches=NUM_MICROBATCHES)
     return {
         "layout_before": HYBRID.to_json(),
         "layout_after": after.to_json(),
-        "pieces": flow_of(layout=after, num_microbatches=NUM_MICROBATCHES).pieces,
+        "pieces": flow.pieces,
+        "windows": flow.windows,
         "processors": processors,
     }
 

@@ -34,7 +34,8 @@ def test_summary_of_a_hybrid_run_has_layouts_and_work(tmp_path: Path) -> None:
     plan = got["plan"]
     assert plan["dataflow"] == "redeal" and plan["bytes_to_move"] == 304
     assert plan["layers_per_stage"] == [[[0, 2]], [[2, 4]]]
-    # Micro-batches in slots as wide as the narrower stage, one: in turn at the first stage.
+    # In turn at the wide first stage; with one slot more in flight there than at launch.
+    assert plan["windows"] == [3, 1]
     by_worker = {"0": [0, 2, 4], "1": [1, 3, 5], "3": [0, 1, 2, 3, 4, 5]}
     assert plan["microbatches_per_worker"] == by_worker
     assert plan["samples_per_worker"] == {"0": 6, "1": 6, "3": 12}
@@ -90,7 +91,8 @@ def test_two_changes_are_told_from_the_first_layout_to_the_last(tmp_path: Path) 
         if record.get("kind") == "recovered" and record["slot"] == 3:
             pieces = [[[[k, k, k + 1] for k in range(6)]] for _ in range(2)]
             changed = {"layout_before": record["layout_after"], "layout_after": last.to_json()}
-            return {**record, **changed, "pieces": pieces, "epoch": 3, "bytes_moved": 100}
+            changed |= {"pieces": pieces, "windows": [2, 1]}
+            return {**record, **changed, "epoch": 3, "bytes_moved": 100}
         return record
 
     got = summary(tmp_path, and_another)
