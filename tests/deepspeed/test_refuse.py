@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from elaswave_plugin.adapters.deepspeed.refuse import check_configuration
+from elaswave_plugin.adapters.deepspeed.refuse import check_configuration, check_engine
 from elaswave_plugin.errors import ConfigurationError
 
 MODEL = torch.nn.Linear(2, 2)
@@ -24,6 +24,7 @@ MODEL = torch.nn.Linear(2, 2)
         ({"zero_optimization": {"round_robin_gradients": True}}, "round_robin_gradients"),
         ({"optimizer": {"type": "OneBitAdam"}}, "1-bit"),
         ({"optimizer": {"type": "Muon"}}, "Muon"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, "torch_adam"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
         ({"tensor_parallel": {"autotp_size": 2}}, "autotp_size"),
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation"),
@@ -53,7 +54,28 @@ def test_pipelines_and_mpu_are_refused_with_the_reason() -> None:
 def test_what_is_carried_passes() -> None:
     config = {
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "none"}},
-        "optimizer": {"type": "AdamW"},
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
         "bf16": {"enabled": True},
     }
     check_configuration(config, model=MODEL, mpu=None)
+
+
+class Engine:
+    """What is asked of an engine about its optimizer."""
+
+    has_moe_layers = False
+    module = MODEL
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.basic_optimizer = optimizer
+
+    def zero_optimization_stage(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("name", ["DeepSpeedCPUAdam", "FusedAdam"])
+def test_compiled_optimizers_are_refused_by_name(name: str) -> None:
+    kind = type(name, (torch.optim.AdamW,), {})
+    with pytest.raises(ConfigurationError, match=f"{name}.*compiled at their first use"):
+        check_engine(Engine(kind(MODEL.parameters())))
+    check_engine(Engine(torch.optim.AdamW(MODEL.parameters())))

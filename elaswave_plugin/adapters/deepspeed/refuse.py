@@ -42,6 +42,9 @@ _CARRIED: tuple[tuple[str, Any, str], ...] = (
     ("elasticity", None, "DeepSpeed removed it; the section elaswave takes its place"),
 )
 _OPTIMIZERS = ("adam", "adamw")
+_COMPILED = (
+    "DeepSpeed's own are compiled at their first use, for a minute or two, and are not tested"
+)
 
 
 def check_configuration(config: Mapping[str, Any], *, model: Any, mpu: Any) -> None:
@@ -68,6 +71,11 @@ def _problems(config: Mapping[str, Any], model: Any, mpu: Any) -> Iterator[str]:
             f"optimizer.type is {optimizer.get('type')!r}, and elaswave_plugin carries Adam and "
             "AdamW; 1-bit and other optimizers keep state of another shape"
         )
+    elif optimizer and not optimizer.get("params", {}).get("torch_adam", False):
+        yield (
+            "optimizer.params.torch_adam is not set, and elaswave_plugin carries torch's Adam and "
+            f"AdamW only: {_COMPILED}; set it to true"
+        )
 
 
 def _lookup(config: Mapping[str, Any], path: str, default: Any) -> Any:
@@ -90,8 +98,10 @@ def check_engine(engine: Any) -> None:
 def _engine_problems(engine: Any) -> Iterator[str]:
     inner = engine.basic_optimizer
     names = [kind.__name__ for kind in type(inner).__mro__]
-    if not {"Adam", "AdamW", "DeepSpeedCPUAdam"} & set(names):
-        yield f"the optimizer is {names[0]}, wanted Adam, AdamW or DeepSpeedCPUAdam"
+    if "DeepSpeedCPUAdam" in names or "FusedAdam" in names:
+        yield f"the optimizer is {names[0]}, wanted torch's Adam or AdamW: {_COMPILED}"
+    elif not {"Adam", "AdamW"} & set(names):
+        yield f"the optimizer is {names[0]}, wanted torch's Adam or AdamW"
     elif any(group.get("fused") or group.get("amsgrad") for group in inner.param_groups):
         yield "fused or amsgrad is set in Adam, and elaswave_plugin carries neither; unset it"
     if engine.has_moe_layers:
