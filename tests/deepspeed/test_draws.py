@@ -1,0 +1,55 @@
+"""Draws: keyed by the samples of a share: a redone step draws as its planned twin does."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.deepspeed.conftest import Launch
+from tests.deepspeed.harness import EngineSpec
+from tests.faults.harness import check_survived
+
+DROPOUT = ("--dropout=0.1",)
+# A running stream, seeded once, instead of a key for every share.
+RUNNING = """
+import torch
+seed, seeded = torch.manual_seed, []
+def once(number):
+    if not seeded:
+        seeded.append(seed(number))
+    return seeded[0]
+torch.manual_seed = once
+"""
+
+
+@pytest.mark.parametrize(
+    ("stage", "kills"),
+    [
+        (1, ("2@3:backward",)),
+        (2, ("0@3:gather",)),
+        (3, ("1@3:forward",)),
+        (1, ("3@1:snapshot", "0@4:reduce")),
+    ],
+)
+def test_with_dropout_a_loss_equals_the_planned_departure(
+    run: Launch, twin: Launch, reference: Launch, stage: int, kills: tuple[str, ...]
+) -> None:
+    spec = EngineSpec(stage=stage, options=DROPOUT, kills=kills)
+    killed = run(spec)
+    for one in (killed, twin(spec)):
+        check_survived(one)
+    assert killed.trace() == twin(spec).trace()
+    ours, undisturbed = killed.trace(), reference(spec).trace()
+    lost = int(kills[0][2])
+    assert [ours[step] for step in range(lost)] == [undisturbed[step] for step in range(lost)]
+    # As the README says: a larger share is one batch, which no worker of the launch ever drew for.
+    assert ours[lost] != undisturbed[lost]
+    plain = reference(replace(spec, options=())).trace()
+    assert all(undisturbed[step] != plain[step] for step in plain)
+
+
+def test_a_running_stream_is_seen(run: Launch, twin: Launch) -> None:
+    """Negative control: survivors have drawn for the step that they redo."""
+    spec = EngineSpec(options=DROPOUT, kills=("2@3:gather",), sabotage=RUNNING)
+    running = run(spec)
+    check_survived(running)
+    assert running.trace() != twin(spec).trace()
