@@ -190,8 +190,8 @@ class EngineJob:
         def update() -> StepReport:
             self._worker.await_copies()
             # The collective that shows that everyone has come here; see ``await_copies``.
-            loss, tokens = self._mean_loss()
-            self._monitor.release()
+            loss, tokens, somebody_writes = self._mean_loss()
+            self._monitor.release(somebody_writes=somebody_writes)
             native(lr_kwargs)
             self._monitor.add_step()
             return StepReport(
@@ -232,13 +232,18 @@ class EngineJob:
             )
         return native(*args, **kwargs)
 
-    def _mean_loss(self) -> tuple[float, int]:
-        """Mean over the samples of the step, and its tokens; both alike on every worker."""
+    def _mean_loss(self) -> tuple[float, int, bool]:
+        """Mean over the samples of the step, its tokens, whether somebody writes monitors.
+
+        They are alike on every worker.
+        """
         mine = torch.stack(self._losses).sum() if self._losses else torch.zeros(())
-        sums = torch.tensor([float(mine), float(self._tokens)], dtype=torch.float64)
+        own = [float(mine), float(self._tokens), float(self._monitor.writes)]
+        sums = torch.tensor(own, dtype=torch.float64)
         dist.all_reduce(sums)
         self._iterations = self._loop.iteration
-        return float(sums[0]) / (self._iterations * dist.get_world_size()), int(sums[1])
+        mean = float(sums[0]) / (self._iterations * dist.get_world_size())
+        return mean, int(sums[1]), bool(sums[2])
 
     # ---- the data -------------------------------------------------------------------------------
 

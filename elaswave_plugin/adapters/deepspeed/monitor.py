@@ -75,13 +75,23 @@ class ElasticMonitor:
             events.append(("Train/Samples/loss_scale", scale, engine.global_samples))
         self.write_events(events)
 
-    def release(self) -> None:
-        """Write what is final; a collective has shown that all completed steps are sealed."""
-        if not self.enabled:
+    @property
+    def writes(self) -> bool:
+        """Whether this worker owns rank 0 and has the monitors open."""
+        if self._opening is not None and self._opening.done():
+            self._master, self._opening = self._opening.result(), None
+        return self.enabled and self._master is not None
+
+    def release(self, *, somebody_writes: bool) -> None:
+        """Write what is final; a collective has shown that all completed steps are sealed.
+
+        It has shown ``somebody_writes`` too: without an owner that can, everyone keeps everything.
+        """
+        if not somebody_writes:
             return
         completed, kept = self._loop.worker.completed, self._kept
         self._kept = [(step, event) for step, event in kept if step > completed]
-        if dist.get_rank() == 0:
+        if self.writes:
             self._final += [event for step, event in kept if step <= completed]
         # Nobody else will write them when rank 0 begins to: at worst a point is lost, none doubled.
         dist.barrier()
@@ -111,14 +121,14 @@ class ElasticMonitor:
 
     def close(self) -> None:
         """Write the rest: every step is complete."""
-        if self.enabled and dist.get_rank() == 0:
+        if self._opening is not None:
+            self._opening.result()
+        if self.writes:
             self._final += [event for _, event in self._kept]
             self._kept = []
-            self._write(wait=True)
+            self._write()
 
-    def _write(self, *, wait: bool = False) -> None:
-        if self._opening is not None and (wait or self._opening.done()):
-            self._master, self._opening = self._opening.result(), None
+    def _write(self) -> None:
         if self._master is None or not self._final:
             return
         self._master.write_events(self._final)
