@@ -107,7 +107,7 @@ class Agreement:
     @property
     def leader(self) -> int:
         """The slot that leads as far as this supervisor can see."""
-        return min(slot for slot in range(len(self.nodes)) if slot not in self._lost)
+        return next(slot for slot in range(len(self.nodes)) if slot not in self._lost)
 
     # ---- inputs -------------------------------------------------------------------------------
 

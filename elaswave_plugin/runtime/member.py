@@ -7,7 +7,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +74,11 @@ class Member:
         self._on_propose: Callable[[int, str], None] = _ignore
         self._changed = threading.Condition()
         self._sending = threading.Lock()
+        self._receiving = threading.Lock()
+        self._buffer = FrameBuffer()
+        self._bell = select.epoll()
+        self._bell.register(sock, select.EPOLLIN)
+        self._waiter_receives = False
         self._proposed_epoch = 0
         self._proposed_reason = ""
         self._proposed_at_s = 0.0
@@ -141,11 +146,13 @@ class Member:
                 self._wait(deadline_s, f"a proposal of the next view within {timeout_s:g} s")
             epoch = self._answered_epoch = self._proposed_epoch
         self._send({"t": "quiesced", "epoch": epoch, "facts": facts})
-        with self._changed:
+        with self._receiving_here():
             while not self._commits:
                 if self._proposed_epoch > epoch:
                     raise EpochChanged(self._proposed_epoch, self._proposed_reason)
-                self._wait(deadline_s, f"the commit of epoch {epoch} within {timeout_s:g} s")
+                self._receive_next(
+                    deadline_s, f"the commit of epoch {epoch} within {timeout_s:g} s"
+                )
             return self._take_commit()
 
     def sealed(self, record: dict[str, Any], copy_to: list[int]) -> None:
@@ -237,27 +244,58 @@ class Member:
             raise JobStopped(f"the supervisor of worker {self.slot} is gone: {error}") from error
 
     def _listen(self) -> None:
-        buffer = FrameBuffer()
-        poll = select.poll()
-        poll.register(self._sock, select.POLLIN)
         while True:
             within_s = self._answer_within_s / _SIGNS_OF_LIFE
-            if not poll.poll(1000 * within_s if self._awaited() else None):
+            if not self._bell.poll(within_s if self._awaited() else None):
                 self._keep_alive()
                 continue
-            try:
-                data = self._sock.recv(1 << 16)
-            except OSError:
-                data = b""
-            if not data:
-                with self._changed:
-                    self._stop_reason = self._stop_reason or "the supervisor is gone"
-                    self._changed.notify_all()
+            with self._receiving:
+                if self._waiter_receives or self._receive():
+                    continue
                 with self._sending:
                     self._sock.close()
                 return
-            for frame in buffer.feed(data):
-                self._on_frame(frame)
+
+    @contextlib.contextmanager
+    def _receiving_here(self) -> Iterator[None]:
+        """The calling thread receives: it waits for a frame, and to wake two threads takes time."""
+        with self._receiving:
+            if self._sock.fileno() < 0:
+                raise JobStopped(self._stop_reason or "the supervisor is gone")
+            self._waiter_receives = True
+            self._bell.unregister(self._sock)
+        try:
+            yield
+        finally:
+            with self._receiving:
+                self._waiter_receives = False
+                self._bell.register(self._sock, select.EPOLLIN)
+
+    def _receive_next(self, deadline_s: float, what: str) -> None:
+        """Wait for news here. Raises JobStopped, or AgreementError when late."""
+        if self._stop_reason is not None:
+            raise JobStopped(self._stop_reason)
+        left_s = deadline_s - time.monotonic()
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        if left_s <= 0 or not poll.poll(1000 * left_s):
+            raise AgreementError(f"worker {self.slot} did not get {what}")
+        self._receive()
+
+    def _receive(self) -> bool:
+        """Take in what has come; False where the supervisor is gone."""
+        try:
+            data = self._sock.recv(1 << 16)
+        except OSError:
+            data = b""
+        if not data:
+            with self._changed:
+                self._stop_reason = self._stop_reason or "the supervisor is gone"
+                self._changed.notify_all()
+            return False
+        for frame in self._buffer.feed(data):
+            self._on_frame(frame)
+        return True
 
     def _awaited(self) -> bool:
         """Whether a proposal is open that this worker has not answered."""

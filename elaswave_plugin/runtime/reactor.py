@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import heapq
 import os
-import selectors
+import select
 import time
 from collections import deque
 from collections.abc import Callable
 
 Action = Callable[[], None]
 LONGEST_WAIT_S = 60.0
+_READ = select.EPOLLIN
+_WRITE = select.EPOLLOUT
 
 
 class Reactor:
@@ -18,27 +20,29 @@ class Reactor:
 
     def __init__(self) -> None:
         self.after_round: Action = _nothing
-        self._selector = selectors.DefaultSelector()
+        self._poller = select.epoll()
+        self._calls: dict[int, tuple[Action, Action | None]] = {}
         self._timers: list[tuple[float, int, Action]] = []
         self._sequence = 0
         self._posted: deque[Action] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._selector.register(self._wake_fd, selectors.EVENT_READ, self._run_posted)
+        self.watch(self._wake_fd, self._run_posted)
         self._running = False
 
     def watch(self, fd: int, on_readable: Action, on_writable: Action | None = None) -> None:
         """Call `on_readable` (and `on_writable`, if given) while the descriptor is ready."""
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if on_writable else 0)
-        call = on_readable if on_writable is None else (on_readable, on_writable)
-        if fd in self._selector.get_map():
-            self._selector.modify(fd, events, call)
-        else:
-            self._selector.register(fd, events, call)
+        known = self._calls.get(fd)
+        self._calls[fd] = on_readable, on_writable
+        events = _READ if on_writable is None else _READ | _WRITE
+        if known is None:
+            self._poller.register(fd, events)
+        elif (known[1] is None) is not (on_writable is None):
+            self._poller.modify(fd, events)
 
     def unwatch(self, fd: int) -> None:
         """Forget a descriptor; do this before closing it."""
-        if fd in self._selector.get_map():
-            self._selector.unregister(fd)
+        if self._calls.pop(fd, None) is not None:
+            self._poller.unregister(fd)
 
     def after(self, delay_s: float, action: Action) -> None:
         """Call `action` once, `delay_s` seconds from now."""
@@ -62,28 +66,25 @@ class Reactor:
             wait_s = LONGEST_WAIT_S
             if self._timers:
                 wait_s = max(0.0, min(wait_s, self._timers[0][0] - time.monotonic()))
-            for key, ready in self._selector.select(wait_s):
-                self._dispatch(key, ready)
+            batch = [(fd, ready, self._calls[fd]) for fd, ready in self._poller.poll(wait_s)]
+            for fd, ready, calls in batch:
+                self._dispatch(fd, ready, calls)
             self._run_timers()
             self.after_round()
 
     def close(self) -> None:
         """Release the loop's own descriptors."""
-        self._selector.close()
+        self._poller.close()
         os.close(self._wake_fd)
 
-    def _dispatch(self, key: selectors.SelectorKey, ready: int) -> None:
+    def _dispatch(self, fd: int, ready: int, calls: tuple[Action, Action | None]) -> None:
         # An earlier callback of this batch may have closed this file, or put another in its place.
-        current = self._selector.get_map().get(key.fd)
-        if current is None or current.data is not key.data:
+        if self._calls.get(fd) is not calls:
             return
-        if not isinstance(key.data, tuple):
-            key.data()
-            return
-        on_readable, on_writable = key.data
-        if ready & selectors.EVENT_WRITE:
+        on_readable, on_writable = calls
+        if on_writable is not None and ready & ~_READ:
             on_writable()
-        if ready & selectors.EVENT_READ and key.fd in self._selector.get_map():
+        if ready & ~_WRITE and fd in self._calls:
             on_readable()
 
     def _run_timers(self) -> None:

@@ -70,6 +70,7 @@ class Channel:
         self._on_close = on_close
         self._buffer = FrameBuffer()
         self._unsent = bytearray()
+        self._waits_to_write = False
         self.closed = False
         sock.setblocking(False)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
@@ -152,14 +153,15 @@ class Channel:
         except OSError as error:
             # Frames may still be readable; the reading side reports the end once they are.
             self._unsent.clear()
+            self._waits_to_write = False
             self._reactor.watch(self._sock.fileno(), self._read)
             self._reactor.after(0, partial(self._lose, f"its connection broke ({error.strerror})"))
             return
         del self._unsent[:sent]
-        if self._unsent:
-            self._reactor.watch(self._sock.fileno(), self._read, self._write)
-        elif not self.closed:
-            self._reactor.watch(self._sock.fileno(), self._read)
+        if bool(self._unsent) is self._waits_to_write:
+            return  # most messages leave at once, and there is nothing to change
+        self._waits_to_write = bool(self._unsent)
+        self._reactor.watch(self._sock.fileno(), self._read, self._write if self._unsent else None)
 
     def _lose(self, evidence: str) -> None:
         if not self.closed:

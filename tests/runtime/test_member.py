@@ -280,6 +280,7 @@ def test_the_wait_for_a_commit_outlasts_an_announced_phase(
         raise AgreementError(what)
 
     monkeypatch.setattr(supervisor.member, "_wait", wait)
+    monkeypatch.setattr(supervisor.member, "_receive_next", wait)
     with pytest.raises(AgreementError):
         supervisor.member.quiesce({})
     assert ANNOUNCED_LIMIT_S + 30.0 < waits_s[0] < 2 * ANNOUNCED_LIMIT_S
@@ -298,6 +299,29 @@ def test_a_supervisor_that_is_gone_stops_the_job(supervisor: Supervisor) -> None
     supervisor.sock.close()
     with pytest.raises(JobStopped, match="supervisor"):
         supervisor.member.join({}, LONG_S)
+
+
+def test_a_supervisor_that_goes_while_a_commit_is_awaited(supervisor: Supervisor) -> None:
+    supervisor.commit(view_of(1))
+    supervisor.member.join({}, LONG_S)
+    supervisor.propose(2)
+    assert supervisor.rang.wait(LONG_S)
+    answered = threading.Event()
+
+    def go() -> None:
+        while supervisor.next()["t"] != "quiesced":
+            pass
+        answered.set()
+        supervisor.sock.close()
+
+    thread = threading.Thread(target=go)
+    thread.start()
+    with pytest.raises(JobStopped, match="supervisor is gone"):
+        supervisor.member.quiesce({}, LONG_S)
+    thread.join()
+    assert answered.is_set()
+    with pytest.raises(JobStopped, match="is gone"):
+        supervisor.member.quiesce({}, LONG_S)
 
 
 def test_a_process_without_supervisor_is_told_what_to_do() -> None:
