@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from tests.deepspeed.conftest import Launch
 from tests.deepspeed.harness import SCRIPTS, EngineSpec
 from tests.faults.harness import Outcome, check_survived, max_relative_difference
 
+SAVING = str(SCRIPTS / "saving.py")
 EVALUATING = str(SCRIPTS / "evaluating.py")
 # The kill that is announced for an evaluation fires after its first collective.
 MIDDLE = """
@@ -26,6 +28,15 @@ def all_reduce(*args, **kwargs):
     if armed:
         fire(armed.pop(), "evaluation")
 Phases.fire, dist.all_reduce = keep, all_reduce
+"""
+# An evaluation that the script calls by itself announces nothing: fires between two of its layers.
+UNANNOUNCED = """
+from elaswave_plugin.adapters.deepspeed.job import EngineJob
+check = EngineJob._check
+def fire(self):
+    self._engine.module.training or self._worker.phases.fire("evaluation")
+    check(self)
+EngineJob._check = fire
 """
 
 
@@ -83,3 +94,30 @@ def test_an_evaluation_is_made_again_with_the_same_result(
     assert dict(found)[again] == pytest.approx(dict(wanted)[again], rel=1e-6)
     ours, theirs = killed.trace(), reference.trace()
     assert [ours[step] for step in range(again)] == [theirs[step] for step in range(again)]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_evaluation_by_the_script_itself_is_never_a_wrong_number(
+    run: Launch, tmp_path: Path, stage: int
+) -> None:
+    """Whoever holds the whole model computes it alone; in ZeRO-3, where nobody can, it is NaN."""
+    # Every layer gathers its own parameters when it begins.
+    sizes = ("param_persistence_threshold", "prefetch_bucket_size", "max_live_parameters")
+    zero = {"stage": stage, **{f"stage3_{size}": 0 for size in sizes}}
+    spec = EngineSpec(
+        script=SAVING,
+        stage=stage,
+        options=(f"--save={tmp_path}",),
+        kills=("2@4:evaluation",),
+        sabotage=UNANNOUNCED,
+        settings=json.dumps({"zero_optimization": zero}),
+    )
+    killed = run(spec)
+    check_survived(killed)
+    files = sorted(tmp_path.glob("evaluations-*.json"))
+    values = [json.loads(file.read_text())["4"] for file in files]
+    assert len(values) == 3
+    if stage == 3:
+        assert all(math.isnan(value) for value in values)
+    else:
+        assert len(set(values)) == 1 and not math.isnan(values[0])

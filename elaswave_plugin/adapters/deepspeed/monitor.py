@@ -59,7 +59,7 @@ class ElasticMonitor:
 
     def write_events(self, event_list: Sequence[Event]) -> None:
         """As DeepSpeed's, on any worker; what an interrupted iteration writes does not count."""
-        if self._loop.dead and not self._restarts:
+        if not self.enabled or (self._loop.dead and not self._restarts):
             return
         step = self._loop.worker.completed + (self._loop.iteration > 0)
         self._kept += [(step, event) for event in event_list]
@@ -67,7 +67,7 @@ class ElasticMonitor:
     def add_step(self) -> None:
         """What DeepSpeed's step writes on rank 0 only: the others may have to write it."""
         engine = self._engine
-        if not self.enabled or dist.get_rank() == 0:
+        if dist.get_rank() == 0:
             return
         events = [("Train/Samples/lr", engine.get_lr()[0], engine.global_samples)]
         scale = engine._get_optimizer_loss_scale() if engine.fp16_enabled() else None
