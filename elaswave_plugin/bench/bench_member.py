@@ -67,14 +67,12 @@ class BenchMember:
     def follow(self) -> None:
         """Agree on the open proposal and edit every group."""
         before = set(self.view.ranks)
-        self.t = [time.monotonic()]
         while True:
             try:
                 self._open(self.member.quiesce(self._facts()))
             except EpochChanged:
                 continue
             break
-        self.t.append(time.monotonic())
         self.groups.edit_all(self.view.ranks, before - set(self.view.ranks))
 
     def wait_for_change(
