@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager as coalescing
 
 from elaswave_plugin.core.membership import fill_holes
 from elaswave_plugin.errors import EpochChanged
-from tests.runtime.forked import Peer, Workers
+from tests.runtime.forked import LIMIT_S, Peer, Workers
 
 LARGE = 4 << 20  # float32 elements: 16 MB
 
@@ -114,6 +114,12 @@ def _one_apart(peer: Peer) -> None:
     elif peer.slot == 1:
         peer.tell("behind")
         assert peer.hear() == "go on"
+        # The doorbell comes by another way and may be later. Before it, this all-reduce would meet
+        # the broadcast of slot 0, and say so: the members called different operations.
+        limit_s = time.monotonic() + LIMIT_S
+        while peer.links.interrupted is None:
+            assert time.monotonic() < limit_s, "the doorbell never rang"
+            os.sched_yield()
     else:
         peer.tell("stays out")
         peer.hear()
