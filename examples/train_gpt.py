@@ -47,6 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seq-length", type=int, default=128)
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    parser.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, default=None)
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument("--micro-batch-size", type=int, default=1)
     parser.add_argument("--global-batch-size", type=int, default=8)
@@ -73,8 +74,8 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def build_model(args: argparse.Namespace) -> DistributedDataParallel:
-    """A GPT of Megatron-Core's own parts with the local layer spec, under its DDP."""
+def build_model(args: argparse.Namespace) -> list[DistributedDataParallel]:
+    """This worker's chunks of a GPT of Megatron-Core's own parts, each under its DDP."""
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     recompute = args.recompute_granularity
     config = TransformerConfig(
@@ -83,7 +84,11 @@ def build_model(args: argparse.Namespace) -> DistributedDataParallel:
         num_attention_heads=args.num_attention_heads,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.num_virtual_stages_per_pipeline_rank,
         sequence_parallel=args.sequence_parallel,
+        # As Megatron-LM has it for interleaved stages.
+        overlap_p2p_comm=bool(args.num_virtual_stages_per_pipeline_rank),
+        batch_p2p_comm=not args.num_virtual_stages_per_pipeline_rank,
         attention_dropout=args.attention_dropout,
         hidden_dropout=args.hidden_dropout,
         calculate_per_token_loss=args.calculate_per_token_loss,
@@ -98,28 +103,39 @@ def build_model(args: argparse.Namespace) -> DistributedDataParallel:
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
     )
-    model: torch.nn.Module = GPTModel(
-        config,
-        get_gpt_layer_local_spec(),
-        vocab_size=384,
-        max_sequence_length=args.seq_length,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=True,
-        position_embedding_type="learned_absolute",
-    ).cuda()
-    if args.bf16:
-        model = Float16Module(config, model)
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         overlap_grad_reduce=not args.no_overlap_grad_reduce,
         grad_reduce_in_fp32=True,
         bucket_size=args.ddp_bucket_size,
     )
-    return DistributedDataParallel(config, ddp_config, model)
+    return [
+        DistributedDataParallel(
+            config, ddp_config, build_chunk(args, config, number), disable_bucketing=number > 0
+        )
+        for number in range(args.num_virtual_stages_per_pipeline_rank or 1)
+    ]
 
 
-def build_optimizer(args: argparse.Namespace, model: DistributedDataParallel):
+def build_chunk(args: argparse.Namespace, config: TransformerConfig, number: int):
+    """One model chunk: the layers of one virtual pipeline stage."""
+    virtual = number if args.num_virtual_stages_per_pipeline_rank else None
+    place = {"ignore_virtual": False, "vp_stage": virtual}
+    chunk = GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        vocab_size=384,
+        max_sequence_length=args.seq_length,
+        pre_process=parallel_state.is_pipeline_first_stage(**place),
+        post_process=parallel_state.is_pipeline_last_stage(**place),
+        share_embeddings_and_output_weights=True,
+        position_embedding_type="learned_absolute",
+        vp_stage=virtual,
+    ).cuda()
+    return Float16Module(config, chunk) if args.bf16 else chunk
+
+
+def build_optimizer(args: argparse.Namespace, model: list[DistributedDataParallel]):
     """The distributed Adam and its learning-rate schedule."""
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -132,7 +148,7 @@ def build_optimizer(args: argparse.Namespace, model: DistributedDataParallel):
             params_dtype=torch.bfloat16 if args.bf16 else torch.float32,
             use_distributed_optimizer=True,
         ),
-        [model],
+        model,
         use_gloo_process_groups=False,
     )
     scheduler = OptimizerParamScheduler(
@@ -148,11 +164,12 @@ def build_optimizer(args: argparse.Namespace, model: DistributedDataParallel):
         wd_incr_steps=0,
         wd_incr_style="constant",
     )
-    config = model.config
+    config = model[0].config
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
-    if model.ddp_config.overlap_grad_reduce:
-        config.no_sync_func = model.no_sync
+    if model[0].ddp_config.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in model]
+        config.no_sync_func = no_sync if len(model) > 1 else no_sync[0]
     return optimizer, scheduler
 
 
@@ -178,9 +195,13 @@ def build_datasets(args: argparse.Namespace):
 
 def state_to_save(model, optimizer, scheduler):
     """What a checkpoint holds, as Megatron-Core's sharded tensors."""
-    state = {"model": model.module.sharded_state_dict(), "scheduler": scheduler.state_dict()}
+    names = [f"model{number}" for number in range(len(model))] if len(model) > 1 else ["model"]
+    state = {
+        name: chunk.module.sharded_state_dict() for name, chunk in zip(names, model, strict=True)
+    }
+    state["scheduler"] = scheduler.state_dict()
     state["optimizer"] = optimizer.sharded_state_dict(
-        state["model"],
+        state,
         metadata={"distrib_optim_sharding_type": "fully_reshardable"},
     )
     return state
@@ -237,7 +258,9 @@ def main() -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % max(1, torch.cuda.device_count()))
     torch.distributed.init_process_group(**job.process_group())  # [elastic] 4
     parallel_state.initialize_model_parallel(
-        args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.num_virtual_stages_per_pipeline_rank,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
     torch.manual_seed(args.seed)
@@ -246,32 +269,41 @@ def main() -> None:
     train, valid = build_datasets(args)
     job.bind(model, optimizer, scheduler, train_iters=args.train_iters)  # [elastic] 5
     train_batches, valid_batches = job.batches(train), job.batches(valid)  # [elastic] 6
+    interleaved = len(model) > 1
     forward_backward = job.forward_backward(get_forward_backward_func())  # [elastic] 7
     schedule = {
         "forward_step_func": forward_step,
-        "model": model,
+        "model": model if interleaved else model[0],
         "seq_length": args.seq_length,
         "micro_batch_size": args.micro_batch_size,
     }
 
+    def per_chunk(batches):
+        return [batches] * len(model) if interleaved else batches
+
     def train_step():
-        model.zero_grad_buffer()
+        for chunk in model:
+            chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        losses = forward_backward(data_iterator=train_batches, **schedule)
+        losses = forward_backward(data_iterator=per_chunk(train_batches), **schedule)
         _, grad_norm, _ = optimizer.step()
         scheduler.step(increment=args.global_batch_size)
         return losses, grad_norm
 
     @torch.no_grad()
     def evaluate():
-        model.eval()
+        for chunk in model:
+            chunk.eval()
         try:
             return [
-                forward_backward(data_iterator=valid_batches, forward_only=True, **schedule)
+                forward_backward(
+                    data_iterator=per_chunk(valid_batches), forward_only=True, **schedule
+                )
                 for _ in range(args.eval_iters)
             ]
         finally:
-            model.train()
+            for chunk in model:
+                chunk.train()
 
     for iteration, report in job.train(train_step):  # [elastic] 8
         print_rank_0(

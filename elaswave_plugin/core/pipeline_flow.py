@@ -29,7 +29,13 @@ from elaswave_plugin.core.planner.executable import plan_split
 from elaswave_plugin.core.planner.joint import JointPlan, PlanRules, joint_plan
 from elaswave_plugin.core.planner.microbatch_split import REDEAL, REROUTE
 from elaswave_plugin.core.planner.prediction import StepWork
-from elaswave_plugin.core.schedule import Piece, WorkerOps, window_ops, window_sizes
+from elaswave_plugin.core.schedule import (
+    Piece,
+    WorkerOps,
+    interleaved_ops,
+    window_ops,
+    window_sizes,
+)
 
 Policy = Literal["auto", "redeal", "reroute"]
 
@@ -73,9 +79,19 @@ class PipelineFlow:
         return tuple(piece.start for piece in self.pieces[seat.stage][seat.order])
 
     def ops(self, slot: int) -> WorkerOps:
-        """The ordered operations of a worker that has a place, by the window rule."""
+        """The ordered operations of a worker that has a place.
+
+        By the window rule, or interleaved where a worker has several model chunks.
+        """
         seat = seats_of(self.layout)[slot]
         pieces = self.pieces[seat.stage][seat.order]
+        if self.layout.vpp > 1:
+            return interleaved_ops(
+                pieces,
+                stage=seat.stage,
+                num_stages=len(self.layout.stages),
+                num_chunks=self.layout.vpp,
+            )
         return window_ops(pieces, window=self.windows[seat.stage])
 
     def peer(self, stage: int, microbatch: int, tp: int) -> int:

@@ -22,8 +22,6 @@ from elaswave_plugin.adapters.megatron.refuse import check_supported
 from elaswave_plugin.errors import ConfigurationError
 
 SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
     "context_parallel_size",
     "expert_model_parallel_size",
 )
@@ -43,6 +41,9 @@ MODEL_SETTINGS: tuple[tuple[str, Any], ...] = (
     ("delay_wgrad_compute", True),
     ("deterministic_mode", True),
     ("fp8", "e4m3"),
+    ("defer_embedding_wgrad_compute", True),
+    ("variable_seq_lengths", True),
+    ("pipeline_model_parallel_layout", "Et|tL"),
 )
 
 
@@ -83,7 +84,7 @@ def made_optimizer(inner: Any = None, **changes: Any) -> Any:
 def check_refused(model: Any, optimizer: Any, *words: str) -> None:
     """Assert a refusal of one sentence that holds the words and says what to do."""
     with pytest.raises(ConfigurationError) as caught:
-        check_supported(model, optimizer)
+        check_supported([model], optimizer)
     message = str(caught.value)
     assert all(word in message for word in words), message
     assert "\n" not in message and ("change it to attach" in message or "set " in message)
@@ -91,10 +92,10 @@ def check_refused(model: Any, optimizer: Any, *words: str) -> None:
 
 def test_control_a_carried_job_is_let_through() -> None:
     optimizer = made_optimizer()
-    assert check_supported(made_model(), optimizer) is optimizer
     assert check_supported([made_model()], optimizer) is optimizer
+    assert check_supported([made_model(), made_model()], optimizer) is optimizer
     chained = SimpleNamespace(chained_optimizers=[optimizer])
-    assert check_supported(made_model(), chained) is optimizer
+    assert check_supported([made_model()], chained) is optimizer
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -140,10 +141,18 @@ def test_every_setting_that_the_source_names_is_among_these() -> None:
     assert named == tested
 
 
-def test_a_model_that_is_no_single_ddp_is_refused() -> None:
+def test_a_model_that_is_no_ddp_is_refused() -> None:
     check_refused(torch.nn.Linear(1, 1), made_optimizer(), "the model is Linear")
-    two_chunks = [made_model(), made_model()]
-    check_refused(two_chunks, made_optimizer(), "the model is list")
+
+
+def test_two_interleaved_stages_need_overlapped_messages() -> None:
+    model = made_model()
+    model.config.pipeline_model_parallel_size = 2
+    model.config.virtual_pipeline_model_parallel_size = 2
+    check_refused(model, made_optimizer(), "overlap_p2p_comm with 2 interleaved stages is False")
+    model.config.overlap_p2p_comm = True
+    optimizer = made_optimizer()
+    assert check_supported([model], optimizer) is optimizer
 
 
 @pytest.mark.parametrize(

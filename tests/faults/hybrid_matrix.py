@@ -27,6 +27,14 @@ PP4_DP2 = JobSpec(
         "--bf16",
     ),
 )
+PP2_VPP2_DP2 = JobSpec(
+    options=(
+        "--pipeline-model-parallel-size=2",
+        "--num-virtual-stages-per-pipeline-rank=2",
+        "--num-layers=4",
+        "--calculate-per-token-loss",
+    ),
+)
 REROUTE = ("--elaswave-dataflow=reroute",)
 # In TP2 x PP2 x DP2 these share a state between them: it is lost with the memory of both.
 ONLY_COPIES = ((0, 2), (1, 3), (4, 6), (5, 7))
@@ -56,7 +64,7 @@ def cases() -> tuple[JobSpec, ...]:
     ]
     pipelines = [
         replace(spec, kills=(f"{slot}@2:{phase}",))
-        for spec in (PP2_DP2, PP4_DP2)
+        for spec in (PP2_DP2, PP4_DP2, PP2_VPP2_DP2)
         for slot, phase in itertools.product(range(spec.nproc), PHASES)
     ]
     return (*single, *pairs, *with_memory, *pipelines)

@@ -18,6 +18,7 @@ from tests.faults.hybrid_matrix import (
     ONLY_COPIES,
     PHASES,
     PP2_DP2,
+    PP2_VPP2_DP2,
     PP4_DP2,
     REROUTE,
     TP2_PP2_DP2,
@@ -83,6 +84,12 @@ def test_both_stages_lose_a_replica_one_after_the_other(run: Launch, reference: 
 @pytest.mark.parametrize("kill", ["0@2:reduce", "5@3:backward"])
 def test_a_deep_pipeline_in_bf16(run: Launch, reference: Reference, kill: str) -> None:
     spec = replace(PP4_DP2, kills=(kill,))
+    check_equal(run(spec), reference(spec))
+
+
+@pytest.mark.parametrize("kill", ["0@3:forward", "1@2:reduce", "2@3:backward", "3@3:optimizer"])
+def test_interleaved_stages(run: Launch, reference: Reference, kill: str) -> None:
+    spec = replace(PP2_VPP2_DP2, kills=(kill,))
     check_equal(run(spec), reference(spec))
 
 

@@ -18,7 +18,7 @@ KNOWN = {
     r".*gradient_scaling_factor": "the gradient scale is that of the launch, whoever is left",
     r".*(is_first_batch|per_param_grad_ready_counts)": "the live ones have trained",
     r".*(param_gather_dispatched|cached_\w+_shard_list)": "the live ones have trained",
-    r".*(start_grad_sync|finish_grad_sync|start_param_sync)": "seams of the adapter",
+    r".*(start_grad_sync|finish_grad_sync|start_param_sync|sharded_state_dict)": "seams of ours",
     r"(param_groups|optimizer/opt_group_ranges).*/(lr|weight_decay)": "the schedule has moved on",
 }
 

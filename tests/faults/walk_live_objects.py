@@ -90,11 +90,11 @@ def rank_lists() -> dict[str, Any]:
 def write_pictures(folder: str, example: dict[str, Any], job: Any) -> None:
     """Write the pictures of the job's own objects and of fresh ones."""
     framework = job._framework
-    live = picture(framework.model, framework._optimizer)
+    live = picture(framework.chunks[0], framework._optimizer)
     args = example["parse_arguments"]()
     model = example["build_model"](args)
     optimizer, _ = example["build_optimizer"](args, model)
-    pictures = {"live": live, "fresh": picture(model, optimizer), "ranks": rank_lists()}
+    pictures = {"live": live, "fresh": picture(model[0], optimizer), "ranks": rank_lists()}
     Path(folder, f"walk-{os.getpid()}.json").write_text(json.dumps(pictures))
 
 

@@ -4,6 +4,7 @@ A worker that runs several contributions of ``core/exact.py`` adds each one's gr
 Only views change hands: ``main_grad`` of every parameter and ``grad_data`` of every bucket.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,11 +12,11 @@ from megatron.core.distributed import DistributedDataParallel
 
 
 class GradAccumulators:
-    """The native gradient buffers of one DDP model, and as many more as contributions overlap."""
+    """The native gradient buffers of all chunks, and as many more as contributions overlap."""
 
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self._buffers = model.buffers
-        self._home = [buffer.grad_data for buffer in model.buffers]
+    def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
+        self._buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
+        self._home = [buffer.grad_data for buffer in self._buffers]
         self._of: dict[int, list[torch.Tensor]] = {}
         self._spare: list[list[torch.Tensor]] = []
 

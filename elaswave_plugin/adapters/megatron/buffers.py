@@ -5,6 +5,8 @@ param_and_grad_buffer.py). ``reserve`` moves the buffers once, at attach, into s
 bucket has room for all smaller widths; ``set_width`` then only changes the length of views.
 """
 
+from collections.abc import Sequence
+
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -77,11 +79,13 @@ def drop_step(model: DistributedDataParallel) -> None:
         param.grad = None
 
 
-def layer_numbers(model: DistributedDataParallel) -> tuple[int, ...]:
+def layer_numbers(chunks: Sequence[DistributedDataParallel]) -> tuple[int, ...]:
     """The global numbers of this worker's transformer layers, from 1 on."""
-    return tuple(m.layer_number for m in model.modules() if isinstance(m, TransformerLayer))
+    modules = (module for chunk in chunks for module in chunk.modules())
+    return tuple(m.layer_number for m in modules if isinstance(m, TransformerLayer))
 
 
-def bucket_lengths(model: DistributedDataParallel) -> tuple[int, ...]:
+def bucket_lengths(chunks: Sequence[DistributedDataParallel]) -> tuple[int, ...]:
     """Unpadded elements of every bucket, in the order of the flat state."""
-    return tuple(bucket.numel_unpadded for buffer in model.buffers for bucket in buffer.buckets)
+    buffers = (buffer for chunk in chunks for buffer in chunk.buffers)
+    return tuple(bucket.numel_unpadded for buffer in buffers for bucket in buffer.buckets)

@@ -11,17 +11,18 @@ from elaswave_plugin.core.dataflow import sample_ids
 def in_order(
     forward_step_func: Callable[..., Any],
     microbatches: Sequence[int],
-    begin: Callable[[int], None],
+    begin: Callable[["KeyedBatches", Any, int], None],
 ) -> Callable[..., Any]:
-    """The forward step whose i-th call runs the i-th of ``microbatches``; ``begin(k)`` comes first.
+    """The forward step whose i-th call for a model chunk runs the i-th of ``microbatches``.
 
-    Schedules call forward steps in the order of micro-batches, whichever stage they are.
+    ``begin(data iterator, chunk, micro-batch)`` comes first. Schedules call the forward steps of a
+    chunk in the order of micro-batches, whichever stage they are.
     """
-    upcoming = iter(microbatches)
+    upcoming: dict[int, Iterator[int]] = {}
 
-    def forward_step(*args: Any, **kwargs: Any) -> Any:
-        begin(next(upcoming))
-        return forward_step_func(*args, **kwargs)
+    def forward_step(batches: "KeyedBatches", chunk: Any, *args: Any, **kwargs: Any) -> Any:
+        begin(batches, chunk, next(upcoming.setdefault(id(chunk), iter(microbatches))))
+        return forward_step_func(batches, chunk, *args, **kwargs)
 
     return forward_step
 

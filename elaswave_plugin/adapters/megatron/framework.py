@@ -1,7 +1,7 @@
-"""Megatron-Core behind the verbs of ``runtime/framework.py``: one DDP model and its optimizer."""
+"""Megatron-Core behind the verbs of ``runtime/framework.py``: DDP chunks and their optimizer."""
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,13 +46,13 @@ class MegatronFramework:
         self,
         worker: Worker,
         *,
-        model: DistributedDataParallel,
+        chunks: Sequence[DistributedDataParallel],
         optimizer: Any,
         distributed_optimizer: DistributedOptimizer,
         scheduler: Any,
     ) -> None:
         self._worker = worker
-        self.model = model
+        self.chunks = tuple(chunks)
         self._optimizer = optimizer
         self._distributed = distributed_optimizer
         self._scheduler = scheduler
@@ -60,29 +60,34 @@ class MegatronFramework:
         self._seated = True
         announce = worker.phases.enter
         self.reduction = GradientReduction(
-            model,
+            self.chunks,
             slot=worker.slot,
             exact=worker.config.consistency == "exact",
             announce=announce,
         )
-        buffers.reserve(model, self._group.size())
-        buffers.set_width(model, self._group.size(), self._group.rank())
+        for chunk in self.chunks:
+            buffers.reserve(chunk, self._group.size())
+            buffers.set_width(chunk, self._group.size(), self._group.rank())
         self._shard = FlatShard(distributed_optimizer)
         self._shard.recut()
-        self._modes = [(module, module.training) for module in model.modules()]
+        self._modes = [
+            (module, module.training) for chunk in self.chunks for module in chunk.modules()
+        ]
         self._watch(announce)
-        for part in (model, model.module, optimizer):
+        wrapped = [part for chunk in self.chunks for part in (chunk, chunk.module)]
+        for part in (*wrapped, optimizer):
             self._save_no_shards_without_a_place(part)
 
     @property
     def _group(self) -> dist.ProcessGroup:
-        return self.model.intra_dp_cp_group
+        return self.chunks[0].intra_dp_cp_group
 
     # ---- announcements ------------------------------------------------------------------------
 
     def _watch(self, announce: Callable[[str], None]) -> None:
         """Announce the phases of a step from inside the framework."""
-        layers = [m for m in self.model.modules() if isinstance(m, TransformerLayer)]
+        modules = [module for chunk in self.chunks for module in chunk.modules()]
+        layers = [module for module in modules if isinstance(module, TransformerLayer)]
         for layer in layers:
             layer.register_forward_pre_hook(lambda module, inputs: self._worker.member.check())
         middle = layers[len(layers) // 2]
@@ -93,13 +98,8 @@ class MegatronFramework:
         self._distributed.optimizer.register_step_pre_hook(
             lambda optimizer, args, kwargs: announce("optimizer")
         )
-        gather = self.model.start_param_sync
-
-        def start_param_sync(*args: Any, **kwargs: Any) -> None:
-            announce("gather")
-            gather(*args, **kwargs)
-
-        self.model.start_param_sync = start_param_sync
+        for chunk in self.chunks:
+            chunk.start_param_sync = _announced(announce, "gather", chunk.start_param_sync)
         update = self._optimizer.step
 
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -130,7 +130,7 @@ class MegatronFramework:
 
     def bucket_lengths(self) -> tuple[int, ...]:
         """Unpadded lengths of the buckets, in elements."""
-        return buffers.bucket_lengths(self.model)
+        return buffers.bucket_lengths(self.chunks)
 
     @property
     def shard_alignment(self) -> int:
@@ -140,10 +140,11 @@ class MegatronFramework:
     def pause(self) -> None:
         """Drop the interrupted step, and whatever an interrupted evaluation had switched."""
         self.reduction.drop()
-        buffers.drop_step(self.model)
+        for chunk in self.chunks:
+            buffers.drop_step(chunk)
         for module, training in self._modes:
             module.training = training
-        for config in (self.model.config, self._distributed.config):
+        for config in (self.chunks[0].config, self._distributed.config):
             for timer in getattr(config.timers, "_timers", {}).values():
                 timer._started = False
 
@@ -159,8 +160,9 @@ class MegatronFramework:
                 members = dist.get_process_group_ranks(getattr(parallel_state, group))
                 setattr(parallel_state, name, members)
         if self.take_place(plan.dataflow):
-            grid.move_to_tp_position(self.model)
-            buffers.set_width(self.model, self._group.size(), self._group.rank())
+            for chunk in self.chunks:
+                grid.move_to_tp_position(chunk)
+                buffers.set_width(chunk, self._group.size(), self._group.rank())
             self._shard.recut()
 
     def take_place(self, flow: Flow) -> bool:
@@ -235,17 +237,18 @@ class MegatronFramework:
 
     def _global_names(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Parameters with the global number of their layer, and their tp position if there are."""
-        prefixes = {}
-        for name, module in self.model.module.named_modules():
-            if isinstance(module, TransformerLayer):
-                stack = name.rpartition(".")[0]
-                prefixes[f"{name}."] = f"{stack}.{module.layer_number - 1}."
         tp = parallel_state.get_tensor_model_parallel_rank()
         several = parallel_state.get_tensor_model_parallel_world_size() > 1
-        for name, param in self.model.module.named_parameters():
-            local = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
-            shown = prefixes.get(local, "") + name.removeprefix(local)
-            yield (f"{shown} (tp {tp})" if several else shown), param
+        for module in (chunk.module for chunk in self.chunks):
+            prefixes = {
+                f"{name}.": f"{name.rpartition('.')[0]}.{layer.layer_number - 1}."
+                for name, layer in module.named_modules()
+                if isinstance(layer, TransformerLayer)
+            }
+            for name, param in module.named_parameters():
+                local = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+                shown = prefixes.get(local, "") + name.removeprefix(local)
+                yield (f"{shown} (tp {tp})" if several else shown), param
 
     @torch.no_grad()
     def sync_weights(self) -> int:
@@ -255,13 +258,24 @@ class MegatronFramework:
         """
         if not self._seated:
             return 0
-        self.model.start_param_sync(force_sync=True)
+        for chunk in self.chunks:
+            chunk.start_param_sync(force_sync=True)
         digest = xxhash.xxh3_64()
-        for buffer in self.model.buffers:
+        for buffer in (buffer for chunk in self.chunks for buffer in chunk.buffers):
             for bucket in buffer.buckets:
                 weights = bucket.param_data[: bucket.numel_unpadded].cpu()
                 digest.update(weights.view(torch.uint8).numpy())
         return digest.intdigest() >> 1
+
+
+def _announced(
+    announce: Callable[[str], None], phase: str, native: Callable[..., None]
+) -> Callable[..., None]:
+    def announcing(*args: Any, **kwargs: Any) -> None:
+        announce(phase)
+        native(*args, **kwargs)
+
+    return announcing
 
 
 def _announce_backward(announce: Callable[[str], None]) -> Callable[..., None]:

@@ -1,5 +1,6 @@
 """A TP x PP x DP job: its layout at launch, and what modules cache of their tp position."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ class Grid:
     def __init__(
         self,
         worker: Worker,
-        model: DistributedDataParallel,
+        chunks: Sequence[DistributedDataParallel],
         *,
         num_microbatches: int,
         policy: Policy,
@@ -37,11 +38,12 @@ class Grid:
             tp=parallel_state.get_tensor_model_parallel_world_size(),
             pp=parallel_state.get_pipeline_model_parallel_world_size(),
             dp=parallel_state.get_data_parallel_world_size(),
-            num_layers=model.config.num_layers,
+            num_layers=chunks[0].config.num_layers,
+            vpp=len(chunks),
         )
-        _check_layers(model, self.layout)
+        _check_layers(chunks, self.layout)
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        mine = stage, buffers.bucket_lengths(model), find_tied_weight(model)
+        mine = stage, buffers.bucket_lengths(chunks), find_tied_weight(chunks)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
         self.tied: dict[int, TiedWeight] = {s: tied for s, _, tied in everyone if tied is not None}
@@ -74,11 +76,12 @@ def move_to_tp_position(model: torch.nn.Module) -> None:
             )
 
 
-def _check_layers(model: DistributedDataParallel, layout: ParallelLayout) -> None:
-    (start, stop), *_ = layout.layers(parallel_state.get_pipeline_model_parallel_rank())
-    numbers = buffers.layer_numbers(model)
-    if numbers != tuple(range(start + 1, stop + 1)):
+def _check_layers(chunks: Sequence[DistributedDataParallel], layout: ParallelLayout) -> None:
+    spans = layout.layers(parallel_state.get_pipeline_model_parallel_rank())
+    wanted = [number for start, stop in spans for number in range(start + 1, stop + 1)]
+    numbers = list(buffers.layer_numbers(chunks))
+    if numbers != wanted:
         raise ConfigurationError(
-            f"this stage has the layers {list(numbers)}, wanted {start + 1} to {stop}; give every"
-            " pipeline stage the same number of layers"
+            f"this stage has the layers {numbers}, wanted {wanted}; give every pipeline stage the"
+            " same number of layers"
         )

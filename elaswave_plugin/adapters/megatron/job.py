@@ -77,6 +77,7 @@ class ElasticJob:
         self._executed: tuple[int, ...] = ()
         self._train_iters = 0
         self._forward_only = False
+        self._enters = True
         self._evaluations = 0
         self._patches = patches
 
@@ -90,18 +91,19 @@ class ElasticJob:
 
         Raises ConfigurationError for anything that is not carried.
         """
-        model = model[0] if isinstance(model, list) and len(model) == 1 else model
-        distributed = check_supported(model, optimizer)
+        chunks = model if isinstance(model, list) else [model]
+        distributed = check_supported(chunks, optimizer)
         self._train_iters = train_iters
         self._framework = MegatronFramework(
             self._worker,
-            model=model,
+            chunks=chunks,
             optimizer=optimizer,
             distributed_optimizer=distributed,
             scheduler=scheduler,
         )
-        rng.install_keyed_draws(model, self._seed)
-        self._bind_worker(model)
+        for chunk in chunks:
+            rng.install_keyed_draws(chunk, self._seed)
+        self._bind_worker(chunks)
         self._framework.take_place(self._worker.dataflow)
         self._recording = Recording(
             self._worker, self._tracker, pieces=self._framework.named_pieces
@@ -118,13 +120,13 @@ class ElasticJob:
             num_microbatches=self._num_microbatches, micro_batch_size=self._micro_batch_size
         )
 
-    def _bind_worker(self, model: Any) -> None:
+    def _bind_worker(self, chunks: Sequence[Any]) -> None:
         worker, count = self._worker, self._num_microbatches
         self._tied: dict[int, TiedWeight] = {}
         if self._model_parallel == (1, 1):
             worker.bind(self._framework, deal=partial(deal, num_microbatches=count))
             return
-        grid = Grid(worker, model, num_microbatches=count, policy=worker.config.dataflow)
+        grid = Grid(worker, chunks, num_microbatches=count, policy=worker.config.dataflow)
         self._tied = grid.tied
         worker.bind(self._framework, deal=grid.deal, seating=grid.seating)
 
@@ -164,7 +166,8 @@ class ElasticJob:
         if not self._forward_only:
             self._worker.phases.enter("data")
         # The samples of a micro-batch are counted where they enter the pipeline.
-        if not self._forward_only and seat is not None and (seat.stage, seat.tp) == (0, 0):
+        counts = self._enters and seat is not None and (seat.stage, seat.tp) == (0, 0)
+        if counts and not self._forward_only:
             self._worker.ledger.emit(
                 "consumed",
                 slot=self._worker.slot,
@@ -184,9 +187,9 @@ class ElasticJob:
             step = self._evaluations if forward_only else worker.completed
             self._evaluations += int(forward_only)
             self._executed = executor.order_of(flow, worker.slot)
-            batches = kwargs["data_iterator"]
 
-            def begin(microbatch: int) -> None:
+            def begin(batches: KeyedBatches, chunk: Any, microbatch: int) -> None:
+                self._enters = chunk is self._framework.chunks[0]
                 batches.deliver(step, microbatch)
                 rng.set_key(step, microbatch)
 
@@ -204,7 +207,7 @@ class ElasticJob:
                 reduction=self._framework.reduction,
                 forward_step_func=kwargs["forward_step_func"],
                 data_iterator=kwargs["data_iterator"],
-                model=self._framework.model,
+                model=self._framework.chunks[0],
                 replica_microbatches=self._num_microbatches // flow.num_replicas,
             )
 
@@ -226,7 +229,7 @@ class ElasticJob:
         pipeline = RaggedPipeline(
             flow=flow,
             slot=self._worker.slot,
-            model=self._framework.model,
+            chunks=self._framework.chunks,
             reduction=self._framework.reduction,
             tied=self._tied,
             seq_length=seq_length,

@@ -6,7 +6,8 @@ pipeline_parallel/schedules.py); each micro-batch's activations and their gradie
 runs it at the next stage, point to point and tagged by micro-batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class RaggedPipeline:
         *,
         flow: PipelineFlow,
         slot: int,
-        model: DistributedDataParallel,
+        chunks: Sequence[DistributedDataParallel],
         reduction: GradientReduction,
         tied: dict[int, TiedWeight],
         seq_length: int,
@@ -43,10 +44,11 @@ class RaggedPipeline:
         seat = flow.seat(slot)
         assert seat is not None
         self._flow, self._slot, self._seat = flow, slot, seat
-        self._model, self._config = model, model.config
+        self._chunks, self._config = chunks, chunks[0].config
         self._reduction = reduction
         self._tied = tied
-        self._last = len(flow.layout.stages) - 1
+        self._num_stages = len(flow.layout.stages)
+        self._last = self._num_stages * len(chunks) - 1
         # All workers that have a place: the group over which Megatron-Core sums the grad norm.
         self._group = parallel_state.get_intra_distributed_optimizer_instance_group()
         self._ranks = self._group.members
@@ -58,8 +60,10 @@ class RaggedPipeline:
             tp_group=parallel_state.get_tensor_model_parallel_group(),
             cp_group=parallel_state.get_context_parallel_group(),
         )[0]
-        self._inputs: dict[int, torch.Tensor | None] = {}
-        self._outputs: dict[int, torch.Tensor] = {}
+        self._held: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self._left = {
+            part.microbatches[0]: len(part.microbatches) * len(chunks) for part in self._parts()
+        }
         self._sends: list[tuple[Any, torch.Tensor]] = []
         self._tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
 
@@ -71,10 +75,16 @@ class RaggedPipeline:
         Only the last stage reports losses.
         """
         losses: list[Any] = []
-        with self._model.no_sync(), GradAccumulators(self._model) as accumulators:
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        with ExitStack() as stack:
+            for chunk in self._chunks:
+                stack.enter_context(chunk.no_sync())
+            accumulators = stack.enter_context(GradAccumulators(self._chunks))
             for op in self._flow.ops(self._slot):
+                if len(self._chunks) > 1:
+                    parallel_state.set_virtual_pipeline_model_parallel_rank(op.chunk)
                 if op.kind == FORWARD:
-                    self._forward(op, forward_step_func, data_iterator, losses, forward_only)
+                    self._forward(op, forward_step_func, iterators[op.chunk], losses, forward_only)
                 elif not forward_only:
                     self._backward(op, accumulators)
         for work, _ in self._sends:
@@ -93,14 +103,15 @@ class RaggedPipeline:
         losses: list[Any],
         forward_only: bool,
     ) -> None:
-        microbatch, stage = op.start, self._seat.stage
-        arrived = None if stage == 0 else self._receive(stage - 1, microbatch, self._forward_tag)
-        if arrived is not None:
+        microbatch, part = op.start, self._part_of(op)
+        arrived = None
+        if part > 0:
+            arrived = self._receive(part - 1, microbatch, self._forward_tag(part, microbatch))
             arrived.requires_grad_()
         output, tokens = schedules.forward_step(
             forward_step_func,
             data_iterator,
-            self._model,
+            self._chunks[op.chunk],
             self._flow.num_microbatches // self._flow.layout.dp,
             arrived,
             losses,
@@ -108,44 +119,52 @@ class RaggedPipeline:
             parallel_state.get_context_parallel_world_size(),
             is_first_microbatch=op == self._flow.ops(self._slot)[0],
             current_microbatch=microbatch,
-            is_last_stage=stage == self._last,
+            vp_stage=op.chunk if len(self._chunks) > 1 else None,
+            is_last_stage=part == self._last,
         )
         self._tokens += tokens
-        if stage < self._last:
-            self._send(output.detach(), stage + 1, microbatch, self._forward_tag)
+        if part < self._last:
+            tag = self._forward_tag(part + 1, microbatch)
+            self._send(output.detach(), part + 1, microbatch, tag)
         if not forward_only:
-            self._inputs[microbatch], self._outputs[microbatch] = arrived, output
-            if stage < self._last:
+            self._held[op.chunk, microbatch] = arrived, output
+            if part < self._last:
                 # What is sent shares the storage, and keeps it until it has left.
                 schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
 
     def _backward(self, op: Op, accumulators: GradAccumulators) -> None:
-        microbatch, stage = op.start, self._seat.stage
+        microbatch, part = op.start, self._part_of(op)
         gradient = None
-        if stage < self._last:
-            gradient = self._receive(stage + 1, microbatch, self._backward_tag)
-        part = self._contribution_of(microbatch)
+        if part < self._last:
+            gradient = self._receive(part + 1, microbatch, self._backward_tag(part, microbatch))
+        contribution = next(one for one in self._parts() if microbatch in one.microbatches)
         if self._reduction.keeps_contributions_apart:
-            accumulators.select(part.microbatches[0])
-        arrived = self._inputs.pop(microbatch)
+            accumulators.select(contribution.microbatches[0])
+        arrived, output = self._held.pop((op.chunk, microbatch))
         input_gradient = schedules.backward_step(
-            arrived,
-            self._outputs.pop(microbatch),
-            gradient,
-            ModelType.encoder_or_decoder,
-            self._config,
+            arrived, output, gradient, ModelType.encoder_or_decoder, self._config
         )
         if input_gradient is not None:
-            self._send(input_gradient, stage - 1, microbatch, self._backward_tag)
-        # Micro-batches of a contribution run in rising order, as its sum is defined.
-        if self._reduction.keeps_contributions_apart and microbatch == part.microbatches[-1]:
-            self._reduction.ship(part)
-            accumulators.release(part.microbatches[0])
+            tag = self._backward_tag(part - 1, microbatch)
+            self._send(input_gradient, part - 1, microbatch, tag)
+        if self._reduction.keeps_contributions_apart:
+            self._ship_when_complete(contribution, accumulators)
 
-    def _contribution_of(self, microbatch: int) -> Contribution:
-        dataflow = self._flow.cell(self._seat.stage, self._seat.tp)
-        parts = dataflow.contributions(self._slot)
-        return next(part for part in parts if microbatch in part.microbatches)
+    def _ship_when_complete(self, one: Contribution, accumulators: GradAccumulators) -> None:
+        """Each chunk runs a contribution's micro-batches in rising order, as its sum is defined."""
+        first = one.microbatches[0]
+        self._left[first] -= 1
+        if not self._left[first]:
+            self._reduction.ship(one)
+            accumulators.release(first)
+
+    def _parts(self) -> tuple[Contribution, ...]:
+        """What this worker contributes to the reduction."""
+        return self._flow.cell(self._seat.stage, self._seat.tp).contributions(self._slot)
+
+    def _part_of(self, op: Op) -> int:
+        """The place of an operation's layers in the model: its virtual stage."""
+        return op.chunk * self._num_stages + self._seat.stage
 
     # ---- the end of the step --------------------------------------------------------------------
 
@@ -157,56 +176,48 @@ class RaggedPipeline:
         groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
         # A group of one: nothing is added here between stages; that follows below.
         groups.embd = groups.pos_embd = parallel_state.get_context_parallel_group()
-        self._config.finalize_model_grads_func([self._model], None, pg_collection=groups)
+        self._config.finalize_model_grads_func(list(self._chunks), None, pg_collection=groups)
         if self._tied:
             add_other_stage(
-                self._model,
+                self._chunks,
                 flow=self._flow,
                 slot=self._slot,
                 tied=self._tied,
                 group=self._group,
                 ranks=self._ranks,
-                tag=2 * self._flow.num_microbatches,
+                tag=2 * self._flow.num_microbatches * (self._last + 1),
             )
         if self._config.calculate_per_token_loss:
             # Counted once: where the losses are, and there by one worker of each TP group.
-            counts = self._seat.stage == self._last and self._seat.tp == 0
+            counts = self._seat.stage == self._num_stages - 1 and self._seat.tp == 0
             total = self._tokens if counts else torch.zeros_like(self._tokens)
             dist.all_reduce(total, group=self._group)
-            if total > 0:
-                self._model.scale_gradients(1.0 / total)
+            for chunk in self._chunks if total > 0 else ():
+                chunk.scale_gradients(1.0 / total)
 
     # ---- point to point -------------------------------------------------------------------------
 
-    def _forward_tag(self, microbatch: int) -> int:
-        return microbatch
+    def _forward_tag(self, part: int, microbatch: int) -> int:
+        """The tag of the activations that a virtual stage takes in."""
+        return 2 * (part * self._flow.num_microbatches + microbatch)
 
-    def _backward_tag(self, microbatch: int) -> int:
-        return self._flow.num_microbatches + microbatch
+    def _backward_tag(self, part: int, microbatch: int) -> int:
+        """The tag of the gradients that a virtual stage takes in."""
+        return self._forward_tag(part, microbatch) + 1
 
-    def _rank_of(self, stage: int, microbatch: int) -> int:
-        return self._ranks.index(self._flow.peer(stage, microbatch, self._seat.tp))
+    def _rank_of(self, part: int, microbatch: int) -> int:
+        slot = self._flow.peer(part % self._num_stages, microbatch, self._seat.tp)
+        return self._ranks.index(slot)
 
-    def _send(
-        self, tensor: torch.Tensor, stage: int, microbatch: int, tag: Callable[[int], int]
-    ) -> None:
+    def _send(self, tensor: torch.Tensor, part: int, microbatch: int, tag: int) -> None:
         dense = tensor.contiguous()
-        work = dist.isend(
-            dense,
-            group=self._group,
-            group_dst=self._rank_of(stage, microbatch),
-            tag=tag(microbatch),
-        )
-        self._sends.append((work, dense))
+        rank = self._rank_of(part, microbatch)
+        self._sends.append((dist.isend(dense, group=self._group, group_dst=rank, tag=tag), dense))
 
-    def _receive(self, stage: int, microbatch: int, tag: Callable[[int], int]) -> torch.Tensor:
+    def _receive(self, part: int, microbatch: int, tag: int) -> torch.Tensor:
         tensor = torch.empty(
             self._shape, dtype=self._config.pipeline_dtype, device=torch.cuda.current_device()
         )
-        dist.recv(
-            tensor,
-            group=self._group,
-            group_src=self._rank_of(stage, microbatch),
-            tag=tag(microbatch),
-        )
+        rank = self._rank_of(part, microbatch)
+        dist.recv(tensor, group=self._group, group_src=rank, tag=tag)
         return tensor

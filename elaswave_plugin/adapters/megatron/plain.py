@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -82,7 +81,7 @@ class PlainJob:
             kwargs["forward_step_func"] = in_order(
                 kwargs["forward_step_func"],
                 mine,
-                partial(kwargs["data_iterator"].deliver, step),
+                lambda batches, chunk, microbatch: batches.deliver(step, microbatch),
             )
             return function(num_microbatches=len(mine), **kwargs)
 

@@ -5,7 +5,7 @@ healthy is the canonical order of ``core/exact.py``. After a loss, in exact mode
 is shipped to the shard owners as soon as it is complete, and the owners fold them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,22 +21,23 @@ class GradientReduction:
 
     def __init__(
         self,
-        model: DistributedDataParallel,
+        chunks: Sequence[DistributedDataParallel],
         *,
         slot: int,
         exact: bool,
         announce: Callable[[str], None],
     ) -> None:
-        self._model = model
+        self._bucket_groups = [group for chunk in chunks for group in chunk.bucket_groups]
+        self._buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
         self._slot = slot
         self._exact = exact
         self._announce = announce
-        self._group = model.intra_dp_cp_group
+        self._group = chunks[0].intra_dp_cp_group
         self._dataflow: Dataflow | None = None
         self._ranks: tuple[int, ...] = ()
         self._pieces: dict[tuple[int, int], torch.Tensor] = {}
         self._sends: list[tuple[Any, torch.Tensor]] = []
-        for group in model.bucket_groups:
+        for group in self._bucket_groups:
             group.start_grad_sync = self._starting(group.start_grad_sync)
             group.finish_grad_sync = self._finishing(group, group.finish_grad_sync)
 
@@ -63,7 +64,7 @@ class GradientReduction:
         """Send the gradients now in the buffers to the shard owners, as one contribution."""
         me = self._group.rank()
         first = contribution.microbatches[0]
-        for group in self._model.bucket_groups:
+        for group in self._bucket_groups:
             nan, large = (
                 group.ddp_config.check_for_nan_in_grad,
                 group.ddp_config.check_for_large_grads,
@@ -84,7 +85,7 @@ class GradientReduction:
                     self._sends.append((work, piece))
 
     def _buckets(self) -> list[Any]:
-        return [bucket for buffer in self._model.buffers for bucket in buffer.buckets]
+        return [bucket for buffer in self._buffers for bucket in buffer.buckets]
 
     def _tag(self, bucket: int, microbatch: int) -> int:
         assert self._dataflow is not None
@@ -111,7 +112,7 @@ class GradientReduction:
                 group.param_gather_dispatched = False
                 for bucket in group.buckets:
                     self._fold(self._buckets().index(bucket), bucket)
-                if group is self._model.bucket_groups[-1]:
+                if group is self._bucket_groups[-1]:
                     for work, _ in self._sends:
                         work.wait()
                     self.drop()

@@ -1,6 +1,6 @@
 """What this adapter does not carry, refused by name before anything is changed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,13 +11,14 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from elaswave_plugin.errors import ConfigurationError
 
 
-def check_supported(model: Any, optimizer: Any) -> DistributedOptimizer:
-    """Return the one distributed optimizer of a supported job.
+def check_supported(chunks: Sequence[Any], optimizer: Any) -> DistributedOptimizer:
+    """Return the one distributed optimizer of a supported job with these model chunks.
 
     Raises ConfigurationError naming the first unsupported setting.
     """
-    for problem in _model_problems(model):
-        raise ConfigurationError(problem)
+    for chunk in chunks:
+        for problem in _model_problems(chunk):
+            raise ConfigurationError(problem)
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     if len(chained) != 1 or not isinstance(chained[0], DistributedOptimizer):
         names = ", ".join(type(one).__name__ for one in chained)
@@ -36,15 +37,10 @@ def _unsupported(setting: str, seen: object, wanted: object) -> str:
 
 
 def _model_problems(model: Any) -> Iterator[str]:
-    if isinstance(model, list) and len(model) == 1:
-        model = model[0]
     if not isinstance(model, DistributedDataParallel):
         yield _unsupported("the model", type(model).__name__, "one Megatron-Core DDP model")
         return
     sizes = {
-        "virtual_pipeline_model_parallel_size": (
-            parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
-        ),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
     }
@@ -52,6 +48,10 @@ def _model_problems(model: Any) -> Iterator[str]:
         if size != 1:
             yield _unsupported(setting, size, 1)
     ddp, config = model.ddp_config, model.config
+    interleaved = config.virtual_pipeline_model_parallel_size is not None
+    if interleaved and config.pipeline_model_parallel_size == 2 and not config.overlap_p2p_comm:
+        # Megatron-LM's own rule: two messages between the same two workers in one batch mix up.
+        yield _unsupported("overlap_p2p_comm with 2 interleaved stages", False, True)
     dtypes = sorted({str(buffer.param_dtype) for buffer in model.buffers})
     if len(dtypes) != 1:
         yield _unsupported("the dtype of the parameters", " and ".join(dtypes), "one dtype")

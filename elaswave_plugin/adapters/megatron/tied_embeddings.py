@@ -6,7 +6,7 @@ it differently, so each owner sends its interval to the owners of the same eleme
 stage: two terms, G = G_first + G_last, whose sum does not depend on their order.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,8 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from elaswave_plugin.core.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.shards import padded_size
+
+Chunks = Sequence[DistributedDataParallel]
 
 
 class TiedWeight(NamedTuple):
@@ -32,20 +34,20 @@ class TiedWeight(NamedTuple):
         return min(max(low, 0), self.numel), min(max(high, 0), self.numel)
 
 
-def tied_parameter(model: DistributedDataParallel) -> torch.nn.Parameter | None:
+def tied_parameter(chunks: Chunks) -> torch.nn.Parameter | None:
     """The weight that this stage shares with another one, if it does."""
-    module = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
-    shares = module.share_embeddings_and_output_weights
-    if not shares or module.pre_process == module.post_process:
-        return None
-    weight: torch.nn.Parameter = module.shared_embedding_or_output_weight()
-    return weight
+    for chunk in chunks:
+        module = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+        if module.share_embeddings_and_output_weights and module.pre_process != module.post_process:
+            weight: torch.nn.Parameter = module.shared_embedding_or_output_weight()
+            return weight
+    return None
 
 
-def find_tied_weight(model: DistributedDataParallel) -> TiedWeight | None:
+def find_tied_weight(chunks: Chunks) -> TiedWeight | None:
     """Where this stage keeps the weight that it shares with another one."""
-    weight = tied_parameter(model)
-    for buffer in model.buffers:
+    weight = tied_parameter(chunks)
+    for buffer in (buffer for chunk in chunks for buffer in chunk.buffers):
         if weight is not None and weight in buffer.param_index_map:
             start, stop, index = buffer.param_index_map[weight]
             bucket = buffer.buckets[index]
@@ -54,7 +56,7 @@ def find_tied_weight(model: DistributedDataParallel) -> TiedWeight | None:
 
 
 def add_other_stage(
-    model: DistributedDataParallel,
+    chunks: Chunks,
     *,
     flow: PipelineFlow,
     slot: int,
@@ -69,7 +71,7 @@ def add_other_stage(
     ``ranks`` are its slots. Collective over both stages; nothing happens at the others.
     """
     seat = flow.seat(slot)
-    weight = tied_parameter(model)
+    weight = tied_parameter(chunks)
     if seat is None or weight is None or seat.stage not in tied:
         return
     (other,) = tied.keys() - {seat.stage}
