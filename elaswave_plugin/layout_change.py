@@ -12,7 +12,7 @@ from typing import Any
 from elaswave_plugin.core.layout import ParallelLayout
 from elaswave_plugin.core.pipeline_flow import PipelineFlow, flow_of
 from elaswave_plugin.core.planner.costs import uniform_costs
-from elaswave_plugin.core.schedule import Piece, window_lists
+from elaswave_plugin.core.schedule import Piece
 from elaswave_plugin.core.step_time import LinkTime, simulate
 from elaswave_plugin.errors import ElasWaveError
 
@@ -79,7 +79,7 @@ def simulated_units(flow: PipelineFlow, *, processors: int) -> float:
     costs = uniform_costs(
         num_layers=layout.num_layers, forward_s=1.0, backward_s=BACKWARD_TO_FORWARD
     )
-    lists = window_lists(flow.pieces, flow.windows)
+    lists = tuple(tuple(flow.ops(group.slots[0]) for group in groups) for groups in layout.stages)
     step = simulate(lists, costs.stage_times(layout.cuts), LinkTime())
     if step.blocked:
         raise ElasWaveError(f"the op lists of {layout} do not run: {step}")

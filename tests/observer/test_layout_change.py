@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from elaswave_plugin.core.layout import ParallelLayout
+from elaswave_plugin.core.layout import ParallelLayout, launch_layout
+from elaswave_plugin.core.pipeline_flow import flow_of
 from elaswave_plugin.errors import ElasWaveError
+from elaswave_plugin.layout_change import simulated_units
 from elaswave_plugin.observer import read_run, summarize
 from tests.observer.made_up import GLOBAL_BATCH, HYBRID, KILLED, STEPS, Change, make_run, same
 
@@ -57,6 +59,16 @@ def test_predicted_step_is_the_healthy_one_times_the_simulated_ratio(
     assert plan["predicted_step_ratio"] == pytest.approx(ratio)
     assert plan["predicted_step_s"] == pytest.approx(0.1 * ratio)
     assert got["measured_step_s"] == got["median_step_s"]["after"] == 0.125
+
+
+def test_all_model_chunks_of_an_interleaved_pipeline_are_simulated() -> None:
+    for vpp in (1, 2):
+        layout = launch_layout(tp=2, pp=2, dp=2, num_layers=4, vpp=vpp)
+        for one in (layout, layout.without([3])):
+            flow = flow_of(layout=one, num_microbatches=8)
+            # 8 micro-batches x 4 layers x (1 + 2), on both workers of a TP group.
+            assert simulated_units(flow, processors=1) == 8 * 4 * 3 * 2
+            assert simulated_units(flow, processors=64) < 8 * 4 * 3
 
 
 def test_processors_of_several_nodes_are_added(tmp_path: Path) -> None:
