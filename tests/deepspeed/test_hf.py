@@ -47,6 +47,9 @@ def printed(output: str) -> list[tuple[int, float, str]]:
         (1, "2@1:optimizer"),
         (2, "1@3:forward"),
         (2, "0@2:reduce"),
+        # The script has seen that the step is complete, and it is rolled back.
+        (1, "1@3:snapshot"),
+        (2, "0@3:snapshot"),
         (3, "3@3:data"),
         (3, "0@3:forward"),
         (3, "2@4:gather"),
@@ -66,7 +69,7 @@ def test_a_kill_is_absorbed_and_the_script_counts_each_step_once(
         [one for one in range(spec.steps) if one != step],
     )
     rates = {one[0]: one[2] for one in wanted}
-    assert all(rates[one[0]] == one[2] for one in ours)
+    assert all(rates[one[0]] == one[2] for one in ours if one[0] != step)
 
 
 def test_two_losses_in_one_run(run: Launch, twin: Launch, reference: Launch) -> None:

@@ -64,6 +64,8 @@ class AcceleratedJob:
         self._loader: ElasticLoader | None = None
         self._prepared: Any = None
         self._unset = False
+        # Steps of which the script has seen that they are complete.
+        self._seen = job.loop.worker.completed
         job.reactions.append(self._rebind)
 
     # ---- the data -------------------------------------------------------------------------------
@@ -135,10 +137,16 @@ class AcceleratedJob:
     def backward(
         self, native: Callable[..., None], wrapper: Any, loss: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """``accelerator.backward()``, which also makes the step: one that was lost is none."""
+        """``accelerator.backward()``, which also makes the step.
+
+        One that was lost is none, and one that a loss has rolled back after the script had seen it
+        complete is none again.
+        """
         native(wrapper, loss, *args, **kwargs)
-        if self._loop.dead:
+        completed = self._loop.worker.completed
+        if self._loop.dead or completed <= self._seen:
             self._set_sync(False)
+        self._seen = max(self._seen, completed)
 
     # ---- schedulers -----------------------------------------------------------------------------
 
