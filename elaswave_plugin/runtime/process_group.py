@@ -72,6 +72,11 @@ class GroupTable:
         self._installed = False
 
     @property
+    def has_native_groups(self) -> bool:
+        """Whether tensors of a device go to native groups."""
+        return self._engine is not None
+
+    @property
     def groups(self) -> tuple[ElasticProcessGroup, ...]:
         """Every group that has not been shut down."""
         return tuple(self._groups.values())

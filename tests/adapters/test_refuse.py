@@ -11,14 +11,18 @@ pytest.importorskip("megatron.core")
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from elaswave_plugin.adapters.megatron import refuse
-from elaswave_plugin.adapters.megatron.refuse import check_supported
+from elaswave_plugin.adapters.megatron.refuse import check_grid, check_supported
 from elaswave_plugin.errors import ConfigurationError
 
 SIZES = (
@@ -143,6 +147,18 @@ def test_every_setting_that_the_source_names_is_among_these() -> None:
 
 def test_a_model_that_is_no_ddp_is_refused() -> None:
     check_refused(torch.nn.Linear(1, 1), made_optimizer(), "the model is Linear")
+
+
+def test_what_only_data_parallel_jobs_carry_is_refused() -> None:
+    config = made_model().config
+    config.finalize_model_grads_func = finalize_model_grads
+    check_grid(config, native_groups=False)
+    with pytest.raises(ConfigurationError, match="set gpu_engine to host"):
+        check_grid(config, native_groups=True)
+    for other, name in ((lambda model, num_tokens: None, "<lambda>"), (None, "None")):
+        config.finalize_model_grads_func = other
+        with pytest.raises(ConfigurationError, match=f"finalize_model_grads_func is {name}"):
+            check_grid(config, native_groups=False)
 
 
 def test_two_interleaved_stages_need_overlapped_messages() -> None:

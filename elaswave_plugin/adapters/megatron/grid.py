@@ -12,9 +12,10 @@ from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.utils import VocabUtility
 
 from elaswave_plugin.adapters.megatron import buffers
+from elaswave_plugin.adapters.megatron.refuse import check_grid
 from elaswave_plugin.adapters.megatron.tied_embeddings import TiedWeight, find_tied_weight
-from elaswave_plugin.core.layout import ParallelLayout, launch_layout, sizes_of
-from elaswave_plugin.core.pipeline_flow import PipelineFlow, Policy, flow_of
+from elaswave_plugin.core.layout import ParallelLayout, launch_layout
+from elaswave_plugin.core.pipeline_flow import Policy, flow_of
 from elaswave_plugin.core.seating import GridSeating
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.worker import Worker
@@ -31,9 +32,8 @@ class Grid:
         num_microbatches: int,
         policy: Policy,
     ) -> None:
-        """Collective over WORLD; raises ConfigurationError for groups along no axis."""
-        world = worker.groups.world
-        assert world is not None
+        """Collective over WORLD; raises ConfigurationError for what is carried in DP jobs only."""
+        check_grid(chunks[0].config, native_groups=worker.groups.has_native_groups)
         self.layout = launch_layout(
             tp=parallel_state.get_tensor_model_parallel_world_size(),
             pp=parallel_state.get_pipeline_model_parallel_world_size(),
@@ -53,15 +53,6 @@ class Grid:
             buckets={stage: lengths for stage, lengths, _ in everyone},
         )
         self.deal = partial(flow_of, num_microbatches=num_microbatches, policy=policy)
-
-    def flow(self, layout: ParallelLayout) -> PipelineFlow:
-        """What the workers run under a layout."""
-        return self.deal(layout=layout)
-
-
-def data_parallel_width(num_workers: int, *, tp: int, pp: int) -> int:
-    """Replicas of a job; raises ConfigurationError for workers that do not factor."""
-    return sizes_of(num_workers, tp=tp, pp=pp)
 
 
 def move_to_tp_position(model: torch.nn.Module) -> None:

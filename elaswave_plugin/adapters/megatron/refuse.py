@@ -1,5 +1,6 @@
 """What this adapter does not carry, refused by name before anything is changed."""
 
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -30,6 +31,25 @@ def check_supported(chunks: Sequence[Any], optimizer: Any) -> DistributedOptimiz
         raise ConfigurationError(problem)
     only: DistributedOptimizer = chained[0]
     return only
+
+
+def check_grid(config: Any, *, native_groups: bool) -> None:
+    """Raise ConfigurationError for what tensor and pipeline parallel jobs do not carry.
+
+    ``native_groups``: whether NCCL carries the tensors.
+    """
+    finalize = config.finalize_model_grads_func
+    takes = () if finalize is None else inspect.signature(finalize).parameters
+    if "pg_collection" not in takes:
+        name = getattr(finalize, "__name__", repr(finalize))
+        raise ConfigurationError(
+            _unsupported("finalize_model_grads_func", name, "Megatron-Core's finalize_model_grads")
+        )
+    if native_groups:
+        raise ConfigurationError(
+            "gpu_engine made NCCL groups, which are carried in data-parallel jobs only; set"
+            " gpu_engine to host for tensor and pipeline parallelism"
+        )
 
 
 def _unsupported(setting: str, seen: object, wanted: object) -> str:
