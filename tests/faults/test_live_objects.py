@@ -17,6 +17,7 @@ KNOWN = {
     r".*gbuf_world/(start|end)": "buckets reserve room",
     r".*gradient_scaling_factor": "the gradient scale is that of the launch, whoever is left",
     r".*(is_first_batch|per_param_grad_ready_counts)": "the live ones have trained",
+    r"modules/.*/current_microbatch": "the live ones have trained",
     r".*(param_gather_dispatched|cached_\w+_shard_list)": "the live ones have trained",
     r".*(start_grad_sync|finish_grad_sync|start_param_sync|sharded_state_dict)": "seams of ours",
     r"(param_groups|optimizer/opt_group_ranges).*/(lr|weight_decay)": "the schedule has moved on",
@@ -62,6 +63,27 @@ def test_live_objects_after_a_loss_equal_fresh_ones(run: Launch, tmp_path: Path)
         assert len(ranks["lists"]) >= 8
         for name, members in ranks["lists"].items():
             assert members in ranks["groups"], name
+
+
+def test_live_objects_at_another_tp_position_equal_fresh_ones(run: Launch, tmp_path: Path) -> None:
+    """Both survivors come from tp position 1; one of them is at position 0 now."""
+    spec = JobSpec(
+        options=("--tensor-model-parallel-size=2", "--sequence-parallel"),
+        kills=("0@1:backward", "2@3:backward"),
+        walk=str(tmp_path),
+    )
+    check_survived(run(spec))
+    files = sorted(tmp_path.glob("walk-*.json"))
+    assert len(files) == 2
+    pictures = [json.loads(file.read_text()) for file in files]
+    assert [unknown_differences(picture) for picture in pictures] == [[], []]
+    starts = {
+        attributes["vocab_start_index"]
+        for picture in pictures
+        for attributes in picture["live"]["modules"].values()
+        if "vocab_start_index" in attributes
+    }
+    assert len(starts) == 2
 
 
 def test_a_stale_size_is_found(run: Launch, tmp_path: Path) -> None:

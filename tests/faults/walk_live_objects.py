@@ -48,9 +48,13 @@ def described(value: Any, seen: dict[int, str], path: str, depth: int = 0) -> An
 
 
 def picture(model: Any, optimizer: Any) -> dict[str, Any]:
-    """The parts of a job that depend on the data-parallel group."""
+    """The parts of a job that depend on its groups."""
     distributed = optimizer.chained_optimizers[0]
     return {
+        "modules": {
+            name: {key: value for key, value in vars(module).items() if isinstance(value, SIMPLE)}
+            for name, module in model.named_modules()
+        },
         "ddp": {
             name: described(value, {}, name)
             for name, value in sorted(vars(model).items())

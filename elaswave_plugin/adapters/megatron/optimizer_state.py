@@ -6,6 +6,7 @@ distrib_optimizer.py, ``DistributedOptimizer.__init__`` from "Model grad buffer 
 """
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed.param_and_grad_buffer import partition_buckets
 from megatron.core.optimizer import _get_param_groups
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -44,6 +45,8 @@ class FlatShard:
     def recut(self) -> None:
         """Cut the state anew from the groups' present size; values are undefined until written."""
         outer, inner = self._optimizer, self._optimizer.optimizer
+        # Names the shards of a checkpoint: the place among those that share no state.
+        outer.data_parallel_group_idx = parallel_state.get_model_parallel_group().rank()
         for group, params in zip(inner.param_groups, self._group_params, strict=True):
             group["params"] = params
         dtypes = [(buffer.param_dtype, buffer.grad_dtype) for buffer in outer.buffers]
