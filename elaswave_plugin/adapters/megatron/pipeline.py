@@ -60,9 +60,12 @@ class RaggedPipeline:
             tp_group=parallel_state.get_tensor_model_parallel_group(),
             cp_group=parallel_state.get_context_parallel_group(),
         )[0]
+        self._ops = flow.ops(slot)
+        # What this worker contributes to the reduction.
+        self._parts = flow.cell(seat.stage, seat.tp).contributions(slot)
         self._held: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._left = {
-            part.microbatches[0]: len(part.microbatches) * len(chunks) for part in self._parts()
+            part.microbatches[0]: len(part.microbatches) * len(chunks) for part in self._parts
         }
         self._sends: list[tuple[Any, torch.Tensor]] = []
         self._tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
@@ -80,7 +83,7 @@ class RaggedPipeline:
             for chunk in self._chunks:
                 stack.enter_context(chunk.no_sync())
             accumulators = stack.enter_context(GradAccumulators(self._chunks))
-            for op in self._flow.ops(self._slot):
+            for op in self._ops:
                 if len(self._chunks) > 1:
                     parallel_state.set_virtual_pipeline_model_parallel_rank(op.chunk)
                 if op.kind == FORWARD:
@@ -117,7 +120,7 @@ class RaggedPipeline:
             losses,
             self._config,
             parallel_state.get_context_parallel_world_size(),
-            is_first_microbatch=op == self._flow.ops(self._slot)[0],
+            is_first_microbatch=op == self._ops[0],
             current_microbatch=microbatch,
             vp_stage=op.chunk if len(self._chunks) > 1 else None,
             is_last_stage=part == self._last,
@@ -137,7 +140,7 @@ class RaggedPipeline:
         gradient = None
         if part < self._last:
             gradient = self._receive(part + 1, microbatch, self._backward_tag(part, microbatch))
-        contribution = next(one for one in self._parts() if microbatch in one.microbatches)
+        contribution = next(one for one in self._parts if microbatch in one.microbatches)
         if self._reduction.keeps_contributions_apart:
             accumulators.select(contribution.microbatches[0])
         arrived, output = self._held.pop((op.chunk, microbatch))
@@ -157,10 +160,6 @@ class RaggedPipeline:
         if not self._left[first]:
             self._reduction.ship(one)
             accumulators.release(first)
-
-    def _parts(self) -> tuple[Contribution, ...]:
-        """What this worker contributes to the reduction."""
-        return self._flow.cell(self._seat.stage, self._seat.tp).contributions(self._slot)
 
     def _part_of(self, op: Op) -> int:
         """The place of an operation's layers in the model: its virtual stage."""
