@@ -50,13 +50,13 @@ def test_several_kills_change_nothing(
 
 
 RAISE = """
-from elaswave_plugin.adapters.megatron import job
-consume = job.ElasticJob._consume
+from elaswave_plugin.adapters.megatron.microbatches import Microbatches
+consume = Microbatches.consume
 def fail(self, step, microbatch, ids):
     if self._worker.slot == 1 and step == 2:
         raise ValueError("a broken sample")
     consume(self, step, microbatch, ids)
-job.ElasticJob._consume = fail
+Microbatches.consume = fail
 """
 
 

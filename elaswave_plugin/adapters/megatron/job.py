@@ -2,13 +2,12 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from elaswave_plugin.adapters.megatron import executor, rng
+from elaswave_plugin.adapters.megatron import rng
 from elaswave_plugin.adapters.megatron.contract import (
     ForwardBackward,
     Losses,
@@ -16,19 +15,15 @@ from elaswave_plugin.adapters.megatron.contract import (
     TrainStep,
     num_microbatches_of,
 )
-from elaswave_plugin.adapters.megatron.data import KeyedBatches, in_order
+from elaswave_plugin.adapters.megatron.data import KeyedBatches
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
-from elaswave_plugin.adapters.megatron.grid import Grid
-from elaswave_plugin.adapters.megatron.pipeline import RaggedPipeline
+from elaswave_plugin.adapters.megatron.microbatches import Microbatches
 from elaswave_plugin.adapters.megatron.refuse import check_supported
-from elaswave_plugin.adapters.megatron.tied_embeddings import TiedWeight
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.adapters.recording import Recording
 from elaswave_plugin.config import ElasticConfig
-from elaswave_plugin.core.dataflow import Dataflow, deal
 from elaswave_plugin.core.groups import Seat
 from elaswave_plugin.core.layout import sizes_of
-from elaswave_plugin.core.pipeline_flow import PipelineFlow
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.loop import ElasticLoop, GuardedSteps, StepReport
 from elaswave_plugin.runtime.refusal import ends_in_a_sentence
@@ -56,7 +51,7 @@ class ElasticJob:
         uneven batches.
         """
         workers = int(os.environ.get("WORLD_SIZE", "1"))
-        self._model_parallel = tp, pp = model_parallel
+        tp, pp = model_parallel
         width = sizes_of(workers, tp=tp, pp=pp)
         if model_parallel == (1, 1) and config.dataflow != "auto":
             raise ConfigurationError(
@@ -74,10 +69,7 @@ class ElasticJob:
         check_sinks(config)
         self._worker = Worker(config=config, environ=os.environ)
         self._tracker = Tracker(config, self._worker.run_id, self._worker.owns_rank_0)
-        self._executed: tuple[int, ...] = ()
         self._train_iters = 0
-        self._forward_only = False
-        self._enters = True
         self._evaluations = 0
         self._patches = patches
 
@@ -103,8 +95,9 @@ class ElasticJob:
         )
         for chunk in chunks:
             rng.install_keyed_draws(chunk, self._seed)
-        self._bind_worker(chunks)
-        self._framework.take_place(self._worker.dataflow)
+        self._microbatches = Microbatches(
+            self._worker, self._framework, num_microbatches=self._num_microbatches
+        )
         self._recording = Recording(
             self._worker, self._tracker, pieces=self._framework.named_pieces
         )
@@ -120,122 +113,31 @@ class ElasticJob:
             num_microbatches=self._num_microbatches, micro_batch_size=self._micro_batch_size
         )
 
-    def _bind_worker(self, chunks: Sequence[Any]) -> None:
-        worker, count = self._worker, self._num_microbatches
-        self._tied: dict[int, TiedWeight] = {}
-        if self._model_parallel == (1, 1):
-            worker.bind(self._framework, deal=partial(deal, num_microbatches=count))
-            return
-        grid = Grid(worker, chunks, num_microbatches=count, policy=worker.config.dataflow)
-        self._tied = grid.tied
-        worker.bind(self._framework, deal=grid.deal, seating=grid.seating)
-
-    @property
-    def _flow(self) -> Dataflow | PipelineFlow:
-        """What the workers run now: whole micro-batches, as this adapter deals them."""
-        flow = self._worker.dataflow
-        assert isinstance(flow, Dataflow | PipelineFlow)
-        return flow
-
-    @property
-    def _seat(self) -> Seat | None:
-        """This worker's place; None for a free one."""
-        flow, slot = self._flow, self._worker.slot
-        if isinstance(flow, PipelineFlow):
-            return flow.seat(slot)
-        return Seat(stage=0, order=self._worker.view.ranks.index(slot), tp=0)
-
-    @property
-    def _reports_losses(self) -> bool:
-        """Whether the losses of this worker's micro-batches are counted here: once for each."""
-        seat, flow = self._seat, self._flow
-        last = len(flow.layout.stages) - 1 if isinstance(flow, PipelineFlow) else 0
-        return seat is not None and (seat.stage, seat.tp) == (last, 0)
-
     def batches(self, dataset: Any) -> KeyedBatches:
         """Batches keyed by micro-batch; every one is written to the ledger before it is used."""
         return KeyedBatches(
             dataset,
             micro_batch_size=self._micro_batch_size,
             num_microbatches=self._num_microbatches,
-            on_batch=self._consume,
+            on_batch=self._microbatches.consume,
         )
-
-    def _consume(self, step: int, microbatch: int, ids: tuple[int, ...]) -> None:
-        seat = self._seat
-        if not self._forward_only:
-            self._worker.phases.enter("data")
-        # The samples of a micro-batch are counted where they enter the pipeline.
-        counts = self._enters and seat is not None and (seat.stage, seat.tp) == (0, 0)
-        if counts and not self._forward_only:
-            self._worker.ledger.emit(
-                "consumed",
-                slot=self._worker.slot,
-                epoch=self._worker.view.epoch,
-                step=step,
-                k=microbatch,
-                samples=list(ids),
-            )
 
     def forward_backward(self, function: ForwardBackward) -> ForwardBackward:
         """Healthy: the function itself. After a loss: what this worker has to run."""
 
         def run(*, forward_only: bool = False, **kwargs: Any) -> list[Any]:
-            worker, flow = self._worker, self._flow
-            executor.check_arguments(kwargs)
-            self._forward_only = forward_only
-            step = self._evaluations if forward_only else worker.completed
+            step = self._evaluations if forward_only else self._worker.completed
             self._evaluations += int(forward_only)
-            self._executed = executor.order_of(flow, worker.slot)
 
             def begin(batches: KeyedBatches, chunk: Any, microbatch: int) -> None:
-                self._enters = chunk is self._framework.chunks[0]
                 batches.deliver(step, microbatch)
                 rng.set_key(step, microbatch)
 
-            kwargs["forward_step_func"] = in_order(
-                kwargs["forward_step_func"], self._executed, begin
-            )
-            if isinstance(flow, PipelineFlow) and not flow.is_healthy:
-                return self._run_pipeline(flow, forward_only=forward_only, **kwargs)
-            if flow.is_healthy or forward_only:
-                count = len(self._executed)
-                return function(num_microbatches=count, forward_only=forward_only, **kwargs)
-            assert isinstance(flow, Dataflow)
-            return executor.run_contributions(
-                contributions=flow.contributions(worker.slot),
-                reduction=self._framework.reduction,
-                forward_step_func=kwargs["forward_step_func"],
-                data_iterator=kwargs["data_iterator"],
-                model=self._framework.chunks[0],
-                replica_microbatches=self._num_microbatches // flow.num_replicas,
+            return self._microbatches.forward_backward(
+                function, begin, forward_only=forward_only, **kwargs
             )
 
         return run
-
-    def _run_pipeline(
-        self,
-        flow: PipelineFlow,
-        *,
-        forward_step_func: Callable[..., Any],
-        data_iterator: Any,
-        forward_only: bool,
-        seq_length: int,
-        micro_batch_size: int,
-        **_: Any,
-    ) -> list[Any]:
-        if flow.seat(self._worker.slot) is None:
-            return []
-        pipeline = RaggedPipeline(
-            flow=flow,
-            slot=self._worker.slot,
-            chunks=self._framework.chunks,
-            reduction=self._framework.reduction,
-            tied=self._tied,
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-        )
-        return pipeline.run(forward_step_func, data_iterator, forward_only=forward_only)
 
     @ends_in_a_sentence
     def _step(self, attempt: Callable[[], StepReport]) -> StepReport:
@@ -271,10 +173,10 @@ class ElasticJob:
         Losses are summed in ascending order of micro-batch and divided by the tokens.
         """
         table = torch.zeros(self._num_microbatches + 1, 2, dtype=torch.float64)
-        if self._reports_losses:
-            for microbatch, pair in zip(self._executed, losses, strict=True):
+        if self._microbatches.reports_losses:
+            for microbatch, pair in zip(self._microbatches.executed, losses, strict=True):
                 table[microbatch] = torch.tensor(pair, dtype=torch.float64)
-        table[-1, 0] = grad_norm if self._seat == Seat(0, 0, 0) else 0.0
+        table[-1, 0] = grad_norm if self._microbatches.seat == Seat(0, 0, 0) else 0.0
         # Every row has one contributor, so that the sum only adds zeros to it.
         dist.all_reduce(table)
         *rows, (norm, _) = table.tolist()
@@ -304,6 +206,6 @@ class ElasticJob:
             step,
             report,
             seconds,
-            num_microbatches=len(self._executed),
+            num_microbatches=len(self._microbatches.executed),
             last=step + 1 == self._train_iters,
         )

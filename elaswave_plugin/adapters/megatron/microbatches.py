@@ -1,0 +1,150 @@
+"""Which micro-batches this worker runs in a step, and the forward-backward function that does."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megatron.core import parallel_state
+
+from elaswave_plugin.adapters.megatron import executor
+from elaswave_plugin.adapters.megatron.contract import ForwardBackward
+from elaswave_plugin.adapters.megatron.data import in_order
+from elaswave_plugin.adapters.megatron.framework import MegatronFramework
+from elaswave_plugin.adapters.megatron.grid import Grid
+from elaswave_plugin.adapters.megatron.pipeline import RaggedPipeline
+from elaswave_plugin.adapters.megatron.tied_embeddings import TiedWeight
+from elaswave_plugin.core.dataflow import Dataflow, deal
+from elaswave_plugin.core.groups import Seat
+from elaswave_plugin.core.pipeline_flow import PipelineFlow
+from elaswave_plugin.runtime.worker import Worker
+
+# Called with (data iterator, model chunk, micro-batch) before each forward step.
+Begin = Callable[[Any, Any, int], None]
+
+
+class Microbatches:
+    """One worker's micro-batches under the flow that the view of the job asks for."""
+
+    def __init__(
+        self, worker: Worker, framework: MegatronFramework, *, num_microbatches: int
+    ) -> None:
+        """Bind the worker to the framework and its deal; collective over WORLD.
+
+        Raises ConfigurationError for what tensor and pipeline parallel jobs do not carry.
+        """
+        self._worker = worker
+        self._framework = framework
+        self.num_microbatches = num_microbatches
+        self.executed: tuple[int, ...] = ()
+        self._tied: dict[int, TiedWeight] = {}
+        self._forward_only = False
+        self._enters = True
+        tp = parallel_state.get_tensor_model_parallel_world_size()
+        if (tp, parallel_state.get_pipeline_model_parallel_world_size()) == (1, 1):
+            worker.bind(framework, deal=partial(deal, num_microbatches=num_microbatches))
+        else:
+            grid = Grid(
+                worker,
+                framework.chunks,
+                num_microbatches=num_microbatches,
+                policy=worker.config.dataflow,
+            )
+            self._tied = grid.tied
+            worker.bind(framework, deal=grid.deal, seating=grid.seating)
+        framework.take_place(worker.dataflow)
+
+    @property
+    def flow(self) -> Dataflow | PipelineFlow:
+        """What the workers run now: whole micro-batches, as this adapter deals them."""
+        flow = self._worker.dataflow
+        assert isinstance(flow, Dataflow | PipelineFlow)
+        return flow
+
+    @property
+    def seat(self) -> Seat | None:
+        """This worker's place; None for a free one."""
+        flow, slot = self.flow, self._worker.slot
+        if isinstance(flow, PipelineFlow):
+            return flow.seat(slot)
+        return Seat(stage=0, order=self._worker.view.ranks.index(slot), tp=0)
+
+    @property
+    def reports_losses(self) -> bool:
+        """Whether the losses of this worker's micro-batches are counted here: once for each."""
+        seat, flow = self.seat, self.flow
+        last = len(flow.layout.stages) - 1 if isinstance(flow, PipelineFlow) else 0
+        return seat is not None and (seat.stage, seat.tp) == (last, 0)
+
+    def consume(self, step: int, microbatch: int, ids: tuple[int, ...]) -> None:
+        """Write to the ledger that the samples of a micro-batch are about to be used."""
+        seat = self.seat
+        if not self._forward_only:
+            self._worker.phases.enter("data")
+        # The samples of a micro-batch are counted where they enter the pipeline.
+        counts = self._enters and seat is not None and (seat.stage, seat.tp) == (0, 0)
+        if counts and not self._forward_only:
+            self._worker.ledger.emit(
+                "consumed",
+                slot=self._worker.slot,
+                epoch=self._worker.view.epoch,
+                step=step,
+                k=microbatch,
+                samples=list(ids),
+            )
+
+    def forward_backward(
+        self, function: ForwardBackward, begin: Begin, *, forward_only: bool, **kwargs: Any
+    ) -> list[Any]:
+        """Healthy: Megatron-Core's own ``function``. After a loss: what this worker has to run.
+
+        ``kwargs`` are the function's, without the number of micro-batches. Returns the reported
+        losses, one for each of ``executed``, where they are known, else none.
+        """
+        worker, flow = self._worker, self.flow
+        executor.check_arguments(kwargs)
+        self._forward_only = forward_only
+        self.executed = executor.order_of(flow, worker.slot)
+
+        def starting(iterator: Any, chunk: Any, microbatch: int) -> None:
+            self._enters = chunk is self._framework.chunks[0]
+            begin(iterator, chunk, microbatch)
+
+        kwargs["forward_step_func"] = in_order(kwargs["forward_step_func"], self.executed, starting)
+        if isinstance(flow, PipelineFlow) and not flow.is_healthy:
+            return self._run_pipeline(flow, forward_only=forward_only, **kwargs)
+        if flow.is_healthy or forward_only:
+            count = len(self.executed)
+            return function(num_microbatches=count, forward_only=forward_only, **kwargs)
+        assert isinstance(flow, Dataflow)
+        return executor.run_contributions(
+            contributions=flow.contributions(worker.slot),
+            reduction=self._framework.reduction,
+            forward_step_func=kwargs["forward_step_func"],
+            data_iterator=kwargs["data_iterator"],
+            model=self._framework.chunks[0],
+            replica_microbatches=self.num_microbatches // flow.num_replicas,
+        )
+
+    def _run_pipeline(
+        self,
+        flow: PipelineFlow,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        forward_only: bool,
+        seq_length: int,
+        micro_batch_size: int,
+        **_: Any,
+    ) -> list[Any]:
+        if flow.seat(self._worker.slot) is None:
+            return []
+        pipeline = RaggedPipeline(
+            flow=flow,
+            slot=self._worker.slot,
+            chunks=self._framework.chunks,
+            reduction=self._framework.reduction,
+            tied=self._tied,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+        )
+        return pipeline.run(forward_step_func, data_iterator, forward_only=forward_only)
