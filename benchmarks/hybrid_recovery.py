@@ -8,15 +8,14 @@ the new ones behind them, so that a long series may be made in slices.
 
 import argparse
 import json
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.measurement import bench, circumstances, run_benchmark
-from benchmarks.recovery import KILL_STEP, STEPS, median_and_max, one_run, show
-from elaswave_plugin.config import RECOVERY_PHASES, STEP_PHASES, Kill
+from benchmarks.measurement import bench, circumstances
+from benchmarks.recovery import STEPS, drawn_kills, judged, one_run, run_series, show
+from elaswave_plugin.config import RECOVERY_PHASES
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.observer import read_run
 
@@ -26,8 +25,6 @@ WORKERS = TP * PP * DP
 
 def earlier_slices(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The slices that --add keeps; raises ConfigurationError where there is no such file."""
-    if options.runs < 1:
-        raise ConfigurationError(f"--runs is {options.runs}, wanted at least 1")
     if not options.add:
         return []
     path: Path | None = options.json
@@ -42,17 +39,14 @@ def earlier_slices(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run one slice; raises ConfigurationError, JobFailed if the undisturbed run fails."""
+    seed, kills = drawn_kills(options, workers=WORKERS)
     earlier = earlier_slices(options)
-    seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
-    draw = random.Random(seed)
     one = {**circumstances("benchmarks.hybrid_recovery"), "seed": seed}
     print(f"seed {seed}, load average before: {one['load_average_before']}", flush=True)
     rows = []
     with bench(tp=TP, pp=PP, dp=DP, steps=STEPS) as running:
         reference = read_run(running.run("reference", running.options))
-        for number in range(options.runs):
-            victim, phase = draw.randrange(WORKERS), draw.choice(STEP_PHASES)
-            kill = Kill(slot=victim, step=KILL_STEP, phase=phase)
+        for number, kill in enumerate(kills):
             rows.append(one_run(running, f"run-{number}", kill, reference))
             show(number, rows[-1])
     return result_of([*earlier, {**one, "rows": rows}])
@@ -62,43 +56,24 @@ def result_of(slices: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The figures over the runs of all slices; phases are medians."""
     rows = [row for one in slices for row in one["rows"]]
     timed = [row for row in rows if row["beyond_step_s"] is not None]
-    beyond_s = [row["beyond_step_s"] for row in timed]
-    result = {
+    return {
         "layout": f"TP{TP} x PP{PP} x DP{DP}, sequence parallel, {WORKERS} workers",
         "steps": STEPS,
-        "runs": len(rows),
-        "passed": sum(row["passed"] for row in rows),
-        "beyond_step_s": median_and_max(beyond_s),
-        "mttr_s": median_and_max([row["mttr_s"] for row in timed]),
+        **judged(rows),
         "phases_s": {
             name: median(row["phases_s"][name] for row in timed) if timed else None
             for name in RECOVERY_PHASES
         },
         "slices": list(slices),
     }
-    print(f"{result['passed']} of {len(rows)} runs passed")
-    if timed:
-        print(
-            f"mttr beyond the median step after the change: median {1e3 * median(beyond_s):.1f} ms,"
-            f" max {1e3 * max(beyond_s):.1f} ms of {len(timed)}"
-        )
-    return result
 
 
 def main() -> int:
-    """Read the options and measure; exit code 1 if a run lost anything."""
+    """Read the options and measure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
-    parser.add_argument("--runs", type=int, default=20, help="runs with a kill")
-    parser.add_argument("--seed", type=int, help="of victims and phases (default: a new one)")
     parser.add_argument("--add", action="store_true", help="keep the runs that the file has")
-    options = parser.parse_args()
-    result_file: Path | None = options.json
-    return run_benchmark(
-        lambda: measure(options),
-        result_file,
-        good=lambda result: result["passed"] == result["runs"],
-    )
+    return run_series(parser, measure)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ change their order after a loss: these have to equal the run whose same worker l
 
 import argparse
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -102,12 +102,41 @@ def show(number: int, row: dict[str, Any]) -> None:
     print(f"{number:3} {row['kill']:14} {times}: {verdict}", flush=True)
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Run them all; raises ConfigurationError, JobFailed if a reference fails."""
+def drawn_kills(options: argparse.Namespace, *, workers: int) -> tuple[int, list[Kill]]:
+    """The seed and a random victim and phase for each run; raises ConfigurationError."""
     if options.runs < 1:
         raise ConfigurationError(f"--runs is {options.runs}, wanted at least 1")
     seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
     draw = random.Random(seed)
+    kills = []
+    for _ in range(options.runs):
+        victim, phase = draw.randrange(workers), draw.choice(STEP_PHASES)
+        kills.append(Kill(slot=victim, step=KILL_STEP, phase=phase))
+    return seed, kills
+
+
+def judged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The figures over all runs, which are printed as well."""
+    timed = [row for row in rows if row["beyond_step_s"] is not None]
+    beyond_s = [row["beyond_step_s"] for row in timed]
+    result = {
+        "runs": len(rows),
+        "passed": sum(row["passed"] for row in rows),
+        "beyond_step_s": median_and_max(beyond_s),
+        "mttr_s": median_and_max([row["mttr_s"] for row in timed]),
+    }
+    print(f"{result['passed']} of {len(rows)} runs passed")
+    if timed:
+        print(
+            f"mttr beyond the median step after the change: median {1e3 * median(beyond_s):.1f} ms,"
+            f" max {1e3 * max(beyond_s):.1f} ms of {len(timed)}"
+        )
+    return result
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Run them all; raises ConfigurationError, JobFailed if a reference fails."""
+    seed, kills = drawn_kills(options, workers=options.nproc)
     result = {**circumstances("benchmarks.recovery"), "seed": seed}
     print(f"seed {seed}, load average before: {result['load_average_before']}", flush=True)
     rows = []
@@ -115,37 +144,24 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         nproc=options.nproc, steps=STEPS, framework=options.framework, zero=options.zero
     ) as running:
         references = References(running)
-        for number in range(options.runs):
-            victim, phase = draw.randrange(options.nproc), draw.choice(STEP_PHASES)
-            kill = Kill(slot=victim, step=KILL_STEP, phase=phase)
+        for number, kill in enumerate(kills):
             rows.append(one_run(running, f"run-{number}", kill, references.of(kill)))
             show(number, rows[-1])
-    beyond_s = [row["beyond_step_s"] for row in rows if row["beyond_step_s"] is not None]
     result |= {
         "framework": options.framework,
         "zero": options.zero,
         "workers": options.nproc,
         "steps": STEPS,
-        "runs": len(rows),
-        "passed": sum(row["passed"] for row in rows),
-        "beyond_step_s": median_and_max(beyond_s),
-        "mttr_s": median_and_max([row["mttr_s"] for row in rows if row["mttr_s"] is not None]),
+        **judged(rows),
         "rows": rows,
     }
-    print(f"{result['passed']} of {len(rows)} runs passed")
-    if beyond_s:
-        print(
-            f"mttr beyond the median step after the change: median {1e3 * median(beyond_s):.1f} ms,"
-            f" max {1e3 * max(beyond_s):.1f} ms"
-        )
     return result
 
 
-def main() -> int:
+def run_series(
+    parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], dict[str, Any]]
+) -> int:
     """Read the options and measure; exit code 1 if a run lost anything."""
-    parser = options_parser(__doc__)
-    parser.add_argument("--framework", choices=dict(SCRIPTS), default="megatron")
-    parser.add_argument("--zero", type=int, metavar="N", help="DeepSpeed's stage")
     parser.add_argument("--runs", type=int, default=20, help="runs with a kill")
     parser.add_argument("--seed", type=int, help="of victims and phases (default: a new one)")
     options = parser.parse_args()
@@ -155,6 +171,14 @@ def main() -> int:
         result_file,
         good=lambda result: result["passed"] == result["runs"],
     )
+
+
+def main() -> int:
+    """Read the options and measure."""
+    parser = options_parser(__doc__)
+    parser.add_argument("--framework", choices=dict(SCRIPTS), default="megatron")
+    parser.add_argument("--zero", type=int, metavar="N", help="DeepSpeed's stage")
+    return run_series(parser, measure)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """The same job under real launchers: torchrun, and DeepSpeed's own."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,31 +7,16 @@ import pytest
 
 from tests.deepspeed.conftest import Launch
 from tests.deepspeed.harness import EngineSpec, check_recovered
+from tests.faults.foreign_launchers import TORCHRUN, run_under
 from tests.faults.harness import Outcome
 from tests.ports import free_port
 
-TORCHRUN = (sys.executable, "-W", "ignore", "-m", "torch.distributed.run")
 DEEPSPEED = str(Path(sys.executable).with_name("deepspeed"))
 pytestmark = pytest.mark.timeout(240)
 
 
 def launched(command: tuple[str, ...], spec: EngineSpec, directory: Path) -> Outcome:
-    directory.mkdir()
-    finished = subprocess.run(
-        [*command, spec.script, *spec.arguments(directory, directory)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=directory,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-    )
-    return Outcome(
-        spec=spec,
-        directory=directory,
-        returncode=finished.returncode,
-        output=finished.stdout + finished.stderr,
-        seconds=0.0,
-    )
+    return run_under(command, spec, data=directory, directory=directory, DS_ACCELERATOR="cpu")
 
 
 def test_torchrun_with_our_module_survives_a_kill(

@@ -9,10 +9,10 @@ import pytest
 
 from elaswave_plugin.observer import losses_of, read_run
 from tests.faults.conftest import Reference
+from tests.faults.foreign_launchers import TORCHRUN, run_under
 from tests.faults.harness import SCRIPT, JobSpec, Outcome, check_equal
 from tests.ports import free_port
 
-TORCHRUN = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run"]
 pytestmark = pytest.mark.timeout(240)
 
 
@@ -20,31 +20,9 @@ def torchrun(
     spec: JobSpec, data: Path, directory: Path, *, through: list[str], **env: str
 ) -> Outcome:
     """Run a specification under torchrun with its usual options."""
-    directory.mkdir()
-    finished = subprocess.run(
-        [
-            *TORCHRUN,
-            f"--nproc-per-node={spec.nproc}",
-            "--nnodes=1",
-            "--master-addr=127.0.0.1",
-            f"--master-port={free_port()}",
-            *through,
-            str(SCRIPT),
-            *spec.arguments(data, directory),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=directory,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-    )
-    return Outcome(
-        spec=spec,
-        directory=directory,
-        returncode=finished.returncode,
-        output=finished.stdout + finished.stderr,
-        seconds=0.0,
-    )
+    place = ("--nnodes=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
+    launcher = (*TORCHRUN, f"--nproc-per-node={spec.nproc}", *place, *through)
+    return run_under(launcher, spec, data=data, directory=directory, **env)
 
 
 def test_torchrun_with_our_module_survives_a_kill(

@@ -24,19 +24,11 @@ LONG_S = 10.0
 SHORT_S = 0.05
 
 
-def test_copies_are_served_after_the_owners_supervisor_is_killed(tmp_path: Path) -> None:
-    with Job(tmp_path, 4, TINY_LENGTH=str(3 << 20)).start() as job:
-        job.kill_supervisor(2)
-        inventory = job.one("commit", 0, epoch=2)["inventory"]
-        held = [record for record in inventory if record["owner"] == 2]
-        assert [(r["holder"], r["copy"], r["step"], r["odd"]) for r in held] == [(3, True, 0, "x")]
-        job.tell(0, f"fetch {held[0]['holder_address']} 2 0 1")
-        assert job.one("fetched", 0)["equal"]
-        assert job.finish([0, 1, 3]) == 0
-
-
-def test_copies_on_other_nodes_are_served_too(tmp_path: Path) -> None:
-    with Job(tmp_path, 4, TINY_LENGTH=str(3 << 20)).start(nodes=4) as job:
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_copies_are_served_after_the_owners_supervisor_is_killed(
+    tmp_path: Path, nodes: int
+) -> None:
+    with Job(tmp_path, 4, TINY_LENGTH=str(3 << 20)).start(nodes=nodes) as job:
         job.kill_supervisor(2)
         inventory = job.one("commit", 0, epoch=2)["inventory"]
         held = [record for record in inventory if record["owner"] == 2]
