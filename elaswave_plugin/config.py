@@ -25,40 +25,46 @@ OUTSIDE_PHASES = ("startup", "evaluation", "save")
 KILL_PHASES = STEP_PHASES + RECOVERY_PHASES + OUTSIDE_PHASES
 
 _PREFIX = "elaswave"
-_SPOT = re.compile(r"(\d+)@(\d+)(?::([a-z]+))?")
+_SPOT = re.compile(r"(\d+)(?:\.(\d+))?@(\d+)(?::([a-z]+))?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """A test fault: SIGKILL of the worker in `slot` while it is in `phase` of step `step`."""
+    """A test fault: SIGKILL of the worker in `slot` while it is in `phase` of step `step`.
+
+    `incarnation` 0 is the process of the launch, 1 the first that replaces it. Until that has
+    entered the job, its step is 0.
+    """
 
     slot: int
     step: int
     phase: str = "backward"
+    incarnation: int = 0
 
     def __str__(self) -> str:
-        return f"{self.slot}@{self.step}:{self.phase}"
+        incarnation = f".{self.incarnation}" if self.incarnation else ""
+        return f"{self.slot}{incarnation}@{self.step}:{self.phase}"
 
 
 def parse_kill(text: str, phases: tuple[str, ...] = KILL_PHASES) -> Kill:
-    """Read "SLOT@STEP[:PHASE]" (phase backward if absent); raises ConfigurationError."""
+    """Read "SLOT[.INCARNATION]@STEP[:PHASE]" (default: 0, backward); raises ConfigurationError."""
     match = _SPOT.fullmatch(text.strip())
     if match is None:
         raise ConfigurationError(f"kill is {text!r}, wanted SLOT@STEP[:PHASE], as in 2@10:backward")
-    phase = match[3] or "backward"
+    phase = match[4] or "backward"
     if phase not in phases:
         raise ConfigurationError(
             f"kill {text!r} names the phase {phase!r}, wanted one of {', '.join(phases)}"
         )
-    return Kill(slot=int(match[1]), step=int(match[2]), phase=phase)
+    return Kill(slot=int(match[1]), incarnation=int(match[2] or 0), step=int(match[3]), phase=phase)
 
 
 def parse_change(text: str) -> tuple[int, int]:
     """Read "SLOT@STEP" into (slot, step); raises ConfigurationError."""
     match = _SPOT.fullmatch(text.strip())
-    if match is None or match[3]:
+    if match is None or match[2] or match[4]:
         raise ConfigurationError(f"change is {text!r}, wanted SLOT@STEP, as in 2@10")
-    return int(match[1]), int(match[2])
+    return int(match[1]), int(match[3])
 
 
 def _checked_kill(text: str) -> str:
@@ -109,7 +115,8 @@ class ElasticConfig(BaseModel):
     )
     kill: tuple[_KillText, ...] = Field(
         (),
-        description="test fault SLOT@STEP[:PHASE], SIGKILL in that phase (default backward)",
+        description="test fault SLOT[.INCARNATION]@STEP[:PHASE], SIGKILL in that phase (default"
+        " backward)",
     )
     change: tuple[_ChangeText, ...] = Field(
         (),
@@ -125,6 +132,13 @@ class ElasticConfig(BaseModel):
         30.0,
         description="seconds a survivor may take to stop its step after a proposal; lower fences"
         " stuck workers sooner, higher spares slow ones",
+    )
+    respawn: int = Field(
+        10,
+        ge=0,
+        le=1000,
+        description="times that a lost worker of a slot is started again on its node, beside the"
+        " training, and let in between two steps; 0: never, the job only shrinks",
     )
     dataflow: Literal["auto", "redeal", "reroute"] = Field(
         "auto",

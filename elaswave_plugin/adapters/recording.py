@@ -41,9 +41,11 @@ class Recording:
         )
 
     def recovered(self, recovery: dict[str, object]) -> None:
-        """Tell the trackers; rank 0 may have moved here."""
+        """Tell the trackers; rank 0 may have moved here, or away."""
         if self._worker.owns_rank_0:
-            self.tracker.own()
+            self.tracker.own(logged=self._worker.completed - 2)
+        else:
+            self.tracker.give_up()
         self.tracker.event("recovered", self._worker.completed, recovery)
 
     def step(

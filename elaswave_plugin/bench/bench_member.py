@@ -30,7 +30,9 @@ class BenchMember:
         self.groups = GroupTable(self.links)
         self._out = out / f"{self.slot}.jsonl"
         self.member.start(self.links.interrupt)
-        self._open(self.member.join(self._facts(), JOIN_LIMIT_S))
+        first = self.member.join(self._facts(), JOIN_LIMIT_S)
+        assert isinstance(first, Commit), "nobody replaces a worker of the bench"
+        self._open(first)
         # Whoever has sealed something may be lost without ending the job.
         record = {"owner": self.slot, "buffer": 0, "step": 0, "epoch": self.view.epoch}
         self.member.sealed(record, [])

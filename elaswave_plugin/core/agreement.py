@@ -7,6 +7,9 @@ highest view that any of them accepted, since that one may have been committed s
 
 Every supervisor calls the inputs as things happen and `settle` once after each batch of them;
 several failures in one batch so become one proposal.
+
+A failure cannot wait. Arrivals and departures can: their proposal waits for the trainers to come to
+the next boundary between two steps. The first to stop there names the step, and nobody begins it.
 """
 
 from __future__ import annotations
@@ -21,21 +24,25 @@ from elaswave_plugin.core.agreement_messages import (
     Committed,
     Deliver,
     Disconnect,
+    Dismiss,
     Done,
     Effect,
     Facts,
     Fence,
     FirstSeal,
+    Hurry,
     Inventory,
     Message,
     News,
     Note,
+    Notice,
     Over,
     Prepare,
     Promise,
     Proposal,
     Propose,
     Quiesced,
+    Ready,
     Refuse,
     Report,
     Ring,
@@ -44,16 +51,16 @@ from elaswave_plugin.core.agreement_messages import (
     Stop,
     pack_payload,
 )
+from elaswave_plugin.core.due import due_view
+from elaswave_plugin.core.ending import EXIT_FAILED, ending_of
 from elaswave_plugin.core.membership import (
+    Arrival,
     FailureEvent,
     MembershipView,
+    WorkerId,
     first_view,
-    next_view,
 )
-
-EXIT_FAILED = 1
-EXIT_CONFIGURATION = 2
-EXIT_REQUEUE = 75
+from elaswave_plugin.core.reports import Reports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,14 +83,11 @@ class Agreement:
         self.patience = patience
         self.history = [first_view(nodes)]
         self.over = False
+        self.incarnation = 0
         self._promised = Ballot(0, 0)
         self._accepted: Proposal | None = None
         self._lost: dict[int, str] = {}
-        self._failures: dict[int, Report] = {}
-        self._done: dict[int, int | None] = {}
-        self._severed: tuple[str, float] | None = None
-        self._sealed: set[int] = set()
-        self._started = False
+        self._reports = Reports(link_grace_s=patience.link_grace_s)
         self._leading = slot == 0
         self._must_propose = slot == 0
         self._election: Ballot | None = None
@@ -92,7 +96,9 @@ class Agreement:
         self._applied_epoch = 0
         self._behind_epoch = 0
         self._open: Proposal | None = None
-        self._known_to_open = (0, 0, 0)
+        self._known_to_open = (0, 0)
+        self._hurried = False
+        self._outside: set[int] = set()
         self._answers: dict[int, Quiesced] = {}
         self._fence_at_s: float | None = None
         self._quorum_until_s: float | None = None
@@ -124,8 +130,9 @@ class Agreement:
             case Propose():
                 self._on_propose(sender, message.proposal, now_s)
             case Quiesced():
-                if self._open is not None and message.ballot == self._open.ballot:
-                    self._answers[sender] = message
+                self._take_answer(sender, message)
+            case Hurry():
+                self._on_hurry(message, now_s)
             case Committed():
                 self._on_committed(message)
             case Refuse():
@@ -135,8 +142,8 @@ class Agreement:
                     self.lost(message.slot, message.evidence)
             case AllSealed():
                 self._news.append(message)
-                self._started = True
-            case Report() | Severed() | FirstSeal() | Done():
+                self._learn_news(sender, message, now_s)
+            case Report() | Severed() | FirstSeal() | Done() | Ready() | Notice():
                 self._learn_news(sender, message, now_s)
             case Stop():
                 self._stop(message.reason, message.exit_code)
@@ -149,6 +156,7 @@ class Agreement:
         self._promises.pop(slot, None)
         # Nor does its answer count any more: the snapshots that it listed went with it.
         self._answers.pop(slot, None)
+        self._outside.discard(slot)
         # Only the leader kills: to the others a kill looks like a link that broke by itself, and
         # the leader has to know what was seen.
         leads = self.leader == self.slot
@@ -156,21 +164,30 @@ class Agreement:
             self._send(self.leader, Accuse(slot=slot, evidence=evidence))
         self._effects.append(Disconnect(slot=slot, kill=leads))
 
-    def quiesced(self, ballot: Ballot, facts: Facts | None, inventory: Inventory) -> None:
-        """The own trainer has stopped for the proposal of `ballot` (facts None: there is none)."""
+    def quiesced(
+        self,
+        ballot: Ballot,
+        facts: Facts | None,
+        inventory: Inventory,
+        *,
+        entering: bool = False,
+    ) -> None:
+        """The own trainer has stopped for the proposal of `ballot` (facts None: there is none).
+
+        `entering`: no view was delivered to it yet.
+        """
         if self.over or self._accepted is None or self._accepted.ballot != ballot:
             return
         self._fence_at_s = None
-        answer = Quiesced(ballot=ballot, facts=facts, inventory=inventory)
+        answer = Quiesced(ballot=ballot, facts=facts, inventory=inventory, entering=entering)
         if ballot.leader == self.slot:
-            if self._open is not None and self._open.ballot == ballot:
-                self._answers[self.slot] = answer
+            self._take_answer(self.slot, answer)
         else:
             self._send(ballot.leader, answer)
 
     def first_seal(self) -> None:
         """The own trainer has sealed its first snapshot."""
-        if self.slot not in self._sealed:
+        if self.slot not in self._reports.sealed:
             self._tell_leader(FirstSeal(), 0.0)
 
     def progress(self, now_s: float) -> None:
@@ -188,8 +205,24 @@ class Agreement:
     ) -> None:
         """The own trainer is gone; `exit_code` is None where a signal killed it, or it leaves."""
         self._fence_at_s = None
-        failure = FailureEvent(kind=kind, slot=self.slot, detected_at_s=now_s, evidence=evidence)
-        self._tell_leader(Report(failure=failure, exit_code=exit_code), now_s)
+        self._tell_leader(
+            Report(failure=self._own(kind, evidence, now_s), exit_code=exit_code), now_s
+        )
+
+    def trainer_starts(self, incarnation: int) -> None:
+        """Another trainer has been started in the place of the one that failed."""
+        self.incarnation = incarnation
+
+    def trainer_ready(self, now_s: float) -> None:
+        """The own trainer, a new incarnation, is built and waits to be let in."""
+        worker = WorkerId(slot=self.slot, incarnation=self.incarnation)
+        arrival = Arrival(worker=worker, node=self.nodes[self.slot])
+        self._tell_leader(Ready(arrival=arrival), now_s)
+
+    def give_notice(self, evidence: str, now_s: float) -> None:
+        """The own trainer is to leave between two steps; `Dismiss` says when it may."""
+        worker = WorkerId(slot=self.slot, incarnation=self.incarnation)
+        self._tell_leader(Notice(worker=worker, evidence=evidence), now_s)
 
     def severed(self, epoch: int, evidence: str, now_s: float) -> None:
         """The own trainer's link to another one broke in this epoch while it was needed.
@@ -201,8 +234,7 @@ class Agreement:
 
     def leave(self, evidence: str, now_s: float) -> None:
         """This worker is told to go (a signal): the others go on without it."""
-        failure = FailureEvent(kind="leave", slot=self.slot, detected_at_s=now_s, evidence=evidence)
-        self._broadcast(Report(failure=failure, exit_code=None))
+        self._broadcast(Report(failure=self._own("leave", evidence, now_s), exit_code=None))
         self.over = True  # nobody asks this worker again: it tells all
 
     def abandon(self, reason: str, exit_code: int) -> None:
@@ -211,7 +243,8 @@ class Agreement:
 
     def deadline_s(self) -> float | None:
         """When `settle` has to be called although nothing happened."""
-        renew_at_s = None if self._severed is None or not self._leading else self._severed[1]
+        severed = self._reports.severed
+        renew_at_s = None if severed is None or not self._leading else severed[1]
         deadlines = (self._fence_at_s, self._quorum_until_s, renew_at_s)
         times = [time_s for time_s in deadlines if time_s is not None]
         return min(times) if times and not self.over else None
@@ -262,10 +295,29 @@ class Agreement:
         self._promised = proposal.ballot
         self._accepted = proposal
         self._highest_epoch = max(self._highest_epoch, proposal.ballot.epoch)
-        waits = self.slot in proposal.view.ranks and self.slot not in self._failures
-        if waits and self.slot not in self._done:
+        ring = Ring(ballot=proposal.ballot, reason=proposal.view.reason, boundary=proposal.boundary)
+        self._fence_at_s = None
+        if not proposal.boundary:
+            self._await_answer(now_s)
+        self._effects.append(ring)
+
+    def _on_hurry(self, message: Hurry, now_s: float) -> None:
+        accepted = self._accepted
+        if accepted is None or accepted.ballot != message.ballot:
+            return
+        self._await_answer(now_s)
+        reason = accepted.view.reason
+        self._effects.append(
+            Ring(ballot=message.ballot, reason=reason, boundary=True, before_step=message.step)
+        )
+
+    def _await_answer(self, now_s: float) -> None:
+        """The own trainer, where it lives, has so long to answer what is accepted."""
+        assert self._accepted is not None
+        me = WorkerId(slot=self.slot, incarnation=self.incarnation)
+        lives = me not in self._reports.failures and self.slot not in self._reports.done
+        if lives and self.slot in self._accepted.view.ranks:
             self._fence_at_s = now_s + self._answer_limit_s()
-        self._effects.append(Ring(ballot=proposal.ballot, reason=proposal.view.reason))
 
     def _answer_limit_s(self) -> float:
         first = self.committed.epoch == 0
@@ -291,10 +343,13 @@ class Agreement:
         # Not only what is new to us: a leader knows adopted views that its trainer was never told.
         skipped = tuple(view for view in self.history if view.epoch > self._applied_epoch)
         self.history.append(proposal.view)
-        self._severed = None
+        self._reports.entered(proposal.view)
         self._applied_epoch = proposal.view.epoch
-        if self.slot in proposal.view.ranks:
+        me = WorkerId(slot=self.slot, incarnation=self.incarnation)
+        if me in proposal.view.workers:
             self._effects.append(Deliver(committed=message, skipped=skipped))
+        elif me in self._reports.notices:
+            self._effects.append(Dismiss())
 
     def _on_refuse(self, promised: Ballot) -> None:
         if promised > self._promised:
@@ -309,10 +364,17 @@ class Agreement:
             self._stop("this worker was declared lost by the others", EXIT_FAILED, tell=False)
         return self.slot in lost
 
-    def _add_failure(self, report: Report, now_s: float) -> None:
-        # The moment is restamped: the clocks of two nodes need not agree.
-        failure = replace(report.failure, detected_at_s=now_s)
-        self._failures.setdefault(failure.slot, replace(report, failure=failure))
+    def _own(self, kind: str, evidence: str, now_s: float) -> FailureEvent:
+        return FailureEvent(
+            kind=kind,
+            slot=self.slot,
+            detected_at_s=now_s,
+            evidence=evidence,
+            incarnation=self.incarnation,
+        )
+
+    def _learn_news(self, slot: int, news: News, now_s: float) -> None:
+        self._reports.learn(slot, news, epoch=self.committed.epoch, now_s=now_s)
 
     def _tell_leader(self, news: News, now_s: float) -> None:
         """Only the leader acts on it; the next one is told with the promise that elects it."""
@@ -320,20 +382,6 @@ class Agreement:
         self._learn_news(self.slot, news, now_s)
         if self.leader != self.slot:
             self._send(self.leader, news)
-
-    def _learn_news(self, slot: int, news: News, now_s: float) -> None:
-        match news:
-            case Report():
-                self._add_failure(news, now_s)
-            case Severed():
-                if self._severed is None and news.epoch == self.committed.epoch:
-                    self._severed = news.evidence, now_s + self.patience.link_grace_s
-            case FirstSeal():
-                self._sealed.add(slot)
-            case AllSealed():
-                self._started = True
-            case Done():
-                self._done[slot] = news.exit_code
 
     # ---- as the leader ------------------------------------------------------------------------
 
@@ -385,41 +433,35 @@ class Agreement:
         if self._stop_if_decided():
             return
         # An answer to the open proposal changes nothing about it: with many workers, most are.
-        known = len(self._failures), len(self._lost), len(self._done)
+        known = self._reports.changes, len(self._lost) + len(self._outside)
         if self._open is None or known != self._known_to_open:
             self._known_to_open = known
             self._propose_what_is_due(now_s)
         if self._open is not None:
+            self._hurry_the_others(self._open, now_s)
             self._commit_when_answered(self._open, now_s)
 
     def _propose_what_is_due(self, now_s: float) -> None:
-        base = self.committed
-        events = self._events(base, now_s)
-        change = next_view(base, events, now_s)
-        if change is not None or self._must_propose:
-            leavers = [self._leaver(slot, now_s) for slot in self._done]
-            change = next_view(base, [*events, *leavers], now_s)
-        target = change or base
-        wanted = change is not None or self._must_propose
-        if not wanted and self._severed is not None and now_s >= self._severed[1]:
-            target, wanted = replace(base, reason=self._severed[0]), True
-        if wanted and (self._open is None or self._open.view.ranks != target.ranks):
-            self._propose(target, now_s)
+        opened = self._open
+        due = due_view(
+            self.committed,
+            opened,
+            self._reports,
+            lost=self._lost,
+            outside=self._outside,
+            must_propose=self._must_propose,
+            now_s=now_s,
+        )
+        if due is None:
+            self._open = None
+        elif opened is None or (opened.view.workers, opened.boundary) != (
+            due.view.workers,
+            due.boundary,
+        ):
+            self._propose(due.view, now_s, boundary=due.boundary)
 
-    def _events(self, base: MembershipView, now_s: float) -> list[FailureEvent]:
-        lost = [
-            FailureEvent(kind="lost", slot=slot, detected_at_s=now_s, evidence=evidence)
-            for slot, evidence in self._lost.items()
-            if slot in base.ranks
-        ]
-        return [*(report.failure for report in self._failures.values()), *lost]
-
-    def _leaver(self, slot: int, now_s: float) -> FailureEvent:
-        evidence = "it had finished its work"
-        return FailureEvent(kind="leave", slot=slot, detected_at_s=now_s, evidence=evidence)
-
-    def _propose(self, target: MembershipView, now_s: float) -> None:
-        self._open = None
+    def _propose(self, target: MembershipView, now_s: float, *, boundary: bool) -> None:
+        self._open, self._hurried = None, False
         if not self._has_quorum(self._living(), [self.committed], now_s):
             return
         ballot = Ballot(self._highest_epoch + 1, self.slot)
@@ -428,11 +470,31 @@ class Agreement:
             view=replace(target, epoch=ballot.epoch),
             lost=tuple(self._lost),
             lineage=tuple(view for view in self.history if view.epoch > self._behind_epoch),
+            boundary=boundary,
         )
         self._open, self._answers = proposal, {}
         self._broadcast(Propose(proposal=proposal))
         self._note("view_proposed", epoch=ballot.epoch, reason=proposal.view.reason)
         self._accept(proposal, now_s)
+
+    def _take_answer(self, sender: int, answer: Quiesced) -> None:
+        if self._open is None or answer.ballot != self._open.ballot:
+            return
+        self._answers[sender] = answer
+        if answer.entering and self._reports.started and not self._open.boundary:
+            self._outside.add(sender)
+
+    def _hurry_the_others(self, proposal: Proposal, now_s: float) -> None:
+        """Once the first member has stopped at a boundary, all the others learn which one it is."""
+        if not proposal.boundary or self._hurried:
+            return
+        stopped = (self._answers[s].facts for s in self.committed.ranks if s in self._answers)
+        step = next((int(facts["step"]) for facts in stopped if facts is not None), None)
+        if step is not None:
+            self._hurried = True
+            hurry = Hurry(ballot=proposal.ballot, step=step)
+            self._broadcast(hurry)
+            self._on_hurry(hurry, now_s)
 
     def _commit_when_answered(self, proposal: Proposal, now_s: float) -> None:
         if not all(slot in self._answers for slot in self._living()):
@@ -450,6 +512,7 @@ class Agreement:
         ]
         committed = Committed(proposal=proposal, payload=pack_payload(facts, inventory))
         self._open, self._must_propose = None, False
+        self._outside.clear()
         self._behind_epoch = proposal.view.epoch
         self._broadcast(committed)
         self._note(
@@ -486,67 +549,19 @@ class Agreement:
 
     def _stop_if_decided(self) -> bool:
         """Stop the job where its end is due; true also while the last exits are awaited."""
-        base = self.committed
-        gone = {slot for slot in base.ranks if slot in self._failures or slot in self._lost}
-        failed = [
-            self._failures[s] for s in self._failures if s in base.ranks and s not in self._done
-        ]
-        for report in failed:
-            if report.exit_code == EXIT_CONFIGURATION:
-                self._stop(_sentence(report, "it refuses its configuration"), EXIT_CONFIGURATION)
-                return True
-        if not self._started and gone - self._done.keys():
-            self._stop_at_start(failed, gone)
-            return True
-        if all(slot in gone or slot in self._done for slot in base.ranks):
-            self._end(failed)
-            return True
         joined = any(answer.facts is not None for answer in self._answers.values())
-        if base.epoch == 0 and self._done and joined:
-            early = ", ".join(map(str, sorted(self._done)))
-            self._stop(f"worker {early} ended before it joined the job", EXIT_FAILED)
-            return True
-        return False
-
-    def _end(self, failed: list[Report]) -> None:
-        """Nobody works any more: the job is over as soon as those that finished have exited."""
-        codes = [self._done[slot] for slot in self._done if slot not in self._lost]
-        if None in codes:
-            return
-        bad = [code for code in codes if code]
-        bad += [report.exit_code for report in failed if report.exit_code]
-        if self._done:
-            self._stop("all workers have finished", bad[0] if bad else 0)
-        elif failed:
-            code = failed[0].exit_code
-            self._stop(
-                _sentence(failed[0], "no live worker remains"),
-                EXIT_FAILED if code is None else code,
-            )
-        else:
-            self._stop("no live worker remains", EXIT_FAILED)
+        ending = ending_of(self.committed, self._reports, self._lost, joined=joined)
+        if ending is not None and ending.reason is not None:
+            self._stop(ending.reason, ending.exit_code)
+        return ending is not None
 
     def _note_start(self) -> None:
         """Before every worker in the view has sealed something, it could not be replaced."""
-        view = self.committed
-        if not self._started and view.epoch > 0 and self._sealed.issuperset(view.ranks):
-            self._started = True
+        view, reports = self.committed, self._reports
+        if not reports.started and view.epoch > 0 and reports.sealed.issuperset(view.ranks):
+            reports.started = True
             self._news.append(AllSealed())
             self._broadcast(AllSealed())
-
-    def _stop_at_start(self, failed: list[Report], gone: set[int]) -> None:
-        code = next((report.exit_code for report in failed if report.exit_code), None)
-        why = "the first snapshot of every worker was not sealed yet, so the job stops"
-        if code is None:
-            why += f" (exit code {EXIT_REQUEUE}: queue it again)"
-        if failed:
-            sentence = _sentence(failed[0], why)
-        else:
-            slot = min(gone)
-            sentence = (
-                f"worker {slot} (node {self.nodes[slot]}) was lost: {self._lost[slot]}; {why}"
-            )
-        self._stop(sentence, code or EXIT_REQUEUE)
 
     def _stop(self, reason: str, exit_code: int, *, tell: bool = True) -> None:
         if self.over:
@@ -573,8 +588,3 @@ class Agreement:
 
     def _note(self, kind: str, **fields: object) -> None:
         self._effects.append(Note(kind=kind, fields=fields))
-
-
-def _sentence(report: Report, consequence: str) -> str:
-    failure = report.failure
-    return f"worker {failure.slot}: {failure.evidence}; {consequence}"

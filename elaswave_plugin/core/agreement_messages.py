@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from elaswave_plugin.core.membership import FailureEvent, MembershipView
+from elaswave_plugin.core.membership import Arrival, FailureEvent, MembershipView, WorkerId
 
 Facts = dict[str, Any]
 Inventory = list[dict[str, Any]]
@@ -29,17 +29,21 @@ class Proposal:
     """A view under a ballot; `lost` are slots whose supervisors are shut out for good.
 
     `lineage` are earlier views, oldest first, that some member may not have applied yet.
+    `boundary`: it waits until the trainers are between two steps. Only such a one lets workers in,
+    since a newcomer can take part in a whole step and in nothing less.
     """
 
     ballot: Ballot
     view: MembershipView
     lost: tuple[int, ...] = ()
     lineage: tuple[MembershipView, ...] = ()
+    boundary: bool = False
 
     def __str__(self) -> str:
         lost = f" lost={list(self.lost)}" if self.lost else ""
         lineage = f" after={[view.epoch for view in self.lineage]}" if self.lineage else ""
-        return f"{self.ballot}{lost}{lineage} {self.view}"
+        when = " between steps" if self.boundary else ""
+        return f"{self.ballot}{lost}{lineage}{when} {self.view}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +78,23 @@ class Propose:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quiesced:
-    """A member accepted the proposal and its trainer (if it has one: facts) has stopped."""
+    """A member accepted the proposal and its trainer (if it has one: facts) has stopped.
+
+    `entering`: that trainer has not been in any view yet.
+    """
 
     ballot: Ballot
     facts: Facts | None
     inventory: Inventory
+    entering: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hurry:
+    """Somebody has stopped before `step`: who has begun it already cannot go on alone."""
+
+    ballot: Ballot
+    step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +154,21 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """The sender's trainer, a new incarnation, is built and waits to be let in."""
+
+    arrival: Arrival
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """The sender's trainer has to go, and does so between two steps."""
+
+    worker: WorkerId
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
     """The job is over."""
 
@@ -145,13 +176,14 @@ class Stop:
     exit_code: int
 
 
-News = Report | Severed | FirstSeal | AllSealed | Done
+News = Report | Severed | FirstSeal | AllSealed | Done | Ready | Notice
 
 Message = (
     Prepare
     | Promise
     | Propose
     | Quiesced
+    | Hurry
     | Committed
     | Refuse
     | Report
@@ -160,6 +192,8 @@ Message = (
     | FirstSeal
     | AllSealed
     | Done
+    | Ready
+    | Notice
     | Stop
 )
 
@@ -174,10 +208,16 @@ class Send:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """A proposal is open: ask the own trainer to quiesce, then call `quiesced` with this ballot."""
+    """A proposal is open: ask the own trainer to quiesce, then call `quiesced` with this ballot.
+
+    `boundary`: where it is between two steps; with `before_step`, before that one or, where it has
+    begun it, at once.
+    """
 
     ballot: Ballot
     reason: str
+    boundary: bool = False
+    before_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +226,11 @@ class Deliver:
 
     committed: Committed
     skipped: tuple[MembershipView, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dismiss:
+    """A view without the own trainer is committed, as it had asked for: it may go."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +264,7 @@ class Note:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-Effect = Send | Ring | Deliver | Fence | Disconnect | Over | Note
+Effect = Send | Ring | Deliver | Dismiss | Fence | Disconnect | Over | Note
 
 
 def to_wire(message: Message) -> dict[str, Any]:
@@ -245,7 +290,10 @@ def to_wire(message: Message) -> dict[str, Any]:
                 "b": _ballot(message.ballot),
                 "facts": message.facts,
                 "inventory": message.inventory,
+                "entering": message.entering,
             }
+        case Hurry():
+            return {"m": "hurry", "b": _ballot(message.ballot), "step": message.step}
         case Committed():
             return {
                 "m": "committed",
@@ -267,6 +315,12 @@ def to_wire(message: Message) -> dict[str, Any]:
             return {"m": "all_sealed"}
         case Done():
             return {"m": "done", "exit_code": message.exit_code}
+        case Ready():
+            arrival = message.arrival
+            return {"m": "ready", "worker": arrival.worker.to_json(), "node": arrival.node}
+        case Notice():
+            worker = message.worker.to_json()
+            return {"m": "notice", "worker": worker, "evidence": message.evidence}
         case Stop():
             return {"m": "stop", "reason": message.reason, "exit_code": message.exit_code}
 
@@ -292,7 +346,10 @@ def from_wire(record: Mapping[str, Any]) -> Message:
                 ballot=Ballot(*record["b"]),
                 facts=record["facts"],
                 inventory=record["inventory"],
+                entering=record["entering"],
             )
+        case "hurry":
+            return Hurry(ballot=Ballot(*record["b"]), step=record["step"])
         case "committed":
             return Committed(
                 proposal=_read_proposal(record["p"]),
@@ -313,6 +370,12 @@ def from_wire(record: Mapping[str, Any]) -> Message:
             return AllSealed()
         case "done":
             return Done(exit_code=record["exit_code"])
+        case "ready":
+            worker = WorkerId.from_json(record["worker"])
+            return Ready(arrival=Arrival(worker=worker, node=record["node"]))
+        case "notice":
+            worker = WorkerId.from_json(record["worker"])
+            return Notice(worker=worker, evidence=record["evidence"])
         case "stop":
             return Stop(reason=record["reason"], exit_code=record["exit_code"])
         case other:
@@ -336,7 +399,7 @@ def unpack_payload(payload: str) -> tuple[dict[int, Facts], Inventory]:
 
 def _read_news(record: Mapping[str, Any]) -> News:
     message = from_wire(record)
-    if not isinstance(message, Report | Severed | FirstSeal | AllSealed | Done):
+    if not isinstance(message, Report | Severed | FirstSeal | AllSealed | Done | Ready | Notice):
         raise ValueError(f"{record['m']!r} among the news of a promise")
     return message
 
@@ -351,6 +414,7 @@ def _proposal(proposal: Proposal) -> dict[str, Any]:
         "view": proposal.view.to_json(),
         "lost": list(proposal.lost),
         "lineage": [view.to_json() for view in proposal.lineage],
+        "boundary": proposal.boundary,
     }
 
 
@@ -360,4 +424,5 @@ def _read_proposal(record: Mapping[str, Any]) -> Proposal:
         view=MembershipView.from_json(record["view"]),
         lost=tuple(record["lost"]),
         lineage=tuple(map(MembershipView.from_json, record["lineage"])),
+        boundary=record["boundary"],
     )

@@ -132,14 +132,22 @@ class ParallelLayout:
 
     def joined(self, slots: Iterable[int]) -> "ParallelLayout":
         """The layout with more free workers; raises ConfigurationError for one that is there."""
-        new = sorted(slots)
-        twice = sorted(set(self.workers).intersection(new))
-        if twice or len(set(new)) < len(new):
+        return self.returned(map(FreeWorker, slots))
+
+    def returned(self, workers: Iterable[FreeWorker]) -> "ParallelLayout":
+        """The layout with more free workers, which have the modules of their ``stage`` already.
+
+        Raises ConfigurationError for one that is there.
+        """
+        new = sorted(workers)
+        slots = {worker.slot for worker in new}
+        twice = sorted(slots.intersection(self.workers)) if new else []
+        if twice or len(slots) < len(new):
             raise ConfigurationError(
-                f"worker {(twice or new)[0]} joins although it is in the layout; every worker has"
-                " one slot"
+                f"worker {twice[0] if twice else new[0].slot} joins although it is in the layout;"
+                " every worker has one slot"
             )
-        return replace(self, free=tuple(sorted([*self.free, *map(FreeWorker, new)])))
+        return replace(self, free=tuple(sorted([*self.free, *new]))) if new else self
 
     def reformed(self, stages: Collection[int] | None = None) -> "ParallelLayout":
         """Whole groups of free workers take vacant seats, always in the narrowest stage.

@@ -1,4 +1,4 @@
-"""Who is in the job: workers, failure events, views, and the step from one view to the next."""
+"""Who is in the job: workers, failure events, arrivals, views, and the step from view to view."""
 
 from __future__ import annotations
 
@@ -74,6 +74,17 @@ class FailureEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """A new incarnation of a slot has built its model and waits to be let in."""
+
+    worker: WorkerId
+    node: int
+
+    def __str__(self) -> str:
+        return f"worker {self.worker.slot} (node {self.node}) joins as {self.worker}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipView:
     """The live workers of one epoch: rank i is slot ranks[i], on node nodes[i]."""
 
@@ -102,6 +113,12 @@ class MembershipView:
         )
         standby = f" standby [{','.join(map(str, self.standby))}]" if self.standby else ""
         return f"epoch {self.epoch} [{members}]{standby}: {self.reason}"
+
+    @property
+    def workers(self) -> frozenset[WorkerId]:
+        """Its members with their incarnations."""
+        pairs = zip(self.ranks, self.incarnations, strict=True)
+        return frozenset(WorkerId(slot=slot, incarnation=number) for slot, number in pairs)
 
     def to_json(self) -> dict[str, Any]:
         """A dict that JSON can carry."""
@@ -160,6 +177,27 @@ def next_view(
         reason="; ".join(
             _sentence(causes[slot], view.nodes[position[slot]]) for slot in sorted(causes)
         ),
+    )
+
+
+def grown_view(view: MembershipView, arrivals: Iterable[Arrival]) -> MembershipView | None:
+    """The view with those who wait to be let in, or None where nobody does.
+
+    Ranks are in slot order again, so that a job that is whole again has the ranks of its launch.
+    """
+    new = {one.worker.slot: one for one in arrivals if one.worker.slot not in view.ranks}
+    if not new:
+        return None
+    members = dict(zip(view.ranks, zip(view.incarnations, view.nodes, strict=True), strict=True))
+    members |= {slot: (one.worker.incarnation, one.node) for slot, one in new.items()}
+    order = tuple(sorted(members))
+    return MembershipView(
+        epoch=view.epoch + 1,
+        ranks=order,
+        incarnations=tuple(members[slot][0] for slot in order),
+        nodes=tuple(members[slot][1] for slot in order),
+        standby=view.standby,
+        reason="; ".join(str(new[slot]) for slot in sorted(new)),
     )
 
 

@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from elaswave_plugin.core.groups import GroupRule, Seat, members_of, rule_of, seats_of
-from elaswave_plugin.core.layout import ParallelLayout
-from elaswave_plugin.core.membership import fill_holes
+from elaswave_plugin.core.layout import FreeWorker, ParallelLayout
 from elaswave_plugin.errors import LayoutError
 
 
@@ -69,8 +68,11 @@ class Seating(Protocol):
     def after(self, ranks: Sequence[int]) -> Seating:
         """The seating when only ``ranks`` (slots, in rank order) are left."""
 
-    def edits(self, present: Mapping[str, Sequence[int]], slot: int) -> dict[str, GroupEdit]:
-        """What becomes of the groups that ``slot`` holds; ``present``: their members by name."""
+    def edits(self, launched: Mapping[str, Sequence[int]], slot: int) -> dict[str, GroupEdit]:
+        """What becomes of the groups that ``slot`` holds.
+
+        ``launched``: the members that they were made with, by name.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,20 +101,23 @@ class FlatSeating:
         """The same with other members."""
         return replace(self, ranks=tuple(ranks))
 
-    def edits(self, present: Mapping[str, Sequence[int]], slot: int) -> dict[str, GroupEdit]:
-        """Every group loses whoever is gone; the last member takes each hole."""
-        live = set(self.ranks)
+    def edits(self, launched: Mapping[str, Sequence[int]], slot: int) -> dict[str, GroupEdit]:
+        """Every group is who is left of it, and who came back, in the order of WORLD."""
         return {
-            name: GroupEdit(fill_holes(tuple(slots), set(slots) - live))
-            for name, slots in present.items()
+            name: GroupEdit(tuple(member for member in self.ranks if member in set(slots)))
+            for name, slots in launched.items()
         }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridSeating:
-    """A TP x PP x DP job; ``rules`` of the groups by name, ``buckets`` by stage."""
+    """A TP x PP x DP job.
+
+    ``homes``: the places at launch by slot; ``rules`` of the groups by name; ``buckets`` by stage.
+    """
 
     layout: ParallelLayout
+    homes: Mapping[int, Seat]
     rules: Mapping[str, GroupRule]
     buckets: Mapping[int, tuple[int, ...]]
 
@@ -129,7 +134,7 @@ class GridSeating:
         Raises ConfigurationError for a group that follows no axis of the layout.
         """
         rules = {name: rule_of(slots, layout) for name, slots in groups.items()}
-        return cls(layout=layout, rules=rules, buckets=buckets)
+        return cls(layout=layout, homes=seats_of(layout), rules=rules, buckets=buckets)
 
     @property
     def cells(self) -> tuple[Cell, ...]:
@@ -161,10 +166,15 @@ class GridSeating:
     def after(self, ranks: Sequence[int]) -> GridSeating:
         """Broken TP groups are dissolved; survivors of one stage form whole ones again.
 
+        Whoever comes back does so to the stage of its launch, whose modules it has built.
         Raises LayoutError where a stage is left without a whole TP group.
         """
-        gone = set(self.layout.workers) - set(ranks)
-        layout = self.layout.without(gone).reformed_in_place()
+        present = set(self.layout.workers)
+        back = [
+            FreeWorker(slot, self.homes[slot].stage, self.homes[slot].tp)
+            for slot in set(ranks) - present
+        ]
+        layout = self.layout.without(present - set(ranks)).returned(back).reformed_in_place()
         empty = [stage for stage, width in enumerate(layout.widths) if not width]
         if empty:
             raise LayoutError(
@@ -173,10 +183,10 @@ class GridSeating:
             )
         return replace(self, layout=layout)
 
-    def edits(self, present: Mapping[str, Sequence[int]], slot: int) -> dict[str, GroupEdit]:
+    def edits(self, launched: Mapping[str, Sequence[int]], slot: int) -> dict[str, GroupEdit]:
         """Every group by its rule; identities follow from rule and members."""
         edits, alike = {}, Counter[GroupRule]()
-        for name in present:
+        for name in launched:
             rule = self.rules[name]
             members = members_of(rule, self.layout, slot)
             # Frameworks make several groups of the same workers, on all of them in one order.

@@ -13,10 +13,10 @@ from typing import Protocol
 
 from elaswave_plugin.core.agreement import Agreement, Patience
 from elaswave_plugin.core.agreement_messages import (
-    Ballot,
     Committed,
     Deliver,
     Disconnect,
+    Dismiss,
     Effect,
     Fence,
     Message,
@@ -45,9 +45,11 @@ class Heartbeat:
 class TrainerSide(Protocol):
     """What the coordinator asks of the supervisor around it."""
 
-    def ring(self, ballot: Ballot, reason: str) -> None: ...
+    def ring(self, ring: Ring) -> None: ...
 
     def deliver(self, committed: Committed, path: tuple[MembershipView, ...]) -> None: ...
+
+    def dismiss(self) -> None: ...
 
     def fence(self, evidence: str) -> None: ...
 
@@ -141,10 +143,12 @@ class Coordinator:
             case Send():
                 self._send(effect.to, effect.message)
             case Ring():
-                self._trainer_side.ring(effect.ballot, effect.reason)
+                self._trainer_side.ring(effect)
             case Deliver():
                 path = (*effect.skipped, effect.committed.proposal.view)
                 self._trainer_side.deliver(effect.committed, path)
+            case Dismiss():
+                self._trainer_side.dismiss()
             case Fence():
                 self._trainer_side.fence(effect.evidence)
             case Disconnect():

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from elaswave_plugin.runtime import collectives as run
 from elaswave_plugin.runtime.buffers import flat_bytes
 from elaswave_plugin.runtime.group_core import GroupCore, Tensors
 from elaswave_plugin.runtime.operation import Operation, Steps
@@ -30,7 +29,7 @@ class GroupCalls(GroupCore):
         flat = _host(tensor)
 
         def body(op: Operation) -> Steps:
-            yield from run.all_reduce(op, flat_bytes(flat), fold)
+            yield from self._run.all_reduce(op, flat_bytes(flat), fold)
             _store(tensor, flat)
 
         return self._start("all_reduce", body, [tensor], opts, dtype=tensor.dtype)
@@ -53,7 +52,7 @@ class GroupCalls(GroupCore):
         flat = _host(tensor)
 
         def body(operation: Operation) -> Steps:
-            yield from run.reduce(operation, flat_bytes(flat), rank, fold)
+            yield from self._run.reduce(operation, flat_bytes(flat), rank, fold)
             if operation.rank == rank:
                 _store(tensor, flat)
 
@@ -72,7 +71,7 @@ class GroupCalls(GroupCore):
             )
 
         def body(op: Operation) -> Steps:
-            yield from run.reduce_scatter(op, flat_bytes(out), views, fold)
+            yield from self._run.reduce_scatter(op, flat_bytes(out), views, fold)
             _store(output, out)
 
         return self._start(what, body, [output], opts, dtype=output.dtype)
@@ -114,7 +113,7 @@ class GroupCalls(GroupCore):
         flat = _host(tensor)
 
         def body(op: Operation) -> Steps:
-            yield from run.broadcast(op, flat_bytes(flat), rank)
+            yield from self._run.broadcast(op, flat_bytes(flat), rank)
             if op.rank != rank:
                 _store(tensor, flat)
 
@@ -134,7 +133,7 @@ class GroupCalls(GroupCore):
             )
 
         def body(op: Operation) -> Steps:
-            yield from run.all_gather(op, views, flat_bytes(flat))
+            yield from self._run.all_gather(op, views, flat_bytes(flat))
             for output, out in zip(outputs, outs, strict=True):
                 _store(output, out)
 
@@ -199,7 +198,7 @@ class GroupCalls(GroupCore):
             raise self._refuse(what, "got unequal sizes for our own part")
 
         def body(op: Operation) -> Steps:
-            yield from run.all_to_all(op, into, views)
+            yield from self._run.all_to_all(op, into, views)
             for output, out in zip(outputs, outs, strict=True):
                 _store(output, out)
 
@@ -241,7 +240,7 @@ class GroupCalls(GroupCore):
         source = _host(data)
 
         def body(op: Operation) -> Steps:
-            yield from run.gather(op, [flat_bytes(o) for o in outs], flat_bytes(source), rank)
+            yield from self._run.gather(op, [flat_bytes(o) for o in outs], flat_bytes(source), rank)
             for output, out in zip(outputs, outs, strict=True):
                 _store(output, out)
 
@@ -264,14 +263,14 @@ class GroupCalls(GroupCore):
         out = _host_space(output)
 
         def body(op: Operation) -> Steps:
-            yield from run.scatter(op, flat_bytes(out), [flat_bytes(f) for f in flats], rank)
+            yield from self._run.scatter(op, flat_bytes(out), [flat_bytes(f) for f in flats], rank)
             _store(output, out)
 
         return self._work([self._start("scatter", body, [output], root, dtype=output.dtype)])
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> ElasticWork:
         """Wait for everybody."""
-        return self._work([self._start("barrier", run.barrier, [], opts)])
+        return self._work([self._start("barrier", self._run.barrier, [], opts)])
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """A barrier; a late member is named by the LinkError of the timeout."""
@@ -285,7 +284,7 @@ class GroupCalls(GroupCore):
         flat = _host(tensor)
 
         def body(op: Operation) -> Steps:
-            yield from run.send(op, flat_bytes(flat), dstRank)
+            yield from self._run.send(op, flat_bytes(flat), dstRank)
 
         return self._work([self._start("send", body, [tensor], tag=tag)])
 
@@ -295,7 +294,7 @@ class GroupCalls(GroupCore):
         flat = _host_space(tensor)
 
         def body(op: Operation) -> Steps:
-            yield from run.receive(op, flat_bytes(flat), srcRank)
+            yield from self._run.receive(op, flat_bytes(flat), srcRank)
             _store(tensor, flat)
 
         return self._work([self._start("recv", body, [tensor], tag=tag)])

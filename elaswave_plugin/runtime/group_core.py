@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.runtime import alone, collectives
 from elaswave_plugin.runtime.buffers import Fold, make_fold
 from elaswave_plugin.runtime.frames import DTYPES
 from elaswave_plugin.runtime.links import LinkTable
@@ -195,6 +196,11 @@ class GroupCore:
         return f"ElasticProcessGroup({self.group_name!r}, slots {self.members})"
 
     # ---- starting operations -----------------------------------------------------------------
+
+    @property
+    def _run(self) -> Any:
+        """The module of the collectives."""
+        return alone if self._links.alone else collectives
 
     def _start(
         self,

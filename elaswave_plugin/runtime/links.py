@@ -44,6 +44,8 @@ class LinkTable:
         """
         self.slot = slot
         self.epoch = 0
+        # Without an epoch, groups of several are answered by `alone.py` where this is set.
+        self.alone = False
         self.scratch = Scratch()
         self.sent_bytes = 0
         self.received_bytes = 0
@@ -95,6 +97,7 @@ class LinkTable:
             self.traffic_bytes[self.epoch] = (self.sent_bytes, self.received_bytes)
             self.sent_bytes = self.received_bytes = 0
             self.epoch = epoch
+            self.alone = False
             self._sequences.clear()
             self._addresses = dict(addresses)
             for slot, link in list(self._links.items()):
@@ -186,7 +189,7 @@ class LinkTable:
                 raise EpochChanged(*self._interrupted)
             if self._closed:
                 raise LinkError(f"{operation.describe()}: the link table is closed")
-            if operation.size > 1 and not self.epoch:
+            if operation.size > 1 and not self.epoch and not self.alone:
                 raise LinkError(f"{operation.describe()}: no epoch is open")
             if operation.tag is None:
                 group = operation.place.group

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from elaswave_plugin.config import parse_change
@@ -48,15 +49,28 @@ class GuardedSteps:
         self._on_recovered = on_recovered
         self._departures = tuple(map(parse_change, worker.config.change))
         self._began_s = 0.0
+        # Pieces of work between steps that everyone has completed.
+        self.works_done = 0
 
     def sealed_everywhere(self) -> None:
         """Seal the initial state; nobody trains before everyone has done so."""
-        self.worker.seal_initial(self._framework)
-        dist.barrier()
+        if not self.worker.alone:
+            self.worker.seal_initial(self._framework)
+            dist.barrier()
+
+    def enter(self) -> None:
+        """A worker that replaces a lost one enters the job, before its first step."""
+        if self.worker.alone:
+            self.worker.ask_to_enter()
+            self.recover()
 
     def begin(self) -> None:
-        """A step begins; a worker whose departure is planned leaves here."""
+        """A step begins; a worker whose departure is planned leaves here.
+
+        Raises EpochChanged where others come or go before it.
+        """
         worker = self.worker
+        worker.member.begin_step(worker.completed)
         for slot, step in self._departures:
             if step == worker.completed and slot in worker.view.ranks:
                 dist.barrier()
@@ -76,9 +90,25 @@ class GuardedSteps:
         self.note_recovery()
         self._on_commit(worker.completed - 1, report, elapsed_s)
 
+    def finish_work(self) -> None:
+        """The own part of a work between steps is done: leave it together with the others."""
+        dist.barrier()
+        self.works_done += 1
+
     def recover(self) -> None:
         """Take part in the recovery after an interruption."""
-        recover(self.worker, self._framework)
+        while True:
+            recover(self.worker, self._framework)
+            try:
+                return self._compare_works()
+            except EpochChanged:
+                pass
+
+    def _compare_works(self) -> None:
+        """Work that one worker has left is complete: it left a barrier that met everyone."""
+        done = torch.tensor(self.works_done)
+        dist.all_reduce(done, op=dist.ReduceOp.MAX)
+        self.works_done = int(done)
 
     def note_recovery(self) -> None:
         """Work was completed: a recovery that led to it is over."""
@@ -106,21 +136,33 @@ class ElasticLoop:
         After a roll-back the earlier step is redone first; the report is the wanted step's.
         """
         self._train_step = train_step
+        self._steps.enter()
         self._run(lambda: None, steps=self.worker.completed + 1)
         assert self._report is not None
         return self._report
 
-    def run(self, work: Callable[[], Result], *, phase: str) -> Result:
-        """Run work between steps, announced as ``phase``; it starts again after a recovery."""
+    def run(self, work: Callable[[], Result], *, phase: str, alone: Result) -> Result:
+        """Run work between steps, announced as ``phase``; it starts again after a recovery.
+
+        Everyone leaves it together. ``alone``: what a worker gets that is not in the job yet and
+        so has no part in it.
+        """
+        if self.worker.alone:
+            return alone
+        steps, wanted = self._steps, self._steps.works_done + 1
+        results: list[Result] = []
 
         def announced() -> Result:
-            # A proposal waits for announced work; silence inside a step is fenced.
-            self.worker.member.announce(phase)
-            try:
-                self.worker.phases.enter(phase)
-                return work()
-            finally:
-                self.worker.member.announce(None)
+            if steps.works_done < wanted:
+                # A proposal waits for announced work; silence inside a step is fenced.
+                self.worker.member.announce(phase)
+                try:
+                    self.worker.phases.enter(phase)
+                    results.append(work())
+                    steps.finish_work()
+                finally:
+                    self.worker.member.announce(None)
+            return results[-1]
 
         return self._run(announced, steps=self.worker.completed)
 

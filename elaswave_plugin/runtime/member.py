@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elaswave_plugin.core.agreement_messages import unpack_payload
-from elaswave_plugin.core.membership import MembershipView
+from elaswave_plugin.core.membership import MembershipView, WorkerId
 from elaswave_plugin.errors import AgreementError, ConfigurationError, EpochChanged, JobStopped
 from elaswave_plugin.runtime.wire import Frame, FrameBuffer, encode
 
@@ -43,6 +43,17 @@ class Commit:
     facts: dict[int, dict[str, Any]]
     inventory: list[dict[str, Any]]
     path: tuple[MembershipView, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alone:
+    """What a trainer is told that replaces a lost one: it builds by itself, beside the training.
+
+    `view` is that of the launch; `remembered` is what its predecessor had the supervisor keep.
+    """
+
+    view: MembershipView
+    remembered: dict[str, Any]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,6 +97,9 @@ class Member:
         self._answered_epoch = 0
         self._returned_epoch = 0
         self._announced: str | None = None
+        self._boundary: tuple[int, str] = (0, "")
+        self._begun_step = -1
+        self._alone: Alone | None = None
         self._commits: list[Commit] = []
         self._stop_reason: str | None = None
         self._copies: dict[int, _Copies] = {}
@@ -107,6 +121,11 @@ class Member:
             host=env.get(HOST, LOOPBACK),
         )
 
+    @property
+    def worker(self) -> WorkerId:
+        """Slot and incarnation."""
+        return WorkerId(slot=self.slot, incarnation=self.incarnation)
+
     def start(self, on_propose: Callable[[int, str], None]) -> None:
         """Listen in a thread of its own, which calls `on_propose(epoch, reason)` at once.
 
@@ -116,14 +135,39 @@ class Member:
         self._on_propose = on_propose
         threading.Thread(target=self._listen, name="elaswave-doorbell", daemon=True).start()
 
-    def join(self, facts: dict[str, Any], timeout_s: float) -> Commit:
-        """Report ready, and wait for the first view. Raises AgreementError after `timeout_s`."""
-        self._send({"t": "join", "facts": facts})
+    def join(self, facts: dict[str, Any], timeout_s: float, *, respawn: int = 0) -> Commit | Alone:
+        """Report ready, and wait for the first view; in a job that runs, for what to build from.
+
+        `respawn`: times that this slot is started again. Raises AgreementError after `timeout_s`.
+        """
+        self._send({"t": "join", "facts": facts, "respawn": respawn})
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
             while not self._commits:
+                if self._alone is not None:
+                    return self._alone
                 self._wait(deadline_s, f"the first view, {timeout_s:g} s after joining")
             return self._take_commit()
+
+    def remember(self, what: dict[str, Any]) -> None:
+        """Have the supervisor keep this for a trainer that replaces this one."""
+        self._send({"t": "remember", "what": what})
+
+    def ready(self, facts: dict[str, Any]) -> None:
+        """All is built: ask to be let in. The proposal that does so is answered by `quiesce`."""
+        self._send({"t": "ready", "facts": facts})
+
+    def begin_step(self, step: int) -> None:
+        """A step begins; raises EpochChanged instead where the others change the view before it.
+
+        Nothing is interrupted then: whoever is still at work on the step before can finish it.
+        """
+        with self._changed:
+            epoch, reason = self._boundary
+            if epoch > max(self._proposed_epoch, self._returned_epoch):
+                self._proposed_epoch, self._proposed_reason = epoch, reason
+                raise EpochChanged(epoch, reason)
+            self._begun_step = step
 
     def check(self) -> None:
         """Raise EpochChanged where a newer view is proposed, JobStopped where the job ends."""
@@ -312,7 +356,7 @@ class Member:
                 self.progress(phase)
 
     def _on_frame(self, frame: Frame) -> None:
-        if frame["t"] == "propose":
+        if frame["t"] == "propose" and not self._can_wait(frame):
             if not self._awaited():
                 self._proposed_at_s = time.monotonic()
             self._answer_within_s = frame["within_s"]
@@ -328,7 +372,24 @@ class Member:
                 self._commits.append(_read_commit(frame))
             elif frame["t"] == "copied":
                 self._on_copied(frame["step"], frame["epoch"], frame["slot"])
+            elif frame["t"] == "alone":
+                view = MembershipView.from_json(frame["view"])
+                self._alone = Alone(view=view, remembered=frame["remembered"])
             self._changed.notify_all()
+
+    def _can_wait(self, frame: Frame) -> bool:
+        """Whether a proposal waits for the next boundary between steps; it is noted for then.
+
+        It does not where the others stop before a step that has begun here, nor where no step runs.
+        """
+        with self._changed:
+            idle = self._proposed_epoch > self._returned_epoch or not self._returned_epoch
+            begun = frame["before_step"] is not None and self._begun_step >= frame["before_step"]
+            if not frame["boundary"] or idle or begun:
+                return False
+            self._boundary = frame["epoch"], frame["reason"]
+            self._answer_within_s = frame["within_s"]
+            return True
 
     def _on_copied(self, step: int, epoch: int, slot: int) -> None:
         """Count a copy that has arrived, where it is one of the newest snapshot of its step."""

@@ -17,13 +17,15 @@ class Phases:
         self,
         *,
         slot: int,
+        incarnation: int = 0,
         events: EventLog,
         kills: Sequence[Kill],
         check: Callable[[], None],
     ) -> None:
         self._slot = slot
         self._events = events
-        self._kills = [kill for kill in kills if kill.slot == slot]
+        me = slot, incarnation
+        self._kills = [kill for kill in kills if (kill.slot, kill.incarnation) == me]
         self._check = check
         self.step = 0
         self.replaying = False

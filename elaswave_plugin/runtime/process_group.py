@@ -69,6 +69,7 @@ class GroupTable:
         self.world: ElasticProcessGroup | None = None
         self._world_ranks: tuple[int, ...] = ()
         self._groups: dict[str, ElasticProcessGroup] = {}
+        self._launched: dict[str, tuple[int, ...]] = {}
         self._installed = False
 
     @property
@@ -99,10 +100,12 @@ class GroupTable:
                 self._engine, self.links, name, slots, timeout_s=timeout_s, on_shutdown=forget
             )
         self._groups[name] = group
+        self._launched[name] = slots
         return group
 
     def _forget(self, name: str) -> None:
         group = self._groups.pop(name, None)
+        self._launched.pop(name, None)
         if group is not None:
             self.links.forget(group.group_id)
         if self.world is group:
@@ -118,6 +121,11 @@ class GroupTable:
     def members(self) -> dict[str, tuple[int, ...]]:
         """The members of every group but WORLD, by name, in the order in which they were made."""
         return {g.group_name: g.members for g in self.groups if g is not self.world}
+
+    def launched(self) -> dict[str, tuple[int, ...]]:
+        """The members that every group but WORLD was made with, by name."""
+        names = [group.group_name for group in self.groups if group is not self.world]
+        return {name: self._launched[name] for name in names}
 
     def edit_groups(self, view_ranks: Sequence[int], edits: Mapping[str, GroupEdit]) -> None:
         """Set the members of WORLD and of the named groups together, in torch's tables too."""

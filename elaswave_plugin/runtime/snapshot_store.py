@@ -23,6 +23,11 @@ class SnapshotStore:
         self._held: dict[int, tuple[int, ...]] = {}
         self._copies: dict[tuple[int, int], int] = {}
 
+    def newest_step(self) -> int:
+        """The step of the newest own snapshot; -1 where nothing was sealed yet."""
+        records = [record for fd in self.fds if (record := read_record(fd)) is not None]
+        return int(max(records, key=_age)["step"]) if records else -1
+
     def is_sealed(self, record: Record) -> bool:
         """Whether this is still what the own buffer holds."""
         return read_record(self.fds[int(record["buffer"])]) == record

@@ -1,4 +1,4 @@
-"""One worker's supervisor: it owns the trainer and its snapshot memory, and outlives the trainer.
+"""One worker's supervisor: owns the trainers of a slot and their snapshots, and outlives them.
 
 Standard library only. Control is one thread (the reactor); bulk bytes have threads of their own.
 """
@@ -14,19 +14,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from elaswave_plugin.core.agreement import EXIT_FAILED, EXIT_REQUEUE, Patience
-from elaswave_plugin.core.agreement_messages import Ballot, Committed, Facts
+from elaswave_plugin.core.agreement import Patience
+from elaswave_plugin.core.agreement_messages import Ballot, Committed, Facts, Ring
+from elaswave_plugin.core.ending import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_REQUEUE
 from elaswave_plugin.core.membership import MembershipView
+from elaswave_plugin.core.respawn import Deaths, GiveUp
 from elaswave_plugin.errors import AgreementError
 from elaswave_plugin.runtime.coordinator import Coordinator, Heartbeat, say
 from elaswave_plugin.runtime.lifeline import signal_group
-from elaswave_plugin.runtime.member import HOST, INCARNATION, SLOT
+from elaswave_plugin.runtime.member import HOST, SLOT
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.rendezvous import Meeting, Place, host_meeting, join_meeting
 from elaswave_plugin.runtime.snapshot_server import SnapshotCopier, SnapshotServer
 from elaswave_plugin.runtime.snapshot_store import SnapshotStore
-from elaswave_plugin.runtime.trainer_process import ExecTrainer, Program, ZygoteTrainer
-from elaswave_plugin.runtime.wire import Channel, Frame
+from elaswave_plugin.runtime.trainer_process import Program, ZygoteTrainer
+from elaswave_plugin.runtime.trainer_session import TrainerSession, start_session
+from elaswave_plugin.runtime.wire import Frame
 from elaswave_plugin.tracking.events import EventLog
 
 GRACE_S = 2.0
@@ -48,7 +51,7 @@ class SupervisorSpec:
 
 
 class Supervisor:
-    """Runs one trainer for one job; `run` returns the exit code."""
+    """Runs the trainer of one slot, and another where that is lost; `run` returns the exit code."""
 
     def __init__(
         self,
@@ -65,16 +68,14 @@ class Supervisor:
         self._copiers: dict[int, SnapshotCopier] = {}
         self._events = EventLog(f"{spec.run_dir}/events.jsonl" if spec.run_dir else None)
         self._ballot: Ballot | None = None
-        self._join_facts: Facts | None = None
         self._awaited_epoch = 0
-        self._delivered = False
-        self._finished = False
-        self._left = False
-        self._trainer_lives = True
-        self._fence_evidence: str | None = None
-        self._orphans_of: int | None = None
+        self._orphans: set[int] = set()
         self._exit_code: int | None = None
-        self._trainer, self._control_sock = self._start_trainer(zygote)
+        self._zygote = zygote
+        self._deaths = Deaths(limit=0)
+        self._remembered: dict[str, object] = {}
+        # Before anything else: its imports take longest, and no thread runs here yet.
+        self._trainer = self._start_trainer(0)
 
     def run(self) -> int:
         """Supervise until the job is over."""
@@ -84,15 +85,9 @@ class Supervisor:
             meeting = self._meet()
         except AgreementError as error:
             say(f"the job does not start: {error}")
-            self._trainer.send_signal(signal.SIGKILL)
+            self._trainer.process.send_signal(signal.SIGKILL)
             return EXIT_REQUEUE
         self._meeting = meeting
-        self._control = Channel(
-            self._reactor,
-            self._control_sock,
-            on_frame=self._on_trainer_frame,
-            on_close=self._on_control_closed,
-        )
         self._coordinator = Coordinator(
             self._reactor,
             meeting,
@@ -105,7 +100,7 @@ class Supervisor:
         self._agreement = self._coordinator.agreement
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
-        self._trainer.attach(self._reactor, on_start=self._on_start, on_exit=self._on_exit)
+        self._attach(self._trainer)
         self._reactor.run()
         self._kill_orphans()
         self._coordinator.finish(GOODBYE_S)
@@ -113,27 +108,23 @@ class Supervisor:
 
     # ---- start --------------------------------------------------------------------------------
 
-    def _start_trainer(
-        self, zygote: socket.socket | None
-    ) -> tuple[ExecTrainer | ZygoteTrainer, socket.socket]:
-        """Before anything else: its imports take longest, and no thread runs here yet."""
-        own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        env = {**self._spec.env, SLOT: str(self._slot), INCARNATION: "0", HOST: self._spec.host}
-        trainer: ExecTrainer | ZygoteTrainer
-        if zygote is None:
-            trainer = ExecTrainer(
-                self._spec.program, env=env, control=theirs, snapshot_fds=self._store.fds
-            )
-        else:
-            trainer = ZygoteTrainer(
-                self._spec.program,
-                env=env,
-                control=theirs,
-                snapshot_fds=self._store.fds,
-                zygote=zygote,
-            )
-        theirs.close()
-        return trainer, own
+    def _start_trainer(self, incarnation: int) -> TrainerSession:
+        env = {**self._spec.env, SLOT: str(self._slot), HOST: self._spec.host}
+        return start_session(
+            self._spec.program,
+            incarnation=incarnation,
+            env=env,
+            snapshot_fds=self._store.fds,
+            zygote=self._zygote,
+        )
+
+    def _attach(self, trainer: TrainerSession) -> None:
+        trainer.attach(
+            self._reactor,
+            on_frame=self._on_trainer_frame,
+            on_start=self._on_start,
+            on_exit=self._on_exit,
+        )
 
     def _meet(self) -> Meeting:
         if self._listener is not None:
@@ -152,22 +143,33 @@ class Supervisor:
 
     # ---- what the coordinator asks ------------------------------------------------------------
 
-    def ring(self, ballot: Ballot, reason: str) -> None:
-        """A proposal is open."""
-        self._ballot = ballot
-        if not self._trainer_lives or self._finished or self._left:
+    def ring(self, ring: Ring) -> None:
+        """A proposal is open, or has become urgent."""
+        trainer, self._ballot = self._trainer, ring.ballot
+        if trainer.works and (trainer.delivered or (trainer.is_replacement and trainer.facts)):
+            trainer.send(
+                {
+                    "t": "propose",
+                    "epoch": ring.ballot.epoch,
+                    "reason": ring.reason,
+                    "within_s": self._spec.patience.quiesce_timeout_s,
+                    "boundary": ring.boundary,
+                    "before_step": ring.before_step,
+                }
+            )
+        elif trainer.works and not trainer.is_replacement:
+            if trainer.facts is not None:
+                self._answer(trainer.facts)
+        else:
             self._answer(None)
-        elif self._delivered:
-            within_s = self._spec.patience.quiesce_timeout_s
-            frame = {"t": "propose", "epoch": ballot.epoch, "reason": reason, "within_s": within_s}
-            self._control.send(frame)
-        elif self._join_facts is not None:
-            self._answer(self._join_facts)
 
     def deliver(self, committed: Committed, path: tuple[MembershipView, ...]) -> None:
         """A view is committed with this worker in it."""
-        self._delivered = True
-        self._control.send(
+        trainer = self._trainer
+        if not trainer.delivered:
+            path = tuple(self._agreement.history[1:])
+        trainer.delivered = True
+        trainer.send(
             {
                 "t": "commit",
                 "path": [view.to_json() for view in path],
@@ -175,30 +177,40 @@ class Supervisor:
             }
         )
 
+    def dismiss(self) -> None:
+        """A view without the trainer is committed, as it was told to leave."""
+        self._trainer.left = True
+        self._trainer.send({"t": "stop", "reason": "it has left the job, as it was told to"})
+        self._kill_after_grace()
+
     def fence(self, evidence: str) -> None:
         """Kill the trainer; its exit is reported with this evidence."""
-        self._fence_evidence = evidence
-        self._trainer.send_signal(signal.SIGKILL)
+        self._trainer.fence_evidence = evidence
+        self._trainer.process.send_signal(signal.SIGKILL)
 
     def end(self, reason: str, exit_code: int) -> None:
         """The job is over: exit as soon as the trainer has."""
         self._exit_code = exit_code
-        if not self._trainer_lives:
+        trainer = self._trainer
+        if not trainer.lives:
             self._reactor.stop()
             return
-        self._control.send({"t": "stop", "reason": reason})
-        if self._join_facts is None:
-            self._trainer.send_signal(signal.SIGTERM)  # it does not listen to us yet
+        trainer.send({"t": "stop", "reason": reason})
+        if trainer.facts is None:
+            trainer.process.send_signal(signal.SIGTERM)  # it does not listen to us yet
         self._kill_after_grace()
 
     # ---- what the trainer says ----------------------------------------------------------------
 
-    def _on_trainer_frame(self, frame: Frame) -> None:
+    def _on_trainer_frame(self, trainer: TrainerSession, frame: Frame) -> None:
         match frame["t"]:
             case "join":
-                self._join_facts = frame["facts"]
-                if self._ballot is not None:
-                    self._answer(self._join_facts)
+                self._on_join(trainer, frame)
+            case "ready":
+                trainer.facts = frame["facts"]
+                self._agreement.trainer_ready(time.monotonic())
+            case "remember":
+                self._remembered.update(frame["what"])
             case "quiesced":
                 if self._ballot is not None and frame["epoch"] == self._ballot.epoch:
                     self._answer(frame["facts"])
@@ -214,7 +226,7 @@ class Supervisor:
             case "finish":
                 self._on_finish()
             case "leave":
-                self._left = True
+                trainer.left = True
                 self._agreement.trainer_failed(
                     frame["reason"], None, time.monotonic(), kind="leave"
                 )
@@ -222,6 +234,16 @@ class Supervisor:
                 self._agreement.abandon(
                     f"worker {self._slot}: {frame['reason']}", int(frame["exit_code"])
                 )
+
+    def _on_join(self, trainer: TrainerSession, frame: Frame) -> None:
+        if trainer.is_replacement:
+            view = self._agreement.history[1].to_json()
+            trainer.send({"t": "alone", "view": view, "remembered": self._remembered})
+            return
+        self._deaths = Deaths(limit=int(frame["respawn"]))
+        trainer.facts = frame["facts"]
+        if self._ballot is not None:
+            self._answer(trainer.facts)
 
     def _on_sealed(self, frame: Frame) -> None:
         self._agreement.first_seal()
@@ -237,7 +259,7 @@ class Supervisor:
             self._copiers[target].send(frame["record"])
 
     def _on_finish(self) -> None:
-        self._finished = True
+        self._trainer.finished = True
         self._agreement.trainer_done(None)
         if self._ballot is not None:
             self._answer(None)
@@ -245,10 +267,10 @@ class Supervisor:
         self._reactor.after(self._spec.patience.finish_grace_s, self._kill_the_finished)
 
     def _kill_the_finished(self) -> None:
-        if self._trainer_lives:
+        if self._trainer.lives:
             grace_s = self._spec.patience.finish_grace_s
             say(f"worker {self._slot} had finished and did not exit within {grace_s:g} s: killed")
-            self._trainer.send_signal(signal.SIGKILL)
+            self._trainer.process.send_signal(signal.SIGKILL)
 
     def _tell_that_it_is_awaited(self, phase: str) -> None:
         """Once a proposal: an announced phase may keep everyone waiting for minutes."""
@@ -261,7 +283,7 @@ class Supervisor:
 
     def _post_copied(self, target: int, step: int, epoch: int) -> None:
         frame = {"t": "copied", "step": step, "epoch": epoch, "slot": target}
-        self._reactor.post(partial(self._control.send, frame))
+        self._reactor.post(lambda: self._trainer.send(frame))
 
     def _post_broken(self, target: int, why: str) -> None:
         # The end of the target itself comes over its control link; this is only for the record.
@@ -270,46 +292,74 @@ class Supervisor:
     def _answer(self, facts: Facts | None) -> None:
         if self._ballot is not None:
             inventory = self._store.inventory(self._data_address)
-            self._agreement.quiesced(self._ballot, facts, inventory)
+            entering = not self._trainer.delivered
+            self._agreement.quiesced(self._ballot, facts, inventory, entering=entering)
 
     # ---- how it ends --------------------------------------------------------------------------
 
-    def _on_start(self, pid: int) -> None:
-        node = self._spec.place.node
+    def _on_start(self, trainer: TrainerSession, pid: int) -> None:
         self._events.emit(
-            "worker_started", slot=self._slot, pid=pid, supervisor_pid=os.getpid(), node=node
+            "worker_started",
+            slot=self._slot,
+            incarnation=trainer.incarnation,
+            pid=pid,
+            supervisor_pid=os.getpid(),
+            node=self._spec.place.node,
         )
 
-    def _on_control_closed(self, evidence: str) -> None:
-        """The trainer closed its end; what matters is how the process ends, and that comes."""
-
-    def _on_exit(self, status: str, exit_code: int | None) -> None:
-        self._control.drain()
-        self._control.close()
-        self._trainer_lives = False
-        evidence = self._fence_evidence or status
+    def _on_exit(self, trainer: TrainerSession, status: str, exit_code: int | None) -> None:
+        assert trainer.control is not None
+        trainer.control.drain()
+        trainer.control.close()
+        trainer.lives = False
+        evidence = trainer.fence_evidence or status
         self._events.emit(
             "worker_exited",
             slot=self._slot,
-            pid=self._trainer.pid,
+            incarnation=trainer.incarnation,
+            pid=trainer.process.pid,
             status=status,
             evidence=evidence,
         )
         if self._exit_code is not None:
             self._reactor.stop()
-        elif self._finished:
+        elif trainer.finished:
             # A signal after the work was done takes nothing away from it.
             self._agreement.trainer_done(exit_code or 0)
-        elif exit_code == 0 and self._join_facts is None:
+        elif exit_code == 0 and trainer.facts is None and not trainer.is_replacement:
             self._agreement.trainer_done(0)
-        elif not self._left:
+        elif not trainer.left:
             if exit_code == 0:
                 evidence = "exit code 0 before its work was finished"
             self._agreement.trainer_failed(evidence, exit_code, time.monotonic())
+            self._replace(exit_code)
         if self._ballot is not None:
             self._answer(None)
         if exit_code != 0:
             self._end_orphans()
+
+    def _replace(self, exit_code: int | None) -> None:
+        """Start another trainer in the place of the one that failed, where that is sensible."""
+        if exit_code == EXIT_CONFIGURATION:
+            return
+        verdict = self._deaths.after_death(step=self._store.newest_step())
+        fields = {"slot": self._slot, "incarnation": self._trainer.incarnation}
+        if isinstance(verdict, GiveUp):
+            self._events.emit("respawn_given_up", reason=verdict.reason, **fields)
+            say(f"worker {self._slot} is not started again: {verdict.reason}")
+        else:
+            self._reactor.after(verdict.after_s, self._start_again)
+
+    def _start_again(self) -> None:
+        if self._exit_code is not None:
+            return
+        last = self._trainer.process
+        if isinstance(last, ZygoteTrainer) and not last.zygote_lives:
+            self._zygote = None
+        incarnation = self._trainer.incarnation + 1
+        self._trainer = self._start_trainer(incarnation)
+        self._agreement.trainer_starts(incarnation)
+        self._attach(self._trainer)
 
     def _on_signal(self, number: int, frame: object) -> None:
         self._reactor.post(partial(self._leave, number))
@@ -321,8 +371,8 @@ class Supervisor:
         self._exit_code = 128 + number
         name = signal.Signals(number).name
         self._agreement.leave(f"its supervisor was told to end by {name}", time.monotonic())
-        if self._trainer_lives:
-            self._trainer.send_signal(number)
+        if self._trainer.lives:
+            self._trainer.process.send_signal(number)
             self._kill_after_grace()
         else:
             self._reactor.stop()
@@ -332,14 +382,15 @@ class Supervisor:
 
         Only a group that still has members is signalled again, so that its number is not reused.
         """
-        if self._trainer.pid and signal_group(self._trainer.pid, signal.SIGTERM):
-            self._orphans_of = self._trainer.pid
+        pid = self._trainer.process.pid
+        if pid and signal_group(pid, signal.SIGTERM):
+            self._orphans.add(pid)
             self._reactor.after(GRACE_S, self._kill_orphans)
 
     def _kill_orphans(self) -> None:
-        if self._orphans_of is not None:
-            signal_group(self._orphans_of, signal.SIGKILL)
-            self._orphans_of = None
+        while self._orphans:
+            signal_group(self._orphans.pop(), signal.SIGKILL)
 
     def _kill_after_grace(self) -> None:
-        self._reactor.after(GRACE_S, partial(self._trainer.send_signal, signal.SIGKILL))
+        kill = partial(self._trainer.process.send_signal, signal.SIGKILL)
+        self._reactor.after(GRACE_S, kill)

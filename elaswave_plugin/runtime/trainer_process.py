@@ -90,7 +90,10 @@ class ExecTrainer:
 
 
 class ZygoteTrainer:
-    """A trainer forked by a zygote, which tells how it ended."""
+    """A trainer forked by a zygote, which tells how it ended.
+
+    One at a time uses the connection, which stays open for the next.
+    """
 
     def __init__(
         self,
@@ -102,6 +105,7 @@ class ZygoteTrainer:
         zygote: socket.socket,
     ) -> None:
         self.pid = 0
+        self.zygote_lives = True
         self._zygote = zygote
         self._buffer = FrameBuffer()
         self._pidfd = -1
@@ -127,7 +131,6 @@ class ZygoteTrainer:
             if not self._ended:
                 self._ended = True
                 reactor.unwatch(self._zygote.fileno())
-                self._zygote.close()
                 if self._pidfd >= 0:
                     reactor.unwatch(self._pidfd)
                     os.close(self._pidfd)
@@ -145,6 +148,7 @@ class ZygoteTrainer:
                 self._pidfd = fds[0]
                 reactor.watch(self._pidfd, gone)
             if not data:
+                self.zygote_lives = False
                 end("gone with its zygote", None)
             for frame in self._buffer.feed(data):
                 if "pid" in frame:
@@ -154,7 +158,7 @@ class ZygoteTrainer:
                         self.send_signal(self._pending_signal)
                 elif "error" in frame:
                     end(f"not started: {frame['error']}", 1)
-                else:
+                elif frame["pid_ended"] == self.pid:  # and not that of an earlier trainer
                     end(*describe_status(frame["status"]))
 
         reactor.watch(self._zygote.fileno(), read)

@@ -15,7 +15,6 @@ to call, and starts again.
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
 from elaswave_plugin.errors import EpochChanged
@@ -42,7 +41,6 @@ class UserLoop:
         self.dead = False
         # Where it is dead: whether no batch of the step that is redone had been served here.
         self._between = True
-        self._works_done = 0
 
     def start(self) -> None:
         """Seal the initial state; nobody trains before everyone has done so."""
@@ -60,6 +58,9 @@ class UserLoop:
             self.dead = False
             return batch
 
+        if self.worker.alone:
+            self.worker.ask_to_enter()
+            self._recover()
         return self._guarded(begin)
 
     def call(self, work: Callable[[], Result], *, instead: Callable[[], Result]) -> Result:
@@ -90,19 +91,18 @@ class UserLoop:
         It starts again after a recovery, unless that rolled a step back: then the loop comes here
         again once it has redone it, and None is returned. Everyone leaves it together.
         """
-        if self.dead and not self._between:
+        if self.worker.alone or (self.dead and not self._between):
             return None
-        step, done = self.worker.completed, self._works_done
+        step, done = self.worker.completed, self._steps.works_done
         result: Result | None = None
-        while (self.worker.completed, self._works_done) == (step, done):
+        while (self.worker.completed, self._steps.works_done) == (step, done):
             # A proposal waits for announced work; silence inside a step is fenced.
             self.worker.member.announce(phase)
             try:
                 self.worker.phases.step = step
                 self.worker.phases.enter(phase)
                 result = work()
-                dist.barrier()
-                self._works_done += 1
+                self._steps.finish_work()
                 self.dead = False
                 self._steps.note_recovery()
                 return result
@@ -139,13 +139,6 @@ class UserLoop:
             self._steps.recover()
             self._between = between and completed == self.worker.completed
             try:
-                self._compare_works()
                 return self._after_recovery()
             except EpochChanged:
                 pass
-
-    def _compare_works(self) -> None:
-        """Work that one worker has left is complete: it left a barrier that met everyone."""
-        done = torch.tensor(self._works_done)
-        dist.all_reduce(done, op=dist.ReduceOp.MAX)
-        self._works_done = int(done)

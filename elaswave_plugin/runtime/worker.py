@@ -4,6 +4,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import psutil
 
@@ -15,7 +16,7 @@ from elaswave_plugin.core.shards import ShardCut
 from elaswave_plugin.runtime.broken_links import BrokenLinks
 from elaswave_plugin.runtime.framework import Framework
 from elaswave_plugin.runtime.links import LinkTable
-from elaswave_plugin.runtime.member import Commit, Member
+from elaswave_plugin.runtime.member import Alone, Commit, Member
 from elaswave_plugin.runtime.phases import Phases
 from elaswave_plugin.runtime.process_group import GroupTable
 from elaswave_plugin.runtime.snapshot import SnapshotPool, capacity_of
@@ -35,6 +36,8 @@ class Worker:
     def __init__(self, *, config: ElasticConfig, environ: Mapping[str, str]) -> None:
         """Join the job that the supervisor belongs to; blocks until the first view is committed.
 
+        In the place of a lost worker nothing is waited for: the framework is built at the sizes of
+        the launch, `alone`, and `ask_to_enter` comes before the first step.
         Raises ConfigurationError when the process was not started by a supervisor.
         """
         self.config = config
@@ -56,6 +59,7 @@ class Worker:
         self.groups = GroupTable(self.links, gpu_engine=config.gpu_engine)
         self.phases = Phases(
             slot=self.slot,
+            incarnation=self.member.incarnation,
             events=self.events,
             kills=tuple(map(parse_kill, config.kill)),
             check=self.member.check,
@@ -65,15 +69,28 @@ class Worker:
         self._has_sealed = False
         self._handed_over_step = -1
         self._recovery_started_s = 0.0
+        self._ready_s = 0.0
+        self._newcomers: tuple[str, ...] = ()
         self._resume_pending: Callable[[], dict[str, object]] | None = None
+        self._started_s = time.time()
         self.member.start(self._ring)
-        commit = self.member.join(self._facts(), timeout_s=JOIN_TIMEOUT_S)
-        self.view = commit.view
-        self.homes = commit.view.ranks
-        self.seating: Seating = FlatSeating(homes=commit.view.ranks, ranks=commit.view.ranks)
-        self._open_links(commit)
-        # One run id over the whole job: the one that the first owner of rank 0 proposed.
-        self.run_id = str(commit.facts[commit.view.ranks[0]]["run_id"])
+        respawn = config.respawn if config.snapshots else 0
+        welcome = self.member.join(self._facts(), timeout_s=JOIN_TIMEOUT_S, respawn=respawn)
+        self.view = welcome.view
+        self.homes = welcome.view.ranks
+        self.seating: Seating = FlatSeating(homes=self.homes, ranks=self.homes)
+        # What a replacement cannot learn from the others, since it builds alone.
+        self.remembered: dict[str, Any] = {}
+        if isinstance(welcome, Alone):
+            self.alone = self.links.alone = True
+            self.remembered = welcome.remembered
+            self.run_id = str(self.remembered["run_id"])
+        else:
+            self.alone = False
+            self._open_links(welcome)
+            # One run id over the whole job: the one that the first owner of rank 0 proposed.
+            self.run_id = str(welcome.facts[self.homes[0]]["run_id"])
+            self.remember(run_id=self.run_id)
 
     # ---- the view -----------------------------------------------------------------------------
 
@@ -93,7 +110,17 @@ class Worker:
     @property
     def owns_rank_0(self) -> bool:
         """Whether the duties of rank 0 are this worker's now."""
-        return self.view.ranks[0] == self.slot
+        return self.view.ranks[0] == self.slot and not self.alone
+
+    def remember(self, **what: Any) -> None:
+        """Keep what the job fixed at its start for whoever may have to replace this worker."""
+        self.remembered |= what
+        self.member.remember(what)
+
+    def ask_to_enter(self) -> None:
+        """All is built: the next recovery lets this worker in, at the boundary before a step."""
+        self._ready_s = time.time()
+        self.member.ready(self._facts())
 
     def _open_links(self, commit: Commit) -> None:
         addresses = {slot: str(facts["address"]) for slot, facts in commit.facts.items()}
@@ -109,9 +136,12 @@ class Worker:
         self._open_links(commit)
         for view in commit.path:
             self.seating = self.seating.after(view.ranks)
-            edits = self.seating.edits(self.groups.members(), self.slot)
-            self.groups.edit_groups(view.ranks, edits)
-            self.view = view
+        before = commit.path[-2] if len(commit.path) > 1 else self.view
+        self._newcomers = tuple(sorted(map(str, commit.view.workers - before.workers)))
+        self.alone = False
+        self.view = commit.view
+        edits = self.seating.edits(self.groups.launched(), self.slot)
+        self.groups.edit_groups(commit.view.ranks, edits)
         self.groups.settle({slot: held["communicators"] for slot, held in commit.facts.items()})
 
     # ---- the state ----------------------------------------------------------------------------
@@ -248,6 +278,18 @@ class Worker:
         self.completed = self.phases.step = plan.restore_step
         self.phases.replaying = True
         self.dataflow = plan.dataflow
+        newcomers, pause_s = self._newcomers, time.time() - self._recovery_started_s
+        if str(self.member.worker) in newcomers:
+            self.events.emit(
+                "entered",
+                slot=self.slot,
+                incarnation=self.member.incarnation,
+                epoch=plan.epoch,
+                step=plan.restore_step,
+                beside_s=self._ready_s - self._started_s,
+                waited_s=time.time() - self._ready_s,
+                fetched_bytes=fetched_bytes,
+            )
         replay_started_s = time.monotonic()
 
         def emit() -> dict[str, object]:
@@ -259,6 +301,8 @@ class Worker:
                 "rung_at_s": self._recovery_started_s,
                 "mttr_s": time.time() - self._recovery_started_s,
                 "phases_s": phases_s,
+                "newcomers": newcomers,
+                "pause_s": pause_s,
                 "bytes_moved": plan.bytes_moved(),
                 "fetched_bytes": fetched_bytes,
             }

@@ -1,5 +1,6 @@
 """Tracker: the owner of rank 0 sends steps and recoveries to the sinks, off the main thread."""
 
+import contextlib
 import json
 import logging
 import os
@@ -57,10 +58,22 @@ class Tracker:
         """Whether rows of this worker go to the sinks."""
         return self._rows is not None
 
-    def own(self) -> None:
-        """Become the owner; opening the sinks happens in the tracker's thread."""
+    def give_up(self) -> None:
+        """Be the owner no more; what is written still goes out, in the tracker's thread."""
+        if self._rows is not None:
+            # Where the queue is full the sinks hang, and what is in it is lost with them.
+            with contextlib.suppress(queue.Full):
+                self._rows.put_nowait(None)
+            self._rows = self._thread = None
+
+    def own(self, *, logged: int = -1) -> None:
+        """Become the owner; opening the sinks happens in the tracker's thread.
+
+        ``logged``: a step which an earlier owner has had, if there was one.
+        """
         if self._rows is not None or not self._openers:
             return
+        self._last_step = max(self._last_step, logged)
         self._rows = queue.Queue(QUEUE_ROWS)
         self._thread = threading.Thread(
             target=self._drain, args=(self._rows,), name="elaswave-tracker", daemon=True

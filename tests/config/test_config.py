@@ -22,6 +22,7 @@ KEYS = (
     "gpu_engine",
     "kill",
     "quiesce_timeout_s",
+    "respawn",
     "run_id",
     "seed",
     "snapshot_copies",

@@ -18,9 +18,11 @@ from elaswave_plugin.core.agreement_messages import (
     Committed,
     Deliver,
     Disconnect,
+    Dismiss,
     Done,
     Effect,
     Fence,
+    Hurry,
     Message,
     Note,
     Over,
@@ -28,6 +30,7 @@ from elaswave_plugin.core.agreement_messages import (
     Promise,
     Propose,
     Quiesced,
+    Ready,
     Refuse,
     Report,
     Ring,
@@ -61,6 +64,11 @@ class Cluster:
         self.doom: dict[int, tuple[str, int]] = {}
         self.commits: dict[int, list[MembershipView]] = {slot: [] for slot in self.alive}
         self.ends: dict[int, Over] = {}
+        # Where each trainer is: (step, whether it has begun it), and who waits to be let in.
+        self.at: dict[int, tuple[int, bool]] = dict.fromkeys(self.alive, (0, False))
+        self.outside = set(self.alive)
+        self.stopped: set[int] = set()
+        self.boundary: dict[int, Ballot] = {}
         self.verbose = True
 
     # ---- commands -----------------------------------------------------------------------------
@@ -78,9 +86,57 @@ class Cluster:
         for slot in self.slots(words):
             if slot in self.alive and slot in self.open:
                 ballot = self.open.pop(slot)
-                facts = {"at": slot} if slot in self.trainers else None
-                self.alive[slot].quiesced(ballot, facts, [{"owner": slot}])
+                self.stopped.add(slot)
+                step, begun = self.at[slot]
+                entering = slot in self.outside
+                facts = {"at": slot, "step": step, "begun": begun, "entering": entering}
+                self.alive[slot].quiesced(
+                    ballot,
+                    facts if slot in self.trainers else None,
+                    [{"owner": slot}],
+                    entering=entering,
+                )
                 self.settle(slot)
+
+    def do_step(self, words: list[str]) -> None:
+        """step SLOTS: these trainers go on, to the next boundary or over it where they may."""
+        for slot in self.slots(words):
+            running = self.trainers & set(self.alive) - self.outside - set(self.open)
+            if slot not in running - self.stopped:
+                continue
+            step, begun = self.at[slot]
+            if begun:
+                # A step ends with a collective: nobody leaves it before everyone has begun it.
+                view = self.commits[slot][-1]
+                peers = [one for one in view.ranks if one in self.trainers]
+                if all(
+                    self.commits[one][-1:] == [view] and self.at[one] >= (step, True)
+                    for one in peers
+                ):
+                    self.at[slot] = (step + 1, False)
+            elif slot in self.boundary:
+                self.say(f"{slot}: stops before step {step}")
+                self.open[slot] = self.boundary.pop(slot)
+                self.do_quiesce([str(slot)])
+            else:
+                self.at[slot] = (step, True)
+
+    def do_respawn(self, words: list[str]) -> None:
+        """respawn SLOTS: new trainers are built there and wait to be let in."""
+        for slot in self.slots(words):
+            agreement = self.alive[slot]
+            agreement.trainer_starts(agreement.incarnation + 1)
+            self.trainers.add(slot)
+            self.outside.add(slot)
+            self.commits[slot] = []
+            agreement.trainer_ready(self.now_s)
+            self.settle(slot)
+
+    def do_notice(self, words: list[str]) -> None:
+        """notice SLOTS: these trainers are to leave between two steps."""
+        for slot in self.slots(words):
+            self.alive[slot].give_notice("it is drained", self.now_s)
+            self.settle(slot)
 
     def do_seal(self, words: list[str]) -> None:
         for slot in self.slots(words):
@@ -94,6 +150,7 @@ class Cluster:
         slots = self.slots(words[:1])
         for slot in slots:
             self.trainers.discard(slot)
+            self.boundary.pop(slot, None)
             self.alive[slot].trainer_failed(evidence, code, self.now_s)
             ballot = self.open.pop(slot, None)
             if ballot is not None:
@@ -160,20 +217,21 @@ class Cluster:
         self.open.pop(slot, None)
 
     def settle(self, slot: int) -> None:
-        if slot not in self.alive:
-            return
-        for effect in self.alive[slot].settle(self.now_s):
-            if slot not in self.alive:
-                return
-            self.carry_out(slot, effect)
+        while slot in self.alive and (effects := self.alive[slot].settle(self.now_s)):
+            for effect in effects:
+                if slot in self.alive:
+                    self.carry_out(slot, effect)
 
     def carry_out(self, slot: int, effect: Effect) -> None:
         match effect:
             case Send():
                 self.send(slot, effect.to, effect.message)
             case Ring():
-                self.say(f"{slot}: ring {effect.ballot}")
-                self.open[slot] = effect.ballot
+                self.ring(slot, effect)
+            case Dismiss():
+                self.say(f"{slot}: may leave")
+                self.trainers.discard(slot)
+                self.open.pop(slot, None)
             case Deliver():
                 view = effect.committed.proposal.view
                 skipped = [skipped.epoch for skipped in effect.skipped]
@@ -184,7 +242,23 @@ class Cluster:
                     f"facts of {sorted(facts)} inventory of {holders}"
                     + (f" after {skipped}" if skipped else "")
                 )
-                self.commits[slot] += [*effect.skipped, view]
+                self.boundary.pop(slot, None)
+                self.stopped.discard(slot)
+                newcomer = slot in self.outside
+                self.outside.discard(slot)
+                history = tuple(self.alive[slot].history[1:])
+                self.commits[slot] = (
+                    [*history] if newcomer else [*self.commits[slot], *effect.skipped, view]
+                )
+                if newcomer and view.epoch > 1 and self.alive[slot].incarnation:
+                    old = [fact["step"] for fact in facts.values() if not fact["entering"]]
+                    # Those whom it meets stand before one and the same step, or have begun it.
+                    assert len(set(old)) <= 1, facts
+                self.at[slot] = (
+                    (min(fact["step"] for fact in facts.values() if not fact["entering"]), False)
+                    if any(not fact["entering"] for fact in facts.values())
+                    else (0, False)
+                )
             case Disconnect():
                 self.cut |= {(slot, effect.slot), (effect.slot, slot)}
                 if effect.slot in self.alive and effect.slot not in self.ends:
@@ -198,6 +272,21 @@ class Cluster:
             case Note():
                 if effect.kind == "quorum_lost":
                     self.say(f"{slot}: no quorum, heard {effect.fields['nodes_heard']}")
+
+    def ring(self, slot: int, effect: Ring) -> None:
+        where = ""
+        if effect.boundary:
+            where = " between steps"
+            if effect.before_step is not None:
+                where += f", before step {effect.before_step}"
+        self.say(f"{slot}: ring {effect.ballot}{where}")
+        running = self.trainers - self.outside - set(self.open) - self.stopped
+        waits = effect.boundary and slot in running
+        if waits and (effect.before_step is None or self.at[slot] < (effect.before_step, True)):
+            self.boundary[slot] = effect.ballot
+        else:
+            self.boundary.pop(slot, None)
+            self.open[slot] = effect.ballot
 
     def send(self, slot: int, to: int, message: Message) -> None:
         # Through the wire form and back, as between processes.
@@ -256,6 +345,10 @@ def describe(message: Message) -> str:
             return f"refuse, promised {message.promised}"
         case Report():
             return f"report {message.failure}"
+        case Hurry():
+            return f"hurry {message.ballot} before step {message.step}"
+        case Ready():
+            return f"ready: {message.arrival}"
         case Accuse():
             return f"accuse {message.slot}: {message.evidence}"
         case Done():
@@ -297,9 +390,13 @@ def test_there_are_golden_scripts() -> None:
     assert len(list(GOLDEN.glob("*.txt"))) >= 10
 
 
-@pytest.mark.parametrize("seed", range(400))
+@pytest.mark.parametrize("seed", [*range(600), 3768])
 def test_no_order_of_events_makes_members_disagree(seed: int) -> None:
-    """Random losses, answers and delivery: one view an epoch, one path, every wait ends."""
+    """Random losses, returns, answers and delivery: one view an epoch, one path, waits end.
+
+    A newcomer meets its job between two steps, whatever else happens. (The last seed fails
+    where a leader that adopts a view keeps a newcomer in it that was never told.)
+    """
     dice = random.Random(seed)
     nodes = dice.choice([(0, 0, 0, 0), (0, 0, 1, 1, 2, 2), (0, 1, 2), (0, 1, 2, 3, 4)])
     cluster = Cluster(nodes, Patience(quiesce_timeout_s=1e9, join_timeout_s=1e9))
@@ -307,7 +404,15 @@ def test_no_order_of_events_makes_members_disagree(seed: int) -> None:
     cluster.do("start")
     cluster.do("quiesce all")
     cluster.do("seal all")
-    for _ in range(dice.randrange(1, 5)):
+    for _ in range(dice.randrange(1, 9)):
+        for one in dice.sample(sorted(cluster.alive), len(cluster.alive)):
+            for _ in range(dice.randrange(3)):
+                cluster.do_step([str(one)])
+        idle = [one for one in cluster.alive if one not in cluster.trainers | set(cluster.ends)]
+        if idle and dice.random() < 0.7:
+            cluster.do_respawn([str(dice.choice(idle))])
+        if not cluster.alive:
+            break
         slot = dice.choice(sorted(cluster.alive))
         what = dice.random()
         if what < 0.4 and slot in cluster.trainers:
@@ -326,6 +431,9 @@ def test_no_order_of_events_makes_members_disagree(seed: int) -> None:
         if not cluster.alive or len(cluster.ends) == len(cluster.alive):
             break
         cluster.do_quiesce(["all"])
+        cluster.run(dice)
+        for one in dice.sample(sorted(cluster.alive), len(cluster.alive)):
+            cluster.do_step([str(one)])
         cluster.run(dice)
         cluster.do_tick(["6"])
         cluster.run(dice)

@@ -76,6 +76,7 @@ class JobSpec:
     kills: tuple[str, ...] = ()
     changes: tuple[str, ...] = ()
     consistency: str = "exact"
+    respawn: int = 0
     dump: str = "every"
     sabotage: str = ""
     lost_trainers: tuple[int, ...] = ()
@@ -101,6 +102,7 @@ class JobSpec:
             f"--elaswave-dir={directory}",
             f"--elaswave-consistency={self.consistency}",
             f"--elaswave-dump-state={self.dump}",
+            f"--elaswave-respawn={self.respawn}",
         ]
         arguments += [f"--elaswave-kill={kill}" for kill in self.kills]
         return arguments + [f"--elaswave-change={change}" for change in self.changes]

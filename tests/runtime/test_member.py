@@ -42,11 +42,33 @@ class Supervisor:
         self.rings.append((epoch, reason))
         self.rang.set()
 
-    def propose(self, epoch: int) -> None:
+    def propose(
+        self,
+        epoch: int,
+        *,
+        boundary: bool = False,
+        before_step: int | None = None,
+        rings: bool = True,
+    ) -> None:
         self.rang.clear()
-        frame = {"t": "propose", "epoch": epoch, "reason": "r", "within_s": self.within_s}
+        frame = {
+            "t": "propose",
+            "epoch": epoch,
+            "reason": "r",
+            "within_s": self.within_s,
+            "boundary": boundary,
+            "before_step": before_step,
+        }
         send_frame(self.sock, frame)
-        assert self.rang.wait(LONG_S)
+        if rings:
+            assert self.rang.wait(LONG_S)
+        else:
+            # Once the frame that follows it has been taken in, it has been too.
+            mark = {"after": epoch, "before_step": before_step}
+            send_frame(self.sock, {"t": "alone", "view": view_of(9).to_json(), "remembered": mark})
+            deadline_s = time.monotonic() + LONG_S
+            while (alone := self.member.join({}, LONG_S)) and alone.remembered != mark:
+                assert time.monotonic() < deadline_s
 
     def commit(self, *path: MembershipView) -> None:
         send_frame(self.sock, commit_of(*path))
@@ -90,7 +112,7 @@ def supervisor() -> Iterator[Supervisor]:
 def test_joining_reports_facts_and_returns_the_first_commit(supervisor: Supervisor) -> None:
     supervisor.commit(view_of(1))
     commit = supervisor.member.join({"address": "x"}, LONG_S)
-    assert supervisor.next() == {"t": "join", "facts": {"address": "x"}}
+    assert supervisor.next() == {"t": "join", "facts": {"address": "x"}, "respawn": 0}
     assert (commit.view, commit.facts) == (view_of(1), {0: {"a": 1}})
     assert (commit.inventory, commit.path) == ([{"owner": 0}], (view_of(1),))
     supervisor.member.check()
@@ -115,6 +137,45 @@ def test_a_proposal_rings_at_once_and_stays_open_until_its_commit(supervisor: Su
     supervisor.member.check()
     assert supervisor.next()["t"] == "join"
     assert supervisor.next() == {"t": "quiesced", "epoch": 2, "facts": {"step": 3}}
+
+
+def test_a_proposal_between_steps_waits_for_the_next_one(supervisor: Supervisor) -> None:
+    supervisor.commit(view_of(1))
+    supervisor.member.join({}, LONG_S)
+    supervisor.member.begin_step(4)
+    supervisor.propose(2, boundary=True, rings=False)
+    supervisor.member.check()
+    with pytest.raises(EpochChanged) as raised:
+        supervisor.member.begin_step(5)
+    assert (raised.value.epoch, supervisor.rings) == (2, [])
+    supervisor.commit(view_of(2))
+    assert supervisor.member.quiesce({}, LONG_S).view == view_of(2)
+    supervisor.member.begin_step(5)
+
+
+@pytest.mark.parametrize(("begun", "rings"), [(4, False), (5, True)])
+def test_who_has_begun_the_step_that_others_stop_before_is_interrupted(
+    supervisor: Supervisor, begun: int, rings: bool
+) -> None:
+    supervisor.commit(view_of(1))
+    supervisor.member.join({}, LONG_S)
+    supervisor.member.begin_step(begun)
+    supervisor.propose(2, boundary=True, rings=False)
+    supervisor.propose(2, boundary=True, before_step=5, rings=rings)
+    assert supervisor.rings == ([(2, "r")] if rings else [])
+
+
+def test_a_failure_does_not_wait_for_the_next_step(supervisor: Supervisor) -> None:
+    supervisor.commit(view_of(1))
+    supervisor.member.join({}, LONG_S)
+    supervisor.member.begin_step(4)
+    supervisor.propose(2, boundary=True, rings=False)
+    supervisor.propose(3)
+    with pytest.raises(EpochChanged, match="3"):
+        supervisor.member.check()
+    supervisor.commit(view_of(3))
+    supervisor.member.quiesce({}, LONG_S)
+    supervisor.member.begin_step(4)
 
 
 def test_a_newer_proposal_ends_the_wait_for_a_commit(supervisor: Supervisor) -> None:

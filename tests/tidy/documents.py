@@ -1,6 +1,6 @@
 """Writes the parts of the documentation that follow from the code.
 
-python -m tests.tidy.documents            write README.md, configs/elaswave.toml, patches/README.md
+python -m tests.tidy.documents            write README.md, configs/*, patches/README.md
 python -m tests.tidy.documents ledger     print the ledger of patch records
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 TOML = ROOT / "configs" / "elaswave.toml"
+SETTINGS = ROOT / "configs" / "README.md"
 LEDGER = ROOT / "patches" / "README.md"
 HOW = "python -m tests.tidy.documents"
 WIDTH = 100
@@ -133,7 +134,7 @@ def with_block(text: str, name: str, body: str) -> str:
 def write_all() -> None:
     """Write every generated part anew."""
     parts: tuple[tuple[Path, str, Callable[[], str]], ...] = (
-        (README, "settings", settings_table),
+        (SETTINGS, "settings", settings_table),
         (LEDGER, "ledger", ledger_table),
     )
     for path, name, make in parts:

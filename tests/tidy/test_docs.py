@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elaswave_plugin.config import ElasticConfig, from_toml, option_of
-from elaswave_plugin.core import agreement
+from elaswave_plugin.core import ending
 from tests.tidy import documents
 
 ROOT = documents.ROOT
@@ -140,7 +140,7 @@ def test_readme_options_exist() -> None:
 
 def test_readme_exit_codes_are_those_of_the_code() -> None:
     rows = re.findall(r"^\| (\d+(?:\+n)?) \|", section(page("README.md"), "Exit codes"), re.M)
-    named = (agreement.EXIT_FAILED, agreement.EXIT_CONFIGURATION, agreement.EXIT_REQUEUE)
+    named = (ending.EXIT_FAILED, ending.EXIT_CONFIGURATION, ending.EXIT_REQUEUE)
     assert rows == ["0", *map(str, named), "128+n"]
 
 
@@ -165,9 +165,9 @@ def test_map_ends_with_dated_decisions(folder: str) -> None:
 
 
 def test_settings_table_is_that_of_the_schema() -> None:
-    assert documents.block_of(page("README.md"), "settings") == documents.settings_table(), (
-        f"run `{documents.HOW}`"
-    )
+    assert (
+        documents.block_of(page("configs/README.md"), "settings") == documents.settings_table()
+    ), f"run `{documents.HOW}`"
 
 
 def test_toml_file_has_every_key_with_its_default(tmp_path: Path) -> None:
@@ -232,9 +232,9 @@ def test_document_control_finds(found: list[str]) -> None:
 
 
 def test_generated_block_control_finds_a_change() -> None:
-    text = page("README.md").replace("| `seed` |", "| `sead` |")
+    text = page("configs/README.md").replace("| `seed` |", "| `sead` |")
     assert documents.block_of(text, "settings") != documents.settings_table()
     again = documents.with_block(text, "settings", documents.settings_table())
-    assert again == page("README.md")
+    assert again == page("configs/README.md")
     with pytest.raises(ValueError, match="no block 'absent'"):
         documents.block_of(text, "absent")

@@ -42,8 +42,11 @@ class Job(Protocol):
     def evaluate(self, evaluate: Callable[[], Sequence[Losses]]) -> float:
         """Mean loss over global batches; ``evaluate()`` returns the losses of each."""
 
-    def run(self, work: Callable[[], Result], *, phase: str) -> Result:
-        """Run other work between steps; ``phase`` names it, as in "save"."""
+    def run(self, work: Callable[[], Result], *, phase: str) -> Result | None:
+        """Run other work between steps; ``phase`` names it, as in "save".
+
+        None for a worker that replaces a lost one and is not in the job yet: it has no part in it.
+        """
 
 
 def num_microbatches_of(*, global_batch_size: int, micro_batch_size: int, width: int) -> int:

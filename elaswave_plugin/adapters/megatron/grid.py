@@ -46,6 +46,10 @@ class Grid:
         mine = stage, buffers.bucket_lengths(chunks), find_tied_weight(chunks)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
+        if worker.alone:
+            everyone = _read_stages(worker.remembered["stages"])
+        else:
+            worker.remember(stages=_write_stages(everyone))
         self.tied: dict[int, TiedWeight] = {s: tied for s, _, tied in everyone if tied is not None}
         self.seating = GridSeating.at_launch(
             self.layout,
@@ -76,3 +80,20 @@ def _check_layers(chunks: Sequence[DistributedDataParallel], layout: ParallelLay
             f"this stage has the layers {numbers}, wanted {wanted}; give every pipeline stage the"
             " same number of layers"
         )
+
+
+Stage = tuple[int, tuple[int, ...], TiedWeight | None]
+
+
+def _write_stages(everyone: Sequence[Stage]) -> list[Any]:
+    """What each stage holds, once, as JSON can carry it."""
+    by_stage = {stage: [stage, lengths, tied] for stage, lengths, tied in everyone}
+    return [by_stage[stage] for stage in sorted(by_stage)]
+
+
+def _read_stages(written: list[Any]) -> list[Stage]:
+    """What `_write_stages` wrote."""
+    return [
+        (stage, tuple(lengths), None if tied is None else TiedWeight(*tied))
+        for stage, lengths, tied in written
+    ]

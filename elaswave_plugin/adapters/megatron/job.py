@@ -1,5 +1,6 @@
 """The verbs of a script with the plugin on."""
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -193,12 +194,18 @@ class ElasticJob:
             means = [self._agree(losses)[0] for losses in evaluate()]
             return sum(means) / len(means)
 
-        return self.run(from_the_start, phase="evaluation")
+        return self._between_steps(from_the_start, phase="evaluation", alone=math.nan)
+
+    def run(self, work: Callable[[], Result], *, phase: str) -> Result | None:
+        """Run work between steps; it starts again after a recovery.
+
+        None for a worker that replaces a lost one and is not in the job yet: no part of it.
+        """
+        return self._between_steps(work, phase=phase, alone=None)
 
     @ends_in_a_sentence
-    def run(self, work: Callable[[], Result], *, phase: str) -> Result:
-        """Run work between steps; it starts again after a recovery."""
-        return self._loop.run(work, phase=phase)
+    def _between_steps(self, work: Callable[[], Result], *, phase: str, alone: Result) -> Result:
+        return self._loop.run(work, phase=phase, alone=alone)
 
     def _record(self, step: int, report: StepReport, seconds: float) -> None:
         """Write a completed step to the files and trackers."""

@@ -122,6 +122,6 @@ class PlainJob:
         totals = [self._totals(losses) for losses in evaluate()]
         return sum(total / tokens for total, tokens in totals) / len(totals)
 
-    def run(self, work: Callable[[], Result], *, phase: str) -> Result:
+    def run(self, work: Callable[[], Result], *, phase: str) -> Result | None:
         """Call it."""
         return work()

@@ -1,0 +1,63 @@
+"""Which view is to be proposed next, if any, from what is known of the workers (pure).
+
+What cannot wait comes first: failures, a view that an earlier leader may have committed, a broken
+link. Arrivals and departures wait for a boundary between two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from elaswave_plugin.core.agreement_messages import Proposal
+from elaswave_plugin.core.membership import MembershipView, next_view
+from elaswave_plugin.core.reports import Reports, event_of
+
+
+class Due(NamedTuple):
+    """A view to propose; ``boundary``: once the trainers are between two steps."""
+
+    view: MembershipView
+    boundary: bool = False
+
+
+def due_view(
+    base: MembershipView,
+    opened: Proposal | None,
+    reports: Reports,
+    *,
+    lost: Mapping[int, str],
+    outside: Iterable[int],
+    must_propose: bool,
+    now_s: float,
+) -> Due | None:
+    """What a leader proposes on top of ``base``, or None where everything stays as it is.
+
+    ``opened``: its open proposal; ``lost``: evidence by slot whose supervisor is lost; ``outside``:
+    members of ``base`` that were never told so; ``must_propose``: ``base`` itself is not known to
+    be committed everywhere.
+    """
+    events = reports.events(base, lost, now_s)
+    for slot in outside:
+        events.append(event_of(base, slot, "leave", "it had not been let in yet", now_s))
+    change = next_view(base, events, now_s)
+    if change is not None or must_propose:
+        for slot in reports.done:
+            events.append(event_of(base, slot, "leave", "it had finished its work", now_s))
+        return Due(next_view(base, events, now_s) or base)
+    if reports.severed is not None and now_s >= reports.severed[1]:
+        return Due(replace(base, reason=reports.severed[0]))
+    if opened is not None and not opened.boundary:
+        return Due(opened.view)
+    if reports.done:
+        return None  # nobody begins another step
+    if opened is None:
+        between = reports.between_steps(base, lost, now_s)
+        return None if between is None else Due(between, boundary=True)
+    newcomers = opened.view.workers - base.workers
+    if all(reports.is_ready(worker, lost) for worker in newcomers):
+        return Due(opened.view, boundary=True)
+    # Those who have stopped for it go on as they were.
+    gone = ", ".join(sorted(map(str, newcomers)))
+    return Due(replace(base, reason=f"worker {gone}, about to join, is gone"))

@@ -1,0 +1,85 @@
+"""Whether the job is over, from what is known of its workers (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elaswave_plugin.core.agreement_messages import Report
+from elaswave_plugin.core.membership import MembershipView
+from elaswave_plugin.core.reports import Reports
+
+EXIT_FAILED = 1
+EXIT_CONFIGURATION = 2
+EXIT_REQUEUE = 75
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """The job is over; without a reason only the last exits are awaited."""
+
+    reason: str | None = None
+    exit_code: int = 0
+
+
+def ending_of(
+    view: MembershipView, reports: Reports, lost: Mapping[int, str], *, joined: bool
+) -> Ending | None:
+    """How the job ends, or None while it goes on.
+
+    ``view``: the newest committed one; ``lost``: evidence by slot whose supervisor is lost;
+    ``joined``: some trainer has come as far as to join.
+    """
+    gone, failed = reports.gone_from(view, lost), reports.failed_in(view)
+    for report in failed:
+        if report.exit_code == EXIT_CONFIGURATION:
+            reason = _sentence(report, "it refuses its configuration")
+            return Ending(reason=reason, exit_code=EXIT_CONFIGURATION)
+    if not reports.started and gone - reports.done.keys():
+        return _at_start(view, failed, gone, lost)
+    if all(slot in gone or slot in reports.done for slot in view.ranks):
+        return _with_nobody_left(reports, failed, lost)
+    if view.epoch == 0 and reports.done and joined:
+        early = ", ".join(map(str, sorted(reports.done)))
+        return Ending(reason=f"worker {early} ended before it joined the job", exit_code=1)
+    return None
+
+
+def _at_start(
+    view: MembershipView, failed: list[Report], gone: set[int], lost: Mapping[int, str]
+) -> Ending:
+    """Before every worker in the view has sealed something, none of it could be replaced."""
+    code = next((report.exit_code for report in failed if report.exit_code), None)
+    why = "the first snapshot of every worker was not sealed yet, so the job stops"
+    if code is None:
+        why += f" (exit code {EXIT_REQUEUE}: queue it again)"
+    if failed:
+        sentence = _sentence(failed[0], why)
+    else:
+        slot = min(gone)
+        node = dict(zip(view.ranks, view.nodes, strict=True))[slot]
+        sentence = f"worker {slot} (node {node}) was lost: {lost[slot]}; {why}"
+    return Ending(reason=sentence, exit_code=code or EXIT_REQUEUE)
+
+
+def _with_nobody_left(reports: Reports, failed: list[Report], lost: Mapping[int, str]) -> Ending:
+    """Nobody works any more: the job is over as soon as those that finished have exited."""
+    codes = [reports.done[slot] for slot in reports.done if slot not in lost]
+    if None in codes:
+        return Ending()
+    bad = [code for code in codes if code]
+    bad += [report.exit_code for report in failed if report.exit_code]
+    if reports.done:
+        return Ending(reason="all workers have finished", exit_code=bad[0] if bad else 0)
+    if failed:
+        code = failed[0].exit_code
+        return Ending(
+            reason=_sentence(failed[0], "no live worker remains"),
+            exit_code=EXIT_FAILED if code is None else code,
+        )
+    return Ending(reason="no live worker remains", exit_code=EXIT_FAILED)
+
+
+def _sentence(report: Report, consequence: str) -> str:
+    failure = report.failure
+    return f"worker {failure.slot}: {failure.evidence}; {consequence}"

@@ -1,0 +1,143 @@
+"""What the supervisors have told of their trainers, as one of them knows it (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+
+from elaswave_plugin.core.agreement_messages import (
+    AllSealed,
+    Done,
+    FirstSeal,
+    News,
+    Notice,
+    Ready,
+    Report,
+    Severed,
+)
+from elaswave_plugin.core.membership import (
+    Arrival,
+    FailureEvent,
+    MembershipView,
+    WorkerId,
+    grown_view,
+    next_view,
+)
+
+
+class Reports:
+    """All news so far. ``changes`` rises with every one that may ask for another view."""
+
+    def __init__(self, *, link_grace_s: float) -> None:
+        self.failures: dict[WorkerId, Report] = {}
+        self.done: dict[int, int | None] = {}
+        self.arrivals: dict[int, Arrival] = {}
+        self.notices: dict[WorkerId, str] = {}
+        self.sealed: set[int] = set()
+        self.started = False
+        self.severed: tuple[str, float] | None = None
+        self.changes = 0
+        self._link_grace_s = link_grace_s
+
+    def learn(self, slot: int, news: News, *, epoch: int, now_s: float) -> None:
+        """Take in what the supervisor of ``slot`` tells; ``epoch``: the newest committed one."""
+        match news:
+            case Report():
+                self._add_failure(news, now_s)
+            case Severed():
+                if self.severed is None and news.epoch == epoch:
+                    self.severed = news.evidence, now_s + self._link_grace_s
+            case FirstSeal():
+                self.sealed.add(slot)
+            case AllSealed():
+                self.started = True
+            case Done():
+                self.changes += slot not in self.done
+                self.done[slot] = news.exit_code
+            case Ready():
+                if news.arrival.worker not in self.failures:
+                    self.changes += self.arrivals.get(slot) != news.arrival
+                    self.arrivals[slot] = news.arrival
+            case Notice():
+                self.changes += news.worker not in self.notices
+                self.notices.setdefault(news.worker, news.evidence)
+
+    def _add_failure(self, report: Report, now_s: float) -> None:
+        failure = replace(report.failure, detected_at_s=now_s)
+        worker = WorkerId(slot=failure.slot, incarnation=failure.incarnation)
+        if worker not in self.failures:
+            # The moment is restamped: the clocks of two nodes need not agree.
+            self.failures[worker] = replace(report, failure=failure)
+            self.changes += 1
+        waiting = self.arrivals.get(failure.slot)
+        if waiting is not None and waiting.worker == worker:
+            del self.arrivals[failure.slot]
+
+    def entered(self, view: MembershipView) -> None:
+        """A view is committed: whoever is in it waits no more."""
+        self.severed = None
+        for worker in view.workers:
+            waiting = self.arrivals.get(worker.slot)
+            if waiting is not None and waiting.worker == worker:
+                del self.arrivals[worker.slot]
+
+    def failed_in(self, view: MembershipView) -> list[Report]:
+        """The failures of members of a view that had not finished their work, as they came."""
+        members = view.workers
+        return [
+            report
+            for worker, report in self.failures.items()
+            if worker in members and worker.slot not in self.done
+        ]
+
+    def gone_from(self, view: MembershipView, lost: Iterable[int]) -> set[int]:
+        """The slots of a view whose trainer or supervisor is gone."""
+        failed = {worker.slot for worker in view.workers if worker in self.failures}
+        return failed | (set(view.ranks) & set(lost))
+
+    def events(
+        self, view: MembershipView, lost: Mapping[int, str], now_s: float
+    ) -> list[FailureEvent]:
+        """Every failure, and the loss of whose supervisor is lost."""
+        supervisors = [
+            event_of(view, slot, "lost", evidence, now_s)
+            for slot, evidence in lost.items()
+            if slot in view.ranks
+        ]
+        return [*(report.failure for report in self.failures.values()), *supervisors]
+
+    def is_ready(self, worker: WorkerId, lost: Collection[int]) -> bool:
+        """Whether a newcomer still waits to be let in."""
+        waiting = self.arrivals.get(worker.slot)
+        return waiting is not None and waiting.worker == worker and worker.slot not in lost
+
+    def between_steps(
+        self, view: MembershipView, lost: Collection[int], now_s: float
+    ) -> MembershipView | None:
+        """The view without those who want to leave and with those who wait; None: no change."""
+        shrunk = next_view(view, self.departures(view, now_s), now_s)
+        if shrunk is not None and not shrunk.ranks:
+            shrunk = None  # somebody has to stay
+        waiting = [one for slot, one in self.arrivals.items() if slot not in lost]
+        grown = grown_view(shrunk or view, waiting)
+        if shrunk is None or grown is None:
+            return grown or shrunk
+        return replace(grown, epoch=shrunk.epoch, reason=f"{shrunk.reason}; {grown.reason}")
+
+    def departures(self, view: MembershipView, now_s: float) -> list[FailureEvent]:
+        """The members of a view that want to leave between two steps."""
+        return [
+            event_of(view, worker.slot, "leave", evidence, now_s)
+            for worker, evidence in self.notices.items()
+            if worker in view.workers
+        ]
+
+
+def event_of(
+    view: MembershipView, slot: int, kind: str, evidence: str, now_s: float
+) -> FailureEvent:
+    """An event about the incarnation of ``slot`` that is in the view."""
+    incarnation = dict(zip(view.ranks, view.incarnations, strict=True)).get(slot, 0)
+    return FailureEvent(
+        kind=kind, slot=slot, detected_at_s=now_s, evidence=evidence, incarnation=incarnation
+    )
