@@ -98,6 +98,7 @@ class Agreement:
         self._open: Proposal | None = None
         self._known_to_open = (0, 0)
         self._hurried = False
+        self._answered = Ballot(0, 0)
         self._outside: set[int] = set()
         self._answers: dict[int, Quiesced] = {}
         self._fence_at_s: float | None = None
@@ -178,7 +179,7 @@ class Agreement:
         """
         if self.over or self._accepted is None or self._accepted.ballot != ballot:
             return
-        self._fence_at_s = None
+        self._fence_at_s, self._answered = None, ballot
         answer = Quiesced(ballot=ballot, facts=facts, inventory=inventory, entering=entering)
         if ballot.leader == self.slot:
             self._take_answer(self.slot, answer)
@@ -305,7 +306,8 @@ class Agreement:
         accepted = self._accepted
         if accepted is None or accepted.ballot != message.ballot:
             return
-        self._await_answer(now_s)
+        if self._answered != message.ballot:
+            self._await_answer(now_s)
         reason = accepted.view.reason
         self._effects.append(
             Ring(ballot=message.ballot, reason=reason, boundary=True, before_step=message.step)
