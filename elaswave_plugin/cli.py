@@ -1,4 +1,4 @@
-"""The command `elaswave`: run, demo, report; bad input costs one sentence and exit code 2."""
+"""The command `elaswave` with its subcommands; bad input costs one sentence and exit code 2."""
 
 import sys
 from typing import Any

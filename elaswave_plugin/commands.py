@@ -50,6 +50,14 @@ Picture = Annotated[
 GlobalBatch = Annotated[
     int | None, typer.Option(help="Samples of a step.", show_default="from the ledger")
 ]
+JobFolder = Annotated[
+    Path | None, typer.Argument(metavar="DIR", help="Run directory (--elaswave-dir).")
+]
+JobAddress = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="Any supervisor of the job, in place of DIR."),
+]
+AnswerTime = Annotated[float, typer.Option(help="Seconds for each supervisor to answer.")]
 
 
 def make_command() -> Any:
@@ -62,6 +70,7 @@ def make_command() -> Any:
     app.command("run", add_help_option=False)(run)
     app.command("demo")(demo)
     app.command("report")(report)
+    app.command("status")(status)
     app.command("plan")(plan)
     bench = typer.Typer(help="Measure parts of the product; simulated figures say so.")
     bench.callback()(lambda: None)  # keeps the name of a single command
@@ -137,6 +146,35 @@ def report(
     picture = draw_report(run_files, other, out or directory / "report.png")
     typer.echo(text)
     typer.echo(f"picture: {picture}", err=True)
+    return 0
+
+
+def status(
+    directory: JobFolder = None,
+    connect: JobAddress = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Until the job is over.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    timeout_s: AnswerTime = 5.0,
+) -> int:
+    """Show a running job: its view, and phase, step, snapshots and suspicions of each worker."""
+    from rich.console import Console
+
+    from elaswave_plugin.errors import ConfigurationError
+    from elaswave_plugin.status import ask_job, find_job
+    from elaswave_plugin.status_screen import draw_status
+    from elaswave_plugin.status_screen import watch as watch_job
+
+    if watch and as_json:
+        raise ConfigurationError("--watch draws and --json prints once: give one of them")
+    known = find_job(directory, connect)
+    if watch:
+        watch_job(known, timeout_s, Console())
+        return 0
+    found = ask_job(known, timeout_s)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        Console().print(draw_status(found))
     return 0
 
 

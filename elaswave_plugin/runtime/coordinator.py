@@ -78,6 +78,8 @@ class Coordinator:
         self._events = events
         nodes = tuple(peer.node for peer in meeting.peers)
         self.agreement = Agreement(slot=slot, nodes=nodes, patience=patience)
+        self.lost: dict[int, str] = {}
+        """Supervisors that are gone, with what was seen of it."""
         self._neighbours = self._open_neighbours()
         self._channels: dict[int, Channel] = {}
         now_s = time.monotonic()
@@ -134,9 +136,13 @@ class Coordinator:
 
         def closed(evidence: str) -> None:
             pid = self._peers[peer].pid
-            self.agreement.lost(peer, f"its supervisor (pid {pid}) is gone: {evidence}")
+            self._lose(peer, f"its supervisor (pid {pid}) is gone: {evidence}")
 
         self._channels[peer] = Channel(self._reactor, sock, on_frame=frame_came, on_close=closed)
+
+    def _lose(self, peer: int, evidence: str) -> None:
+        self.lost.setdefault(peer, evidence)
+        self.agreement.lost(peer, evidence)
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
@@ -166,6 +172,7 @@ class Coordinator:
 
     def _disconnect(self, order: Disconnect) -> None:
         """Shut a lost supervisor out. On this node it is killed: it may only have been stopped."""
+        self.lost.setdefault(order.slot, "declared lost by the leader")
         pidfd = self._neighbours.get(order.slot)
         if pidfd is not None and order.kill:
             with contextlib.suppress(ProcessLookupError):
@@ -204,7 +211,7 @@ class Coordinator:
                 self._heard_s[peer] = max(heard_s, now_s - self._heartbeat.every_s)
             elif now_s - heard_s > self._heartbeat.timeout_s and not self._channels[peer].closed:
                 pid = self._peers[peer].pid
-                self.agreement.lost(
+                self._lose(
                     peer,
                     f"its supervisor (pid {pid}) was silent for {self._heartbeat.timeout_s:g} s",
                 )

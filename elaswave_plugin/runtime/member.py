@@ -242,6 +242,10 @@ class Member:
         self._announced = phase
         self._keep_alive()
 
+    def describe(self, layout: dict[str, Any]) -> None:
+        """Say who works where, for `elaswave status`; the supervisor knows nothing of stages."""
+        self._send({"t": "layout", "layout": layout})
+
     def progress(self, text: str) -> None:
         """Say that work goes on: the deadline to answer a proposal starts anew."""
         self._send({"t": "progress", "text": text})

@@ -8,9 +8,10 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 
+from elaswave_plugin.runtime.requests import Answer
 from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET, Record
 from elaswave_plugin.runtime.snapshot_store import SnapshotStore
 from elaswave_plugin.runtime.wire import Frame, receive_frame, receive_into, send_frame
@@ -21,10 +22,16 @@ _SENDFILE_BYTES = 1 << 24
 
 
 class SnapshotServer:
-    """Accepts bulk connections on `host`; `address` is "host:port"."""
+    """Accepts bulk connections on `host`; `address` is "host:port".
 
-    def __init__(self, store: SnapshotStore, host: str) -> None:
+    `others` answer the requests of other kinds, by the name of the kind.
+    """
+
+    def __init__(
+        self, store: SnapshotStore, host: str, others: Mapping[str, Answer] | None = None
+    ) -> None:
         self._store = store
+        self._others = dict(others or {})
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=256)
         self.address = f"{host}:{self._listener.getsockname()[1]}"
@@ -52,6 +59,8 @@ class SnapshotServer:
                         self._hold(sock, request)
                     elif request["t"] == "copy":
                         self._take_copy(sock, request)
+                    elif request["t"] in self._others:
+                        send_frame(sock, self._others[request["t"]](request))
                     else:
                         return
             except OSError:

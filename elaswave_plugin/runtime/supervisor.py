@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,13 +20,16 @@ from elaswave_plugin.core.ending import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_RE
 from elaswave_plugin.core.membership import MembershipView
 from elaswave_plugin.core.respawn import Deaths, GiveUp
 from elaswave_plugin.errors import AgreementError
+from elaswave_plugin.runtime.address_file import Address, clear_addresses, published
 from elaswave_plugin.runtime.coordinator import Coordinator, Heartbeat, say
 from elaswave_plugin.runtime.lifeline import signal_group
 from elaswave_plugin.runtime.member import HOST, SLOT
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.rendezvous import Meeting, Place, host_meeting, join_meeting
+from elaswave_plugin.runtime.requests import in_loop
 from elaswave_plugin.runtime.snapshot_server import SnapshotCopier, SnapshotServer
 from elaswave_plugin.runtime.snapshot_store import SnapshotStore
+from elaswave_plugin.runtime.status import StatusBoard
 from elaswave_plugin.runtime.trainer_process import Program, ZygoteTrainer
 from elaswave_plugin.runtime.trainer_session import TrainerSession, start_session
 from elaswave_plugin.runtime.wire import Frame
@@ -67,6 +70,7 @@ class Supervisor:
         self._store = SnapshotStore(self._slot)
         self._copiers: dict[int, SnapshotCopier] = {}
         self._events = EventLog(f"{spec.run_dir}/events.jsonl" if spec.run_dir else None)
+        self._board = StatusBoard(self._slot)
         self._ballot: Ballot | None = None
         self._awaited_epoch = 0
         self._orphans: set[int] = set()
@@ -101,7 +105,8 @@ class Supervisor:
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
         self._attach(self._trainer)
-        self._reactor.run()
+        with published(self._spec.run_dir, self._address(), self._lost_supervisors):
+            self._reactor.run()
         self._kill_orphans()
         self._coordinator.finish(GOODBYE_S)
         return EXIT_FAILED if self._exit_code is None else self._exit_code
@@ -128,15 +133,37 @@ class Supervisor:
 
     def _meet(self) -> Meeting:
         if self._listener is not None:
+            clear_addresses(self._spec.run_dir)
             with self._listener:  # closed after the meeting: the port is the script's to use
                 return host_meeting(self._spec.place, self._listener, self._open_data())
         return join_meeting(self._spec.place, self._spec.host, self._open_data())
 
     def _open_data(self) -> str:
-        server = SnapshotServer(self._store, self._spec.host)
+        answers = {"status": in_loop(self._reactor, self._answer_status)}
+        server = SnapshotServer(self._store, self._spec.host, answers)
         server.start()
         self._data_address = server.address
         return server.address
+
+    def _address(self) -> Address:
+        place = self._spec.place
+        if self._spec.run_dir is None and place.slot == 0:
+            say(f"`elaswave status --connect {self._data_address}` tells how the job is")
+        return Address(
+            slot=place.slot, node=place.node, pid=os.getpid(), address=self._data_address
+        )
+
+    def _lost_supervisors(self) -> Iterable[int]:
+        return self._coordinator.lost
+
+    def _answer_status(self, request: Frame) -> Frame:
+        return self._board.report(
+            view=self._agreement.committed,
+            lost=self._coordinator.lost,
+            peers=self._meeting.peers,
+            inventory=self._store.inventory(self._data_address),
+            now_s=time.time(),
+        )
 
     def _on_early_signal(self, number: int, frame: object) -> None:
         sys.exit(128 + number)
@@ -146,6 +173,7 @@ class Supervisor:
     def ring(self, ring: Ring) -> None:
         """A proposal is open, or has become urgent."""
         trainer, self._ballot = self._trainer, ring.ballot
+        self._board.proposed(ring, time.time())
         if trainer.works and (trainer.delivered or (trainer.is_replacement and trainer.facts)):
             trainer.send(
                 {
@@ -169,6 +197,7 @@ class Supervisor:
         if not trainer.delivered:
             path = tuple(self._agreement.history[1:])
         trainer.delivered = True
+        self._board.committed(path, time.time())
         trainer.send(
             {
                 "t": "commit",
@@ -180,6 +209,7 @@ class Supervisor:
     def dismiss(self) -> None:
         """A view without the trainer is committed, as it was told to leave."""
         self._trainer.left = True
+        self._board.dismissed()
         self._trainer.send({"t": "stop", "reason": "it has left the job, as it was told to"})
         self._kill_after_grace()
 
@@ -203,6 +233,7 @@ class Supervisor:
     # ---- what the trainer says ----------------------------------------------------------------
 
     def _on_trainer_frame(self, trainer: TrainerSession, frame: Frame) -> None:
+        self._board.heard(frame)
         match frame["t"]:
             case "join":
                 self._on_join(trainer, frame)
@@ -290,6 +321,7 @@ class Supervisor:
         self._events.emit("copy_broken", slot=self._slot, to=target, why=why)
 
     def _answer(self, facts: Facts | None) -> None:
+        self._board.answered()
         if self._ballot is not None:
             inventory = self._store.inventory(self._data_address)
             entering = not self._trainer.delivered
@@ -298,6 +330,7 @@ class Supervisor:
     # ---- how it ends --------------------------------------------------------------------------
 
     def _on_start(self, trainer: TrainerSession, pid: int) -> None:
+        self._board.started(pid, trainer.incarnation)
         self._events.emit(
             "worker_started",
             slot=self._slot,
@@ -305,6 +338,7 @@ class Supervisor:
             pid=pid,
             supervisor_pid=os.getpid(),
             node=self._spec.place.node,
+            address=self._data_address,
         )
 
     def _on_exit(self, trainer: TrainerSession, status: str, exit_code: int | None) -> None:
@@ -313,6 +347,7 @@ class Supervisor:
         trainer.control.close()
         trainer.lives = False
         evidence = trainer.fence_evidence or status
+        self._board.exited(evidence)
         self._events.emit(
             "worker_exited",
             slot=self._slot,

@@ -158,6 +158,7 @@ class Worker:
         ranks = self.view.ranks
         self.seating = seating or FlatSeating(homes=ranks, ranks=ranks, buckets=self._buckets)
         self.dataflow = deal(**self.seating.dealt_over)
+        self._describe_layout()
         self._alignment = framework.shard_alignment
         if self.config.snapshots:
             whole = self._cut(1).payload_bytes
@@ -168,6 +169,10 @@ class Worker:
                 needed_bytes=self.local_workers * self.snapshot_bytes,
                 available_bytes=psutil.virtual_memory().available,
             )
+
+    def _describe_layout(self) -> None:
+        if isinstance(self.dataflow, PipelineFlow):
+            self.member.describe(self.dataflow.layout.to_json())
 
     @property
     def snapshot_bytes(self) -> int:
@@ -278,6 +283,7 @@ class Worker:
         self.completed = self.phases.step = plan.restore_step
         self.phases.replaying = True
         self.dataflow = plan.dataflow
+        self._describe_layout()
         newcomers, pause_s = self._newcomers, time.time() - self._recovery_started_s
         if str(self.member.worker) in newcomers:
             self.events.emit(

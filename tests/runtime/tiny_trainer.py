@@ -134,6 +134,9 @@ class Trainer:
                 fd = int(os.environ["ELASWAVE_CONTROL_FD"])
                 os.write(fd, struct.pack("!I", 1000) + b'{"t": "sealed"')
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "layout":
+                self.member.describe(json.loads(words[0]))
+                self.tell("layout")
             case "leave":
                 self.member.leave("as planned")
                 os._exit(0)

@@ -1,0 +1,77 @@
+"""Where a supervisor of a running job answers: one file each in the run directory.
+
+Its owner alone may read it, and it is gone when the job is (standard library only).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+_NAME = "supervisor-{slot}.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """The supervisor of `slot` is process `pid` of `node` and answers at `address`, host:port."""
+
+    def __str__(self) -> str:
+        return self.address
+
+    slot: int
+    node: int
+    pid: int
+    address: str
+
+
+@contextlib.contextmanager
+def published(
+    run_dir: str | None, address: Address, lost: Callable[[], Iterable[int]]
+) -> Iterator[None]:
+    """Has the file there while the block runs; also removes those that the slots of `lost()` left.
+
+    Raises OSError where it cannot be written.
+    """
+    if run_dir is None:
+        yield
+        return
+    _write(run_dir, address)
+    try:
+        yield
+    finally:
+        for slot in (address.slot, *lost()):
+            _path(run_dir, slot).unlink(missing_ok=True)
+
+
+def clear_addresses(run_dir: str | None) -> None:
+    """Remove what an earlier job, all of it killed, has left."""
+    for path in [] if run_dir is None else Path(run_dir).glob(_NAME.format(slot="*")):
+        path.unlink(missing_ok=True)
+
+
+def _write(run_dir: str, address: Address) -> None:
+    """The whole file at once, or none."""
+    path = _path(run_dir, address.slot)
+    draft = path.with_suffix(f".{address.pid}")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(fd, "w") as file:
+        json.dump(asdict(address), file)
+    draft.rename(path)
+
+
+def read_addresses(run_dir: str | os.PathLike[str]) -> list[Address]:
+    """All addresses in the directory, by slot; raises OSError where one may not be read."""
+    found = []
+    for path in Path(run_dir).glob(_NAME.format(slot="*")):
+        # Its supervisor may end while we read.
+        with contextlib.suppress(FileNotFoundError):
+            found.append(Address(**json.loads(path.read_text())))
+    return sorted(found, key=lambda one: one.slot)
+
+
+def _path(run_dir: str, slot: int) -> Path:
+    return Path(run_dir) / _NAME.format(slot=slot)

@@ -1,0 +1,130 @@
+"""What one supervisor can tell of its worker and of the job (standard library only)."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elaswave_plugin.core.agreement_messages import Inventory, Ring
+from elaswave_plugin.core.membership import MembershipView
+from elaswave_plugin.runtime.rendezvous import Peer
+from elaswave_plugin.runtime.wire import Frame
+
+RECENT_VIEWS = 20
+
+
+class StatusBoard:
+    """Notes what happens to one worker; used by the control thread only.
+
+    Moments are seconds since 1970, since people of several machines compare them.
+    """
+
+    def __init__(self, slot: int) -> None:
+        self._slot = slot
+        self._phase = "starting"
+        self._trainer_pid = 0
+        self._incarnation = 0
+        self._exited: str | None = None
+        self._proposal: dict[str, Any] | None = None
+        self._layout: dict[str, Any] | None = None
+        self._views: deque[dict[str, Any]] = deque(maxlen=RECENT_VIEWS)
+
+    def started(self, pid: int, incarnation: int) -> None:
+        """A trainer runs."""
+        self._trainer_pid = pid
+        self._incarnation = incarnation
+        self._exited = None
+        self._phase = "starting"
+
+    def proposed(self, ring: Ring, now_s: float) -> None:
+        """A proposal is open, or has become urgent; before that it may wait for a step's end."""
+        urgent = not ring.boundary or ring.before_step is not None
+        self._proposal = {
+            "epoch": ring.ballot.epoch,
+            "reason": ring.reason,
+            "since_s": now_s,
+            "late": urgent,
+        }
+        if self._phase == "training" and urgent:
+            self._phase = "stopping"
+
+    def answered(self) -> None:
+        """The open proposal was answered."""
+        if self._proposal is not None:
+            self._proposal["late"] = False
+
+    def committed(self, path: Sequence[MembershipView], now_s: float) -> None:
+        """The trainer is told these views, the last of which holds from now on."""
+        self._proposal = None
+        self._phase = "training"
+        for view in path:
+            change = {"epoch": view.epoch, "workers": len(view.ranks), "reason": view.reason}
+            self._views.append({"time_s": now_s, **change})
+
+    def heard(self, frame: Frame) -> None:
+        """The trainer says something to its supervisor."""
+        match frame["t"]:
+            case "join":
+                self._phase = "building" if self._incarnation else "joined"
+            case "ready":
+                self._phase = "waiting to enter"
+            case "quiesced":
+                self._phase = "quiesced"
+            case "progress":
+                self._phase = str(frame["text"])
+            case "layout":
+                self._layout = frame["layout"]
+            case "finish":
+                self._phase = "finished"
+            case "leave":
+                self._phase = "leaving"
+
+    def dismissed(self) -> None:
+        """The trainer is told that it may leave."""
+        self._phase = "leaving"
+
+    def exited(self, evidence: str) -> None:
+        """The trainer is gone."""
+        self._trainer_pid = 0
+        self._exited = evidence
+        if self._phase not in ("finished", "leaving"):
+            self._phase = "exited"
+
+    def report(
+        self,
+        *,
+        view: MembershipView,
+        lost: Mapping[int, str],
+        peers: Sequence[Peer],
+        inventory: Inventory,
+        now_s: float,
+    ) -> Frame:
+        """The answer to a status request, for `elaswave_plugin.status`.
+
+        `view`: the newest one; `lost`: supervisors that are gone, with the evidence.
+        """
+        proposal = self._proposal
+        return {
+            "t": "status",
+            "slot": self._slot,
+            "pid": os.getpid(),
+            "trainer_pid": self._trainer_pid,
+            "incarnation": self._incarnation,
+            "phase": self._phase,
+            "view": view.to_json(),
+            "views": list(self._views),
+            "proposal": proposal and {**proposal, "open_s": now_s - proposal["since_s"]},
+            "layout": self._layout,
+            "exited": self._exited,
+            "lost": [{"slot": slot, "evidence": evidence} for slot, evidence in lost.items()],
+            "snapshots": [
+                {key: record.get(key) for key in ("owner", "step", "epoch", "length", "copy")}
+                for record in inventory
+            ],
+            "peers": [
+                {"slot": peer.slot, "node": peer.node, "pid": peer.pid, "address": peer.data}
+                for peer in peers
+            ],
+        }

@@ -1,0 +1,123 @@
+"""Draws the status of a job as tables for a terminal."""
+
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from elaswave_plugin.core.layout import ParallelLayout
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.layout_change import layout_lines
+from elaswave_plugin.runtime.address_file import Address
+from elaswave_plugin.status import addresses_of, ask_job
+
+Record = dict[str, Any]
+REFRESH_S = 1.0
+
+
+def watch(known: Sequence[Address], timeout_s: float, console: Console) -> None:
+    """Draw the status anew every REFRESH_S, until nobody answers any more.
+
+    Raises ConfigurationError where nobody does from the start.
+    """
+    status = ask_job(known, timeout_s)
+    with Live(draw_status(status), console=console, auto_refresh=False) as live:
+        while True:
+            time.sleep(REFRESH_S)
+            try:
+                status = ask_job(addresses_of(status), timeout_s)
+            except ConfigurationError as over:
+                live.console.print(str(over), markup=False)
+                return
+            live.update(draw_status(status), refresh=True)
+
+
+def draw_status(status: Record) -> RenderableType:
+    """Everything that `elaswave_plugin.status.merge` found, on one screen."""
+    parts: list[RenderableType] = [_headline(status)]
+    if status["layout"] is not None:
+        layout = ParallelLayout.from_json(status["layout"])
+        parts += [Text(f"layout: {line}") for line in layout_lines(layout)]
+    return Group(*parts, _workers(status["workers"]), _views(status["views"]))
+
+
+def _headline(status: Record) -> Text:
+    view = status["view"]
+    if view["epoch"]:
+        text = Text(f"epoch {view['epoch']}, {len(view['ranks'])} workers", style="bold")
+        text.append(f": {view['reason']}", style="not bold")
+    else:
+        text = Text(f"starting, {len(view['ranks'])} workers", style="bold")
+    if view["standby"]:
+        text.append(f"; standby: {' '.join(map(str, view['standby']))}", style="not bold")
+    proposal = status["proposal"]
+    if proposal is not None:
+        change = f"\nepoch {proposal['epoch']} proposed {proposal['open_s']:.1f} s ago"
+        text.append(f"{change}: {proposal['reason']}", style="yellow")
+    return text
+
+
+def _workers(workers: list[Record]) -> Table:
+    table = Table(title="workers", title_justify="left")
+    for name in ("slot", "rank", "node"):
+        table.add_column(name, justify="right")
+    table.add_column("phase")
+    table.add_column("step", justify="right")
+    table.add_column("snapshot")
+    table.add_column("held by", justify="right")
+    table.add_column("MiB", justify="right")
+    table.add_column("suspicion", overflow="fold")
+    for worker in workers:
+        snapshot = worker["snapshot"]
+        cells = ("-", "-", "-") if snapshot is None else _snapshot(snapshot)
+        table.add_row(
+            _name(worker),
+            _number(worker["rank"]),
+            str(worker["node"]),
+            escape(worker["phase"]),
+            _number(worker["step"]),
+            *cells,
+            escape(worker["suspicion"] or ""),
+            style="dim" if worker["rank"] is None else "red" if worker["suspicion"] else None,
+        )
+    return table
+
+
+def _name(worker: Record) -> str:
+    """The slot, with the incarnation where the first one was replaced."""
+    incarnation = worker["incarnation"]
+    return f"{worker['slot']}.{incarnation}" if incarnation else str(worker["slot"])
+
+
+def _snapshot(snapshot: Record) -> tuple[str, str, str]:
+    """The newest one, who holds it (with the step where that is an older one), and its size."""
+    newest = snapshot["epoch"], snapshot["step"]
+    holders = [
+        str(one["slot"])
+        + (f" (step {one['step']})" if (one["epoch"], one["step"]) < newest else "")
+        for one in snapshot["held_by"]
+    ]
+    place = f"step {snapshot['step']}, epoch {snapshot['epoch']}"
+    return place, ", ".join(holders) or "nobody", f"{snapshot['bytes'] / 2**20:.2f}"
+
+
+def _views(views: list[Record]) -> Table:
+    table = Table(title="views", title_justify="left")
+    table.add_column("time")
+    table.add_column("epoch", justify="right")
+    table.add_column("workers", justify="right")
+    table.add_column("reason", overflow="fold")
+    for view in views:
+        at = datetime.fromtimestamp(view["time_s"]).isoformat(sep=" ", timespec="milliseconds")
+        table.add_row(at, str(view["epoch"]), str(view["workers"]), escape(view["reason"]))
+    return table
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else str(value)

@@ -1,0 +1,65 @@
+"""`elaswave status` of a job that trains, before and after the loss of a worker."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from elaswave_plugin.core.layout import ParallelLayout
+from elaswave_plugin.status import ask_job, find_job
+from tests.faults.harness import JobSpec, Zygote, left_alive, pids_of, started
+from tests.faults.hybrid_matrix import PP2_DP2
+from tests.faults.test_signals import LIMIT_S, wait_for_step
+
+ENDLESS: JobSpec = replace(PP2_DP2, steps=100_000, dump="never")
+Status = dict[str, Any]
+
+
+def ask_until(directory: Path, fits: Callable[[Status], bool]) -> Status:
+    """Ask a training job until its status is as wanted."""
+    deadline_s = time.monotonic() + LIMIT_S
+    while True:
+        status = ask_job(find_job(directory, None), LIMIT_S)
+        if fits(status):
+            return status
+        assert time.monotonic() < deadline_s, status
+
+
+def survivors_have_sealed(status: Status) -> bool:
+    """Since the loss of worker 1."""
+    workers = [worker for worker in status["workers"] if worker["slot"] != 1]
+    return all(worker["snapshot"]["epoch"] == 2 for worker in workers)
+
+
+def test_the_status_of_a_pipeline_before_and_after_a_kill(
+    zygote: Zygote, data: Path, tmp_path: Path
+) -> None:
+    with started(ENDLESS, zygote=zygote, data=data, directory=tmp_path) as (launcher,):
+        wait_for_step(tmp_path, 3)
+        before = ask_job(find_job(tmp_path, None), LIMIT_S)
+        os.kill(before["workers"][1]["trainer_pid"], signal.SIGKILL)
+        after = ask_until(tmp_path, survivors_have_sealed)
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(LIMIT_S) == 143
+    assert left_alive(pids_of(tmp_path), limit_s=LIMIT_S) == ()
+    assert list(tmp_path.glob("supervisor-*")) == []
+    assert before["view"]["ranks"] == [0, 1, 2, 3]
+    assert ParallelLayout.from_json(before["layout"]).widths == (2, 2)
+    assert all(worker["step"] >= 3 for worker in before["workers"])
+    # A copy of each snapshot lies with the other worker of the same stage.
+    holders = [[one["slot"] for one in w["snapshot"]["held_by"]] for w in before["workers"]]
+    assert holders == [[1], [0], [3], [2]]
+    assert after["view"]["ranks"] == [0, 3, 2]
+    assert after["view"]["reason"] == "worker 1 (node 0) exited: killed by SIGKILL"
+    assert after["views"][-1]["reason"] == after["view"]["reason"]
+    assert ParallelLayout.from_json(after["layout"]).widths == (1, 2)
+    assert after["workers"][1]["suspicion"] == "killed by SIGKILL"
+    assert [worker["phase"] for worker in after["workers"]] == [
+        "training",
+        "exited",
+        "training",
+        "training",
+    ]

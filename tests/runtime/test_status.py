@@ -1,0 +1,387 @@
+"""`elaswave status`: real jobs that are asked while they run, and how their answers are merged."""
+
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from elaswave_plugin.cli import run_command
+from elaswave_plugin.core.agreement_messages import Ballot, Ring
+from elaswave_plugin.core.layout import launch_layout
+from elaswave_plugin.core.membership import first_view
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.runtime.address_file import Address, published, read_addresses
+from elaswave_plugin.runtime.rendezvous import Peer
+from elaswave_plugin.runtime.status import StatusBoard
+from elaswave_plugin.status import ask_job, find_job, merge
+from elaswave_plugin.status_screen import draw_status
+from tests.runtime.jobs import LAUNCH, TRAINER, WAIT_S, Job, environment
+
+Record = dict[str, Any]
+TIMEOUT_S = 10.0
+KILLED = "worker 2 (node 0) exited: killed by SIGKILL"
+
+
+def ask(job: Job) -> Record:
+    """The status of a job, through its run directory."""
+    return ask_job(find_job(job.run_dir, None), TIMEOUT_S)
+
+
+def column(status: Record, name: str) -> list[Any]:
+    return [worker[name] for worker in status["workers"]]
+
+
+def drawn(status: Record) -> str:
+    screen = io.StringIO()
+    Console(width=160, file=screen).print(draw_status(status))
+    return screen.getvalue()
+
+
+# ---- a running job ------------------------------------------------------------------------------
+
+
+def test_a_job_tells_its_view_its_snapshots_and_after_a_kill_the_new_view(tmp_path: Path) -> None:
+    with Job(tmp_path, 4).start() as job:
+        before = ask(job)
+        job.kill(2)
+        job.all("commit", [0, 1, 3], epoch=2)
+        for slot in (0, 1, 3):
+            job.tell(slot, "seal 1")
+        job.all("copied", [0, 1, 3], step=1)
+        after = ask(job)
+        assert job.finish([0, 1, 3]) == 0
+        assert job.left(WAIT_S) == []
+    assert os.listdir(job.run_dir) == ["events.jsonl"]
+    assert (before["view"]["epoch"], before["view"]["ranks"]) == (1, [0, 1, 2, 3])
+    assert column(before, "phase") == ["training"] * 4
+    assert column(before, "suspicion") == [None] * 4
+    assert column(before, "trainer_pid") == [job.pids[slot] for slot in range(4)]
+    assert column(before, "supervisor_pid") == [job.supervisors[slot] for slot in range(4)]
+    held = {"step": 0, "epoch": 1}
+    assert column(before, "snapshot") == [
+        {**held, "bytes": 65536, "held_by": [{"slot": (slot + 1) % 4, **held}]} for slot in range(4)
+    ]
+    assert (after["view"]["epoch"], after["view"]["ranks"]) == (2, [0, 1, 3])
+    assert after["view"]["reason"] == KILLED and after["proposal"] is None
+    assert column(after, "rank") == [0, 1, None, 2]
+    assert column(after, "phase") == ["training", "training", "exited", "training"]
+    assert column(after, "suspicion") == [None, None, "killed by SIGKILL", None]
+    assert column(after, "step") == [1, 1, 0, 1]
+    assert [(view["epoch"], view["workers"]) for view in after["views"]] == [(1, 4), (2, 3)]
+    committed = job.events("view_committed")
+    for view, event in zip(after["views"], committed, strict=True):
+        assert abs(view["time_s"] - event["time_s"]) < 1
+    text = drawn(after)
+    assert f"epoch 2, 3 workers: {KILLED}" in text and "step 1, epoch 2" in text
+
+
+def test_a_worker_that_does_not_answer_is_suspected(tmp_path: Path) -> None:
+    with Job(tmp_path, 3).start() as job:
+        job.tell(2, "deaf")
+        job.one("deaf", 2)
+        job.kill(1)
+        job.all("ring", [0, 2], epoch=2)
+        status = ask(job)
+        job.tell(2, "answer")
+        job.all("commit", [0, 2], epoch=2)
+        answered = ask(job)
+        assert job.finish([0, 2]) == 0
+    assert status["proposal"]["epoch"] == 2 and "killed by SIGKILL" in status["proposal"]["reason"]
+    assert status["view"]["epoch"] == 1
+    assert column(status, "phase")[2] == "stopping"
+    assert column(status, "suspicion")[2].startswith("has not answered the proposal of epoch 2 for")
+    assert "epoch 2 proposed" in drawn(status)
+    assert answered["proposal"] is None and column(answered, "suspicion")[2] is None
+
+
+def test_any_supervisor_names_the_others(tmp_path: Path) -> None:
+    with Job(tmp_path, 4).start(nodes=4) as job:
+        addresses = {event["slot"]: event["address"] for event in job.events("worker_started")}
+        job.kill_supervisor(0)
+        job.all("commit", [1, 2, 3], epoch=2)
+        host, _, port = addresses[3].rpartition(":")
+        assert host == "127.0.0.1"
+        status = ask_job(find_job(None, f"localhost:{port}"), TIMEOUT_S)
+        assert job.finish([1, 2, 3], launcher=1) == 0
+        for launcher in (2, 3):
+            assert job.code(launcher) == 0
+    assert os.listdir(job.run_dir) == ["events.jsonl"]  # that of the killed one went too
+    assert column(status, "address") == [addresses[slot] for slot in range(4)]
+    assert column(status, "phase") == ["gone", *["training"] * 3]
+    assert f"its supervisor (pid {job.supervisors[0]}) is gone" in column(status, "suspicion")[0]
+    # Its newest snapshot is in another's care.
+    assert [one["slot"] for one in column(status, "snapshot")[0]["held_by"]] == [1]
+
+
+def test_the_layout_is_that_of_the_trainers(tmp_path: Path) -> None:
+    layout = launch_layout(tp=1, pp=2, dp=1, num_layers=2)
+    with Job(tmp_path, 2).start() as job:
+        for slot in (0, 1):
+            job.tell(slot, f"layout {json.dumps(layout.to_json()).replace(' ', '')}")
+        job.all("layout", [0, 1])
+        status = ask(job)
+        assert job.finish([0, 1]) == 0
+    assert status["layout"] == layout.to_json()
+    assert "layout: stage 0, layers 0: r0 w0; stage 1, layers 1: r0 w1" in drawn(status)
+
+
+def test_the_command_draws_once_or_prints_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Job(tmp_path, 2).start() as job:
+        assert run_command(["status", str(job.run_dir)]) == 0
+        table = capsys.readouterr().out
+        assert run_command(["status", str(job.run_dir), "--json"]) == 0
+        status = json.loads(capsys.readouterr().out)
+        assert job.finish([0, 1]) == 0
+    assert "epoch 1, 2 workers: the job starts" in table and "training" in table
+    assert status["view"]["ranks"] == [0, 1]
+
+
+def test_watching_ends_with_the_job(tmp_path: Path) -> None:
+    command = "import sys; from elaswave_plugin.cli import main; main(sys.argv[1:])"
+    with Job(tmp_path, 2).start() as job:
+        watching = subprocess.Popen(
+            [sys.executable, "-c", command, "status", str(job.run_dir), "--watch"],
+            stdout=subprocess.PIPE,
+            env=environment(COLUMNS="120", FORCE_COLOR="1"),
+            text=True,
+        )
+        assert watching.stdout is not None
+        first = watching.stdout.readline()
+        assert job.finish([0, 1]) == 0
+        rest, _ = watching.communicate(timeout=WAIT_S)
+    assert "epoch 1, 2 workers" in first
+    assert "the job is over" in rest and watching.returncode == 0
+
+
+def test_the_addresses_are_for_their_owner_and_replace_those_of_a_killed_job(
+    tmp_path: Path,
+) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    old = Address(slot=7, node=0, pid=1, address="127.0.0.1:1")
+    published(str(run_dir), old, lambda: ()).__enter__()
+    with Job(tmp_path, 2).start() as job:
+        files = sorted(run_dir.glob("supervisor-*"))
+        assert [file.name for file in files] == ["supervisor-0.json", "supervisor-1.json"]
+        assert [file.stat().st_mode & 0o777 for file in files] == [0o600, 0o600]
+        job.launchers[0].terminate()
+        assert job.code() == 143
+    assert read_addresses(run_dir) == []
+
+
+def test_without_a_run_directory_the_address_is_printed(tmp_path: Path) -> None:
+    with Job(tmp_path, 2) as job:
+        job.launch(command=[sys.executable, "-c", LAUNCH, "--nproc-per-node=2", str(TRAINER)])
+        for report in job.all("started", [0, 1]):
+            job.watch(report["pid"])
+        job.all("commit", [0, 1], epoch=1)
+        line = next(line for line in job.output().splitlines() if "--connect" in line)
+        address = line.split("--connect ")[1].split("`")[0]
+        assert ask_job(find_job(None, address), TIMEOUT_S)["view"]["ranks"] == [0, 1]
+        assert job.finish([0, 1]) == 0
+
+
+# ---- bad input ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    """Somebody who takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        yield sock
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "wanted a run directory or --connect HOST:PORT, and neither is given"),
+        (["{dir}", "--connect", "a:1"], "and both are given"),
+        (["{dir}/none"], "/none is no directory; give the run directory"),
+        (["{dir}"], "no job is running in"),
+        (["--connect", "here"], "--connect is 'here', wanted HOST:PORT"),
+        (["--connect", "here:0"], "--connect is 'here:0', wanted HOST:PORT"),
+        (["--connect", "127.0.0.1:1"], "no supervisor answers within 5 s (127.0.0.1:1: Conn"),
+        (["--connect", "no.such.host.invalid:5"], "no supervisor answers within 5 s (no.such"),
+        (["--connect", "{silent}", "--timeout-s", "0.2"], "no supervisor answers within 0.2 s"),
+        (["--connect", "h:1", "--timeout-s", "0"], "--timeout-s is 0, wanted more than 0"),
+        (["{dir}", "--watch", "--json"], "--watch draws and --json prints once"),
+    ],
+)
+def test_bad_input_costs_one_sentence(
+    arguments: list[str],
+    words: str,
+    listener: socket.socket,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    silent = f"127.0.0.1:{listener.getsockname()[1]}"
+    given = [argument.format(dir=tmp_path, silent=silent) for argument in arguments]
+    assert run_command(["status", *given]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1 and error.startswith("elaswave: ")
+
+
+def test_addresses_that_a_killed_job_left_are_told_as_such(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Job(tmp_path, 2).start() as job:
+        job.kill_supervisor(0, 1)
+        job.code()
+    assert len(read_addresses(job.run_dir)) == 2
+    assert run_command(["status", str(job.run_dir)]) == 2
+    error = capsys.readouterr().err
+    assert "Connection refused): the job is over, or cannot be reached" in error
+
+
+def test_another_process_at_an_old_address_is_not_taken_for_the_job(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    with Job(tmp_path, 2).start() as job:
+        (now,) = [one for one in read_addresses(job.run_dir) if one.slot == 0]
+        old = Address(slot=0, node=0, pid=now.pid + 1, address=now.address)
+        with (
+            published(str(tmp_path / "old"), old, lambda: ()),
+            pytest.raises(ConfigurationError, match="who answers there is another process"),
+        ):
+            ask_job(find_job(tmp_path / "old", None), TIMEOUT_S)
+        assert job.finish([0, 1]) == 0
+
+
+# ---- what is merged -----------------------------------------------------------------------------
+
+
+def answer(slot: int, **more: object) -> Record:
+    """What the supervisor of one of three workers answers."""
+    view = first_view((0, 0, 0)).to_json()
+    peers = [{"slot": s, "node": 0, "pid": 100 + s, "address": f"h:{s}"} for s in range(3)]
+    nothing: Record = {"views": [], "proposal": None, "layout": None, "lost": [], "exited": None}
+    return {
+        "t": "status",
+        "slot": slot,
+        "pid": 100 + slot,
+        "trainer_pid": 200 + slot,
+        "incarnation": 0,
+        "phase": "training",
+        "view": view,
+        "snapshots": [],
+        "peers": peers,
+        **nothing,
+        **more,
+    }
+
+
+def ring(epoch: int, **more: Any) -> Ring:
+    return Ring(ballot=Ballot(epoch, 0), reason="r", **more)
+
+
+def sealed(owner: int, step: int, epoch: int) -> Record:
+    return {"owner": owner, "step": step, "epoch": epoch, "length": 10, "copy": False}
+
+
+def test_the_newest_view_holds_and_its_losses() -> None:
+    new = {**first_view((0, 0, 0)).to_json(), "epoch": 3, "ranks": [2, 1], "reason": "so"}
+    shut_out = answer(0, lost=[{"slot": 1, "evidence": "its connection closed"}])
+    rest = [answer(s, view=new, lost=[{"slot": 0, "evidence": "silent"}]) for s in (1, 2)]
+    status = merge([shut_out, *rest], silent={}, now_s=5.0)
+    assert status["view"]["epoch"] == 3 and column(status, "rank") == [None, 1, 0]
+    assert column(status, "suspicion") == ["silent", None, None]
+    assert column(status, "phase") == ["gone", "training", "training"]
+
+
+def test_the_leader_has_the_evidence() -> None:
+    said = [{"slot": 0, "evidence": words} for words in ("declared lost", "its connection closed")]
+    answers = [answer(2, lost=[said[0]]), answer(1, lost=[said[1]])]
+    assert column(merge(answers, silent={}, now_s=5.0), "suspicion")[0] == said[1]["evidence"]
+
+
+def test_a_supervisor_that_is_silent_is_suspected_itself() -> None:
+    status = merge([answer(0), answer(2)], silent={1: "timed out"}, now_s=5.0)
+    assert column(status, "suspicion")[1] == "its supervisor (pid 101) does not answer: timed out"
+    assert column(status, "phase") == ["training", "unknown", "training"]
+
+
+def test_a_snapshot_after_a_roll_back_is_newer_than_a_later_step_before() -> None:
+    owner = answer(0, snapshots=[sealed(0, 9, 1), sealed(0, 8, 2)])
+    holder = answer(1, snapshots=[sealed(0, 9, 1), sealed(0, 7, 2)])
+    status = merge([owner, holder, answer(2)], silent={}, now_s=5.0)
+    assert column(status, "snapshot") == [
+        {"step": 8, "epoch": 2, "bytes": 10, "held_by": [{"slot": 1, "step": 7, "epoch": 2}]},
+        None,
+        None,
+    ]
+    assert "1 (step 7)" in drawn(status)
+
+
+def test_a_proposal_that_was_committed_is_open_no_more() -> None:
+    view = {**first_view((0, 0, 0)).to_json(), "epoch": 2, "ranks": [0, 1]}
+    old = {"epoch": 2, "reason": "r", "open_s": 4.0, "late": True}
+    # The supervisor of a lost trainer is not told of a view that it has no part in.
+    status = merge([answer(0, view=view), answer(2, proposal=old)], silent={}, now_s=5.0)
+    assert status["proposal"] is None
+    status = merge([answer(0), answer(2, proposal=old)], silent={}, now_s=5.0)
+    assert status["proposal"] == {"epoch": 2, "reason": "r", "open_s": 4.0}
+
+
+def test_of_each_view_the_first_moment_counts() -> None:
+    views = [[{"epoch": e, "time_s": t, "workers": 3, "reason": "r"}] for e, t in ((1, 7), (1, 6))]
+    status = merge([answer(s, views=views[s]) for s in (0, 1)], silent={}, now_s=9.0)
+    assert [view["time_s"] for view in status["views"]] == [6]
+
+
+def test_the_phases_of_a_board() -> None:
+    board = StatusBoard(0)
+    peers = [Peer(slot=0, node=0, pid=1, control="", data="h:1")]
+
+    def phase() -> str:
+        report = board.report(view=view, lost={}, peers=peers, inventory=[], now_s=2.0)
+        return str(report["phase"])
+
+    view = first_view((0,))
+    seen = [phase()]
+    actions: list[Callable[[], None]] = [
+        lambda: board.started(5, 0),
+        lambda: board.heard({"t": "join"}),
+        lambda: board.proposed(ring(1), 1.0),
+        lambda: board.committed([view], 1.0),
+        lambda: board.proposed(ring(2, boundary=True), 1.0),
+        lambda: board.proposed(ring(2, boundary=True, before_step=5), 1.0),
+        lambda: board.heard({"t": "progress", "text": "evaluation"}),
+        lambda: board.heard({"t": "quiesced"}),
+        lambda: board.committed([view], 1.0),
+        lambda: board.exited("killed by SIGKILL"),
+        lambda: board.started(6, 1),
+        lambda: board.heard({"t": "join"}),
+        lambda: board.heard({"t": "ready"}),
+        lambda: board.committed([view], 1.0),
+        board.dismissed,
+        lambda: board.exited("exit code 0"),
+    ]
+    for happens in actions:
+        happens()
+        seen.append(phase())
+    first = "starting starting joined joined training training stopping evaluation quiesced"
+    second = ["training", "exited", "starting", "building", "waiting to enter", "training"]
+    assert seen == [*first.split(), *second, "leaving", "leaving"]
+
+
+def test_what_the_predecessor_died_of_is_forgotten() -> None:
+    board = StatusBoard(0)
+
+    def exited() -> object:
+        report = board.report(view=first_view((0,)), lost={}, peers=[], inventory=[], now_s=2.0)
+        return report["exited"]
+
+    board.started(5, 0)
+    board.exited("killed by SIGKILL")
+    died = exited()
+    board.started(6, 1)
+    assert (died, exited()) == ("killed by SIGKILL", None)
