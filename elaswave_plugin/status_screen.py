@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
@@ -19,6 +19,15 @@ from elaswave_plugin.status import addresses_of, ask_job
 
 Record = dict[str, Any]
 REFRESH_S = 1.0
+COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (
+    ("slot", "right"),
+    ("node", "right"),
+    ("phase", "left"),
+    ("step", "right"),
+    ("sealed step", "left"),
+    ("held by", "left"),
+    ("MiB", "right"),
+)
 
 
 def watch(known: Sequence[Address], timeout_s: float, console: Console) -> None:
@@ -54,6 +63,7 @@ def _headline(status: Record) -> Text:
         text.append(f": {view['reason']}", style="not bold")
     else:
         text = Text(f"starting, {len(view['ranks'])} workers", style="bold")
+    text.append(f"\nslots by rank: {' '.join(map(str, view['ranks']))}", style="not bold")
     if view["standby"]:
         text.append(f"; standby: {' '.join(map(str, view['standby']))}", style="not bold")
     proposal = status["proposal"]
@@ -63,30 +73,27 @@ def _headline(status: Record) -> Text:
     return text
 
 
-def _workers(workers: list[Record]) -> Table:
+def _workers(workers: list[Record]) -> Group:
+    """A row each, and below the table what speaks against some of them."""
     table = Table(title="workers", title_justify="left")
-    for name in ("slot", "rank", "node"):
-        table.add_column(name, justify="right")
-    table.add_column("phase")
-    table.add_column("step", justify="right")
-    table.add_column("snapshot")
-    table.add_column("held by", justify="right")
-    table.add_column("MiB", justify="right")
-    table.add_column("suspicion", overflow="fold")
+    for name, justify in COLUMNS:
+        table.add_column(name, justify=justify, no_wrap=name not in ("phase", "held by"))
     for worker in workers:
         snapshot = worker["snapshot"]
-        cells = ("-", "-", "-") if snapshot is None else _snapshot(snapshot)
         table.add_row(
             _name(worker),
-            _number(worker["rank"]),
             str(worker["node"]),
             escape(worker["phase"]),
-            _number(worker["step"]),
-            *cells,
-            escape(worker["suspicion"] or ""),
+            "-" if worker["step"] is None else str(worker["step"]),
+            *(("-", "-", "-") if snapshot is None else _snapshot(snapshot)),
             style="dim" if worker["rank"] is None else "red" if worker["suspicion"] else None,
         )
-    return table
+    evidence = [
+        Text(f"worker {_name(worker)}: {worker['suspicion']}")
+        for worker in workers
+        if worker["suspicion"]
+    ]
+    return Group(table, *evidence)
 
 
 def _name(worker: Record) -> str:
@@ -99,11 +106,10 @@ def _snapshot(snapshot: Record) -> tuple[str, str, str]:
     """The newest one, who holds it (with the step where that is an older one), and its size."""
     newest = snapshot["epoch"], snapshot["step"]
     holders = [
-        str(one["slot"])
-        + (f" (step {one['step']})" if (one["epoch"], one["step"]) < newest else "")
+        str(one["slot"]) + (f" ({one['step']})" if (one["epoch"], one["step"]) < newest else "")
         for one in snapshot["held_by"]
     ]
-    place = f"step {snapshot['step']}, epoch {snapshot['epoch']}"
+    place = f"{snapshot['step']} (epoch {snapshot['epoch']})"
     return place, ", ".join(holders) or "nobody", f"{snapshot['bytes'] / 2**20:.2f}"
 
 
@@ -117,7 +123,3 @@ def _views(views: list[Record]) -> Table:
         at = datetime.fromtimestamp(view["time_s"]).isoformat(sep=" ", timespec="milliseconds")
         table.add_row(at, str(view["epoch"]), str(view["workers"]), escape(view["reason"]))
     return table
-
-
-def _number(value: int | None) -> str:
-    return "-" if value is None else str(value)

@@ -63,3 +63,27 @@ def test_the_status_of_a_pipeline_before_and_after_a_kill(
         "training",
         "training",
     ]
+
+
+def test_the_status_of_a_worker_that_was_replaced(
+    zygote: Zygote, data: Path, tmp_path: Path
+) -> None:
+    endless = JobSpec(steps=100_000, dump="never", respawn=1)
+    with started(endless, zygote=zygote, data=data, directory=tmp_path) as (launcher,):
+        wait_for_step(tmp_path, 3)
+        before = ask_job(find_job(tmp_path, None), LIMIT_S)
+        os.kill(before["workers"][2]["trainer_pid"], signal.SIGKILL)
+        building = ask_until(
+            tmp_path,
+            lambda status: (
+                (status["view"]["epoch"], status["workers"][2]["phase"]) == (2, "building")
+            ),
+        )
+        after = ask_until(tmp_path, lambda status: status["view"]["epoch"] == 3)
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(LIMIT_S) == 143
+    assert left_alive(pids_of(tmp_path), limit_s=LIMIT_S) == ()
+    assert building["view"]["ranks"] == [0, 1, 3]
+    for status, worker in ((building, building["workers"][2]), (after, after["workers"][2])):
+        assert (worker["incarnation"], worker["suspicion"]) == (1, None), status
+    assert [view["workers"] for view in after["views"]] == [4, 3, 4]

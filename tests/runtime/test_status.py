@@ -80,7 +80,8 @@ def test_a_job_tells_its_view_its_snapshots_and_after_a_kill_the_new_view(tmp_pa
     for view, event in zip(after["views"], committed, strict=True):
         assert abs(view["time_s"] - event["time_s"]) < 1
     text = drawn(after)
-    assert f"epoch 2, 3 workers: {KILLED}" in text and "step 1, epoch 2" in text
+    assert f"epoch 2, 3 workers: {KILLED}" in text and "1 (epoch 2)" in text
+    assert "slots by rank: 0 1 3" in text and "worker 2: killed by SIGKILL" in text
 
 
 def test_a_worker_that_does_not_answer_is_suspected(tmp_path: Path) -> None:
@@ -318,7 +319,7 @@ def test_a_snapshot_after_a_roll_back_is_newer_than_a_later_step_before() -> Non
         None,
         None,
     ]
-    assert "1 (step 7)" in drawn(status)
+    assert "1 (7)" in drawn(status)
 
 
 def test_a_proposal_that_was_committed_is_open_no_more() -> None:
