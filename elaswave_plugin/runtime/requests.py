@@ -18,12 +18,19 @@ ANSWER_S = 2.0
 def in_loop(reactor: Reactor, answer: Answer) -> Answer:
     """`answer`, to be called from any thread; it runs in the thread of the reactor.
 
-    Where that does not come to it within ANSWER_S, the result is {"error": why}.
+    Where it fails, or the loop does not come to it within ANSWER_S, the result is {"error": why}.
     """
 
     def ask(request: Frame) -> Frame:
         result: SimpleQueue[Frame] = SimpleQueue()
-        reactor.post(lambda: result.put(answer(request)))
+
+        def work() -> None:
+            try:
+                result.put(answer(request))
+            except Exception as error:  # whoever only asks must not bring a worker down
+                result.put({"error": f"{type(error).__name__}: {error}"})
+
+        reactor.post(work)
         try:
             return result.get(timeout=ANSWER_S)
         except Empty:

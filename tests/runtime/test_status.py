@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from elaswave_plugin.core.layout import launch_layout
 from elaswave_plugin.core.membership import first_view
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.address_file import Address, published, read_addresses
+from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.rendezvous import Peer
+from elaswave_plugin.runtime.requests import in_loop
 from elaswave_plugin.runtime.status import StatusBoard
 from elaswave_plugin.status import ask_job, find_job, merge
 from elaswave_plugin.status_screen import draw_status
@@ -386,3 +389,24 @@ def test_what_the_predecessor_died_of_is_forgotten() -> None:
     died = exited()
     board.started(6, 1)
     assert (died, exited()) == ("killed by SIGKILL", None)
+
+
+def test_an_answer_that_fails_is_told_and_leaves_the_supervisor_alone() -> None:
+    reactor = Reactor()
+
+    def fail(request: Record) -> Record:
+        raise OSError("no such descriptor")
+
+    ask = in_loop(reactor, fail)
+    answers: list[Record] = []
+
+    def client() -> None:
+        answers.append(ask({"t": "status"}))
+        reactor.post(reactor.stop)
+
+    thread = threading.Thread(target=client)
+    thread.start()
+    reactor.run()
+    thread.join(WAIT_S)
+    reactor.close()
+    assert answers == [{"error": "OSError: no such descriptor"}]
