@@ -239,6 +239,7 @@ class Supervisor:
                 self._on_join(trainer, frame)
             case "ready":
                 trainer.facts = frame["facts"]
+                self._events.emit("worker_ready", slot=self._slot, incarnation=trainer.incarnation)
                 self._agreement.trainer_ready(time.monotonic())
             case "remember":
                 self._remembered.update(frame["what"])

@@ -69,7 +69,7 @@ class Worker:
         self._has_sealed = False
         self._handed_over_step = -1
         self._recovery_started_s = 0.0
-        self._ready_s = 0.0
+        self._entering, self._ready_s = False, 0.0
         self._newcomers: tuple[str, ...] = ()
         self._resume_pending: Callable[[], dict[str, object]] | None = None
         self._started_s = time.time()
@@ -119,7 +119,7 @@ class Worker:
 
     def ask_to_enter(self) -> None:
         """All is built: the next recovery lets this worker in, at the boundary before a step."""
-        self._ready_s = time.time()
+        self._entering, self._ready_s = True, time.time()
         self.member.ready(self._facts())
 
     def _open_links(self, commit: Commit) -> None:
@@ -285,7 +285,8 @@ class Worker:
         self.dataflow = plan.dataflow
         self._describe_layout()
         newcomers, pause_s = self._newcomers, time.time() - self._recovery_started_s
-        if str(self.member.worker) in newcomers:
+        if self._entering:
+            self._entering = False
             self.events.emit(
                 "entered",
                 slot=self.slot,

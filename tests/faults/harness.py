@@ -64,6 +64,26 @@ Phases.enter = die
 """
 
 
+# Batches that come once so many replacements wait to be let in: at which step is then certain.
+AWAIT = """
+import json, time
+from elaswave_plugin.runtime.worker import Worker
+from elaswave_plugin.runtime.loop import GuardedSteps
+begin = GuardedSteps.begin
+def wait(self):
+    begin(self)
+    worker, wanted = self.worker, {awaits}.get(self.worker.completed, 0)
+    worker.member.announce("a slow batch")
+    deadline_s = time.monotonic() + 60
+    while sum('"worker_ready"' in line for line in open(worker.events.path)) < wanted:
+        worker.member.check()
+        assert time.monotonic() < deadline_s, "no replacement came"
+        time.sleep(0.005)
+    worker.member.announce(None)
+GuardedSteps.begin = wait
+"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
     """One launch of the example: a tiny GPT whose every step takes a fraction of a second."""
@@ -79,6 +99,7 @@ class JobSpec:
     respawn: int = 0
     dump: str = "every"
     sabotage: str = ""
+    awaits: tuple[tuple[int, int], ...] = ()
     lost_trainers: tuple[int, ...] = ()
     lost_supervisors: tuple[int, ...] = ()
     walk: str = ""
@@ -177,7 +198,7 @@ def _sabotage(spec: JobSpec) -> str:
     for key, slots in (("pid", spec.lost_trainers), ("supervisor_pid", spec.lost_supervisors)):
         if slots:
             return LOSE.format(slots=list(slots), last=slots[-1], key=key)
-    return spec.sabotage
+    return spec.sabotage + (AWAIT.format(awaits=dict(spec.awaits)) if spec.awaits else "")
 
 
 def _commands(spec: JobSpec, *, zygote: Zygote, data: Path, directory: Path) -> list[list[str]]:

@@ -1,14 +1,29 @@
 """A lost worker comes back: it builds beside the training and enters between two steps."""
 
+import random
 from dataclasses import replace
 
 import pytest
 
 from tests.faults.conftest import Launch, Reference
-from tests.faults.harness import JobSpec, Outcome, check_equal
+from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived
+from tests.faults.hybrid_matrix import PP2_VPP2_DP2, TP2_PP2_DP2
 
-# Long enough that who is started again is back well before the end.
-LONG = JobSpec(steps=80, dump="last", respawn=10)
+BACK = JobSpec(steps=10, dump="last", respawn=10, awaits=((5, 1),))
+RECOVERY = ("agree", "edit", "move", "rebind", "verify")
+
+# A survivor dies when it has edited its groups for a view that lets somebody in.
+LOSE_AT_JOIN = """
+import os, signal, time
+from elaswave_plugin.runtime.worker import Worker
+install = Worker.install_view
+def die(self, commit):
+    install(self, commit)
+    if self._newcomers and self.member.worker.incarnation == 0 and self.slot == {slot}:
+        self.events.emit("lost_at_join", slot=self.slot)
+        os.kill(os.getpid(), signal.SIGKILL)
+Worker.install_view = die
+"""
 
 
 def entered(run: Outcome) -> list[tuple[int, int]]:
@@ -24,8 +39,122 @@ def last_ranks(run: Outcome) -> list[int]:
 
 @pytest.mark.parametrize("slot", range(4))
 def test_a_lost_worker_comes_back(run: Launch, reference: Reference, slot: int) -> None:
-    spec = replace(LONG, kills=(f"{slot}@3:backward",))
+    spec = replace(BACK, kills=(f"{slot}@3:backward",))
     survived = run(spec)
     check_equal(survived, reference(spec))
     assert entered(survived) == [(slot, 1)]
     assert last_ranks(survived) == [0, 1, 2, 3]
+    # Nobody's work is thrown away: the state of the boundary is the newest that there is.
+    assert [e["restored_step"] for e in survived.events("recovered") if e["newcomers"]] == [6] * 4
+
+
+def test_two_lost_workers_come_back_one_after_the_other(run: Launch, reference: Reference) -> None:
+    spec = replace(BACK, steps=12, kills=("1@2:backward", "2@3:forward"), awaits=((5, 1), (7, 2)))
+    survived = run(spec)
+    check_equal(survived, reference(spec))
+    assert sorted(entered(survived)) == [(1, 1), (2, 1)]
+    assert last_ranks(survived) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("slot", "phase"), [(s, RECOVERY[s % 5]) for s in (0, 2, 5, 7)])
+def test_a_lost_worker_of_tp_pp_dp_comes_back(
+    run: Launch, reference: Reference, slot: int, phase: str
+) -> None:
+    """The newcomer dies on its way in, too; the next one enters."""
+    spec = replace(
+        TP2_PP2_DP2,
+        steps=12,
+        dump="last",
+        respawn=10,
+        kills=(f"{slot}@3:forward", f"{slot}.1@0:{phase}"),
+        awaits=((5, 1), (7, 2)),
+    )
+    survived = run(spec)
+    check_equal(survived, reference(spec))
+    assert entered(survived) == [(slot, 2)]
+    assert last_ranks(survived) == list(range(8))
+
+
+def test_a_lost_worker_of_an_interleaved_pipeline_comes_back(
+    run: Launch, reference: Reference
+) -> None:
+    spec = replace(
+        PP2_VPP2_DP2, steps=10, dump="last", respawn=10, kills=("3@3:backward",), awaits=((5, 1),)
+    )
+    survived = run(spec)
+    check_equal(survived, reference(spec))
+    assert entered(survived) == [(3, 1)]
+
+
+@pytest.mark.parametrize("phase", ["startup", *RECOVERY])
+def test_a_newcomer_dies_in_a_phase_of_its_join(
+    run: Launch, reference: Reference, phase: str
+) -> None:
+    # One that dies while it is built never waits to be let in.
+    asked = 1 if phase == "startup" else 2
+    spec = replace(
+        BACK,
+        steps=12,
+        kills=("2@3:backward", f"2.1@0:{phase}"),
+        awaits=((5, 1), (8, asked)),
+    )
+    survived = run(spec)
+    check_equal(survived, reference(spec))
+    assert entered(survived) == [(2, 2)]
+    assert last_ranks(survived) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_a_survivor_dies_while_it_lets_somebody_in(
+    run: Launch, reference: Reference, slot: int
+) -> None:
+    spec = replace(
+        BACK,
+        steps=12,
+        kills=("2@3:backward",),
+        awaits=((5, 1), (8, 2)),
+        sabotage=LOSE_AT_JOIN.format(slot=slot),
+    )
+    survived = run(spec)
+    check_equal(survived, reference(spec))
+    assert len(survived.events("lost_at_join")) == 1
+    assert entered(survived) == [(2, 1), (slot, 1)]
+
+
+def test_ten_kills_and_joins_in_one_run(run: Launch, reference: Reference) -> None:
+    dice = random.Random(6)
+    lives = [0, 0, 0, 0]
+    kills = []
+    for turn in range(10):
+        slot = dice.randrange(4)
+        phase = dice.choice(["data", "forward", "backward", "reduce", "optimizer", "gather"])
+        kills.append(f"{slot}.{lives[slot]}@{2 + 3 * turn}:{phase}")
+        lives[slot] += 1
+    awaits = tuple((3 + 3 * turn, turn + 1) for turn in range(10))
+    spec = replace(BACK, steps=34, kills=tuple(kills), awaits=awaits)
+    survived = run(spec)
+    check_equal(survived, reference(spec))
+    assert len(entered(survived)) == 10
+    assert last_ranks(survived) == [0, 1, 2, 3]
+
+
+def test_the_limit_of_respawn(run: Launch) -> None:
+    spec = replace(
+        BACK, respawn=1, steps=12, kills=("2@3:backward", "2.1@7:backward"), awaits=((5, 1),)
+    )
+    survived = run(spec)
+    check_survived(survived)
+    (given_up,) = survived.events("respawn_given_up")
+    assert given_up["reason"] == "it was started again 1 times, the limit of respawn"
+    assert last_ranks(survived) == [0, 1, 3]
+
+
+def test_a_slot_that_keeps_dying_at_one_step_is_given_up(run: Launch) -> None:
+    """A broken device: what is started in the place of the lost worker dies before it is built."""
+    kills = ("2@3:backward", "2.1@0:startup", "2.2@0:startup")
+    survived = run(replace(BACK, steps=80, kills=kills, awaits=()))
+    check_survived(survived)
+    (given_up,) = survived.events("respawn_given_up")
+    assert given_up["reason"].startswith("3 trainers died at step 3, which is a bug")
+    assert "worker 2 is not started again: 3 trainers died at step 3" in survived.output
+    assert entered(survived) == []
