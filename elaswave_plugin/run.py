@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from elaswave_plugin.core.agreement import Patience
+from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.launch import connect_zygote
 from elaswave_plugin.runtime.launch_options import script_settings

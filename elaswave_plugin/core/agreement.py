@@ -15,7 +15,7 @@ the next boundary between two steps. The first to stop there names the step, and
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from elaswave_plugin.core.agreement_messages import (
     Accuse,
@@ -47,6 +47,7 @@ from elaswave_plugin.core.agreement_messages import (
     Report,
     Ring,
     Send,
+    Settled,
     Severed,
     Stop,
     pack_payload,
@@ -60,18 +61,8 @@ from elaswave_plugin.core.membership import (
     WorkerId,
     first_view,
 )
+from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.core.reports import Reports
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """How long things may take before something is done about it."""
-
-    join_timeout_s: float = 900.0
-    quiesce_timeout_s: float = 30.0
-    quorum_wait_s: float = 5.0
-    link_grace_s: float = 1.0
-    finish_grace_s: float = 30.0
 
 
 class Agreement:
@@ -99,6 +90,7 @@ class Agreement:
         self._known_to_open = (0, 0)
         self._hurried = False
         self._answered = Ballot(0, 0)
+        self._dismissed = False
         self._outside: set[int] = set()
         self._answers: dict[int, Quiesced] = {}
         self._fence_at_s: float | None = None
@@ -144,7 +136,7 @@ class Agreement:
             case AllSealed():
                 self._news.append(message)
                 self._learn_news(sender, message, now_s)
-            case Report() | Severed() | FirstSeal() | Done() | Ready() | Notice():
+            case Report() | Severed() | FirstSeal() | Done() | Ready() | Notice() | Settled():
                 self._learn_news(sender, message, now_s)
             case Stop():
                 self._stop(message.reason, message.exit_code)
@@ -225,6 +217,12 @@ class Agreement:
         worker = WorkerId(slot=self.slot, incarnation=self.incarnation)
         self._tell_leader(Notice(worker=worker, evidence=evidence), now_s)
 
+    def settled(self, epoch: int) -> None:
+        """The own trainer needs nothing that was sealed before this epoch; who left may end."""
+        left = (slot for slot in self._living() if slot not in self.committed.ranks)
+        for slot in left:
+            self._send(slot, Settled(epoch=epoch))
+
     def severed(self, epoch: int, evidence: str, now_s: float) -> None:
         """The own trainer's link to another one broke in this epoch while it was needed.
 
@@ -260,6 +258,9 @@ class Agreement:
                 self._campaign(now_s)
             if self._leading and not self.over:
                 self._lead(now_s)
+            if self._dismissed and not self.over and self._reports.all_settled(self.committed):
+                self.over = True
+                self._effects.append(Over(reason="it left, as it was told to", exit_code=0))
         effects, self._effects = self._effects, []
         return effects
 
@@ -351,6 +352,7 @@ class Agreement:
         if me in proposal.view.workers:
             self._effects.append(Deliver(committed=message, skipped=skipped))
         elif me in self._reports.notices:
+            self._dismissed = True
             self._effects.append(Dismiss())
 
     def _on_refuse(self, promised: Ballot) -> None:

@@ -169,6 +169,13 @@ class Notice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """The sender's trainer needs nothing any more that was sealed before this epoch."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
     """The job is over."""
 
@@ -176,7 +183,7 @@ class Stop:
     exit_code: int
 
 
-News = Report | Severed | FirstSeal | AllSealed | Done | Ready | Notice
+News = Report | Severed | FirstSeal | AllSealed | Done | Ready | Notice | Settled
 
 Message = (
     Prepare
@@ -194,6 +201,7 @@ Message = (
     | Done
     | Ready
     | Notice
+    | Settled
     | Stop
 )
 
@@ -321,6 +329,8 @@ def to_wire(message: Message) -> dict[str, Any]:
         case Notice():
             worker = message.worker.to_json()
             return {"m": "notice", "worker": worker, "evidence": message.evidence}
+        case Settled():
+            return {"m": "settled", "epoch": message.epoch}
         case Stop():
             return {"m": "stop", "reason": message.reason, "exit_code": message.exit_code}
 
@@ -376,6 +386,8 @@ def from_wire(record: Mapping[str, Any]) -> Message:
         case "notice":
             worker = WorkerId.from_json(record["worker"])
             return Notice(worker=worker, evidence=record["evidence"])
+        case "settled":
+            return Settled(epoch=record["epoch"])
         case "stop":
             return Stop(reason=record["reason"], exit_code=record["exit_code"])
         case other:
@@ -399,7 +411,7 @@ def unpack_payload(payload: str) -> tuple[dict[int, Facts], Inventory]:
 
 def _read_news(record: Mapping[str, Any]) -> News:
     message = from_wire(record)
-    if not isinstance(message, Report | Severed | FirstSeal | AllSealed | Done | Ready | Notice):
+    if not isinstance(message, News):
         raise ValueError(f"{record['m']!r} among the news of a promise")
     return message
 

@@ -12,6 +12,8 @@ from elaswave_plugin.core.reports import Reports
 EXIT_FAILED = 1
 EXIT_CONFIGURATION = 2
 EXIT_REQUEUE = 75
+# As a process that SIGTERM ends.
+EXIT_TOLD = 143
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,8 @@ def ending_of(
         return _at_start(view, failed, gone, lost)
     if all(slot in gone or slot in reports.done for slot in view.ranks):
         return _with_nobody_left(reports, failed, lost)
+    if view.workers <= reports.notices.keys():
+        return Ending(reason="every worker was told to leave", exit_code=EXIT_TOLD)
     if view.epoch == 0 and reports.done and joined:
         early = ", ".join(map(str, sorted(reports.done)))
         return Ending(reason=f"worker {early} ended before it joined the job", exit_code=1)

@@ -13,6 +13,7 @@ from elaswave_plugin.core.agreement_messages import (
     Notice,
     Ready,
     Report,
+    Settled,
     Severed,
 )
 from elaswave_plugin.core.membership import (
@@ -34,6 +35,7 @@ class Reports:
         self.arrivals: dict[int, Arrival] = {}
         self.notices: dict[WorkerId, str] = {}
         self.sealed: set[int] = set()
+        self.settled: dict[int, int] = {}
         self.started = False
         self.severed: tuple[str, float] | None = None
         self.changes = 0
@@ -58,6 +60,8 @@ class Reports:
                 if news.arrival.worker not in self.failures:
                     self.changes += self.arrivals.get(slot) != news.arrival
                     self.arrivals[slot] = news.arrival
+            case Settled():
+                self.settled[slot] = news.epoch
             case Notice():
                 self.changes += news.worker not in self.notices
                 self.notices.setdefault(news.worker, news.evidence)
@@ -105,6 +109,10 @@ class Reports:
             if slot in view.ranks
         ]
         return [*(report.failure for report in self.failures.values()), *supervisors]
+
+    def all_settled(self, view: MembershipView) -> bool:
+        """Whether no member of a view needs what was sealed before it."""
+        return all(self.settled.get(slot, 0) >= view.epoch for slot in view.ranks)
 
     def is_ready(self, worker: WorkerId, lost: Collection[int]) -> bool:
         """Whether a newcomer still waits to be let in."""

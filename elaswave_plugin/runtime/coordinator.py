@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
-from elaswave_plugin.core.agreement import Agreement, Patience
+from elaswave_plugin.core.agreement import Agreement
 from elaswave_plugin.core.agreement_messages import (
     Committed,
     Deliver,
@@ -28,6 +28,7 @@ from elaswave_plugin.core.agreement_messages import (
     to_wire,
 )
 from elaswave_plugin.core.membership import MembershipView
+from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.rendezvous import Meeting
 from elaswave_plugin.runtime.wire import Channel, Frame, encode

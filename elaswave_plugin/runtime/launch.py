@@ -24,6 +24,7 @@ from elaswave_plugin.tracking.events import EventLog
 __all__ = ["LaunchSpec", "main", "parse_run_args", "run_job"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Beyond the time in which workers that were told to go may leave between two steps.
 _LAST_RESORT_S = 10.0
 
 
@@ -185,7 +186,8 @@ class _NodeJob:
             self._signal = number
             for process in self._supervisors.values():
                 process.send_signal(signal.SIGTERM)
-            self._reactor.after(_LAST_RESORT_S, self._kill_all)
+            limit_s = self._spec.patience.notice_timeout_s + _LAST_RESORT_S
+            self._reactor.after(limit_s, self._kill_all)
 
     def _kill_all(self) -> None:
         for process in self._supervisors.values():

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from elaswave_plugin.core.agreement import Patience
+from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.coordinator import Heartbeat
 

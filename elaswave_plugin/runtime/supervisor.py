@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from elaswave_plugin.core.agreement import Patience
 from elaswave_plugin.core.agreement_messages import Ballot, Committed, Facts, Ring
 from elaswave_plugin.core.ending import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_REQUEUE
 from elaswave_plugin.core.membership import MembershipView
+from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.core.respawn import Deaths, GiveUp
 from elaswave_plugin.errors import AgreementError
 from elaswave_plugin.runtime.address_file import Address, clear_addresses, published
@@ -37,7 +37,7 @@ from elaswave_plugin.tracking.events import EventLog
 
 GRACE_S = 2.0
 GOODBYE_S = 1.0
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +75,7 @@ class Supervisor:
         self._awaited_epoch = 0
         self._orphans: set[int] = set()
         self._exit_code: int | None = None
+        self._told = False
         self._zygote = zygote
         self._deaths = Deaths(limit=0)
         self._remembered: dict[str, object] = {}
@@ -250,6 +251,7 @@ class Supervisor:
                 self._on_sealed(frame)
             case "release":
                 self._store.release(int(frame["epoch"]))
+                self._agreement.settled(int(frame["epoch"]))
             case "progress":
                 self._agreement.progress(time.monotonic())
                 self._tell_that_it_is_awaited(frame["text"])
@@ -398,10 +400,25 @@ class Supervisor:
         self._attach(self._trainer)
 
     def _on_signal(self, number: int, frame: object) -> None:
-        self._reactor.post(partial(self._leave, number))
+        self._reactor.post(partial(self._take_notice, number))
+
+    def _take_notice(self, number: int) -> None:
+        """Told to end by a signal: between two steps, or at once by Ctrl-C or a second signal."""
+        works = self._trainer.works and self._trainer.delivered
+        if number == signal.SIGINT or self._told or not works:
+            self._leave(number)
+            return
+        self._told = True
+        self.drain(f"its supervisor was told to end by {signal.Signals(number).name}")
+        limit_s = self._spec.patience.notice_timeout_s
+        self._reactor.after(limit_s, partial(self._leave, number))
+
+    def drain(self, reason: str) -> None:
+        """Have the trainer leave between two steps, with nothing lost and nothing done twice."""
+        self._agreement.give_notice(reason, time.monotonic())
 
     def _leave(self, number: int) -> None:
-        """Told to end by a signal: the other workers go on without this one."""
+        """The other workers go on without this one, from the state of the last step."""
         if self._exit_code is not None:
             return
         self._exit_code = 128 + number

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from elaswave_plugin.core.agreement import Patience
+from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.runtime.coordinator import Heartbeat
 from elaswave_plugin.runtime.lifeline import die_with_parent
 from elaswave_plugin.runtime.rendezvous import Place

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.core.agreement import Agreement, Patience
+from elaswave_plugin.core.agreement import Agreement
 from elaswave_plugin.core.agreement_messages import (
     Accuse,
     Ballot,
@@ -41,6 +41,7 @@ from elaswave_plugin.core.agreement_messages import (
     unpack_payload,
 )
 from elaswave_plugin.core.membership import MembershipView
+from elaswave_plugin.core.patience import Patience
 
 GOLDEN = Path(__file__).parent / "golden"
 REGENERATE = "ELASWAVE_REGENERATE_GOLDEN"

@@ -1,0 +1,53 @@
+"""A worker that is told to go leaves between two steps: nothing is replayed, nothing is lost."""
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elaswave_plugin.observer import read_run
+from elaswave_plugin.tracking.events import EVENTS_FILE, read_lines
+from tests.faults.conftest import Reference
+from tests.faults.harness import JobSpec, Outcome, Zygote, check_equal, started
+from tests.faults.test_signals import LIMIT_S, wait_for_step
+
+SPEC = JobSpec(steps=60, dump="last", respawn=10)
+
+
+def supervisor_of(directory: Path, slot: int) -> int:
+    """The process id of a worker's supervisor."""
+    started = [e for e in read_lines(directory / EVENTS_FILE) if e["kind"] == "worker_started"]
+    pid: int = next(e["supervisor_pid"] for e in started if e["slot"] == slot)
+    return pid
+
+
+@pytest.mark.parametrize(
+    ("slots", "number"),
+    [((2,), signal.SIGTERM), ((0,), signal.SIGUSR1), ((1, 3), signal.SIGTERM)],
+    ids=str,
+)
+def test_a_worker_that_is_told_to_go_leaves_between_two_steps(
+    zygote: Zygote,
+    data: Path,
+    tmp_path: Path,
+    reference: Reference,
+    slots: tuple[int, ...],
+    number: signal.Signals,
+) -> None:
+    with started(SPEC, zygote=zygote, data=data, directory=tmp_path) as (launcher,):
+        wait_for_step(tmp_path, 3)
+        for slot in slots:
+            os.kill(supervisor_of(tmp_path, slot), number)
+        code = launcher.wait(LIMIT_S * 3)
+    output = (tmp_path / "output").read_text()
+    run = Outcome(spec=SPEC, directory=tmp_path, returncode=code, output=output, seconds=0)
+    check_equal(run, reference(replace(SPEC, respawn=0)))
+    left = run.events("view_committed")[-1]
+    assert sorted(left["ranks"]) == sorted({0, 1, 2, 3} - set(slots))
+    assert f"told to end by {number.name}" in left["reason"]
+    # Every step was computed once.
+    attempts = {(line["step"], line["epoch"]) for line in read_run(tmp_path).ledger}
+    assert len(attempts) == SPEC.steps
+    assert "Traceback" not in output
