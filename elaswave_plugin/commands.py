@@ -21,7 +21,12 @@ DpSize = Annotated[
     int | None,
     typer.Option(help="Replicas of each stage.", show_default="2 with --tp or --pp"),
 ]
-Steps = Annotated[int, typer.Option(help="Number of optimizer steps.")]
+DemoSteps = Annotated[
+    int | None, typer.Option(help="Number of optimizer steps; default 20, with --respawn 40.")
+]
+Respawn = Annotated[
+    bool, typer.Option("--respawn", help="Start the killed workers again, and wait for them.")
+]
 Kills = Annotated[
     list[str] | None,
     typer.Option(
@@ -90,12 +95,13 @@ def demo(
     tp: TpSize = None,
     pp: PpSize = None,
     dp: DpSize = None,
-    steps: Steps = 20,
+    steps: DemoSteps = None,
     kill: Kills = None,
     seed: Seed = 1234,
     framework: FrameworkName = "megatron",
     zero: ZeroStage = None,
     json_file: JsonFile = None,
+    respawn: Respawn = False,
     out: OutFolder = Path("out/demo"),
 ) -> int:
     """Train a GPT, kill a worker in the middle of a step, compare with the undisturbed run."""
@@ -117,6 +123,7 @@ def demo(
         out=out,
         framework=framework,
         zero=zero,
+        respawn=respawn,
     )
     return run_demo(options, text, Console())
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from elaswave_plugin.config import RECOVERY_PHASES, Kill
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError
+from elaswave_plugin.joins import joins_from
 from elaswave_plugin.layout_change import layout_fields
 from elaswave_plugin.state_dump import differing_names, dumped_steps, hash_state
 from elaswave_plugin.tracking.events import EVENTS_FILE, LEDGER_FILE, STEPS_FILE, read_lines
@@ -128,7 +129,8 @@ def recoveries_of(run: RunFiles) -> list[Record]:
     """
     reports: dict[int, list[Record]] = {}
     for event in run.of_kind("recovered"):
-        reports.setdefault(event["epoch"], []).append(event)
+        if not event["newcomers"]:
+            reports.setdefault(event["epoch"], []).append(event)
     found, answered_s = [], 0.0
     for epoch in sorted(reports):
         done_s = _first_step_done_s(run, epoch)
@@ -150,6 +152,16 @@ def recoveries_of(run: RunFiles) -> list[Record]:
         )
         answered_s = done_s if done_s is not None else answered_s
     return found
+
+
+def joins_of(run: RunFiles) -> list[Record]:
+    """Return one record a worker that came back."""
+    return joins_from(
+        entered=run.of_kind("entered"),
+        recovered=run.of_kind("recovered"),
+        exited=run.of_kind("worker_exited"),
+        steps=run.steps,
+    )
 
 
 def survivor_pids_unchanged(run: RunFiles) -> bool:
@@ -232,6 +244,7 @@ def summarize(
         "disagreeing_steps": disagreeing_steps(run),
         "kills": kills_of(run, kills),
         "recoveries": recoveries_of(run),
+        "joins": joins_of(run),
         **_state_fields(run, reference),
         "survivor_pids_unchanged": survivor_pids_unchanged(run),
         "samples_lost": lost,

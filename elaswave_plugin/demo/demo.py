@@ -75,7 +75,8 @@ def run_demo(options: DemoOptions, text: Path | None, console: Console) -> int:
     summary = write_results(options, out)
     show_comparison(console, summary)
     console.print(f"written to {options.out}: {SUMMARY_FILE}, {REPORT_FILE}, {EVENTS_FILE}, ...")
-    return 0 if succeeded(summary, options.steps) else 1
+    joins = len(options.kills) if options.respawn else 0
+    return 0 if succeeded(summary, options.steps, joins=joins) else 1
 
 
 def check_frameworks(framework: str = "megatron") -> None:
@@ -135,14 +136,15 @@ def _equal_enough(summary: dict[str, Any]) -> bool:
     )
 
 
-def succeeded(summary: dict[str, Any], steps: int) -> bool:
-    """Tell whether the kills fired and nothing at all was lost by them."""
+def succeeded(summary: dict[str, Any], steps: int, *, joins: int = 0) -> bool:
+    """Tell whether the kills fired, nothing at all was lost by them, and so many came back."""
     return (
         summary["steps"] == steps
         and all(kill["fired"] for kill in summary["kills"])
         and _equal_enough(summary)
         and summary["survivor_pids_unchanged"]
         and summary["samples_lost"] == summary["samples_repeated"] == 0
+        and len(summary["joins"]) == joins
     )
 
 

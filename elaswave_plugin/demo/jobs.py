@@ -21,6 +21,7 @@ JOB_LIMIT_S = 900.0
 END_LIMIT_S = 10.0
 LOOK_INTERVAL_S = 0.05
 LAST_LINES = 15
+RESPAWN = 10
 
 
 class JobFailed(ElasWaveError):
@@ -121,6 +122,7 @@ def job_command(
         "dir": str(directory),
         "dump_state": "last",
         "wandb": wandb,
+        "respawn": RESPAWN if options.respawn else 0,
         "kill": [str(one) for one in options.kills] if kill else [],
         "change": [f"{one.slot}@{one.step}" for one in options.kills] if change else [],
     }

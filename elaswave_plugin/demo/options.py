@@ -16,6 +16,7 @@ from elaswave_plugin.demo.text import TextSource, find_text
 from elaswave_plugin.errors import ConfigurationError
 
 DEFAULT_KILL = "2@10"
+STEPS, STEPS_WITH_RESPAWN, STEPS_TO_COME_BACK = 20, 40, 25
 SCRIPTS = (("megatron", "train_gpt.py"), ("deepspeed", "train_deepspeed.py"))
 MARKER = ".elaswave-demo"
 
@@ -34,6 +35,7 @@ class DemoOptions:
     script: Path
     framework: str = "megatron"
     zero: int = 1
+    respawn: bool = False
 
     @property
     def nproc(self) -> int:
@@ -53,17 +55,25 @@ def check_options(
     tp: int | None = None,
     pp: int | None = None,
     dp: int | None = None,
-    steps: int,
+    steps: int | None,
     kill: list[str],
     seed: int,
     json_file: Path | None,
     out: Path,
     framework: str = "megatron",
     zero: int | None = None,
+    respawn: bool = False,
 ) -> DemoOptions:
     """Check every option; raises ConfigurationError with one sentence at the first wrong one."""
     _check_framework(framework, zero, {"tp": tp, "pp": pp, "dp": dp})
+    if respawn and framework == "deepspeed":
+        raise ConfigurationError(
+            "respawn is on with framework 'deepspeed', whose twin the demo cannot make; leave out"
+            " --respawn, or add --framework megatron"
+        )
     layout = check_sizes(nproc=nproc, tp=tp, pp=pp, dp=dp)
+    if steps is None:
+        steps = STEPS_WITH_RESPAWN if respawn else STEPS
     if steps < 3:
         raise ConfigurationError(f"steps is {steps}, wanted at least 3")
     if seed < 0:
@@ -80,6 +90,12 @@ def check_options(
             f" step takes {GLOBAL_BATCH} samples of {SEQUENCE_LENGTH}"
         )
     kills = _checked_kills(kill, layout, steps)
+    last = max(one.step for one in kills)
+    if respawn and steps < last + STEPS_TO_COME_BACK:
+        raise ConfigurationError(
+            f"steps is {steps} with a kill in step {last} and --respawn, wanted at least"
+            f" {last + STEPS_TO_COME_BACK}: a worker that is started again needs seconds"
+        )
     script = _training_script(dict(SCRIPTS)[framework])
     _check_out(out)  # last, since it makes the folder
     return DemoOptions(
@@ -93,6 +109,7 @@ def check_options(
         script=script,
         framework=framework,
         zero=1 if zero is None else zero,
+        respawn=respawn,
     )
 
 
@@ -127,6 +144,10 @@ def _checked_kills(texts: list[str], layout: ParallelLayout, steps: int) -> tupl
         if kill.slot >= nproc:
             raise ConfigurationError(
                 f"kill {kill} names worker {kill.slot}, wanted 0 to {nproc - 1} (nproc is {nproc})"
+            )
+        if kill.incarnation:
+            raise ConfigurationError(
+                f"kill {kill} names a worker that is started again, wanted SLOT@STEP[:PHASE]"
             )
         if kill.step >= steps:
             raise ConfigurationError(

@@ -66,6 +66,10 @@ class RunScreen:
             self._detect_s, self._fault_s = event["time_s"] - self._fault_s, None
         elif kind == "view_committed":
             self._view(event)
+        elif kind == "entered":
+            built = f"built in {event['beside_s']:.1f} s beside the training"
+            moved = f"{event['fetched_bytes'] / 2**10:.0f} KiB fetched"
+            self._say(f"[bold green]worker {event['slot']} is back[/]: {built}, {moved}")
         elif kind == "recovered":
             reports = self._reports.setdefault(event["epoch"], [])
             reports.append(event)
@@ -88,6 +92,12 @@ class RunScreen:
         }
         times_ms["detect"] = times_ms["detect"] or self._detect_s * 1e3
         phases = "  ".join(f"{name} {time_ms:.1f}" for name, time_ms in times_ms.items())
+        if reports[0]["newcomers"]:
+            new = {name.partition(".")[0] for name in reports[0]["newcomers"]}
+            pauses_s = [float(r["pause_s"]) for r in reports if str(r["slot"]) not in new]
+            pause_ms = 1e3 * max(pauses_s)
+            self._say(f"[bold green]joined[/]: the others stood still for {pause_ms:.1f} ms")
+            return
         moved, restored = int(reports[0]["bytes_moved"]), reports[0]["restored_step"]
         text = f"state of step {restored} restored, {moved / 2**10:.0f} KiB moved"
         self._say(f"[bold green]recovered[/]: {text}; ms: {phases}")
@@ -145,6 +155,10 @@ def show_comparison(console: Console, summary: dict[str, Any]) -> None:
     for recovery in summary["recoveries"]:
         name = f"fault to next completed step, ms (epoch {recovery['epoch']})"
         table.add_row(name, _ms(recovery["mttr_s"]), "")
+    for join in summary["joins"]:
+        name = f"worker {join['slot']} lost to a step of all again, ms"
+        stall = f"{_ms(join['time_to_full_s'])}; the others stood still for {_ms(join['stall_s'])}"
+        table.add_row(name, stall, "")
     console.print(table)
     ratio = summary["snapshot_overhead_ratio"]
     cost = summary["snapshot_overhead_reason"] if ratio is None else f"{ratio:.3f}"

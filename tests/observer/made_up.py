@@ -163,6 +163,8 @@ def _kill(event: Callable[..., None], now_s: float, more: dict[str, Any]) -> Non
             mttr_s=0.36,
             phases_s={**PHASES, "replay": 0.1 + slot / 100},
             bytes_moved=304,
+            newcomers=[],
+            pause_s=0.26,
             after_step=KILL_STEP,
             **more,
         )
