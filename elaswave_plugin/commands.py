@@ -76,6 +76,7 @@ def make_command() -> Any:
     app.command("demo")(demo)
     app.command("report")(report)
     app.command("status")(status)
+    app.command("drain")(drain)
     app.command("plan")(plan)
     bench = typer.Typer(help="Measure parts of the product; simulated figures say so.")
     bench.callback()(lambda: None)  # keeps the name of a single command
@@ -182,6 +183,22 @@ def status(
         typer.echo(json.dumps(found, indent=2))
     else:
         Console().print(draw_status(found))
+    return 0
+
+
+def drain(
+    slot: Annotated[int, typer.Argument(metavar="SLOT", help="Worker that is to leave.")],
+    directory: JobFolder = None,
+    connect: JobAddress = None,
+    reason: Annotated[str, typer.Option(help="For the record.")] = "drained by the user",
+    timeout_s: AnswerTime = 5.0,
+) -> int:
+    """Have a worker of a running job leave between two steps: nothing is lost or done twice."""
+    from elaswave_plugin.drain import drain_worker
+    from elaswave_plugin.status import find_job
+
+    known = find_job(directory, connect)
+    typer.echo(drain_worker(known, slot=slot, reason=reason, timeout_s=timeout_s))
     return 0
 
 

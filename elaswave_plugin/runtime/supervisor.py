@@ -140,7 +140,10 @@ class Supervisor:
         return join_meeting(self._spec.place, self._spec.host, self._open_data())
 
     def _open_data(self) -> str:
-        answers = {"status": in_loop(self._reactor, self._answer_status)}
+        answers = {
+            "status": in_loop(self._reactor, self._answer_status),
+            "drain": in_loop(self._reactor, self._answer_drain),
+        }
         server = SnapshotServer(self._store, self._spec.host, answers)
         server.start()
         self._data_address = server.address
@@ -165,6 +168,16 @@ class Supervisor:
             inventory=self._store.inventory(self._data_address),
             now_s=time.time(),
         )
+
+    def _answer_drain(self, request: Frame) -> Frame:
+        refused = None
+        if not (self._trainer.works and self._trainer.delivered):
+            refused = "its trainer has no part in the training now"
+        elif len(self._agreement.committed.ranks) == 1:
+            refused = "it is the last one; end the job instead"
+        else:
+            self.drain(str(request["reason"]))
+        return {"t": "drain", "refused": refused}
 
     def _on_early_signal(self, number: int, frame: object) -> None:
         sys.exit(128 + number)

@@ -1,0 +1,35 @@
+"""`elaswave drain SLOT`: the worker leaves between two steps, and the run is what it would be."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elaswave_plugin.cli import run_command
+from elaswave_plugin.observer import read_run
+from elaswave_plugin.runtime.address_file import read_addresses
+from tests.faults.conftest import Reference
+from tests.faults.harness import Outcome, Zygote, check_equal, started
+from tests.faults.test_notice import SPEC
+from tests.faults.test_signals import LIMIT_S, wait_for_step
+
+
+@pytest.mark.parametrize("slot", [0, 2])
+def test_a_drained_worker_leaves_between_two_steps(
+    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference, slot: int
+) -> None:
+    with started(SPEC, zygote=zygote, data=data, directory=tmp_path) as (launcher,):
+        wait_for_step(tmp_path, 3)
+        other = next(one for one in read_addresses(tmp_path) if one.slot == 3)
+        words = ["--connect", other.address, "--reason", "node 7 gets new memory"]
+        assert run_command(["drain", str(slot), *words]) == 0
+        code = launcher.wait(LIMIT_S * 3)
+    output = (tmp_path / "output").read_text()
+    run = Outcome(spec=SPEC, directory=tmp_path, returncode=code, output=output, seconds=0)
+    check_equal(run, reference(replace(SPEC, respawn=0)))
+    left = run.events("view_committed")[-1]
+    assert sorted(left["ranks"]) == sorted({0, 1, 2, 3} - {slot})
+    assert left["reason"].endswith("node 7 gets new memory")
+    attempts = {(line["step"], line["epoch"]) for line in read_run(tmp_path).ledger}
+    assert len(attempts) == SPEC.steps  # every step was computed once
+    assert read_addresses(tmp_path) == []

@@ -1,0 +1,42 @@
+"""`elaswave drain SLOT` reaches the supervisor of that slot, and its refusals are told."""
+
+from pathlib import Path
+
+import pytest
+
+from elaswave_plugin.cli import run_command
+from tests.runtime.jobs import Job
+
+
+def drain(slot: int, where: object, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the command complains about."""
+    assert run_command(["drain", str(slot), str(where)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
+def test_a_worker_that_is_not_there_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Job(tmp_path, 3).start() as job:
+        job.kill(1)
+        job.all("commit", [0, 2], epoch=2)
+        error = drain(1, job.run_dir, capsys)
+        assert job.finish([0, 2]) == 0
+    assert error == "elaswave: worker 1 is not in the job, wanted one of 0 2\n"
+
+
+def test_the_last_worker_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Job(tmp_path, 2).start() as job:
+        job.kill(0)
+        job.one("commit", 1, epoch=2)
+        error = drain(1, job.run_dir, capsys)
+        assert job.finish([1]) == 0
+    assert error == "elaswave: worker 1 stays: it is the last one; end the job instead\n"
+
+
+def test_without_a_job_it_costs_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "no job is running in" in drain(1, tmp_path, capsys)
