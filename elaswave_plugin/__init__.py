@@ -18,6 +18,7 @@ from elaswave_plugin.errors import (
 
 if TYPE_CHECKING:
     from elaswave_plugin.config import ElasticConfig
+    from elaswave_plugin.runtime.progress import phase
 
 __version__ = "0.1.0"
 
@@ -33,9 +34,13 @@ __all__ = [
     "PlanDigestError",
     "SnapshotGapError",
     "SnapshotUnreadableError",
+    "phase",
 ]
 
-_LAZY = (("ElasticConfig", "elaswave_plugin.config"),)
+_LAZY = (
+    ("ElasticConfig", "elaswave_plugin.config"),
+    ("phase", "elaswave_plugin.runtime.progress"),
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -25,13 +25,16 @@ OUTSIDE_PHASES = ("startup", "evaluation", "save")
 KILL_PHASES = STEP_PHASES + RECOVERY_PHASES + OUTSIDE_PHASES
 
 _PREFIX = "elaswave"
-_SPOT = re.compile(r"(\d+)(?:\.(\d+))?@(\d+)(?::([a-z]+))?")
+_SPOT = re.compile(r"(\d+)(?:\.(\d+))?@(\d+)(?::([a-z]+))?(?::([a-z]+))?")
+KILL_WAYS = ("kill", "loop", "gil", "stop")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """A test fault: SIGKILL of the worker in `slot` while it is in `phase` of step `step`.
+    """A test fault: the worker in `slot` dies or hangs while it is in `phase` of step `step`.
 
+    `how`: kill; or it hangs: loop, in Python; gil, in C, so that no thread of it runs; stop, by
+    SIGSTOP.
     `incarnation` 0 is the process of the launch, 1 the first that replaces it. Until that has
     entered the job, its step is 0.
     """
@@ -40,14 +43,19 @@ class Kill:
     step: int
     phase: str = "backward"
     incarnation: int = 0
+    how: str = "kill"
 
     def __str__(self) -> str:
         incarnation = f".{self.incarnation}" if self.incarnation else ""
-        return f"{self.slot}{incarnation}@{self.step}:{self.phase}"
+        how = "" if self.how == "kill" else f":{self.how}"
+        return f"{self.slot}{incarnation}@{self.step}:{self.phase}{how}"
 
 
 def parse_kill(text: str, phases: tuple[str, ...] = KILL_PHASES) -> Kill:
-    """Read "SLOT[.INCARNATION]@STEP[:PHASE]" (default: 0, backward); raises ConfigurationError."""
+    """Read "SLOT[.INCARNATION]@STEP[:PHASE[:HOW]]" (default: 0, backward, kill).
+
+    Raises ConfigurationError.
+    """
     match = _SPOT.fullmatch(text.strip())
     if match is None:
         raise ConfigurationError(f"kill is {text!r}, wanted SLOT@STEP[:PHASE], as in 2@10:backward")
@@ -56,7 +64,13 @@ def parse_kill(text: str, phases: tuple[str, ...] = KILL_PHASES) -> Kill:
         raise ConfigurationError(
             f"kill {text!r} names the phase {phase!r}, wanted one of {', '.join(phases)}"
         )
-    return Kill(slot=int(match[1]), incarnation=int(match[2] or 0), step=int(match[3]), phase=phase)
+    how = match[5] or "kill"
+    if how not in KILL_WAYS:
+        raise ConfigurationError(
+            f"kill {text!r} says {how!r}, wanted one of {', '.join(KILL_WAYS)}"
+        )
+    slot, incarnation, step = int(match[1]), int(match[2] or 0), int(match[3])
+    return Kill(slot=slot, incarnation=incarnation, step=step, phase=phase, how=how)
 
 
 def parse_change(text: str) -> tuple[int, int]:
@@ -115,8 +129,9 @@ class ElasticConfig(BaseModel):
     )
     kill: tuple[_KillText, ...] = Field(
         (),
-        description="test fault SLOT[.INCARNATION]@STEP[:PHASE], SIGKILL in that phase (default"
-        " backward)",
+        description="test fault SLOT[.INCARNATION]@STEP[:PHASE[:HOW]], in that phase (default"
+        " backward); kill, the default: SIGKILL; loop, gil, stop: it hangs, in Python, in C with"
+        " the interpreter's lock, or by SIGSTOP",
     )
     change: tuple[_ChangeText, ...] = Field(
         (),
@@ -139,6 +154,12 @@ class ElasticConfig(BaseModel):
         le=1000,
         description="times that a lost worker of a slot is started again on its node, beside the"
         " training, and let in between two steps; 0: never, the job only shrinks",
+    )
+    hang_timeout_s: _Seconds = Field(
+        2.0,
+        description="seconds without progress after which a worker for which others wait is killed,"
+        " or three times the median of its phase where that is longer; lower finds hangs sooner,"
+        " higher spares slow workers",
     )
     dataflow: Literal["auto", "redeal", "reroute"] = Field(
         "auto",

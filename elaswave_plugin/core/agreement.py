@@ -104,6 +104,11 @@ class Agreement:
         return self.history[-1]
 
     @property
+    def started(self) -> bool:
+        """Whether every trainer has sealed its first snapshot."""
+        return self._reports.started
+
+    @property
     def leader(self) -> int:
         """The slot that leads as far as this supervisor can see."""
         return next(slot for slot in range(len(self.nodes)) if slot not in self._lost)

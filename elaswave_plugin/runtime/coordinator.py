@@ -27,8 +27,10 @@ from elaswave_plugin.core.agreement_messages import (
     from_wire,
     to_wire,
 )
+from elaswave_plugin.core.hang import Sample
 from elaswave_plugin.core.membership import MembershipView
 from elaswave_plugin.core.patience import Patience
+from elaswave_plugin.runtime.hang_watch import HangWatch
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.rendezvous import Meeting
 from elaswave_plugin.runtime.wire import Channel, Frame, encode
@@ -53,6 +55,8 @@ class TrainerSide(Protocol):
     def dismiss(self) -> None: ...
 
     def fence(self, evidence: str) -> None: ...
+
+    def progress(self, awake_s: float) -> Sample | None: ...
 
     def end(self, reason: str, exit_code: int) -> None: ...
 
@@ -81,6 +85,13 @@ class Coordinator:
         self.agreement = Agreement(slot=slot, nodes=nodes, patience=patience)
         self.lost: dict[int, str] = {}
         """Supervisors that are gone, with what was seen of it."""
+        self._hangs = HangWatch(
+            reactor,
+            agreement=self.agreement,
+            trainer=trainer_side,
+            events=events,
+            every_s=heartbeat.every_s,
+        )
         self._neighbours = self._open_neighbours()
         self._channels: dict[int, Channel] = {}
         now_s = time.monotonic()
@@ -132,7 +143,9 @@ class Coordinator:
             now_s = time.monotonic()
             if peer in self._heard_s:
                 self._heard_s[peer] = now_s
-            if frame["m"] != "beat":
+            if frame["m"] == "beat":
+                self._hangs.heard(peer, frame)
+            else:
                 self.agreement.receive(peer, from_wire(frame), now_s)
 
         def closed(evidence: str) -> None:
@@ -204,8 +217,9 @@ class Coordinator:
         leader = self.agreement.leader
         watched = self._channels if leader == self._slot else (leader,)
         self._heard_s = {peer: self._heard_s.get(peer, now_s) for peer in watched}
+        self._hangs.begin_beat()
         for peer in watched:
-            self._channels[peer].send({"m": "beat"})
+            self._channels[peer].send({"m": "beat", **self._hangs.outgoing(peer)})
         for peer, heard_s in self._heard_s.items():
             if late_s > self._heartbeat.every_s:
                 # It is this process that did not run: what the others sent is still unread.

@@ -46,3 +46,13 @@ def describe_status(status: int) -> tuple[str, int | None]:
         return f"killed by {name}", None
     code = os.WEXITSTATUS(status)
     return f"exit code {code}", code
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process stands still by a signal or a debugger; false where there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state = file.read().rpartition(b")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state in (b"T", b"t")

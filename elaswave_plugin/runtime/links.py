@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+from elaswave_plugin.core.hang import NOBODY, OUTSIDE
 from elaswave_plugin.errors import EpochChanged, LinkError, PeerError
 from elaswave_plugin.runtime.buffers import Scratch
 from elaswave_plugin.runtime.connection import Connection, State
@@ -17,6 +18,7 @@ from elaswave_plugin.runtime.doors import Doors
 from elaswave_plugin.runtime.frames import FrameHeader, Hello, Kind
 from elaswave_plugin.runtime.mailbox import Mailbox
 from elaswave_plugin.runtime.operation import Operation, Steps
+from elaswave_plugin.runtime.progress import ProgressPage
 from elaswave_plugin.runtime.transfers import Inbound, Receive, Send
 
 _READ = select.EPOLLIN
@@ -36,8 +38,9 @@ class LinkTable:
         slot: int,
         host: str = "127.0.0.1",
         on_link_lost: Callable[[int, str], None] | None = None,
+        progress: ProgressPage | None = None,
     ) -> None:
-        """Listen on an ephemeral port of `host`.
+        """Listen on an ephemeral port of `host`, and say in `progress` who is waited for.
 
         `on_link_lost(slot, reason)` is a hint that a link broke which an operation needs; it is
         called outside the lock, once a link. The operation goes on waiting.
@@ -51,6 +54,7 @@ class LinkTable:
         self.received_bytes = 0
         self.traffic_bytes: dict[int, tuple[int, int]] = {}
         self._on_link_lost = on_link_lost
+        self._page = progress or ProgressPage()
         self._lock = threading.Lock()
         self._mailbox = Mailbox()
         self._addresses: dict[int, str] = {}
@@ -59,6 +63,7 @@ class LinkTable:
         self._parked: list[Connection] = []
         self._last_link: dict[int, int] = {}
         self._live: set[Operation] = set()
+        self._awaited: list[Operation] = []
         self._sequences: dict[int, int] = {}
         self._after: list[Callable[[], None]] = []
         self._interrupted: tuple[int, str] | None = None
@@ -197,6 +202,7 @@ class LinkTable:
                 self._sequences[group] = operation.sequence + 1
             operation.deadline_s = time.monotonic() + operation.timeout_s
             self._live.add(operation)
+            self._page.count_operation()
             self._end_if_failed_elsewhere(operation)
             operation.begin(steps(operation))
 
@@ -215,7 +221,11 @@ class LinkTable:
                 finally:
                     self._hand_back(operation)
             elif operation.event is not None:
-                operation.event.wait(min(left_s, _LONGEST_POLL_S))
+                try:
+                    operation.event.wait(min(left_s, _LONGEST_POLL_S))
+                finally:
+                    with self._lock:
+                        self._awaits_no_more(operation)
         error = operation.error
         if isinstance(error, EpochChanged):
             raise EpochChanged(error.epoch, error.reason)
@@ -234,6 +244,8 @@ class LinkTable:
         with self._lock:
             if operation.done or self._closed:
                 return False
+            self._awaited.append(operation)
+            self._tell_whom_we_await()
             if self._poller:
                 if operation.event is None:
                     operation.event = threading.Event()
@@ -247,8 +259,22 @@ class LinkTable:
         with self._lock:
             self._poller = 0
             operation.kick = False
+            self._awaits_no_more(operation)
             if not self._closed:
                 self._top.modify(self._data.fileno(), _READ)
+
+    def _awaits_no_more(self, operation: Operation) -> None:
+        if operation in self._awaited:  # not where it was done before the wait began
+            self._awaited.remove(operation)
+            self._tell_whom_we_await()
+
+    def _tell_whom_we_await(self) -> None:
+        """Of several threads that wait the newest counts; every byte that moves is progress."""
+        peer = NOBODY
+        if self._awaited:
+            waiting = self._awaited[-1].waiting
+            peer = OUTSIDE if waiting is None or waiting.peer < 0 else waiting.peer
+        self._page.waits_for(peer)
 
     def _drive(self, operation: Operation, deadline_s: float) -> None:
         while not operation.done:
@@ -548,6 +574,8 @@ class LinkTable:
                 os.eventfd_read(self._kick)
             elif descriptor in self._doors.descriptors:
                 self._accept_all()
+        if self._awaited:
+            self._tell_whom_we_await()
 
     def _serve(self, connection: Connection, event: int) -> None:
         try:

@@ -79,13 +79,14 @@ class GuardedSteps:
                     worker.member.leave("its departure was planned")
                     os._exit(0)
         self._began_s = time.monotonic()
-        worker.phases.step = worker.completed
+        worker.phases.begin_step(worker.completed)
 
     def complete(self, report: StepReport) -> None:
         """The step that began has been applied: seal it, and tell."""
         worker = self.worker
         worker.completed += 1
         worker.seal(self._framework)
+        worker.phases.end_step()
         elapsed_s = time.monotonic() - self._began_s
         self.note_recovery()
         self._on_commit(worker.completed - 1, report, elapsed_s)

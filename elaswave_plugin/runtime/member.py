@@ -14,6 +14,7 @@ from typing import Any
 from elaswave_plugin.core.agreement_messages import unpack_payload
 from elaswave_plugin.core.membership import MembershipView, WorkerId
 from elaswave_plugin.errors import AgreementError, ConfigurationError, EpochChanged, JobStopped
+from elaswave_plugin.runtime.progress import ANNOUNCED_LIMIT_S, ProgressPage, page_fd
 from elaswave_plugin.runtime.wire import Frame, FrameBuffer, encode
 
 CONTROL_FD = "ELASWAVE_CONTROL_FD"
@@ -22,9 +23,6 @@ SLOT = "ELASWAVE_SLOT"
 INCARNATION = "ELASWAVE_INCARNATION"
 HOST = "ELASWAVE_HOST"
 LOOPBACK = "127.0.0.1"
-# How long the others wait for an announced phase once a view is proposed. Long enough for the save
-# of a large model on slow storage; after it a phase counts as stuck and its worker is fenced.
-ANNOUNCED_LIMIT_S = 1800.0
 # So often within the time to answer does a worker in an announced phase say that it lives.
 _SIGNS_OF_LIFE = 4
 # Beyond the announced phase and the time to answer: finding lost supervisors, a new leader.
@@ -75,12 +73,15 @@ class Member:
         incarnation: int,
         snapshot_fds: tuple[int, int],
         host: str = LOOPBACK,
+        progress_fd: int | None = None,
     ) -> None:
         """`host` is the address of this node at which the other workers reach it."""
         self.slot = slot
         self.incarnation = incarnation
         self.snapshot_fds = snapshot_fds
         self.host = host
+        self.progress_page = ProgressPage(progress_fd)
+        self.progress_page.begin(incarnation)
         self._sock = sock
         self._on_propose: Callable[[int, str], None] = _ignore
         self._changed = threading.Condition()
@@ -96,7 +97,6 @@ class Member:
         self._answer_within_s = 0.0
         self._answered_epoch = 0
         self._returned_epoch = 0
-        self._announced: str | None = None
         self._boundary: tuple[int, str] = (0, "")
         self._begun_step = -1
         self._alone: Alone | None = None
@@ -119,6 +119,7 @@ class Member:
             incarnation=int(env[INCARNATION]),
             snapshot_fds=(int(first), int(second)),
             host=env.get(HOST, LOOPBACK),
+            progress_fd=page_fd(env),
         )
 
     @property
@@ -239,7 +240,10 @@ class Member:
         While it lasts, at most ANNOUNCED_LIMIT_S after a proposal, the doorbell thread keeps the
         time to answer alive. An interpreter that is stuck cannot do that, and is fenced.
         """
-        self._announced = phase
+        if phase is None:
+            self.progress_page.end_announced()
+        else:
+            self.progress_page.announce(phase)
         self._keep_alive()
 
     def describe(self, layout: dict[str, Any]) -> None:
@@ -351,7 +355,7 @@ class Member:
 
     def _keep_alive(self) -> None:
         """Keep the time to answer alive where an announced phase is open, and not for too long."""
-        phase = self._announced
+        phase = self.progress_page.announced
         if phase is None or not self._awaited():
             return
         if time.monotonic() < self._proposed_at_s + ANNOUNCED_LIMIT_S:

@@ -1,12 +1,13 @@
 """Where a worker is: announces phases, fires the scripted test faults there, times recoveries."""
 
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from elaswave_plugin.config import Kill
+from elaswave_plugin.config import STEP_PHASES, Kill
+from elaswave_plugin.runtime.faults import strike
+from elaswave_plugin.runtime.progress import PhaseClock, ProgressPage
 from elaswave_plugin.tracking.events import EventLog
 
 
@@ -21,18 +22,46 @@ class Phases:
         events: EventLog,
         kills: Sequence[Kill],
         check: Callable[[], None],
+        page: ProgressPage,
+        clock: PhaseClock,
     ) -> None:
+        """`page` and `clock` tell the supervisor where this worker is."""
         self._slot = slot
         self._events = events
         me = slot, incarnation
         self._kills = [kill for kill in kills if (kill.slot, kill.incarnation) == me]
         self._check = check
-        self.step = 0
+        self._page = page
+        self._clock = clock
+        self._step = 0
         self.replaying = False
         self.seconds: dict[str, float] = {}
 
+    @property
+    def step(self) -> int:
+        """The number of the step of the work."""
+        return self._step
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self._step = number
+        self._page.set_place(step=number)
+
+    def begin_step(self, number: int) -> None:
+        """A step begins, or begins again."""
+        self.step = number
+        self._clock.enter("begin")
+
+    def end_step(self) -> None:
+        """A step is complete; the script may do what it wants before the next."""
+        self._clock.step_over()
+
     def enter(self, phase: str) -> None:
         """Announce a phase of a step; leaves by EpochChanged when a view is proposed."""
+        if phase in STEP_PHASES:
+            self._clock.enter(phase)
+        else:
+            self._clock.outside(phase)
         self.fire(phase)
         if self.replaying and phase == "backward":
             self.fire("replay")
@@ -42,6 +71,7 @@ class Phases:
     def timed(self, phase: str) -> Iterator[None]:
         """A phase of a recovery; its seconds add up in ``seconds`` over superseded attempts."""
         started_s = time.monotonic()
+        self._clock.recover(phase)
         try:
             self.fire(phase)
             yield
@@ -50,7 +80,7 @@ class Phases:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + elapsed_s
 
     def fire(self, phase: str) -> None:
-        """Kill this process where the script of test faults says so."""
+        """Kill this process, or have it hang, where the script of test faults says so."""
         for kill in self._kills:
             if (kill.step, kill.phase) == (self.step, phase):
                 self._events.emit(
@@ -61,4 +91,4 @@ class Phases:
                     pid=os.getpid(),
                     at_s=time.time(),
                 )
-                os.kill(os.getpid(), signal.SIGKILL)
+                strike(kill.how)

@@ -16,6 +16,7 @@ from functools import partial
 
 from elaswave_plugin.core.agreement_messages import Ballot, Committed, Facts, Ring
 from elaswave_plugin.core.ending import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_REQUEUE
+from elaswave_plugin.core.hang import Sample
 from elaswave_plugin.core.membership import MembershipView
 from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.core.respawn import Deaths, GiveUp
@@ -231,6 +232,10 @@ class Supervisor:
         """Kill the trainer; its exit is reported with this evidence."""
         self._trainer.fence_evidence = evidence
         self._trainer.process.send_signal(signal.SIGKILL)
+
+    def progress(self, awake_s: float) -> Sample | None:
+        """Where the trainer is, None where there is none that works."""
+        return self._trainer.progress(self._slot, awake_s)
 
     def end(self, reason: str, exit_code: int) -> None:
         """The job is over: exit as soon as the trainer has."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from elaswave_plugin.runtime.lifeline import describe_status, die_with_parent, lead_group
 from elaswave_plugin.runtime.member import CONTROL_FD, SNAPSHOT_FDS
+from elaswave_plugin.runtime.progress import PROGRESS_FD
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.wire import Frame, FrameBuffer, encode
 
@@ -46,15 +47,18 @@ class ExecTrainer:
         env: Mapping[str, str],
         control: socket.socket,
         snapshot_fds: Sequence[int],
+        progress_fd: int,
     ) -> None:
         given = {
             CONTROL_FD: str(control.fileno()),
+            PROGRESS_FD: str(progress_fd),
             SNAPSHOT_FDS: ",".join(map(str, snapshot_fds)),
         }
         self._parent_pid = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
-            self._exec(program, {**env, **given}, [control.fileno(), *snapshot_fds])
+            fds = [control.fileno(), progress_fd, *snapshot_fds]
+            self._exec(program, {**env, **given}, fds)
         self._pidfd = os.pidfd_open(self.pid)
 
     def attach(self, reactor: Reactor, *, on_start: OnStart, on_exit: OnExit) -> None:
@@ -102,6 +106,7 @@ class ZygoteTrainer:
         env: Mapping[str, str],
         control: socket.socket,
         snapshot_fds: Sequence[int],
+        progress_fd: int,
         zygote: socket.socket,
     ) -> None:
         self.pid = 0
@@ -117,10 +122,10 @@ class ZygoteTrainer:
             "module": program.module,
             "env": dict(env),
             "cwd": os.getcwd(),
-            "fds": 6,
+            "fds": 7,
         }
         data = encode(request)
-        fds = [0, 1, 2, control.fileno(), *snapshot_fds]
+        fds = [0, 1, 2, control.fileno(), progress_fd, *snapshot_fds]
         sent = socket.send_fds(zygote, [data], fds)
         zygote.sendall(data[sent:])
 

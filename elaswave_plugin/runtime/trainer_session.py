@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from elaswave_plugin.core.agreement_messages import Facts
+from elaswave_plugin.core.hang import Sample
+from elaswave_plugin.runtime.lifeline import is_stopped
 from elaswave_plugin.runtime.member import INCARNATION
+from elaswave_plugin.runtime.progress import ProgressPage, create_page
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.trainer_process import ExecTrainer, Program, ZygoteTrainer
 from elaswave_plugin.runtime.wire import Channel, Frame
@@ -24,6 +28,7 @@ class TrainerSession:
     incarnation: int
     process: ExecTrainer | ZygoteTrainer
     sock: socket.socket
+    page: ProgressPage
     control: Channel | None = None
     facts: Facts | None = None
     delivered: bool = False
@@ -41,6 +46,12 @@ class TrainerSession:
     def is_replacement(self) -> bool:
         """Whether it was started in the place of one that was lost."""
         return self.incarnation > 0
+
+    def progress(self, slot: int, awake_s: float) -> Sample | None:
+        """Where it is, by its page; None where it does not work. See `ProgressPage.sample`."""
+        if not self.works:
+            return None
+        return self.page.sample(slot=slot, awake_s=awake_s, stopped=is_stopped(self.process.pid))
 
     def send(self, frame: Frame) -> None:
         """Tell it something."""
@@ -74,16 +85,26 @@ def start_session(
 ) -> TrainerSession:
     """Start a trainer, from the zygote where there is one."""
     own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    page_fd = create_page()
     env = {**env, INCARNATION: str(incarnation)}
     process: ExecTrainer | ZygoteTrainer
     if zygote is None:
-        process = ExecTrainer(program, env=env, control=theirs, snapshot_fds=snapshot_fds)
+        process = ExecTrainer(
+            program, env=env, control=theirs, snapshot_fds=snapshot_fds, progress_fd=page_fd
+        )
     else:
         process = ZygoteTrainer(
-            program, env=env, control=theirs, snapshot_fds=snapshot_fds, zygote=zygote
+            program,
+            env=env,
+            control=theirs,
+            snapshot_fds=snapshot_fds,
+            progress_fd=page_fd,
+            zygote=zygote,
         )
     theirs.close()
-    return TrainerSession(incarnation=incarnation, process=process, sock=own)
+    page = ProgressPage(page_fd)
+    os.close(page_fd)
+    return TrainerSession(incarnation=incarnation, process=process, sock=own, page=page)
 
 
 def _its_end_comes(evidence: str) -> None:

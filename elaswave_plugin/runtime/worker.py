@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 
 from elaswave_plugin.config import ElasticConfig, parse_kill
+from elaswave_plugin.core.hang import COMMIT, OUTSIDE
 from elaswave_plugin.core.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.plan import Flow, RecoveryPlan, copy_targets, make_plan
 from elaswave_plugin.core.seating import Cell, FlatSeating, Seating
@@ -19,6 +20,7 @@ from elaswave_plugin.runtime.links import LinkTable
 from elaswave_plugin.runtime.member import Alone, Commit, Member
 from elaswave_plugin.runtime.phases import Phases
 from elaswave_plugin.runtime.process_group import GroupTable
+from elaswave_plugin.runtime.progress import PhaseClock
 from elaswave_plugin.runtime.snapshot import SnapshotPool, capacity_of
 from elaswave_plugin.tracking.events import EventLog
 
@@ -49,12 +51,14 @@ class Worker:
         self.ledger = EventLog(directory / "ledger.jsonl" if directory else None)
         self.steps = EventLog(directory / "steps.jsonl" if directory else None)
         broken_links = BrokenLinks(self.member)
+        page = self.member.progress_page
         self.links = LinkTable(
             self.slot,
             host=self.member.host,
             on_link_lost=lambda slot, why: broken_links.report(
                 slot, why, epoch=self.view.epoch, step=self.completed
             ),
+            progress=page,
         )
         self.groups = GroupTable(self.links, gpu_engine=config.gpu_engine)
         self.phases = Phases(
@@ -63,6 +67,10 @@ class Worker:
             events=self.events,
             kills=tuple(map(parse_kill, config.kill)),
             check=self.member.check,
+            page=page,
+            clock=PhaseClock(
+                page, floor_s=config.hang_timeout_s, recovery_s=config.transfer_timeout_s
+            ),
         )
         self.completed = 0
         self._seals_in_epoch = 0
@@ -125,10 +133,12 @@ class Worker:
     def _open_links(self, commit: Commit) -> None:
         addresses = {slot: str(facts["address"]) for slot, facts in commit.facts.items()}
         self.links.open_epoch(commit.view.epoch, addresses)
+        self.member.progress_page.set_place(epoch=commit.view.epoch)
 
     def quiesce(self) -> Commit:
         """Answer the open proposal and wait for its commit."""
-        return self.member.quiesce(self._facts())
+        with self.member.progress_page.waiting(COMMIT):
+            return self.member.quiesce(self._facts())
 
     def install_view(self, commit: Commit) -> None:
         """Edit every group in place to the committed view and start its epoch."""
@@ -247,7 +257,8 @@ class Worker:
         that the step is sealed and copied everywhere, and the older buffer may be overwritten.
         """
         if self._seals_in_epoch and self._handed_over_step == self.completed:
-            self.member.wait_copied(self.completed, timeout_s=self.config.transfer_timeout_s)
+            with self.member.progress_page.waiting(OUTSIDE):
+                self.member.wait_copied(self.completed, timeout_s=self.config.transfer_timeout_s)
 
     def planner(self, commit: Commit) -> Callable[[frozenset[tuple[int, int, int]]], RecoveryPlan]:
         """The pure plan of a commit, as a function of the snapshots to avoid."""

@@ -29,9 +29,10 @@ from typing import Any, NoReturn
 
 from elaswave_plugin.runtime.lifeline import die_with_parent, lead_group
 from elaswave_plugin.runtime.member import CONTROL_FD, SNAPSHOT_FDS
+from elaswave_plugin.runtime.progress import PROGRESS_FD
 from elaswave_plugin.runtime.wire import Frame, FrameBuffer, encode
 
-_FDS_A_REQUEST = 6
+_FDS_A_REQUEST = 7
 _OWN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -177,7 +178,7 @@ class Zygote:
 
 def become_trainer(request: Frame) -> None:
     """Make this forked process look like `python -u script args` (or -m) and run that."""
-    stdin, stdout, stderr, control, *snapshots = request["given"]
+    stdin, stdout, stderr, control, progress, *snapshots = request["given"]
     for target, fd in enumerate((stdin, stdout, stderr)):
         os.dup2(fd, target)
         os.close(fd)
@@ -190,6 +191,7 @@ def become_trainer(request: Frame) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     os.environ[CONTROL_FD] = str(control)
+    os.environ[PROGRESS_FD] = str(progress)
     os.environ[SNAPSHOT_FDS] = ",".join(map(str, snapshots))
     _set_path(request)
     main = ModuleType("__main__")

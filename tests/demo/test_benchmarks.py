@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.hangs import PHASES, WAYS, hangs, with_hang
 from benchmarks.hybrid_recovery import result_of
 from benchmarks.overhead import comparison, percentile_s
 from benchmarks.recovery import passed
-from elaswave_plugin.config import RECOVERY_PHASES
+from elaswave_plugin.config import RECOVERY_PHASES, Kill
 from elaswave_plugin.demo.blocks import OnOff
+from elaswave_plugin.observer import RunFiles
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -64,6 +66,28 @@ def test_slices_of_the_hybrid_recovery_are_judged_together() -> None:
     assert result_of([{"rows": [row(None, passed=False)]}])["beyond_step_s"]["median"] is None
 
 
+def test_hangs_cover_every_slot_and_phase_and_each_of_them_in_every_way() -> None:
+    first, drawn = hangs(12, 4), hangs(36, 4)
+    assert {(one.slot, one.phase) for one in first} == {(s, p) for s in range(4) for p in PHASES}
+    assert len({(one.slot, one.phase, one.how) for one in drawn}) == 4 * len(PHASES) * len(WAYS)
+
+
+def test_a_run_passes_only_where_the_hang_was_the_wanted_one() -> None:
+    hang = Kill(slot=1, step=10, phase="data", how="gil")
+    found = {"kind": "hang_found", "slot": 1, "step": 10, "phase": "data"}
+    found |= {"limit_s": 2.0, "stalled_s": 2.1}
+    row = {"passed": True, "beyond_step_s": 2.25}
+
+    def judge(*events: dict[str, Any]) -> dict[str, Any]:
+        run = RunFiles(directory=Path(), events=events, steps=(), ledger=())
+        return with_hang(row, run, hang)
+
+    assert judge(found)["passed"]
+    assert judge(found)["beyond_limit_and_step_s"] == pytest.approx(0.25)
+    for wrong in ((), (found, found), ({**found, "slot": 2},), ({**found, "phase": "forward"},)):
+        assert not judge(*wrong)["passed"]
+
+
 def test_a_percentile_is_one_of_the_values() -> None:
     assert percentile_s([float(value) for value in range(1, 101)], 0.99) == 99.0
     assert percentile_s([5.0], 0.99) == 5.0
@@ -81,6 +105,7 @@ def test_a_percentile_is_one_of_the_values() -> None:
         (("hybrid_recovery", "--runs=0"), "--runs is 0, wanted at least 1"),
         (("hybrid_recovery", "--add"), "--add is given and --json is None"),
         (("hybrid_recovery", "--nproc=4"), "unrecognized arguments: --nproc=4"),
+        (("hangs", "--runs=0"), "--runs is 0, wanted at least 1"),
         (("recovery", "--zero=2"), "zero is 2 with framework 'megatron'"),
         (("recovery", "--framework=deepspeed", "--zero=4"), "zero is 4, wanted a ZeRO stage"),
         (("import_hook", "--repeat=0"), "--repeat is 0, wanted at least 1"),

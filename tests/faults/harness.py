@@ -23,6 +23,7 @@ from elaswave_plugin.observer import (
     kills_of,
     losses_of,
     read_run,
+    recoveries_of,
 )
 from elaswave_plugin.observer import survivor_pids_unchanged as pids_unchanged
 from elaswave_plugin.state_dump import dumped_steps, hash_state
@@ -44,6 +45,8 @@ PRELOAD = (
 )
 ZYGOTE_START_S = 90.0
 RUN_LIMIT_S = 100.0
+# Beyond the limit of a hang, on two cores that others share: to see it, to recover, one step.
+HANG_SLACK_S = 2.0
 
 
 # The trainers of these slots die at once, in the backward pass of the last one's step 3. With their
@@ -185,6 +188,7 @@ class Zygote:
         deadline_s = time.monotonic() + ZYGOTE_START_S
         while not self.socket.exists():
             if self._process.poll() is not None or time.monotonic() > deadline_s:
+                self._process.kill()
                 raise RuntimeError(f"the zygote did not start: {self._process.poll()}")
             time.sleep(0.05)
 
@@ -325,6 +329,17 @@ def check_equal(run: Outcome, reference: Outcome) -> None:
     """Everything that exact mode promises, against the run that was not disturbed."""
     check_survived(run)
     assert run.trace() == reference.trace()
+
+
+def hang_of(run: Outcome) -> dict[str, Any]:
+    """The only hang of a run; its job was whole again within the limit and a recovery."""
+    (found,) = run.events("hang_found")
+    ended = next(e for e in run.events("worker_exited") if e["slot"] == found["slot"])
+    assert ended["evidence"].startswith(f"no progress for {found['stalled_s']:.1f} s")
+    assert found["stalled_s"] < found["limit_s"] + HANG_SLACK_S
+    (recovery,) = recoveries_of(run.files)
+    assert found["limit_s"] <= recovery["mttr_s"] + 0.1 < found["limit_s"] + HANG_SLACK_S
+    return found
 
 
 def max_relative_difference(run: Outcome, reference: Outcome) -> float:

@@ -25,7 +25,8 @@ for name in os.listdir("/proc/self/fd"):
         fds[name] = os.readlink(f"/proc/self/fd/{name}").split(":")[0]
     except OSError:
         pass  # the listing's own
-own = {os.environ["ELASWAVE_CONTROL_FD"], *os.environ["ELASWAVE_SNAPSHOT_FDS"].split(",")}
+own = {os.environ[name] for name in ("ELASWAVE_CONTROL_FD", "ELASWAVE_PROGRESS_FD")}
+own |= set(os.environ["ELASWAVE_SNAPSHOT_FDS"].split(","))
 seen = {
     "argv": sys.argv,
     "cwd": os.getcwd(),
@@ -50,6 +51,7 @@ ENDING
 IGNORED = (
     "SEEN",
     "ELASWAVE_CONTROL_FD",
+    "ELASWAVE_PROGRESS_FD",
     "ELASWAVE_SNAPSHOT_FDS",
     "MASTER_PORT",
     "TORCHELASTIC_RUN_ID",

@@ -1,0 +1,169 @@
+"""Whether a worker hangs: from how long it stands still and who waits for it, to a verdict.
+
+A worker without progress is guilty when others wait for it and it waits for nobody itself. Where
+workers wait for each other in a circle, the one that is the furthest behind is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+# What `Sample.waits_for` says instead of a slot.
+NOBODY = -1
+COMMIT = -2
+"""The commit of a proposed view, and so everyone who has not stopped for it yet."""
+OUTSIDE = -3
+"""Something that no trainer does: a supervisor, a file."""
+
+FACTOR = 3.0
+"""A phase may take this many times its median."""
+STEPS_FOR_A_MEDIAN = 3
+STEPS_REMEMBERED = 15
+UNKNOWN_LIMIT_S = 600.0
+"""What a phase without a median may take: compilation in the first steps, a script between two."""
+
+
+class PhaseLimits:
+    """How long each phase of a step may go on without progress, by how long it has taken so far."""
+
+    def __init__(self, floor_s: float) -> None:
+        self._floor_s = floor_s
+        self._this_step: dict[str, float] = {}
+        self._longest: dict[str, deque[float]] = {}
+        self._limits: dict[str, float] = {}
+
+    def note(self, phase: str, seconds: float) -> None:
+        """The phase was left after so long; it may come several times in a step."""
+        if seconds > self._this_step.get(phase, 0.0):
+            self._this_step[phase] = seconds
+
+    def step_over(self) -> None:
+        """A step is complete: of each phase, its longest time counts."""
+        for phase, seconds in self._this_step.items():
+            known = self._longest.setdefault(phase, deque(maxlen=STEPS_REMEMBERED))
+            known.append(seconds)
+            if len(known) >= STEPS_FOR_A_MEDIAN:
+                self._limits[phase] = max(self._floor_s, FACTOR * median(known))
+        self._this_step = {}
+
+    def drop_step(self) -> None:
+        """The step was interrupted: its times say nothing."""
+        self._this_step = {}
+
+    def of(self, phase: str) -> float:
+        """The limit of a phase in seconds."""
+        return self._limits.get(phase) or max(self._floor_s, UNKNOWN_LIMIT_S)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What a supervisor reads in the page of its trainer, `stalled_s` seconds after it changed.
+
+    `operations`: how many operations with others it has begun. `waits_for`: the slot without which
+    its operation cannot go on, or one of NOBODY, COMMIT, OUTSIDE. `stopped`: by a signal.
+    """
+
+    slot: int
+    incarnation: int
+    epoch: int
+    step: int
+    phase: str
+    operations: int
+    stalled_s: float
+    limit_s: float
+    waits_for: int = NOBODY
+    stopped: bool = False
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it has stood still for longer than it may."""
+        return self.stalled_s >= self.limit_s
+
+    def to_json(self) -> list[object]:
+        """A list that JSON can carry."""
+        return [getattr(self, name) for name in Sample.__slots__]
+
+    @classmethod
+    def from_json(cls, record: Iterable[object]) -> Sample:
+        """The sample that `to_json` described."""
+        return cls(**dict(zip(Sample.__slots__, record, strict=True)))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """Who waits for a worker, sorted; `in_circle`: it waits for one of them itself."""
+
+    slots: tuple[int, ...] = ()
+    in_circle: bool = False
+
+    def __str__(self) -> str:
+        if not self.slots:
+            return "nobody waits for it"
+        one = len(self.slots) == 1
+        text = f"worker{'' if one else 's'} {', '.join(map(str, self.slots))}"
+        text += f" wait{'s' if one else ''} for it"
+        return f"{text} in a circle, in which it is the furthest behind" if self.in_circle else text
+
+
+def who_waits(members: Iterable[int], samples: Mapping[int, Sample]) -> dict[int, Waiting]:
+    """Who keeps others waiting in the end, by slot.
+
+    `samples` are of the members that stand still; the others are at work. A stopped worker does
+    not count as one that waits: whoever stops all of a job does not make it hang.
+    """
+    waiters: dict[int, set[int]] = {}
+    circles: set[int] = set()
+    for slot, sample in samples.items():
+        if sample.stopped or sample.waits_for in (NOBODY, OUTSIDE):
+            continue
+        if sample.waits_for == COMMIT:
+            ends = [one for one in members if not _awaits_commit(samples.get(one))]
+        else:
+            end, in_circle = _end_of_chain(slot, samples)
+            ends = [] if end is None else [end]
+            circles.update(ends if in_circle else ())
+        for end in ends:
+            waiters.setdefault(end, set()).add(slot)
+    return {
+        end: Waiting(slots=tuple(sorted(slots - {end})), in_circle=end in circles)
+        for end, slots in waiters.items()
+        if slots - {end}
+    }
+
+
+def verdict(sample: Sample, waiting: Waiting) -> str | None:
+    """Why this worker has to go, as evidence; None where it may stay."""
+    waits = sample.waits_for != NOBODY and not waiting.in_circle
+    if not sample.is_late or not waiting.slots or waits:
+        return None
+    stopped = ", stopped by a signal" if sample.stopped else ""
+    return (
+        f"no progress for {sample.stalled_s:.1f} s in {sample.phase} of step {sample.step}"
+        f"{stopped} (limit {sample.limit_s:.3g} s); {waiting}"
+    )
+
+
+def _awaits_commit(sample: Sample | None) -> bool:
+    return sample is not None and sample.waits_for == COMMIT
+
+
+def _end_of_chain(slot: int, samples: Mapping[int, Sample]) -> tuple[int | None, bool]:
+    """Whom a worker waits for in the end, None where that is no trainer; and if in a circle."""
+    path: list[int] = []
+    here = slot
+    while here not in path:
+        path.append(here)
+        sample = samples.get(here)
+        if sample is None or sample.waits_for == NOBODY:
+            return here, False
+        if sample.waits_for < 0:
+            return None, False
+        here = sample.waits_for
+    circle = [samples[one] for one in path[path.index(here) :]]
+    if not all(one.is_late for one in circle):
+        return None, False
+    # All of them stand still, so that everyone who looks sees the same numbers.
+    return min(circle, key=lambda one: (one.epoch, one.step, one.operations, one.slot)).slot, True

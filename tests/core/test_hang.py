@@ -1,0 +1,193 @@
+"""Who hangs: examples, and what holds for any pages."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elaswave_plugin.core.hang import (
+    COMMIT,
+    FACTOR,
+    NOBODY,
+    OUTSIDE,
+    STEPS_FOR_A_MEDIAN,
+    UNKNOWN_LIMIT_S,
+    PhaseLimits,
+    Sample,
+    Waiting,
+    verdict,
+    who_waits,
+)
+
+
+def page(slot: int, waits_for: int = NOBODY, *, stalled_s: float = 2.5, **more: object) -> Sample:
+    fields = {"epoch": 1, "step": 7, "operations": 40, "phase": "backward", "limit_s": 2.0, **more}
+    return Sample(slot=slot, incarnation=0, stalled_s=stalled_s, waits_for=waits_for, **fields)  # type: ignore[arg-type]
+
+
+def verdicts(*samples: Sample, members: int = 4) -> dict[int, str]:
+    known = {sample.slot: sample for sample in samples}
+    waiting = who_waits(range(members), known)
+    found = {slot: verdict(one, waiting.get(slot, Waiting())) for slot, one in known.items()}
+    return {slot: text for slot, text in found.items() if text is not None}
+
+
+def test_the_one_that_waits_for_nobody_is_the_culprit() -> None:
+    assert verdicts(page(0, 1), page(1, 2), page(2), page(3, 0)) == {
+        2: "no progress for 2.5 s in backward of step 7 (limit 2 s); workers 0, 1, 3 wait for it"
+    }
+
+
+def test_a_stopped_worker_that_blocks_another_is_named_as_stopped() -> None:
+    assert verdicts(page(0, 1), page(1, stopped=True, phase="data")) == {
+        1: "no progress for 2.5 s in data of step 7, stopped by a signal (limit 2 s); worker 0"
+        " waits for it"
+    }
+
+
+def test_a_worker_for_which_nobody_waits_may_take_its_time() -> None:
+    assert verdicts(page(0), page(1), page(2), page(3)) == {}
+
+
+def test_within_its_limit_nobody_hangs() -> None:
+    assert verdicts(page(0, 1, stalled_s=9.0), page(1, stalled_s=1.9)) == {}
+    assert verdicts(page(0, 1), page(1, stalled_s=20.0, limit_s=21.0)) == {}
+
+
+def test_whoever_waits_for_a_worker_that_is_at_work_waits_for_nobody_guilty() -> None:
+    waiting = who_waits(range(4), {0: page(0, 1), 2: page(2, 0)})
+    assert waiting == {1: Waiting(slots=(0, 2))}
+    assert verdicts(page(0, 1), page(2, 0)) == {}
+
+
+def test_a_job_that_is_stopped_as_a_whole_does_not_hang() -> None:
+    assert verdicts(page(0, 1, stopped=True), page(1, stopped=True)) == {}
+
+
+def test_of_a_circle_the_one_behind_has_to_go() -> None:
+    found = verdicts(page(0, 1), page(1, 2, operations=39), page(2, 0), page(3, 0))
+    assert found == {
+        1: "no progress for 2.5 s in backward of step 7 (limit 2 s); workers 0, 2, 3 wait for it"
+        " in a circle, in which it is the furthest behind"
+    }
+
+
+def test_a_circle_in_which_one_is_within_its_limit_may_be_two_moments() -> None:
+    assert verdicts(page(0, 1), page(1, 0, stalled_s=1.0)) == {}
+
+
+def test_whoever_does_not_stop_for_a_view_keeps_all_waiting() -> None:
+    found = verdicts(page(0, COMMIT), page(1, COMMIT), page(2), page(3, COMMIT))
+    assert list(found) == [2]
+    assert "workers 0, 1, 3 wait for it" in found[2]
+
+
+def test_a_wait_for_a_supervisor_blames_no_trainer() -> None:
+    assert verdicts(page(0, 1), page(1, OUTSIDE)) == {}
+    assert who_waits(range(2), {0: page(0, 1), 1: page(1, OUTSIDE)}) == {}
+
+
+def test_a_page_survives_its_way_over_the_wire() -> None:
+    sample = page(3, COMMIT, stopped=True)
+    assert Sample.from_json(sample.to_json()) == sample
+
+
+samples = st.integers(2, 6).flatmap(
+    lambda size: st.tuples(
+        *(
+            st.builds(
+                page,
+                st.just(slot),
+                st.sampled_from([NOBODY, COMMIT, OUTSIDE, *(set(range(size)) - {slot})]),
+                stalled_s=st.sampled_from([0.5, 2.5, 30.0]),
+                limit_s=st.sampled_from([2.0, 20.0]),
+                operations=st.integers(0, 3),
+                stopped=st.booleans(),
+            )
+            for slot in range(size)
+        )
+    )
+)
+
+
+@given(samples)
+def test_the_guilty_are_late_and_awaited(pages: tuple[Sample, ...]) -> None:
+    waiting = who_waits(range(len(pages)), {one.slot: one for one in pages})
+    for slot in verdicts(*pages, members=len(pages)):
+        one, awaited = pages[slot], waiting[slot]
+        assert one.is_late
+        assert awaited.slots
+        assert slot not in awaited.slots
+        assert not any(pages[waiter].stopped for waiter in awaited.slots)
+        assert one.waits_for == NOBODY or (one.waits_for >= 0 and awaited.in_circle)
+
+
+@given(samples)
+def test_who_waits_for_a_worker_outside_of_a_circle_is_innocent(pages: tuple[Sample, ...]) -> None:
+    waiting = who_waits(range(len(pages)), {one.slot: one for one in pages})
+    circles = {slot for slot, one in waiting.items() if one.in_circle}
+    for slot in set(verdicts(*pages, members=len(pages))) - circles:
+        assert pages[slot].waits_for == NOBODY
+
+
+@given(samples)
+def test_late_workers_that_wait_without_an_end_have_one_guilty_among_them(
+    pages: tuple[Sample, ...],
+) -> None:
+    """A deadlock of everyone, in any shape, is always broken."""
+    late = tuple(
+        replace(one, stalled_s=99.0, stopped=False, waits_for=(one.slot + 1) % len(pages))
+        if one.waits_for < 0
+        else replace(one, stalled_s=99.0, stopped=False)
+        for one in pages
+    )
+    assert verdicts(*late, members=len(late))
+
+
+def test_a_phase_has_a_limit_once_it_is_known() -> None:
+    limits = PhaseLimits(2.0)
+    for _ in range(STEPS_FOR_A_MEDIAN):
+        assert limits.of("forward") == UNKNOWN_LIMIT_S
+        limits.note("forward", 1.5)
+        limits.note("forward", 0.1)
+        limits.note("data", 0.1)
+        limits.step_over()
+    assert limits.of("forward") == pytest.approx(FACTOR * 1.5)
+    assert limits.of("data") == 2.0
+    assert limits.of("optimizer") == UNKNOWN_LIMIT_S
+
+
+def test_a_compilation_does_not_make_the_limit_of_all_later_steps() -> None:
+    limits = PhaseLimits(2.0)
+    for seconds in (300.0, 1.0, 1.0):
+        limits.note("forward", seconds)
+        limits.step_over()
+    assert limits.of("forward") == pytest.approx(FACTOR)
+
+
+def test_an_interrupted_step_counts_for_nothing() -> None:
+    limits = PhaseLimits(2.0)
+    for _ in range(2 * STEPS_FOR_A_MEDIAN):
+        limits.note("reduce", 30.0)
+        limits.drop_step()
+    limits.step_over()
+    assert limits.of("reduce") == UNKNOWN_LIMIT_S
+
+
+def test_a_phase_of_a_few_steps_only_does_not_forget_what_it_took() -> None:
+    """A phase that is absent from a step does not count as one of no time."""
+    limits = PhaseLimits(2.0)
+    for step in range(9):
+        if step % 3 == 0:
+            limits.note("gather", 5.0)
+        limits.step_over()
+    assert limits.of("gather") == pytest.approx(15.0)
+
+
+def test_the_median_is_of_the_recent_steps() -> None:
+    limits = PhaseLimits(2.0)
+    for seconds in [10.0] * 20 + [1.0] * 20:
+        limits.note("forward", seconds)
+        limits.step_over()
+    assert limits.of("forward") == pytest.approx(FACTOR)

@@ -1,0 +1,163 @@
+"""Workers that hang: found, killed by their supervisors, and the run goes on bit for bit."""
+
+import itertools
+
+import pytest
+
+from tests.faults.conftest import Launch, Reference
+from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived, hang_of
+
+# By then three steps have told how long each phase takes.
+STEP = 4
+WAYS = ("loop", "gil", "stop")
+# Every phase meets every slot, and every way to hang meets each of them.
+CASES = [
+    (slot, phase, WAYS[(slot + index) % len(WAYS)])
+    for slot, (index, phase) in itertools.product(
+        range(4), enumerate(("data", "forward", "backward"))
+    )
+]
+
+
+@pytest.mark.parametrize(("slot", "phase", "how"), CASES)
+def test_a_hang_of_any_worker_changes_nothing(
+    run: Launch, reference: Reference, slot: int, phase: str, how: str
+) -> None:
+    spec = JobSpec(kills=(f"{slot}@{STEP}:{phase}:{how}",))
+    hung = run(spec)
+    check_equal(hung, reference(spec))
+    found = hang_of(hung)
+    assert (found["slot"], found["phase"], found["step"]) == (slot, phase, STEP)
+    assert found["stopped"] == (how == "stop")
+    assert set(found["waiting"]) <= set(range(4)) - {slot}
+
+
+def test_a_hang_in_a_recovery_is_found(run: Launch, reference: Reference) -> None:
+    """One worker dies, and another one hangs while it takes part in the recovery."""
+    options = ("--elaswave-transfer-timeout-s=3",)
+    spec = JobSpec(options=options, kills=(f"2@{STEP}:backward", f"1@{STEP}:rebind:gil"))
+    hung = run(spec)
+    check_equal(hung, reference(spec))
+    (found,) = hung.events("hang_found")
+    assert (found["slot"], found["phase"], found["limit_s"]) == (1, "rebind", 3.0)
+
+
+def test_two_workers_that_hang_at_once(run: Launch, reference: Reference) -> None:
+    spec = JobSpec(kills=(f"0@{STEP}:forward:loop", f"3@{STEP}:forward:gil"))
+    hung = run(spec)
+    check_equal(hung, reference(spec))
+    assert sorted(event["slot"] for event in hung.events("hang_found")) == [0, 3]
+
+
+# Workers 1 and 2 call two collectives in different orders: each waits for the other.
+DEADLOCK = """
+import torch, torch.distributed as dist
+from elaswave_plugin.runtime.phases import Phases
+enter, groups = Phases.enter, []
+def mixed_up(self, phase):
+    if not groups and dist.is_initialized():
+        groups.extend(dist.new_group([1, 2]) for _ in range(2))
+    if (self.step, phase) == (4, "optimizer") and self._slot in (1, 2) and not self.replaying:
+        self._events.emit("fault_fired", slot=self._slot, step=4, phase=phase, pid=0, at_s=0.0)
+        first, second = groups if self._slot == 1 else groups[::-1]
+        one, other = torch.ones(1), torch.ones(1)
+        if self._slot == 2:
+            dist.barrier(group=dist.group.WORLD)
+        dist.all_reduce(one, group=first)
+        dist.all_reduce(other, group=second)
+    enter(self, phase)
+Phases.enter = mixed_up
+"""
+
+
+def test_of_a_deadlock_one_worker_has_to_go(run: Launch, reference: Reference) -> None:
+    spec = JobSpec(sabotage=DEADLOCK)
+    hung = run(spec)
+    check_survived(hung)
+    assert {event["slot"] for event in hung.events("fault_fired")} == {1, 2}
+    (found,) = hung.events("hang_found")
+    assert found["in_circle"]
+    assert found["slot"] in (1, 2)
+    assert hung.trace() == reference(JobSpec()).trace()
+
+
+def check_nobody_was_lost(outcome: Outcome) -> None:
+    check_survived(outcome)
+    assert not outcome.events("hang_found")
+    assert len(outcome.events("view_committed")) == 1
+
+
+# One worker saves, evaluates and loads for longer than a hang may take, and says so.
+ANNOUNCED = """
+import time
+from elaswave_plugin import phase
+from elaswave_plugin.runtime.phases import Phases
+fire = Phases.fire
+def slowly(self, name):
+    if self._slot == 1 and (self.step, name) in ((4, "data"), (5, "forward")):
+        with phase("download"):
+            self._events.emit("slow", slot=1, step=self.step)
+            time.sleep(3)
+    fire(self, name)
+Phases.fire = slowly
+"""
+
+
+def test_an_announced_phase_is_waited_for_by_all(run: Launch) -> None:
+    slow = run(JobSpec(steps=7, sabotage=ANNOUNCED))
+    check_nobody_was_lost(slow)
+    assert {event["step"] for event in slow.events("slow")} == {4, 5}
+
+
+# The same without a word: what it takes here, it does not say. A negative control.
+SILENT = ANNOUNCED.replace('phase("download")', "contextlib.nullcontext()").replace(
+    "import time", "import contextlib, time"
+)
+
+
+def test_the_same_without_a_word_is_a_hang(run: Launch, reference: Reference) -> None:
+    hung = run(JobSpec(steps=7, sabotage=SILENT))
+    check_survived(hung)
+    (found,) = hung.events("hang_found")
+    assert (found["slot"], found["step"], found["phase"]) == (1, 4, "data")
+    assert hung.trace() == reference(JobSpec(steps=7)).trace()
+
+
+# The script's own work between two steps, on one worker: nobody knows how long that takes.
+BETWEEN = """
+import time
+from elaswave_plugin.runtime.loop import GuardedSteps
+complete = GuardedSteps.complete
+def slowly(self, report):
+    complete(self, report)
+    if self.worker.slot == 0 and self.worker.completed == 4:
+        self.worker.events.emit("slow", slot=0)
+        time.sleep(4)
+GuardedSteps.complete = slowly
+"""
+
+
+def test_a_script_may_be_busy_between_two_steps(run: Launch) -> None:
+    slow = run(JobSpec(sabotage=BETWEEN))
+    check_nobody_was_lost(slow)
+    assert len(slow.events("slow")) == 1
+
+
+# The first steps are slow on one worker, as where it compiles.
+COMPILING = """
+import time
+from elaswave_plugin.runtime.phases import Phases
+fire = Phases.fire
+def slowly(self, name):
+    if self._slot == 2 and name == "forward" and self.step in (0, 2):
+        self._events.emit("slow", slot=2, step=self.step)
+        time.sleep(3)
+    fire(self, name)
+Phases.fire = slowly
+"""
+
+
+def test_the_first_steps_may_be_slow(run: Launch) -> None:
+    slow = run(JobSpec(sabotage=COMPILING))
+    check_nobody_was_lost(slow)
+    assert {event["step"] for event in slow.events("slow")} == {0, 2}

@@ -1,0 +1,236 @@
+"""The progress page: what a trainer writes is what a supervisor reads, and it costs little."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from elaswave_plugin import phase
+from elaswave_plugin.core.hang import COMMIT, NOBODY, UNKNOWN_LIMIT_S, Sample
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.runtime.links import LinkTable
+from elaswave_plugin.runtime.operation import Operation, Place, Steps
+from elaswave_plugin.runtime.progress import (
+    ANNOUNCED_LIMIT_S,
+    PROGRESS_FD,
+    PhaseClock,
+    ProgressPage,
+    create_page,
+    page_of,
+)
+
+
+@pytest.fixture
+def fd() -> Iterator[int]:
+    """A page as the supervisor makes it."""
+    number = create_page()
+    yield number
+    os.close(number)
+
+
+@pytest.fixture
+def pages(fd: int) -> Iterator[tuple[ProgressPage, ProgressPage]]:
+    """The trainer's and the supervisor's mapping of a page."""
+    both = ProgressPage(fd), ProgressPage(fd)
+    yield both
+    for page in both:
+        page.close()
+
+
+def read(page: ProgressPage) -> Sample:
+    sample = page.sample(slot=3)
+    assert sample is not None
+    return sample
+
+
+def test_a_page_says_nothing_before_its_trainer_began(
+    pages: tuple[ProgressPage, ProgressPage],
+) -> None:
+    trainer, supervisor = pages
+    assert supervisor.sample(slot=3) is None
+    trainer.begin(incarnation=2)
+    sample = read(supervisor)
+    assert (sample.slot, sample.incarnation, sample.waits_for) == (3, 2, NOBODY)
+    assert sample.limit_s == UNKNOWN_LIMIT_S
+
+
+def test_what_is_written_is_read(pages: tuple[ProgressPage, ProgressPage]) -> None:
+    trainer, supervisor = pages
+    trainer.begin(incarnation=0)
+    trainer.set_place(epoch=4, step=17)
+    trainer.count_operation()
+    trainer.enter("forward", 2.5)
+    with trainer.waiting(COMMIT):
+        sample = read(supervisor)
+        assert (sample.epoch, sample.step, sample.operations) == (4, 17, 1)
+        assert (sample.phase, sample.limit_s, sample.waits_for) == ("forward", 2.5, COMMIT)
+    assert read(supervisor).waits_for == NOBODY
+
+
+def test_a_standstill_is_counted_from_the_last_change(
+    pages: tuple[ProgressPage, ProgressPage],
+) -> None:
+    trainer, supervisor = pages
+    trainer.begin(incarnation=0)
+    time.sleep(0.2)
+    assert 0.2 <= read(supervisor).stalled_s < 5.0
+    trainer.touch()
+    assert read(supervisor).stalled_s < 0.2
+
+
+def test_what_a_reader_missed_does_not_count(pages: tuple[ProgressPage, ProgressPage]) -> None:
+    trainer, supervisor = pages
+    trainer.begin(incarnation=0)
+    time.sleep(0.2)
+    sample = supervisor.sample(slot=0, awake_s=time.monotonic())
+    assert sample is not None
+    assert sample.stalled_s < 0.1
+
+
+def test_announced_phases_are_nested(pages: tuple[ProgressPage, ProgressPage]) -> None:
+    trainer, supervisor = pages
+    trainer.begin(incarnation=0)
+    trainer.enter("data", 2.0)
+    names = [f"phase {number}" for number in range(9)]
+    for name in names:
+        trainer.announce(name)
+    assert read(supervisor).phase == names[-1]
+    assert read(supervisor).limit_s == ANNOUNCED_LIMIT_S
+    for _ in names[1:]:
+        trainer.end_announced()
+    assert supervisor.announced == names[0]
+    trainer.end_announced()
+    trainer.end_announced()
+    assert (read(supervisor).phase, read(supervisor).limit_s) == ("data", 2.0)
+
+
+def test_a_script_announces_its_phases(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PROGRESS_FD, str(fd))
+    page = ProgressPage(fd)
+    with phase("too early"):
+        assert page.announced is None
+    page.begin(incarnation=0)
+    with phase("evaluate"), phase("inner"):
+        assert page.announced == "inner"
+    assert page.announced is None
+    with pytest.raises(ZeroDivisionError), phase("evaluate"):
+        _ = 1 // 0
+    assert page.announced is None
+    with pytest.raises(ConfigurationError, match="wanted a name of 1 to 63 bytes"), phase("x" * 64):
+        pass
+    page.close()
+
+
+def test_phase_does_nothing_where_there_is_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PROGRESS_FD, raising=False)
+    with phase("evaluate"):
+        pass
+    with open(os.devnull) as other:  # a child of a trainer has the variable, and not the page
+        monkeypatch.setenv(PROGRESS_FD, str(other.fileno()))
+        with phase("evaluate"):
+            pass
+
+
+def test_a_forked_child_of_a_trainer_is_not_the_trainer(fd: int) -> None:
+    ProgressPage(fd).begin(incarnation=0)
+    assert page_of({PROGRESS_FD: str(fd)}) is not None
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if page_of({PROGRESS_FD: str(fd)}) is None else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_the_page_needs_no_torch() -> None:
+    code = (
+        "import elaswave_plugin; elaswave_plugin.phase; import sys; print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False\n", done.stderr
+
+
+def step(clock: PhaseClock) -> None:
+    clock.enter("begin")
+    clock.enter("forward")
+    clock.step_over()
+
+
+def test_a_phase_gets_its_limit_after_three_steps(
+    pages: tuple[ProgressPage, ProgressPage],
+) -> None:
+    trainer, supervisor = pages
+    clock = PhaseClock(trainer, floor_s=1.5, recovery_s=60.0)
+    for _ in range(3):
+        clock.enter("forward")
+        assert read(supervisor).limit_s == UNKNOWN_LIMIT_S
+        clock.step_over()
+        assert (read(supervisor).phase, read(supervisor).limit_s) == (
+            "between steps",
+            UNKNOWN_LIMIT_S,
+        )
+    clock.enter("forward")
+    assert read(supervisor).limit_s == 1.5
+    clock.recover("agree")
+    assert (read(supervisor).phase, read(supervisor).limit_s) == ("agree", 60.0)
+
+
+def test_what_happens_in_an_announced_phase_is_no_measure_of_a_step(
+    pages: tuple[ProgressPage, ProgressPage],
+) -> None:
+    trainer, supervisor = pages
+    clock = PhaseClock(trainer, floor_s=1.5, recovery_s=60.0)
+    for _ in range(3):
+        step(clock)
+    trainer.announce("evaluation")
+    clock.enter("forward")
+    trainer.end_announced()
+    assert (read(supervisor).phase, read(supervisor).limit_s) == ("between steps", UNKNOWN_LIMIT_S)
+
+
+def barrier(table: LinkTable, rank: int) -> Operation:
+    place = Place(group=1, label="pair", members=(0, 1), rank=rank)
+    operation = Operation(table, place, "barrier", timeout_s=20.0)
+
+    def steps(op: Operation) -> Steps:
+        op.send(1 - rank, memoryview(b"x"))
+        yield op.receive(1 - rank, memoryview(bytearray(1)))
+
+    table.run(operation, steps)
+    return operation
+
+
+def test_a_link_table_says_for_whom_it_waits(pages: tuple[ProgressPage, ProgressPage]) -> None:
+    trainer, supervisor = pages
+    trainer.begin(incarnation=0)
+    left, right = LinkTable(0, progress=trainer), LinkTable(1)
+    for table in (left, right):
+        table.open_epoch(1, {0: left.address, 1: right.address})
+    operation = barrier(left, 0)
+    assert (read(supervisor).operations, read(supervisor).waits_for) == (1, NOBODY)
+    waiter = threading.Thread(target=left.wait, args=(operation,))
+    waiter.start()
+    deadline_s = time.monotonic() + 10.0
+    while read(supervisor).waits_for != 1:
+        assert time.monotonic() < deadline_s
+    right.wait(barrier(right, 1))
+    waiter.join(10.0)
+    assert operation.done
+    assert read(supervisor).waits_for == NOBODY
+    left.close()
+    right.close()
+
+
+def test_a_phase_costs_microseconds(pages: tuple[ProgressPage, ProgressPage]) -> None:
+    """The best of several rounds: the machine is shared, and the work is always the same."""
+    clock = PhaseClock(pages[0], floor_s=2.0, recovery_s=60.0)
+    best_s = float("inf")
+    for _ in range(20):
+        started_s = time.perf_counter()
+        for _ in range(500):
+            clock.enter("forward")
+            clock.enter("backward")
+        best_s = min(best_s, (time.perf_counter() - started_s) / 1000)
+    assert best_s < 20e-6
