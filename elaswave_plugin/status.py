@@ -7,6 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from elaswave_plugin.core.hang import (
+    COMMIT,
+    NOBODY,
+    OUTSIDE,
+    Sample,
+    Waiting,
+    verdict,
+    who_waits,
+)
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.address_file import Address, read_addresses
 from elaswave_plugin.runtime.wire import receive_frame, send_frame
@@ -112,6 +121,7 @@ def merge(answers: Sequence[Record], *, silent: dict[int, str], now_s: float) ->
     by_slot = {answer["slot"]: answer for answer in answers}
     lost = {one["slot"]: one["evidence"] for one in first["lost"]}
     snapshots = _newest_snapshots(answers)
+    hangs = _hangs(answers, first["view"]["ranks"])
     workers = []
     for peer in sorted(first["peers"], key=lambda one: int(one["slot"])):
         slot = peer["slot"]
@@ -127,6 +137,8 @@ def merge(answers: Sequence[Record], *, silent: dict[int, str], now_s: float) ->
             worker["suspicion"] = f"its supervisor (pid {peer['pid']}) does not answer: {why}"
         elif answer["exited"] is not None and answer["phase"] == "exited":
             worker["suspicion"] = answer["exited"]
+        elif slot in hangs:
+            worker["suspicion"] = hangs[slot]
         workers.append(worker)
     return {
         "asked_s": now_s,
@@ -200,12 +212,16 @@ def _worker(peer: Record, answer: Record | None, view: Record) -> Record:
         "address": peer["address"],
         "phase": "unknown",
         "step": None,
+        "waits_for": None,
+        "stalled_s": None,
         "suspicion": None,
     }
     if answer is not None:
         worker["phase"] = answer["phase"]
         worker["incarnation"] = answer["incarnation"]
         worker["trainer_pid"] = answer["trainer_pid"] or None
+        if answer["progress"] is not None:
+            _add_progress(worker, Sample.from_json(answer["progress"]))
         proposal = _open_proposal([answer], view["epoch"])
         if proposal is not None and answer["proposal"]["late"]:
             worker["suspicion"] = (
@@ -220,6 +236,37 @@ def _open_proposal(answers: Sequence[Record], epoch: int) -> Record | None:
     found = [a["proposal"] for a in answers if a["proposal"] and a["proposal"]["epoch"] > epoch]
     newest = max(found, key=lambda one: int(one["epoch"]), default=None)
     return newest and {key: newest[key] for key in ("epoch", "reason", "open_s")}
+
+
+def _add_progress(worker: Record, sample: Sample) -> None:
+    """Where the trainer is, as it says itself."""
+    if worker["phase"] == "training":
+        worker["phase"] = sample.phase
+    elif worker["phase"] == "stopping":
+        worker["phase"] = f"stopping ({sample.phase})"
+    worker["step"] = sample.step
+    worker["stalled_s"] = sample.stalled_s
+    others = {NOBODY: None, COMMIT: "commit", OUTSIDE: "outside"}
+    worker["waits_for"] = others.get(sample.waits_for, sample.waits_for)
+
+
+def _hangs(answers: Iterable[Record], ranks: Sequence[int]) -> dict[int, str]:
+    """What speaks against a worker that stands still, as the supervisors would judge it."""
+    given = [Sample.from_json(a["progress"]) for a in answers if a["progress"] is not None]
+    samples = {sample.slot: sample for sample in given if sample.slot in ranks}
+    waiting = who_waits(ranks, samples)
+    found = {}
+    for slot, sample in samples.items():
+        evidence = verdict(sample, waiting.get(slot, Waiting()))
+        if evidence is not None:
+            found[slot] = evidence
+        elif sample.stopped:
+            found[slot] = "stopped by a signal"
+        elif sample.is_late and sample.waits_for == NOBODY:
+            limit = f"(limit {sample.limit_s:.3g} s)"
+            stands = f"no progress for {sample.stalled_s:.1f} s in {sample.phase}"
+            found[slot] = f"{stands} {limit}; nobody waits for it"
+    return found
 
 
 def _newest_snapshots(answers: Iterable[Record]) -> dict[int, Record]:

@@ -24,6 +24,7 @@ COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (
     ("node", "right"),
     ("phase", "left"),
     ("step", "right"),
+    ("waits for", "left"),
     ("sealed step", "left"),
     ("held by", "left"),
     ("MiB", "right"),
@@ -85,6 +86,7 @@ def _workers(workers: list[Record]) -> Group:
             str(worker["node"]),
             escape(worker["phase"]),
             "-" if worker["step"] is None else str(worker["step"]),
+            _wait(worker),
             *(("-", "-", "-") if snapshot is None else _snapshot(snapshot)),
             style="dim" if worker["rank"] is None else "red" if worker["suspicion"] else None,
         )
@@ -100,6 +102,13 @@ def _name(worker: Record) -> str:
     """The slot, with the incarnation where the first one was replaced."""
     incarnation = worker["incarnation"]
     return f"{worker['slot']}.{incarnation}" if incarnation else str(worker["slot"])
+
+
+def _wait(worker: Record) -> str:
+    """For whom, and for how long already."""
+    if worker["waits_for"] is None:
+        return ""
+    return f"{worker['waits_for']}, {worker['stalled_s']:.1f} s"
 
 
 def _snapshot(snapshot: Record) -> tuple[str, str, str]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elaswave_plugin.core.agreement_messages import Inventory, Ring
+from elaswave_plugin.core.hang import Sample
 from elaswave_plugin.core.membership import MembershipView
 from elaswave_plugin.runtime.rendezvous import Peer
 from elaswave_plugin.runtime.wire import Frame
@@ -99,6 +100,7 @@ class StatusBoard:
         lost: Mapping[int, str],
         peers: Sequence[Peer],
         inventory: Inventory,
+        progress: Sample | None,
         now_s: float,
     ) -> Frame:
         """The answer to a status request, for `elaswave_plugin.status`.
@@ -113,6 +115,7 @@ class StatusBoard:
             "trainer_pid": self._trainer_pid,
             "incarnation": self._incarnation,
             "phase": self._phase,
+            "progress": progress and progress.to_json(),
             "view": view.to_json(),
             "views": list(self._views),
             "proposal": proposal and {**proposal, "open_s": now_s - proposal["since_s"]},

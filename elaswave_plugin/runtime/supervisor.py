@@ -167,6 +167,7 @@ class Supervisor:
             lost=self._coordinator.lost,
             peers=self._meeting.peers,
             inventory=self._store.inventory(self._data_address),
+            progress=self.progress(0.0),
             now_s=time.time(),
         )
 

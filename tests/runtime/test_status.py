@@ -16,12 +16,13 @@ from rich.console import Console
 
 from elaswave_plugin.cli import run_command
 from elaswave_plugin.core.agreement_messages import Ballot, Ring
+from elaswave_plugin.core.hang import OUTSIDE, Sample
 from elaswave_plugin.core.layout import launch_layout
 from elaswave_plugin.core.membership import first_view
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.address_file import Address, published, read_addresses
+from elaswave_plugin.runtime.progress import BETWEEN_STEPS
 from elaswave_plugin.runtime.reactor import Reactor
-from elaswave_plugin.runtime.rendezvous import Peer
 from elaswave_plugin.runtime.requests import in_loop
 from elaswave_plugin.runtime.status import StatusBoard
 from elaswave_plugin.status import ask_job, find_job, merge
@@ -64,7 +65,7 @@ def test_a_job_tells_its_view_its_snapshots_and_after_a_kill_the_new_view(tmp_pa
         assert job.left(WAIT_S) == []
     assert os.listdir(job.run_dir) == ["events.jsonl"]
     assert (before["view"]["epoch"], before["view"]["ranks"]) == (1, [0, 1, 2, 3])
-    assert column(before, "phase") == ["training"] * 4
+    assert column(before, "phase") == [BETWEEN_STEPS] * 4
     assert column(before, "suspicion") == [None] * 4
     assert column(before, "trainer_pid") == [job.pids[slot] for slot in range(4)]
     assert column(before, "supervisor_pid") == [job.supervisors[slot] for slot in range(4)]
@@ -75,9 +76,9 @@ def test_a_job_tells_its_view_its_snapshots_and_after_a_kill_the_new_view(tmp_pa
     assert (after["view"]["epoch"], after["view"]["ranks"]) == (2, [0, 1, 3])
     assert after["view"]["reason"] == KILLED and after["proposal"] is None
     assert column(after, "rank") == [0, 1, None, 2]
-    assert column(after, "phase") == ["training", "training", "exited", "training"]
+    assert column(after, "phase") == [BETWEEN_STEPS, BETWEEN_STEPS, "exited", BETWEEN_STEPS]
     assert column(after, "suspicion") == [None, None, "killed by SIGKILL", None]
-    assert column(after, "step") == [1, 1, 0, 1]
+    assert [snapshot["step"] for snapshot in column(after, "snapshot")] == [1, 1, 0, 1]
     assert [(view["epoch"], view["workers"]) for view in after["views"]] == [(1, 4), (2, 3)]
     committed = job.events("view_committed")
     for view, event in zip(after["views"], committed, strict=True):
@@ -100,7 +101,7 @@ def test_a_worker_that_does_not_answer_is_suspected(tmp_path: Path) -> None:
         assert job.finish([0, 2]) == 0
     assert status["proposal"]["epoch"] == 2 and "killed by SIGKILL" in status["proposal"]["reason"]
     assert status["view"]["epoch"] == 1
-    assert column(status, "phase")[2] == "stopping"
+    assert column(status, "phase")[2] == f"stopping ({BETWEEN_STEPS})"
     assert column(status, "suspicion")[2].startswith("has not answered the proposal of epoch 2 for")
     assert "epoch 2 proposed" in drawn(status)
     assert answered["proposal"] is None and column(answered, "suspicion")[2] is None
@@ -119,7 +120,7 @@ def test_any_supervisor_names_the_others(tmp_path: Path) -> None:
             assert job.code(launcher) == 0
     assert os.listdir(job.run_dir) == ["events.jsonl"]  # that of the killed one went too
     assert column(status, "address") == [addresses[slot] for slot in range(4)]
-    assert column(status, "phase") == ["gone", *["training"] * 3]
+    assert column(status, "phase") == ["gone", *[BETWEEN_STEPS] * 3]
     assert f"its supervisor (pid {job.supervisors[0]}) is gone" in column(status, "suspicion")[0]
     # Its newest snapshot is in another's care.
     assert [one["slot"] for one in column(status, "snapshot")[0]["held_by"]] == [1]
@@ -138,15 +139,16 @@ def test_the_layout_is_that_of_the_trainers(tmp_path: Path) -> None:
 
 
 def test_the_command_draws_once_or_prints_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     with Job(tmp_path, 2).start() as job:
         assert run_command(["status", str(job.run_dir)]) == 0
         table = capsys.readouterr().out
         assert run_command(["status", str(job.run_dir), "--json"]) == 0
         status = json.loads(capsys.readouterr().out)
         assert job.finish([0, 1]) == 0
-    assert "epoch 1, 2 workers: the job starts" in table and "training" in table
+    assert "epoch 1, 2 workers: the job starts" in table and BETWEEN_STEPS in table
     assert status["view"]["ranks"] == [0, 1]
 
 
@@ -275,6 +277,7 @@ def answer(slot: int, **more: object) -> Record:
         "trainer_pid": 200 + slot,
         "incarnation": 0,
         "phase": "training",
+        "progress": None,
         "view": view,
         "snapshots": [],
         "peers": peers,
@@ -305,6 +308,35 @@ def test_the_leader_has_the_evidence() -> None:
     said = [{"slot": 0, "evidence": words} for words in ("declared lost", "its connection closed")]
     answers = [answer(2, lost=[said[0]]), answer(1, lost=[said[1]])]
     assert column(merge(answers, silent={}, now_s=5.0), "suspicion")[0] == said[1]["evidence"]
+
+
+def sample(slot: int, **more: Any) -> list[object]:
+    usual: dict[str, Any] = {"phase": "backward", "stalled_s": 4.0, "limit_s": 2.0}
+    where = {"slot": slot, "incarnation": 0, "epoch": 1, "step": 7, "operations": 3}
+    return Sample(**where, **{**usual, **more}).to_json()
+
+
+def test_a_worker_without_progress_is_suspected_with_who_waits_for_it() -> None:
+    pages = [sample(0, waits_for=1), sample(1), sample(2, stalled_s=0.0)]
+    status = merge([answer(s, progress=pages[s]) for s in range(3)], silent={}, now_s=5.0)
+    evidence = "no progress for 4.0 s in backward of step 7 (limit 2 s); worker 0 waits for it"
+    assert column(status, "suspicion") == [None, evidence, None]
+    assert column(status, "phase") == ["backward"] * 3 and column(status, "step") == [7] * 3
+    assert column(status, "waits_for") == [1, None, None]
+    assert "1, 4.0 s" in drawn(status)
+
+
+@pytest.mark.parametrize(
+    ("page", "words"),
+    [
+        (sample(1), "no progress for 4.0 s in backward (limit 2 s); nobody waits for it"),
+        (sample(1, waits_for=OUTSIDE), None),
+        (sample(1, stalled_s=0.1, stopped=True), "stopped by a signal"),
+    ],
+)
+def test_who_stands_still_and_keeps_nobody_waiting(page: list[object], words: str | None) -> None:
+    status = merge([answer(0), answer(1, progress=page)], silent={}, now_s=5.0)
+    assert column(status, "suspicion")[1] == words
 
 
 def test_a_supervisor_that_is_silent_is_suspected_itself() -> None:
@@ -341,16 +373,16 @@ def test_of_each_view_the_first_moment_counts() -> None:
     assert [view["time_s"] for view in status["views"]] == [6]
 
 
+def reported(board: StatusBoard) -> Record:
+    view = first_view((0,))
+    return board.report(view=view, lost={}, peers=[], inventory=[], progress=None, now_s=2.0)
+
+
 def test_the_phases_of_a_board() -> None:
     board = StatusBoard(0)
-    peers = [Peer(slot=0, node=0, pid=1, control="", data="h:1")]
-
-    def phase() -> str:
-        report = board.report(view=view, lost={}, peers=peers, inventory=[], now_s=2.0)
-        return str(report["phase"])
 
     view = first_view((0,))
-    seen = [phase()]
+    seen = [reported(board)["phase"]]
     actions: list[Callable[[], None]] = [
         lambda: board.started(5, 0),
         lambda: board.heard({"t": "join"}),
@@ -371,7 +403,7 @@ def test_the_phases_of_a_board() -> None:
     ]
     for happens in actions:
         happens()
-        seen.append(phase())
+        seen.append(reported(board)["phase"])
     first = "starting starting joined joined training training stopping evaluation quiesced"
     second = ["training", "exited", "starting", "building", "waiting to enter", "training"]
     assert seen == [*first.split(), *second, "leaving", "leaving"]
@@ -380,15 +412,11 @@ def test_the_phases_of_a_board() -> None:
 def test_what_the_predecessor_died_of_is_forgotten() -> None:
     board = StatusBoard(0)
 
-    def exited() -> object:
-        report = board.report(view=first_view((0,)), lost={}, peers=[], inventory=[], now_s=2.0)
-        return report["exited"]
-
     board.started(5, 0)
     board.exited("killed by SIGKILL")
-    died = exited()
+    died = reported(board)["exited"]
     board.started(6, 1)
-    assert (died, exited()) == ("killed by SIGKILL", None)
+    assert (died, reported(board)["exited"]) == ("killed by SIGKILL", None)
 
 
 def test_an_answer_that_fails_is_told_and_leaves_the_supervisor_alone() -> None:
