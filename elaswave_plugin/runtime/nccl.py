@@ -154,6 +154,13 @@ def maker_for(
         if torch.cuda.is_available():
             _say(links, members, "GPU tensors go through host memory: this torch has no NCCL")
         return None
+    if links.alone and local_device():
+        raise ConfigurationError(
+            f"gpu_engine is {setting} and this worker replaces a lost one, which is not carried"
+            " where NCCL may be used: set gpu_engine to host, or respawn to 0"
+        )
+    if links.alone:
+        return None
     devices = exchange(links, members, local_device(), timeout_s=timeout_s)
     if not uses_nccl(setting, devices):
         if any(devices.values()):
