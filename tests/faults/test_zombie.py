@@ -12,7 +12,7 @@ from tests.faults.harness import JobSpec, Outcome, Zygote, check_equal, left_ali
 from tests.faults.test_signals import wait_for_step
 
 # A node each: the others cannot kill it, they can only shut it out.
-SPEC = JobSpec(nproc=4, nodes=4, steps=120, dump="last")
+SPEC = JobSpec(nproc=4, nodes=4, steps=20, dump="last")
 ZOMBIE = 2
 LIMIT_S = 60.0
 
