@@ -14,6 +14,8 @@ TEST = (
     "pytest>=8",
     "pytest-timeout>=2.3",
     "ruff>=0.6",
+    # Megatron-LM's training imports it; see tests/adapters/megatron_lm.
+    "six",
     "tensorboard>=2.16",
     "transformers>=5.20,<6",
 )

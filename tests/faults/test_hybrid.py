@@ -108,7 +108,9 @@ def test_a_checkpoint_after_a_loss_holds_nothing_of_a_free_worker(
     def saved(name: str, *kills: str) -> Outcome:
         return run(JobSpec(options=(*tp2_dp2, f"--save={tmp_path / name}"), kills=kills))
 
-    check_equal(saved("killed", "1@3:forward"), saved("undisturbed"))
+    killed = saved("killed", "1@3:forward")
+    check_equal(killed, saved("undisturbed"))
+    assert sorted(killed.events("view_committed")[-1]["ranks"]) == [0, 2, 3]
     for iteration in ("iter_0000004", "iter_0000006"):
         left, right = (
             saved_tensors(tmp_path / name / iteration) for name in ("killed", "undisturbed")

@@ -98,6 +98,9 @@ def ledger_table() -> str:
     )
     from elaswave_plugin.adapters.megatron.cpu import cpu_patches
     from elaswave_plugin.adapters.megatron.seams import elastic_patches
+    from elaswave_plugin.adapters.megatron_lm.cpu import lm_cpu_patches
+    from elaswave_plugin.adapters.megatron_lm.hooks import Hooks
+    from elaswave_plugin.adapters.megatron_lm.seams import lm_patches
 
     always = {record.target for record in elastic_patches(exact=False).records}
     rows = [(record, "no GPU") for record in cpu_patches().records]
@@ -106,6 +109,11 @@ def ledger_table() -> str:
     for patches in (launch_patches(), deepspeed_patches(), destruction_patches(None)):
         rows += [(record, "elastic") for record in patches.records]
     rows += [(record, "elastic, Accelerate") for record in accelerate_patches(None).records]
+    known = {record.target for record, _ in rows}
+    more = [record for record in lm_cpu_patches().records if record.target not in known]
+    rows += [(record, "no GPU, Megatron-LM") for record in more]
+    every = lm_patches(Hooks(lambda config: None)).records
+    rows += [(record, "elastic, Megatron-LM") for record in every]
     lines = ["| target | distribution | valid | applied | reason |", "|---|---|---|---|---|"]
     for record, when in rows:
         cells = (f"`{record.target}`", record.distribution, record.valid, when, record.reason)

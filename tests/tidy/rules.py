@@ -33,7 +33,14 @@ IMPURE = frozenset(
 CORE_MAY_IMPORT = ("numpy", f"{PACKAGE}.core", f"{PACKAGE}.errors")
 # Who may import a framework: its adapter, and the writer of Megatron's data format.
 FRAMEWORK_HOMES = (
-    ("megatron", (f"{PACKAGE}.adapters.megatron", f"{PACKAGE}.demo.text")),
+    (
+        "megatron",
+        (
+            f"{PACKAGE}.adapters.megatron",
+            f"{PACKAGE}.adapters.megatron_lm",
+            f"{PACKAGE}.demo.text",
+        ),
+    ),
     ("deepspeed", (f"{PACKAGE}.adapters.deepspeed",)),
     ("transformer_engine", (f"{PACKAGE}.adapters",)),
     ("apex", (f"{PACKAGE}.adapters",)),

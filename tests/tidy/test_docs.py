@@ -15,7 +15,7 @@ from tests.tidy import documents
 
 ROOT = documents.ROOT
 PACKAGE = ROOT / "elaswave_plugin"
-FOLDERS = ("core", "runtime", "adapters", "adapters/megatron")
+FOLDERS = ("core", "runtime", "adapters", "adapters/megatron", "adapters/megatron_lm")
 MAPPED = (*FOLDERS, "demo", "tracking")
 PAGES = (
     "README.md",

@@ -25,6 +25,8 @@ from elaswave_plugin.runtime.worker import Worker
 
 # What schedules write into the optimizer's groups.
 _SCHEDULED = ("lr", "weight_decay")
+# What makes the shards of the optimizer's state, in each of the formats.
+_PARAM_STATE = "sharded_param_state_"
 # The rank lists that parallel_state keeps beside its groups.
 _RANK_LISTS = (
     ("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS", "_TENSOR_MODEL_PARALLEL_GROUP"),
@@ -39,6 +41,24 @@ _RANK_LISTS = (
 )
 
 
+def make_room(
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: DistributedOptimizer,
+    config_overrides: Any = None,
+) -> FlatShard:
+    """Lay out buffers and optimizer so that every smaller width fits; collective over WORLD.
+
+    What is loaded into the optimizer afterwards is kept.
+    """
+    group = chunks[0].intra_dp_cp_group
+    for chunk in chunks:
+        buffers.reserve(chunk, group.size())
+        buffers.set_width(chunk, group.size(), group.rank())
+    shard = FlatShard(optimizer, config_overrides)
+    shard.recut()
+    return shard
+
+
 class MegatronFramework:
     """The model, optimizer and scheduler of one worker."""
 
@@ -50,7 +70,9 @@ class MegatronFramework:
         optimizer: Any,
         distributed_optimizer: DistributedOptimizer,
         scheduler: Any,
+        shard: FlatShard | None = None,
     ) -> None:
+        """``shard``: the state as ``make_room`` has cut it, with what was loaded since."""
         self._worker = worker
         self.chunks = tuple(chunks)
         self._optimizer = optimizer
@@ -65,11 +87,11 @@ class MegatronFramework:
             exact=worker.config.consistency == "exact",
             announce=announce,
         )
-        for chunk in self.chunks:
-            buffers.reserve(chunk, self._group.size())
-            buffers.set_width(chunk, self._group.size(), self._group.rank())
-        self._shard = FlatShard(distributed_optimizer)
-        self._shard.recut()
+        if shard is None:
+            self._shard = make_room(self.chunks, distributed_optimizer)
+        else:
+            self._shard = shard
+            self._adopt()
         self._modes = [
             (module, module.training) for chunk in self.chunks for module in chunk.modules()
         ]
@@ -77,10 +99,18 @@ class MegatronFramework:
         wrapped = [part for chunk in self.chunks for part in (chunk, chunk.module)]
         for part in (*wrapped, optimizer):
             self._save_no_shards_without_a_place(part)
+        self._make_no_shards_without_a_place()
 
     @property
     def _group(self) -> dist.ProcessGroup:
         return self.chunks[0].intra_dp_cp_group
+
+    def _adopt(self) -> None:
+        """A worker that owns no parameter learns from the others how many steps were applied."""
+        applied = torch.tensor(self._shard.adopt())
+        dist.all_reduce(applied, op=dist.ReduceOp.MAX)
+        self._applied_steps = int(applied)
+        self._shard.set_applied_steps(self._applied_steps)
 
     # ---- announcements ------------------------------------------------------------------------
 
@@ -99,7 +129,10 @@ class MegatronFramework:
             lambda optimizer, args, kwargs: announce("optimizer")
         )
         for chunk in self.chunks:
-            chunk.start_param_sync = _announced(announce, "gather", chunk.start_param_sync)
+            chunk.start_param_sync = self._gathering(announce, chunk.start_param_sync)
+            for group in chunk.bucket_groups if chunk.ddp_config.overlap_param_gather else ():
+                # Then the forward's hooks start it, a bucket group at a time.
+                group.start_param_sync = self._gathering(announce, group.start_param_sync)
         update = self._optimizer.step
 
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -116,6 +149,18 @@ class MegatronFramework:
 
         self._optimizer.step = step
 
+    def _gathering(
+        self, announce: Callable[[str], None], native: Callable[..., None]
+    ) -> Callable[..., None]:
+        """Gathers weights, announced; a free worker has none to gather."""
+
+        def start_param_sync(*args: Any, **kwargs: Any) -> None:
+            if self._seated:
+                announce("gather")
+                native(*args, **kwargs)
+
+        return start_param_sync
+
     def _save_no_shards_without_a_place(self, part: Any) -> None:
         """A free worker holds tensors of an earlier step: a checkpoint gets none of them."""
         native = part.sharded_state_dict
@@ -125,6 +170,17 @@ class MegatronFramework:
             return state if self._seated else extract_sharded_base(state)[1]
 
         part.sharded_state_dict = sharded_state_dict
+
+    def _make_no_shards_without_a_place(self) -> None:
+        """The optimizer looks its parameters up in the model's shards: a free worker has none."""
+        formats = [name for name in dir(self._distributed) if name.startswith(_PARAM_STATE)]
+        for name in formats:
+            native = getattr(self._distributed, name)
+
+            def sharded(*args: Any, native: Callable[..., Any] = native, **kwargs: Any) -> Any:
+                return native(*args, **kwargs) if self._seated else {}
+
+            setattr(self._distributed, name, sharded)
 
     # ---- the verbs ----------------------------------------------------------------------------
 
@@ -266,16 +322,6 @@ class MegatronFramework:
                 weights = bucket.param_data[: bucket.numel_unpadded].cpu()
                 digest.update(weights.view(torch.uint8).numpy())
         return digest.intdigest() >> 1
-
-
-def _announced(
-    announce: Callable[[str], None], phase: str, native: Callable[..., None]
-) -> Callable[..., None]:
-    def announcing(*args: Any, **kwargs: Any) -> None:
-        announce(phase)
-        native(*args, **kwargs)
-
-    return announcing
 
 
 def _announce_backward(announce: Callable[[str], None]) -> Callable[..., None]:

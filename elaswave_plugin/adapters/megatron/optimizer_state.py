@@ -5,6 +5,8 @@ so that schedulers and scalers which hold them stay valid (megatron/core/optimiz
 distrib_optimizer.py, ``DistributedOptimizer.__init__`` from "Model grad buffer ranges").
 """
 
+from typing import Any
+
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed.param_and_grad_buffer import partition_buckets
@@ -18,18 +20,19 @@ from elaswave_plugin.errors import ConfigurationError
 class FlatShard:
     """The state of one worker's shard: masters, exp_avg, exp_avg_sq in bucket order."""
 
-    def __init__(self, optimizer: DistributedOptimizer) -> None:
+    def __init__(self, optimizer: DistributedOptimizer, config_overrides: Any = None) -> None:
         """Remember which parameters form which group; collective over WORLD.
 
-        Raises ConfigurationError when the groups are not Megatron-Core's default ones.
+        ``config_overrides``: what the optimizer was made with. Raises ConfigurationError when the
+        groups are others than Megatron-Core makes of them.
         """
         if optimizer.optimizer.state:
             raise ConfigurationError(
                 "the optimizer holds state already, wanted a fresh one; loading a checkpoint into "
-                "an elastic job is not carried yet"
+                "an elastic job is carried with Megatron-LM's own loop only"
             )
         self._optimizer = optimizer
-        groups = _get_param_groups(optimizer.model_chunks, optimizer.config, None)
+        groups = _get_param_groups(optimizer.model_chunks, optimizer.config, config_overrides)
         dense = [group for group in groups if not group["is_expert_parallel"]]
         self._group_params = [list(group["params"]) for group in dense]
         index_of = {p: index for index, params in enumerate(self._group_params) for p in params}
@@ -94,6 +97,7 @@ class FlatShard:
         self.exp_avg_sq = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         self._masters = self._master_slices(sizes)
         inner.state.clear()
+        self._views: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
         first_bucket = [
             sum(len(buffer.buckets) for buffer in outer.buffers[:index])
             for index in range(len(outer.buffers))
@@ -107,11 +111,27 @@ class FlatShard:
                 flat_master = self._masters[0][span]
                 flat_master.copy_(main)
                 main.data = flat_master
-            inner.state[main] = {
-                "step": torch.tensor(0.0),
-                "exp_avg": self.exp_avg[span],
-                "exp_avg_sq": self.exp_avg_sq[span],
-            }
+            views = {"exp_avg": self.exp_avg[span], "exp_avg_sq": self.exp_avg_sq[span]}
+            self._views[param] = views
+            inner.state[main] = {"step": torch.tensor(0.0), **views}
+
+    @torch.no_grad()
+    def adopt(self) -> int:
+        """Take over what a checkpoint loaded into the optimizer; returns Adam's step count.
+
+        0 where this worker owns no parameter, and where nothing was loaded.
+        """
+        inner, applied = self._optimizer.optimizer, 0
+        for param, views in self._views.items():
+            state = inner.state[self.main_of(param)]
+            applied = max(applied, int(state["step"]))
+            # Loading gives all of them one tensor, which each update would count on.
+            state["step"] = state["step"].clone()
+            for name, view in views.items():
+                if state[name].data_ptr() != view.data_ptr():
+                    view.copy_(state[name])
+                    state[name] = view
+        return applied
 
     def _master_slices(self, sizes: list[int]) -> list[torch.Tensor]:
         """fp32 models keep their masters in the parameter buffer; 16-bit ones get a flat tensor."""

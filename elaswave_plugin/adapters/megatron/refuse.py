@@ -12,13 +12,16 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from elaswave_plugin.errors import ConfigurationError
 
 
-def check_supported(chunks: Sequence[Any], optimizer: Any) -> DistributedOptimizer:
+def check_supported(
+    chunks: Sequence[Any], optimizer: Any, *, overlaps_param_gather: bool = False
+) -> DistributedOptimizer:
     """Return the one distributed optimizer of a supported job with these model chunks.
 
+    ``overlaps_param_gather``: whether the loop may gather weights in the forward pass.
     Raises ConfigurationError naming the first unsupported setting.
     """
     for chunk in chunks:
-        for problem in _model_problems(chunk):
+        for problem in _model_problems(chunk, overlaps_param_gather):
             raise ConfigurationError(problem)
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     if len(chained) != 1 or not isinstance(chained[0], DistributedOptimizer):
@@ -56,7 +59,7 @@ def _unsupported(setting: str, seen: object, wanted: object) -> str:
     return f"{setting} is {seen}, and elaswave_plugin carries {wanted}; change it to attach"
 
 
-def _model_problems(model: Any) -> Iterator[str]:
+def _model_problems(model: Any, overlaps_param_gather: bool) -> Iterator[str]:
     if not isinstance(model, DistributedDataParallel):
         yield _unsupported("the model", type(model).__name__, "one Megatron-Core DDP model")
         return
@@ -80,7 +83,11 @@ def _model_problems(model: Any) -> Iterator[str]:
         ("use_megatron_fsdp", ddp.use_megatron_fsdp, False),
         ("num_distributed_optimizer_instances", ddp.num_distributed_optimizer_instances, 1),
         ("average_in_collective", ddp.average_in_collective, False),
-        ("overlap_param_gather", ddp.overlap_param_gather, False),
+        (
+            "overlap_param_gather",
+            ddp.overlap_param_gather,
+            ddp.overlap_param_gather and overlaps_param_gather,
+        ),
         ("nccl_ub", ddp.nccl_ub, False),
         (
             "reduce_scatter_with_fp32_accumulation",

@@ -29,6 +29,17 @@ def set_key(step: int, microbatch: int) -> None:
     tracker.states_[_KEY] = torch.tensor([step, microbatch], dtype=torch.int64)
 
 
+def settle(seed: int, step: int) -> None:
+    """Set the generators to states that follow from the step alone, and drop the key."""
+    tracker = megatron_random.get_cuda_rng_tracker()
+    tracker.states_.pop(_KEY, None)
+    tp = parallel_state.get_tensor_model_parallel_rank()
+    for number, name in enumerate(sorted(tracker.states_)):
+        tracker.states_[name] = _state_of(draw_key(seed, step, number, tp))
+    torch.cuda.manual_seed(draw_key(seed, step))
+    torch.default_generator.manual_seed(draw_key(seed, step))
+
+
 def install_keyed_draws(model: torch.nn.Module, seed: int) -> None:
     """Make every transformer layer and the embedding reseed from the key before their forward."""
     for module in model.modules():
@@ -47,10 +58,14 @@ def _reseed(seed: int) -> Callable[[torch.nn.Module, Any], None]:
         tp = parallel_state.get_tensor_model_parallel_rank()
         shared_tp = tp if getattr(module.config, "sequence_parallel", False) else 0
         torch.cuda.manual_seed(draw_key(seed, step, microbatch, layer, _REPLICATED, shared_tp))
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        generator = torch.Generator(device=device)
-        generator.manual_seed(draw_key(seed, step, microbatch, layer, _MODEL_PARALLEL, tp))
         name = megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME
-        tracker.states_[name] = generator.get_state()
+        key = draw_key(seed, step, microbatch, layer, _MODEL_PARALLEL, tp)
+        tracker.states_[name] = _state_of(key)
 
     return hook
+
+
+def _state_of(key: int) -> torch.Tensor:
+    generator = torch.Generator(device="cuda" if torch.cuda.is_available() else "cpu")
+    generator.manual_seed(key)
+    return generator.get_state()

@@ -56,6 +56,16 @@ def _compact_index(original: Callable[..., Any]) -> Callable[..., Any]:
     return sharded_param_state_fully_reshardable
 
 
+def _keeping_step(original: Callable[..., None]) -> Callable[..., None]:
+    def set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Any) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        kept = {"step": state["step"]} if "step" in state else {}
+        original(self, model_param, {**kept, **tensors})
+
+    return set_main_param_and_optimizer_states
+
+
 def elastic_patches(*, exact: bool) -> PatchSet:
     """What every elastic job needs, and what exact mode needs on top."""
     records = [
@@ -87,6 +97,20 @@ def elastic_patches(*, exact: bool) -> PatchSet:
             valid=_VALID,
             parameters=("self", "model_sharded_state_dict", "is_loading", "metadata"),
             make=_compact_index,
+        ),
+        PatchRecord(
+            target=(
+                "megatron.core.optimizer.distrib_optimizer:"
+                "DistributedOptimizer._set_main_param_and_optimizer_states"
+            ),
+            reason=(
+                "a checkpoint that can be cut anew has no step count beside the tensors, and for "
+                "torch's Adam it is looked up there"
+            ),
+            distribution=_MEGATRON,
+            valid=_VALID,
+            parameters=("self", "model_param", "tensors"),
+            make=_keeping_step,
         ),
     ]
     if exact:

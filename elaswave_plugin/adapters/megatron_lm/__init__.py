@@ -1,0 +1,1 @@
+"""Megatron-LM's own training loop, as its pretraining scripts run it."""

@@ -1,0 +1,288 @@
+"""What stands in the places of Megatron-LM's functions: each takes the native one, and calls it.
+
+Every place that contains a collective outside of a training step is a piece of the loop, which
+starts again after a recovery; see ``runtime/script_loop.py``.
+"""
+
+from collections.abc import Callable
+from functools import partial, wraps
+from importlib import import_module
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+
+from elaswave_plugin.adapters.megatron_lm.job import LmJob
+from elaswave_plugin.adapters.megatron_lm.nominal import Answering
+from elaswave_plugin.adapters.megatron_lm.refuse import check_arguments
+from elaswave_plugin.config import ElasticConfig, from_namespace
+from elaswave_plugin.errors import EpochChanged
+
+Native = Callable[..., Any]
+
+
+def config_of(args: Any) -> ElasticConfig:
+    """Our settings among their arguments; raises ConfigurationError."""
+    config = from_namespace(args)
+    assert config is not None
+    return config
+
+
+class Hooks:
+    """The replacements of one run; the job exists once their arguments are read."""
+
+    def __init__(self, on_join: Callable[[ElasticConfig], None]) -> None:
+        """``on_join(config)`` is called before the job is joined."""
+        self._on_join = on_join
+        self.job: LmJob | None = None
+
+    @property
+    def _joined(self) -> LmJob:
+        assert self.job is not None
+        return self.job
+
+    # ---- start ----------------------------------------------------------------------------------
+
+    def initialize_distributed(self, native: Native) -> Native:
+        """Join the job and make WORLD ours; Megatron-LM then finds it made."""
+
+        @wraps(native)
+        def initialize(*args: Any, **kwargs: Any) -> Any:
+            # megatron.training is in the repository only, this file's users need not be.
+            arguments = import_module("megatron.training").get_args()
+            check_arguments(arguments)
+            # The other format's shards are those of one data-parallel width.
+            arguments.dist_ckpt_optim_fully_reshardable = True
+            config = config_of(arguments)
+            self._on_join(config)
+            self.job = LmJob(config, arguments)
+            self.job.make_world()
+            return native(*args, **kwargs)
+
+        return initialize
+
+    def make_optimizer(self, native: Native) -> Native:
+        """Room for every width, before a checkpoint is loaded."""
+
+        def get_megatron_optimizer(
+            config: Any, model_chunks: Any, config_overrides: Any = None, **kwargs: Any
+        ) -> Any:
+            kwargs["use_gloo_process_groups"] = False
+            optimizer = native(config, model_chunks, config_overrides=config_overrides, **kwargs)
+            self._joined.take_optimizer(model_chunks, optimizer, config_overrides)
+            return optimizer
+
+        return get_megatron_optimizer
+
+    def build_datasets(self, native: Native) -> Native:
+        """Every worker builds them: it may come to a place where they are read."""
+
+        @wraps(native)
+        def init(
+            builder: Any, cls: Any, sizes: Any, is_built_on_rank: Any, *args: Any, **kwargs: Any
+        ) -> None:
+            native(builder, cls, sizes, lambda: True, *args, **kwargs)
+
+        return init
+
+    def make_loader(self, native: Native) -> Native:
+        """A loader that reads any micro-batch, by their samplers."""
+        data_samplers: Any = import_module("megatron.training.datasets.data_samplers")
+
+        def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Any:
+            if dataset is None:
+                return None
+            job, mpu = self._joined, data_samplers.mpu
+
+            def make(replica: int, position: int) -> Any:
+                answers = {
+                    "get_data_parallel_rank": replica,
+                    "get_data_parallel_world_size": job.width,
+                }
+                data_samplers.mpu = Answering(mpu, answers)
+                try:
+                    return native(dataset, position)
+                finally:
+                    data_samplers.mpu = mpu
+
+            return job.make_loader(dataset, consumed_samples, make)
+
+        return build_pretraining_data_loader
+
+    def cycle(self, native: Native) -> Native:
+        """Our loader goes on with the next epoch by itself."""
+        return lambda loader: loader
+
+    # ---- the loop -------------------------------------------------------------------------------
+
+    def train(self, native: Native) -> Native:
+        """Training begins: what was built is taken into care."""
+
+        @wraps(native)
+        def train(
+            forward_step_func: Any,
+            model: Any,
+            optimizer: Any,
+            opt_param_scheduler: Any,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            self._joined.bind(model, optimizer, opt_param_scheduler)
+            return native(forward_step_func, model, optimizer, opt_param_scheduler, *args, **kwargs)
+
+        return train
+
+    def train_step(self, native: Native) -> Native:
+        """A step is recovered and run again."""
+
+        @wraps(native)
+        def train_step(*args: Any, iteration: int, **kwargs: Any) -> Any:
+            step = partial(native, *args, iteration=iteration, **kwargs)
+            return self._joined.step(step, iteration)
+
+        return train_step
+
+    def forward_backward(self, native: Native) -> Native:
+        """What this worker has to run."""
+        return lambda: partial(self._joined.forward_backward, native())
+
+    def count_samples(self, native: Any) -> Any:
+        """The batch is that of the launch, however many replicas are left to run it."""
+        return _Width(native, self)
+
+    def over_everyone(self, native: Native) -> Native:
+        """Over WORLD: free workers learn it, and replicas of unequally wide stages agree."""
+
+        @wraps(native)
+        def reduce(value: Any) -> Any:
+            group = parallel_state.get_model_parallel_group
+            parallel_state.get_model_parallel_group = lambda *args, **kwargs: dist.group.WORLD
+            try:
+                return native(value)
+            finally:
+                parallel_state.get_model_parallel_group = group
+
+        return reduce
+
+    def piece(self, native: Native, *, phase: str | None = None) -> Native:
+        """A piece of the loop that starts again after a recovery."""
+
+        @wraps(native)
+        def piece(*args: Any, **kwargs: Any) -> Any:
+            work = partial(native, *args, **kwargs)
+            return work() if self.job is None else self.job.run(work, phase=phase)
+
+        return piece
+
+    def training_log(self, native: Native) -> Native:
+        """Logging adds the step's losses to the interval's: not twice."""
+
+        @wraps(native)
+        def training_log(losses: Any, interval: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            before = dict(interval)
+
+            def work() -> Any:
+                interval.clear()
+                interval.update(before)
+                return native(losses, interval, *args, **kwargs)
+
+            return self._joined.run(work)
+
+        return training_log
+
+    def disable_forward_pre_hook(self, native: Native) -> Native:
+        """The hooks go once; gathering the weights can start again."""
+
+        @wraps(native)
+        def disable_forward_pre_hook(model_chunks: Any, param_sync: bool = True) -> None:
+            native(model_chunks, param_sync=False)
+            if param_sync:
+                self._joined.run(
+                    lambda: [c.start_param_sync(force_sync=True) for c in model_chunks]
+                )
+
+        return disable_forward_pre_hook
+
+    def timer(self, native: Native) -> Native:
+        """A timer's barrier is a piece of the loop."""
+
+        @wraps(native)
+        def start_or_stop(timer: Any, barrier: bool = False) -> None:
+            if barrier and self.job is not None:
+                self.job.run(lambda: dist.barrier(group=timer._barrier_group))
+                barrier = False
+            native(timer, barrier=barrier)
+
+        return start_or_stop
+
+    def leave_detector(self, native: Native) -> Native:
+        """An interrupted step is no error to be shown."""
+
+        @wraps(native)
+        def exit_detector(detector: Any, ex_type: Any, ex_val: Any, ex_tb: Any) -> Any:
+            if ex_type is EpochChanged:
+                ex_type = ex_val = ex_tb = None
+            return native(detector, ex_type, ex_val, ex_tb)
+
+        return exit_detector
+
+    # ---- checkpoints ----------------------------------------------------------------------------
+
+    def save(self, native: Native) -> Native:
+        """What it caches of the job's layout is made anew for each save."""
+
+        @wraps(native)
+        def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            for one in (*args, *kwargs.values()):
+                if isinstance(one, dict):
+                    one.pop("save_strategy", None)
+            work = partial(native, *args, **kwargs)
+            return work() if self.job is None else self.job.run(work, phase="save")
+
+        return save_checkpoint
+
+    def state_to_save(self, native: Native) -> Native:
+        """A free worker saves nothing of its own."""
+
+        @wraps(native)
+        def generate_state_dict(*args: Any, **kwargs: Any) -> Any:
+            state = native(*args, **kwargs)
+            return state if self._joined.has_place else extract_sharded_base(state)[1]
+
+        return generate_state_dict
+
+    def rng_state(self, native: Native) -> Native:
+        """The generators' states at a save are those of the step, not of what ran last here."""
+
+        @wraps(native)
+        def get_rng_state(*args: Any, **kwargs: Any) -> Any:
+            self._joined.settle_generators()
+            return native(*args, **kwargs)
+
+        return get_rng_state
+
+    def compile_index_builder(self, native: Native) -> Native:
+        """Nothing where they are built already: the wheel brings no Makefile."""
+
+        @wraps(native)
+        def compile_where_missing() -> None:
+            try:
+                import megatron.core.datasets.helpers_cpp  # noqa: F401
+            except ImportError:
+                native()
+
+        return compile_where_missing
+
+
+class _Width(Answering):
+    """parallel_state as training.py counts samples with it."""
+
+    def __init__(self, module: Any, hooks: Hooks) -> None:
+        super().__init__(module, {})
+        self._hooks = hooks
+
+    def get_data_parallel_world_size(self, *args: Any, **kwargs: Any) -> int:
+        """Replicas at launch, once the job is joined."""
+        native: int = self._module.get_data_parallel_world_size(*args, **kwargs)
+        return native if self._hooks.job is None else self._hooks.job.width

@@ -1,0 +1,213 @@
+"""Megatron-LM's own training loop in an elastic job: one worker's part of it."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+
+from elaswave_plugin.adapters.megatron import rng
+from elaswave_plugin.adapters.megatron.contract import num_microbatches_of
+from elaswave_plugin.adapters.megatron.framework import MegatronFramework, make_room
+from elaswave_plugin.adapters.megatron.microbatches import Microbatches
+from elaswave_plugin.adapters.megatron.optimizer_state import FlatShard
+from elaswave_plugin.adapters.megatron.refuse import check_supported
+from elaswave_plugin.adapters.megatron_lm import side_state
+from elaswave_plugin.adapters.megatron_lm.loader import MicrobatchLoader
+from elaswave_plugin.adapters.megatron_lm.losses import LossTotals
+from elaswave_plugin.adapters.recording import Recording
+from elaswave_plugin.config import ElasticConfig
+from elaswave_plugin.core.layout import sizes_of
+from elaswave_plugin.runtime.loop import GuardedSteps, StepReport
+from elaswave_plugin.runtime.script_loop import ScriptLoop
+from elaswave_plugin.runtime.worker import Worker
+from elaswave_plugin.tracking.sinks import check_sinks
+from elaswave_plugin.tracking.tracker import Tracker
+
+Result = TypeVar("Result")
+
+
+class LmJob:
+    """One worker's part of the loop."""
+
+    def __init__(self, config: ElasticConfig, args: Any) -> None:
+        """Join the job; raises ConfigurationError outside a supervisor and for uneven batches."""
+        workers = int(os.environ.get("WORLD_SIZE", "1"))
+        self.width = sizes_of(
+            workers, tp=args.tensor_model_parallel_size, pp=args.pipeline_model_parallel_size
+        )
+        self._num_microbatches = num_microbatches_of(
+            global_batch_size=args.global_batch_size,
+            micro_batch_size=args.micro_batch_size,
+            width=self.width,
+        )
+        config.check_slots(workers)
+        check_sinks(config)
+        self._args = args
+        self._seed = args.seed if config.seed is None else config.seed
+        self.worker = Worker(config=config, environ=os.environ)
+        self._tracker = Tracker(config, self.worker.run_id, self.worker.owns_rank_0)
+        self._loaders: list[MicrobatchLoader] = []
+        self._shard: FlatShard | None = None
+        self._loop: ScriptLoop | None = None
+        self._trained_from: list[MicrobatchLoader] = []
+
+    def make_world(self) -> None:
+        """Make WORLD ours, which needs no store and no rendezvous."""
+        dist.init_process_group(**self.worker.groups.install(self.worker.view.ranks))
+
+    # ---- what Megatron-LM builds ----------------------------------------------------------------
+
+    def take_optimizer(self, chunks: Sequence[Any], optimizer: Any, overrides: Any) -> None:
+        """Cut the state anew before a checkpoint is loaded into it."""
+        distributed = check_supported(chunks, optimizer, overlaps_param_gather=True)
+        self._shard = make_room(chunks, distributed, overrides)
+
+    def make_loader(
+        self, dataset: Any, position: int, make: Callable[[int, int], Any]
+    ) -> MicrobatchLoader:
+        """The loader of a dataset from a position on; ``make`` as MicrobatchLoader has it."""
+        loader = MicrobatchLoader(
+            dataset,
+            position,
+            make=make,
+            num_replicas=self.width,
+            micro_batch_size=self._args.micro_batch_size,
+            on_batch=self._consume,
+        )
+        self._loaders.append(loader)
+        return loader
+
+    def _consume(self, microbatch: int, ids: Sequence[int]) -> None:
+        self._microbatches.consume(self.worker.completed, microbatch, tuple(ids))
+
+    def bind(self, chunks: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
+        """Take what was built into care and seal it: training begins."""
+        args, worker = self._args, self.worker
+        assert self._shard is not None
+        # As Megatron-LM's train() sets it a moment later.
+        chunks[0].config.finalize_model_grads_func = finalize_model_grads
+        self._framework = MegatronFramework(
+            worker,
+            chunks=chunks,
+            optimizer=optimizer,
+            distributed_optimizer=check_supported(chunks, optimizer, overlaps_param_gather=True),
+            scheduler=scheduler,
+            shard=self._shard,
+        )
+        for chunk in chunks:
+            rng.install_keyed_draws(chunk, self._seed)
+        worker.completed = args.iteration
+        self._microbatches = Microbatches(
+            worker, self._framework, num_microbatches=self._num_microbatches
+        )
+        self._losses = LossTotals(self._microbatches, num_replicas=self.width)
+        self._recording = Recording(worker, self._tracker, pieces=self._framework.named_pieces)
+        steps = GuardedSteps(
+            worker,
+            self._framework,
+            on_commit=self._record,
+            on_recovered=self._recovered,
+        )
+        self._loop = ScriptLoop(steps, remember=lambda: side_state.remember(self._loaders))
+        self._loop.start()
+        self._recording.attached(
+            num_microbatches=self._num_microbatches, micro_batch_size=args.micro_batch_size
+        )
+
+    # ---- the pieces of the loop -----------------------------------------------------------------
+
+    def step(self, train_step: Callable[[], tuple[Any, ...]], iteration: int) -> tuple[Any, ...]:
+        """Complete a step through any number of recoveries; returns what ``train_step`` does."""
+        results: list[tuple[Any, ...]] = []
+
+        def attempt() -> StepReport:
+            self._args.curr_iteration = iteration
+            losses, *others = train_step()
+            # The last rank logs them, and need not be in the last stage after a loss.
+            results.append((losses or self._losses.means, *others))
+            for loader in self._trained_from:
+                loader.advance(self._args.global_batch_size)
+            grad_norm = results[-1][5]
+            return StepReport(
+                loss=self._losses.loss,
+                grad_norm=0.0 if grad_norm is None else float(grad_norm),
+                lr=self._framework.learning_rate(),
+                tokens=self._losses.count,
+            )
+
+        assert self._loop is not None
+        self._loop.step(attempt)
+        return results[-1]
+
+    def forward_backward(self, native: Callable[..., Any], **kwargs: Any) -> list[Any]:
+        """Megatron-Core's forward-backward function, for whatever this worker runs now."""
+        forward_only = kwargs.pop("forward_only", False)
+        kwargs.pop("num_microbatches")
+        iterators = kwargs["data_iterator"]
+        iterators = iterators if isinstance(iterators, list) else [iterators]
+        loaders = [_loader_of(one) for one in iterators]
+        if not forward_only:
+            self._trained_from = loaders
+        step = self.worker.completed
+
+        def begin(iterator: Any, chunk: Any, microbatch: int) -> None:
+            _loader_of(iterator).deliver(microbatch)
+            rng.set_key(step, microbatch)
+
+        reports = self._microbatches.forward_backward(
+            native, begin, forward_only=forward_only, **kwargs
+        )
+        for loader in loaders if forward_only else ():
+            loader.advance(self._args.global_batch_size)
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return list(self._losses.agree(reports, group))
+
+    def run(self, work: Callable[[], Result], *, phase: str | None = None) -> Result:
+        """A piece of the loop other than a step; before training, it is just called."""
+        return work() if self._loop is None else self._loop.run(work, phase=phase)
+
+    def settle_generators(self) -> None:
+        """Set the random generators to what follows from the completed steps."""
+        rng.settle(self._seed, self.worker.completed)
+
+    @property
+    def trains(self) -> bool:
+        """Whether training has begun, so that workers are recovered and leave together."""
+        return self._loop is not None
+
+    @property
+    def has_place(self) -> bool:
+        """Whether this worker holds a part of the model, and is not free."""
+        return self._loop is None or self._microbatches.seat is not None
+
+    # ---- the end --------------------------------------------------------------------------------
+
+    def _recovered(self, record: dict[str, object]) -> None:
+        self._args.rank, self._args.world_size = dist.get_rank(), dist.get_world_size()
+        self._recording.recovered(record)
+
+    def _record(self, step: int, report: StepReport, seconds: float) -> None:
+        self._recording.step(
+            step,
+            report,
+            seconds,
+            num_microbatches=len(self._microbatches.executed),
+            last=step + 1 == self._args.train_iters,
+        )
+
+    def finish(self) -> None:
+        """Leave with the others."""
+        self.run(dist.barrier)
+        self._tracker.close()
+        self.worker.close()
+        self.worker.groups.uninstall()
+
+
+def _loader_of(iterator: Any) -> MicrobatchLoader:
+    """Megatron-LM wraps every iterator into one that can replay a batch."""
+    loader = getattr(iterator, "iterable", iterator)
+    assert isinstance(loader, MicrobatchLoader)
+    return loader

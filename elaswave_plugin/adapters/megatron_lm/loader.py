@@ -1,0 +1,88 @@
+"""A data loader that reads any micro-batch of a step, in the order of Megatron-LM's own samplers.
+
+Micro-batch k of a batch belongs to replica k mod D0 of the launch: it is the one that the sampler
+of that replica yields there, whoever runs it (megatron/training/datasets/data_samplers.py).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+OnBatch = Callable[[int, Sequence[int]], None]
+
+
+class _Reader:
+    """The sampler of one replica; ``position``: samples, of all, before its next batch."""
+
+    def __init__(self, sampler: Any, position: int) -> None:
+        self.sampler = sampler
+        self.position = position
+        self._batches = iter(sampler)
+
+    def read(self) -> list[int] | None:
+        """The samples of its next batch; None at the end of an epoch."""
+        return next(self._batches, None)
+
+
+class MicrobatchLoader:
+    """The loader of one dataset; ``position``: samples consumed before the present batch."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        position: int,
+        *,
+        make: Callable[[int, int], Any],
+        num_replicas: int,
+        micro_batch_size: int,
+        on_batch: OnBatch,
+    ) -> None:
+        """``make(replica, position)`` is Megatron-LM's own loader of a replica.
+
+        ``on_batch(micro-batch, sample ids)`` is told of each micro-batch before it is used.
+        """
+        self._dataset = dataset
+        self.position = position
+        self._make = make
+        self._num_replicas = num_replicas
+        self._stride = num_replicas * micro_batch_size
+        self._on_batch = on_batch
+        self._readers: dict[int, _Reader] = {}
+        self._native = make(0, position)
+        self._queue: Iterator[int] = iter(())
+
+    def __len__(self) -> int:
+        return len(self._native)
+
+    def __iter__(self) -> "MicrobatchLoader":
+        return self
+
+    def deliver(self, microbatch: int) -> None:
+        """The next one read is this micro-batch of the present batch."""
+        self._queue = iter((microbatch,))
+
+    def advance(self, samples: int) -> None:
+        """The present batch, of so many samples, is done."""
+        self.position += samples
+
+    def __next__(self) -> Any:
+        """The micro-batch that was asked for, as Megatron-LM's loader collates it."""
+        microbatch = next(self._queue)
+        ids, sampler = self._ids(microbatch)
+        self._on_batch(microbatch, ids)
+        if hasattr(sampler, "epoch") and hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(sampler.epoch)
+        return self._native.collate_fn([self._dataset[one] for one in ids])
+
+    def _ids(self, microbatch: int) -> tuple[list[int], Any]:
+        order, replica = divmod(microbatch, self._num_replicas)
+        position = self.position + order * self._stride
+        reader = self._readers.get(replica)
+        ids = reader.read() if reader is not None and reader.position == position else None
+        if reader is None or ids is None:
+            reader = _Reader(self._make(replica, position).batch_sampler, position)
+            ids = reader.read()
+        if ids is None:
+            raise StopIteration
+        reader.position = position + self._stride
+        self._readers[replica] = reader
+        return ids, reader.sampler

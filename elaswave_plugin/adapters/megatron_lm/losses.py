@@ -1,0 +1,74 @@
+"""The losses that a forward step reports, summed alike whoever ran which micro-batch."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from elaswave_plugin.adapters.megatron.microbatches import Microbatches
+from elaswave_plugin.core.exact import replica_microbatches
+from elaswave_plugin.errors import ConfigurationError
+
+Report = Mapping[str, torch.Tensor]
+
+
+class LossTotals:
+    """Adds the reports of a batch up in one order: each replica's, then replica by replica.
+
+    Megatron-LM adds a worker's reports and all-reduces the sums over its data-parallel group
+    (megatron/training/training.py, ``train_step`` and ``evaluate``). It gets one report a worker
+    here, whose sum over any such group is the total: the first worker's holds it, the others' 0.
+    """
+
+    def __init__(self, microbatches: Microbatches, *, num_replicas: int) -> None:
+        self._microbatches = microbatches
+        self._num_replicas = num_replicas
+        # Of the last batch: each mean, and what the first one was counted over.
+        self.means: dict[str, torch.Tensor] = {}
+        self.count = 0
+
+    @property
+    def loss(self) -> float:
+        """The first mean."""
+        return float(next(iter(self.means.values())))
+
+    def agree(self, reports: Sequence[Report], group: dist.ProcessGroup) -> list[Report]:
+        """The reports that Megatron-LM is to see; collective over WORLD.
+
+        Raises ConfigurationError for a report that is no pair of sum and count.
+        """
+        mine: dict[int, dict[str, list[float]]] = {}
+        if self._microbatches.reports_losses:
+            pairs = zip(self._microbatches.executed, reports, strict=True)
+            mine = {k: {name: _pair(name, value) for name, value in r.items()} for k, r in pairs}
+        everyone: list[dict[int, dict[str, list[float]]]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        rows = {k: row for rows in everyone for k, row in rows.items()}
+        totals = {name: self._total([rows[k][name] for k in sorted(rows)]) for name in rows[0]}
+        self.means = {name: total[0] / total[1] for name, total in totals.items()}
+        self.count = int(next(iter(totals.values()))[1])
+        held = totals if group.rank() == 0 else {n: torch.zeros_like(t) for n, t in totals.items()}
+        return [held]
+
+    def _total(self, rows: Sequence[Sequence[float]]) -> torch.Tensor:
+        device = torch.cuda.current_device()
+        total: torch.Tensor | None = None
+        for replica in range(self._num_replicas):
+            own = replica_microbatches(
+                replica, num_replicas=self._num_replicas, num_microbatches=len(rows)
+            )
+            added = torch.tensor([rows[k] for k in own], dtype=torch.float32, device=device).sum(
+                dim=0
+            )
+            total = added if total is None else total + added
+        assert total is not None
+        return total
+
+
+def _pair(name: str, value: torch.Tensor) -> list[float]:
+    if value.numel() != 2:
+        raise ConfigurationError(
+            f"the forward step reports {name!r} as {value.numel()} numbers, wanted two: its sum and"
+            " the number of tokens, as pretrain_gpt.py reports them"
+        )
+    return [float(one) for one in value.view(-1).tolist()]

@@ -1,0 +1,1 @@
+"""Megatron-LM's own pretrain_gpt.py, unmodified, in elastic jobs."""

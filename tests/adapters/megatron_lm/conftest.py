@@ -1,0 +1,64 @@
+"""One zygote with Megatron-LM imported, and each reference run once."""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.adapters.megatron_lm.harness import PRELOAD, ScriptSpec, lay_out
+from tests.faults.harness import ROOT, Outcome, Zygote, launch
+
+Launch = Callable[[ScriptSpec], Outcome]
+
+
+@pytest.fixture(scope="session")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The script in a copy of the repository."""
+    return lay_out(tmp_path_factory.mktemp("megatron-lm"))
+
+
+@pytest.fixture(scope="session")
+def zygote(script: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """A process that has imported Megatron-LM."""
+    paths = [str(ROOT), str(script.parent), os.environ.get("PYTHONPATH", "")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+        running = Zygote(tmp_path_factory.mktemp("zygote"), PRELOAD)
+        yield running
+        running.close()
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for what runs leave to each other."""
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="session")
+def run(
+    script: Path, zygote: Zygote, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Launch:
+    """Launch a specification in a directory of its own."""
+
+    def launched(spec: ScriptSpec) -> Outcome:
+        folder = tmp_path_factory.mktemp("run")
+        return launch(replace(spec, script=str(script)), zygote=zygote, data=data, directory=folder)
+
+    return launched
+
+
+@pytest.fixture(scope="session")
+def reference(run: Launch) -> Launch:
+    """The undisturbed run of a specification, made once."""
+    made: dict[ScriptSpec, Outcome] = {}
+
+    def undisturbed(spec: ScriptSpec) -> Outcome:
+        spec = replace(spec, kills=(), changes=())
+        if spec not in made:
+            made[spec] = run(spec)
+            assert made[spec].returncode == 0, made[spec].output[-4000:]
+        return made[spec]
+
+    return undisturbed

@@ -1,0 +1,143 @@
+"""What can be said without Megatron-LM's repository: the parser's group, and nothing without it."""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elaswave_plugin.adapters.megatron_lm.cpu import lm_cpu_patches
+from elaswave_plugin.adapters.megatron_lm.hooks import Hooks
+from elaswave_plugin.adapters.megatron_lm.refuse import check_arguments
+from elaswave_plugin.adapters.megatron_lm.seams import lm_patches
+from elaswave_plugin.adapters.patching import PatchRecord
+from elaswave_plugin.config import ElasticConfig, option_of
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.megatron_lm import _with_our_group
+from tests.adapters.megatron_lm.harness import needs_repository
+
+# A package that looks like megatron.training to whoever imports it.
+PRETRAIN = """
+import argparse
+
+def pretrain(provider, extra_args_provider=None, args_defaults={}):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--theirs", type=int)
+    if extra_args_provider is not None:
+        parser = extra_args_provider(parser)
+    print("arguments", vars(parser.parse_args()))
+"""
+SCRIPT = """
+import sys
+{imports}
+from megatron.training import pretrain
+pretrain(None, args_defaults={{"a": 1}})
+heavy = [name for name in sys.modules if name.startswith("elaswave_plugin.runtime")]
+heavy += [name for name in sys.modules if name.startswith("elaswave_plugin.adapters")]
+print("heavy", heavy)
+"""
+
+
+def run_script(folder: Path, imports: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a script of the stand-in package; the plugin is there as torch's entry point has it."""
+    package = folder / "megatron" / "training"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("from .training import pretrain\n")
+    (package / "training.py").write_text(PRETRAIN)
+    (folder / "script.py").write_text(SCRIPT.format(imports=imports))
+    return subprocess.run(
+        [sys.executable, str(folder / "script.py"), *words],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env=dict(os.environ),
+    )
+
+
+@pytest.mark.parametrize("imports", ["import torch", "import megatron.training, torch"])
+def test_without_the_flag_the_arguments_are_theirs_and_nothing_is_imported(
+    tmp_path: Path, imports: str
+) -> None:
+    done = run_script(tmp_path, imports, "--theirs", "3")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "arguments {'theirs': 3}" in done.stdout
+    assert "heavy []" in done.stdout
+
+
+def test_their_help_lists_our_group(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "import torch", "--help")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "elaswave:" in done.stdout
+    for key in ElasticConfig.model_fields:
+        assert option_of(key) in done.stdout
+
+
+def test_an_option_without_the_flag_is_refused_and_not_ignored(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "import torch", "--elaswave-kill=1@2")
+    assert done.returncode == 2
+    assert "--elaswave-kill is given without --elaswave; add --elaswave" in done.stderr
+
+
+def test_a_provider_of_the_script_is_kept() -> None:
+    def theirs(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser.add_argument("--more", default=7)
+        return parser
+
+    parser = _with_our_group(theirs, [], argparse.ArgumentParser())
+    assert vars(parser.parse_args([])) == {"more": 7}
+    words = ["--elaswave", "--elaswave-seed", "5"]
+    given = _with_our_group(theirs, words, argparse.ArgumentParser()).parse_args(words)
+    assert vars(given) == {"more": 7, "elaswave": True, "elaswave_seed": "5"}
+
+
+def records() -> list[PatchRecord]:
+    """Every record of this adapter."""
+    mine = [*lm_cpu_patches().records, *lm_patches(Hooks(lambda config: None)).records]
+    return sorted(mine, key=str)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [record for record in records() if not record.target.startswith("megatron.training")],
+    ids=lambda record: record.target,
+)
+def test_record_fits_what_is_installed(record: PatchRecord) -> None:
+    if record.target.startswith("megatron.legacy"):
+        pytest.skip("megatron.legacy is in the repository only")
+    record.check()
+
+
+CHECK_ALL = """
+import tests.adapters.megatron_lm.preload
+from tests.adapters.megatron_lm.test_inert import records
+for record in records():
+    record.check()
+print(len(records()), "records")
+"""
+
+
+@needs_repository
+def test_every_record_fits_the_repository(script: Path) -> None:
+    root = Path(__file__).parents[3]
+    paths = [str(root), str(script.parent), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CHECK_ALL],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"{len(records())} records" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("rampup_batch_size", ["4", "4", "64"]), ("async_save", True), ("context_parallel_size", 2)],
+)
+def test_an_argument_that_is_not_carried_is_named(name: str, value: object) -> None:
+    check_arguments(argparse.Namespace(use_distributed_optimizer=True))
+    with pytest.raises(ConfigurationError, match=f"--{name.replace('_', '-')} is "):
+        check_arguments(argparse.Namespace(**{name: value}))

@@ -1,0 +1,103 @@
+"""A worker of an unmodified pretrain_gpt.py is killed: it goes on as if nothing had happened."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from tests.adapters.megatron_lm.conftest import Launch
+from tests.adapters.megatron_lm.harness import TP2_PP2, ScriptSpec, needs_repository, printed
+from tests.faults.harness import Outcome, check_equal
+
+pytestmark = needs_repository
+
+PHASES = ("data", "forward", "backward", "reduce", "optimizer", "gather", "snapshot")
+TP2_PP2_DP2 = ScriptSpec(nproc=8, steps=5, options=(*ScriptSpec().options, *TP2_PP2))
+
+FULL_RECOMPUTATION = ("--recompute-granularity", "full", "--recompute-method", "uniform")
+
+
+def check_same(run: Launch, reference: Launch, spec: ScriptSpec, *, alive: int) -> None:
+    """The kills fired, nobody else was lost, and every number is that of the undisturbed run."""
+    killed, undisturbed = run(spec), reference(spec)
+    check_equal(killed, undisturbed)
+    assert printed(killed) == printed(undisturbed)
+    assert len(killed.events("view_committed")[-1]["ranks"]) == alive
+    assert "Traceback" not in killed.output
+
+
+@pytest.mark.parametrize(
+    "kill", [f"{index % 4}@3:{phase}" for index, phase in enumerate(PHASES)], ids=str
+)
+def test_any_phase_of_a_data_parallel_job(run: Launch, reference: Launch, kill: str) -> None:
+    check_same(run, reference, ScriptSpec(kills=(kill,)), alive=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kill",
+    [f"{slot}@2:{phase}" for slot, phase in itertools.product(range(4), ("forward", "backward"))],
+)
+def test_any_worker_of_a_data_parallel_job(run: Launch, reference: Launch, kill: str) -> None:
+    check_same(run, reference, ScriptSpec(kills=(kill,)), alive=3)
+
+
+def test_down_to_one_worker(run: Launch, reference: Launch) -> None:
+    kills = ("0@0:backward", "3@2:reduce", "1@4:gather")
+    check_same(run, reference, ScriptSpec(kills=kills), alive=1)
+
+
+@pytest.mark.parametrize(
+    "kill", [f"{slot}@2:{('forward', 'backward')[slot % 2]}" for slot in (0, 3, 5, 6)]
+)
+def test_a_worker_of_tp_pp_dp(run: Launch, reference: Launch, kill: str) -> None:
+    check_same(run, reference, replace(TP2_PP2_DP2, kills=(kill,)), alive=7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kill",
+    [f"{slot}@2:{phase}" for slot, phase in itertools.product(range(8), ("forward", "backward"))],
+)
+def test_any_worker_of_tp_pp_dp(run: Launch, reference: Launch, kill: str) -> None:
+    check_same(run, reference, replace(TP2_PP2_DP2, kills=(kill,)), alive=7)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--bf16",),
+        (*FULL_RECOMPUTATION, "--recompute-num-layers", "1"),
+        ("--calculate-per-token-loss",),
+    ],
+    ids=lambda more: more[-1].strip("-"),
+)
+def test_settings_of_the_script(run: Launch, reference: Launch, more: tuple[str, ...]) -> None:
+    spec = ScriptSpec(options=(*ScriptSpec().options, *more), kills=("1@2:backward",))
+    check_same(run, reference, spec, alive=3)
+
+
+def test_cyclic_order(run: Launch, reference: Launch) -> None:
+    """Each replica's samples are shuffled; whoever takes a micro-batch over reads the same ones."""
+    options = (*ScriptSpec().options, "--dataloader-type", "cyclic")
+    spec = ScriptSpec(options=options, kills=("1@2:backward",))
+    killed, undisturbed = run(spec), reference(spec)
+    assert killed.returncode == 0, killed.output[-4000:]
+    assert len(killed.events("fault_fired")) == 1
+    assert killed.trace() == undisturbed.trace()
+    assert printed(killed) == printed(undisturbed)
+    assert consumed(killed) == consumed(undisturbed)
+    assert len(set(consumed(undisturbed).values())) == 6 * 8
+
+
+def consumed(run: Outcome) -> dict[tuple[int, int], tuple[int, ...]]:
+    """The samples of each step and micro-batch, the last time that it was run."""
+    return {(one["step"], one["k"]): tuple(one["samples"]) for one in run.files.ledger}
+
+
+def test_interleaved_stages(run: Launch, reference: Launch) -> None:
+    options = (
+        *ScriptSpec().options,
+        *("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"),
+    )
+    check_same(run, reference, ScriptSpec(options=options, kills=("3@2:backward",)), alive=3)

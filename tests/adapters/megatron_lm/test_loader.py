@@ -1,0 +1,85 @@
+"""Whoever reads a micro-batch, its samples are those that Megatron-LM's sampler would give."""
+
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elaswave_plugin.adapters.megatron_lm.loader import MicrobatchLoader
+
+
+class Sequential:
+    """Batches of one replica from a position on; the last of an epoch of 48 is at 48."""
+
+    def __init__(self, replica: int, position: int) -> None:
+        self.replica, self.position = replica, position
+        self.opened: list[int] = []
+
+    def __iter__(self) -> Iterator[list[int]]:
+        epoch, start = divmod(self.position, 48)
+        for first in range(start, 48, 8):
+            own = first + 2 * self.replica
+            yield [1000 * epoch + own, 1000 * epoch + own + 1][:2]
+
+
+def loader(told: list[tuple[int, Sequence[int]]], made: list[tuple[int, int]]) -> MicrobatchLoader:
+    """Four replicas, micro-batches of two samples."""
+
+    def make(replica: int, position: int) -> Any:
+        made.append((replica, position))
+        return SimpleNamespace(batch_sampler=Sequential(replica, position), collate_fn=list)
+
+    return MicrobatchLoader(
+        {one: one for one in range(3000)},
+        0,
+        make=make,
+        num_replicas=4,
+        micro_batch_size=2,
+        on_batch=lambda microbatch, ids: told.append((microbatch, ids)),
+    )
+
+
+def read(one: MicrobatchLoader, microbatch: int) -> list[int]:
+    one.deliver(microbatch)
+    return list(next(one))
+
+
+def test_microbatches_are_those_of_the_replicas_in_any_order() -> None:
+    told: list[tuple[int, Sequence[int]]] = []
+    one = loader(told, [])
+    assert [read(one, k) for k in (5, 0, 7, 2)] == [[10, 11], [0, 1], [14, 15], [4, 5]]
+    assert [microbatch for microbatch, _ in told] == [5, 0, 7, 2]
+    one.advance(16)
+    assert [read(one, k) for k in (0, 1, 4)] == [[16, 17], [18, 19], [24, 25]]
+
+
+def test_a_replica_that_is_read_in_order_is_opened_once() -> None:
+    made: list[tuple[int, int]] = []
+    one = loader([], made)
+    made.clear()
+    for _ in range(3):
+        read(one, 1), read(one, 5)
+        one.advance(16)
+    assert made == [(1, 0)]
+
+
+def test_a_step_back_reads_the_same_again() -> None:
+    one = loader([], [])
+    one.advance(16)
+    first = [read(one, k) for k in range(8)]
+    one.position = 16
+    assert [read(one, k) for k in range(8)] == first
+
+
+def test_the_next_epoch_begins_where_one_ends() -> None:
+    one = loader([], [])
+    for _ in range(3):
+        read(one, 0), read(one, 4)
+        one.advance(16)
+    assert read(one, 0) == [1000, 1001]
+
+
+def test_a_batch_is_read_only_when_it_is_asked_for() -> None:
+    with pytest.raises(StopIteration):
+        next(loader([], []))

@@ -1,0 +1,119 @@
+"""Losses outside a training step, and checkpoints after them, with Megatron-LM's own functions."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.adapters.megatron_lm.conftest import Launch
+from tests.adapters.megatron_lm.harness import (
+    EVALUATION,
+    TP2_PP2,
+    ScriptSpec,
+    needs_repository,
+    printed,
+)
+from tests.faults.harness import Outcome, check_equal, check_survived
+from tests.faults.test_outside_a_step import saved_tensors
+
+# Two launches a test, whose checkpoint writers start processes of their own.
+pytestmark = [needs_repository, pytest.mark.timeout(300)]
+
+EVALUATING = ScriptSpec(options=EVALUATION)
+
+
+def saving(name: str) -> tuple[str, ...]:
+    """Options that save after 4 of 6 iterations, and at the end."""
+    return (*EVALUATION, "--save", "{data}/" + name, "--save-interval", "4")
+
+
+def check_checkpoints(data: Path, left: str, right: str, *iterations: int) -> None:
+    """Two runs have saved the same tensors, bit for bit."""
+    for iteration in iterations:
+        one, other = (
+            saved_tensors(data / name / f"iter_{iteration:07d}") for name in (left, right)
+        )
+        assert len(one) > 20 and one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_kill_during_an_evaluation_restarts_it(run: Launch, reference: Launch) -> None:
+    killed = run(replace(EVALUATING, kills=("1@3:evaluation",)))
+    undisturbed = reference(EVALUATING)
+    check_equal(killed, undisturbed)
+    assert printed(killed) == printed(undisturbed)
+    # After 3 and 6 iterations, and of the validation and the test set at the end.
+    assert sum("loss at" in line for line in printed(killed)) == 4
+
+
+def test_a_free_worker_evaluates_and_saves_with_the_others(run: Launch, data: Path) -> None:
+    def tp2_pp2_dp2(name: str, *kills: str) -> Outcome:
+        options = (*EVALUATION, "--save", "{data}/" + name, "--save-interval", "4")
+        return run(ScriptSpec(nproc=8, steps=4, options=(*options, *TP2_PP2), kills=kills))
+
+    killed, undisturbed = tp2_pp2_dp2("free", "5@2:backward"), tp2_pp2_dp2("whole")
+    check_equal(killed, undisturbed)
+    assert printed(killed) == printed(undisturbed)
+    assert len(killed.events("view_committed")[-1]["ranks"]) == 7
+    check_checkpoints(data, "free", "whole", 4)
+
+
+@pytest.fixture(scope="module")
+def saved(run: Launch, data: Path) -> tuple[Outcome, Outcome]:
+    """A run that loses a worker in a save, and the undisturbed one; data/four is after 4 steps."""
+    killed = run(ScriptSpec(options=saving("killed"), kills=("2@4:save",)))
+    undisturbed = run(ScriptSpec(options=saving("undisturbed")))
+    shutil.copytree(data / "killed", data / "four")
+    (data / "four" / "latest_checkpointed_iteration.txt").write_text("4")
+    return killed, undisturbed
+
+
+def test_a_kill_during_a_save_saves_again(saved: tuple[Outcome, Outcome], data: Path) -> None:
+    killed, undisturbed = saved
+    check_equal(killed, undisturbed)
+    assert printed(killed) == printed(undisturbed)
+    check_checkpoints(data, "killed", "undisturbed", 4, 6)
+
+
+@pytest.mark.parametrize(
+    ("nproc", "kills"), [(4, ()), (4, ("0@4:reduce",)), (2, ("1@5:backward",))]
+)
+def test_any_job_can_load_what_was_saved_after_a_loss(
+    run: Launch, saved: tuple[Outcome, Outcome], nproc: int, kills: tuple[str, ...]
+) -> None:
+    undisturbed = saved[1]
+    options = (*EVALUATION, "--load", "{data}/four")
+    loaded = run(ScriptSpec(nproc=nproc, options=options, kills=kills))
+    assert loaded.returncode == 0, loaded.output[-4000:]
+    assert len(loaded.events("fault_fired")) == len(kills)
+    assert sorted(loaded.trace()) == [4, 5]
+    if nproc == 4:
+        assert loaded.trace() == {step: undisturbed.trace()[step] for step in (4, 5)}
+    # Two replicas add the same losses in another order.
+    assert losses(loaded) == pytest.approx(losses(undisturbed)[4:], rel=1e-5)
+
+
+def losses(run: Outcome) -> list[float]:
+    """The loss of each step."""
+    return [float.fromhex(loss) for _, (loss, _, _) in sorted(run.trace().items())]
+
+
+def test_a_kill_during_the_start_stops_the_job_and_asks_for_a_requeue(run: Launch) -> None:
+    stopped = run(ScriptSpec(kills=("1@0:startup",)))
+    assert stopped.returncode == 75
+    assert "queue it again" in stopped.output
+    assert any(event["phase"] == "startup" for event in stopped.events("fault_fired"))
+    assert not stopped.orphans
+
+
+def test_an_argument_that_is_not_carried_is_one_sentence(run: Launch) -> None:
+    refused = run(ScriptSpec(options=(*EVALUATION, "--log-params-norm")))
+    assert refused.returncode == 2
+    assert "--log-params-norm" in refused.output and "Traceback" not in refused.output
+    assert refused.output.count("elaswave: ") == 1
+
+
+def test_survivors_of_an_undisturbed_run_are_all_of_it(reference: Launch) -> None:
+    check_survived(reference(EVALUATING))
