@@ -8,9 +8,6 @@ and everyone leaves it together, so that after a recovery all workers are in the
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
-import torch.distributed as dist
-
 from elaswave_plugin.errors import EpochChanged
 from elaswave_plugin.runtime.loop import GuardedSteps, StepReport
 
@@ -33,7 +30,6 @@ class ScriptLoop:
         self._remember = remember
         self._attempts: dict[int, tuple[Callable[[], StepReport], PutBack]] = {}
         self._reached = self.worker.completed
-        self._works_done = 0
         self._inside = False
         self._put_back: PutBack = remember()
 
@@ -53,7 +49,7 @@ class ScriptLoop:
         self._inside = True
         try:
             while not self._redone():
-                self._recover()
+                self._steps.recover()
         finally:
             self._inside = False
         self._put_back()
@@ -66,12 +62,12 @@ class ScriptLoop:
         if self._inside:
             return self._announced(work, phase)
         results: list[Result] = []
-        before, done = self._remember(), self._works_done
+        before, done = self._remember(), self._steps.works_done
         self._inside = True
         try:
-            while self._works_done == done:
+            while self._steps.works_done == done:
                 if not (self._redone() and self._worked(work, before, results, phase)):
-                    self._recover()
+                    self._steps.recover()
         finally:
             self._inside = False
         self._put_back()
@@ -90,8 +86,7 @@ class ScriptLoop:
         try:
             results.append(self._announced(work, phase))
             self._put_back = self._remember()
-            dist.barrier()
-            self._works_done += 1
+            self._steps.finish_work()
             self._steps.note_recovery()
             return True
         except EpochChanged:
@@ -122,15 +117,3 @@ class ScriptLoop:
             return True
         except EpochChanged:
             return False
-
-    def _recover(self) -> None:
-        """Recover, and learn which work is complete: one that a worker has left met everyone."""
-        while True:
-            self._steps.recover()
-            try:
-                done = torch.tensor(self._works_done)
-                dist.all_reduce(done, op=dist.ReduceOp.MAX)
-                self._works_done = int(done)
-                return
-            except EpochChanged:
-                pass

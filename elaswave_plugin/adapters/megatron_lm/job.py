@@ -20,6 +20,7 @@ from elaswave_plugin.adapters.megatron_lm.losses import LossTotals
 from elaswave_plugin.adapters.recording import Recording
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.core.layout import sizes_of
+from elaswave_plugin.errors import ElasWaveError
 from elaswave_plugin.runtime.loop import GuardedSteps, StepReport
 from elaswave_plugin.runtime.script_loop import ScriptLoop
 from elaswave_plugin.runtime.worker import Worker
@@ -33,7 +34,11 @@ class LmJob:
     """One worker's part of the loop."""
 
     def __init__(self, config: ElasticConfig, args: Any) -> None:
-        """Join the job; raises ConfigurationError outside a supervisor and for uneven batches."""
+        """Join the job.
+
+        Raises ConfigurationError outside a supervisor and for uneven batches, ElasWaveError in a
+        replacement of a lost worker.
+        """
         workers = int(os.environ.get("WORLD_SIZE", "1"))
         self.width = sizes_of(
             workers, tp=args.tensor_model_parallel_size, pp=args.pipeline_model_parallel_size
@@ -48,6 +53,11 @@ class LmJob:
         self._args = args
         self._seed = args.seed if config.seed is None else config.seed
         self.worker = Worker(config=config, environ=os.environ)
+        if self.worker.alone:
+            raise ElasWaveError(
+                "a worker that replaces a lost one is not carried in Megatron-LM's own loop yet;"
+                " the others go on without it; leave --respawn out"
+            )
         self._tracker = Tracker(config, self.worker.run_id, self.worker.owns_rank_0)
         self._loaders: list[MicrobatchLoader] = []
         self._shard: FlatShard | None = None
