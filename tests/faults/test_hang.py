@@ -49,6 +49,22 @@ def test_two_workers_that_hang_at_once(run: Launch, reference: Reference) -> Non
     assert sorted(event["slot"] for event in hung.events("hang_found")) == [0, 3]
 
 
+def test_a_worker_that_hung_comes_back(run: Launch, reference: Reference) -> None:
+    """Its next trainer has a page of its own, and may hang as well."""
+    spec = JobSpec(
+        steps=14,
+        respawn=10,
+        dump="last",
+        kills=(f"2@{STEP}:backward:gil", "2.1@10:forward:stop"),
+        awaits=((6, 1), (12, 2)),
+    )
+    hung = run(spec)
+    check_equal(hung, reference(spec))
+    assert [(e["slot"], e["step"]) for e in hung.events("hang_found")] == [(2, STEP), (2, 10)]
+    assert [event["incarnation"] for event in hung.events("entered")] == [1, 2]
+    assert sorted(hung.events("view_committed")[-1]["ranks"]) == [0, 1, 2, 3]
+
+
 # Workers 1 and 2 call two collectives in different orders: each waits for the other.
 DEADLOCK = """
 import torch, torch.distributed as dist
