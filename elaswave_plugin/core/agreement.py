@@ -9,7 +9,8 @@ Every supervisor calls the inputs as things happen and `settle` once after each 
 several failures in one batch so become one proposal.
 
 A failure cannot wait. Arrivals and departures can: their proposal waits for the trainers to come to
-the next boundary between two steps. The first to stop there names the step, and nobody begins it.
+the next boundary between two steps: each says which step it has begun, and all stop before the
+first that nobody has begun.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from elaswave_plugin.core.agreement_messages import (
     Accuse,
     AllSealed,
     Ballot,
+    Begun,
     Committed,
     Deliver,
     Disconnect,
@@ -30,7 +32,6 @@ from elaswave_plugin.core.agreement_messages import (
     Facts,
     Fence,
     FirstSeal,
-    Hurry,
     Inventory,
     Message,
     News,
@@ -50,9 +51,10 @@ from elaswave_plugin.core.agreement_messages import (
     Settled,
     Severed,
     Stop,
+    StopBefore,
     pack_payload,
 )
-from elaswave_plugin.core.due import due_view
+from elaswave_plugin.core.due import boundary_of, due_view
 from elaswave_plugin.core.ending import EXIT_FAILED, ending_of
 from elaswave_plugin.core.membership import (
     Arrival,
@@ -88,8 +90,8 @@ class Agreement:
         self._behind_epoch = 0
         self._open: Proposal | None = None
         self._known_to_open = (0, 0)
-        self._hurried = False
-        self._answered = Ballot(0, 0)
+        self._begun: dict[int, int] = {}
+        self._stops_before: int | None = None
         self._dismissed = False
         self._outside: set[int] = set()
         self._answers: dict[int, Quiesced] = {}
@@ -129,8 +131,11 @@ class Agreement:
                 self._on_propose(sender, message.proposal, now_s)
             case Quiesced():
                 self._take_answer(sender, message)
-            case Hurry():
-                self._on_hurry(message, now_s)
+            case Begun():
+                if self._open is not None and message.ballot == self._open.ballot:
+                    self._begun[sender] = message.step
+            case StopBefore():
+                self._on_stop_before(message)
             case Committed():
                 self._on_committed(message)
             case Refuse():
@@ -176,12 +181,20 @@ class Agreement:
         """
         if self.over or self._accepted is None or self._accepted.ballot != ballot:
             return
-        self._fence_at_s, self._answered = None, ballot
+        self._fence_at_s = None
         answer = Quiesced(ballot=ballot, facts=facts, inventory=inventory, entering=entering)
         if ballot.leader == self.slot:
             self._take_answer(self.slot, answer)
         else:
             self._send(ballot.leader, answer)
+
+    def begun(self, ballot: Ballot, step: int) -> None:
+        """The own trainer has begun `step`, and no other before `Ring` tells where all stop."""
+        message = Begun(ballot=ballot, step=step)
+        if ballot.leader == self.slot:
+            self.receive(self.slot, message, 0.0)
+        else:
+            self._send(ballot.leader, message)
 
     def first_seal(self) -> None:
         """The own trainer has sealed its first snapshot."""
@@ -303,29 +316,18 @@ class Agreement:
         self._accepted = proposal
         self._highest_epoch = max(self._highest_epoch, proposal.ballot.epoch)
         ring = Ring(ballot=proposal.ballot, reason=proposal.view.reason, boundary=proposal.boundary)
-        self._fence_at_s = None
-        if not proposal.boundary:
-            self._await_answer(now_s)
-        self._effects.append(ring)
-
-    def _on_hurry(self, message: Hurry, now_s: float) -> None:
-        accepted = self._accepted
-        if accepted is None or accepted.ballot != message.ballot:
-            return
-        if self._answered != message.ballot:
-            self._await_answer(now_s)
-        reason = accepted.view.reason
-        self._effects.append(
-            Ring(ballot=message.ballot, reason=reason, boundary=True, before_step=message.step)
-        )
-
-    def _await_answer(self, now_s: float) -> None:
-        """The own trainer, where it lives, has so long to answer what is accepted."""
-        assert self._accepted is not None
         me = WorkerId(slot=self.slot, incarnation=self.incarnation)
         lives = me not in self._reports.failures and self.slot not in self._reports.done
-        if lives and self.slot in self._accepted.view.ranks:
-            self._fence_at_s = now_s + self._answer_limit_s()
+        # A boundary may be far: who never comes to it hangs, which is found elsewhere.
+        waits = lives and self.slot in proposal.view.ranks and not proposal.boundary
+        self._fence_at_s = now_s + self._answer_limit_s() if waits else None
+        self._effects.append(ring)
+
+    def _on_stop_before(self, message: StopBefore) -> None:
+        accepted = self._accepted
+        if accepted is not None and accepted.ballot == message.ballot:
+            ring = Ring(ballot=accepted.ballot, reason=accepted.view.reason, boundary=True)
+            self._effects.append(replace(ring, before_step=message.step))
 
     def _answer_limit_s(self) -> float:
         first = self.committed.epoch == 0
@@ -447,7 +449,7 @@ class Agreement:
             self._known_to_open = known
             self._propose_what_is_due(now_s)
         if self._open is not None:
-            self._hurry_the_others(self._open, now_s)
+            self._name_the_boundary(self._open)
             self._commit_when_answered(self._open, now_s)
 
     def _propose_what_is_due(self, now_s: float) -> None:
@@ -470,7 +472,7 @@ class Agreement:
             self._propose(due.view, now_s, boundary=due.boundary)
 
     def _propose(self, target: MembershipView, now_s: float, *, boundary: bool) -> None:
-        self._open, self._hurried = None, False
+        self._open, self._begun, self._stops_before = None, {}, None
         if not self._has_quorum(self._living(), [self.committed], now_s):
             return
         ballot = Ballot(self._highest_epoch + 1, self.slot)
@@ -493,17 +495,16 @@ class Agreement:
         if answer.entering and self._reports.started and not self._open.boundary:
             self._outside.add(sender)
 
-    def _hurry_the_others(self, proposal: Proposal, now_s: float) -> None:
-        """Once the first member has stopped at a boundary, all the others learn which one it is."""
-        if not proposal.boundary or self._hurried:
+    def _name_the_boundary(self, proposal: Proposal) -> None:
+        """Once it is known how far each member is, all learn before which step they stop."""
+        if not proposal.boundary or self._stops_before is not None:
             return
-        stopped = (self._answers[s].facts for s in self.committed.ranks if s in self._answers)
-        step = next((int(facts["step"]) for facts in stopped if facts is not None), None)
-        if step is not None:
-            self._hurried = True
-            hurry = Hurry(ballot=proposal.ballot, step=step)
-            self._broadcast(hurry)
-            self._on_hurry(hurry, now_s)
+        members = [slot for slot in self.committed.ranks if slot not in self._lost]
+        self._stops_before = boundary_of(members, self._answers, self._begun)
+        if self._stops_before is not None:
+            message = StopBefore(ballot=proposal.ballot, step=self._stops_before)
+            self._broadcast(message)
+            self._on_stop_before(message)
 
     def _commit_when_answered(self, proposal: Proposal, now_s: float) -> None:
         if not all(slot in self._answers for slot in self._living()):

@@ -90,8 +90,16 @@ class Quiesced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hurry:
-    """Somebody has stopped before `step`: who has begun it already cannot go on alone."""
+class Begun:
+    """The sender's trainer has begun `step`, and begins no other before it knows where all stop."""
+
+    ballot: Ballot
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopBefore:
+    """All trainers stop before `step`, which none of them has begun."""
 
     ballot: Ballot
     step: int
@@ -190,7 +198,8 @@ Message = (
     | Promise
     | Propose
     | Quiesced
-    | Hurry
+    | Begun
+    | StopBefore
     | Committed
     | Refuse
     | Report
@@ -218,8 +227,8 @@ class Send:
 class Ring:
     """A proposal is open: ask the own trainer to quiesce, then call `quiesced` with this ballot.
 
-    `boundary`: where it is between two steps; with `before_step`, before that one or, where it has
-    begun it, at once.
+    `boundary`: where it is between two steps: ask which one it has begun, and call `begun`; with
+    `before_step`, before that one.
     """
 
     ballot: Ballot
@@ -300,8 +309,10 @@ def to_wire(message: Message) -> dict[str, Any]:
                 "inventory": message.inventory,
                 "entering": message.entering,
             }
-        case Hurry():
-            return {"m": "hurry", "b": _ballot(message.ballot), "step": message.step}
+        case Begun():
+            return {"m": "begun", "b": _ballot(message.ballot), "step": message.step}
+        case StopBefore():
+            return {"m": "stop_before", "b": _ballot(message.ballot), "step": message.step}
         case Committed():
             return {
                 "m": "committed",
@@ -358,8 +369,10 @@ def from_wire(record: Mapping[str, Any]) -> Message:
                 inventory=record["inventory"],
                 entering=record["entering"],
             )
-        case "hurry":
-            return Hurry(ballot=Ballot(*record["b"]), step=record["step"])
+        case "begun":
+            return Begun(ballot=Ballot(*record["b"]), step=record["step"])
+        case "stop_before":
+            return StopBefore(ballot=Ballot(*record["b"]), step=record["step"])
         case "committed":
             return Committed(
                 proposal=_read_proposal(record["p"]),

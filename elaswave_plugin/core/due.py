@@ -1,4 +1,4 @@
-"""Which view is to be proposed next, if any, from what is known of the workers (pure).
+"""Which view is to be proposed next, if any, and where all stop for it (pure).
 
 What cannot wait comes first: failures, a view that an earlier leader may have committed, a broken
 link. Arrivals and departures wait for a boundary between two steps.
@@ -6,11 +6,11 @@ link. Arrivals and departures wait for a boundary between two steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from elaswave_plugin.core.agreement_messages import Proposal
+from elaswave_plugin.core.agreement_messages import Proposal, Quiesced
 from elaswave_plugin.core.membership import MembershipView, next_view
 from elaswave_plugin.core.reports import Reports, event_of
 
@@ -61,3 +61,19 @@ def due_view(
     # Those who have stopped for it go on as they were.
     gone = ", ".join(sorted(map(str, newcomers)))
     return Due(replace(base, reason=f"worker {gone}, about to join, is gone"))
+
+
+def boundary_of(
+    members: Sequence[int], answers: Mapping[int, Quiesced], begun: Mapping[int, int]
+) -> int | None:
+    """Before which step all members stop; None where it is not known yet.
+
+    ``answers``: of those that stand already; ``begun``: the step that each of the others is in.
+    """
+    facts = (answers[slot].facts for slot in members if slot in answers)
+    standing = [int(one["step"]) for one in facts if one is not None]
+    if standing:
+        return standing[0]  # nobody completes the step before which one of them stands
+    if all(slot in begun for slot in members):
+        return 1 + max(begun.values())
+    return None

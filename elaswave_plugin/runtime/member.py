@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elaswave_plugin.core.agreement_messages import unpack_payload
+from elaswave_plugin.core.hang import COMMIT
 from elaswave_plugin.core.membership import MembershipView, WorkerId
 from elaswave_plugin.errors import AgreementError, ConfigurationError, EpochChanged, JobStopped
 from elaswave_plugin.runtime.progress import ANNOUNCED_LIMIT_S, ProgressPage, page_fd
@@ -98,6 +99,7 @@ class Member:
         self._answered_epoch = 0
         self._returned_epoch = 0
         self._boundary: tuple[int, str] = (0, "")
+        self._before_step: int | None = None
         self._begun_step = -1
         self._alone: Alone | None = None
         self._commits: list[Commit] = []
@@ -162,12 +164,20 @@ class Member:
         """A step begins; raises EpochChanged instead where the others change the view before it.
 
         Nothing is interrupted then: whoever is still at work on the step before can finish it.
+        Where a change is due and it is not known yet before which step, this waits to be told.
         """
+        deadline_s = time.monotonic() + ANNOUNCED_LIMIT_S
         with self._changed:
-            epoch, reason = self._boundary
-            if epoch > max(self._proposed_epoch, self._returned_epoch):
-                self._proposed_epoch, self._proposed_reason = epoch, reason
-                raise EpochChanged(epoch, reason)
+            while self._boundary[0] > max(self._proposed_epoch, self._returned_epoch):
+                epoch, reason = self._boundary
+                if self._before_step is None:
+                    with self.progress_page.waiting(COMMIT):
+                        self._wait(deadline_s, f"the step before which epoch {epoch} begins")
+                elif step < self._before_step:
+                    break
+                else:
+                    self._proposed_epoch, self._proposed_reason = epoch, reason
+            self.check()
             self._begun_step = step
 
     def check(self) -> None:
@@ -386,18 +396,24 @@ class Member:
             self._changed.notify_all()
 
     def _can_wait(self, frame: Frame) -> bool:
-        """Whether a proposal waits for the next boundary between steps; it is noted for then.
+        """Whether a proposal waits for a boundary between steps; it is noted for then.
 
-        It does not where the others stop before a step that has begun here, nor where no step runs.
+        It does not where no step runs, nor where the others stand before one that has begun here.
         """
+        epoch, before_step = frame["epoch"], frame["before_step"]
         with self._changed:
             idle = self._proposed_epoch > self._returned_epoch or not self._returned_epoch
-            begun = frame["before_step"] is not None and self._begun_step >= frame["before_step"]
+            begun = before_step is not None and self._begun_step >= before_step
             if not frame["boundary"] or idle or begun:
                 return False
-            self._boundary = frame["epoch"], frame["reason"]
+            self._boundary, self._before_step = (epoch, frame["reason"]), before_step
             self._answer_within_s = frame["within_s"]
-            return True
+            step = self._begun_step
+        if before_step is None:
+            # Where the supervisor is gone, the listening side says so.
+            with contextlib.suppress(JobStopped):
+                self._send({"t": "begun", "epoch": epoch, "step": step})
+        return True
 
     def _on_copied(self, step: int, epoch: int, slot: int) -> None:
         """Count a copy that has arrived, where it is one of the newest snapshot of its step."""

@@ -261,6 +261,9 @@ class Supervisor:
                 trainer.facts = frame["facts"]
                 self._events.emit("worker_ready", slot=self._slot, incarnation=trainer.incarnation)
                 self._agreement.trainer_ready(time.monotonic())
+            case "begun":
+                if self._ballot is not None and frame["epoch"] == self._ballot.epoch:
+                    self._agreement.begun(self._ballot, int(frame["step"]))
             case "remember":
                 self._remembered.update(frame["what"])
             case "quiesced":

@@ -15,6 +15,7 @@ from elaswave_plugin.core.agreement import Agreement
 from elaswave_plugin.core.agreement_messages import (
     Accuse,
     Ballot,
+    Begun,
     Committed,
     Deliver,
     Disconnect,
@@ -22,7 +23,6 @@ from elaswave_plugin.core.agreement_messages import (
     Done,
     Effect,
     Fence,
-    Hurry,
     Message,
     Note,
     Over,
@@ -36,6 +36,7 @@ from elaswave_plugin.core.agreement_messages import (
     Ring,
     Send,
     Stop,
+    StopBefore,
     from_wire,
     to_wire,
     unpack_payload,
@@ -69,7 +70,7 @@ class Cluster:
         self.at: dict[int, tuple[int, bool]] = dict.fromkeys(self.alive, (0, False))
         self.outside = set(self.alive)
         self.stopped: set[int] = set()
-        self.boundary: dict[int, Ballot] = {}
+        self.boundary: dict[int, tuple[Ballot, int | None]] = {}
         self.verbose = True
 
     # ---- commands -----------------------------------------------------------------------------
@@ -115,12 +116,15 @@ class Cluster:
                     for one in peers
                 ):
                     self.at[slot] = (step + 1, False)
-            elif slot in self.boundary:
-                self.say(f"{slot}: stops before step {step}")
-                self.open[slot] = self.boundary.pop(slot)
-                self.do_quiesce([str(slot)])
-            else:
+                continue
+            ballot, before = self.boundary.get(slot, (None, step + 1))
+            if before is not None and step < before:
                 self.at[slot] = (step, True)
+            elif before is not None and ballot is not None:
+                self.say(f"{slot}: stops before step {step}")
+                self.open[slot] = ballot
+                del self.boundary[slot]
+                self.do_quiesce([str(slot)])
 
     def do_respawn(self, words: list[str]) -> None:
         """respawn SLOTS: new trainers are built there and wait to be let in."""
@@ -283,8 +287,11 @@ class Cluster:
         self.say(f"{slot}: ring {effect.ballot}{where}")
         running = self.trainers - self.outside - set(self.open) - self.stopped
         waits = effect.boundary and slot in running
-        if waits and (effect.before_step is None or self.at[slot] < (effect.before_step, True)):
-            self.boundary[slot] = effect.ballot
+        step, begun = self.at[slot]
+        if waits and (effect.before_step is None or (step, begun) < (effect.before_step, True)):
+            self.boundary[slot] = effect.ballot, effect.before_step
+            if effect.before_step is None:
+                self.alive[slot].begun(effect.ballot, step if begun else step - 1)
         else:
             self.boundary.pop(slot, None)
             self.open[slot] = effect.ballot
@@ -346,8 +353,10 @@ def describe(message: Message) -> str:
             return f"refuse, promised {message.promised}"
         case Report():
             return f"report {message.failure}"
-        case Hurry():
-            return f"hurry {message.ballot} before step {message.step}"
+        case Begun():
+            return f"begun {message.step}, {message.ballot}"
+        case StopBefore():
+            return f"stop before step {message.step}, {message.ballot}"
         case Ready():
             return f"ready: {message.arrival}"
         case Accuse():

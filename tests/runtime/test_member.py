@@ -145,12 +145,35 @@ def test_a_proposal_between_steps_waits_for_the_next_one(supervisor: Supervisor)
     supervisor.member.begin_step(4)
     supervisor.propose(2, boundary=True, rings=False)
     supervisor.member.check()
+    supervisor.propose(2, boundary=True, before_step=6, rings=False)
+    supervisor.member.begin_step(5)
     with pytest.raises(EpochChanged) as raised:
-        supervisor.member.begin_step(5)
+        supervisor.member.begin_step(6)
     assert (raised.value.epoch, supervisor.rings) == (2, [])
+    sent = [supervisor.next() for _ in range(4)]
+    assert [f for f in sent if f["t"] != "join"] == [{"t": "begun", "epoch": 2, "step": 4}]
     supervisor.commit(view_of(2))
     assert supervisor.member.quiesce({}, LONG_S).view == view_of(2)
-    supervisor.member.begin_step(5)
+    supervisor.member.begin_step(6)
+
+
+def test_a_step_does_not_begin_before_it_is_known_where_all_stop(supervisor: Supervisor) -> None:
+    supervisor.commit(view_of(1))
+    supervisor.member.join({}, LONG_S)
+    supervisor.member.begin_step(4)
+    supervisor.propose(2, boundary=True, rings=False)
+    begun = threading.Event()
+
+    def begin() -> None:
+        supervisor.member.begin_step(5)
+        begun.set()
+
+    thread = threading.Thread(target=begin, daemon=True)
+    thread.start()
+    assert not begun.wait(SHORT_S)
+    supervisor.propose(2, boundary=True, before_step=6, rings=False)
+    assert begun.wait(LONG_S)
+    thread.join(LONG_S)
 
 
 @pytest.mark.parametrize(("begun", "rings"), [(4, False), (5, True)])
