@@ -26,6 +26,7 @@ KILL_PHASES = STEP_PHASES + RECOVERY_PHASES + OUTSIDE_PHASES
 
 _PREFIX = "elaswave"
 _SPOT = re.compile(r"(\d+)(?:\.(\d+))?@(\d+)(?::([a-z]+))?(?::([a-z]+))?")
+_CHANGE = re.compile(r"(\+?)(\d+)@(\d+)")
 KILL_WAYS = ("kill", "loop", "gil", "stop")
 
 
@@ -73,12 +74,26 @@ def parse_kill(text: str, phases: tuple[str, ...] = KILL_PHASES) -> Kill:
     return Kill(slot=slot, incarnation=incarnation, step=step, phase=phase, how=how)
 
 
-def parse_change(text: str) -> tuple[int, int]:
-    """Read "SLOT@STEP" into (slot, step); raises ConfigurationError."""
-    match = _SPOT.fullmatch(text.strip())
-    if match is None or match[2] or match[4]:
-        raise ConfigurationError(f"change is {text!r}, wanted SLOT@STEP, as in 2@10")
-    return int(match[1]), int(match[3])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A planned departure before `step`; `arrives`: the arrival of whoever replaces a lost one."""
+
+    slot: int
+    step: int
+    arrives: bool = False
+
+    def __str__(self) -> str:
+        return f"{'+' if self.arrives else ''}{self.slot}@{self.step}"
+
+
+def parse_change(text: str) -> Change:
+    """Read "SLOT@STEP" or "+SLOT@STEP"; raises ConfigurationError."""
+    match = _CHANGE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigurationError(
+            f"change is {text!r}, wanted SLOT@STEP or +SLOT@STEP, as in 2@10 or +2@20"
+        )
+    return Change(slot=int(match[2]), step=int(match[3]), arrives=bool(match[1]))
 
 
 def _checked_kill(text: str) -> str:
@@ -86,8 +101,7 @@ def _checked_kill(text: str) -> str:
 
 
 def _checked_change(text: str) -> str:
-    slot, step = parse_change(text)
-    return f"{slot}@{step}"
+    return str(parse_change(text))
 
 
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -136,7 +150,8 @@ class ElasticConfig(BaseModel):
     change: tuple[_ChangeText, ...] = Field(
         (),
         description="planned departure SLOT@STEP: the worker leaves before that step, nobody is"
-        " killed; makes the twin of a run with a kill",
+        " killed; makes the twin of a run with a kill. +SLOT@STEP: a lost worker comes back before"
+        " that step, neither earlier nor later; the others wait for it",
     )
     transfer_timeout_s: _Seconds = Field(
         60.0,
@@ -197,17 +212,17 @@ class ElasticConfig(BaseModel):
         """The test faults, parsed."""
         return tuple(parse_kill(text) for text in self.kill)
 
-    def changes(self) -> tuple[tuple[int, int], ...]:
-        """The planned departures as (slot, step)."""
+    def changes(self) -> tuple[Change, ...]:
+        """The planned departures and arrivals."""
         return tuple(parse_change(text) for text in self.change)
 
     def check_slots(self, width: int) -> None:
-        """Raise ConfigurationError where a test fault or a departure names a worker that is none.
+        """Raise ConfigurationError where a test fault or a change names a worker that is none.
 
         ``width``: workers of the launch.
         """
         kills = [(f"kill {kill}", kill.slot) for kill in self.kills()]
-        changes = [(f"change {slot}@{step}", slot) for slot, step in self.changes()]
+        changes = [(f"change {change}", change.slot) for change in self.changes()]
         for name, slot in (*kills, *changes):
             if slot >= width:
                 raise ConfigurationError(

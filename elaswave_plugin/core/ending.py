@@ -34,7 +34,8 @@ def ending_of(
     """
     gone, failed = reports.gone_from(view, lost), reports.failed_in(view)
     for report in failed:
-        if report.exit_code == EXIT_CONFIGURATION:
+        # What does not suit one that came later suits those who are there.
+        if report.exit_code == EXIT_CONFIGURATION and not report.failure.incarnation:
             reason = _sentence(report, "it refuses its configuration")
             return Ending(reason=reason, exit_code=EXIT_CONFIGURATION)
     if not reports.started and gone - reports.done.keys():

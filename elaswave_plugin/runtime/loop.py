@@ -9,7 +9,6 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from elaswave_plugin.config import parse_change
 from elaswave_plugin.errors import EpochChanged
 from elaswave_plugin.runtime.framework import Framework
 from elaswave_plugin.runtime.recovery import recover
@@ -47,7 +46,8 @@ class GuardedSteps:
         self._framework = framework
         self._on_commit = on_commit
         self._on_recovered = on_recovered
-        self._departures = tuple(map(parse_change, worker.config.change))
+        self._changes = worker.config.changes()
+        worker.member.plan_arrivals([one.step for one in self._changes if one.arrives])
         self._began_s = 0.0
         # Pieces of work between steps that everyone has completed.
         self.works_done = 0
@@ -69,14 +69,17 @@ class GuardedSteps:
 
         Raises EpochChanged where others come or go before it.
         """
-        worker = self.worker
-        worker.member.begin_step(worker.completed)
-        for slot, step in self._departures:
-            if step == worker.completed and slot in worker.view.ranks:
+        worker, step = self.worker, self.worker.completed
+        absent = [one for one in self._changes if one.slot not in worker.view.ranks]
+        arrives = any(one.arrives and one.step == step for one in absent)
+        worker.member.begin_step(step, awaits_arrival=arrives)
+        for change in self._changes:
+            if change.step == step and change.slot in worker.view.ranks and not change.arrives:
                 dist.barrier()
-                if slot == worker.slot:
-                    worker.events.emit("departed", slot=slot, step=step, pid=os.getpid())
-                    worker.member.leave("its departure was planned")
+                if change.slot == worker.slot:
+                    returns = any(one.arrives and one.slot == worker.slot for one in self._changes)
+                    worker.events.emit("departed", slot=worker.slot, step=step, pid=os.getpid())
+                    worker.member.leave("its departure was planned", returns=returns)
                     os._exit(0)
         self._began_s = time.monotonic()
         worker.phases.begin_step(worker.completed)

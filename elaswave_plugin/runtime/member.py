@@ -7,12 +7,12 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from elaswave_plugin.core.agreement_messages import unpack_payload
-from elaswave_plugin.core.hang import COMMIT
+from elaswave_plugin.core.hang import COMMIT, OUTSIDE
 from elaswave_plugin.core.membership import MembershipView, WorkerId
 from elaswave_plugin.errors import AgreementError, ConfigurationError, EpochChanged, JobStopped
 from elaswave_plugin.runtime.progress import ANNOUNCED_LIMIT_S, ProgressPage, page_fd
@@ -24,6 +24,8 @@ SLOT = "ELASWAVE_SLOT"
 INCARNATION = "ELASWAVE_INCARNATION"
 HOST = "ELASWAVE_HOST"
 LOOPBACK = "127.0.0.1"
+# How long a planned arrival is waited for: a test setting.
+PLANNED_ARRIVAL_S = 60.0
 # So often within the time to answer does a worker in an announced phase say that it lives.
 _SIGNS_OF_LIFE = 4
 # Beyond the announced phase and the time to answer: finding lost supervisors, a new leader.
@@ -101,6 +103,7 @@ class Member:
         self._boundary: tuple[int, str] = (0, "")
         self._before_step: int | None = None
         self._begun_step = -1
+        self._arrivals: tuple[int, ...] = ()
         self._alone: Alone | None = None
         self._commits: list[Commit] = []
         self._stop_reason: str | None = None
@@ -160,14 +163,23 @@ class Member:
         """All is built: ask to be let in. The proposal that does so is answered by `quiesce`."""
         self._send({"t": "ready", "facts": facts})
 
-    def begin_step(self, step: int) -> None:
+    def plan_arrivals(self, steps: Collection[int]) -> None:
+        """Nobody is let in before the next of these steps: a test setting, alike on all."""
+        self._arrivals = tuple(steps)
+
+    def begin_step(self, step: int, *, awaits_arrival: bool = False) -> None:
         """A step begins; raises EpochChanged instead where the others change the view before it.
 
         Nothing is interrupted then: whoever is still at work on the step before can finish it.
-        Where a change is due and it is not known yet before which step, this waits to be told.
+        Where a change is due and it is not known yet before which step, this waits to be told, as
+        it does for an arrival that is planned before this step.
         """
         deadline_s = time.monotonic() + ANNOUNCED_LIMIT_S
         with self._changed:
+            # After a roll-back a step is begun again.
+            self._begun_step = min(self._begun_step, step - 1)
+            if awaits_arrival:
+                self._await_boundary(time.monotonic() + PLANNED_ARRIVAL_S)
             while self._boundary[0] > max(self._proposed_epoch, self._returned_epoch):
                 epoch, reason = self._boundary
                 if self._before_step is None:
@@ -179,6 +191,12 @@ class Member:
                     self._proposed_epoch, self._proposed_reason = epoch, reason
             self.check()
             self._begun_step = step
+
+    def _await_boundary(self, deadline_s: float) -> None:
+        with self.progress_page.waiting(OUTSIDE):
+            while self._boundary[0] <= self._returned_epoch:
+                self.check()
+                self._wait(deadline_s, f"a planned arrival within {PLANNED_ARRIVAL_S:g} s")
 
     def check(self) -> None:
         """Raise EpochChanged where a newer view is proposed, JobStopped where the job ends."""
@@ -272,9 +290,12 @@ class Member:
         """The job cannot go on: have all of it stopped, with this reason."""
         self._send({"t": "abandon", "reason": reason, "exit_code": exit_code})
 
-    def leave(self, reason: str) -> None:
-        """This worker goes, as planned: the others go on without it, and it may exit."""
-        self._send({"t": "leave", "reason": reason})
+    def leave(self, reason: str, *, returns: bool = False) -> None:
+        """This worker goes, as planned: the others go on without it, and it may exit.
+
+        `returns`: another is started in its place.
+        """
+        self._send({"t": "leave", "reason": reason, "returns": returns})
 
     def finish(self) -> None:
         """The work is done here: an exit with code 0 is no failure from now on."""
@@ -409,6 +430,7 @@ class Member:
             self._boundary, self._before_step = (epoch, frame["reason"]), before_step
             self._answer_within_s = frame["within_s"]
             step = self._begun_step
+            step = max(step, min((one for one in self._arrivals if one > step), default=0) - 1)
         if before_step is None:
             # Where the supervisor is gone, the listening side says so.
             with contextlib.suppress(JobStopped):

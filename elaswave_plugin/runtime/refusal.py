@@ -14,7 +14,7 @@ from elaswave_plugin.errors import (
     PlanDigestError,
     SnapshotGapError,
 )
-from elaswave_plugin.runtime.member import CONTROL_FD, Member
+from elaswave_plugin.runtime.member import CONTROL_FD, INCARNATION, SLOT, Member
 
 EXIT_CONFIGURATION = 2
 EXIT_FAILURE = 1
@@ -31,8 +31,8 @@ def ends_in_a_sentence(
     """Turn an ElasWaveError that leaves ``function`` into a sentence and the process's end.
 
     What everybody sees alike (bad input, lost state or stages, different plans) stops the whole
-    job, and its leader prints the reason once; anything else is the loss of this worker. Exit code
-    2 for bad input, 1 for the rest.
+    job, and its leader prints the reason once; anything else is the loss of this worker, and so is
+    everything that ends one which replaces a lost one. Exit code 2 for bad input, 1 for the rest.
     """
 
     @wraps(function)
@@ -49,6 +49,8 @@ def _end(error: ElasWaveError) -> NoReturn:
     code = EXIT_CONFIGURATION if isinstance(error, ConfigurationError) else EXIT_FAILURE
     if CONTROL_FD not in os.environ or not isinstance(error, (*_OF_THE_JOB, JobStopped)):
         print(f"elaswave: {error}", file=sys.stderr)
+    elif isinstance(error, _OF_THE_JOB) and os.environ[INCARNATION] != "0":
+        print(f"elaswave: worker {os.environ[SLOT]}, started again: {error}", file=sys.stderr)
     elif isinstance(error, _OF_THE_JOB):
         # A copy of the descriptor: the worker's own member may hold the original.
         copy = str(os.dup(int(os.environ[CONTROL_FD])))

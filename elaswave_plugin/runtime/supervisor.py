@@ -282,7 +282,7 @@ class Supervisor:
             case "finish":
                 self._on_finish()
             case "leave":
-                trainer.left = True
+                trainer.left, trainer.returns = True, bool(frame["returns"])
                 self._agreement.trainer_failed(
                     frame["reason"], None, time.monotonic(), kind="leave"
                 )
@@ -393,6 +393,8 @@ class Supervisor:
                 evidence = "exit code 0 before its work was finished"
             self._agreement.trainer_failed(evidence, exit_code, time.monotonic())
             self._replace(exit_code)
+        elif trainer.returns:
+            self._start_again()
         if self._ballot is not None:
             self._answer(None)
         if exit_code != 0:

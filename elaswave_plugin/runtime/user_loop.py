@@ -10,6 +10,9 @@ rest of the iteration is dead: every further call returns what stands in for its
 communication, until the loop asks for its next batch. That is the first one of the step that all
 survivors redo. Work between steps that every worker calls, as a save, is the exception: it is ours
 to call, and starts again.
+
+A worker that replaces a lost one runs the script from its start: dead, until its loop has come to
+where the others are.
 """
 
 from collections.abc import Callable
@@ -38,13 +41,28 @@ class UserLoop:
         self._after_recovery = after_recovery
         # Batches that were served since the step began.
         self.iteration = 0
-        self.dead = False
+        self.dead = steps.worker.alone
+        # Whether the script is at what the others have behind them.
+        self._behind = False
         # Where it is dead: whether no batch of the step that is redone had been served here.
         self._between = True
 
     def start(self) -> None:
         """Seal the initial state; nobody trains before everyone has done so."""
         self._guarded(self._steps.sealed_everywhere)
+
+    def enter(self) -> None:
+        """A worker that replaces a lost one enters the job, before its first batch."""
+        if self.worker.alone:
+            self.worker.ask_to_enter()
+            self._recover()
+            # It has begun no step that could have been rolled back.
+            self._between = True
+
+    def set_behind(self, behind: bool) -> None:
+        """Whether the script is at what the others have behind them, where it meets nobody."""
+        self._behind = behind
+        self.worker.links.alone = behind or self.worker.alone
 
     def next_batch(self, serve: Callable[[int, int], Result]) -> Result:
         """The next batch: ``serve(step, iteration)``, called again after a recovery."""
@@ -58,9 +76,7 @@ class UserLoop:
             self.dead = False
             return batch
 
-        if self.worker.alone:
-            self.worker.ask_to_enter()
-            self._recover()
+        self.enter()
         return self._guarded(begin)
 
     def call(self, work: Callable[[], Result], *, instead: Callable[[], Result]) -> Result:
@@ -91,7 +107,7 @@ class UserLoop:
         It starts again after a recovery, unless that rolled a step back: then the loop comes here
         again once it has redone it, and None is returned. Everyone leaves it together.
         """
-        if self.worker.alone or (self.dead and not self._between):
+        if self.worker.alone or self._behind or (self.dead and not self._between):
             return None
         step, done = self.worker.completed, self._steps.works_done
         result: Result | None = None
@@ -115,6 +131,7 @@ class UserLoop:
 
     def finish(self, *, before_leaving: Callable[[], object]) -> None:
         """Leave when everyone has completed its last step."""
+        self.set_behind(False)
         self._guarded(dist.barrier)
         before_leaving()
         self.worker.close()

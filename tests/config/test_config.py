@@ -10,7 +10,13 @@ from pydantic import ValidationError
 
 import elaswave_plugin
 from elaswave_plugin import config
-from elaswave_plugin.config import ElasticConfig, from_namespace, from_section, from_toml
+from elaswave_plugin.config import (
+    Change,
+    ElasticConfig,
+    from_namespace,
+    from_section,
+    from_toml,
+)
 from elaswave_plugin.errors import ConfigurationError
 
 KEYS = (
@@ -86,7 +92,7 @@ def test_config_values_from_the_command_line_have_their_types() -> None:
     got = parse(
         *("--elaswave", "--elaswave-snapshots", "off", "--elaswave-seed", "7"),
         *("--elaswave-kill", "2@10", "--elaswave-kill", "0@11:optimizer"),
-        *("--elaswave-change", "3@4", "--elaswave-dir", "out/x"),
+        *("--elaswave-change", "3@4", "--elaswave-change", "+3@9", "--elaswave-dir", "out/x"),
     )
     assert got is not None
     assert got.snapshots is False and got.seed == 7 and got.dir == Path("out/x")
@@ -94,7 +100,10 @@ def test_config_values_from_the_command_line_have_their_types() -> None:
         (2, 10, "backward"),
         (0, 11, "optimizer"),
     ]
-    assert got.changes() == ((3, 4),)
+    assert got.changes() == (
+        Change(slot=3, step=4),
+        Change(slot=3, step=9, arrives=True),
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,6 +120,7 @@ def test_config_values_from_the_command_line_have_their_types() -> None:
         ({"kill": ["2@3:lunch"]}, ["'2@3:lunch'", "'lunch'", "backward"]),
         ({"kill": "2@3"}, ["'kill' is '2@3'", "tuple"]),
         ({"change": ["2@3:data"]}, ["change is '2@3:data'", "SLOT@STEP"]),
+        ({"change": ["-2@3"]}, ["change is '-2@3'", "+SLOT@STEP"]),
         ({"run_id": "a/b"}, ["'run_id' is 'a/b'"]),
     ],
 )

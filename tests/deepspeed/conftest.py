@@ -53,11 +53,14 @@ def reference(once: Launch) -> Launch:
 
 @pytest.fixture(scope="session")
 def twin(once: Launch) -> Launch:
-    """The run in which the workers leave as planned, before the steps in which they are killed."""
+    """The run in which the workers leave as planned, before the steps in which they are killed.
+
+    They come back before the same steps.
+    """
 
     def planned(spec: EngineSpec) -> Outcome:
         kills = [parse_kill(kill) for kill in spec.kills]
-        changes = tuple(f"{kill.slot}@{kill.step}" for kill in kills)
-        return once(replace(spec, kills=(), changes=changes))
+        leaving = (f"{kill.slot}@{kill.step}" for kill in kills if not kill.incarnation)
+        return once(replace(spec, kills=(), changes=(*leaving, *spec.changes)))
 
     return planned

@@ -77,6 +77,7 @@ class EngineSpec(JobSpec):
                 "dump_state": self.dump,
                 "kill": list(self.kills),
                 "change": list(self.changes),
+                "respawn": self.respawn,
             },
             **json.loads(self.settings or "{}"),
         }

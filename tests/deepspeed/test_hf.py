@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
+from elaswave_plugin.config import ElasticConfig
 from tests.deepspeed.conftest import Launch
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
 from tests.faults.harness import ROOT, Outcome, max_relative_difference
@@ -166,3 +167,15 @@ def test_the_trainer_is_refused_by_name(run: Launch) -> None:
     assert refused.output.count("the script trains with transformers.Trainer") == 1
     assert "examples/train_hf.py" in refused.output
     assert "Traceback" not in refused.output and not refused.orphans
+
+
+def test_a_lost_worker_stays_away_and_more_is_refused(
+    run: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from elaswave_plugin.adapters.deepspeed import accelerate
+
+    monkeypatch.setattr(accelerate, "_drives", lambda: True)
+    assert accelerate.without_respawn(ElasticConfig()).respawn == 0
+    refused = run(spec_of(respawn=5))
+    assert refused.returncode == 2
+    assert "respawn is 5" in refused.output and "set it to 0 or leave it out" in refused.output

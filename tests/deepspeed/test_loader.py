@@ -9,9 +9,12 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 pytest.importorskip("deepspeed")
 
-from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader, GlobalOrder
+from deepspeed.runtime.dataloader import RepeatingLoader
+
+from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader, GlobalOrder, Position
+from elaswave_plugin.adapters.deepspeed.seams import deepspeed_patches
 from elaswave_plugin.core.dataflow import share
-from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.errors import ConfigurationError, ElasWaveError
 
 
 class Alone:
@@ -106,3 +109,65 @@ def test_shares_cover_every_sample_once_and_weigh_one_mean(
     assert sum(means) / len(live) == pytest.approx(sum(values) / len(values), rel=1e-12)
     if len(live) == replicas:
         assert all(shares.weight(slot) == 1.0 for slot in live)
+
+
+class Follower(Alone):
+    """As `Alone`, but it enters a running job with its first batch, as ``EngineJob`` does."""
+
+    def __init__(self, epoch: int, left_at: dict[int, int], position: Position) -> None:
+        self._told: Any = epoch, left_at
+        self._position = position
+
+    def next_batch(self, loader: ElasticLoader) -> Any:
+        if self._told is not None:
+            loader.follow(self._told)
+            loader.position, self._told = self._position, None
+        if loader.behind:
+            loader.skip_epoch()
+        return super().next_batch(loader)
+
+
+def follower(epoch: int, left_at: dict[int, int], position: tuple[int, int]) -> ElasticLoader:
+    """A loader of a worker that comes where the others iterate over this epoch."""
+    order = GlobalOrder(
+        16, num_replicas=2, micro_batch_size=2, shuffle=True, seed=0, drop_last=False
+    )
+    reader = Follower(epoch, left_at, Position(epoch=position[0], iteration=position[1]))
+    return ElasticLoader(reader, list(range(16)), order, collate=list)
+
+
+def test_a_loop_over_epochs_comes_to_where_the_others_are() -> None:
+    followed = loader_of(16, 2, 2)
+    for epoch in range(3):
+        followed.set_epoch(epoch)
+        batches = list(followed)
+    later = follower(2, {}, (2, 1))
+    found = []
+    for epoch in range(4):
+        later.set_epoch(epoch)
+        found.append(list(later))
+    assert found[:2] == [[], []] and found[2] == batches[1:] and len(found[3]) == 4
+
+
+def test_an_epoch_that_the_others_left_early_is_left_there() -> None:
+    # Its last step is sealed, and nobody has begun the next epoch, which they iterate over.
+    later = follower(3, {2: 3}, (2, 3))
+    lengths = [len(list(later)) for _ in range(5)]
+    assert lengths == [0, 0, 0, 4, 4] and later.position == Position(epoch=5, served=32)
+
+
+def test_a_script_that_is_past_the_others_is_told() -> None:
+    loader = loader_of(16, 2, 2)
+    list(loader), list(loader)
+    with pytest.raises(ElasWaveError, match="in epoch 1 of the data and the job in epoch 0"):
+        loader.follow((0, {}))
+
+
+def test_a_repeating_loader_goes_through_many_empty_epochs() -> None:
+    patches = deepspeed_patches()
+    patches.apply()
+    try:
+        repeating = RepeatingLoader(follower(3, {}, (3, 0)))
+        assert len(next(repeating)) == 4
+    finally:
+        patches.undo()

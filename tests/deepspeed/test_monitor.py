@@ -95,7 +95,8 @@ def test_a_monitor_that_nobody_opens_again_is_seen(run: Launch, tmp_path: Path) 
     spec = EngineSpec(
         kills=("0@3:gather",),
         settings=settings_of(tmp_path, "csv_monitor"),
-        sabotage=f"from {monitor} import ElasticMonitor as M; M.recovered = lambda self: None",
+        sabotage=f"from {monitor} import ElasticMonitor as M; "
+        "M._open_where_free = lambda self, held: None",
     )
     killed = run(spec)
     check_survived(killed)

@@ -314,7 +314,8 @@ def check_survived(run: Outcome) -> None:
     assert all(kill["fired"] for kill in kills_of(run.files, kills)), kills_of(run.files, kills)
     lost = {*run.spec.lost_trainers, *run.spec.lost_supervisors}
     assert lost.isdisjoint(run.events("view_committed")[-1]["ranks"])
-    assert len(run.events("departed")) == len(run.spec.changes)
+    departures = [change for change in run.spec.changes if not change.startswith("+")]
+    assert len(run.events("departed")) == len(departures)
     assert pids_unchanged(run.files)
     assert not disagreeing_steps(run.files)
     assert not run.orphans

@@ -95,6 +95,7 @@ def ledger_table() -> str:
         deepspeed_patches,
         destruction_patches,
         launch_patches,
+        newcomer_patches,
     )
     from elaswave_plugin.adapters.megatron.cpu import cpu_patches
     from elaswave_plugin.adapters.megatron.seams import elastic_patches
@@ -108,6 +109,7 @@ def ledger_table() -> str:
         rows.append((record, "elastic" if record.target in always else "elastic, exact"))
     for patches in (launch_patches(), deepspeed_patches(), destruction_patches(None)):
         rows += [(record, "elastic") for record in patches.records]
+    rows += [(record, "elastic, started again") for record in newcomer_patches().records]
     rows += [(record, "elastic, Accelerate") for record in accelerate_patches(None).records]
     known = {record.target for record, _ in rows}
     more = [record for record in lm_cpu_patches().records if record.target not in known]

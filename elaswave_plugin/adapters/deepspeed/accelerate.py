@@ -22,6 +22,7 @@ from elaswave_plugin.adapters.deepspeed.accelerate_order import (
 from elaswave_plugin.adapters.deepspeed.job import EngineJob
 from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader
 from elaswave_plugin.adapters.deepspeed.seams import accelerate_patches
+from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.refusal import ends_in_a_sentence
 
@@ -217,9 +218,28 @@ def check_script() -> None:
             )
 
 
+def _drives() -> bool:
+    return bool(AcceleratorState._shared_state.get("deepspeed_plugins"))
+
+
+def without_respawn(settings: ElasticConfig) -> ElasticConfig:
+    """The settings of a job whose lost workers stay away, where Accelerate drives the engine.
+
+    Raises ConfigurationError where they ask for more.
+    """
+    if not _drives():
+        return settings
+    if "respawn" in settings.model_fields_set and settings.respawn:
+        raise ConfigurationError(
+            f"respawn is {settings.respawn}, and a script on HF Accelerate counts its steps "
+            "itself, which a worker that comes later has not seen; set it to 0 or leave it out"
+        )
+    return settings.model_copy(update={"respawn": 0})
+
+
 def attach(job: EngineJob, engine: Any) -> None:
     """Carry Accelerate too, where it drives the engine."""
-    if not AcceleratorState._shared_state.get("deepspeed_plugins"):
+    if not _drives():
         return
     patches = accelerate_patches(AcceleratedJob(job, engine))
     patches.apply()

@@ -19,6 +19,7 @@ from elaswave_plugin.adapters.deepspeed.seams import (
     deepspeed_patches,
     destruction_patches,
     launch_patches,
+    newcomer_patches,
 )
 from elaswave_plugin.adapters.deepspeed.section import elastic_config
 from elaswave_plugin.config import ElasticConfig
@@ -54,15 +55,21 @@ def _attach(
     accelerate = _accelerate()
     if accelerate is not None:
         accelerate.check_script()
+        settings = accelerate.without_respawn(settings)
     launch_patches().apply()
     patches = deepspeed_patches()
     patches.apply()
     worker = Worker(config=settings, environ=os.environ)
     _install_groups(worker)
     name_wandb_run(settings, config, worker.run_id)
-    seed = _agreed_seed(settings)
+    seed = _agreed_seed(worker)
     training_data = arguments.pop("training_data", None)
+    beside = newcomer_patches() if worker.alone else None
+    if beside is not None:
+        beside.apply()
     engine, optimizer, _, scheduler = native(**arguments)
+    if beside is not None:
+        beside.undo()
     job = EngineJob(worker, engine, patches=patches, seed=seed)
     object.__setattr__(engine, _JOB, job)
     if accelerate is not None:
@@ -91,11 +98,14 @@ def _install_groups(worker: Worker) -> None:
         dist.init_process_group(**worker.groups.install(worker.view.ranks))
 
 
-def _agreed_seed(settings: ElasticConfig) -> int:
-    """The seed of the settings, else that of the first worker's generator."""
-    own = torch.initial_seed() >> 1 if settings.seed is None else settings.seed
+def _agreed_seed(worker: Worker) -> int:
+    """The seed of the settings, else that of the first worker's generator at the launch."""
+    if worker.alone:
+        return int(worker.remembered["seed"])
+    own = torch.initial_seed() >> 1 if worker.config.seed is None else worker.config.seed
     seed = torch.tensor([own], dtype=torch.int64)
     dist.broadcast(seed, src=0)
+    worker.remember(seed=int(seed))
     return int(seed)
 
 

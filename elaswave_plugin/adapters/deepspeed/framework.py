@@ -19,7 +19,7 @@ from elaswave_plugin.core.plan import RecoveryPlan
 from elaswave_plugin.runtime.state_dump import NamedPiece
 
 # Counters of the engine that belong to a step (deepspeed/runtime/engine.py).
-_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
 def state_of(engine: Any) -> ZeroState:
@@ -95,7 +95,7 @@ class DeepSpeedFramework:
         return pickle.dumps(
             {
                 "applied_steps": zero.applied_steps(self._inner),
-                "counters": {name: getattr(engine, name) for name in _COUNTERS},
+                "counters": {name: getattr(engine, name) for name in COUNTERS},
                 "scheduler": None if scheduler is None else scheduler.state_dict(),
                 "loss_scaler": None if scaler is None else dict(vars(scaler)),
                 "param_groups": [
@@ -165,6 +165,13 @@ class DeepSpeedFramework:
         """The norm that DeepSpeed computed in the last step; NaN where it computes none."""
         norm = self._engine.get_global_grad_norm()
         return float("nan") if norm is None else float(norm)
+
+    def unsealed(self) -> Iterator[torch.Tensor]:
+        """What every worker holds alike and no step changes: frozen parameters, buffers."""
+        module = self._engine.module
+        sealed = {id(param) for param in self._state.params}
+        yield from (param.data for param in module.parameters() if id(param) not in sealed)
+        yield from module.buffers()
 
     def named_pieces(self) -> Iterator[NamedPiece]:
         """This worker's pieces of the state, by global parameter name."""

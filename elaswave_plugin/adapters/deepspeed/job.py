@@ -4,28 +4,49 @@ The engine object stays the user's; three of its methods, and the loader, go thr
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from elaswave_plugin.adapters.deepspeed.checkpoint import save_whole
-from elaswave_plugin.adapters.deepspeed.framework import DeepSpeedFramework
+from elaswave_plugin.adapters.deepspeed.framework import COUNTERS, DeepSpeedFramework
 from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader, GlobalOrder, Order
-from elaswave_plugin.adapters.deepspeed.monitor import ElasticMonitor
+from elaswave_plugin.adapters.deepspeed.monitor import ElasticMonitor, Holders
+from elaswave_plugin.adapters.deepspeed.newcomer import News, check_together
 from elaswave_plugin.adapters.deepspeed.refuse import check_engine
 from elaswave_plugin.adapters.deepspeed.stand_in import StandIn, detached
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.adapters.recording import Recording
 from elaswave_plugin.core.dataflow import Shares, share
 from elaswave_plugin.core.rng import draw_key
-from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.errors import ConfigurationError, ElasWaveError
 from elaswave_plugin.runtime.loop import GuardedSteps, StepReport
 from elaswave_plugin.runtime.refusal import ends_in_a_sentence
 from elaswave_plugin.runtime.user_loop import UserLoop
 from elaswave_plugin.runtime.worker import Worker
 from elaswave_plugin.tracking.tracker import Tracker
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def _abandoning(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """End in a sentence, and do not wait for the others at the process's exit then."""
+    guarded = ends_in_a_sentence(function)
+
+    @wraps(function)
+    def guarded_call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        try:
+            return guarded(*args, **kwargs)
+        except SystemExit as end:
+            if isinstance(end.__cause__, ElasWaveError):
+                job: Any = getattr(function, "__self__", None) or args[0]
+                job.abandon()
+            raise
+
+    return guarded_call
 
 
 class EngineJob:
@@ -70,6 +91,7 @@ class EngineJob:
         self._sealed = False
         self._working = False
         self._monitor = engine.monitor = ElasticMonitor(engine, self._loop)
+        self._news = News(worker, self._framework, monitor=self._monitor, stand_in=self._stand_in)
         self._framework.watch(self._announce, self._check)
         self._take_over()
         self._recording.attached(
@@ -101,16 +123,16 @@ class EngineJob:
 
     def _take_over(self) -> None:
         engine = self._engine
-        engine.forward = ends_in_a_sentence(partial(self._forward, engine.forward))
-        engine.backward = ends_in_a_sentence(partial(self._backward, engine.backward))
-        engine.step = ends_in_a_sentence(partial(self._step, engine.step))
         for name, take in (
+            ("forward", self._forward),
+            ("backward", self._backward),
+            ("step", self._step),
             ("save_checkpoint", self._save_checkpoint),
             ("save_16bit_model", self._save),
             ("load_checkpoint", self._load),
+            ("destroy", self._destroy),
         ):
-            setattr(engine, name, ends_in_a_sentence(partial(take, getattr(engine, name))))
-        engine.destroy = ends_in_a_sentence(partial(self._destroy, engine.destroy))
+            setattr(engine, name, partial(_abandoning(take), getattr(engine, name)))
 
     def _forward(self, native: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Any:
         if self._engine.module.training and self._loop.iteration == 0 and not self._loop.dead:
@@ -144,8 +166,8 @@ class EngineJob:
         return int(self._engine.zero_optimization_stage()) == 3
 
     def _recovered(self) -> None:
+        self._news.exchange()
         self._learn_output()
-        self._monitor.recovered()
         for react in self.reactions:
             react()
 
@@ -159,6 +181,9 @@ class EngineJob:
     @torch.no_grad()
     def _dead_output(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], *, counts: bool) -> Any:
         if self._needs_others_to_compute:
+            if not self._stand_in.shapes:
+                # Only a worker that has not entered yet: it computes with what it was built with.
+                self._stand_in.remember((inputs, kwargs), self._engine.module(*inputs, **kwargs))
             with torch.enable_grad():
                 return self._stand_in.make((inputs, kwargs), self._engine.device, counts=counts)
         output = self._engine.module(*inputs, **kwargs)
@@ -190,8 +215,8 @@ class EngineJob:
         def update() -> StepReport:
             self._worker.await_copies()
             # The collective that shows that everyone has come here; see ``await_copies``.
-            loss, tokens, somebody_writes = self._mean_loss()
-            self._monitor.release(somebody_writes=somebody_writes)
+            loss, tokens, holders = self._mean_loss()
+            self._monitor.release(holders=holders)
             native(lr_kwargs)
             self._monitor.add_step()
             return StepReport(
@@ -209,7 +234,7 @@ class EngineJob:
     def _save(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._run(lambda: native(*args, **kwargs), phase="save")
 
-    @ends_in_a_sentence
+    @_abandoning
     def run(self, work: Callable[[], Any], *, phase: str) -> Any:
         """Work between steps that every worker calls; it starts again after a loss."""
         return self._run(self._monitor.restarting(work), phase=phase)
@@ -230,20 +255,24 @@ class EngineJob:
                 "engine.load_checkpoint was called after the first batch, and the state that it "
                 "replaces is in the snapshots already; load before the loop starts"
             )
-        return native(*args, **kwargs)
+        return self._news.load(self._engine, COUNTERS, lambda: native(*args, **kwargs))
 
-    def _mean_loss(self) -> tuple[float, int, bool]:
-        """Mean over the samples of the step, its tokens, whether somebody writes monitors.
+    def _mean_loss(self) -> tuple[float, int, Holders]:
+        """Mean over the samples of the step, its tokens, who has monitors open.
 
-        They are alike on every worker.
+        They are alike on every worker, or it ends here for some.
         """
+        assert self._framework.loader is not None
         mine = torch.stack(self._losses).sum() if self._losses else torch.zeros(())
-        own = [float(mine), float(self._tokens), float(self._monitor.writes)]
+        position, monitor = self._framework.loader.position, self._monitor
+        here = position.epoch, position.iteration
+        own = [float(mine), self._tokens, monitor.writes, monitor.holds, *here]
         sums = torch.tensor(own, dtype=torch.float64)
         dist.all_reduce(sums)
+        check_together(self._worker, here, (float(sums[4]), float(sums[5])))
         self._iterations = self._loop.iteration
         mean = float(sums[0]) / (self._iterations * dist.get_world_size())
-        return mean, int(sums[1]), bool(sums[2])
+        return mean, int(sums[1]), Holders(bool(sums[2]), bool(sums[3]))
 
     # ---- the data -------------------------------------------------------------------------------
 
@@ -289,15 +318,21 @@ class EngineJob:
                 "__len__: whoever redoes a step has to read its samples again"
             )
         self._framework.loader = ElasticLoader(self, dataset, order(), collate=collate)
+        self._news.expect(self._framework.loader)
         return self._framework.loader
 
-    @ends_in_a_sentence
+    @_abandoning
     def next_batch(self, loader: ElasticLoader) -> Any:
         """The next batch of this worker's share; the first one is preceded by the first seal."""
         if not self._sealed:
             self._framework.begin()
             self._loop.start()
             self._sealed = True
+        if not loader.behind:
+            self._loop.enter()
+        self._loop.set_behind(loader.behind)
+        if loader.behind:
+            loader.skip_epoch()
         return self._loop.next_batch(partial(self._serve, loader))
 
     def _serve(self, loader: ElasticLoader, step: int, iteration: int) -> Any:
@@ -331,16 +366,20 @@ class EngineJob:
 
     def _record(self, step: int, report: StepReport, seconds: float) -> None:
         self._recording.step(step, report, seconds, num_microbatches=self._iterations, last=False)
+        if self._framework.loader is not None:
+            self._news.remember_epoch(self._framework.loader.epoch)
 
-    @ends_in_a_sentence
+    @_abandoning
     def leave(self) -> None:
         """Leave with the others, once."""
         if self._left:
             return
         self._left = True
-        if self._worker.config.dump_state == "last" and self._worker.completed:
-            self._recording.dump(self._worker.completed - 1)
-        self._loop.finish(before_leaving=self._close_files)
+        if not self._worker.alone:
+            if self._worker.config.dump_state == "last" and self._worker.completed:
+                self._recording.dump(self._worker.completed - 1)
+            self._monitor.await_closed()
+            self._loop.finish(before_leaving=self._close_files)
         self._worker.groups.uninstall()
         for undo in self.at_leave:
             undo()

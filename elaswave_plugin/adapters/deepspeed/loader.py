@@ -8,11 +8,11 @@ samples are cut into fewer and larger shares.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
-from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.errors import ConfigurationError, ElasWaveError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,11 @@ class Reader(Protocol):
 
 
 class ElasticLoader:
-    """Serves this worker's batches; iterating again begins the next epoch."""
+    """Serves this worker's batches; iterating again begins the next epoch.
+
+    In the script of a worker that comes later, the epochs that the others have behind them are
+    empty.
+    """
 
     def __init__(
         self,
@@ -125,6 +129,10 @@ class ElasticLoader:
         self._epoch = -1
         # Where an epoch was left before its end, so that a redo leaves it there again.
         self._left_at: dict[int, int] = {}
+        self._has_read = False
+        # The epoch that the others iterate over, as far as a worker that comes later knows.
+        self.epoch_of_others = 0
+        self._has_skipped = False
 
     def __len__(self) -> int:
         return self._order.iterations
@@ -135,15 +143,56 @@ class ElasticLoader:
         return self.position.iteration == self._order.iterations
 
     def __iter__(self) -> "ElasticLoader":
+        if self.behind:
+            self._epoch += self._has_skipped
+            self._has_skipped = False
+            return self
         here = self._normal(self.position)
-        if here.iteration:
+        if here.iteration and self._has_read:
             self._left_at[here.epoch] = here.iteration
         self.position = self._normal(here)
-        self._epoch = self.position.epoch
+        self._epoch = max(self._epoch, self.position.epoch)
+        self._has_read = False
         return self
 
     def __next__(self) -> Any:
         return self._reader.next_batch(self)
+
+    # ---- a worker that comes later --------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the script iterates over."""
+        return self._epoch
+
+    @property
+    def behind(self) -> bool:
+        """Whether the others have the epoch that the script iterates over behind them."""
+        return 0 <= self._epoch < self.epoch_of_others
+
+    def skip_epoch(self) -> NoReturn:
+        """End an epoch that the others have behind them; raises StopIteration."""
+        self._has_skipped = True
+        raise StopIteration
+
+    def expect(self, epoch: int) -> None:
+        """The others have come to this epoch at least."""
+        self.epoch_of_others = epoch
+
+    def tell(self) -> tuple[int, dict[int, int]]:
+        """What `follow` needs to know on a worker that comes later."""
+        return self._epoch, self._left_at
+
+    def follow(self, told: tuple[int, dict[int, int]]) -> None:
+        """Go where the others are; raises ElasWaveError for a script that is past them."""
+        self.epoch_of_others, self._left_at = told
+        if self._epoch > self.epoch_of_others:
+            raise ElasWaveError(
+                f"the script is in epoch {self._epoch} of the data and the job in epoch "
+                f"{self.epoch_of_others}; this worker is started again"
+            )
+
+    # ---- the samples ----------------------------------------------------------------------------
 
     def set_epoch(self, number: int) -> None:
         """As torch's DistributedSampler: how the epoch that begins next is shuffled."""
@@ -171,6 +220,7 @@ class ElasticLoader:
             ids=tuple(range(here.served + start, here.served + stop)),
         )
         batch = self._collate([self.dataset[item] for item in share.items])
+        self._has_read = True
         self.position = Position(
             epoch=here.epoch, iteration=here.iteration + 1, served=here.served + len(items)
         )

@@ -2,14 +2,16 @@
 
 An event belongs to the step that wrote it. Every worker keeps its events until that step is sealed
 everywhere; then the owner of rank 0 writes them and the others forget theirs. The next owner opens
-the same files, and the same W&B run, and goes on with what it still keeps.
+the same files, and the same W&B run, and goes on with what it still keeps. Where rank 0 moves away
+from a living owner, to one that comes back, the next one waits until that has closed them.
 """
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from deepspeed.monitor.monitor import MonitorMaster
@@ -42,6 +44,13 @@ def name_wandb_run(settings: ElasticConfig, config: Mapping[str, Any], run_id: s
     os.environ.setdefault("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", _FLUSH_INTERVAL_S)
 
 
+class Holders(NamedTuple):
+    """Whether the owner of rank 0 can write; whether anybody has monitors open."""
+
+    somebody_writes: bool
+    somebody_holds: bool
+
+
 class ElasticMonitor:
     """Takes the place of ``engine.monitor``."""
 
@@ -50,10 +59,13 @@ class ElasticMonitor:
         self._loop = loop
         self._config = engine._config.monitor_config
         self.enabled = bool(engine.monitor.enabled)
-        self._master = engine.monitor if dist.get_rank() == 0 else None
+        # Whether rank 0 is here, or was before the last recovery.
+        self.was_first = dist.get_rank() == 0 and not loop.worker.alone
+        self._master = engine.monitor if self.was_first else None
         self._opening: Future[MonitorMaster] | None = None
+        self._closing: Future[None] | None = None
         # With the number of steps that are complete once the event counts.
-        self._kept: list[tuple[int, Event]] = []
+        self.events: list[tuple[int, Event]] = []
         self._final: list[Event] = []
         self._restarts = False
 
@@ -62,7 +74,7 @@ class ElasticMonitor:
         if not self.enabled or (self._loop.dead and not self._restarts):
             return
         step = self._loop.worker.completed + (self._loop.iteration > 0)
-        self._kept += [(step, event) for event in event_list]
+        self.events += [(step, event) for event in event_list]
 
     def add_step(self) -> None:
         """What DeepSpeed's step writes on rank 0 only: the others may have to write it."""
@@ -82,15 +94,22 @@ class ElasticMonitor:
             self._master, self._opening = self._opening.result(), None
         return self.enabled and self._master is not None
 
-    def release(self, *, somebody_writes: bool) -> None:
+    @property
+    def holds(self) -> bool:
+        """Whether monitors are open here, or are being opened or closed."""
+        closes = self._closing is not None and not self._closing.done()
+        return self.enabled and (closes or bool(self._master or self._opening))
+
+    def release(self, *, holders: Holders) -> None:
         """Write what is final; a collective has shown that all completed steps are sealed.
 
-        It has shown ``somebody_writes`` too: without an owner that can, everyone keeps everything.
+        It has shown ``holders`` too: without an owner that can write, everyone keeps everything.
         """
-        if not somebody_writes:
+        self._open_where_free(holders.somebody_holds)
+        if not holders.somebody_writes:
             return
-        completed, kept = self._loop.worker.completed, self._kept
-        self._kept = [(step, event) for step, event in kept if step > completed]
+        completed, kept = self._loop.worker.completed, self.events
+        self.events = [(step, event) for step, event in kept if step > completed]
         if self.writes:
             self._final += [event for step, event in kept if step <= completed]
         # Nobody else will write them when rank 0 begins to: at worst a point is lost, none doubled.
@@ -99,10 +118,10 @@ class ElasticMonitor:
 
     def restarting(self, work: Callable[[], Result]) -> Callable[[], Result]:
         """Work that starts again after a loss: every start takes back what the former one wrote."""
-        kept = [*self._kept]
+        kept = [*self.events]
 
         def attempt() -> Result:
-            self._kept, self._restarts = [*kept], True
+            self.events, self._restarts = [*kept], True
             try:
                 return work()
             finally:
@@ -110,32 +129,68 @@ class ElasticMonitor:
 
         return attempt
 
-    def recovered(self) -> None:
-        """Forget what is redone; open the monitors where rank 0 is now, beside the training."""
+    def tell(self) -> list[tuple[int, Event]]:
+        """What a worker that comes later has to keep, or has to write in the place of this one."""
+        return [*((0, event) for event in self._final), *self.events]
+
+    def recovered(self, *, somebody_holds: bool) -> None:
+        """Forget what is redone; the monitors go to where rank 0 is now, beside the training."""
         completed = self._loop.worker.completed
-        self._kept = [(step, event) for step, event in self._kept if step <= completed]
-        if self.enabled and dist.get_rank() == 0 and not (self._master or self._opening):
-            opener = ThreadPoolExecutor(max_workers=1, thread_name_prefix="elaswave-monitor")
-            self._opening = opener.submit(_open_again, self._config)
-            opener.shutdown(wait=False)
+        self.events = [(step, event) for step, event in self.events if step <= completed]
+        self.was_first = dist.get_rank() == 0
+        if not self.was_first and (self._master or self._opening):
+            self._closing = _beside(_close, self._master, self._opening)
+            self._master, self._opening, self._final = None, None, []
+        self._open_where_free(somebody_holds)
+
+    def _open_where_free(self, somebody_holds: bool) -> None:
+        if self.enabled and dist.get_rank() == 0 and not somebody_holds:
+            self._opening = _beside(_open_again, self._config)
+
+    def await_closed(self) -> None:
+        """Before the end: whoever is rank 0 then may have to open them."""
+        if self._closing is not None:
+            self._closing.result()
 
     def close(self) -> None:
         """Write the rest: every step is complete."""
+        self._open_where_free(self.holds or dist.get_rank() != 0)
         if self._opening is not None:
             self._opening.result()
         if self.writes:
-            self._final += [event for _, event in self._kept]
-            self._kept = []
+            self._final += [event for _, event in self.events]
+            self.events = []
             self._write()
 
     def _write(self) -> None:
-        if self._master is None or not self._final:
-            return
-        self._master.write_events(self._final)
-        if self._master.wandb_monitor is not None:
-            # W&B holds the row of the newest step back.
-            self._master.wandb_monitor.log({}, commit=True)
-        self._final = []
+        if self._master is not None and self._final:
+            _write_all(self._master, self._final)
+            self._final = []
+
+
+def _beside(work: Callable[..., Result], *arguments: Any) -> "Future[Result]":
+    """Run it in a thread of its own."""
+    runner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="elaswave-monitor")
+    future = runner.submit(work, *arguments)
+    runner.shutdown(wait=False)
+    return future
+
+
+def _close(master: MonitorMaster | None, opening: "Future[MonitorMaster] | None") -> None:
+    if opening is not None:
+        master = opening.result()
+    assert master is not None
+    if master.tb_monitor is not None:
+        master.tb_monitor.summary_writer.close()
+    if master.wandb_monitor is not None:
+        import_module("wandb").finish()
+
+
+def _write_all(master: MonitorMaster, events: list[Event]) -> None:
+    master.write_events(events)
+    if master.wandb_monitor is not None:
+        # W&B holds the row of the newest step back.
+        master.wandb_monitor.log({}, commit=True)
 
 
 def _open_again(config: Any) -> MonitorMaster:

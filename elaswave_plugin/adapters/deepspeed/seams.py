@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -141,6 +142,14 @@ def deepspeed_patches() -> PatchSet:
         [
             *remembering,
             PatchRecord(
+                target="deepspeed.runtime.dataloader:RepeatingLoader.__next__",
+                reason="it takes two empty epochs for the end; a worker that comes later has many",
+                distribution=_DEEPSPEED,
+                valid=_VALID,
+                parameters=("self",),
+                make=_endless,
+            ),
+            PatchRecord(
                 # As bound in stage3.py, which is where the optimizer looks it up.
                 target="deepspeed.runtime.zero.stage3:defragment",
                 reason=(
@@ -150,6 +159,23 @@ def deepspeed_patches() -> PatchSet:
                 valid=_VALID,
                 parameters=("tensors",),
                 make=_already_flat,
+            ),
+        ]
+    )
+
+
+def newcomer_patches() -> PatchSet:
+    """What building an engine beside a running job needs; undone once it is built."""
+    return PatchSet(
+        [
+            PatchRecord(
+                # As bound in engine.py, which is where the engine looks it up.
+                target="deepspeed.runtime.engine:MonitorMaster",
+                reason="the monitors are open elsewhere: who is not in yet is not rank 0",
+                distribution=_DEEPSPEED,
+                valid=_VALID,
+                parameters=("monitor_config",),
+                make=_opens_nothing,
             ),
         ]
     )
@@ -191,6 +217,21 @@ def destruction_patches(leaving_first: Callable[[Any], Any] | None) -> PatchSet:
             ),
         ]
     )
+
+
+def _opens_nothing(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda monitor_config: SimpleNamespace(enabled=monitor_config.enabled)
+
+
+def _endless(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def __next__(self: Any) -> Any:
+        while True:
+            try:
+                return next(self.data_iter)
+            except StopIteration:
+                self.data_iter = iter(self.loader)
+
+    return __next__
 
 
 def _builds_nothing(original: Callable[[], Any]) -> Callable[[], Any]:

@@ -22,17 +22,17 @@ class StandIn:
     """Remembers the outputs of the forward pass by the sizes of its inputs."""
 
     def __init__(self) -> None:
-        self._shapes: dict[Signature, Any] = {}
+        self.shapes: dict[Signature, Any] = {}
 
     def remember(self, inputs: Any, output: Any) -> None:
         """Keep the structure of an output, without its memory."""
         signature = _signature(inputs)
-        self._shapes[signature] = _map(output, _kept)
+        self.shapes[signature] = _map(output, _kept)
 
     def make(self, inputs: Any, device: torch.device, *, counts: bool) -> Any:
         """An output for these inputs; ``counts``: whether anyone goes by its values."""
         signature = _signature(inputs)
-        known = self._shapes.get(signature)
+        known = self.shapes.get(signature)
         if known is None:
             known = self._resized(signature)
 
@@ -52,11 +52,11 @@ class StandIn:
         is the pass, which all make together.
         """
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (inputs is not None, self._shapes))
+        dist.all_gather_object(everyone, (inputs is not None, self.shapes))
         for _, shapes in everyone:
-            self._shapes = {**shapes, **self._shapes}
+            self.shapes = {**shapes, **self.shapes}
         waiting = [rank for rank, (has_inputs, _) in enumerate(everyone) if has_inputs]
-        if self._shapes or not waiting:
+        if self.shapes or not waiting:
             return
         shared = [inputs]
         dist.broadcast_object_list(shared, src=waiting[0])
@@ -65,7 +65,7 @@ class StandIn:
 
     def _resized(self, signature: Signature) -> Any:
         """The last output, with the batch dimension of its inputs replaced."""
-        other, known = next(reversed(self._shapes.items()))
+        other, known = next(reversed(self.shapes.items()))
         old, new = (shapes[0][0] if shapes and shapes[0] else 0 for shapes in (other, signature))
 
         def resize(one: torch.Tensor) -> torch.Tensor:

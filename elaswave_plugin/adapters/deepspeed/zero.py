@@ -16,6 +16,10 @@ class ZeroState(Protocol):
 
     alignment: int
 
+    @property
+    def params(self) -> list[Any]:
+        """The parameters whose state this is."""
+
     def lengths(self) -> tuple[int, ...]:
         """Unpadded lengths of the buckets, in elements."""
 

@@ -25,9 +25,9 @@ class ReplicatedState:
         self._inner = engine.basic_optimizer
         outer = engine.optimizer
         self._masters = [p for group in self._inner.param_groups for p in group["params"]]
-        self._params = list(self._masters)
+        self.params = list(self._masters)
         if outer is not self._inner:
-            self._params = [p for group in outer.fp16_groups for p in group]
+            self.params = [p for group in outer.fp16_groups for p in group]
 
     def lengths(self) -> tuple[int, ...]:
         """Elements of each parameter."""
@@ -58,7 +58,7 @@ class ReplicatedState:
 
     def drop(self) -> None:
         """Gradients go."""
-        for param in (*self._params, *self._masters):
+        for param in (*self.params, *self._masters):
             param.grad = None
 
     def recut(self) -> None:
@@ -75,17 +75,17 @@ class ReplicatedState:
             whole = torch.cat(pieces, dim=1)[:, : master.numel()]
             zero.write_flat(self._inner, [master], whole)
             offset += size
-        for param, master in zip(self._params, self._masters, strict=True):
+        for param, master in zip(self.params, self._masters, strict=True):
             param.data.copy_(master.detach())
 
     def sync_weights(self) -> Iterator[torch.Tensor]:
         """They are whole already."""
-        for param in self._params:
+        for param in self.params:
             yield param.detach().reshape(-1)
 
     def named_pieces(self) -> Iterator[NamedPiece]:
         """Every parameter whole."""
-        for param, master in zip(self._params, self._masters, strict=True):
+        for param, master in zip(self.params, self._masters, strict=True):
             state = self._inner.state[master]
             parts = {"master": master, **{name: state[name] for name in zero.MOMENTS}}
             for part, data in parts.items():

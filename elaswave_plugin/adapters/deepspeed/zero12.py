@@ -31,6 +31,11 @@ class PartitionedState:
         masters: list[torch.Tensor] = self._zero.single_partition_of_fp32_groups
         return masters
 
+    @property
+    def params(self) -> list[Any]:
+        """All groups'."""
+        return [param for group in self._groups for param in group]
+
     def lengths(self) -> tuple[int, ...]:
         """Elements of each parameter group, with the padding between its parameters."""
         return tuple(

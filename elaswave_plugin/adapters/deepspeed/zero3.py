@@ -55,12 +55,13 @@ class PartitionedWeightsState:
         return masters
 
     @property
-    def _params(self) -> list[Any]:
+    def params(self) -> list[Any]:
+        """All groups'."""
         return [param for group in self._groups for param in group]
 
     def lengths(self) -> tuple[int, ...]:
         """Elements of each parameter, in the order of the groups."""
-        return tuple(param.ds_numel for param in self._params)
+        return tuple(param.ds_numel for param in self.params)
 
     def prepare(self) -> None:
         """Give every master the moments that Adam would make in its first step."""
@@ -111,7 +112,7 @@ class PartitionedWeightsState:
     @torch.no_grad()
     def _recut_params(self) -> None:
         """Give every parameter a partition of the new size, all in one buffer; values undefined."""
-        params = self._params
+        params = self.params
         width, rank = dist.get_world_size(), dist.get_rank()
         sizes = [padded_size(param.ds_numel, width, self.alignment) // width for param in params]
         flat = torch.zeros(sum(sizes), dtype=params[0].dtype, device=params[0].ds_tensor.device)

@@ -1,0 +1,136 @@
+"""What a worker that comes later has to learn, so that its script's loop goes on like the others'.
+
+Its state comes from the snapshots. Here is what they do not have: what was loaded before the first
+step, in which epoch of the data the others are, the events that nobody has written yet, shapes of
+outputs, and tensors that every worker holds alike and no step changes.
+"""
+
+import base64
+import pickle
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from elaswave_plugin.adapters.deepspeed.framework import DeepSpeedFramework
+from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader
+from elaswave_plugin.adapters.deepspeed.monitor import ElasticMonitor
+from elaswave_plugin.adapters.deepspeed.stand_in import StandIn
+from elaswave_plugin.errors import ConfigurationError, ElasWaveError
+from elaswave_plugin.runtime.worker import Worker
+
+
+class _Told(NamedTuple):
+    """What one worker knows."""
+
+    loader: Any
+    shapes: Any
+    events: Any
+    was_first: bool
+
+
+class News:
+    """Has those who have been there tell those who come later, after every recovery."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        framework: DeepSpeedFramework,
+        *,
+        monitor: ElasticMonitor,
+        stand_in: StandIn,
+    ) -> None:
+        self._worker = worker
+        self._framework = framework
+        self._monitor = monitor
+        self._stand_in = stand_in
+        self._is_told = not worker.alone
+        self._loads: list[str] = list(worker.remembered.get("loads", ()))
+        self._remembered_epoch = int(worker.remembered.get("data_epoch", 0))
+
+    def exchange(self) -> None:
+        """Tell, and be told (collective over WORLD).
+
+        Raises ElasWaveError where nobody is left who knows.
+        """
+        mine = torch.tensor([not self._is_told, self._monitor.holds], dtype=torch.int64)
+        dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+        somebody_asks, somebody_holds = map(bool, mine.tolist())
+        if somebody_asks:
+            self._tell()
+        self._monitor.recovered(somebody_holds=somebody_holds)
+
+    def _tell(self) -> None:
+        loader = self._framework.loader
+        assert loader is not None
+        monitor, stand_in = self._monitor, self._stand_in
+        mine = _Told(loader.tell(), stand_in.shapes, monitor.tell(), monitor.was_first)
+        everyone: list[_Told | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine if self._is_told else None)
+        told = {rank: one for rank, one in enumerate(everyone) if one is not None}
+        if not told:
+            raise ElasWaveError(
+                "everybody who knew where the loops of the scripts are was lost before this worker "
+                "had come; restart from the last checkpoint"
+            )
+        source = next((rank for rank, one in told.items() if one.was_first), min(told))
+        for tensor in self._framework.unsealed():
+            dist.broadcast(tensor, src=source)
+        if not self._is_told:
+            loader.follow(told[source].loader)
+            stand_in.shapes = told[source].shapes
+            monitor.events = told[source].events
+            self._is_told = True
+            # Where it does not get there, the next one need not begin before.
+            self.remember_epoch(loader.epoch_of_others)
+
+    # ---- what only the own supervisor keeps -----------------------------------------------------
+
+    def expect(self, loader: ElasticLoader) -> None:
+        """Go through the epochs that were complete when the lost worker was still there."""
+        loader.expect(self._remembered_epoch)
+
+    def remember_epoch(self, epoch: int) -> None:
+        """A step was completed in this epoch of the data."""
+        if epoch != self._remembered_epoch:
+            self._remembered_epoch = epoch
+            self._worker.remember(data_epoch=epoch)
+
+    def load(self, engine: Any, counters: tuple[str, ...], native: Callable[[], Any]) -> Any:
+        """What ``native()`` returns; for a worker that comes later, what it did at the start."""
+        if not self._worker.alone:
+            loaded = native(), {name: getattr(engine, name) for name in counters}
+            self._loads.append(base64.b64encode(pickle.dumps(loaded)).decode())
+            self._worker.remember(loads=self._loads)
+            return loaded[0]
+        if not self._loads:
+            raise ConfigurationError(
+                "the script loads a checkpoint that it had not loaded when the job began, and this "
+                "worker replaces a lost one of that job; load the same, or set respawn to 0"
+            )
+        result, values = pickle.loads(base64.b64decode(self._loads.pop(0)))
+        for name, value in values.items():
+            setattr(engine, name, value)
+        return result
+
+
+def check_together(worker: Worker, mine: tuple[int, int], sums: tuple[float, float]) -> None:
+    """Whether all workers have read the same epoch and iteration of the data, before an update.
+
+    ``mine``: this worker's; ``sums``: those of all. Raises ConfigurationError on a worker that came
+    later, whose script may count what it has not seen; ElasWaveError where that is not the cause.
+    """
+    width = dist.get_world_size()
+    if sums == (width * mine[0], width * mine[1]):
+        return
+    epoch, iteration = mine
+    where = f"this worker has read iteration {iteration} of epoch {epoch}, and others have not"
+    if worker.member.incarnation:
+        raise ConfigurationError(
+            f"{where}: the script counts its batches itself, and this worker, which replaces a "
+            "lost one, has not seen them all; count by engine.global_steps, or set respawn to 0"
+        )
+    # Where one that came later is the odd one out, it leaves now, which interrupts this.
+    dist.barrier()
+    raise ElasWaveError(f"{where}: their scripts iterate over the data in different ways")
