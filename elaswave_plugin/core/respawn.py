@@ -53,8 +53,6 @@ class Deaths:
     def after_death(self, *, step: int) -> StartAgain | GiveUp:
         """What follows the death of a trainer; ``step``: the last that was sealed on the slot."""
         self._at_step[step] += 1
-        if self._limit == 0:
-            return GiveUp(reason="respawn is 0")
         if self._count == self._limit:
             return GiveUp(reason=f"it was started again {self._limit} times, the limit of respawn")
         if self._at_step[step] == _SAME_STEP:

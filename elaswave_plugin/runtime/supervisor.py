@@ -78,7 +78,7 @@ class Supervisor:
         self._exit_code: int | None = None
         self._told = False
         self._zygote = zygote
-        self._deaths = Deaths(limit=0)
+        self._deaths: Deaths | None = None
         self._remembered: dict[str, object] = {}
         # Before anything else: its imports take longest, and no thread runs here yet.
         self._trainer = self._start_trainer(0)
@@ -296,7 +296,8 @@ class Supervisor:
             view = self._agreement.history[1].to_json()
             trainer.send({"t": "alone", "view": view, "remembered": self._remembered})
             return
-        self._deaths = Deaths(limit=int(frame["respawn"]))
+        limit = int(frame["respawn"])
+        self._deaths = Deaths(limit=limit) if limit else None
         trainer.facts = frame["facts"]
         if self._ballot is not None:
             self._answer(trainer.facts)
@@ -402,7 +403,7 @@ class Supervisor:
 
     def _replace(self, exit_code: int | None) -> None:
         """Start another trainer in the place of the one that failed, where that is sensible."""
-        if exit_code == EXIT_CONFIGURATION:
+        if exit_code == EXIT_CONFIGURATION or self._deaths is None:
             return
         verdict = self._deaths.after_death(step=self._store.newest_step())
         fields = {"slot": self._slot, "incarnation": self._trainer.incarnation}
