@@ -216,6 +216,17 @@ class ElasticConfig(BaseModel):
         """The planned departures and arrivals."""
         return tuple(parse_change(text) for text in self.change)
 
+    def without_respawn(self, why: str) -> "ElasticConfig":
+        """The settings of a job whose lost workers cannot come back, and so stay away.
+
+        Raises ConfigurationError, with the reason ``why``, where the user asks for more.
+        """
+        if "respawn" in self.model_fields_set and self.respawn:
+            raise ConfigurationError(
+                f"respawn is {self.respawn}, and {why}; set it to 0 or leave it out"
+            )
+        return self.model_copy(update={"respawn": 0})
+
     def check_slots(self, width: int) -> None:
         """Raise ConfigurationError where a test fault or a change names a worker that is none.
 

@@ -104,7 +104,7 @@ class FlatSeating:
     def edits(self, launched: Mapping[str, Sequence[int]], slot: int) -> dict[str, GroupEdit]:
         """Every group is who is left of it, and who came back, in the order of WORLD."""
         return {
-            name: GroupEdit(tuple(member for member in self.ranks if member in set(slots)))
+            name: GroupEdit(tuple(filter(set(slots).__contains__, self.ranks)))
             for name, slots in launched.items()
         }
 

@@ -399,7 +399,7 @@ class Supervisor:
         if self._ballot is not None:
             self._answer(None)
         if exit_code != 0:
-            self._end_orphans()
+            self._end_orphans_of(trainer.process.pid)
 
     def _replace(self, exit_code: int | None) -> None:
         """Start another trainer in the place of the one that failed, where that is sensible."""
@@ -455,12 +455,11 @@ class Supervisor:
         else:
             self._reactor.stop()
 
-    def _end_orphans(self) -> None:
+    def _end_orphans_of(self, pid: int) -> None:
         """End what a trainer that died had started (a checkpoint writer, a data loader).
 
         Only a group that still has members is signalled again, so that its number is not reused.
         """
-        pid = self._trainer.process.pid
         if pid and signal_group(pid, signal.SIGTERM):
             self._orphans.add(pid)
             self._reactor.after(GRACE_S, self._kill_orphans)

@@ -168,3 +168,10 @@ def test_public_names_exist() -> None:
         assert getattr(elaswave_plugin, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'absent'"):
         elaswave_plugin.absent  # noqa: B018
+
+
+def test_config_without_respawn_refuses_only_what_the_user_asked_for() -> None:
+    assert from_section({}).without_respawn("it cannot").respawn == 0
+    assert from_section({"respawn": 0}).without_respawn("it cannot").respawn == 0
+    with pytest.raises(ConfigurationError, match="respawn is 3, and it cannot; set it to 0"):
+        from_section({"respawn": 3}).without_respawn("it cannot")

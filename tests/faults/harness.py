@@ -77,12 +77,14 @@ def wait(self):
     begin(self)
     worker, wanted = self.worker, {awaits}.get(self.worker.completed, 0)
     worker.member.announce("a slow batch")
-    deadline_s = time.monotonic() + 60
-    while sum('"worker_ready"' in line for line in open(worker.events.path)) < wanted:
-        worker.member.check()
-        assert time.monotonic() < deadline_s, "no replacement came"
-        time.sleep(0.005)
-    worker.member.announce(None)
+    try:
+        deadline_s = time.monotonic() + 60
+        while sum('"worker_ready"' in line for line in open(worker.events.path)) < wanted:
+            worker.member.check()
+            assert time.monotonic() < deadline_s, "no replacement came"
+            time.sleep(0.005)
+    finally:
+        worker.member.announce(None)
 GuardedSteps.begin = wait
 """
 

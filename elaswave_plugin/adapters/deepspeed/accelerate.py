@@ -229,12 +229,10 @@ def without_respawn(settings: ElasticConfig) -> ElasticConfig:
     """
     if not _drives():
         return settings
-    if "respawn" in settings.model_fields_set and settings.respawn:
-        raise ConfigurationError(
-            f"respawn is {settings.respawn}, and a script on HF Accelerate counts its steps "
-            "itself, which a worker that comes later has not seen; set it to 0 or leave it out"
-        )
-    return settings.model_copy(update={"respawn": 0})
+    return settings.without_respawn(
+        "a script on HF Accelerate counts its steps itself, which a worker that comes later has "
+        "not seen"
+    )
 
 
 def attach(job: EngineJob, engine: Any) -> None:

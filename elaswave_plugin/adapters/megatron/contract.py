@@ -43,7 +43,7 @@ class Job(Protocol):
         """Mean loss over global batches; ``evaluate()`` returns the losses of each."""
 
     def run(self, work: Callable[[], Result], *, phase: str) -> Result | None:
-        """Run other work between steps; ``phase`` names it, as in "save".
+        """Run other work between steps, which every worker calls; ``phase`` names it: "save".
 
         None for a worker that replaces a lost one and is not in the job yet: it has no part in it.
         """

@@ -197,9 +197,10 @@ class ElasticJob:
         return self._between_steps(from_the_start, phase="evaluation", alone=math.nan)
 
     def run(self, work: Callable[[], Result], *, phase: str) -> Result | None:
-        """Run work between steps; it starts again after a recovery.
+        """Run work between steps, which every worker calls; it starts again after a recovery.
 
-        None for a worker that replaces a lost one and is not in the job yet: no part of it.
+        Everyone leaves it together. None for a worker that replaces a lost one and is not in the
+        job yet: it has no part in it.
         """
         return self._between_steps(work, phase=phase, alone=None)
 

@@ -9,9 +9,9 @@ from functools import partial, wraps
 from typing import Any
 
 from elaswave_plugin.adapters.megatron.cpu import cpu_patches
+from elaswave_plugin.adapters.megatron_lm.records import record
 from elaswave_plugin.adapters.patching import PatchRecord, PatchSet
 
-_VALID = ">=0.16.1,<0.17"
 _NO_OLD_GPU = 10
 
 
@@ -58,17 +58,6 @@ def _as_with_a_device(original: Callable[..., Any]) -> Callable[..., Any]:
     return counting_one
 
 
-def _record(target: str, make: Callable[[Any], Any], reason: str, *parameters: str) -> PatchRecord:
-    return PatchRecord(
-        target=target,
-        reason=reason,
-        distribution="megatron-core",
-        valid=_VALID,
-        make=make,
-        parameters=parameters or None,
-    )
-
-
 def lm_cpu_patches() -> PatchSet:
     """All records for a script on CPU, those of Megatron-Core included."""
     device = "groups and generators are made only where a device is counted"
@@ -83,7 +72,7 @@ def lm_cpu_patches() -> PatchSet:
                 valid=">=2.13,<2.15",
                 make=_streams,
             ),
-            _record(
+            record(
                 "megatron.training.training:initialize_megatron",
                 _without_cuda,
                 "it asserts that there is CUDA",
@@ -97,7 +86,7 @@ def lm_cpu_patches() -> PatchSet:
                 "parsed_args",
                 "store",
             ),
-            _record(
+            record(
                 "megatron.training.initialize:_initialize_distributed",
                 _as_with_a_device,
                 device,
@@ -105,7 +94,7 @@ def lm_cpu_patches() -> PatchSet:
                 "get_position_embedding_ranks",
                 "store",
             ),
-            _record(
+            record(
                 "megatron.training.initialize:_set_random_seed",
                 _as_with_a_device,
                 device,
@@ -115,12 +104,12 @@ def lm_cpu_patches() -> PatchSet:
                 "inference_rng_tracker",
                 "use_cudagraphable_rng",
             ),
-            _record(
+            record(
                 "megatron.training.arguments:get_device_arch_version",
                 lambda original: lambda: _NO_OLD_GPU,
                 "older GPUs need CUDA_DEVICE_MAX_CONNECTIONS",
             ),
-            _record("megatron.training.training:set_jit_fusion_options", _nothing, kernels),
-            _record("megatron.legacy.fused_kernels:load", _nothing, kernels, "args"),
+            record("megatron.training.training:set_jit_fusion_options", _nothing, kernels),
+            record("megatron.legacy.fused_kernels:load", _nothing, kernels, "args"),
         ]
     )

@@ -20,7 +20,6 @@ from elaswave_plugin.adapters.megatron_lm.losses import LossTotals
 from elaswave_plugin.adapters.recording import Recording
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.core.layout import sizes_of
-from elaswave_plugin.errors import ElasWaveError
 from elaswave_plugin.runtime.loop import GuardedSteps, StepReport
 from elaswave_plugin.runtime.script_loop import ScriptLoop
 from elaswave_plugin.runtime.worker import Worker
@@ -36,8 +35,7 @@ class LmJob:
     def __init__(self, config: ElasticConfig, args: Any) -> None:
         """Join the job.
 
-        Raises ConfigurationError outside a supervisor and for uneven batches, ElasWaveError in a
-        replacement of a lost worker.
+        Raises ConfigurationError outside a supervisor, for uneven batches and for respawn.
         """
         workers = int(os.environ.get("WORLD_SIZE", "1"))
         self.width = sizes_of(
@@ -52,12 +50,8 @@ class LmJob:
         check_sinks(config)
         self._args = args
         self._seed = args.seed if config.seed is None else config.seed
+        config = config.without_respawn("Megatron-LM's own loop does not take workers back yet")
         self.worker = Worker(config=config, environ=os.environ)
-        if self.worker.alone:
-            raise ElasWaveError(
-                "a worker that replaces a lost one is not carried in Megatron-LM's own loop yet;"
-                " the others go on without it; leave --respawn out"
-            )
         self._tracker = Tracker(config, self.worker.run_id, self.worker.owns_rank_0)
         self._loaders: list[MicrobatchLoader] = []
         self._shard: FlatShard | None = None

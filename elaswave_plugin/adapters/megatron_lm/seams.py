@@ -1,26 +1,13 @@
 """The patch records of a Megatron-LM script in an elastic job, on any device."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from elaswave_plugin.adapters.megatron_lm.hooks import Hooks
+from elaswave_plugin.adapters.megatron_lm.records import record
 from elaswave_plugin.adapters.patching import PatchRecord, PatchSet
 
-_VALID = ">=0.16.1,<0.17"
 _TRAINING = "megatron.training.training"
 _LOOP = ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler")
-
-
-def _record(target: str, make: Callable[[Any], Any], reason: str, *parameters: str) -> PatchRecord:
-    return PatchRecord(
-        target=target,
-        reason=reason,
-        distribution="megatron-core",
-        valid=_VALID,
-        make=make,
-        parameters=parameters or None,
-    )
 
 
 def lm_patches(hooks: Hooks) -> PatchSet:
@@ -30,38 +17,38 @@ def lm_patches(hooks: Hooks) -> PatchSet:
 
 def _start(hooks: Hooks) -> list[PatchRecord]:
     return [
-        _record(
+        record(
             "megatron.training.initialize:_initialize_distributed",
             hooks.initialize_distributed,
             "WORLD and all groups are ours; it finds them made",
             *("get_embedding_ranks", "get_position_embedding_ranks", "store"),
         ),
-        _record(
+        record(
             f"{_TRAINING}:get_megatron_optimizer",
             hooks.make_optimizer,
             "buffers and optimizer get room for every width before a checkpoint is loaded",
             *("config", "model_chunks", "config_overrides", "use_gloo_process_groups"),
             *("pg_collection", "dump_param_to_param_group_map"),
         ),
-        _record(
+        record(
             "megatron.core.datasets.blended_megatron_dataset_builder:"
             "BlendedMegatronDatasetBuilder.__init__",
             hooks.build_datasets,
             "a worker may come to a place where data is read",
             *("self", "cls", "sizes", "is_built_on_rank", "config"),
         ),
-        _record(
+        record(
             "megatron.core.datasets.utils:compile_helpers",
             hooks.compile_index_builder,
             "the wheel brings them built, and no Makefile",
         ),
-        _record(
+        record(
             f"{_TRAINING}:build_pretraining_data_loader",
             hooks.make_loader,
             "whoever runs a micro-batch reads its samples, by their samplers",
             *("dataset", "consumed_samples"),
         ),
-        _record(
+        record(
             f"{_TRAINING}:cyclic_iter", hooks.cycle, "our loader starts its epochs itself", "iter"
         ),
     ]
@@ -69,7 +56,7 @@ def _start(hooks: Hooks) -> list[PatchRecord]:
 
 def _steps(hooks: Hooks) -> list[PatchRecord]:
     return [
-        _record(
+        record(
             f"{_TRAINING}:train",
             hooks.train,
             "what was built is taken into care and sealed",
@@ -77,25 +64,25 @@ def _steps(hooks: Hooks) -> list[PatchRecord]:
             *("train_data_iterator", "valid_data_iterator", "process_non_loss_data_func"),
             *("config", "checkpointing_context", "non_loss_data_func", "inference_model"),
         ),
-        _record(
+        record(
             f"{_TRAINING}:train_step",
             hooks.train_step,
             "an interrupted step is recovered and run again",
             *(*_LOOP, "config", "forward_backward_func", "iteration"),
         ),
-        _record(
+        record(
             f"{_TRAINING}:get_forward_backward_func",
             hooks.forward_backward,
             "the flow of the view says which micro-batches a worker runs",
             *("pp_size", "vp_size"),
         ),
-        _record(
+        record(
             f"{_TRAINING}:mpu",
             hooks.count_samples,
             "samples are counted by the replicas of the launch: the global batch stays",
         ),
         *(
-            _record(
+            record(
                 f"{_TRAINING}:{name}",
                 hooks.over_everyone,
                 "free workers learn it too, and stages may be unequally wide",
@@ -115,10 +102,10 @@ def _pieces(hooks: Hooks) -> list[PatchRecord]:
     save = partial(hooks.piece, phase="save")
     timer = "its barrier starts again after a recovery"
     return [
-        _record(
+        record(
             f"{_TRAINING}:training_log", hooks.training_log, again, *_parameters_of_training_log()
         ),
-        _record(
+        record(
             f"{_TRAINING}:evaluate_and_print_results",
             evaluation,
             again,
@@ -126,8 +113,8 @@ def _pieces(hooks: Hooks) -> list[PatchRecord]:
             *("process_non_loss_data_func", "config", "verbose", "write_to_tensorboard"),
             "non_loss_data_func",
         ),
-        _record(f"{_TRAINING}:save_checkpoint_and_time", save, again),
-        _record(
+        record(f"{_TRAINING}:save_checkpoint_and_time", save, again),
+        record(
             f"{_TRAINING}:checkpoint_and_decide_exit",
             hooks.piece,
             again,
@@ -135,16 +122,16 @@ def _pieces(hooks: Hooks) -> list[PatchRecord]:
             *("num_floating_point_operations_so_far", "checkpointing_context"),
             "train_data_iterator",
         ),
-        _record(f"{_TRAINING}:print_datetime", hooks.piece, again, "string", "override_timestamp"),
-        _record(
+        record(f"{_TRAINING}:print_datetime", hooks.piece, again, "string", "override_timestamp"),
+        record(
             f"{_TRAINING}:disable_forward_pre_hook",
             hooks.disable_forward_pre_hook,
             "it gathers the weights, which starts again after a recovery",
             *("model_chunks", "param_sync"),
         ),
-        _record("megatron.core.timers:Timer.start", hooks.timer, timer, "self", "barrier"),
-        _record("megatron.core.timers:Timer.stop", hooks.timer, timer, "self", "barrier"),
-        _record(
+        record("megatron.core.timers:Timer.start", hooks.timer, timer, "self", "barrier"),
+        record("megatron.core.timers:Timer.stop", hooks.timer, timer, "self", "barrier"),
+        record(
             "megatron.core.utils:StragglerDetector.__exit__",
             hooks.leave_detector,
             "it shows the stack of whatever passes it, and an interrupted step is no error",
@@ -164,13 +151,13 @@ def _parameters_of_training_log() -> tuple[str, ...]:
 def _checkpoints(hooks: Hooks) -> list[PatchRecord]:
     checkpointing = "megatron.training.checkpointing"
     return [
-        _record(f"{_TRAINING}:save_checkpoint", hooks.save, "a save starts again after a recovery"),
-        _record(
+        record(f"{_TRAINING}:save_checkpoint", hooks.save, "a save starts again after a recovery"),
+        record(
             f"{checkpointing}:generate_state_dict",
             hooks.state_to_save,
             "a worker without a place has nothing of its own to save",
         ),
-        _record(
+        record(
             f"{checkpointing}:get_rng_state",
             hooks.rng_state,
             "what is saved does not depend on who ran which micro-batch last",

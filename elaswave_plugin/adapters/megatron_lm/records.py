@@ -1,0 +1,18 @@
+"""A patch record of Megatron-LM or Megatron-Core, for the versions that are known."""
+
+from collections.abc import Callable
+from typing import Any
+
+from elaswave_plugin.adapters.patching import PatchRecord
+
+
+def record(target: str, make: Callable[[Any], Any], reason: str, *parameters: str) -> PatchRecord:
+    """Replace ``target`` by what ``make`` makes of it; ``parameters``: those it has to have."""
+    return PatchRecord(
+        target=target,
+        reason=reason,
+        distribution="megatron-core",
+        valid=">=0.16.1,<0.17",
+        make=make,
+        parameters=parameters or None,
+    )
