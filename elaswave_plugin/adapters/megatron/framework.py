@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 import xxhash
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -27,6 +28,8 @@ from elaswave_plugin.runtime.worker import Worker
 _SCHEDULED = ("lr", "weight_decay")
 # What makes the shards of the optimizer's state, in each of the formats.
 _PARAM_STATE = "sharded_param_state_"
+# Keeps a place in a state, so that what all workers save alike has the same shape on each.
+_NOTHING_TO_SAVE = LocalNonpersistentObject(None)
 # The rank lists that parallel_state keeps beside its groups.
 _RANK_LISTS = (
     ("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS", "_TENSOR_MODEL_PARALLEL_GROUP"),
@@ -167,7 +170,7 @@ class MegatronFramework:
 
         def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
             state = native(*args, **kwargs)
-            return state if self._seated else extract_sharded_base(state)[1]
+            return state if self._seated else dict_list_map_inplace(_unsaved_shard, state)
 
         part.sharded_state_dict = sharded_state_dict
 
@@ -178,7 +181,7 @@ class MegatronFramework:
             native = getattr(self._distributed, name)
 
             def sharded(*args: Any, native: Callable[..., Any] = native, **kwargs: Any) -> Any:
-                return native(*args, **kwargs) if self._seated else {}
+                return native(*args, **kwargs) if self._seated else {"none": _NOTHING_TO_SAVE}
 
             setattr(self._distributed, name, sharded)
 
@@ -322,6 +325,10 @@ class MegatronFramework:
                 weights = bucket.param_data[: bucket.numel_unpadded].cpu()
                 digest.update(weights.view(torch.uint8).numpy())
         return digest.intdigest() >> 1
+
+
+def _unsaved_shard(leaf: Any) -> Any:
+    return _NOTHING_TO_SAVE if isinstance(leaf, ShardedBase) else leaf
 
 
 def _announce_backward(announce: Callable[[str], None]) -> Callable[..., None]:
