@@ -28,8 +28,6 @@ from elaswave_plugin.runtime.worker import Worker
 _SCHEDULED = ("lr", "weight_decay")
 # What makes the shards of the optimizer's state, in each of the formats.
 _PARAM_STATE = "sharded_param_state_"
-# Keeps a place in a state, so that what all workers save alike has the same shape on each.
-_NOTHING_TO_SAVE = LocalNonpersistentObject(None)
 # The rank lists that parallel_state keeps beside its groups.
 _RANK_LISTS = (
     ("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS", "_TENSOR_MODEL_PARALLEL_GROUP"),
@@ -181,7 +179,7 @@ class MegatronFramework:
             native = getattr(self._distributed, name)
 
             def sharded(*args: Any, native: Callable[..., Any] = native, **kwargs: Any) -> Any:
-                return native(*args, **kwargs) if self._seated else {"none": _NOTHING_TO_SAVE}
+                return native(*args, **kwargs) if self._seated else {"none": _nothing_to_save()}
 
             setattr(self._distributed, name, sharded)
 
@@ -327,8 +325,13 @@ class MegatronFramework:
         return digest.intdigest() >> 1
 
 
+def _nothing_to_save() -> LocalNonpersistentObject:
+    """Keeps a place in a state: what all workers save alike has the same shape on each."""
+    return LocalNonpersistentObject(None)
+
+
 def _unsaved_shard(leaf: Any) -> Any:
-    return _NOTHING_TO_SAVE if isinstance(leaf, ShardedBase) else leaf
+    return _nothing_to_save() if isinstance(leaf, ShardedBase) else leaf
 
 
 def _announce_backward(announce: Callable[[str], None]) -> Callable[..., None]:
