@@ -182,6 +182,12 @@ class ElasticConfig(BaseModel):
         " anew over every stage's live replicas; reroute: its peers take them over; auto: what is"
         " faster in simulation",
     )
+    move_layers: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="whether layers change pipeline stage after a loss, so that a stage with fewer"
+        " workers left has fewer of them; auto: where respawn is 0, since a worker that comes back"
+        " soon would have them moved twice",
+    )
     gpu_engine: Literal["auto", "host", "nccl"] = Field(
         "auto",
         description="what carries GPU tensors; nccl: NCCL, which needs one process per GPU; host:"
@@ -215,6 +221,13 @@ class ElasticConfig(BaseModel):
     def changes(self) -> tuple[Change, ...]:
         """The planned departures and arrivals."""
         return tuple(parse_change(text) for text in self.change)
+
+    @property
+    def moves_layers(self) -> bool:
+        """Whether layers are to change stage after a loss."""
+        if self.move_layers == "auto":
+            return self.respawn == 0
+        return self.move_layers == "always"
 
     def without_respawn(self, why: str) -> "ElasticConfig":
         """The settings of a job whose lost workers cannot come back, and so stay away.

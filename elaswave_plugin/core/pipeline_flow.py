@@ -17,6 +17,7 @@ F1 B1 F3 B3
 (True, False)
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -148,8 +149,24 @@ def flow_of(
     )
 
 
-def _planned(layout: ParallelLayout, work: StepWork, policy: Policy) -> JointPlan:
-    """The best dataflow and windows for equal layers, where everyone stays where it is.
+def level_layers(
+    layout: ParallelLayout, *, launch_cuts: Sequence[int], num_microbatches: int, policy: Policy
+) -> ParallelLayout:
+    """The same workers, with layers moved away from stages that have lost some of theirs.
+
+    Layers stay where moving them gains nothing, and go back when every stage is whole again.
+    Raises ConfigurationError where nothing fits in flight.
+    """
+    if layout.is_rectangular:
+        return layout.recut(launch_cuts)
+    work = StepWork(num_microbatches=num_microbatches, microbatch_size=1, launch_width=layout.dp)
+    return _planned(layout, work, policy, move_layers=True).layout
+
+
+def _planned(
+    layout: ParallelLayout, work: StepWork, policy: Policy, *, move_layers: bool = False
+) -> JointPlan:
+    """The best dataflow and windows for equal layers, where every worker stays where it is.
 
     A worker may hold the activations of one slot more than the first stage of the launch, a slot
     being what the narrowest stage runs of one micro-batch a replica. Gradients have to be added in
@@ -166,7 +183,7 @@ def _planned(layout: ParallelLayout, work: StepWork, policy: Policy) -> JointPla
     )
     rules = PlanRules(
         policies=(REDEAL, REROUTE) if policy == "auto" else (policy,),
-        move_layers=False,
+        move_layers=move_layers,
         move_workers=False,
         greedy=False,
     )

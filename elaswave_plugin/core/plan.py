@@ -22,12 +22,16 @@ Flow = Dataflow | Shares | PipelineFlow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedShard:
-    """One verified-by-checksum snapshot of one shard, and who holds the bytes."""
+    """One verified-by-checksum snapshot of one shard, and who holds the bytes.
+
+    ``units``: the parts of the model that its cell had, in the order of its buckets.
+    """
 
     owner: int
     step: int
     epoch: int
     cell: tuple[int, int]
+    units: tuple[int, ...]
     ranks: tuple[int, ...]
     shard: int
     length: int
@@ -50,6 +54,7 @@ class SealedShard:
             step=record["step"],
             epoch=record["epoch"],
             cell=tuple(record["cell"]),
+            units=tuple(record["units"]),
             ranks=tuple(record["ranks"]),
             shard=record["shard"],
             length=record["length"],
@@ -66,7 +71,7 @@ class SealedShard:
 class RecoveryPlan:
     """What every worker does about one committed view.
 
-    ``sources``: the shards to read, by cell and in the order of the old shards.
+    ``sources``: the shards to read, by the cell that sealed them and in their order.
     """
 
     epoch: int
@@ -79,12 +84,16 @@ class RecoveryPlan:
     dataflow: Flow
 
     def __str__(self) -> str:
-        widths = {
-            cell.stage: f"{len(sources)} -> {len(cell.ranks)}"
-            for cell, sources in zip(self.cells, self.sources, strict=True)
-        }
+        before = {shards[0].cell[0]: shards[0] for shards in self.sources}
+        widths, parts = {}, {}
+        for cell in self.cells:
+            old = before.get(cell.stage)
+            widths[cell.stage] = f"{len(old.ranks) if old else 0} -> {len(cell.ranks)}"
+            if old is None or old.units != cell.units:
+                parts[cell.stage] = f"{len(old.units) if old else 0} -> {len(cell.units)}"
+        moved = f"model parts {', '.join(parts.values())}, " if parts else ""
         return (
-            f"epoch {self.epoch}: width {', '.join(widths.values())}, "
+            f"epoch {self.epoch}: width {', '.join(widths.values())}, {moved}"
             f"restore step {self.restore_step}, {self.dataflow}"
         )
 
@@ -92,16 +101,20 @@ class RecoveryPlan:
         """The number of the cell of ``slot``; None for a worker without a place."""
         return next((n for n, cell in enumerate(self.cells) if slot in cell.ranks), None)
 
-    def before(self, cell: int) -> ShardCut:
-        """How the state of a cell was cut when it was sealed."""
-        return self._cut(cell, len(self.sources[cell]))
+    def before(self, sealed: SealedShard) -> ShardCut:
+        """How the state was cut of which ``sealed`` is a shard."""
+        lengths = {
+            unit: length
+            for cell in self.cells
+            for unit, length in zip(cell.units, cell.buckets, strict=True)
+        }
+        buckets = tuple(lengths[unit] for unit in sealed.units)
+        return ShardCut(buckets=buckets, width=len(sealed.ranks), alignment=self.alignment)
 
     def after(self, cell: int) -> ShardCut:
         """How the state of a cell is cut from now on."""
-        return self._cut(cell, len(self.cells[cell].ranks))
-
-    def _cut(self, cell: int, width: int) -> ShardCut:
-        return ShardCut(buckets=self.cells[cell].buckets, width=width, alignment=self.alignment)
+        one = self.cells[cell]
+        return ShardCut(buckets=one.buckets, width=len(one.ranks), alignment=self.alignment)
 
     @property
     def digest(self) -> int:
@@ -122,19 +135,30 @@ class RecoveryPlan:
 
     def pieces(self, slot: int) -> tuple[tuple[SealedShard, tuple[Piece, ...]], ...]:
         """What ``slot`` reads, grouped by source; nothing for a worker without a place."""
-        cell = self.cell_of(slot)
-        if cell is None:
+        number = self.cell_of(slot)
+        if number is None:
             return ()
-        wanted = pieces_for(
-            target=self.cells[cell].ranks.index(slot),
-            before=self.before(cell),
-            after=self.after(cell),
-        )
-        return tuple(
-            (source, tuple(piece for piece in wanted if piece.source == source.shard))
-            for source in self.sources[cell]
-            if any(piece.source == source.shard for piece in wanted)
-        )
+        cell, after = self.cells[number], self.after(number)
+        found = []
+        for shards in self.sources:
+            old = shards[0]
+            if old.cell[1] != cell.tp or set(old.units).isdisjoint(cell.units):
+                continue
+            wanted = pieces_for(
+                target=cell.ranks.index(slot),
+                before=self.before(old),
+                after=after,
+                origins={
+                    bucket: old.units.index(unit)
+                    for bucket, unit in enumerate(cell.units)
+                    if unit in old.units
+                },
+            )
+            for source in shards:
+                pieces = tuple(piece for piece in wanted if piece.source == source.shard)
+                if pieces:
+                    found.append((source, pieces))
+        return tuple(found)
 
     def bytes_moved(self) -> int:
         """Bytes of state that travel between different workers."""
@@ -148,31 +172,35 @@ class RecoveryPlan:
 
 
 _Shards = dict[int, SealedShard]
+_Cells = dict[tuple[int, int], _Shards]
 
 
 def restore_point(
-    sealed: Iterable[SealedShard], cells: Sequence[tuple[int, int]] = ((0, 0),)
+    sealed: Iterable[SealedShard], cells: Sequence[Cell]
 ) -> tuple[tuple[SealedShard, ...], ...]:
-    """The sources of the newest step that is sealed completely, by cell and in shard order.
+    """The sources of the newest step that is sealed completely: by cell of then, in shard order.
 
-    The owner's own memory is preferred to a copy, then the lowest holder.
+    ``cells``: who needs which parts of the model from now on. The owner's own memory is preferred
+    to a copy, then the lowest holder.
     Raises SnapshotGapError naming the missing shards of every step.
     """
-    steps: dict[tuple[int, int], dict[tuple[int, int], _Shards]] = {}
+    steps: dict[tuple[int, int], _Cells] = {}
     for one in sorted(sealed, key=lambda s: (s.is_copy, s.holder)):
         of_step = steps.setdefault((one.step, one.epoch), {})
         of_step.setdefault(one.cell, {}).setdefault(one.shard, one)
     newest_first = sorted(steps.items(), reverse=True)
     for _, of_step in newest_first:
         if not any(_missing(of_step, cell) for cell in cells):
-            return tuple(tuple(of_step[cell][n] for n in sorted(of_step[cell])) for cell in cells)
+            origins = sorted({key for cell in cells for key in _origins(of_step, cell).values()})
+            return tuple(tuple(of_step[key][n] for n in sorted(of_step[key])) for key in origins)
     if not steps:
         raise SnapshotGapError("no sealed snapshot is left; restart from the last checkpoint")
     gaps = [
-        f"step {step}{_place(cell) if len(cells) > 1 else ''}: {_missing(of_step, cell)}"
+        f"step {step}{place if len(cells) > 1 else ''}: {what}"
         for (step, _), of_step in newest_first
-        for cell in cells
-        if _missing(of_step, cell)
+        for place, what in dict.fromkeys(
+            missing for cell in cells for missing in _missing(of_step, cell)
+        )
     ]
     raise SnapshotGapError(
         f"state was lost with all its copies ({'; '.join(gaps)}); "
@@ -180,18 +208,30 @@ def restore_point(
     )
 
 
-def _missing(of_step: Mapping[tuple[int, int], _Shards], cell: tuple[int, int]) -> str:
-    """The shards of a cell that are not there, as text; empty where all are."""
-    shards = of_step.get(cell)
-    if not shards:
-        return "all shards"
-    width = len(next(iter(shards.values())).ranks)
-    absent = sorted(set(range(width)) - set(shards))
-    return f"shards {absent} of {width}" if absent else ""
+def _origins(of_step: _Cells, cell: Cell) -> dict[int, tuple[int, int]]:
+    """The cell that had each part of the model which ``cell`` needs, where one is known."""
+    return {
+        unit: key
+        for key, shards in of_step.items()
+        if key[1] == cell.tp
+        for unit in next(iter(shards.values())).units
+        if unit in cell.units
+    }
 
 
-def _place(cell: tuple[int, int]) -> str:
-    return f", stage {cell[0]} tp {cell[1]}"
+def _missing(of_step: _Cells, cell: Cell) -> list[tuple[str, str]]:
+    """(place, shards as text) of everything that ``cell`` needs and that is not there."""
+    origins = _origins(of_step, cell)
+    missing = []
+    for stage, tp in dict.fromkeys(origins.values()):
+        shards = of_step[stage, tp]
+        width = len(next(iter(shards.values())).ranks)
+        absent = sorted(set(range(width)) - set(shards))
+        if absent:
+            missing.append((f", stage {stage} tp {tp}", f"shards {absent} of {width}"))
+    if len(origins) < len(cell.units):
+        missing.append((f", stage {cell.stage} tp {cell.tp}", "all shards"))
+    return missing
 
 
 def make_plan(
@@ -216,7 +256,7 @@ def make_plan(
         for one in map(SealedShard.from_record, inventory)
         if (one.holder, one.owner, one.step) not in rejected
     ]
-    sources = restore_point(sealed, [cell.key for cell in cells])
+    sources = restore_point(sealed, cells)
     return RecoveryPlan(
         epoch=epoch,
         reason=reason,

@@ -5,7 +5,7 @@ parallel group. A data-parallel job is one cell; a TP x PP x DP job has one a st
 
 >>> from elaswave_plugin.core.layout import launch_layout
 >>> grid = GridSeating.at_launch(
-...     launch_layout(tp=2, pp=1, dp=2, num_layers=2), groups={}, buckets={0: (10,)}
+...     launch_layout(tp=2, pp=1, dp=2, num_layers=2), groups={}, units={1: 10, 2: 10}
 ... )
 >>> [str(cell) for cell in grid.after((0, 1, 2)).cells]
 ['stage 0 tp 0: w0', 'stage 0 tp 1: w1']
@@ -14,7 +14,7 @@ parallel group. A data-parallel job is one cell; a TP x PP x DP job has one a st
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -27,12 +27,14 @@ from elaswave_plugin.errors import LayoutError
 class Cell:
     """One data-parallel group: ``ranks`` are slots in the order of their shards.
 
-    ``buckets``: unpadded lengths in elements, alike for all of them.
+    ``units``: the parts of the model that it holds, each in a bucket of its own; ``buckets``: their
+    unpadded lengths in elements, alike for all of them.
     """
 
     stage: int = 0
     tp: int = 0
     ranks: tuple[int, ...]
+    units: tuple[int, ...]
     buckets: tuple[int, ...]
 
     @property
@@ -42,6 +44,10 @@ class Cell:
 
     def __str__(self) -> str:
         return f"stage {self.stage} tp {self.tp}: {' '.join(f'w{slot}' for slot in self.ranks)}"
+
+
+# The same workers, with the layers of each stage chosen for their present number.
+Partition = Callable[[ParallelLayout], ParallelLayout]
 
 
 class GroupEdit(NamedTuple):
@@ -57,6 +63,10 @@ class Seating(Protocol):
     @property
     def cells(self) -> tuple[Cell, ...]:
         """All cells of the present membership."""
+
+    @property
+    def largest(self) -> tuple[int, ...]:
+        """Lengths of the buckets of the largest state that any worker may come to hold."""
 
     @property
     def dealt_over(self) -> dict[str, Any]:
@@ -86,7 +96,13 @@ class FlatSeating:
     @property
     def cells(self) -> tuple[Cell, ...]:
         """The one cell."""
-        return (Cell(ranks=self.ranks, buckets=self.buckets),)
+        units = tuple(range(len(self.buckets)))
+        return (Cell(ranks=self.ranks, units=units, buckets=self.buckets),)
+
+    @property
+    def largest(self) -> tuple[int, ...]:
+        """All of it."""
+        return self.buckets
 
     @property
     def dealt_over(self) -> dict[str, Any]:
@@ -113,13 +129,16 @@ class FlatSeating:
 class GridSeating:
     """A TP x PP x DP job.
 
-    ``homes``: the places at launch by slot; ``rules`` of the groups by name; ``buckets`` by stage.
+    ``homes``: the places at launch by slot; ``rules`` of the groups by name; ``units``: elements of
+    every part of the model on one worker: layers by number from 1, what is in front of them below,
+    what follows them above. ``partition``: chooses the layers of each stage after a change.
     """
 
     layout: ParallelLayout
     homes: Mapping[int, Seat]
     rules: Mapping[str, GroupRule]
-    buckets: Mapping[int, tuple[int, ...]]
+    units: Mapping[int, int]
+    partition: Partition
 
     @classmethod
     def at_launch(
@@ -127,28 +146,53 @@ class GridSeating:
         layout: ParallelLayout,
         *,
         groups: Mapping[str, Sequence[int]],
-        buckets: Mapping[int, tuple[int, ...]],
+        units: Mapping[int, int],
+        partition: Partition | None = None,
     ) -> GridSeating:
         """The seating of the launch layout; ``groups``: members by name.
 
+        Without a ``partition`` layers stay where they are.
         Raises ConfigurationError for a group that follows no axis of the layout.
         """
         rules = {name: rule_of(slots, layout) for name, slots in groups.items()}
-        return cls(layout=layout, homes=seats_of(layout), rules=rules, buckets=buckets)
+        return cls(
+            layout=layout,
+            homes=seats_of(layout),
+            rules=rules,
+            units=units,
+            partition=partition or (lambda layout: layout),
+        )
+
+    def units_of(self, stage: int) -> tuple[int, ...]:
+        """The parts of the model that a stage holds, in the order of its buckets.
+
+        Chunk by chunk, and in a chunk from the last to the first, as gradients become ready.
+        """
+        virtual = range(stage, len(self.layout.cuts) - 1, len(self.layout.stages))
+        num_layers = self.layout.num_layers
+        found: list[int] = []
+        for part, (start, stop) in zip(virtual, self.layout.layers(stage), strict=True):
+            low = min(self.units) if part == 0 else start + 1
+            high = max(self.units) if stop == num_layers else stop
+            found += [unit for unit in range(high, low - 1, -1) if unit in self.units]
+        return tuple(found)
 
     @property
     def cells(self) -> tuple[Cell, ...]:
         """One for every stage and tp position."""
-        return tuple(
-            Cell(
-                stage=stage,
-                tp=tp,
-                ranks=tuple(group.slots[tp] for group in groups),
-                buckets=self.buckets[stage],
-            )
-            for stage, groups in enumerate(self.layout.stages)
-            for tp in range(self.layout.tp)
-        )
+        cells = []
+        for stage, groups in enumerate(self.layout.stages):
+            units = self.units_of(stage)
+            buckets = tuple(self.units[unit] for unit in units)
+            for tp in range(self.layout.tp):
+                ranks = tuple(group.slots[tp] for group in groups)
+                cells.append(Cell(stage=stage, tp=tp, ranks=ranks, units=units, buckets=buckets))
+        return tuple(cells)
+
+    @property
+    def largest(self) -> tuple[int, ...]:
+        """The whole model: any layer may come to any stage."""
+        return tuple(self.units.values())
 
     @property
     def dealt_over(self) -> dict[str, Any]:
@@ -181,7 +225,7 @@ class GridSeating:
                 f"stage {empty[0]} has no whole TP group of {layout.tp} left, and bringing its"
                 " layers to other stages is not carried yet; restart from the last checkpoint"
             )
-        return replace(self, layout=layout)
+        return replace(self, layout=self.partition(layout))
 
     def edits(self, launched: Mapping[str, Sequence[int]], slot: int) -> dict[str, GroupEdit]:
         """Every group by its rule; identities follow from rule and members."""

@@ -12,7 +12,7 @@ the other.
 ['bucket 0 [384, 512) from 1', 'bucket 0 [512, 768) from 2']
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 # Shards are multiples of 128 elements in Megatron-Core
@@ -86,15 +86,21 @@ class Piece:
         return f"bucket {self.bucket} [{self.start}, {self.stop}) from {self.source}"
 
 
-def pieces_for(*, target: int, before: ShardCut, after: ShardCut) -> tuple[Piece, ...]:
+def pieces_for(
+    *, target: int, before: ShardCut, after: ShardCut, origins: Mapping[int, int] | None = None
+) -> tuple[Piece, ...]:
     """What shard ``target`` of the new cut consists of, by shard of the old cut, in order.
 
-    Together the pieces cover exactly the real elements of the new shard.
+    ``origins``: the old bucket of each new one that lay in the old cut; None: the same ones in the
+    same order. Together the pieces cover exactly the real elements of these buckets' new shard.
     """
+    sizes = before.shard_sizes
     pieces = []
     for bucket, start, stop, offset in after.spans(target):
-        size = before.shard_sizes[bucket]
-        base = sum(before.shard_sizes[:bucket])
+        origin = bucket if origins is None else origins.get(bucket)
+        if origin is None:
+            continue
+        size, base = sizes[origin], sum(sizes[:origin])
         for source in range(start // size, (stop - 1) // size + 1):
             low, high = max(start, source * size), min(stop, (source + 1) * size)
             pieces.append(

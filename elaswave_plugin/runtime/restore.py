@@ -89,7 +89,9 @@ def _read(
     fetched_bytes = 0
     for source, pieces in plan.pieces(slot):
         with _open(source, slot=slot, pool=pool, timeout_s=timeout_s, check=check) as reader:
-            num_bytes = reader.read_ranges(_ranges(pieces, plan, source, target))
+            assert cell is not None
+            before = plan.before(source).shard_numel
+            num_bytes = reader.read_ranges(_ranges(pieces, before, numel, target))
             fetched_bytes += 0 if source.holder == slot else num_bytes
     everything = [source for sources in plan.sources for source in sources]
     nearest = next((s for s in everything if s.holder == slot), everything[0])
@@ -134,11 +136,12 @@ def _open(
 
 
 def _ranges(
-    pieces: tuple[Piece, ...], plan: RecoveryPlan, sealed: SealedShard, target: memoryview
+    pieces: tuple[Piece, ...], before: int, after: int, target: memoryview
 ) -> list[tuple[int, memoryview]]:
-    """(byte offset in the source's payload, view of the new payload) of every part of a piece."""
-    cell = [one.key for one in plan.cells].index(sealed.cell)
-    before, after = plan.before(cell).shard_numel, plan.after(cell).shard_numel
+    """(byte offset in the source's payload, view of the new payload) of every part of a piece.
+
+    ``before``, ``after``: elements of one part of the old and of the new shard.
+    """
     ranges = []
     for part in range(len(PARTS)):
         for piece in pieces:

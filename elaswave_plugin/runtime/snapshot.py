@@ -78,14 +78,16 @@ class SnapshotPool:
         epoch: int,
         ranks: Sequence[int],
         cell: tuple[int, int] = (0, 0),
+        units: Sequence[int] = (),
         parts: Iterable[torch.Tensor],
         capsule: bytes,
         before_seal: Callable[[], None],
     ) -> Record:
         """Copy the flat float32 ``parts`` and the capsule, seal them and return the record.
 
-        ``ranks``: slots of the workers that share the state of ``cell``, in shard order;
-        ``before_seal`` runs when the bytes are in place and not yet final.
+        ``ranks``: slots of the workers that share the state of ``cell``, in shard order; ``units``:
+        the parts of the model that it consists of; ``before_seal`` runs when the bytes are in place
+        and not yet final.
         """
         whole = memoryview(self._maps[step % 2])
         clear_record(whole)
@@ -111,6 +113,7 @@ class SnapshotPool:
             "epoch": epoch,
             "length": length,
             "cell": list(cell),
+            "units": list(units),
             "ranks": list(ranks),
             "shard": list(ranks).index(self._slot),
             "payload_bytes": payload_bytes,

@@ -164,14 +164,15 @@ class Worker:
         """
         self.phases.fire("startup")
         self._deal = deal
-        self._buckets = framework.bucket_lengths()
         ranks = self.view.ranks
-        self.seating = seating or FlatSeating(homes=ranks, ranks=ranks, buckets=self._buckets)
+        self.seating = seating or FlatSeating(
+            homes=ranks, ranks=ranks, buckets=framework.bucket_lengths()
+        )
         self.dataflow = deal(**self.seating.dealt_over)
         self._describe_layout()
         self._alignment = framework.shard_alignment
         if self.config.snapshots:
-            whole = self._cut(1).payload_bytes
+            whole = self._cut(self.seating.largest, 1).payload_bytes
             self.pool = SnapshotPool(
                 self.member.snapshot_fds,
                 slot=self.slot,
@@ -191,7 +192,7 @@ class Worker:
         What is held for a worker of the same node is that worker's own memory.
         """
         cell = self.seating.cell_of(self.slot)
-        shard = 0 if cell is None else self._cut(len(cell.ranks)).payload_bytes
+        shard = 0 if cell is None else self._cut(cell.buckets, len(cell.ranks)).payload_bytes
         elsewhere = sum(not self._is_local(target) for target in self._copy_targets())
         return 2 * shard * (1 + elsewhere)
 
@@ -210,8 +211,8 @@ class Worker:
         node = dict(zip(self.view.ranks, self.view.nodes, strict=True))
         return node[slot] == node[self.slot]
 
-    def _cut(self, width: int) -> ShardCut:
-        return ShardCut(buckets=self._buckets, width=width, alignment=self._alignment)
+    def _cut(self, buckets: tuple[int, ...], width: int) -> ShardCut:
+        return ShardCut(buckets=buckets, width=width, alignment=self._alignment)
 
     def seal_initial(self, framework: Framework) -> None:
         """Seal the state before the first step, once."""
@@ -238,6 +239,7 @@ class Worker:
             step=self.completed,
             epoch=self.view.epoch,
             cell=cell.key,
+            units=cell.units,
             ranks=cell.ranks,
             parts=framework.read_shard(),
             capsule=framework.read_capsule(),

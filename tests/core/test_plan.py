@@ -21,6 +21,7 @@ def record(
         "step": step,
         "epoch": epoch,
         "cell": [0, 0],
+        "units": [0, 1],
         "ranks": list(RANKS),
         "shard": RANKS.index(owner),
         "length": 100,
@@ -41,7 +42,7 @@ def plan_of(
         "reason": "worker 1 exited",
         "ranks": ranks,
         "dataflow": deal(num_microbatches=8, homes=RANKS, live=(0, 3, 2)),
-        "cells": (Cell(ranks=ranks, buckets=(1000, 300)),),
+        "cells": (Cell(ranks=ranks, units=(0, 1), buckets=(1000, 300)),),
         "inventory": inventory,
     }
     return make_plan(**{**arguments, **changes})
@@ -55,7 +56,10 @@ def test_restore_point_is_the_newest_step_sealed_for_every_shard() -> None:
 
 def test_restore_point_prefers_the_owner_to_a_copy() -> None:
     inventory = [record(slot, 9) for slot in RANKS] + [record(1, 9, holder=0)]
-    sources = restore_point(map(SealedShard.from_record, inventory))
+    sources = restore_point(
+        map(SealedShard.from_record, inventory),
+        [Cell(ranks=RANKS, units=(0, 1), buckets=(1000, 300))],
+    )
     assert [source.holder for source in sources[0]] == [0, 1, 2, 3]
 
 
@@ -102,14 +106,20 @@ def test_bytes_moved_counts_only_what_travels() -> None:
 
 def test_every_cell_restores_its_own_shards_of_the_same_step() -> None:
     cells = (
-        Cell(stage=0, ranks=(0,), buckets=(1000,)),
-        Cell(stage=1, ranks=(2, 3), buckets=(500,)),
+        Cell(stage=0, ranks=(0,), units=(1,), buckets=(1000,)),
+        Cell(stage=1, ranks=(2, 3), units=(2,), buckets=(500,)),
     )
 
     def sealed(owner: int, step: int) -> Mapping[str, Any]:
         stage = owner // 2
         pair = [2 * stage, 2 * stage + 1]
-        return {**record(owner, step), "cell": [stage, 0], "ranks": pair, "shard": owner % 2}
+        return {
+            **record(owner, step),
+            "cell": [stage, 0],
+            "units": [stage + 1],
+            "ranks": pair,
+            "shard": owner % 2,
+        }
 
     copy = {**sealed(1, 10), "holder": 3, "copy": True}
     inventory = [sealed(slot, step) for slot in (0, 2, 3) for step in (9, 10)]

@@ -24,8 +24,8 @@ GROUPS = {
 
 
 def grid(layout: ParallelLayout = LAYOUT) -> GridSeating:
-    buckets = dict.fromkeys(range(len(layout.stages)), (100,))
-    return GridSeating.at_launch(layout, groups=GROUPS, buckets=buckets)
+    units = dict.fromkeys(range(layout.num_layers + 2), 100)
+    return GridSeating.at_launch(layout, groups=GROUPS, units=units)
 
 
 def members(seating: GridSeating, slot: int) -> dict[str, tuple[int, ...]]:

@@ -21,6 +21,7 @@ def record(shard: int, address: str) -> dict[str, Any]:
         "step": 4,
         "epoch": 1,
         "cell": [0, 0],
+        "units": [0],
         "ranks": [0, 1],
         "shard": shard,
         "length": 1024,
@@ -45,7 +46,7 @@ def test_a_proposal_ends_the_wait_for_a_supervisor(monkeypatch: pytest.MonkeyPat
                 reason="r",
                 ranks=(0,),
                 dataflow=deal(num_microbatches=2, homes=(0, 1), live=(0,)),
-                cells=[Cell(ranks=(0,), buckets=(64,))],
+                cells=[Cell(ranks=(0,), units=(0,), buckets=(64,))],
                 inventory=[record(shard, address) for shard in range(2)],
                 rejected=rejected,
             )

@@ -1,49 +1,111 @@
-"""DDP's parameter and gradient buffers, re-viewed in place for any data-parallel width.
+"""DDP's parameter and gradient buffers, laid out in place and re-viewed for any width.
 
 Megatron-Core pads each bucket for the width it was built with (distributed/
-param_and_grad_buffer.py). ``reserve`` moves the buffers once, at attach, into storage where every
-bucket has room for all smaller widths; ``set_width`` then only changes the length of views.
+param_and_grad_buffer.py). ``lay_out`` moves the parameters, at attach and where layers come or go,
+into storage in which every bucket has room for all widths; ``set_width`` then only changes the
+length of views.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket, partition_buckets
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from elaswave_plugin.core.shards import padded_size, reserved_size
 
+# Every parameter starts at a multiple of so many elements of its bucket, as in Megatron-Core.
+_PARAM_ALIGNMENT = 64
 
-def reserve(model: DistributedDataParallel, max_width: int) -> None:
-    """Move the parameters and gradients into buckets with room for every width to ``max_width``.
+Parts = Sequence[Sequence[torch.nn.Parameter]]
+
+
+def present_parts(model: DistributedDataParallel) -> Parts:
+    """The parameters by bucket, as DDP has dealt them out."""
+    return [bucket.params_list for buffer in model.buffers for bucket in buffer.buckets]
+
+
+def lay_out(model: DistributedDataParallel, parts: Parts, max_width: int) -> None:
+    """One bucket for each of ``parts``, with room for every width up to ``max_width``.
 
     Parameter objects stay the same; their ``data`` and ``main_grad`` become views of new storage.
+    The model has one dtype, and so one buffer.
     """
-    for buffer in model.buffers:
-        lengths = [bucket.numel_unpadded for bucket in buffer.buckets]
-        sizes = [reserved_size(length, max_width) for length in lengths]
-        offsets = [sum(sizes[:index]) for index in range(len(sizes))]
-        old_offsets = [bucket.offset for bucket in buffer.buckets]
-        param_data = torch.zeros(
-            sum(sizes), dtype=buffer.param_data.dtype, device=buffer.param_data.device
-        )
-        grad_data = torch.zeros(
-            sum(sizes), dtype=buffer.grad_data.dtype, device=buffer.grad_data.device
-        )
-        for param, (start, stop, bucket) in list(buffer.param_index_map.items()):
-            shift = offsets[bucket] - old_offsets[bucket]
-            view = param_data[start + shift : stop + shift].view(param.shape)
+    (buffer,) = model.buffers
+    starts = [_starts(params) for params in parts]
+    lengths = [
+        of_part[-1] + params[-1].numel() for of_part, params in zip(starts, parts, strict=True)
+    ]
+    sizes = [reserved_size(length, max_width) for length in lengths]
+    *offsets, numel = accumulate(sizes, initial=0)
+    like = buffer.param_data
+    param_data = torch.zeros(numel, dtype=like.dtype, device=like.device)
+    grad_data = torch.zeros(numel, dtype=buffer.grad_data.dtype, device=like.device)
+    buffer.param_index_map, buffer.buckets = {}, []
+    for index, params in enumerate(parts):
+        for param, position in zip(params, starts[index], strict=True):
+            start = offsets[index] + position
+            stop = start + param.numel()
+            view = param_data[start:stop].view(param.shape)
             view.copy_(param.data)
             param.data = view
-            param.main_grad = grad_data[start + shift : stop + shift].view(param.shape)
-            buffer.param_index_map[param] = (start + shift, stop + shift, bucket)
-        for bucket, offset in zip(buffer.buckets, offsets, strict=True):
-            bucket.offset = offset
-        buffer.bucket_indices = [
-            (offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)
-        ]
-        buffer.param_data, buffer.grad_data = param_data, grad_data
-        buffer.numel = sum(sizes)
+            param.main_grad = grad_data[start:stop].view(param.shape)  # type: ignore[attr-defined]
+            buffer.param_index_map[param] = (start, stop, index)
+        span = slice(offsets[index], offsets[index] + sizes[index])
+        buffer.buckets.append(
+            _ParamAndGradBucket(
+                params=list(params),
+                param_data=param_data[span],
+                grad_data=grad_data[span],
+                offset=offsets[index],
+                numel_unpadded=lengths[index],
+                gradient_scaling_factor=buffer.gradient_scaling_factor,
+                bucket_id=index,
+            )
+        )
+    buffer.params = [param for params in parts for param in params][::-1]
+    buffer.param_indices = list(range(len(buffer.params)))
+    buffer.param_to_bucket = {p: bucket for bucket in buffer.buckets for p in bucket.params_list}
+    buffer.bucket_indices = list(zip(offsets, accumulate(sizes), strict=True))
+    buffer.param_data, buffer.grad_data = param_data, grad_data
+    buffer.numel, buffer.numel_unpadded = numel, sum(lengths)
+    _group_buckets(model)
+
+
+def _starts(params: Sequence[torch.nn.Parameter]) -> list[int]:
+    """Where each parameter begins in its bucket."""
+    sizes = (-(-param.numel() // _PARAM_ALIGNMENT) * _PARAM_ALIGNMENT for param in params)
+    return list(accumulate(sizes, initial=0))[:-1]
+
+
+def _group_buckets(model: DistributedDataParallel) -> None:
+    """As the end of ``DistributedDataParallel.__init__``, for parameters that may be new."""
+    model.bucket_groups = partition_buckets(
+        model.buffers, force_single_bucket_group=len(model.bucket_groups) == 1
+    )
+    if model.ddp_config.overlap_param_gather:
+        for earlier, later in zip(model.bucket_groups, model.bucket_groups[1:], strict=False):
+            later.next_param_gather_bucket_group = earlier
+    known = model.param_to_bucket_group
+    model.param_to_bucket_group = {
+        param: group
+        for group in model.bucket_groups
+        for bucket in group.buckets
+        for param in bucket.params_list
+    }
+    model.params_with_grad = [p for p in model.module.parameters() if p.requires_grad]
+    # The accumulators have to be held: with them go the hooks that count gradients.
+    model.grad_accs = [
+        one for one in model.grad_accs if one.variable in model.param_to_bucket_group
+    ]
+    for param in model.params_with_grad:
+        if param not in known:
+            param.grad_added_to_main_grad = False
+            accumulator = param.expand_as(param).grad_fn.next_functions[0][0]
+            accumulator.register_hook(model._make_backward_post_hook(param))
+            model.grad_accs.append(accumulator)
 
 
 def set_width(model: DistributedDataParallel, width: int, rank: int) -> None:

@@ -14,9 +14,10 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from elaswave_plugin.adapters.megatron import buffers, grid
+from elaswave_plugin.adapters.megatron import buffers, grid, stage_layers
 from elaswave_plugin.adapters.megatron.optimizer_state import FlatShard
 from elaswave_plugin.adapters.megatron.reduction import GradientReduction
+from elaswave_plugin.adapters.megatron.units import units_of
 from elaswave_plugin.core.dataflow import Dataflow, Shares
 from elaswave_plugin.core.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.plan import Flow, RecoveryPlan
@@ -49,11 +50,14 @@ def make_room(
 ) -> FlatShard:
     """Lay out buffers and optimizer so that every smaller width fits; collective over WORLD.
 
+    With pipeline stages every part of the model that may change its stage gets its own bucket.
     What is loaded into the optimizer afterwards is kept.
     """
     group = chunks[0].intra_dp_cp_group
+    by_units = parallel_state.get_pipeline_model_parallel_world_size() > 1
     for chunk in chunks:
-        buffers.reserve(chunk, group.size())
+        parts = list(units_of(chunk).values()) if by_units else buffers.present_parts(chunk)
+        buffers.lay_out(chunk, parts, group.size())
         buffers.set_width(chunk, group.size(), group.rank())
     shard = FlatShard(optimizer, config_overrides)
     shard.recut()
@@ -71,9 +75,13 @@ class MegatronFramework:
         optimizer: Any,
         distributed_optimizer: DistributedOptimizer,
         scheduler: Any,
+        prepare: Callable[[torch.nn.Module], None],
         shard: FlatShard | None = None,
     ) -> None:
-        """``shard``: the state as ``make_room`` has cut it, with what was loaded since."""
+        """``prepare`` a module for training: each chunk now, and layers that come later.
+
+        ``shard``: the state as ``make_room`` has cut it, with what was loaded since.
+        """
         self._worker = worker
         self.chunks = tuple(chunks)
         self._optimizer = optimizer
@@ -81,22 +89,27 @@ class MegatronFramework:
         self._scheduler = scheduler
         self._applied_steps = 0
         self._seated = True
-        announce = worker.phases.enter
-        self.reduction = GradientReduction(
-            self.chunks,
-            slot=worker.slot,
-            exact=worker.config.consistency == "exact",
-            announce=announce,
-        )
+        self._announce = worker.phases.enter
+        self._prepare = prepare
         if shard is None:
             self._shard = make_room(self.chunks, distributed_optimizer)
         else:
             self._shard = shard
             self._adopt()
-        self._modes = [
-            (module, module.training) for chunk in self.chunks for module in chunk.modules()
-        ]
-        self._watch(announce)
+        # Buckets keep room for it.
+        self._launch_width = self._group.size()
+        self.reduction = GradientReduction(
+            self.chunks,
+            slot=worker.slot,
+            exact=worker.config.consistency == "exact",
+            announce=self._announce,
+        )
+        for chunk in self.chunks:
+            prepare(chunk)
+            chunk.start_param_sync = self._gathering(chunk.start_param_sync)
+        self._watched: list[Any] = []
+        self._watch_layers()
+        self._watch_step()
         wrapped = [part for chunk in self.chunks for part in (chunk, chunk.module)]
         for part in (*wrapped, optimizer):
             self._save_no_shards_without_a_place(part)
@@ -115,25 +128,34 @@ class MegatronFramework:
 
     # ---- announcements ------------------------------------------------------------------------
 
-    def _watch(self, announce: Callable[[str], None]) -> None:
-        """Announce the phases of a step from inside the framework."""
+    def _watch_layers(self) -> None:
+        """Announce the phases of a step from inside the layers and buckets that there are now."""
         modules = [module for chunk in self.chunks for module in chunk.modules()]
+        self._modes = [(module, module.training) for module in modules]
         layers = [module for module in modules if isinstance(module, TransformerLayer)]
-        for layer in layers:
-            layer.register_forward_pre_hook(lambda module, inputs: self._worker.member.check())
         middle = layers[len(layers) // 2]
-        middle.register_forward_pre_hook(
-            lambda module, inputs: announce("forward") if module.training else None
-        )
-        middle.register_forward_hook(_announce_backward(announce))
+        for hook in self._watched:
+            hook.remove()
+        self._watched = [
+            layer.register_forward_pre_hook(lambda module, inputs: self._worker.member.check())
+            for layer in layers
+        ]
+        self._watched += [
+            middle.register_forward_pre_hook(
+                lambda module, inputs: self._announce("forward") if module.training else None
+            ),
+            middle.register_forward_hook(_announce_backward(self._announce)),
+        ]
+        for group in (group for chunk in self.chunks for group in chunk.bucket_groups):
+            # Where gathers overlap, the forward's hooks start them, a bucket group at a time.
+            if group.ddp_config.overlap_param_gather and "start_param_sync" not in vars(group):
+                group.start_param_sync = self._gathering(group.start_param_sync)
+
+    def _watch_step(self) -> None:
+        """Announce the update, wait for the copies before it, and count it."""
         self._distributed.optimizer.register_step_pre_hook(
-            lambda optimizer, args, kwargs: announce("optimizer")
+            lambda optimizer, args, kwargs: self._announce("optimizer")
         )
-        for chunk in self.chunks:
-            chunk.start_param_sync = self._gathering(announce, chunk.start_param_sync)
-            for group in chunk.bucket_groups if chunk.ddp_config.overlap_param_gather else ():
-                # Then the forward's hooks start it, a bucket group at a time.
-                group.start_param_sync = self._gathering(announce, group.start_param_sync)
         update = self._optimizer.step
 
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -150,14 +172,12 @@ class MegatronFramework:
 
         self._optimizer.step = step
 
-    def _gathering(
-        self, announce: Callable[[str], None], native: Callable[..., None]
-    ) -> Callable[..., None]:
+    def _gathering(self, native: Callable[..., None]) -> Callable[..., None]:
         """Gathers weights, announced; a free worker has none to gather."""
 
         def start_param_sync(*args: Any, **kwargs: Any) -> None:
             if self._seated:
-                announce("gather")
+                self._announce("gather")
                 native(*args, **kwargs)
 
         return start_param_sync
@@ -194,6 +214,12 @@ class MegatronFramework:
         """Megatron-Core's own alignment of bucket shards."""
         return ALIGNMENT
 
+    def why_layers_stay(self) -> str | None:
+        """The reason why no layer can change stage; None where they can."""
+        if not self._shard.layers_are_alike:
+            return "the optimizer treats layers differently (config_overrides)"
+        return stage_layers.why_fixed(self.chunks)
+
     def pause(self) -> None:
         """Drop the interrupted step, and whatever an interrupted evaluation had switched."""
         self.reduction.drop()
@@ -217,10 +243,35 @@ class MegatronFramework:
                 members = dist.get_process_group_ranks(getattr(parallel_state, group))
                 setattr(parallel_state, name, members)
         if self.take_place(plan.dataflow):
+            if isinstance(plan.dataflow, PipelineFlow):
+                self._take_layers(plan.dataflow)
             for chunk in self.chunks:
                 grid.move_to_tp_position(chunk)
                 buffers.set_width(chunk, self._group.size(), self._group.rank())
             self._shard.recut()
+
+    def _take_layers(self, flow: PipelineFlow) -> None:
+        """Have the layers that the layout gives to this worker's stage; their weights follow."""
+        cell = self._worker.seating.cell_of(self._worker.slot)
+        assert cell is not None
+        changed = False
+        spans = flow.layout.layers(cell.stage)
+        for chunk, (start, stop) in zip(self.chunks, spans, strict=True):
+            gathers_in_forward = bool(chunk.remove_forward_pre_hook_handles)
+            if gathers_in_forward:
+                chunk.disable_forward_pre_hook(param_sync=False)
+            built = stage_layers.take_layers(chunk, range(start + 1, stop + 1))
+            if gathers_in_forward:
+                chunk.enable_forward_pre_hook()
+            for layer in built or ():
+                self._prepare(layer)
+            if built is not None:
+                changed = True
+                buffers.lay_out(chunk, list(units_of(chunk).values()), self._launch_width)
+        if changed:
+            self._shard.regroup()
+            self.reduction.watch(self.chunks)
+            self._watch_layers()
 
     def take_place(self, flow: Flow) -> bool:
         """Reduce as ``flow`` says from now on; false for a worker that has no place in it."""

@@ -14,8 +14,10 @@ from megatron.core.tensor_parallel.utils import VocabUtility
 from elaswave_plugin.adapters.megatron import buffers
 from elaswave_plugin.adapters.megatron.refuse import check_grid
 from elaswave_plugin.adapters.megatron.tied_embeddings import TiedWeight, find_tied_weight
+from elaswave_plugin.adapters.megatron.units import unit_lengths
+from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.core.layout import ParallelLayout, launch_layout
-from elaswave_plugin.core.pipeline_flow import Policy, flow_of
+from elaswave_plugin.core.pipeline_flow import flow_of, level_layers
 from elaswave_plugin.core.seating import GridSeating
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.worker import Worker
@@ -30,9 +32,12 @@ class Grid:
         chunks: Sequence[DistributedDataParallel],
         *,
         num_microbatches: int,
-        policy: Policy,
+        why_layers_stay: str | None,
     ) -> None:
-        """Collective over WORLD; raises ConfigurationError for what is carried in DP jobs only."""
+        """Collective over WORLD; raises ConfigurationError for what is carried in DP jobs only.
+
+        ``why_layers_stay``: the reason why no layer can change stage; None where they can.
+        """
         check_grid(chunks[0].config, native_groups=worker.groups.has_native_groups)
         self.layout = launch_layout(
             tp=parallel_state.get_tensor_model_parallel_world_size(),
@@ -43,7 +48,7 @@ class Grid:
         )
         _check_layers(chunks, self.layout)
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        mine = stage, buffers.bucket_lengths(chunks), find_tied_weight(chunks)
+        mine = stage, unit_lengths(chunks), find_tied_weight(chunks)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
         if worker.alone:
@@ -51,10 +56,20 @@ class Grid:
         else:
             worker.remember(stages=_write_stages(everyone))
         self.tied: dict[int, TiedWeight] = {s: tied for s, _, tied in everyone if tied is not None}
+        policy = worker.config.dataflow
+        partition = None
+        if _moves_layers(worker.config, why_layers_stay):
+            partition = partial(
+                level_layers,
+                launch_cuts=self.layout.cuts,
+                num_microbatches=num_microbatches,
+                policy=policy,
+            )
         self.seating = GridSeating.at_launch(
             self.layout,
             groups=worker.groups.members(),
-            buckets={stage: lengths for stage, lengths, _ in everyone},
+            units={unit: length for _, units, _ in everyone for unit, length in units.items()},
+            partition=partition,
         )
         self.deal = partial(flow_of, num_microbatches=num_microbatches, policy=policy)
 
@@ -82,18 +97,27 @@ def _check_layers(chunks: Sequence[DistributedDataParallel], layout: ParallelLay
         )
 
 
-Stage = tuple[int, tuple[int, ...], TiedWeight | None]
+def _moves_layers(config: ElasticConfig, why_not: str | None) -> bool:
+    """Whether layers change stage after a loss; raises ConfigurationError where they have to."""
+    if why_not and config.move_layers == "always":
+        raise ConfigurationError(
+            f"move_layers is always, and layers cannot change stage here: {why_not}; leave it out"
+        )
+    return config.moves_layers and not why_not
+
+
+Stage = tuple[int, dict[int, int], TiedWeight | None]
 
 
 def _write_stages(everyone: Sequence[Stage]) -> list[Any]:
     """What each stage holds, once, as JSON can carry it."""
-    by_stage = {stage: [stage, lengths, tied] for stage, lengths, tied in everyone}
+    by_stage = {stage: [stage, list(units.items()), tied] for stage, units, tied in everyone}
     return [by_stage[stage] for stage in sorted(by_stage)]
 
 
 def _read_stages(written: list[Any]) -> list[Stage]:
     """What `_write_stages` wrote."""
     return [
-        (stage, tuple(lengths), None if tied is None else TiedWeight(*tied))
-        for stage, lengths, tied in written
+        (stage, dict(units), None if tied is None else TiedWeight(*tied))
+        for stage, units, tied in written
     ]

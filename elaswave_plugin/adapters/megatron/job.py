@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,9 +94,8 @@ class ElasticJob:
             optimizer=optimizer,
             distributed_optimizer=distributed,
             scheduler=scheduler,
+            prepare=partial(rng.install_keyed_draws, seed=self._seed),
         )
-        for chunk in chunks:
-            rng.install_keyed_draws(chunk, self._seed)
         self._microbatches = Microbatches(
             self._worker, self._framework, num_microbatches=self._num_microbatches
         )

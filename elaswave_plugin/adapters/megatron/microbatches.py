@@ -47,7 +47,7 @@ class Microbatches:
                 worker,
                 framework.chunks,
                 num_microbatches=num_microbatches,
-                policy=worker.config.dataflow,
+                why_layers_stay=framework.why_layers_stay(),
             )
             self._tied = grid.tied
             worker.bind(framework, deal=grid.deal, seating=grid.seating)

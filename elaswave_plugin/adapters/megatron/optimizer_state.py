@@ -5,10 +5,13 @@ so that schedulers and scalers which hold them stay valid (megatron/core/optimiz
 distrib_optimizer.py, ``DistributedOptimizer.__init__`` from "Model grad buffer ranges").
 """
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import partition_buckets
 from megatron.core.optimizer import _get_param_groups
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -36,6 +39,10 @@ class FlatShard:
         dense = [group for group in groups if not group["is_expert_parallel"]]
         self._group_params = [list(group["params"]) for group in dense]
         index_of = {p: index for index, params in enumerate(self._group_params) for p in params}
+        kinds = {(kind, index_of[param]) for kind, param in _kinds(optimizer.model_chunks)}
+        self._group_of = dict(kinds)
+        # Layers that differ in their groups cannot stand in for each other.
+        self.layers_are_alike = len(self._group_of) == len(kinds)
         owned = optimizer.model_param_group_index_map
         if len(dense) != len(optimizer.optimizer.param_groups) or any(
             index_of[param] != index for param, (index, _) in owned.items()
@@ -44,6 +51,12 @@ class FlatShard:
                 "the optimizer was made with config_overrides that change its parameter groups; "
                 "wanted the default groups; remove config_overrides"
             )
+
+    def regroup(self) -> None:
+        """Layers have come or gone: new parameters are in the groups of those they are like."""
+        self._group_params = [[] for _ in self._group_params]
+        for kind, param in _kinds(self._optimizer.model_chunks):
+            self._group_params[self._group_of[kind]].append(param)
 
     def recut(self) -> None:
         """Cut the state anew from the groups' present size; values are undefined until written."""
@@ -171,3 +184,15 @@ class FlatShard:
         """Set Adam's step count of every piece."""
         for state in self._optimizer.optimizer.state.values():
             state["step"].fill_(float(count))
+
+
+def _kinds(
+    chunks: Sequence[DistributedDataParallel],
+) -> list[tuple[tuple[int, str], torch.nn.Parameter]]:
+    """The trained parameters with their chunk and their name, which leaves out the layer's."""
+    return [
+        ((number, re.sub(r"\blayers\.\d+\.", "layers.", name)), param)
+        for number, chunk in enumerate(chunks)
+        for name, param in chunk.named_parameters()
+        if param.requires_grad
+    ]

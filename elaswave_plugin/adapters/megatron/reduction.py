@@ -27,7 +27,7 @@ class GradientReduction:
         exact: bool,
         announce: Callable[[str], None],
     ) -> None:
-        self._bucket_groups = [group for chunk in chunks for group in chunk.bucket_groups]
+        self._bucket_groups: list[Any] = []
         self._buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
         self._slot = slot
         self._exact = exact
@@ -37,9 +37,16 @@ class GradientReduction:
         self._ranks: tuple[int, ...] = ()
         self._pieces: dict[tuple[int, int], torch.Tensor] = {}
         self._sends: list[tuple[Any, torch.Tensor]] = []
-        for group in self._bucket_groups:
-            group.start_grad_sync = self._starting(group.start_grad_sync)
-            group.finish_grad_sync = self._finishing(group, group.finish_grad_sync)
+        self.watch(chunks)
+
+    def watch(self, chunks: Sequence[DistributedDataParallel]) -> None:
+        """Stand before the bucket groups that the model has now."""
+        known, self._bucket_groups = self._bucket_groups, []
+        for group in (group for chunk in chunks for group in chunk.bucket_groups):
+            self._bucket_groups.append(group)
+            if group not in known:
+                group.start_grad_sync = self._starting(group.start_grad_sync)
+                group.finish_grad_sync = self._finishing(group, group.finish_grad_sync)
 
     def set_dataflow(self, dataflow: Dataflow, ranks: tuple[int, ...], *, native: bool) -> None:
         """Reduce by ``dataflow`` from now on; ``ranks``: slots of the data-parallel group.

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -99,10 +100,9 @@ class LmJob:
             optimizer=optimizer,
             distributed_optimizer=check_supported(chunks, optimizer, overlaps_param_gather=True),
             scheduler=scheduler,
+            prepare=partial(rng.install_keyed_draws, seed=self._seed),
             shard=self._shard,
         )
-        for chunk in chunks:
-            rng.install_keyed_draws(chunk, self._seed)
         worker.completed = args.iteration
         self._microbatches = Microbatches(
             worker, self._framework, num_microbatches=self._num_microbatches
