@@ -449,13 +449,15 @@ class _Search:
         lines = [
             reasons.loss_reason(self.after),
             reasons.dataflow_reason(plan.candidates, now=now),
-            reasons.layers_reason(plan.candidates, self.after, now=now),
-            reasons.workers_reason(plan.candidates),
-            reasons.payback_reason(
-                chosen, stays=self._stays(chosen), horizon_s=self.rules.horizon_s
-            ),
             reasons.windows_reason(chosen),
         ]
+        if self.rules.move_layers or self.rules.move_workers:
+            stays, horizon_s = self._stays(chosen), self.rules.horizon_s
+            lines[2:2] = [
+                reasons.layers_reason(plan.candidates, self.after, now=now),
+                reasons.workers_reason(plan.candidates),
+                reasons.payback_reason(chosen, stays=stays, horizon_s=horizon_s),
+            ]
         if plan.split_backward:
             lines.append("backward: split, weight gradients where a worker would wait")
         elif self.rules.split_backward:
