@@ -89,6 +89,17 @@ class ParallelLayout:
         return all(width == self.dp for width in self.widths)
 
     @property
+    def keeps_stages(self) -> bool:
+        """Whether every busy worker is at the stage of its launch, where slots go by stage."""
+        width = self.dp * self.tp
+        return all(
+            slot // width == stage
+            for stage, groups in enumerate(self.stages)
+            for group in groups
+            for slot in group.slots
+        )
+
+    @property
     def workers(self) -> tuple[int, ...]:
         """All workers, free ones included, by slot."""
         busy = (slot for stage in self.stages for group in stage for slot in group.slots)

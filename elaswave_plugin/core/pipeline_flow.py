@@ -119,8 +119,8 @@ class PipelineFlow:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether every stage has its launch width: then the framework's own schedule runs."""
-        return self.layout.is_rectangular
+        """Whether every stage has the workers of its launch: the framework's own schedule runs."""
+        return self.layout.is_rectangular and self.layout.keeps_stages
 
 
 def flow_of(
@@ -150,23 +150,34 @@ def flow_of(
 
 
 def level_layers(
-    layout: ParallelLayout, *, launch_cuts: Sequence[int], num_microbatches: int, policy: Policy
+    layout: ParallelLayout,
+    *,
+    launch_cuts: Sequence[int],
+    num_microbatches: int,
+    policy: Policy,
+    move_workers: bool,
 ) -> ParallelLayout:
     """The same workers, with layers moved away from stages that have lost some of theirs.
 
-    Layers stay where moving them gains nothing, and go back when every stage is whole again.
+    Where ``move_workers``, replicas of wide stages may come to narrow ones too. Everything stays
+    where moving gains nothing, and layers go back when every stage is whole again.
     Raises ConfigurationError where nothing fits in flight.
     """
     if layout.is_rectangular:
         return layout.recut(launch_cuts)
     work = StepWork(num_microbatches=num_microbatches, microbatch_size=1, launch_width=layout.dp)
-    return _planned(layout, work, policy, move_layers=True).layout
+    return _planned(layout, work, policy, move_layers=True, move_workers=move_workers).layout
 
 
 def _planned(
-    layout: ParallelLayout, work: StepWork, policy: Policy, *, move_layers: bool = False
+    layout: ParallelLayout,
+    work: StepWork,
+    policy: Policy,
+    *,
+    move_layers: bool = False,
+    move_workers: bool = False,
 ) -> JointPlan:
-    """The best dataflow and windows for equal layers, where every worker stays where it is.
+    """The best dataflow and windows for equal layers.
 
     A worker may hold the activations of one slot more than the first stage of the launch, a slot
     being what the narrowest stage runs of one micro-batch a replica. Gradients have to be added in
@@ -184,7 +195,7 @@ def _planned(
     rules = PlanRules(
         policies=(REDEAL, REROUTE) if policy == "auto" else (policy,),
         move_layers=move_layers,
-        move_workers=False,
+        move_workers=move_workers,
         greedy=False,
     )
     return joint_plan(before=layout, after=layout, costs=costs, work=work, rules=rules)

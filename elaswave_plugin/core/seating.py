@@ -131,14 +131,16 @@ class GridSeating:
 
     ``homes``: the places at launch by slot; ``rules`` of the groups by name; ``units``: elements of
     every part of the model on one worker: layers by number from 1, what is in front of them below,
-    what follows them above. ``partition``: chooses the layers of each stage after a change.
+    what follows them above. ``partition``: chooses layers and workers of each stage after a change;
+    None: they stay. ``why_workers_stay``: why none can change stage even where one has nobody.
     """
 
     layout: ParallelLayout
     homes: Mapping[int, Seat]
     rules: Mapping[str, GroupRule]
     units: Mapping[int, int]
-    partition: Partition
+    partition: Partition | None = None
+    why_workers_stay: str | None = None
 
     @classmethod
     def at_launch(
@@ -147,21 +149,14 @@ class GridSeating:
         *,
         groups: Mapping[str, Sequence[int]],
         units: Mapping[int, int],
-        partition: Partition | None = None,
+        **more: Any,
     ) -> GridSeating:
-        """The seating of the launch layout; ``groups``: members by name.
+        """The seating of the launch layout; ``groups``: members by name, ``more``: other fields.
 
-        Without a ``partition`` layers stay where they are.
         Raises ConfigurationError for a group that follows no axis of the layout.
         """
         rules = {name: rule_of(slots, layout) for name, slots in groups.items()}
-        return cls(
-            layout=layout,
-            homes=seats_of(layout),
-            rules=rules,
-            units=units,
-            partition=partition or (lambda layout: layout),
-        )
+        return cls(layout=layout, homes=seats_of(layout), rules=rules, units=units, **more)
 
     def units_of(self, stage: int) -> tuple[int, ...]:
         """The parts of the model that a stage holds, in the order of its buckets.
@@ -210,8 +205,9 @@ class GridSeating:
     def after(self, ranks: Sequence[int]) -> GridSeating:
         """Broken TP groups are dissolved; survivors of one stage form whole ones again.
 
-        Whoever comes back does so to the stage of its launch, whose modules it has built.
-        Raises LayoutError where a stage is left without a whole TP group.
+        Whoever comes back does so to the stage of its launch, whose modules it has built. A stage
+        that has nobody left takes a replica of another one.
+        Raises LayoutError where there are fewer whole TP groups than stages.
         """
         present = set(self.layout.workers)
         back = [
@@ -219,13 +215,26 @@ class GridSeating:
             for slot in set(ranks) - present
         ]
         layout = self.layout.without(present - set(ranks)).returned(back).reformed_in_place()
-        empty = [stage for stage, width in enumerate(layout.widths) if not width]
-        if empty:
+        scattered = not all(layout.widths) or not layout.keeps_stages
+        if self.why_workers_stay is None and (self.partition or scattered):
+            layout = layout.reformed()
+        if not all(layout.widths):
+            self._check_staff(layout)
+            layout = layout.staffed()
+        return replace(self, layout=self.partition(layout) if self.partition else layout)
+
+    def _check_staff(self, layout: ParallelLayout) -> None:
+        empty, num_stages = layout.widths.index(0), len(layout.stages)
+        if self.why_workers_stay is not None:
             raise LayoutError(
-                f"stage {empty[0]} has no whole TP group of {layout.tp} left, and bringing its"
-                " layers to other stages is not carried yet; restart from the last checkpoint"
+                f"stage {empty} has no whole TP group of {layout.tp} left, and no other worker can"
+                f" take its place: {self.why_workers_stay}; restart from the last checkpoint"
             )
-        return replace(self, layout=self.partition(layout))
+        if sum(layout.widths) < num_stages:
+            raise LayoutError(
+                f"{sum(layout.widths)} whole TP groups of {layout.tp} are left for {num_stages}"
+                " stages, wanted one for each; restart from the last checkpoint with fewer stages"
+            )
 
     def edits(self, launched: Mapping[str, Sequence[int]], slot: int) -> dict[str, GroupEdit]:
         """Every group by its rule; identities follow from rule and members."""

@@ -1,6 +1,7 @@
 """Groups as rules over a layout, and what a change of membership makes of them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -61,9 +62,24 @@ def test_two_broken_groups_of_a_stage_make_a_whole_one() -> None:
     assert first == second and first.members == crew
 
 
-def test_an_empty_stage_ends_the_job_with_the_reason() -> None:
-    with pytest.raises(LayoutError, match="stage 0 has no whole TP group of 2 left"):
-        grid().after((1, 4, 5, 6, 7))
+def test_an_empty_stage_takes_a_replica_of_another() -> None:
+    after = grid().after((1, 4, 5, 6, 7))
+    assert [cell.ranks for cell in after.cells] == [(6,), (7,), (4,), (5,)]
+    assert members(after, 6)["pp"] == (6, 4) and members(after, 4)["everyone"] == (6, 7, 4, 5)
+
+
+def test_without_a_replica_for_each_stage_the_job_ends_with_the_reason() -> None:
+    with pytest.raises(LayoutError, match="1 whole TP groups of 2 are left for 2 stages"):
+        grid().after((1, 4, 5))
+    fixed = replace(grid(), why_workers_stay="the stages are interleaved")
+    with pytest.raises(LayoutError, match=r"stage 0 has no .* take its place: the stages are"):
+        fixed.after((1, 4, 5, 6, 7))
+
+
+def test_units_go_with_the_cuts() -> None:
+    moved = replace(grid(), partition=lambda layout: layout.recut((0, 1, 4))).after(range(1, 8))
+    assert [cell.units for cell in moved.cells] == 2 * [(1, 0)] + 2 * [(5, 4, 3, 2)]
+    assert moved.cells[0].buckets == (100, 100) and moved.largest == (100,) * 6
 
 
 def test_groups_of_the_same_members_stay_different() -> None:

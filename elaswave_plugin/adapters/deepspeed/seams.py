@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from elaswave_plugin.adapters.constructed import arguments_of, remembering
 from elaswave_plugin.adapters.patching import PatchRecord, PatchSet
 from elaswave_plugin.errors import ConfigurationError
 
 _DEEPSPEED = "deepspeed"
 _VALID = ">=0.19.8,<0.20"
-_ARGUMENTS = "_elaswave_arguments"
 _ACCELERATE = ">=1.15,<1.16"
 _A_LOSS_ENDS_IT = "a loss must end it everywhere, and the script runs on"
 # (target, method of accelerate.py, AcceleratedJob, fingerprint, reason)
@@ -76,25 +76,15 @@ _ACCELERATE_SEAMS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
 )
 
 
-def _remembering(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        self.__dict__[_ARGUMENTS] = (args, kwargs)
-
-    return __init__
-
-
-def arguments_of(optimizer: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def constructor_arguments(optimizer: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What a ZeRO optimizer was constructed with; raises ConfigurationError where nobody saw it."""
-    try:
-        args, kwargs = optimizer.__dict__[_ARGUMENTS]
-    except KeyError:
+    arguments = arguments_of(optimizer)
+    if arguments is None:
         raise ConfigurationError(
             f"the {type(optimizer).__name__} was not made by deepspeed.initialize with the section "
             "elaswave; pass the model and a plain optimizer to it"
-        ) from None
-    return args, kwargs
+        )
+    return arguments
 
 
 def _already_flat(
@@ -131,7 +121,7 @@ def deepspeed_patches() -> PatchSet:
             reason="a new layout runs the constructor of the same object again, as it was called",
             distribution=_DEEPSPEED,
             valid=_VALID,
-            make=_remembering,
+            make=remembering,
         )
         for target in (
             "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.__init__",

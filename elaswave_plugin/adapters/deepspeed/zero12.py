@@ -11,7 +11,7 @@ import torch
 from deepspeed.runtime.utils import all_gather_dp_groups
 
 from elaswave_plugin.adapters.deepspeed import zero
-from elaswave_plugin.adapters.deepspeed.seams import arguments_of
+from elaswave_plugin.adapters.deepspeed.seams import constructor_arguments
 from elaswave_plugin.runtime.state_dump import NamedPiece
 
 
@@ -22,7 +22,7 @@ class PartitionedState:
         self._engine = engine
         self._zero = engine.optimizer
         self._inner = engine.optimizer.optimizer
-        self._arguments = arguments_of(self._zero)
+        self._arguments = constructor_arguments(self._zero)
         self._groups = [list(params) for params in self._zero.bit16_groups]
         self.alignment = self._zero.nccl_start_alignment_factor
 

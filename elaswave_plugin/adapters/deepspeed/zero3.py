@@ -14,7 +14,7 @@ from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus, free_param
 
 from elaswave_plugin.adapters.deepspeed import zero
-from elaswave_plugin.adapters.deepspeed.seams import arguments_of
+from elaswave_plugin.adapters.deepspeed.seams import constructor_arguments
 from elaswave_plugin.core.shards import padded_size
 from elaswave_plugin.runtime.state_dump import NamedPiece
 
@@ -41,7 +41,7 @@ class PartitionedWeightsState:
         self._zero = engine.optimizer
         self._inner = engine.optimizer.optimizer
         # Kept here, since a loss may interrupt the constructor when it runs again.
-        self._arguments = arguments_of(self._zero)
+        self._arguments = constructor_arguments(self._zero)
         self._groups: list[list[Any]] = [[] for _ in self._inner.param_groups]
         for order, params in enumerate(self._zero.fp16_groups):
             self._groups[self._zero.sub_group_to_group_id[order]].extend(params)

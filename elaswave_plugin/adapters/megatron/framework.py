@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from elaswave_plugin.adapters.megatron import buffers, grid, stage_layers
+from elaswave_plugin.adapters.megatron import buffers, stage_layers, stage_parts
 from elaswave_plugin.adapters.megatron.optimizer_state import FlatShard
 from elaswave_plugin.adapters.megatron.reduction import GradientReduction
 from elaswave_plugin.adapters.megatron.units import units_of
@@ -220,6 +220,15 @@ class MegatronFramework:
             return "the optimizer treats layers differently (config_overrides)"
         return stage_layers.why_fixed(self.chunks)
 
+    def why_workers_stay(self) -> str | None:
+        """The reason why no worker can change stage; None where they can."""
+        return self.why_layers_stay() or stage_parts.why_fixed(self.chunks)
+
+    @property
+    def parameter_groups(self) -> dict[str, int]:
+        """The optimizer's group of every kind of parameter that is known here."""
+        return self._shard.group_of
+
     def pause(self) -> None:
         """Drop the interrupted step, and whatever an interrupted evaluation had switched."""
         self.reduction.drop()
@@ -244,34 +253,43 @@ class MegatronFramework:
                 setattr(parallel_state, name, members)
         if self.take_place(plan.dataflow):
             if isinstance(plan.dataflow, PipelineFlow):
-                self._take_layers(plan.dataflow)
+                self._take_stage(plan.dataflow)
             for chunk in self.chunks:
-                grid.move_to_tp_position(chunk)
+                stage_parts.move_to_tp_position(chunk)
                 buffers.set_width(chunk, self._group.size(), self._group.rank())
             self._shard.recut()
 
-    def _take_layers(self, flow: PipelineFlow) -> None:
-        """Have the layers that the layout gives to this worker's stage; their weights follow."""
+    def _take_stage(self, flow: PipelineFlow) -> None:
+        """Have the parts of the model that the layout gives to this worker; weights follow."""
         cell = self._worker.seating.cell_of(self._worker.slot)
         assert cell is not None
-        changed = False
         spans = flow.layout.layers(cell.stage)
-        for chunk, (start, stop) in zip(self.chunks, spans, strict=True):
-            gathers_in_forward = bool(chunk.remove_forward_pre_hook_handles)
-            if gathers_in_forward:
-                chunk.disable_forward_pre_hook(param_sync=False)
-            built = stage_layers.take_layers(chunk, range(start + 1, stop + 1))
-            if gathers_in_forward:
-                chunk.enable_forward_pre_hook()
-            for layer in built or ():
-                self._prepare(layer)
-            if built is not None:
-                changed = True
-                buffers.lay_out(chunk, list(units_of(chunk).values()), self._launch_width)
-        if changed:
+        parts = range(cell.stage, len(flow.layout.cuts) - 1, len(flow.layout.stages))
+        changed = [
+            self._take_part(chunk, part, span, num_parts=len(flow.layout.cuts) - 1)
+            for chunk, part, span in zip(self.chunks, parts, spans, strict=True)
+        ]
+        if any(changed):
             self._shard.regroup()
             self.reduction.watch(self.chunks)
             self._watch_layers()
+
+    def _take_part(
+        self, chunk: DistributedDataParallel, part: int, span: tuple[int, int], *, num_parts: int
+    ) -> bool:
+        """Make a chunk that of virtual stage ``part`` with layers ``span``; whether it was not."""
+        gathers_in_forward = bool(chunk.remove_forward_pre_hook_handles)
+        if gathers_in_forward:
+            chunk.disable_forward_pre_hook(param_sync=False)
+        anew = stage_parts.take_stage(chunk, first=part == 0, last=part == num_parts - 1)
+        built = stage_layers.take_layers(chunk, range(span[0] + 1, span[1] + 1))
+        if gathers_in_forward:
+            chunk.enable_forward_pre_hook()
+        for module in (chunk,) if anew else built or ():
+            self._prepare(module)
+        if anew or built is not None:
+            buffers.lay_out(chunk, list(units_of(chunk).values()), self._launch_width)
+        return anew or built is not None
 
     def take_place(self, flow: Flow) -> bool:
         """Reduce as ``flow`` says from now on; false for a worker that has no place in it."""

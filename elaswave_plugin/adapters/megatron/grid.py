@@ -1,17 +1,15 @@
-"""A TP x PP x DP job: its layout at launch, and what modules cache of their tp position."""
+"""What the launch of a TP x PP x DP job fixed: its layout, and what every stage holds."""
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
-from megatron.core.tensor_parallel.utils import VocabUtility
 
 from elaswave_plugin.adapters.megatron import buffers
+from elaswave_plugin.adapters.megatron.framework import MegatronFramework
 from elaswave_plugin.adapters.megatron.refuse import check_grid
 from elaswave_plugin.adapters.megatron.tied_embeddings import TiedWeight, find_tied_weight
 from elaswave_plugin.adapters.megatron.units import unit_lengths
@@ -23,21 +21,23 @@ from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.worker import Worker
 
 
+class Stage(NamedTuple):
+    """What one pipeline stage holds: elements by unit, the shared embedding, optimizer groups."""
+
+    stage: int
+    units: dict[int, int]
+    tied: TiedWeight | None
+    groups: dict[str, int]
+
+
 class Grid:
     """What the launch fixed for the whole job, alike on every worker."""
 
     def __init__(
-        self,
-        worker: Worker,
-        chunks: Sequence[DistributedDataParallel],
-        *,
-        num_microbatches: int,
-        why_layers_stay: str | None,
+        self, worker: Worker, framework: MegatronFramework, *, num_microbatches: int
     ) -> None:
-        """Collective over WORLD; raises ConfigurationError for what is carried in DP jobs only.
-
-        ``why_layers_stay``: the reason why no layer can change stage; None where they can.
-        """
+        """Collective over WORLD; raises ConfigurationError for what is carried in DP jobs only."""
+        chunks = framework.chunks
         check_grid(chunks[0].config, native_groups=worker.groups.has_native_groups)
         self.layout = launch_layout(
             tp=parallel_state.get_tensor_model_parallel_world_size(),
@@ -47,43 +47,50 @@ class Grid:
             vpp=len(chunks),
         )
         _check_layers(chunks, self.layout)
-        stage = parallel_state.get_pipeline_model_parallel_rank()
-        mine = stage, unit_lengths(chunks), find_tied_weight(chunks)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        if worker.alone:
-            everyone = _read_stages(worker.remembered["stages"])
-        else:
-            worker.remember(stages=_write_stages(everyone))
-        self.tied: dict[int, TiedWeight] = {s: tied for s, _, tied in everyone if tied is not None}
+        stages = _stages(worker, framework)
+        for one in stages:
+            framework.parameter_groups.update(one.groups)
+        self.tied = {one.stage: one.tied for one in stages if one.tied is not None}
         policy = worker.config.dataflow
         partition = None
-        if _moves_layers(worker.config, why_layers_stay):
+        if _moves_layers(worker.config, framework.why_layers_stay()):
             partition = partial(
                 level_layers,
                 launch_cuts=self.layout.cuts,
                 num_microbatches=num_microbatches,
                 policy=policy,
+                move_workers=framework.why_workers_stay() is None,
             )
         self.seating = GridSeating.at_launch(
             self.layout,
             groups=worker.groups.members(),
-            units={unit: length for _, units, _ in everyone for unit, length in units.items()},
+            units={unit: length for one in stages for unit, length in one.units.items()},
             partition=partition,
+            why_workers_stay=framework.why_workers_stay(),
         )
         self.deal = partial(flow_of, num_microbatches=num_microbatches, policy=policy)
 
 
-def move_to_tp_position(model: torch.nn.Module) -> None:
-    """Have the modules believe the tp position that the groups tell now; weights come later."""
-    for module in model.modules():
-        if isinstance(module, VocabParallelEmbedding):
-            group = module.tp_group
-            module.vocab_start_index, module.vocab_end_index = (
-                VocabUtility.vocab_range_from_global_vocab_size(
-                    module.num_embeddings, group.rank(), group.size()
-                )
-            )
+def _stages(worker: Worker, framework: MegatronFramework) -> list[Stage]:
+    """What every stage holds, from its workers, or as a newcomer's predecessor remembered it."""
+    mine = Stage(
+        parallel_state.get_pipeline_model_parallel_rank(),
+        unit_lengths(framework.chunks),
+        find_tied_weight(framework.chunks),
+        framework.parameter_groups,
+    )
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    if worker.alone:
+        return [
+            Stage(stage, dict(units), None if tied is None else TiedWeight(*tied), groups)
+            for stage, units, tied, groups in worker.remembered["stages"]
+        ]
+    stages = list({one.stage: one for one in everyone}.values())
+    worker.remember(
+        stages=[[one.stage, list(one.units.items()), one.tied, one.groups] for one in stages]
+    )
+    return stages
 
 
 def _check_layers(chunks: Sequence[DistributedDataParallel], layout: ParallelLayout) -> None:
@@ -104,20 +111,3 @@ def _moves_layers(config: ElasticConfig, why_not: str | None) -> bool:
             f"move_layers is always, and layers cannot change stage here: {why_not}; leave it out"
         )
     return config.moves_layers and not why_not
-
-
-Stage = tuple[int, dict[int, int], TiedWeight | None]
-
-
-def _write_stages(everyone: Sequence[Stage]) -> list[Any]:
-    """What each stage holds, once, as JSON can carry it."""
-    by_stage = {stage: [stage, list(units.items()), tied] for stage, units, tied in everyone}
-    return [by_stage[stage] for stage in sorted(by_stage)]
-
-
-def _read_stages(written: list[Any]) -> list[Stage]:
-    """What `_write_stages` wrote."""
-    return [
-        (stage, dict(units), None if tied is None else TiedWeight(*tied))
-        for stage, units, tied in written
-    ]

@@ -43,12 +43,7 @@ class Microbatches:
         if (tp, parallel_state.get_pipeline_model_parallel_world_size()) == (1, 1):
             worker.bind(framework, deal=partial(deal, num_microbatches=num_microbatches))
         else:
-            grid = Grid(
-                worker,
-                framework.chunks,
-                num_microbatches=num_microbatches,
-                why_layers_stay=framework.why_layers_stay(),
-            )
+            grid = Grid(worker, framework, num_microbatches=num_microbatches)
             self._tied = grid.tied
             worker.bind(framework, deal=grid.deal, seating=grid.seating)
         framework.take_place(worker.dataflow)

@@ -40,9 +40,10 @@ class FlatShard:
         self._group_params = [list(group["params"]) for group in dense]
         index_of = {p: index for index, params in enumerate(self._group_params) for p in params}
         kinds = {(kind, index_of[param]) for kind, param in _kinds(optimizer.model_chunks)}
-        self._group_of = dict(kinds)
-        # Layers that differ in their groups cannot stand in for each other.
-        self.layers_are_alike = len(self._group_of) == len(kinds)
+        self.group_of = dict(kinds)
+        # By kind of parameter, also of other stages where the job tells. Layers that differ in
+        # their groups cannot stand in for each other.
+        self.layers_are_alike = len(self.group_of) == len(kinds)
         owned = optimizer.model_param_group_index_map
         if len(dense) != len(optimizer.optimizer.param_groups) or any(
             index_of[param] != index for param, (index, _) in owned.items()
@@ -56,7 +57,7 @@ class FlatShard:
         """Layers have come or gone: new parameters are in the groups of those they are like."""
         self._group_params = [[] for _ in self._group_params]
         for kind, param in _kinds(self._optimizer.model_chunks):
-            self._group_params[self._group_of[kind]].append(param)
+            self._group_params[self.group_of[kind]].append(param)
 
     def recut(self) -> None:
         """Cut the state anew from the groups' present size; values are undefined until written."""
@@ -188,11 +189,11 @@ class FlatShard:
 
 def _kinds(
     chunks: Sequence[DistributedDataParallel],
-) -> list[tuple[tuple[int, str], torch.nn.Parameter]]:
-    """The trained parameters with their chunk and their name, which leaves out the layer's."""
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """The trained parameters by their name, which leaves out the layer's number."""
     return [
-        ((number, re.sub(r"\blayers\.\d+\.", "layers.", name)), param)
-        for number, chunk in enumerate(chunks)
+        (re.sub(r"\blayers\.\d+\.", "layers.", name), param)
+        for chunk in chunks
         for name, param in chunk.named_parameters()
         if param.requires_grad
     ]

@@ -5,7 +5,8 @@ the backward pass and so sees the key of the micro-batch that it recomputes (meg
 tensor_parallel/random.py, ``CheckpointFunction``).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +39,16 @@ def settle(seed: int, step: int) -> None:
         tracker.states_[name] = _state_of(draw_key(seed, step, number, tp))
     torch.cuda.manual_seed(draw_key(seed, step))
     torch.default_generator.manual_seed(draw_key(seed, step))
+
+
+@contextmanager
+def undone_draws() -> Iterator[None]:
+    """What is drawn inside, as by a constructor, leaves no trace in any generator."""
+    tracker = megatron_random.get_cuda_rng_tracker()
+    states = tracker.get_states()
+    with torch.random.fork_rng():
+        yield
+    tracker.set_states(states)
 
 
 def install_keyed_draws(model: torch.nn.Module, seed: int) -> None:

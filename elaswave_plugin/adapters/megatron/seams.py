@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from elaswave_plugin.adapters.constructed import remembering
 from elaswave_plugin.adapters.patching import PatchRecord, PatchSet
 from elaswave_plugin.runtime.reduce import canonical_norm
 
@@ -113,6 +114,15 @@ def elastic_patches(*, exact: bool) -> PatchSet:
             make=_keeping_step,
         ),
     ]
+    records.append(
+        PatchRecord(
+            target="megatron.core.models.gpt.gpt_model:GPTModel.__init__",
+            reason="a worker that changes stage runs the constructor of the same model again",
+            distribution=_MEGATRON,
+            valid=_VALID,
+            make=remembering,
+        )
+    )
     if exact:
         records.append(
             PatchRecord(

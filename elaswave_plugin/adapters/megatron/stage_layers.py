@@ -4,13 +4,14 @@ from collections.abc import Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     get_transformer_layer_offset,
 )
+
+from elaswave_plugin.adapters.megatron.rng import undone_draws
 
 
 def why_fixed(chunks: Sequence[DistributedDataParallel]) -> str | None:
@@ -58,9 +59,7 @@ def _build(block: TransformerBlock, number: int) -> TransformerLayer:
     offset = get_transformer_layer_offset(
         block.config, block.vp_stage, block.pg_collection.pp.rank()
     )
-    tracker = get_cuda_rng_tracker()
-    states = tracker.get_states()
-    with torch.random.fork_rng():
+    with undone_draws():
         layer: TransformerLayer = build_module(
             block.submodules.layer_specs[0],
             config=block.config,
@@ -69,5 +68,4 @@ def _build(block: TransformerBlock, number: int) -> TransformerLayer:
             pg_collection=block.pg_collection,
             vp_stage=block.vp_stage,
         )
-    tracker.set_states(states)
     return layer
