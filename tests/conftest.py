@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import psutil
 import pytest
 
@@ -21,6 +22,9 @@ STDERR = pytest.StashKey[int]()
 def pytest_configure(config: pytest.Config) -> None:
     """Keep the real stderr: during a test descriptor 2 belongs to pytest's capture."""
     config.stash[STDERR] = os.dup(2)
+    # How long an example takes says how busy the machine is, nothing about the product.
+    hypothesis.settings.register_profile("patient", deadline=None)
+    hypothesis.settings.load_profile("patient")
     # Started in the background, pytest ignores Ctrl-C, and what the tests start would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

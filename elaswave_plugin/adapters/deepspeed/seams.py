@@ -115,7 +115,7 @@ def flat_buffer_of(tensors: list[torch.Tensor]) -> torch.Tensor | None:
 
 def deepspeed_patches() -> PatchSet:
     """What every elastic job needs; applied before the engine is built."""
-    remembering = [
+    constructors = [
         PatchRecord(
             target=target,
             reason="a new layout runs the constructor of the same object again, as it was called",
@@ -130,7 +130,7 @@ def deepspeed_patches() -> PatchSet:
     ]
     return PatchSet(
         [
-            *remembering,
+            *constructors,
             PatchRecord(
                 target="deepspeed.runtime.dataloader:RepeatingLoader.__next__",
                 reason="it takes two empty epochs for the end; a worker that comes later has many",
