@@ -11,6 +11,7 @@ import pytest
 
 from tests.deepspeed.conftest import Launch
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
+from tests.tiers import sampled
 
 OWN_LOADER = str(SCRIPTS / "own_loader.py")
 
@@ -60,7 +61,7 @@ def printed_losses(output: str) -> dict[int, float]:
     return {int(step.split()[1]): float(loss.split()[1]) for step, loss, _ in lines}
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", sampled([1, 3], keep=(0,)))
 def test_a_section_that_is_not_enabled_changes_nothing_and_an_enabled_one_no_loss(
     reference: Launch, tmp_path: Path, stage: int
 ) -> None:

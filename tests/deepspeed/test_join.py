@@ -19,6 +19,7 @@ from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
 from tests.deepspeed.test_kill import PHASES
 from tests.deepspeed.test_monitor import check_csv, scalars, settings_of
 from tests.faults.harness import Outcome, check_survived, max_relative_difference
+from tests.tiers import sampled
 
 EPOCHS = str(SCRIPTS / "epochs.py")
 STEPS, BACK = 10, 6
@@ -64,7 +65,7 @@ def drawn() -> list[tuple[int, int, str, bool]]:
     ]
 
 
-@pytest.mark.parametrize(("stage", "slot", "phase", "bf16"), drawn())
+@pytest.mark.parametrize(("stage", "slot", "phase", "bf16"), sampled(drawn(), keep=(1, 3, 6)))
 def test_a_lost_worker_comes_back_under_every_zero_stage(
     run: Launch, twin: Launch, reference: Launch, stage: int, slot: int, phase: str, bf16: bool
 ) -> None:
@@ -93,12 +94,15 @@ def files_of(folder: Path, tag: str) -> int:
 
 @pytest.mark.parametrize(
     ("stage", "kill", "back"),
-    [
-        (1, "1@1:backward", 7),  # epochs 0 and 1 are over, 2 is not
-        (2, "0@4:backward", 6),  # the first step of an epoch
-        (3, "3@1:backward", 6),
-        (3, "0@4:gather", 8),
-    ],
+    sampled(
+        [
+            (1, "1@1:backward", 7),  # epochs 0 and 1 are over, 2 is not
+            (2, "0@4:backward", 6),  # the first step of an epoch
+            (3, "3@1:backward", 6),
+            (3, "0@4:gather", 8),
+        ],
+        keep=(0,),
+    ),
 )
 def test_its_loop_over_epochs_arrives_where_the_others_are(
     run: Launch, twin: Launch, tmp_path: Path, stage: int, kill: str, back: int
@@ -162,6 +166,7 @@ def test_a_script_that_counts_its_batches_itself_is_refused_and_the_others_go_on
     ]
 
 
+@pytest.mark.slow
 def test_four_workers_become_two_and_four_again(run: Launch, reference: Launch) -> None:
     """The second loss comes while the first newcomer is being built; each enters by itself."""
     later = """
@@ -195,7 +200,10 @@ Worker.ask_to_enter = ask_second
 
 @pytest.mark.parametrize(
     ("stage", "death"),
-    [(1, "0:startup"), (0, "0:agree"), (3, "0:move"), (1, "0:verify"), (3, "6:backward")],
+    sampled(
+        [(1, "0:startup"), (0, "0:agree"), (3, "0:move"), (1, "0:verify"), (3, "6:backward")],
+        keep=(2,),
+    ),
 )
 def test_a_newcomer_dies_while_it_is_built_or_enters(
     run: Launch, twin: Launch, reference: Launch, stage: int, death: str
