@@ -6,6 +6,7 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 
+PATCHES = "elaswave_plugin.patches"
 TEST = (
     # The private parts of accelerate that we replace are known for this version only.
     "accelerate>=1.15,<1.16",
@@ -28,8 +29,10 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=find_packages(include=["elaswave_plugin", "elaswave_plugin.*"]),
-    package_data={"elaswave_plugin": ["py.typed"]},
+    # The folder patches/ goes into the package; from a checkout, it is found where it stands.
+    packages=[*find_packages(include=["elaswave_plugin", "elaswave_plugin.*"]), PATCHES],
+    package_dir={PATCHES: "patches"},
+    package_data={"elaswave_plugin": ["py.typed"], PATCHES: ["series", "**/*.diff"]},
     install_requires=[
         # The private c10d tables that we edit are known for these two versions only.
         "torch>=2.13,<2.15",

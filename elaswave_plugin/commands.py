@@ -1,6 +1,7 @@
 """The typer commands behind cli.py; what a command needs is imported when it runs."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,6 +63,12 @@ JobAddress = Annotated[
     str | None,
     typer.Option(metavar="HOST:PORT", help="Any supervisor of the job, in place of DIR."),
 ]
+SourceTree = Annotated[
+    Path,
+    typer.Argument(
+        metavar="PATH", help="Folder of an installed megatron-core, or a checkout of Megatron-LM."
+    ),
+]
 AnswerTime = Annotated[float, typer.Option(help="Seconds for each supervisor to answer.")]
 
 
@@ -78,11 +85,18 @@ def make_command() -> Any:
     app.command("status")(status)
     app.command("drain")(drain)
     app.command("plan")(plan)
+    app.command("doctor")(doctor)
     bench = typer.Typer(help="Measure parts of the product; simulated figures say so.")
     bench.callback()(lambda: None)  # keeps the name of a single command
     bench.command("plan")(bench_plan)
     bench.command("communicator")(bench_communicator)
     app.add_typer(bench, name="bench")
+    patch = typer.Typer(help="Diffs that give upstream's source hooks, in place of patches.")
+    patch.command("list")(patch_list)
+    patch.command("check")(patch_check)
+    patch.command("apply")(patch_apply)
+    patch.command("revert")(patch_revert)
+    app.add_typer(patch, name="patch")
     return typer.main.get_command(app)
 
 
@@ -251,6 +265,75 @@ def plan(
     given = {name: value for name, value in locals().items() if name in PlanOptions.__annotations__}
     options = PlanOptions(**{**given, "dead": tuple(dead or ())})
     return run_plan(options, json_file, Console())
+
+
+def doctor(
+    megatron_lm: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH", help="Checkout of Megatron-LM.", show_default="$MEGATRON_LM_PATH"
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> int:
+    """Check every patch record against what is installed; nothing is applied."""
+    from rich.console import Console
+
+    from elaswave_plugin import doctor as examination
+    from elaswave_plugin.errors import PatchMismatchError
+
+    findings = examination.examine(examination.find_checkout(megatron_lm))
+    if as_json:
+        typer.echo(json.dumps(examination.as_json(findings), indent=2))
+    else:
+        examination.show(findings, Console())
+    problem = examination.verdict(findings)
+    if problem is not None:
+        raise PatchMismatchError(problem)
+    return 0
+
+
+def patch_list() -> int:
+    """List the diffs, what each is for and its state upstream."""
+    from elaswave_plugin.diffs import read_series
+
+    for diff in read_series():
+        typer.echo(f"{diff.name}: {diff.summary}")
+        for name in ("Reason", "Valid", "Upstream"):
+            typer.echo(f"    {name}: {diff.field(name)}")
+    return 0
+
+
+def patch_check(path: SourceTree) -> int:
+    """Say which diffs are applied to PATH and whether the others fit."""
+    from elaswave_plugin.diffs import diffs_for, find_tree, state_of
+
+    tree = find_tree(path)
+    for diff in diffs_for(tree):
+        typer.echo(f"{diff.name}: {state_of(tree, diff)}")
+    return 0
+
+
+def patch_apply(path: SourceTree) -> int:
+    """Apply all diffs to PATH, or none."""
+    from elaswave_plugin.diffs import apply, find_tree
+
+    return _changed("applied", apply(find_tree(path)))
+
+
+def patch_revert(path: SourceTree) -> int:
+    """Take all diffs that are applied back from PATH, or none."""
+    from elaswave_plugin.diffs import find_tree, revert
+
+    return _changed("reverted", revert(find_tree(path)))
+
+
+def _changed(verb: str, diffs: Sequence[Any]) -> int:
+    for diff in diffs:
+        typer.echo(f"{verb} {diff.name}")
+    if not diffs:
+        typer.echo(f"nothing to do: all are {verb} already")
+    return 0
 
 
 def bench_plan(json_file: JsonFile = None) -> int:

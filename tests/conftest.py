@@ -4,6 +4,8 @@ import contextlib
 import faulthandler
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Cheap and fundamental tests first, the fault tests last; otherwise the order of the files."""
     items.sort(key=lambda item: _place(item.path))
+
+
+@pytest.fixture(scope="session")
+def doctor() -> "subprocess.CompletedProcess[str]":
+    """What `elaswave doctor --json` says, in a process of its own since it imports everything."""
+    command = [sys.executable, "-m", "elaswave_plugin.cli", "doctor", "--json"]
+    environ = {key: value for key, value in os.environ.items() if key != "MEGATRON_LM_PATH"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environ)
 
 
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:

@@ -1,7 +1,7 @@
 """How an object was constructed, so that its constructor can run again on the same object."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _ARGUMENTS = "_elaswave_arguments"
@@ -16,6 +16,14 @@ def remembering(original: Callable[..., None]) -> Callable[..., None]:
         self.__dict__[_ARGUMENTS] = (args, kwargs)
 
     return __init__
+
+
+def remember(made: Any, local_names: Mapping[str, Any]) -> None:
+    """Keep with an object what its constructor was called with; ``local_names``: its locals()."""
+    arguments = dict(local_names)
+    for implied in ("self", "__class__"):
+        arguments.pop(implied, None)
+    made.__dict__[_ARGUMENTS] = ((), arguments)
 
 
 def arguments_of(made: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -1,7 +1,8 @@
 """Reversible run-time patches: each a record with target, reason, valid range and fingerprint.
 
 Applying is an explicit call and all or nothing: every record of a set is checked against the
-installed distribution first, then all are applied; ``undo`` restores what was there.
+installed distribution first, then all are applied; ``undo`` restores what was there. Where a diff
+of ``patches/`` gave the source a hook of its own, the hook is set and nothing is replaced.
 """
 
 import importlib
@@ -18,12 +19,24 @@ from elaswave_plugin.errors import PatchMismatchError
 _ABSENT = object()
 
 
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """A name that a diff of ``patches/`` adds to the source, None until somebody sets it.
+
+    ``place`` is "module:name"; ``make`` builds what is set from the record's target.
+    """
+
+    place: str
+    make: Callable[[Any], Any]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchRecord:
     """One replaced attribute of an installed distribution.
 
     ``target`` is "module:attribute.path"; ``make`` builds the replacement from what is there;
-    ``parameters`` is the fingerprint: the names in the target's signature, None where it has none.
+    ``parameters`` is the fingerprint: the names in the target's signature, None where it has none;
+    ``hook`` is set in place of the replacement where the source has it.
     """
 
     target: str
@@ -32,39 +45,42 @@ class PatchRecord:
     valid: str
     make: Callable[[Any], Any]
     parameters: tuple[str, ...] | None = None
-    may_be_absent: bool = False
+    hook: Hook | None = None
 
     def __str__(self) -> str:
         return f"{self.target} ({self.distribution} {self.valid}): {self.reason}"
 
     def locate(self) -> tuple[Any, str]:
         """The object that holds the attribute, and the attribute's name."""
-        module, _, path = self.target.partition(":")
-        owner: Any = importlib.import_module(module)
-        *parents, name = path.split(".")
-        for parent in parents:
-            owner = getattr(owner, parent)
-        return owner, name
+        return _locate(self.target)
+
+    @property
+    def seam(self) -> Hook:
+        """What is set when this is applied: the hook where the source has it, else the target."""
+        if self.hook is not None and hasattr(*_locate(self.hook.place)):
+            return self.hook
+        return Hook(self.target, self.make)
+
+    def installed(self) -> str | None:
+        """The installed version of the distribution; None where there is none."""
+        try:
+            return version(self.distribution)
+        except PackageNotFoundError:
+            return None
 
     def check(self) -> None:
         """Raise PatchMismatchError unless the installed target is the one this was written for."""
-        try:
-            installed = version(self.distribution)
-        except PackageNotFoundError:
+        installed = self.installed()
+        if installed is None:
             raise PatchMismatchError(
                 f"{self.distribution} is not installed, wanted {self.valid}; install it"
-            ) from None
+            )
         if not SpecifierSet(self.valid).contains(installed, prereleases=True):
             raise PatchMismatchError(
                 f"{self.distribution} {installed} is installed and the patch of {self.target} was "
                 f"written for {self.valid}; install a version in that range"
             )
-        owner, name = self.locate()
-        found: Any = getattr(owner, name, _ABSENT)
-        if found is _ABSENT:
-            if self.may_be_absent:
-                return
-            raise PatchMismatchError(f"{self.target} does not exist in {installed}")
+        found = self._found(installed)
         if self.parameters is not None:
             seen = tuple(inspect.signature(found).parameters)
             if seen != self.parameters:
@@ -72,6 +88,30 @@ class PatchRecord:
                     f"{self.target} takes {seen} in {self.distribution} {installed}, "
                     f"wanted {self.parameters}; look at the upstream change of this function"
                 )
+        seam = self.seam
+        if seam is self.hook and (taken := getattr(*_locate(seam.place))) is not None:
+            raise PatchMismatchError(
+                f"{seam.place} is set already, to {taken!r}, wanted None; take out what sets it"
+            )
+
+    def _found(self, installed: str) -> Any:
+        try:
+            owner, name = self.locate()
+            return getattr(owner, name)
+        except (ImportError, AttributeError) as error:
+            raise PatchMismatchError(
+                f"{self.target} does not exist in {self.distribution} {installed} ({error}), and "
+                f"was there in {self.valid}; look at the upstream change"
+            ) from error
+
+
+def _locate(place: str) -> tuple[Any, str]:
+    module, _, path = place.partition(":")
+    owner: Any = importlib.import_module(module)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    return owner, name
 
 
 class PatchSet:
@@ -92,13 +132,19 @@ class PatchSet:
             record.check()
         try:
             for record in self.records:
-                owner, name = record.locate()
-                replacement = record.make(getattr(owner, name, None))
+                seam = record.seam
+                owner, name = _locate(seam.place)
+                replacement = seam.make(getattr(*record.locate()))
                 self._originals.append((owner, name, vars(owner).get(name, _ABSENT)))
                 setattr(owner, name, replacement)
         except BaseException:
             self.undo()
             raise
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """What applying sets: hooks where the source has them, else targets."""
+        return tuple(record.seam.place for record in self.records)
 
     def undo(self) -> None:
         """Restore every target, last applied first."""

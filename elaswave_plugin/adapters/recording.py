@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from elaswave_plugin.runtime.loop import StepReport
 from elaswave_plugin.runtime.state_dump import NamedPiece, dump_state
@@ -39,6 +39,10 @@ class Recording:
             settings=worker.config.model_dump(mode="json"),
             **sizes,
         )
+
+    def patched(self, places: Sequence[str]) -> None:
+        """Write what the patch records set, as ``PatchSet.places`` has it."""
+        self._worker.events.emit("patched", slot=self._worker.slot, places=list(places))
 
     def recovered(self, recovery: dict[str, object]) -> None:
         """Tell the trackers; rank 0 may have moved here, or away."""

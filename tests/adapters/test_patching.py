@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from elaswave_plugin.adapters.patching import PatchRecord, PatchSet
+from elaswave_plugin.adapters.patching import Hook, PatchRecord, PatchSet
 from elaswave_plugin.errors import PatchMismatchError
 
 
@@ -69,6 +69,21 @@ def test_apply_changes_nothing_when_one_record_does_not_fit(
     with pytest.raises(PatchMismatchError, match=sentence):
         patches.apply()
     assert target.Thing.inherited is original
+
+
+def test_a_hook_that_the_source_has_is_set_and_nothing_is_replaced(target: Any) -> None:
+    hook = Hook("some_framework:function_hook", lambda native: ("hook for", native))
+    patches, original = PatchSet([record("function", hook=hook)]), target.function
+    assert patches.places == ("some_framework:function",)
+    target.function_hook = None
+    assert patches.places == ("some_framework:function_hook",)
+    patches.apply()
+    assert target.function is original
+    assert target.function_hook == ("hook for", original)
+    with pytest.raises(PatchMismatchError, match=r"function_hook is set already, to \('hook for'"):
+        PatchSet(patches.records).apply()
+    patches.undo()
+    assert target.function_hook is None
 
 
 def test_cpu_records_are_reversible_and_carry_their_reasons() -> None:

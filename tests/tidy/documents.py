@@ -1,13 +1,11 @@
 """Writes the parts of the documentation that follow from the code.
 
 python -m tests.tidy.documents            write README.md, configs/*, patches/README.md
-python -m tests.tidy.documents ledger     print the ledger of patch records
 """
 
 import json
-import sys
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,39 +86,21 @@ def toml_text() -> str:
     return "\n".join(lines) + "\n"
 
 
-def ledger_table() -> str:
-    """The run-time patch records as a table; imports Megatron-Core and DeepSpeed's adapter."""
-    from elaswave_plugin.adapters.deepspeed.seams import (
-        accelerate_patches,
-        deepspeed_patches,
-        destruction_patches,
-        launch_patches,
-        newcomer_patches,
-    )
-    from elaswave_plugin.adapters.megatron.cpu import cpu_patches
-    from elaswave_plugin.adapters.megatron.seams import elastic_patches
-    from elaswave_plugin.adapters.megatron_lm.cpu import lm_cpu_patches
-    from elaswave_plugin.adapters.megatron_lm.hooks import Hooks
-    from elaswave_plugin.adapters.megatron_lm.seams import lm_patches
-
-    always = {record.target for record in elastic_patches(exact=False).records}
-    rows = [(record, "no GPU") for record in cpu_patches().records]
-    for record in elastic_patches(exact=True).records:
-        rows.append((record, "elastic" if record.target in always else "elastic, exact"))
-    for patches in (launch_patches(), deepspeed_patches(), destruction_patches(None)):
-        rows += [(record, "elastic") for record in patches.records]
-    rows += [(record, "elastic, started again") for record in newcomer_patches().records]
-    rows += [(record, "elastic, Accelerate") for record in accelerate_patches(None).records]
-    known = {record.target for record, _ in rows}
-    more = [record for record in lm_cpu_patches().records if record.target not in known]
-    rows += [(record, "no GPU, Megatron-LM") for record in more]
-    every = lm_patches(Hooks(lambda config: None)).records
-    rows += [(record, "elastic, Megatron-LM") for record in every]
+def ledger_table(records: Sequence[Mapping[str, str]]) -> str:
+    """The run-time patch records as a table; they are those of `elaswave doctor --json`."""
     lines = ["| target | distribution | valid | applied | reason |", "|---|---|---|---|---|"]
-    for record, when in rows:
-        cells = (f"`{record.target}`", record.distribution, record.valid, when, record.reason)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    for record in records:
+        cells = [record[name] for name in ("distribution", "valid", "applied", "reason")]
+        row = (f"`{record['target']}`", *cells)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
     return "\n".join(lines)
+
+
+def ledger_now() -> str:
+    """That table as of now; imports Megatron-Core."""
+    from elaswave_plugin.doctor import as_json, examine
+
+    return ledger_table(as_json(examine(None))["records"])
 
 
 def _marks(name: str) -> tuple[str, str]:
@@ -145,7 +125,7 @@ def write_all() -> None:
     """Write every generated part anew."""
     parts: tuple[tuple[Path, str, Callable[[], str]], ...] = (
         (SETTINGS, "settings", settings_table),
-        (LEDGER, "ledger", ledger_table),
+        (LEDGER, "ledger", ledger_now),
     )
     for path, name, make in parts:
         path.write_text(with_block(path.read_text("utf-8"), name, make()), "utf-8")
@@ -153,7 +133,4 @@ def write_all() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["ledger"]:
-        print(ledger_table())
-    else:
-        write_all()
+    write_all()

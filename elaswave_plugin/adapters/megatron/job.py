@@ -110,6 +110,7 @@ class ElasticJob:
         )
         self._loop = ElasticLoop(steps)
         self._loop.start()
+        self._recording.patched(self._patches.places)
         self._recording.attached(
             num_microbatches=self._num_microbatches, micro_batch_size=self._micro_batch_size
         )

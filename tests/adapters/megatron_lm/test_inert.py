@@ -8,15 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.adapters.megatron_lm.cpu import lm_cpu_patches
-from elaswave_plugin.adapters.megatron_lm.hooks import Hooks
 from elaswave_plugin.adapters.megatron_lm.refuse import check_arguments
-from elaswave_plugin.adapters.megatron_lm.seams import lm_patches
-from elaswave_plugin.adapters.patching import PatchRecord
 from elaswave_plugin.config import ElasticConfig, option_of
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.megatron_lm import _with_our_group
-from tests.adapters.megatron_lm.harness import needs_repository
 
 # A package that looks like megatron.training to whoever imports it.
 PRETRAIN = """
@@ -90,47 +85,6 @@ def test_a_provider_of_the_script_is_kept() -> None:
     words = ["--elaswave", "--elaswave-seed", "5"]
     given = _with_our_group(theirs, words, argparse.ArgumentParser()).parse_args(words)
     assert vars(given) == {"more": 7, "elaswave": True, "elaswave_seed": "5"}
-
-
-def records() -> list[PatchRecord]:
-    """Every record of this adapter."""
-    mine = [*lm_cpu_patches().records, *lm_patches(Hooks(lambda config: None)).records]
-    return sorted(mine, key=str)
-
-
-@pytest.mark.parametrize(
-    "record",
-    [record for record in records() if not record.target.startswith("megatron.training")],
-    ids=lambda record: record.target,
-)
-def test_record_fits_what_is_installed(record: PatchRecord) -> None:
-    if record.target.startswith("megatron.legacy"):
-        pytest.skip("megatron.legacy is in the repository only")
-    record.check()
-
-
-CHECK_ALL = """
-import tests.adapters.megatron_lm.preload
-from tests.adapters.megatron_lm.test_inert import records
-for record in records():
-    record.check()
-print(len(records()), "records")
-"""
-
-
-@needs_repository
-def test_every_record_fits_the_repository(script: Path) -> None:
-    root = Path(__file__).parents[3]
-    paths = [str(root), str(script.parent), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CHECK_ALL],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert f"{len(records())} records" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,66 @@
+"""Every patch record of every adapter in one list, with when it is applied."""
+
+from collections.abc import Iterable
+from importlib.util import find_spec
+from typing import NamedTuple
+
+from elaswave_plugin.adapters.patching import PatchRecord
+
+
+class Entry(NamedTuple):
+    """A record and the jobs that apply it."""
+
+    record: PatchRecord
+    applied: str
+
+    @property
+    def needs_checkout(self) -> bool:
+        """Whether the target is in Megatron-LM's repository only, not in megatron-core."""
+        return self.record.target.startswith(("megatron.training.", "megatron.legacy."))
+
+
+def read_ledger() -> tuple[Entry, ...]:
+    """All entries; Megatron's where it can be imported, the others whether or not they are there.
+
+    Imports torch and Megatron-Core.
+    """
+    return (*(_of_megatron() if find_spec("megatron") else ()), *_of_deepspeed(), *_of_scripts())
+
+
+def _of_megatron() -> Iterable[Entry]:
+    from elaswave_plugin.adapters.megatron.cpu import cpu_patches
+    from elaswave_plugin.adapters.megatron.seams import elastic_patches
+
+    yield from (Entry(record, "no GPU") for record in cpu_patches().records)
+    always = {record.target for record in elastic_patches(exact=False).records}
+    for record in elastic_patches(exact=True).records:
+        yield Entry(record, "elastic" if record.target in always else "elastic, exact")
+
+
+def _of_deepspeed() -> Iterable[Entry]:
+    from elaswave_plugin.adapters.deepspeed import seams
+
+    for patches, applied in (
+        (seams.launch_patches(), "elastic"),
+        (seams.deepspeed_patches(), "elastic"),
+        (seams.destruction_patches(None), "elastic"),
+        (seams.newcomer_patches(), "elastic, started again"),
+        (seams.accelerate_patches(None), "elastic, Accelerate"),
+    ):
+        yield from (Entry(record, applied) for record in patches.records)
+
+
+def _of_scripts() -> Iterable[Entry]:
+    if not find_spec("megatron"):
+        return
+    from elaswave_plugin.adapters.megatron.cpu import cpu_patches
+    from elaswave_plugin.adapters.megatron_lm.cpu import lm_cpu_patches
+    from elaswave_plugin.adapters.megatron_lm.hooks import Hooks
+    from elaswave_plugin.adapters.megatron_lm.seams import lm_patches
+
+    known = {record.target for record in cpu_patches().records}
+    for record in lm_cpu_patches().records:
+        if record.target not in known:
+            yield Entry(record, "no GPU, Megatron-LM")
+    for record in lm_patches(Hooks(lambda config: None)).records:
+        yield Entry(record, "elastic, Megatron-LM")

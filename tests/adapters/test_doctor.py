@@ -1,0 +1,112 @@
+"""elaswave doctor: every record fits what is installed, and one that does not is named."""
+
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elaswave_plugin.adapters import ledger
+from elaswave_plugin.adapters.ledger import Entry
+from elaswave_plugin.adapters.patching import Hook, PatchRecord
+from elaswave_plugin.cli import run_command
+from tests.adapters.megatron_lm.harness import REPOSITORY, needs_repository
+
+
+def states(done: "subprocess.CompletedProcess[str]") -> dict[str, set[str]]:
+    """The states of the records of each distribution; all fit, or the test fails."""
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    said = json.loads(done.stdout)
+    assert said["holds"] is True
+    assert set(said["extensions"]) == {"transformer-engine", "apex"}
+    found: dict[str, set[str]] = {}
+    for record in said["records"]:
+        found.setdefault(record["distribution"], set()).add(record["state"])
+    return found
+
+
+def test_every_record_fits_what_is_installed(doctor: "subprocess.CompletedProcess[str]") -> None:
+    found = states(doctor)
+    assert {"torch", "megatron-core", "deepspeed", "accelerate"} == set(found)
+    assert found.pop("megatron-core") == {"fits", "no checkout"}
+    assert set.union(*found.values()) == {"fits"}
+
+
+@needs_repository
+def test_every_record_fits_the_repository() -> None:
+    command = [sys.executable, "-m", "elaswave_plugin.cli", "doctor", "--json"]
+    done = subprocess.run(
+        [*command, "--megatron-lm", REPOSITORY],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env=dict(os.environ),
+    )
+    assert set.union(*states(done).values()) == {"fits"}
+
+
+@pytest.fixture
+def examined(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A module with a function and a hook; two records of it are all that there is to examine."""
+    module: Any = types.ModuleType("some_framework")
+    module.function = lambda first, second=0: first
+    module.function_hook = None
+    monkeypatch.setitem(sys.modules, "some_framework", module)
+    record = PatchRecord(
+        target="some_framework:function",
+        reason="a test",
+        distribution="pytest",
+        valid=">=1",
+        parameters=("first", "second"),
+        make=lambda native: native,
+        hook=Hook("some_framework:function_hook", lambda native: native),
+    )
+    absent = PatchRecord(
+        target="nowhere:function",
+        reason="a test",
+        distribution="no-such-thing",
+        valid=">=1",
+        make=lambda native: native,
+    )
+    found = (Entry(record, "elastic"), Entry(absent, "elastic"))
+    monkeypatch.setattr(ledger, "read_ledger", lambda: found)
+    return module
+
+
+def test_a_hook_and_what_is_not_installed_are_said(
+    examined: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
+    assert run_command(["doctor", "--json"]) == 0
+    records = json.loads(capsys.readouterr().out)["records"]
+    assert [record["state"] for record in records] == ["hook", "not installed"]
+    assert examined.function_hook is None
+    del examined.function_hook
+    assert run_command(["doctor"]) == 0
+    screen = capsys.readouterr().out
+    assert "fits" in screen and "apex: " in screen and "transformer-engine: " in screen
+
+
+def test_a_record_that_does_not_fit_is_named_with_exit_code_2(
+    examined: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
+    examined.function = lambda first, third: first
+    for options in ([], ["--json"]):
+        assert run_command(["doctor", *options]) == 2
+        shown = capsys.readouterr()
+        (line,) = shown.err.splitlines()
+        assert line.startswith("elaswave: some_framework:function takes ('first', 'third')")
+        assert f"pytest {pytest.__version__}, wanted ('first', 'second')" in line
+    assert json.loads(shown.out)["holds"] is False
+
+
+def test_a_folder_that_is_no_checkout_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["doctor", "--megatron-lm", str(tmp_path)]) == 2
+    assert "has no folder megatron/training" in capsys.readouterr().err

@@ -1,0 +1,97 @@
+"""A source that was given hooks: a fault changes nothing, and no function is replaced."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from elaswave_plugin.adapters.megatron.seams import elastic_patches
+from elaswave_plugin.diffs import apply, find_tree, read_series, revert
+from tests.faults.conftest import Launch, Reference
+from tests.faults.harness import ROOT, JobSpec, Outcome, Zygote, check_equal, launch
+from tests.faults.hybrid_matrix import PP2_DP2
+from tests.faults.test_outside_a_step import saved_tensors
+
+
+def sources(folder: Path) -> dict[str, bytes]:
+    """Every source file of a tree."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.py")}
+
+
+@pytest.fixture(scope="module")
+def patched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A copy of the installed megatron-core with all diffs; afterwards they are taken back."""
+    spec = find_spec("megatron.core")
+    assert spec is not None and spec.origin is not None
+    installed, root = Path(spec.origin).parents[2], tmp_path_factory.mktemp("patched")
+    shutil.copytree(installed / "megatron" / "core", root / "megatron" / "core")
+    tree = find_tree(root)
+    assert apply(tree) == read_series()
+    yield root
+    assert revert(tree) == read_series()
+    assert sources(root / "megatron" / "core") == sources(installed / "megatron" / "core")
+
+
+@pytest.fixture(scope="module")
+def hooked(patched: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
+    """Launch a specification with that copy."""
+    paths = [str(ROOT), str(patched), os.environ.get("PYTHONPATH", "")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+        zygote = Zygote(tmp_path_factory.mktemp("zygote"))
+        try:
+            yield lambda spec: launch(
+                spec, zygote=zygote, data=data, directory=tmp_path_factory.mktemp("run")
+            )
+        finally:
+            zygote.close()
+
+
+def places(run: Outcome) -> set[str]:
+    """What the patch records set, alike in every worker, by the job's own record."""
+    said = run.events("patched")
+    assert {event["slot"] for event in said} == set(range(run.spec.nproc))
+    (found,) = {frozenset(event["places"]) for event in said}
+    return set(found)
+
+
+def check_hooked(run: Outcome, reference: Outcome) -> None:
+    """Bit-equal to the run with run-time patches; and hooks were set, and no function replaced."""
+    check_equal(run, reference)
+    records = elastic_patches(exact=True).records
+    hooks = {record.hook.place for record in records if record.hook is not None}
+    targets = {record.target for record in records}
+    assert len(hooks) == len(targets)
+    assert hooks <= places(run) and targets.isdisjoint(places(run))
+    assert targets <= places(reference) and hooks.isdisjoint(places(reference))
+
+
+def test_kill_with_hooks_in_place_of_replaced_functions_changes_nothing(
+    hooked: Launch, reference: Reference
+) -> None:
+    spec = JobSpec(kills=("2@3:backward",))
+    check_hooked(hooked(spec), reference(spec))
+
+
+@pytest.mark.slow
+def test_an_empty_stage_with_hooks_takes_a_replica_of_another(
+    hooked: Launch, reference: Reference
+) -> None:
+    spec = replace(PP2_DP2, lost_trainers=(2, 3))
+    check_hooked(hooked(spec), reference(spec))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_with_hooks_is_the_same(hooked: Launch, run: Launch, tmp_path: Path) -> None:
+    def spec(name: str, *kills: str) -> JobSpec:
+        return JobSpec(options=(f"--save={tmp_path / name}", "--save-interval=6"), kills=kills)
+
+    check_hooked(hooked(spec("hooked", "1@2:reduce")), run(spec("native")))
+    left, right = (saved_tensors(tmp_path / name / "iter_0000006") for name in ("hooked", "native"))
+    assert len(left) > 20 and left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
