@@ -22,7 +22,7 @@ _PARAM_ALIGNMENT = 64
 Parts = Sequence[Sequence[torch.nn.Parameter]]
 
 
-def present_parts(model: DistributedDataParallel) -> Parts:
+def present_parts(model: DistributedDataParallel) -> list[list[torch.nn.Parameter]]:
     """The parameters by bucket, as DDP has dealt them out."""
     return [bucket.params_list for buffer in model.buffers for bucket in buffer.buckets]
 

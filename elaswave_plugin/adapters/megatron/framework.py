@@ -54,10 +54,8 @@ def make_room(
     What is loaded into the optimizer afterwards is kept.
     """
     group = chunks[0].intra_dp_cp_group
-    by_units = parallel_state.get_pipeline_model_parallel_world_size() > 1
     for chunk in chunks:
-        parts = list(units_of(chunk).values()) if by_units else buffers.present_parts(chunk)
-        buffers.lay_out(chunk, parts, group.size())
+        buffers.lay_out(chunk, list(units_of(chunk).values()), group.size())
         buffers.set_width(chunk, group.size(), group.rank())
     shard = FlatShard(optimizer, config_overrides)
     shard.recut()

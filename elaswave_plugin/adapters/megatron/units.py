@@ -1,7 +1,8 @@
 """The parts of a model that can lie at another stage: layers, and what is before and after them.
 
 A unit is a bucket of its own, cut evenly over the workers of its stage. Between stages of one
-width a unit so travels in disjoint pieces from rank to rank, and nothing else moves.
+width a unit so travels in disjoint pieces from rank to rank, and nothing else moves. Without
+pipeline stages nothing changes its place: the buckets stay as DDP has dealt them out.
 """
 
 from collections.abc import Sequence
@@ -9,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from elaswave_plugin.adapters.megatron.buffers import present_parts
 
 Parameters = list[torch.nn.Parameter]
 
@@ -19,7 +22,10 @@ def units_of(chunk: DistributedDataParallel) -> dict[int, Parameters]:
     Layers have their numbers, from 1 on. What is in front of them is 0, what follows them one more
     than the number of layers. An embedding that two stages share is a unit of its own beyond these,
     since both stages have to cut it alike (megatron/core/distributed/param_and_grad_buffer.py).
+    Where there is one stage only, the units are DDP's own buckets, from 0 downwards.
     """
+    if chunk.config.pipeline_model_parallel_size == 1:
+        return {-number: params for number, params in enumerate(present_parts(chunk))}
     num_layers: int = chunk.config.num_layers
     layer_of = {
         param: module.layer_number
