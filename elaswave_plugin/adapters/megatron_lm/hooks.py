@@ -7,6 +7,7 @@ starts again after a recovery; see ``runtime/script_loop.py``.
 from collections.abc import Callable
 from functools import partial, wraps
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import torch.distributed as dist
@@ -138,8 +139,8 @@ class Hooks:
 
         @wraps(native)
         def train_step(*args: Any, iteration: int, **kwargs: Any) -> Any:
-            step = partial(native, *args, iteration=iteration, **kwargs)
-            return self._joined.step(step, iteration)
+            step = partial(native, *args, **kwargs)
+            return self._joined.step(lambda iteration: step(iteration=iteration))
 
         return train_step
 
@@ -179,17 +180,43 @@ class Hooks:
         """Logging adds the step's losses to the interval's: not twice."""
 
         @wraps(native)
-        def training_log(losses: Any, interval: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        def training_log(*args: Any, **kwargs: Any) -> Any:
+            call, variables = signature(native).bind(*args, **kwargs), self._joined.variables
+            variables.before_logging(call.arguments)
+            interval = call.arguments["total_loss_dict"]
             before = dict(interval)
 
             def work() -> Any:
                 interval.clear()
                 interval.update(before)
-                return native(losses, interval, *args, **kwargs)
+                return native(*call.args, **call.kwargs)
 
-            return self._joined.run(work)
+            reports_memory = self._joined.run(work)
+            variables.logged(interval, bool(reports_memory))
+            return reports_memory
 
         return training_log
+
+    def decide_exit(self, native: Native) -> Native:
+        """A piece of the loop, which learns here what has been counted."""
+        piece = self.piece(native)
+
+        @wraps(native)
+        def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> Any:
+            call = signature(native).bind(*args, **kwargs)
+            self._joined.variables.counted(call.arguments["num_floating_point_operations_so_far"])
+            return piece(*args, **kwargs)
+
+        return checkpoint_and_decide_exit
+
+    def enable_forward_pre_hook(self, native: Native) -> Native:
+        """A worker that came later has them before its first step, as the others do."""
+
+        @wraps(native)
+        def enable_forward_pre_hook(model_chunks: Any) -> None:
+            native([one for one in model_chunks if not one.remove_forward_pre_hook_handles])
+
+        return enable_forward_pre_hook
 
     def disable_forward_pre_hook(self, native: Native) -> Native:
         """The hooks go once; gathering the weights can start again."""
@@ -228,6 +255,17 @@ class Hooks:
         return exit_detector
 
     # ---- checkpoints ----------------------------------------------------------------------------
+
+    def load(self, native: Native) -> Native:
+        """A worker that comes later gets the state of the others, and reads no checkpoint."""
+
+        @wraps(native)
+        def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            if self.job is not None and self.job.comes_later:
+                return 0, 0
+            return native(*args, **kwargs)
+
+        return load_checkpoint
 
     def save(self, native: Native) -> Native:
         """What it caches of the job's layout is made anew for each save."""

@@ -15,9 +15,10 @@ from elaswave_plugin.adapters.megatron.framework import MegatronFramework, make_
 from elaswave_plugin.adapters.megatron.microbatches import Microbatches
 from elaswave_plugin.adapters.megatron.optimizer_state import FlatShard
 from elaswave_plugin.adapters.megatron.refuse import check_supported
-from elaswave_plugin.adapters.megatron_lm import side_state
 from elaswave_plugin.adapters.megatron_lm.loader import MicrobatchLoader
 from elaswave_plugin.adapters.megatron_lm.losses import LossTotals
+from elaswave_plugin.adapters.megatron_lm.newcomer import LoopVariables, check_seals_everything
+from elaswave_plugin.adapters.megatron_lm.side_state import SideState
 from elaswave_plugin.adapters.recording import Recording
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.core.layout import sizes_of
@@ -36,7 +37,7 @@ class LmJob:
     def __init__(self, config: ElasticConfig, args: Any) -> None:
         """Join the job.
 
-        Raises ConfigurationError outside a supervisor, for uneven batches and for respawn.
+        Raises ConfigurationError outside a supervisor, and for uneven batches.
         """
         workers = int(os.environ.get("WORLD_SIZE", "1"))
         self.width = sizes_of(
@@ -51,13 +52,13 @@ class LmJob:
         check_sinks(config)
         self._args = args
         self._seed = args.seed if config.seed is None else config.seed
-        config = config.without_respawn("Megatron-LM's own loop does not take workers back yet")
         self.worker = Worker(config=config, environ=os.environ)
         self._tracker = Tracker(config, self.worker.run_id, self.worker.owns_rank_0)
         self._loaders: list[MicrobatchLoader] = []
         self._shard: FlatShard | None = None
         self._loop: ScriptLoop | None = None
         self._trained_from: list[MicrobatchLoader] = []
+        self.variables = LoopVariables(args)
 
     def make_world(self) -> None:
         """Make WORLD ours, which needs no store and no rendezvous."""
@@ -88,10 +89,16 @@ class LmJob:
     def _consume(self, microbatch: int, ids: Sequence[int]) -> None:
         self._microbatches.consume(self.worker.completed, microbatch, tuple(ids))
 
-    def bind(self, chunks: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
-        """Take what was built into care and seal it: training begins."""
+    def bind(self, chunks: list[Any], optimizer: Any, scheduler: Any) -> None:
+        """Take what was built into care and seal it: training begins.
+
+        A worker that replaces a lost one enters here, and gets the state of the others.
+        Raises ConfigurationError for a model that it could not get.
+        """
         args, worker = self._args, self.worker
         assert self._shard is not None
+        if worker.config.respawn:
+            check_seals_everything(chunks)
         # As Megatron-LM's train() sets it a moment later.
         chunks[0].config.finalize_model_grads_func = finalize_model_grads
         self._framework = MegatronFramework(
@@ -104,6 +111,7 @@ class LmJob:
             shard=self._shard,
         )
         worker.completed = args.iteration
+        self.variables.bind(chunks)
         self._microbatches = Microbatches(
             worker, self._framework, num_microbatches=self._num_microbatches
         )
@@ -115,21 +123,25 @@ class LmJob:
             on_commit=self._record,
             on_recovered=self._recovered,
         )
-        self._loop = ScriptLoop(steps, remember=lambda: side_state.remember(self._loaders))
+        self._loop = ScriptLoop(steps, state=SideState(self._loaders, self.variables))
         self._loop.start()
+        args.rank, args.world_size = dist.get_rank(), dist.get_world_size()
         self._recording.attached(
             num_microbatches=self._num_microbatches, micro_batch_size=args.micro_batch_size
         )
 
     # ---- the pieces of the loop -----------------------------------------------------------------
 
-    def step(self, train_step: Callable[[], tuple[Any, ...]], iteration: int) -> tuple[Any, ...]:
-        """Complete a step through any number of recoveries; returns what ``train_step`` does."""
+    def step(self, train_step: Callable[[int], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Complete a step through any number of recoveries; returns what ``train_step`` does.
+
+        ``train_step(iteration)`` is Megatron-LM's, for this step or the one before it.
+        """
         results: list[tuple[Any, ...]] = []
 
-        def attempt() -> StepReport:
+        def attempt(iteration: int) -> StepReport:
             self._args.curr_iteration = iteration
-            losses, *others = train_step()
+            losses, *others = train_step(iteration)
             # The last rank logs them, and need not be in the last stage after a loss.
             results.append((losses or self._losses.means, *others))
             for loader in self._trained_from:
@@ -143,6 +155,7 @@ class LmJob:
             )
 
         assert self._loop is not None
+        self.variables.first_step()
         self._loop.step(attempt)
         return results[-1]
 
@@ -169,8 +182,11 @@ class LmJob:
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         return list(self._losses.agree(reports, group))
 
-    def run(self, work: Callable[[], Result], *, phase: str | None = None) -> Result:
-        """A piece of the loop other than a step; before training, it is just called."""
+    def run(self, work: Callable[[], Result], *, phase: str | None = None) -> Result | None:
+        """A piece of the loop other than a step; before training, it is just called.
+
+        None for a worker that came later, where the others have it behind them.
+        """
         return work() if self._loop is None else self._loop.run(work, phase=phase)
 
     def settle_generators(self) -> None:
@@ -181,6 +197,11 @@ class LmJob:
     def trains(self) -> bool:
         """Whether training has begun, so that workers are recovered and leave together."""
         return self._loop is not None
+
+    @property
+    def comes_later(self) -> bool:
+        """Whether this worker replaces a lost one, and builds its model beside the training."""
+        return self.worker.alone
 
     @property
     def has_place(self) -> bool:

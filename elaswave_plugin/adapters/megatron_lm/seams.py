@@ -116,7 +116,7 @@ def _pieces(hooks: Hooks) -> list[PatchRecord]:
         record(f"{_TRAINING}:save_checkpoint_and_time", save, again),
         record(
             f"{_TRAINING}:checkpoint_and_decide_exit",
-            hooks.piece,
+            hooks.decide_exit,
             again,
             *("model", "optimizer", "opt_param_scheduler", "iteration"),
             *("num_floating_point_operations_so_far", "checkpointing_context"),
@@ -128,6 +128,12 @@ def _pieces(hooks: Hooks) -> list[PatchRecord]:
             hooks.disable_forward_pre_hook,
             "it gathers the weights, which starts again after a recovery",
             *("model_chunks", "param_sync"),
+        ),
+        record(
+            f"{_TRAINING}:enable_forward_pre_hook",
+            hooks.enable_forward_pre_hook,
+            "a worker that comes back gathers weights in its first step, as the others do",
+            "model_chunks",
         ),
         record("megatron.core.timers:Timer.start", hooks.timer, timer, "self", "barrier"),
         record("megatron.core.timers:Timer.stop", hooks.timer, timer, "self", "barrier"),
@@ -151,6 +157,14 @@ def _parameters_of_training_log() -> tuple[str, ...]:
 def _checkpoints(hooks: Hooks) -> list[PatchRecord]:
     checkpointing = "megatron.training.checkpointing"
     return [
+        record(
+            f"{_TRAINING}:load_checkpoint",
+            hooks.load,
+            "a worker that comes back gets the state of the others",
+            *("ddp_model", "optimizer", "opt_param_scheduler", "load_arg", "strict"),
+            *("checkpointing_context", "skip_load_to_model_and_opt", "tp_group", "pp_group"),
+            "dp_cp_group",
+        ),
         record(f"{_TRAINING}:save_checkpoint", hooks.save, "a save starts again after a recovery"),
         record(
             f"{checkpointing}:generate_state_dict",

@@ -5,13 +5,14 @@ that is interrupted and run again must find them as they were.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from elaswave_plugin.adapters.megatron_lm.loader import MicrobatchLoader
+from elaswave_plugin.adapters.megatron_lm.newcomer import LoopVariables, Told
 
 _COUNTERS = (
     "consumed_train_samples",
@@ -19,31 +20,65 @@ _COUNTERS = (
     "skipped_train_samples",
     "curr_iteration",
 )
+_TIMER = ("_elapsed", "_active_time", "_started", "_start_time")
 # Of the rerun state machine: what it saves to rerun a step is made anew at the step's beginning.
 _NOT_KEPT = ("saved_state", "error_injector", "state_save_func", "state_restore_func")
+# Of it, what decides over reruns; its other fields are about results of one worker.
+_SHARED = ("current_iteration", "first_iteration_complete", "large_value_counts", "max_values")
 
 
-def remember(loaders: Sequence[MicrobatchLoader]) -> Callable[[], None]:
-    """Keep all of it; returns the function that puts it back."""
-    training, machine = import_module("megatron.training"), get_rerun_state_machine()
-    args = training.get_args()
-    counters = {name: getattr(args, name) for name in _COUNTERS if hasattr(args, name)}
-    timers = [(timer, dict(vars(timer))) for timer in training.get_timers()._timers.values()]
-    reruns = _kept(machine)
-    positions = [(loader, loader.position) for loader in loaders]
+class Kept(NamedTuple):
+    """What there was: counters, fields of each timer, of the rerun machine, loader positions."""
 
-    def put_back() -> None:
-        vars(args).update(counters)
-        for timer, fields in timers:
-            vars(timer).update(fields)
-        vars(machine).update(copy.deepcopy(reruns))
-        for loader, position in positions:
+    counters: dict[str, Any]
+    timers: dict[str, dict[str, Any]]
+    reruns: dict[str, Any]
+    positions: list[int]
+
+
+class SideState:
+    """All of it, as a ``LoopState``; ``variables``: what train() has besides."""
+
+    def __init__(self, loaders: Sequence[MicrobatchLoader], variables: LoopVariables) -> None:
+        self._loaders = loaders
+        self._variables = variables
+        # What train() has in variables, those who have been there tell.
+        self.tell = variables.tell
+
+    def keep(self) -> Kept:
+        """A copy of it."""
+        training, machine = import_module("megatron.training"), get_rerun_state_machine()
+        args = training.get_args()
+        return Kept(
+            counters={name: getattr(args, name) for name in _COUNTERS if hasattr(args, name)},
+            timers={
+                name: {field: getattr(timer, field) for field in _TIMER}
+                for name, timer in training.get_timers()._timers.items()
+            },
+            reruns={
+                name: copy.deepcopy(value)
+                for name, value in vars(machine).items()
+                if name not in _NOT_KEPT
+            },
+            positions=[loader.position for loader in self._loaders],
+        )
+
+    def put_back(self, kept: Kept) -> None:
+        """Make it as it was kept."""
+        training = import_module("megatron.training")
+        vars(training.get_args()).update(kept.counters)
+        timers = training.get_timers()._timers
+        for name, fields in kept.timers.items():
+            if name in timers:
+                vars(timers[name]).update(fields)
+        vars(get_rerun_state_machine()).update(copy.deepcopy(kept.reruns))
+        for loader, position in zip(self._loaders, kept.positions, strict=True):
             loader.position = position
 
-    return put_back
+    def shared(self, kept: Kept) -> Kept:
+        """What holds for every worker."""
+        return kept._replace(reruns={name: kept.reruns[name] for name in _SHARED})
 
-
-def _kept(machine: Any) -> dict[str, Any]:
-    return {
-        name: copy.deepcopy(value) for name, value in vars(machine).items() if name not in _NOT_KEPT
-    }
+    def follow(self, step: int, told: Told) -> None:
+        """Have train() begin with this step."""
+        self._variables.follow(step, told)

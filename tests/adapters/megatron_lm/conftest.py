@@ -55,7 +55,7 @@ def reference(run: Launch) -> Launch:
     made: dict[ScriptSpec, Outcome] = {}
 
     def undisturbed(spec: ScriptSpec) -> Outcome:
-        spec = replace(spec, kills=(), changes=())
+        spec = replace(spec, kills=(), changes=(), awaits=(), respawn=0)
         if spec not in made:
             made[spec] = run(spec)
             assert made[spec].returncode == 0, made[spec].output[-4000:]

@@ -68,6 +68,7 @@ class ScriptSpec(JobSpec):
             f"--elaswave-dir={directory}",
             f"--elaswave-consistency={self.consistency}",
             f"--elaswave-dump-state={self.dump}",
+            f"--elaswave-respawn={self.respawn}",
             *(f"--elaswave-kill={kill}" for kill in self.kills),
             *(f"--elaswave-change={change}" for change in self.changes),
         ]
@@ -92,10 +93,15 @@ def lay_out(folder: Path) -> Path:
 
 
 def printed(run: Outcome) -> list[str]:
-    """What the script prints of iterations and evaluations, without times of the clock.
+    """What the script prints of iterations and evaluations, without times of the clock."""
+    return printed_in(run.output)
+
+
+def printed_in(output: str) -> list[str]:
+    """The same of the whole output of a run.
 
     Workers write to one file, so that a line may go on with what another one prints.
     """
-    found = re.findall(_RESULTS, run.output)
-    assert found, run.output[-4000:]
+    found = re.findall(_RESULTS, output)
+    assert found, output[-4000:]
     return [re.sub(r"elapsed time[^|]*\| ", "", text) for text in found]

@@ -1,0 +1,129 @@
+"""What Megatron-LM's train() has in variables of its own, for a worker that comes into it later.
+
+train() can begin with any iteration, as after a checkpoint was loaded. But what it has added up
+since the last line of its log, whether the forward pass gathers weights, and since when the job
+runs, only those know who have been there.
+"""
+
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+
+from elaswave_plugin.errors import ConfigurationError
+
+# What loading a checkpoint sets in the arguments, besides the counters of side_state.py.
+_LOADED = ("iteration", "num_floating_point_operations_so_far", "finetune")
+# When the job began, by which it ends after a time that was asked for.
+_BEGAN = ("_TRAIN_START_TIME", "_LEGACY_TRAIN_START_TIME")
+_TRAINING = "megatron.training.training"
+
+
+class Told(NamedTuple):
+    """The variables, before a step; ``interval`` is None before the first line of the log."""
+
+    loaded: dict[str, Any]
+    began: dict[str, float]
+    num_floating_point_operations: float
+    interval: dict[str, Any] | None
+    reports_memory: bool
+    gathers_in_forward: bool
+
+
+class LoopVariables:
+    """The variables of one worker's train()."""
+
+    def __init__(self, args: Any) -> None:
+        self._args = args
+        self._chunks: list[Any] = []
+        self._num_floating_point_operations: float | None = None
+        self._interval: dict[str, Any] | None = None
+        self._reports_memory = True
+        # Of a worker that came later: until its first step, and until its first line of the log.
+        self._begins: Told | None = None
+        self._logs: Told | None = None
+
+    def bind(self, chunks: list[Any]) -> None:
+        """Training begins with this model."""
+        self._chunks = chunks
+
+    def counted(self, num_floating_point_operations: float) -> None:
+        """So many operations were done in all steps."""
+        self._num_floating_point_operations = num_floating_point_operations
+
+    def logged(self, interval: dict[str, Any], reports_memory: bool) -> None:
+        """A step was logged: the sums since the last line are ``interval`` now."""
+        self._interval, self._reports_memory = interval, reports_memory
+
+    def tell(self) -> Told:
+        """All of it, alike on all workers; tensors on the host."""
+        args, interval = self._args, self._interval
+        count = self._num_floating_point_operations
+        if count is None:
+            count = float(args.num_floating_point_operations_so_far)
+        return Told(
+            loaded={name: getattr(args, name) for name in _LOADED},
+            began={name: vars(import_module(_TRAINING))[name] for name in _BEGAN},
+            num_floating_point_operations=count,
+            interval=None if interval is None else {k: _on_host(v) for k, v in interval.items()},
+            reports_memory=self._reports_memory,
+            gathers_in_forward=any(c.remove_forward_pre_hook_handles for c in self._chunks),
+        )
+
+    # ---- on a worker that came later ------------------------------------------------------------
+
+    def follow(self, step: int, told: Told) -> None:
+        """Have train() begin with this step."""
+        self._begins = self._logs = told
+        vars(import_module(_TRAINING)).update(told.began)
+        self._args.iteration = step
+        self._args.num_floating_point_operations_so_far = told.num_floating_point_operations
+
+    def first_step(self) -> None:
+        """train() has begun: from now on it is where the others are."""
+        told, self._begins = self._begins, None
+        if told is None:
+            return
+        vars(self._args).update(told.loaded)
+        if told.gathers_in_forward:
+            for chunk in self._chunks:
+                chunk.enable_forward_pre_hook()
+            if self._args.align_param_gather:
+                # As train() sets it, and sets it again after a worker's first step.
+                gather = [chunk.start_param_sync for chunk in self._chunks]
+                self._chunks[0].config.param_sync_func = gather if len(gather) > 1 else gather[0]
+
+    def before_logging(self, arguments: dict[str, Any]) -> None:
+        """Complete the arguments of ``training_log`` with what there was before it came."""
+        told, self._logs = self._logs, None
+        if told is not None and told.interval is not None:
+            device = torch.cuda.current_device()
+            arguments["total_loss_dict"].update(
+                {k: v.to(device) if torch.is_tensor(v) else v for k, v in told.interval.items()}
+            )
+            arguments["report_memory_flag"] = told.reports_memory
+            arguments["is_first_iteration"] = False
+
+
+def check_seals_everything(chunks: list[Any]) -> None:
+    """Raise ConfigurationError for tensors of the model that a worker could not get on its return.
+
+    They are not in the optimizer's state, and so in no snapshot.
+    """
+    for chunk in chunks:
+        frozen = [name for name, param in chunk.named_parameters() if not param.requires_grad]
+        saved = [
+            f"{place}.{name}"
+            for place, module in chunk.named_modules()
+            for name in module._buffers.keys() - module._non_persistent_buffers_set
+            if module._buffers[name] is not None
+        ]
+        for name in (*frozen, *saved):
+            raise ConfigurationError(
+                f"the model has {name}, which the optimizer does not update, and which a worker"
+                " that comes back could not get; set respawn to 0"
+            )
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().cpu() if torch.is_tensor(value) else value

@@ -1,0 +1,65 @@
+"""A lost worker of an unmodified pretrain_gpt.py comes back, as if it had never gone."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.adapters.megatron_lm.conftest import Launch
+from tests.adapters.megatron_lm.harness import (
+    EVALUATION,
+    NO_EVALUATION,
+    TP2_PP2,
+    ScriptSpec,
+    needs_repository,
+    printed,
+)
+from tests.adapters.megatron_lm.test_pieces import check_checkpoints
+from tests.faults.harness import Outcome, check_equal
+
+pytestmark = [needs_repository, pytest.mark.timeout(300)]
+
+# Lines of the log after 4 and 8 steps: the second averages over steps before and after the return.
+EVERY_FOURTH = ("--log-interval", "4")
+BACK = ScriptSpec(steps=9, dump="last", respawn=10, awaits=((5, 1),))
+BACK_IN_TP2_PP2_DP2 = replace(BACK, nproc=8, options=(*NO_EVALUATION, *TP2_PP2))
+
+
+def check_back(run: Launch, reference: Launch, spec: ScriptSpec, slot: int) -> Outcome:
+    """The worker of this slot comes back, and every number is that of the undisturbed run."""
+    whole, undisturbed = run(spec), reference(spec)
+    check_equal(whole, undisturbed)
+    assert printed(whole) == printed(undisturbed)
+    assert [(event["slot"], event["incarnation"]) for event in whole.events("entered")] == [
+        (slot, 1)
+    ]
+    assert whole.events("view_committed")[-1]["ranks"] == list(range(spec.nproc))
+    assert "Traceback" not in whole.output
+    return whole
+
+
+def saving(name: str) -> ScriptSpec:
+    """A run that evaluates after 3, 6 and 9 steps, and saves after 4, 8 and 9."""
+    options = (*EVALUATION, *EVERY_FOURTH, "--save", "{data}/" + name)
+    return replace(BACK, options=(*options, "--save-interval", "4"))
+
+
+@pytest.mark.parametrize(
+    "slot", [0, *(pytest.param(slot, marks=pytest.mark.slow) for slot in (1, 2, 3))]
+)
+def test_a_lost_worker_comes_back(run: Launch, reference: Launch, data: Path, slot: int) -> None:
+    """Evaluations, saves, the log's averages and the end are those of a loop without a loss."""
+
+    def undisturbed(spec: ScriptSpec) -> Outcome:
+        return reference(saving("whole"))
+
+    spec = replace(saving(f"back{slot}"), kills=(f"{slot}@3:backward",))
+    check_back(run, undisturbed, spec, slot)
+    check_checkpoints(data, f"back{slot}", "whole", 4, 8, 9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slot", range(8))
+def test_a_lost_worker_of_tp_pp_dp_comes_back(run: Launch, reference: Launch, slot: int) -> None:
+    phase = ("forward", "backward")[slot % 2]
+    check_back(run, reference, replace(BACK_IN_TP2_PP2_DP2, kills=(f"{slot}@3:{phase}",)), slot)
