@@ -28,6 +28,7 @@ KEYS = (
     "gpu_engine",
     "hang_timeout_s",
     "kill",
+    "move_layers",
     "quiesce_timeout_s",
     "respawn",
     "run_id",
