@@ -8,13 +8,11 @@ import torch
 import torch.distributed as dist
 import xxhash
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from elaswave_plugin.adapters.megatron import buffers, stage_layers, stage_parts
+from elaswave_plugin.adapters.megatron import buffers, stage_layers, stage_parts, unplaced
 from elaswave_plugin.adapters.megatron.optimizer_state import FlatShard
 from elaswave_plugin.adapters.megatron.reduction import GradientReduction
 from elaswave_plugin.adapters.megatron.units import units_of
@@ -27,8 +25,6 @@ from elaswave_plugin.runtime.worker import Worker
 
 # What schedules write into the optimizer's groups.
 _SCHEDULED = ("lr", "weight_decay")
-# What makes the shards of the optimizer's state, in each of the formats.
-_PARAM_STATE = "sharded_param_state_"
 # The rank lists that parallel_state keeps beside its groups.
 _RANK_LISTS = (
     ("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS", "_TENSOR_MODEL_PARALLEL_GROUP"),
@@ -110,8 +106,8 @@ class MegatronFramework:
         self._watch_step()
         wrapped = [part for chunk in self.chunks for part in (chunk, chunk.module)]
         for part in (*wrapped, optimizer):
-            self._save_no_shards_without_a_place(part)
-        self._make_no_shards_without_a_place()
+            unplaced.save_no_shards(part, while_unplaced=lambda: not self._seated)
+        unplaced.make_no_shards(distributed_optimizer, while_unplaced=lambda: not self._seated)
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -179,27 +175,6 @@ class MegatronFramework:
                 native(*args, **kwargs)
 
         return start_param_sync
-
-    def _save_no_shards_without_a_place(self, part: Any) -> None:
-        """A free worker holds tensors of an earlier step: a checkpoint gets none of them."""
-        native = part.sharded_state_dict
-
-        def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
-            state = native(*args, **kwargs)
-            return state if self._seated else dict_list_map_inplace(_unsaved_shard, state)
-
-        part.sharded_state_dict = sharded_state_dict
-
-    def _make_no_shards_without_a_place(self) -> None:
-        """The optimizer looks its parameters up in the model's shards: a free worker has none."""
-        formats = [name for name in dir(self._distributed) if name.startswith(_PARAM_STATE)]
-        for name in formats:
-            native = getattr(self._distributed, name)
-
-            def sharded(*args: Any, native: Callable[..., Any] = native, **kwargs: Any) -> Any:
-                return native(*args, **kwargs) if self._seated else {"none": _nothing_to_save()}
-
-            setattr(self._distributed, name, sharded)
 
     # ---- the verbs ----------------------------------------------------------------------------
 
@@ -390,15 +365,6 @@ class MegatronFramework:
                 weights = bucket.param_data[: bucket.numel_unpadded].cpu()
                 digest.update(weights.view(torch.uint8).numpy())
         return digest.intdigest() >> 1
-
-
-def _nothing_to_save() -> LocalNonpersistentObject:
-    """Keeps a place in a state: what all workers save alike has the same shape on each."""
-    return LocalNonpersistentObject(None)
-
-
-def _unsaved_shard(leaf: Any) -> Any:
-    return _nothing_to_save() if isinstance(leaf, ShardedBase) else leaf
 
 
 def _announce_backward(announce: Callable[[str], None]) -> Callable[..., None]:
