@@ -1,0 +1,75 @@
+"""Without a fault, and with dropout off, the losses are those of the script without the plugin."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.adapters.megatron_lm.conftest import Launch
+from tests.adapters.megatron_lm.harness import (
+    NO_EVALUATION,
+    ScriptSpec,
+    needs_repository,
+    printed_in,
+)
+from tests.faults.harness import ROOT
+
+# A launch by torchrun imports Megatron-LM in each process.
+pytestmark = [needs_repository, pytest.mark.slow, pytest.mark.timeout(400)]
+
+WITHOUT_PLUGIN = Path(__file__).with_name("without_plugin.py")
+NO_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
+SPEC = ScriptSpec(options=(*NO_EVALUATION, *NO_DROPOUT))
+NUMBER = re.compile(r"(lm loss|grad norm): ([-+.\dEe]+)")
+
+
+def without_plugin(spec: ScriptSpec, *, script: Path, data: Path, folder: Path) -> list[str]:
+    """What the script prints in a run without the plugin."""
+    folder.mkdir()
+    paths = [str(ROOT), str(script.parent), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"),
+            *(f"--nproc-per-node={spec.nproc}", str(WITHOUT_PLUGIN), str(script)),
+            *replace(spec, elastic=False).arguments(data, folder),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=folder,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        },
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return printed_in(done.stdout + done.stderr)
+
+
+@pytest.fixture(scope="module")
+def plain(script: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The lines of the undisturbed run without the plugin."""
+    folder = tmp_path_factory.mktemp("plain") / "run"
+    return without_plugin(SPEC, script=script, data=data, folder=folder)
+
+
+def check_close(ours: list[str], theirs: list[str]) -> None:
+    """Losses and norms to 1e-6 relative and in the last digit printed, all else to the letter."""
+    assert len(ours) == len(theirs) > 0
+    for our, their in zip(ours, theirs, strict=True):
+        assert re.sub(NUMBER, r"\1", our) == re.sub(NUMBER, r"\1", their)
+        pairs = zip(re.findall(NUMBER, our), re.findall(NUMBER, their), strict=True)
+        for (name, one), (_, other) in pairs:
+            bound = {"rel": 1e-6} if name == "lm loss" else {"abs": 1e-3}
+            assert float(one) == pytest.approx(float(other), **bound)
+
+
+def test_without_a_fault_the_losses_are_those_without_the_plugin(
+    reference: Launch, plain: list[str]
+) -> None:
+    check_close(printed_in(reference(SPEC).output), plain)
