@@ -59,14 +59,14 @@ def plain(script: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def check_close(ours: list[str], theirs: list[str]) -> None:
-    """Losses and norms to 1e-6 relative and in the last digit printed, all else to the letter."""
+    """Losses to 1e-6 relative, norms but for the last digit printed, all else to the letter."""
     assert len(ours) == len(theirs) > 0
     for our, their in zip(ours, theirs, strict=True):
         assert re.sub(NUMBER, r"\1", our) == re.sub(NUMBER, r"\1", their)
         pairs = zip(re.findall(NUMBER, our), re.findall(NUMBER, their), strict=True)
         for (name, one), (_, other) in pairs:
-            bound = {"rel": 1e-6} if name == "lm loss" else {"abs": 1e-3}
-            assert float(one) == pytest.approx(float(other), **bound)
+            bound = 1e-6 * float(other) if name == "lm loss" else 1e-3
+            assert abs(float(one) - float(other)) <= bound
 
 
 def test_without_a_fault_the_losses_are_those_without_the_plugin(
