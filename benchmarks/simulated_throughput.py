@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.measurement import circumstances, run_benchmark
-from elaswave_plugin.core.layout import ParallelLayout, launch_layout
+from benchmarks.shape import Shape
 from elaswave_plugin.core.planner.costs import CostModel, uniform_costs
 from elaswave_plugin.core.planner.dvfs import ClockTable
 from elaswave_plugin.core.planner.joint import PlanRules, joint_plan
@@ -29,27 +29,16 @@ ONE, SPREAD = "one stage", "spread"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scenario:
+class Scenario(Shape):
     """Losses in one ``stage``, or spread over different stages and replicas (stage None)."""
 
-    pp: int
-    dp: int
-    layers: int
-    slots: int
     losses: int
     stage: int | None
-
-    def __str__(self) -> str:
-        return f"PP{self.pp}xDP{self.dp} L{self.layers} m{self.slots}"
 
     @property
     def place(self) -> str:
         """Where the losses are."""
         return SPREAD if self.stage is None else ONE
-
-    def layout(self) -> ParallelLayout:
-        """The layout at launch."""
-        return launch_layout(tp=1, pp=self.pp, dp=self.dp, num_layers=self.layers)
 
     def dead(self) -> list[int]:
         """The slots that are lost; the n-th in replica n."""

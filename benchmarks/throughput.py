@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.measurement import RUN_LIMIT_S, Bench, bench, circumstances, run_benchmark
-from elaswave_plugin.core.layout import ParallelLayout, launch_layout
+from benchmarks.shape import Shape
 from elaswave_plugin.core.planner.reasons import concentration, most_gain
 from elaswave_plugin.demo import jobs
 from elaswave_plugin.observer import RunFiles, read_run
@@ -33,20 +33,11 @@ RULES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scenario:
+class Scenario(Shape):
     """Losses of single workers; ``least``: what is wanted of (rerouting, the live share)."""
 
-    pp: int
-    dp: int
-    layers: int
-    slots: int
     lost: tuple[int, ...]
     least: tuple[float, float]
-
-    @property
-    def layout(self) -> ParallelLayout:
-        """The layout at launch."""
-        return launch_layout(tp=1, pp=self.pp, dp=self.dp, num_layers=self.layers)
 
     @property
     def replicas_hit(self) -> int:
@@ -122,7 +113,7 @@ def one_round(
 def judged(name: str, scenario: Scenario, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The ratios of one scenario, medians over the rounds, with their ceilings."""
     seconds = {rule: median(one[rule] for one in rounds) for rule in ("healthy", *RULES, "dropped")}
-    after = scenario.layout.without(scenario.lost)
+    after = scenario.layout().without(scenario.lost)
     live, rho = concentration(after)
     ratios = [one["rerouted"] / one["ours"] for one in rounds]
     shares = [one["healthy"] / one["ours"] / live for one in rounds]
