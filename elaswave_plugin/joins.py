@@ -26,6 +26,7 @@ def joins_from(
         ends = [e["time_s"] for e in exited if e["slot"] == slot and e["pid"] in worked]
         empty_since_s = max((end for end in ends if end < event["time_s"]), default=None)
         stalls = [e["pause_s"] for e in recovered if e["epoch"] == epoch and e["slot"] != slot]
+        own = [e for e in recovered if (e["epoch"], e["slot"]) == (epoch, slot)]
         full_s = _first_step_s(steps, epoch)
         joins.append(
             {
@@ -38,7 +39,8 @@ def joins_from(
                 "time_to_full_s": (
                     None if full_s is None or empty_since_s is None else full_s - empty_since_s
                 ),
-                "bytes": event["fetched_bytes"],
+                # The optimizer state follows, behind the first step.
+                "bytes": (own or [event])[-1]["fetched_bytes"],
             }
         )
     return joins

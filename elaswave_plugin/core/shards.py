@@ -19,6 +19,8 @@ from dataclasses import dataclass
 # (megatron/core/distributed/param_and_grad_buffer.py, bucket padding).
 ALIGNMENT = 128
 PARTS = ("master", "exp_avg", "exp_avg_sq")
+# What a forward pass needs, and what the update needs in addition.
+WEIGHTS, MOMENTS = PARTS[:1], PARTS[1:]
 ELEMENT_BYTES = 4
 
 

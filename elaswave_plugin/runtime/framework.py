@@ -26,8 +26,15 @@ class Framework(Protocol):
     def read_shard(self) -> list[torch.Tensor]:
         """The worker's flat float32 state in the order of ``core/shards.py``, without copying."""
 
-    def write_shard(self, payload: torch.Tensor) -> None:
-        """Install a float32 payload of shape [3, shard_numel] as the worker's shard."""
+    @property
+    def moments_may_follow(self) -> bool:
+        """Whether each worker may write its moments at a time of its own, before the update."""
+
+    def write_weights(self, masters: torch.Tensor) -> None:
+        """Install float32 masters of shape [shard_numel] as the worker's shard."""
+
+    def write_moments(self, moments: torch.Tensor) -> None:
+        """Install exp_avg and exp_avg_sq, float32 of shape [2, shard_numel], of that shard."""
 
     def read_capsule(self) -> bytes:
         """The small state of the step: schedulers, scalers, step counts."""

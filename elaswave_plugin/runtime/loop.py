@@ -183,6 +183,7 @@ class ElasticLoop:
                 while self.worker.completed < steps:
                     self._attempt_step()
                 self.worker.phases.step = self.worker.completed
+                self.worker.complete_state()
                 result = work()
                 self._steps.note_recovery()
                 return result

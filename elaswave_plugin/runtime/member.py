@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from elaswave_plugin.core.agreement_messages import unpack_payload
 from elaswave_plugin.core.hang import COMMIT, OUTSIDE
@@ -261,6 +261,14 @@ class Member:
                 self.check()
                 late = f"{min(copies.missing)} within {timeout_s:g} s"
                 self._wait(deadline_s, f"the copy of step {step} at worker {late}")
+
+    def await_proposal(self, timeout_s: float) -> NoReturn:
+        """Wait for the next view to be proposed: raises EpochChanged, AgreementError when late."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                self.check()
+                self._wait(deadline_s, f"a proposal of the next view within {timeout_s:g} s")
 
     def announce(self, phase: str | None) -> None:
         """Enter a phase (a save, an evaluation) that a proposal has to wait for; None ends it.

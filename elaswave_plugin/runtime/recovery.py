@@ -13,6 +13,7 @@ from elaswave_plugin.runtime.worker import Worker
 def recover(worker: Worker, framework: Framework) -> None:
     """Bring this worker to the start of the step that all survivors redo together.
 
+    The optimizer state follows while that step computes; `Worker.complete_state` waits for it.
     A proposal that arrives at any point supersedes the attempt and starts it again: until the new
     layout is sealed, nothing that an attempt reads from is overwritten.
     Raises SnapshotGapError, PlanDigestError, JobStopped.
@@ -37,10 +38,11 @@ def recover(worker: Worker, framework: Framework) -> None:
                 )
             with phases.timed("rebind"):
                 framework.rebind(state.plan)
-                framework.write_shard(state.payload)
+                framework.write_weights(state.masters)
                 framework.write_capsule(state.capsule)
             with phases.timed("verify"):
                 compare_weights(framework, state.plan)
+            worker.read_behind(state.plan, framework)
             worker.end_recovery(state.plan, fetched_bytes=state.fetched_bytes)
             return
         except EpochChanged:

@@ -1,11 +1,12 @@
-"""Read a worker's new shard from the sealed snapshots that a plan names, falling down a ladder.
+"""Read a worker's new weights from the sealed snapshots that a plan names, falling down a ladder.
 
-Own memory is read in place; other shards are fetched from the supervisor that holds them. Bytes
-that fail their checksum or do not arrive are rejected by everyone together, and the plan is made
-again without them: another copy, then an older step, then the job stops with the gap named.
+The optimizer state follows from the same plan (`behind.py`). Own memory is read in place; other
+shards are fetched from the supervisor that holds them. Bytes that fail their checksum or do not
+arrive are rejected by everyone together, and the plan is made again without them: another copy,
+then an older step, then the job stops with the gap named.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from elaswave_plugin.core.plan import RecoveryPlan, SealedShard
-from elaswave_plugin.core.shards import ELEMENT_BYTES, PARTS, Piece
+from elaswave_plugin.core.shards import ELEMENT_BYTES, PARTS, WEIGHTS, Piece
 from elaswave_plugin.errors import LinkError, PlanDigestError, SnapshotUnreadableError
 from elaswave_plugin.runtime.fetch import Fetcher
 from elaswave_plugin.runtime.snapshot import SnapshotPool, VerifiedReader
@@ -21,10 +22,10 @@ from elaswave_plugin.runtime.snapshot import SnapshotPool, VerifiedReader
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoredState:
-    """A worker's verified new shard: payload [3, shard_numel] float32, and the step capsule."""
+    """A worker's verified new weights: masters [shard_numel] float32, and the step capsule."""
 
     plan: RecoveryPlan
-    payload: torch.Tensor
+    masters: torch.Tensor
     capsule: bytes
     fetched_bytes: int
 
@@ -37,7 +38,7 @@ def restore(
     timeout_s: float,
     check: Callable[[], None] | None = None,
 ) -> RestoredState:
-    """Read and verify the shard of ``slot``; collective over WORLD.
+    """Read and verify the weights of ``slot``; collective over WORLD.
 
     ``plan_without`` makes the plan that avoids the rejected (holder, owner, step). ``check`` is
     called all the time while bytes are awaited; it may raise EpochChanged.
@@ -82,22 +83,41 @@ def _read(
     timeout_s: float,
     check: Callable[[], None] | None,
 ) -> RestoredState:
-    cell = plan.cell_of(slot)
-    numel = 0 if cell is None else plan.after(cell).shard_numel
-    payload = torch.zeros(len(PARTS), numel, dtype=torch.float32)
-    target = memoryview(payload.view(torch.uint8).view(-1).numpy())  # type: ignore[arg-type]
-    fetched_bytes = 0
-    for source, pieces in plan.pieces(slot):
-        with _open(source, slot=slot, pool=pool, timeout_s=timeout_s, check=check) as reader:
-            assert cell is not None
-            before = plan.before(source).shard_numel
-            num_bytes = reader.read_ranges(_ranges(pieces, before, numel, target))
-            fetched_bytes += 0 if source.holder == slot else num_bytes
+    (masters,), fetched_bytes = read_parts(
+        plan, WEIGHTS, slot=slot, pool=pool, timeout_s=timeout_s, check=check
+    )
     everything = [source for sources in plan.sources for source in sources]
     nearest = next((s for s in everything if s.holder == slot), everything[0])
     with _open(nearest, slot=slot, pool=pool, timeout_s=timeout_s, check=check) as reader:
         capsule = reader.read_capsule()
-    return RestoredState(plan=plan, payload=payload, capsule=capsule, fetched_bytes=fetched_bytes)
+    return RestoredState(plan=plan, masters=masters, capsule=capsule, fetched_bytes=fetched_bytes)
+
+
+def read_parts(
+    plan: RecoveryPlan,
+    parts: Sequence[str],
+    *,
+    slot: int,
+    pool: SnapshotPool,
+    timeout_s: float,
+    check: Callable[[], None] | None,
+) -> tuple[torch.Tensor, int]:
+    """Read and verify some parts of the new shard of ``slot``, and count what came from others.
+
+    ``parts``: names of ``core/shards.py``; the result is float32 of shape [parts, shard_numel].
+    Raises SnapshotUnreadableError, and whatever ``check`` does.
+    """
+    cell = plan.cell_of(slot)
+    numel = 0 if cell is None else plan.after(cell).shard_numel
+    payload = torch.zeros(len(parts), numel, dtype=torch.float32)
+    target = memoryview(payload.view(torch.uint8).view(-1).numpy())  # type: ignore[arg-type]
+    fetched_bytes = 0
+    for source, pieces in plan.pieces(slot):
+        with _open(source, slot=slot, pool=pool, timeout_s=timeout_s, check=check) as reader:
+            before = plan.before(source).shard_numel
+            num_bytes = reader.read_ranges(_ranges(parts, pieces, before, numel, target))
+            fetched_bytes += 0 if source.holder == slot else num_bytes
+    return payload, fetched_bytes
 
 
 @contextmanager
@@ -136,17 +156,17 @@ def _open(
 
 
 def _ranges(
-    pieces: tuple[Piece, ...], before: int, after: int, target: memoryview
+    parts: Sequence[str], pieces: tuple[Piece, ...], before: int, after: int, target: memoryview
 ) -> list[tuple[int, memoryview]]:
     """(byte offset in the source's payload, view of the new payload) of every part of a piece.
 
     ``before``, ``after``: elements of one part of the old and of the new shard.
     """
     ranges = []
-    for part in range(len(PARTS)):
+    for order, part in enumerate(parts):
         for piece in pieces:
-            source = (part * before + piece.source_offset) * ELEMENT_BYTES
-            start = (part * after + piece.target_offset) * ELEMENT_BYTES
+            source = (PARTS.index(part) * before + piece.source_offset) * ELEMENT_BYTES
+            start = (order * after + piece.target_offset) * ELEMENT_BYTES
             stop = start + (piece.stop - piece.start) * ELEMENT_BYTES
             ranges.append((source, target[start:stop]))
     return ranges

@@ -122,6 +122,7 @@ class ScriptLoop:
         self._state.put_back(before)
         self.worker.phases.step = self.worker.completed
         try:
+            self.worker.complete_state()
             results.append(self._announced(work, phase))
             self._after = self._state.keep()
             self._steps.finish_work()

@@ -115,6 +115,7 @@ class UserLoop:
             # A proposal waits for announced work; silence inside a step is fenced.
             self.worker.member.announce(phase)
             try:
+                self.worker.complete_state()
                 self.worker.phases.step = step
                 self.worker.phases.enter(phase)
                 result = work()
@@ -128,6 +129,10 @@ class UserLoop:
                 self.worker.member.announce(None)
             self._recover()
         return result if self.worker.completed == step else None
+
+    def complete_state(self) -> None:
+        """Have all of the state here, as somebody is about to read it."""
+        self._guarded(self.worker.complete_state)
 
     def finish(self, *, before_leaving: Callable[[], object]) -> None:
         """Leave when everyone has completed its last step."""

@@ -14,6 +14,8 @@ from elaswave_plugin.core.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.plan import Flow, RecoveryPlan, copy_targets, make_plan
 from elaswave_plugin.core.seating import Cell, FlatSeating, Seating
 from elaswave_plugin.core.shards import ShardCut
+from elaswave_plugin.errors import SnapshotUnreadableError
+from elaswave_plugin.runtime.behind import Followed, MomentsBehind
 from elaswave_plugin.runtime.broken_links import BrokenLinks
 from elaswave_plugin.runtime.framework import Framework
 from elaswave_plugin.runtime.links import LinkTable
@@ -75,6 +77,10 @@ class Worker:
         self.completed = 0
         self._seals_in_epoch = 0
         self._has_sealed = False
+        self._behind: MomentsBehind | None = None
+        self._followed = Followed()
+        # (holder, owner, step) of snapshots found damaged since the last seal.
+        self._unreadable: set[tuple[int, int, int]] = set()
         self._handed_over_step = -1
         self._recovery_started_s = 0.0
         self._entering, self._ready_s = False, 0.0
@@ -113,6 +119,7 @@ class Worker:
             "pid": os.getpid(),
             "run_id": self.config.run_id or uuid.uuid4().hex[:8],
             "communicators": self.groups.device_facts(),
+            "unreadable": sorted(self._unreadable),
         }
 
     @property
@@ -136,7 +143,10 @@ class Worker:
         self.member.progress_page.set_place(epoch=commit.view.epoch)
 
     def quiesce(self) -> Commit:
-        """Answer the open proposal and wait for its commit."""
+        """Answer the open proposal and wait for its commit; what was on its way is dropped."""
+        if self._behind is not None:
+            self._behind.drop()
+            self._behind = None
         with self.member.progress_page.waiting(COMMIT):
             return self.member.quiesce(self._facts())
 
@@ -224,6 +234,9 @@ class Worker:
 
         Those of this node are told once an epoch, those of other nodes get a copy of each step.
         """
+        if self._behind is not None:
+            raise AssertionError("the state was to be sealed before its optimizer state was here")
+        self._unreadable.clear()
         if not self.config.snapshots:
             return
         self._seals_in_epoch += 1
@@ -262,8 +275,45 @@ class Worker:
             with self.member.progress_page.waiting(OUTSIDE):
                 self.member.wait_copied(self.completed, timeout_s=self.config.transfer_timeout_s)
 
+    def read_behind(self, plan: RecoveryPlan, framework: Framework) -> None:
+        """Have the optimizer state follow the weights, from the same snapshots.
+
+        A snapshot is overwritten only after a grad norm of everyone that comes after the update.
+        """
+        self._behind = MomentsBehind(
+            plan,
+            slot=self.slot,
+            pool=self.pool,
+            timeout_s=self.config.transfer_timeout_s,
+            check=self.member.check,
+            write=framework.write_moments,
+        )
+        if not framework.moments_may_follow:
+            self.complete_state()
+
+    def complete_state(self) -> None:
+        """Install the optimizer state that follows the weights, where it has not been yet.
+
+        Everyone does so before the update, and before work that may read it. Where a snapshot
+        cannot be read, the view is renewed, and the next plan avoids it. Raises EpochChanged.
+        """
+        if self._behind is None:
+            return
+        with self.member.progress_page.waiting(OUTSIDE):
+            try:
+                self._followed = self._behind.complete()
+            except SnapshotUnreadableError as error:
+                self._unreadable.add((error.holder, error.owner, error.step))
+                self.member.severed(self.view.epoch, str(error))
+                self.member.await_proposal(timeout_s=self.config.transfer_timeout_s)
+        self._behind = None
+
     def planner(self, commit: Commit) -> Callable[[frozenset[tuple[int, int, int]]], RecoveryPlan]:
         """The pure plan of a commit, as a function of the snapshots to avoid."""
+
+        unreadable = {
+            tuple(one) for held in commit.facts.values() for one in held.get("unreadable", ())
+        }
 
         def plan(rejected: frozenset[tuple[int, int, int]]) -> RecoveryPlan:
             return make_plan(
@@ -274,7 +324,7 @@ class Worker:
                 dataflow=self._deal(**self.seating.dealt_over),
                 alignment=self._alignment,
                 inventory=commit.inventory,
-                rejected=rejected,
+                rejected=rejected | unreadable,
             )
 
         return plan
@@ -285,6 +335,7 @@ class Worker:
         """Start the clock of a recovery."""
         self._recovery_started_s = time.time()
         self.phases.seconds = {}
+        self._followed = Followed()
 
     def end_recovery(self, plan: RecoveryPlan, *, fetched_bytes: int) -> None:
         """Adopt the plan; the event is emitted when the redone step is committed."""
@@ -324,7 +375,9 @@ class Worker:
                 "newcomers": newcomers,
                 "pause_s": pause_s,
                 "bytes_moved": plan.bytes_moved(),
-                "fetched_bytes": fetched_bytes,
+                "fetched_bytes": fetched_bytes + self._followed.fetched_bytes,
+                "followed_s": self._followed.seconds,
+                "followed_late_s": self._followed.late_s,
             }
             self.events.emit(
                 "recovered", slot=self.slot, reason=plan.reason, plan=str(plan), **fields, **changed

@@ -24,7 +24,7 @@ def test_a_join_is_timed_from_the_end_of_the_last_that_worked() -> None:
     recovered = [
         {"slot": 0, "epoch": 2, "pause_s": 5.0},
         {"slot": 0, "epoch": 3, "pause_s": 0.125},
-        {"slot": 2, "epoch": 3, "pause_s": 0.5},
+        {"slot": 2, "epoch": 3, "pause_s": 0.5, "fetched_bytes": 912},
     ]
     entered = [
         {
@@ -46,7 +46,7 @@ def test_a_join_is_timed_from_the_end_of_the_last_that_worked() -> None:
             "beside_s": 1.5,
             "stall_s": 0.125,
             "time_to_full_s": 4.25,
-            "bytes": 304,
+            "bytes": 912,
         }
     ]
 

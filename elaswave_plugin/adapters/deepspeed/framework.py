@@ -84,9 +84,18 @@ class DeepSpeedFramework:
         """The flat state."""
         return self._state.parts()
 
-    def write_shard(self, payload: torch.Tensor) -> None:
-        """Install a payload of shape [3, shard_numel]."""
-        self._state.write(payload)
+    @property
+    def moments_may_follow(self) -> bool:
+        """Not where everyone keeps all of them."""
+        return self._state.moments_may_follow
+
+    def write_weights(self, masters: torch.Tensor) -> None:
+        """Install masters of shape [shard_numel]."""
+        self._state.write_weights(masters)
+
+    def write_moments(self, moments: torch.Tensor) -> None:
+        """Install moments of shape [2, shard_numel]."""
+        self._state.write_moments(moments)
 
     def read_capsule(self) -> bytes:
         """Counters, scheduler, loss scaler, what schedules set in the groups, place in the data."""

@@ -213,6 +213,7 @@ class EngineJob:
             return
 
         def update() -> StepReport:
+            self._worker.complete_state()
             self._worker.await_copies()
             # The collective that shows that everyone has come here; see ``await_copies``.
             loss, tokens, holders = self._mean_loss()
@@ -376,6 +377,7 @@ class EngineJob:
             return
         self._left = True
         if not self._worker.alone:
+            self._loop.complete_state()
             if self._worker.config.dump_state == "last" and self._worker.completed:
                 self._recording.dump(self._worker.completed - 1)
             self._monitor.await_closed()

@@ -5,16 +5,16 @@ from typing import Any, Protocol
 
 import torch
 
+from elaswave_plugin.core.shards import MOMENTS
 from elaswave_plugin.runtime.state_dump import NamedPiece
-
-# Beside the master weights, in the order of ``core/shards.py``.
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ZeroState(Protocol):
     """The optimizer state of one worker, as flat tensors in the order of ``core/shards.py``."""
 
     alignment: int
+    # Whether each worker can write its moments without the others.
+    moments_may_follow: bool
 
     @property
     def params(self) -> list[Any]:
@@ -35,8 +35,11 @@ class ZeroState(Protocol):
     def recut(self) -> None:
         """Cut the state anew from the group's present size; undefined until written."""
 
-    def write(self, payload: torch.Tensor) -> None:
-        """Install a payload of shape [3, shard_numel]."""
+    def write_weights(self, masters: torch.Tensor) -> None:
+        """Install masters of shape [shard_numel], and have a place for their moments."""
+
+    def write_moments(self, moments: torch.Tensor) -> None:
+        """Install moments of shape [2, shard_numel]."""
 
     def sync_weights(self) -> Iterator[torch.Tensor]:
         """Gather the weights from their shards; yields those that every worker now holds."""
@@ -49,17 +52,14 @@ def prepare_moments(inner: Any, masters: Sequence[torch.Tensor]) -> None:
     """Give every master the moments that Adam would make in its first step."""
     for master in masters:
         if not inner.state[master]:
-            _set_moments(inner, master, torch.zeros_like(master), torch.zeros_like(master))
+            _make_moments(inner, master)
 
 
-def _set_moments(
-    inner: Any, master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor
-) -> None:
+def _make_moments(inner: Any, master: torch.Tensor) -> None:
     inner.state[master] = {
         # torch counts in a tensor, DeepSpeed's own Adam in an integer.
         "step": torch.tensor(0.0) if type(inner).__module__.startswith("torch.") else 0,
-        "exp_avg": exp_avg.detach().reshape(master.shape),
-        "exp_avg_sq": exp_avg_sq.detach().reshape(master.shape),
+        **{name: torch.zeros_like(master, requires_grad=False) for name in MOMENTS},
     }
 
 
@@ -70,13 +70,24 @@ def flat_parts(inner: Any, masters: Sequence[torch.Tensor]) -> list[torch.Tensor
 
 
 @torch.no_grad()
-def write_flat(inner: Any, masters: Sequence[torch.Tensor], payload: torch.Tensor) -> None:
-    """Install a payload of shape [3, sum of the masters' elements]."""
+def write_masters(inner: Any, masters: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+    """Install masters, flat one after the other; their moments are zeros until written."""
     offset = 0
     for master in masters:
-        piece = payload[:, offset : offset + master.numel()].to(master.device)
-        master.detach().copy_(piece[0].view(master.shape))
-        _set_moments(inner, master, piece[1].clone(), piece[2].clone())
+        piece = flat[offset : offset + master.numel()]
+        master.detach().copy_(piece.view(master.shape))
+        _make_moments(inner, master)
+        offset += master.numel()
+
+
+@torch.no_grad()
+def write_moments(inner: Any, masters: Sequence[torch.Tensor], moments: torch.Tensor) -> None:
+    """Install moments of shape [2, sum of the masters' elements]."""
+    offset = 0
+    for master in masters:
+        for name, flat in zip(MOMENTS, moments, strict=True):
+            piece = flat[offset : offset + master.numel()]
+            inner.state[master][name].copy_(piece.view(master.shape))
         offset += master.numel()
 
 

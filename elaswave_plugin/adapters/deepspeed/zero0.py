@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from elaswave_plugin.adapters.deepspeed import zero
-from elaswave_plugin.core.shards import ShardCut
+from elaswave_plugin.core.shards import MOMENTS, ShardCut
 from elaswave_plugin.runtime.state_dump import NamedPiece
 
 
@@ -19,6 +19,8 @@ class ReplicatedState:
     """The whole state, cut parameter by parameter."""
 
     alignment = 1
+    # Writing them is an exchange.
+    moments_may_follow = False
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -65,18 +67,29 @@ class ReplicatedState:
         """Nothing is cut."""
 
     @torch.no_grad()
-    def write(self, payload: torch.Tensor) -> None:
-        """Exchange the shards, so that everyone has the whole state again (collective)."""
-        everyone = [torch.empty_like(payload) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, payload)
+    def write_weights(self, masters: torch.Tensor) -> None:
+        """Exchange the shards, so that everyone has all weights again (collective)."""
+        for param, master, whole in zip(
+            self.params, self._masters, self._exchanged(masters[None]), strict=True
+        ):
+            zero.write_masters(self._inner, [master], whole[0])
+            param.data.copy_(master.detach())
+
+    @torch.no_grad()
+    def write_moments(self, moments: torch.Tensor) -> None:
+        """Exchange the shards, so that everyone has all moments again (collective)."""
+        for master, whole in zip(self._masters, self._exchanged(moments), strict=True):
+            zero.write_moments(self._inner, [master], whole)
+
+    def _exchanged(self, shard: torch.Tensor) -> Iterator[torch.Tensor]:
+        """From everyone's [parts, shard_numel] the whole [parts, numel] of each master."""
+        everyone = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, shard)
         offset = 0
         for master, size in zip(self._masters, self._sizes(), strict=True):
-            pieces = [shard[:, offset : offset + size] for shard in everyone]
-            whole = torch.cat(pieces, dim=1)[:, : master.numel()]
-            zero.write_flat(self._inner, [master], whole)
+            pieces = [one[:, offset : offset + size] for one in everyone]
+            yield torch.cat(pieces, dim=1)[:, : master.numel()]
             offset += size
-        for param, master in zip(self.params, self._masters, strict=True):
-            param.data.copy_(master.detach())
 
     def sync_weights(self) -> Iterator[torch.Tensor]:
         """They are whole already."""
@@ -87,7 +100,7 @@ class ReplicatedState:
         """Every parameter whole."""
         for param, master in zip(self.params, self._masters, strict=True):
             state = self._inner.state[master]
-            parts = {"master": master, **{name: state[name] for name in zero.MOMENTS}}
+            parts = {"master": master, **{name: state[name] for name in MOMENTS}}
             for part, data in parts.items():
                 yield NamedPiece(
                     name=self._engine.param_names[param],

@@ -12,11 +12,14 @@ from deepspeed.runtime.utils import all_gather_dp_groups
 
 from elaswave_plugin.adapters.deepspeed import zero
 from elaswave_plugin.adapters.deepspeed.seams import constructor_arguments
+from elaswave_plugin.core.shards import MOMENTS
 from elaswave_plugin.runtime.state_dump import NamedPiece
 
 
 class PartitionedState:
     """The partitions of a ``DeepSpeedZeroOptimizer``."""
+
+    moments_may_follow = True
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -76,9 +79,13 @@ class PartitionedState:
         if self._engine._support_torch_style_backward:
             optimizer.register_grad_acc_post_hook(self._engine._backward_post_hook)
 
-    def write(self, payload: torch.Tensor) -> None:
-        """Install the masters and moments; this worker's 16-bit weights follow its masters."""
-        zero.write_flat(self._inner, self._masters, payload)
+    def write_moments(self, moments: torch.Tensor) -> None:
+        """Install the moments."""
+        zero.write_moments(self._inner, self._masters, moments)
+
+    def write_weights(self, masters: torch.Tensor) -> None:
+        """Install the masters; this worker's 16-bit weights follow them."""
+        zero.write_masters(self._inner, self._masters, masters)
         for order, master in enumerate(self._masters):
             rank = torch.distributed.get_rank(self._zero.real_dp_process_group[order])
             weights = self._zero.parallel_partitioned_bit16_groups[order][rank]
@@ -103,7 +110,7 @@ class PartitionedState:
             size = master.numel()
             first = torch.distributed.get_rank(self._zero.real_dp_process_group[order]) * size
             state = self._inner.state[master]
-            parts = {"master": master, **{name: state[name] for name in zero.MOMENTS}}
+            parts = {"master": master, **{name: state[name] for name in MOMENTS}}
             for param, offset in zip(
                 self._zero.round_robin_bit16_groups[order],
                 self._zero.round_robin_bit16_offsets[order],

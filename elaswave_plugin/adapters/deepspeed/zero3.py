@@ -15,7 +15,7 @@ from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus, f
 
 from elaswave_plugin.adapters.deepspeed import zero
 from elaswave_plugin.adapters.deepspeed.seams import constructor_arguments
-from elaswave_plugin.core.shards import padded_size
+from elaswave_plugin.core.shards import MOMENTS, padded_size
 from elaswave_plugin.runtime.state_dump import NamedPiece
 
 # Autograd functions and counters that DeepSpeed keeps on modules and makes only where absent: those
@@ -35,6 +35,7 @@ class PartitionedWeightsState:
     """The partitions of a ``DeepSpeedZeroOptimizer_Stage3``."""
 
     alignment = 1
+    moments_may_follow = True
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -129,9 +130,13 @@ class PartitionedWeightsState:
             init.rank = init.rank_in_group = rank
             init.dp_world_size = init.num_ranks_in_param_group = width
 
-    def write(self, payload: torch.Tensor) -> None:
-        """Install the masters and moments; the 16-bit partitions follow their masters."""
-        zero.write_flat(self._inner, self._masters, payload)
+    def write_moments(self, moments: torch.Tensor) -> None:
+        """Install the moments."""
+        zero.write_moments(self._inner, self._masters, moments)
+
+    def write_weights(self, masters: torch.Tensor) -> None:
+        """Install the masters; the 16-bit partitions follow them."""
+        zero.write_masters(self._inner, self._masters, masters)
         for master, weights in zip(
             self._masters, self._zero.fp16_partitioned_groups_flat, strict=True
         ):
@@ -150,7 +155,7 @@ class PartitionedWeightsState:
         rank = dist.get_rank()
         for master, params in zip(self._masters, self._zero.fp16_groups, strict=True):
             state = self._inner.state[master]
-            parts = {"master": master, **{name: state[name] for name in zero.MOMENTS}}
+            parts = {"master": master, **{name: state[name] for name in MOMENTS}}
             offset = 0
             for param in params:
                 size = param.ds_tensor.ds_numel

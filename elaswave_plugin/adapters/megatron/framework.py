@@ -153,6 +153,7 @@ class MegatronFramework:
         update = self._optimizer.step
 
         def step(*args: Any, **kwargs: Any) -> Any:
+            self._worker.complete_state()
             if not self._seated:
                 result = True, 0.0, None
             else:
@@ -278,10 +279,20 @@ class MegatronFramework:
         """The flat state, without copying."""
         return self._shard.parts()
 
-    def write_shard(self, payload: torch.Tensor) -> None:
-        """Install a payload of shape [3, shard_numel]; nothing without a place."""
+    @property
+    def moments_may_follow(self) -> bool:
+        """Nobody needs another's moments."""
+        return True
+
+    def write_weights(self, masters: torch.Tensor) -> None:
+        """Install masters of shape [shard_numel]; nothing without a place."""
         if self._seated:
-            self._shard.write(payload)
+            self._shard.write_weights(masters)
+
+    def write_moments(self, moments: torch.Tensor) -> None:
+        """Install moments of shape [2, shard_numel]; nothing without a place."""
+        if self._seated:
+            self._shard.write_moments(moments)
 
     def read_capsule(self) -> bytes:
         """Scheduler, loss scaler, applied steps, and what the schedule set in the groups."""

@@ -171,15 +171,18 @@ class FlatShard:
         return [*(master.detach() for master in self._masters), self.exp_avg, self.exp_avg_sq]
 
     @torch.no_grad()
-    def write(self, payload: torch.Tensor) -> None:
-        """Install a payload of shape [3, shard_numel]; 16-bit weights follow their masters."""
+    def write_weights(self, masters: torch.Tensor) -> None:
+        """Install masters of shape [shard_numel]; 16-bit weights follow them."""
         offset = 0
         for master in self._masters:
-            master.detach().copy_(payload[0, offset : offset + master.numel()])
+            master.detach().copy_(masters[offset : offset + master.numel()])
             offset += master.numel()
-        self.exp_avg.copy_(payload[1])
-        self.exp_avg_sq.copy_(payload[2])
         self._optimizer._copy_main_params_to_model_params()
+
+    def write_moments(self, moments: torch.Tensor) -> None:
+        """Install exp_avg and exp_avg_sq of shape [2, shard_numel]."""
+        self.exp_avg.copy_(moments[0])
+        self.exp_avg_sq.copy_(moments[1])
 
     def set_applied_steps(self, count: int) -> None:
         """Set Adam's step count of every piece."""

@@ -1,0 +1,75 @@
+"""The optimizer state follows its weights behind the redone step, and is awaited by its update."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.faults.conftest import Launch, Reference
+from tests.faults.harness import JobSpec, check_survived
+
+# No moment arrives before the update waits for it.
+HELD_BACK = """
+import threading
+from elaswave_plugin.runtime import behind
+read_parts, complete = behind.read_parts, behind.MomentsBehind.complete
+awaited = threading.Event()
+def read_late(*args, check, **more):
+    while not awaited.wait(0.005):
+        check()
+    return read_parts(*args, check=check, **more)
+def completing(self):
+    awaited.set()
+    try:
+        return complete(self)
+    finally:
+        awaited.clear()
+behind.read_parts, behind.MomentsBehind.complete = read_late, completing
+"""
+# This byte is in a chunk that has moments only: neither weights nor the capsule at the end.
+LARGE = ("--hidden-size=128",)
+FLIP = """
+from elaswave_plugin.core.shards import PARTS
+from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET
+from elaswave_plugin.runtime.snapshot import CHUNK_BYTES
+from elaswave_plugin.runtime.worker import Worker
+wait = Worker.await_copies
+def flip(self):
+    wait(self)
+    if (self.slot, self.completed) == (1, 3):
+        payload_bytes = self._cut(self.seating.cells[0].buckets, 4).payload_bytes
+        chunk = -(-payload_bytes // len(PARTS) // CHUNK_BYTES)
+        assert chunk < payload_bytes // CHUNK_BYTES
+        self.pool._maps[1][BODY_OFFSET + chunk * CHUNK_BYTES + 1000] ^= 1
+Worker.await_copies = flip
+"""
+
+
+@pytest.mark.parametrize(
+    "kills", [("2@3:backward",), ("2@3:backward", "1@3:replay")], ids=["one", "and-while-it-waits"]
+)
+def test_the_update_waits_for_what_follows(
+    run: Launch, reference: Reference, kills: tuple[str, ...]
+) -> None:
+    survived = run(JobSpec(kills=kills, sabotage=HELD_BACK))
+    check_survived(survived)
+    last = [e for e in survived.events("recovered") if e["epoch"] == len(kills) + 1]
+    assert len(last) == 4 - len(kills)
+    assert all(event["followed_s"] > 0 and event["followed_late_s"] > 0 for event in last)
+    assert survived.trace() == reference(JobSpec()).trace()
+
+
+@pytest.mark.parametrize(("nodes", "restored_step"), [(2, 3), (1, 2)])
+def test_damaged_moments_renew_the_view_and_are_not_used(
+    run: Launch, reference: Reference, nodes: int, restored_step: int
+) -> None:
+    """Another node has a copy of the step; within a node it is the same memory."""
+    spec = JobSpec(kills=("2@3:optimizer",), sabotage=FLIP, options=LARGE)
+    survived = run(replace(spec, nodes=nodes))
+    check_survived(survived)
+    _, loss, *renewals = (event["reason"] for event in survived.events("view_committed"))
+    assert "worker 2" in loss
+    # Where the copy is the same memory, it is tried as well.
+    assert len(renewals) == 3 - nodes
+    assert all("does not match its checksum" in reason for reason in renewals), renewals
+    assert {e["restored_step"] for e in survived.events("recovered")} == {restored_step}
+    assert survived.trace() == reference(JobSpec(options=LARGE)).trace()
