@@ -90,6 +90,7 @@ def make_command() -> Any:
     bench.callback()(lambda: None)  # keeps the name of a single command
     bench.command("plan")(bench_plan)
     bench.command("communicator")(bench_communicator)
+    bench.command("migration")(bench_migration)
     app.add_typer(bench, name="bench")
     patch = typer.Typer(help="Diffs that give upstream's source hooks, in place of patches.")
     patch.command("list")(patch_list)
@@ -366,4 +367,24 @@ def bench_communicator(
         json_file.write_text(json.dumps(result, indent=1) + "\n")
     if plot is not None:
         draw(result, plot)
+    return 0
+
+
+def bench_migration(
+    dp: Annotated[int, typer.Option(help="Workers of each of the two stages.")] = 4,
+    layers: Annotated[int, typer.Option(help="Layers of the model.")] = 12,
+    layer_mib: Annotated[int, typer.Option(help="fp32 weights of a layer, MiB.")] = 8,
+    moved: Annotated[int, typer.Option(help="Layers that change stage.")] = 1,
+    rounds: Annotated[int, typer.Option(help="How often each way is measured.")] = 20,
+    json_file: JsonFile = None,
+) -> int:
+    """Time the pause for moving layers: all before training goes on, or the weights first."""
+    from elaswave_plugin.bench.migration import check_options, measure, show
+
+    sizes = {"dp": dp, "layers": layers, "layer_mib": layer_mib, "moved": moved, "rounds": rounds}
+    check_options(**sizes, json_file=json_file)
+    result = measure(**sizes, tell=lambda text: typer.echo(text, err=True))
+    show(result, typer.echo)
+    if json_file is not None:
+        json_file.write_text(json.dumps(result, indent=1) + "\n")
     return 0

@@ -66,16 +66,18 @@ class BenchMember:
         dist.destroy_process_group()
         self.groups.uninstall()
 
-    def follow(self) -> None:
+    def follow(self) -> Commit:
         """Agree on the open proposal and edit every group."""
         before = set(self.view.ranks)
         while True:
             try:
-                self._open(self.member.quiesce(self._facts()))
+                commit = self.member.quiesce(self._facts())
+                self._open(commit)
             except EpochChanged:
                 continue
             break
         self.groups.edit_all(self.view.ranks, before - set(self.view.ranks))
+        return commit
 
     def wait_for_change(
         self, work: Callable[[], object], *, after: Callable[[], object] = lambda: None

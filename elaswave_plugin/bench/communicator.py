@@ -27,7 +27,7 @@ from elaswave_plugin.demo.jobs import run_job, running, wait_until_ready
 from elaswave_plugin.errors import ConfigurationError
 
 HERE = Path(__file__).parent
-PRELOAD = "torch,psutil,elaswave_plugin.bench.rebuild_worker,elaswave_plugin.bench.latency_worker"
+WORKERS = ("rebuild_worker", "latency_worker", "migration_worker")
 JOB_LIMIT_S = 240.0
 LATENCY_WORLDS = (4, 8)
 LATENCY_RUNS = 30
@@ -169,8 +169,9 @@ def opened() -> Iterator[Bench]:
         folder = Path(name)
         log = folder / "zygote.log"
         command = [sys.executable, "-W", "ignore", "-m", "elaswave_plugin.runtime.zygote"]
+        preload = ",".join(["torch", "psutil", *(f"elaswave_plugin.bench.{w}" for w in WORKERS)])
         with running(
-            [*command, f"--socket={folder / 'z'}", f"--preload={PRELOAD}"], log
+            [*command, f"--socket={folder / 'z'}", f"--preload={preload}"], log
         ) as process:
             wait_until_ready(process, folder / "z", log)
             store = c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -22,6 +22,8 @@ from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET, Record, clear_rec
 # 0.003 % of the payload and hashing runs at memory speed.
 CHUNK_BYTES = 256 * 1024
 _ENTRY = struct.Struct("<Q")
+# Read at once: whoever reads behind a training step shares the interpreter with it.
+_RUN_BYTES = 32 * CHUNK_BYTES
 
 
 def num_chunks(length: int) -> int:
@@ -158,24 +160,37 @@ class VerifiedReader:
     def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> int:
         """Fill each view from its byte offset and return the bytes read.
 
-        Raises SnapshotUnreadableError.
+        Whole chunks are read to where they belong, and checked there; only what begins or ends
+        inside of a chunk is copied once more. Raises SnapshotUnreadableError.
         """
         total = 0
-        for first, last in _chunk_runs([(start, len(into)) for start, into in ranges]):
-            begin = first * CHUNK_BYTES
-            end = min(last * CHUNK_BYTES, self._body_bytes)
-            run = memoryview(bytearray(end - begin))
-            self._read(begin, run)
-            for chunk in range(first, last):
-                piece = run[chunk * CHUNK_BYTES - begin : (chunk + 1) * CHUNK_BYTES - begin]
-                (wanted,) = _ENTRY.unpack_from(self._table, chunk * _ENTRY.size)
-                if xxhash.xxh3_64_intdigest(piece) != wanted:
-                    raise self._unreadable(f"chunk {chunk}")
-            for start, into in ranges:
+        partial: list[tuple[int, memoryview]] = []
+        for start, into in ranges:
+            stop = start + len(into)
+            first = min(num_chunks(start) * CHUNK_BYTES, stop)
+            last = stop if stop == self._body_bytes else stop // CHUNK_BYTES * CHUNK_BYTES
+            last = max(first, last)
+            for begin in range(first, last, _RUN_BYTES):
+                end = min(begin + _RUN_BYTES, last)
+                total += self._read_chunks(begin, into[begin - start : end - start])
+            partial += [(start, into[: first - start]), (last, into[last - start :])]
+        for begin, end in _chunk_runs([(start, len(into)) for start, into in partial]):
+            run = memoryview(bytearray(min(end, self._body_bytes) - begin))
+            total += self._read_chunks(begin, run)
+            for start, into in partial:
                 if begin <= start and start + len(into) <= end:
                     into[:] = run[start - begin : start - begin + len(into)]
-            total += len(run)
         return total
+
+    def _read_chunks(self, begin: int, into: memoryview) -> int:
+        """Read whole chunks from ``begin`` on and check each; returns their bytes."""
+        self._read(begin, into)
+        for start in range(0, len(into), CHUNK_BYTES):
+            chunk = (begin + start) // CHUNK_BYTES
+            (wanted,) = _ENTRY.unpack_from(self._table, chunk * _ENTRY.size)
+            if xxhash.xxh3_64_intdigest(into[start : start + CHUNK_BYTES]) != wanted:
+                raise self._unreadable(f"chunk {chunk}")
+        return len(into)
 
     def read_capsule(self) -> bytes:
         """The step capsule."""
@@ -185,14 +200,15 @@ class VerifiedReader:
 
 
 def _chunk_runs(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Contiguous runs [first, last) of the chunks that cover the (start, length) ranges."""
+    """Contiguous runs [begin, end) of whole chunks that cover the (start, length) ranges."""
     runs: list[tuple[int, int]] = []
     for start, length in sorted(ranges):
         if not length:
             continue
-        first, last = start // CHUNK_BYTES, (start + length - 1) // CHUNK_BYTES + 1
-        if runs and first <= runs[-1][1]:
-            runs[-1] = (runs[-1][0], max(last, runs[-1][1]))
+        begin = start // CHUNK_BYTES * CHUNK_BYTES
+        end = num_chunks(start + length) * CHUNK_BYTES
+        if runs and begin <= runs[-1][1]:
+            runs[-1] = (runs[-1][0], max(end, runs[-1][1]))
         else:
-            runs.append((first, last))
+            runs.append((begin, end))
     return runs

@@ -1,0 +1,258 @@
+"""Worker of `elaswave bench migration`: layers change stage, in three ways, again and again.
+
+migration_worker.py OUT DP LAYERS ELEMENTS MOVED ROUNDS
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from elaswave_plugin.bench.bench_member import BenchMember
+from elaswave_plugin.bench.contiguous import ContiguousPlan, Stages
+from elaswave_plugin.core.layout import launch_layout
+from elaswave_plugin.core.pipeline_flow import flow_of
+from elaswave_plugin.core.plan import RecoveryPlan, SealedShard, make_plan
+from elaswave_plugin.core.seating import Cell, GridSeating
+from elaswave_plugin.core.shards import MOMENTS, PARTS, WEIGHTS, ShardCut
+from elaswave_plugin.runtime.restore import read_parts
+from elaswave_plugin.runtime.snapshot import SnapshotPool, capacity_of
+
+READ_LIMIT_S = 120.0
+INTERLEAVED, CONTIGUOUS = 0, 1
+"""The steps under which the same state is sealed, cut in the two ways."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """Two stages of ``dp`` workers, each layer of so many elements; ``moved`` of them leave."""
+
+    dp: int
+    layers: int
+    numel: int
+    moved: int
+
+    @property
+    def units(self) -> dict[int, int]:
+        """Elements of each layer."""
+        return dict.fromkeys(range(1, self.layers + 1), self.numel)
+
+    def seatings(self) -> tuple[GridSeating, GridSeating]:
+        """Before, and after the first layers of stage 1 have come to stage 0."""
+        layout = launch_layout(tp=1, pp=2, dp=self.dp, num_layers=self.layers)
+        before = GridSeating.at_launch(layout, groups={}, units=self.units)
+        cut = self.layers // 2 + self.moved
+        after = GridSeating.at_launch(
+            layout.recut((0, cut, self.layers)), groups={}, units=self.units
+        )
+        return before, after
+
+    def stages(self, seating: GridSeating) -> Stages:
+        """The same in one buffer a stage."""
+        return Stages(units=self.units, cuts=seating.layout.cuts)
+
+
+def state_of(units: Iterable[tuple[int, int, int]], part: str) -> torch.Tensor:
+    """Values that tell (unit, start, stop) of each range, and the part, from any other."""
+    ranges = [
+        torch.arange(start, stop, dtype=torch.float32).remainder_(65536).add_(65536 * unit)
+        for unit, start, stop in units
+    ]
+    return torch.cat(ranges).mul_(PARTS.index(part) + 1)
+
+
+class Migrations:
+    """One worker's part."""
+
+    def __init__(self, member: BenchMember, move: Move) -> None:
+        self._member, self._move = member, move
+        self._slot = member.slot
+        before, after = move.seatings()
+        self._before, self._after = before.cells, after.cells
+        old, new = move.stages(before), move.stages(after)
+        self._old_stages = [old.cell(cell.stage, cell.ranks) for cell in self._before]
+        whole = _cut(self._mine(self._before)).payload_bytes
+        self._pool = SnapshotPool(
+            member.member.snapshot_fds,
+            slot=self._slot,
+            capacity_bytes=capacity_of(2 * whole),
+            needed_bytes=2 * whole,
+            available_bytes=psutil.virtual_memory().available,
+        )
+        self._seal(INTERLEAVED, self._before, self._ranges(self._mine(self._before)))
+        self._seal(CONTIGUOUS, self._old_stages, self._ranges_in_one(old))
+        inventory = self._agreed_inventory()
+        common: dict[str, Any] = {
+            "epoch": member.view.epoch,
+            "reason": "measured",
+            "ranks": member.view.ranks,
+            "dataflow": flow_of(layout=after.layout, num_microbatches=move.dp),
+        }
+        sealed = [record for record in inventory if record["step"] == INTERLEAVED]
+        self.interleaved = make_plan(cells=self._after, inventory=sealed, **common)
+        self.contiguous = ContiguousPlan(
+            cells=tuple(new.cell(cell.stage, cell.ranks) for cell in self._after),
+            sources=sealed_by_stage(record for record in inventory if record["step"] == CONTIGUOUS),
+            restore_step=CONTIGUOUS,
+            alignment=128,
+            old=old,
+            new=new,
+            **common,
+        )
+        self._new = new
+
+    def _mine(self, cells: Sequence[Cell]) -> Cell:
+        return next(cell for cell in cells if self._slot in cell.ranks)
+
+    def _ranges(self, cell: Cell) -> list[tuple[int, int, int]]:
+        """The ranges of this worker's shard where every layer is cut by itself."""
+        (size,) = set(_cut(cell).shard_sizes)
+        start = cell.ranks.index(self._slot) * size
+        return [(unit, start, start + size) for unit in cell.units]
+
+    def _ranges_in_one(self, stages: Stages) -> list[tuple[int, int, int]]:
+        """The ranges of this worker's shard where a stage is one buffer."""
+        cell = self._mine(self._before)
+        size = stages.total(cell.stage) // len(cell.ranks)
+        start = cell.ranks.index(self._slot) * size
+        found = []
+        for unit, at in stages.starts(cell.stage).items():
+            low, high = max(start, at) - at, min(start + size, at + stages.units[unit]) - at
+            if low < high:
+                found.append((unit, low, high))
+        return found
+
+    def _seal(
+        self, step: int, cells: Sequence[Cell], ranges: Sequence[tuple[int, int, int]]
+    ) -> None:
+        cell = self._mine(cells)
+        record = self._pool.seal(
+            step=step,
+            epoch=self._member.view.epoch,
+            cell=cell.key,
+            units=cell.units,
+            ranks=cell.ranks,
+            parts=[state_of(ranges, part) for part in PARTS],
+            capsule=b"none",
+            before_seal=lambda: None,
+        )
+        self._member.member.sealed(record, [])
+
+    def _agreed_inventory(self) -> list[dict[str, Any]]:
+        """What all supervisors have, as a change of the view tells everyone."""
+        dist.barrier()
+        if self._slot == 0:
+            self._member.member.severed(self._member.view.epoch, "the inventory is asked for")
+        self._member.wait_for_change(self._idle)
+        return self._member.follow().inventory
+
+    def _idle(self) -> None:
+        time.sleep(0.005)
+        self._member.member.check()
+
+    def run(self, number: int) -> None:
+        """Each way once, and whether the state has come over."""
+        ways = (
+            ("blocking_contiguous", self.contiguous, PARTS),
+            ("blocking_interleaved", self.interleaved, PARTS),
+            ("nonblocking_interleaved", self.interleaved, WEIGHTS),
+        )
+        for name, plan, parts in ways:
+            target = torch.empty(len(PARTS), self._numel(plan))
+            dist.barrier()
+            begun_s = time.monotonic()
+            fetched = self._read(plan, parts, target)
+            self._gather(target[0])
+            paused_s = time.monotonic()
+            if parts == WEIGHTS:
+                fetched += self._read(plan, MOMENTS, target)
+            over_s = time.monotonic()
+            self._check(plan, target)
+            self._member.write(
+                what=name,
+                run=number,
+                begun_s=begun_s,
+                paused_s=paused_s,
+                over_s=over_s,
+                fetched_bytes=fetched,
+            )
+
+    def _numel(self, plan: RecoveryPlan) -> int:
+        number = plan.cell_of(self._slot)
+        assert number is not None
+        return plan.after(number).shard_numel
+
+    def _read(self, plan: RecoveryPlan, parts: Sequence[str], target: torch.Tensor) -> int:
+        payload, fetched_bytes = read_parts(
+            plan,
+            parts,
+            slot=self._slot,
+            pool=self._pool,
+            timeout_s=READ_LIMIT_S,
+            check=self._member.member.check,
+        )
+        first = PARTS.index(parts[0])
+        target[first : first + len(parts)].copy_(payload)
+        return fetched_bytes
+
+    def _gather(self, shard: torch.Tensor) -> None:
+        """Every worker of a stage needs the whole weights."""
+        group = self._groups[self._mine(self._after).stage]
+        whole = torch.empty(shard.numel() * group.size())
+        dist.all_gather_into_tensor(whole, shard, group=group)
+
+    def take_groups(self, groups: Sequence[Any]) -> None:
+        """The data-parallel group of the own stage."""
+        self._groups = {self._mine(self._after).stage: groups[0]}
+
+    def _check(self, plan: RecoveryPlan, target: torch.Tensor) -> None:
+        cell = self._mine(self._after)
+        ranges = self._ranges_in_one(self._new) if plan is self.contiguous else self._ranges(cell)
+        for part, values in zip(PARTS, target, strict=True):
+            if not torch.equal(values, state_of(ranges, part)):
+                raise AssertionError(f"worker {self._slot}: {part} is not what was sealed")
+
+
+def _cut(cell: Cell) -> ShardCut:
+    return ShardCut(buckets=cell.buckets, width=len(cell.ranks))
+
+
+def sealed_by_stage(records: Iterable[dict[str, Any]]) -> tuple[tuple[SealedShard, ...], ...]:
+    """Own snapshots of each stage in the order of their shards."""
+    stages: dict[int, list[SealedShard]] = {}
+    for one in map(SealedShard.from_record, records):
+        stages.setdefault(one.cell[0], []).append(one)
+    return tuple(
+        tuple(sorted(stages[stage], key=lambda one: one.shard)) for stage in sorted(stages)
+    )
+
+
+def main(arguments: list[str]) -> None:
+    """Measure all rounds."""
+    out, _, *sizes, rounds = arguments
+    dp, layers, numel, moved = map(int, sizes)
+    torch.set_num_threads(1)
+    member = BenchMember(Path(out))
+    stages = {"0": tuple(range(dp)), "1": tuple(range(dp, 2 * dp))}
+    _, *own = member.install(stages)
+    migrations = Migrations(member, Move(dp=dp, layers=layers, numel=numel, moved=moved))
+    migrations.take_groups(own)
+    # The first round makes links and pages.
+    for number in range(-1, int(rounds)):
+        migrations.run(number)
+    dist.barrier()
+    member.uninstall()
+    member.member.finish()
+    member.links.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
