@@ -431,7 +431,10 @@ class Member:
         """
         epoch, before_step = frame["epoch"], frame["before_step"]
         with self._changed:
-            idle = self._proposed_epoch > self._returned_epoch or not self._returned_epoch
+            # A commit ends its proposal when it arrives: whoever has taken it is in its recovery,
+            # and waits there for this worker.
+            settled = self._commits[-1].view.epoch if self._commits else self._returned_epoch
+            idle = self._proposed_epoch > settled or not settled
             begun = before_step is not None and self._begun_step >= before_step
             if not frame["boundary"] or idle or begun:
                 return False

@@ -52,15 +52,7 @@ class Supervisor:
         rings: bool = True,
     ) -> None:
         self.rang.clear()
-        frame = {
-            "t": "propose",
-            "epoch": epoch,
-            "reason": "r",
-            "within_s": self.within_s,
-            "boundary": boundary,
-            "before_step": before_step,
-        }
-        send_frame(self.sock, frame)
+        self.send_proposal(epoch, boundary=boundary, before_step=before_step)
         if rings:
             assert self.rang.wait(LONG_S)
         else:
@@ -71,6 +63,19 @@ class Supervisor:
             while (alone := self.member.join({}, LONG_S)) and alone.remembered != mark:
                 assert time.monotonic() < deadline_s
                 self.hear()  # where nobody reads what it says, it stops at a full buffer
+
+    def send_proposal(
+        self, epoch: int, *, boundary: bool = False, before_step: int | None = None
+    ) -> None:
+        frame = {
+            "t": "propose",
+            "epoch": epoch,
+            "reason": "r",
+            "within_s": self.within_s,
+            "boundary": boundary,
+            "before_step": before_step,
+        }
+        send_frame(self.sock, frame)
 
     def commit(self, *path: MembershipView) -> None:
         send_frame(self.sock, commit_of(*path))
@@ -251,6 +256,21 @@ def test_a_commit_that_was_not_taken_stays_in_the_path(supervisor: Supervisor) -
     assert commit.view.epoch == 4
     with pytest.raises(EpochChanged):
         supervisor.member.check()
+
+
+def test_a_commit_that_was_not_taken_yet_ends_its_proposal(supervisor: Supervisor) -> None:
+    """Or this worker would leave a recovery in which the others, who took it, wait for it."""
+    supervisor.commit(view_of(1))
+    supervisor.member.join({}, LONG_S)
+    supervisor.member.begin_step(4)
+    supervisor.propose(2)
+    supervisor.commit(view_of(2))
+    supervisor.send_proposal(3, boundary=True)
+    assert supervisor.next()["t"] == "join"
+    assert supervisor.next() == {"t": "begun", "epoch": 3, "step": 4}
+    assert supervisor.member.quiesce({}, LONG_S).view == view_of(2)
+    supervisor.member.check()
+    assert [epoch for epoch, _ in supervisor.rings] == [2]
 
 
 def test_waiting_for_copies(supervisor: Supervisor) -> None:
