@@ -1,25 +1,25 @@
 """A hybrid run's change of layout, from the events that it left, beside a simulation of its steps.
 
-The simulation runs the op lists that the workers ran (``core/step_time.py``). Its costs are those
-of the run's own healthy steps, spread evenly: every layer alike, a backward twice a forward,
-messages and the optimizer not apart. Where workers outnumber processors, a step cannot be shorter
-than all of their work shared out over these.
+The simulation runs the op lists that the workers ran (``core/step_time.py``). Its costs are what
+they measured of their layers by then; where it was too early for that, every layer is alike and a
+backward takes twice a forward. Messages and the optimizer are not apart: the predicted step is to
+the healthy ones as their simulations are. Where workers outnumber processors, a step cannot be
+shorter than all of their work shared out over these.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from elaswave_plugin.core.layer_times import LayerTimes
 from elaswave_plugin.core.layout import ParallelLayout
 from elaswave_plugin.core.pipeline_flow import PipelineFlow, flow_of
-from elaswave_plugin.core.planner.costs import uniform_costs
 from elaswave_plugin.core.schedule import Piece
 from elaswave_plugin.core.step_time import LinkTime, simulate
 from elaswave_plugin.errors import ElasWaveError
 
 Record = dict[str, Any]
-BACKWARD_TO_FORWARD = 2.0
 # What all survivors of an epoch report alike.
-_SHARED = ("layout_before", "layout_after", "pieces", "windows", "bytes_moved")
+_SHARED = ("layout_before", "layout_after", "pieces", "windows", "bytes_moved", "layer_times_s")
 
 
 def layout_fields(
@@ -44,6 +44,7 @@ def layout_fields(
     sizes = attached[0]
     before = ParallelLayout.from_json(changes[0]["layout_before"])
     flow = _flow(changes[-1], sizes["num_microbatches"])
+    measured = changes[-1]["layer_times_s"]
     after = flow.layout
     return {
         "layout_before": before.to_json(),
@@ -60,7 +61,8 @@ def layout_fields(
                 flow_of(layout=before, num_microbatches=flow.num_microbatches),
                 flow,
                 processors=_processors(recovered, nodes),
-                healthy_s=step_s["before"],
+                step_s=step_s,
+                times=LayerTimes() if measured is None else LayerTimes.from_json(measured),
             ),
         },
         "measured_step_s": step_s["after"],
@@ -73,12 +75,12 @@ def layout_lines(layout: ParallelLayout) -> tuple[str, str]:
     return title, "; ".join(places)
 
 
-def simulated_units(flow: PipelineFlow, *, processors: int) -> float:
-    """A step in units of one layer's forward of one micro-batch."""
+def simulated_units(
+    flow: PipelineFlow, *, processors: int, times: LayerTimes | None = None
+) -> float:
+    """A step in the units of ``times``: by default one layer's forward of one micro-batch."""
     layout = flow.layout
-    costs = uniform_costs(
-        num_layers=layout.num_layers, forward_s=1.0, backward_s=BACKWARD_TO_FORWARD
-    )
+    costs = (times or LayerTimes()).costs(num_layers=layout.num_layers)
     lists = tuple(tuple(flow.ops(group.slots[0]) for group in groups) for groups in layout.stages)
     step = simulate(lists, costs.stage_times(layout.cuts), LinkTime())
     if step.blocked:
@@ -87,10 +89,10 @@ def simulated_units(flow: PipelineFlow, *, processors: int) -> float:
 
 
 def _agreed(reports: Sequence[Record]) -> Record:
-    first = {key: reports[0][key] for key in _SHARED}
+    first = {key: reports[0].get(key) for key in _SHARED}
     for report in reports:
         for key in _SHARED:
-            if report[key] != first[key]:
+            if report.get(key) != first[key]:
                 raise ElasWaveError(
                     f"survivors {reports[0]['slot']} and {report['slot']} report different {key}"
                     f" of epoch {report['epoch']}"
@@ -122,21 +124,28 @@ def _work(flow: PipelineFlow, micro_batch_size: int) -> Record:
 
 
 def _prediction(
-    before: PipelineFlow, after: PipelineFlow, *, processors: int, healthy_s: float | None
+    before: PipelineFlow,
+    after: PipelineFlow,
+    *,
+    processors: int,
+    step_s: Mapping[str, float | None],
+    times: LayerTimes,
 ) -> Record:
     """The simulated step after the change, as long as the healthy steps were to their simulation.
 
-    No seconds where no healthy step was counted.
+    No seconds where no healthy step was counted, no error where none was after the change.
     """
-    ratio = simulated_units(after, processors=processors) / simulated_units(
-        before, processors=processors
-    )
+    units = [simulated_units(one, processors=processors, times=times) for one in (before, after)]
+    ratio, healthy_s, after_s = units[1] / units[0], step_s["before"], step_s["after"]
+    predicted_s = None if healthy_s is None else healthy_s * ratio
     return {
         "simulated": True,
         "processors": processors,
-        "assumed_backward_to_forward": BACKWARD_TO_FORWARD,
+        "layer_times": times.to_json(),
+        "layer_times_measured": times.is_measured,
         "predicted_step_ratio": ratio,
-        "predicted_step_s": None if healthy_s is None else healthy_s * ratio,
+        "predicted_step_s": predicted_s,
+        "prediction_error": predicted_s / after_s - 1 if predicted_s and after_s else None,
     }
 
 

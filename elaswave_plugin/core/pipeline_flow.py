@@ -24,8 +24,8 @@ from typing import Literal
 from elaswave_plugin.core.dataflow import Dataflow
 from elaswave_plugin.core.exact import replica_microbatches
 from elaswave_plugin.core.groups import Seat, seats_of
+from elaswave_plugin.core.layer_times import LayerTimes
 from elaswave_plugin.core.layout import ParallelLayout
-from elaswave_plugin.core.planner.costs import uniform_costs
 from elaswave_plugin.core.planner.executable import plan_split
 from elaswave_plugin.core.planner.joint import JointPlan, PlanRules, joint_plan
 from elaswave_plugin.core.planner.microbatch_split import REDEAL, REROUTE
@@ -46,7 +46,9 @@ class PipelineFlow:
     """The assignment of a step: ``pieces[stage][replica order]``, one micro-batch a piece.
 
     Micro-batch k belongs to replica k mod ``layout.dp`` of the launch for ever. ``windows``: slots
-    in flight at each stage; ``reasons``: why it is dealt so, no part of what is compared.
+    in flight at each stage. No part of what is compared: ``reasons``, why it is dealt so; ``times``
+    of layers, for which it is; ``compute_s``, the simulated seconds of the compute, where these
+    times were measured.
     """
 
     layout: ParallelLayout
@@ -54,6 +56,8 @@ class PipelineFlow:
     pieces: tuple[tuple[tuple[Piece, ...], ...], ...]
     windows: tuple[int, ...]
     reasons: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    times: LayerTimes = field(default_factory=LayerTimes, repr=False, compare=False)
+    compute_s: float | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         return "; ".join(
@@ -124,12 +128,17 @@ class PipelineFlow:
 
 
 def flow_of(
-    *, layout: ParallelLayout, num_microbatches: int, policy: Policy = "auto"
+    *,
+    layout: ParallelLayout,
+    num_microbatches: int,
+    policy: Policy = "auto",
+    times: LayerTimes | None = None,
 ) -> PipelineFlow:
     """Deal a step's micro-batches over the live replicas of every stage, by simulated time.
 
     Raises ConfigurationError where nothing fits in flight.
     """
+    times = times or LayerTimes()
     if layout.is_rectangular:
         replicas = tuple(_own(order, layout.dp, num_microbatches) for order in range(layout.dp))
         return PipelineFlow(
@@ -137,20 +146,24 @@ def flow_of(
             num_microbatches=num_microbatches,
             pieces=tuple(replicas for _ in layout.stages),
             windows=window_sizes(len(layout.stages)),
+            times=times,
         )
     work = StepWork(num_microbatches=num_microbatches, microbatch_size=1, launch_width=layout.dp)
-    plan = _planned(layout, work, policy)
+    plan = _planned(layout, work, policy, times)
     return PipelineFlow(
         layout=layout,
         num_microbatches=num_microbatches,
         pieces=plan_split(plan, work).assignment(),
         windows=plan.chosen.windows,
         reasons=plan.reasons,
+        times=times,
+        compute_s=plan.seconds if times.is_measured else None,
     )
 
 
 def level_layers(
     layout: ParallelLayout,
+    times: LayerTimes,
     *,
     launch_cuts: Sequence[int],
     num_microbatches: int,
@@ -166,13 +179,15 @@ def level_layers(
     if layout.is_rectangular:
         return layout.recut(launch_cuts)
     work = StepWork(num_microbatches=num_microbatches, microbatch_size=1, launch_width=layout.dp)
-    return _planned(layout, work, policy, move_layers=True, move_workers=move_workers).layout
+    plan = _planned(layout, work, policy, times, move_layers=True, move_workers=move_workers)
+    return plan.layout
 
 
 def _planned(
     layout: ParallelLayout,
     work: StepWork,
     policy: Policy,
+    times: LayerTimes,
     *,
     move_layers: bool = False,
     move_workers: bool = False,
@@ -185,10 +200,8 @@ def _planned(
     """
     num_stages = len(layout.stages)
     slot = -(-layout.dp // min(layout.widths))
-    costs = uniform_costs(
+    costs = times.costs(
         num_layers=layout.num_layers,
-        forward_s=1.0,
-        backward_s=2.0,
         activation_bytes=1.0,
         memory_bytes=(num_stages + 1) * slot * layout.num_layers / num_stages,
     )

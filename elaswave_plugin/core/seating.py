@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from elaswave_plugin.core.groups import GroupRule, Seat, members_of, rule_of, seats_of
+from elaswave_plugin.core.layer_times import LayerTimes
 from elaswave_plugin.core.layout import FreeWorker, ParallelLayout
+from elaswave_plugin.core.placement import layout_told, told_layout
 from elaswave_plugin.errors import LayoutError
 
 
@@ -47,7 +49,7 @@ class Cell:
 
 
 # The same workers, with the layers of each stage chosen for their present number.
-Partition = Callable[[ParallelLayout], ParallelLayout]
+Partition = Callable[[ParallelLayout, LayerTimes], ParallelLayout]
 
 
 class GroupEdit(NamedTuple):
@@ -75,8 +77,14 @@ class Seating(Protocol):
     def cell_of(self, slot: int) -> Cell | None:
         """The cell of a worker; None for one that has no place."""
 
-    def after(self, ranks: Sequence[int]) -> Seating:
-        """The seating when only ``ranks`` (slots, in rank order) are left."""
+    def after(self, ranks: Sequence[int], times: LayerTimes) -> Seating:
+        """The seating when only ``ranks`` (slots, in rank order) are left, for these ``times``."""
+
+    def told(self) -> dict[str, Any]:
+        """What a worker has to be told that was not there, as a dict that JSON can carry."""
+
+    def as_told(self, told: Mapping[str, Any]) -> Seating:
+        """The seating of whoever told so with `told`."""
 
     def edits(self, launched: Mapping[str, Sequence[int]], slot: int) -> dict[str, GroupEdit]:
         """What becomes of the groups that ``slot`` holds.
@@ -113,9 +121,17 @@ class FlatSeating:
         """The one cell, for its members."""
         return self.cells[0] if slot in self.ranks else None
 
-    def after(self, ranks: Sequence[int]) -> FlatSeating:
-        """The same with other members."""
+    def after(self, ranks: Sequence[int], times: LayerTimes | None = None) -> FlatSeating:
+        """The same with other members, whatever layers take."""
         return replace(self, ranks=tuple(ranks))
+
+    def told(self) -> dict[str, Any]:
+        """Nothing: members say it all."""
+        return {}
+
+    def as_told(self, told: Mapping[str, Any]) -> FlatSeating:
+        """The same."""
+        return self
 
     def edits(self, launched: Mapping[str, Sequence[int]], slot: int) -> dict[str, GroupEdit]:
         """Every group is who is left of it, and who came back, in the order of WORLD."""
@@ -133,6 +149,7 @@ class GridSeating:
     every part of the model on one worker: layers by number from 1, what is in front of them below,
     what follows them above. ``partition``: chooses layers and workers of each stage after a change;
     None: they stay. ``why_workers_stay``: why none can change stage even where one has nobody.
+    ``times``: what layers took when this was planned.
     """
 
     layout: ParallelLayout
@@ -141,6 +158,7 @@ class GridSeating:
     units: Mapping[int, int]
     partition: Partition | None = None
     why_workers_stay: str | None = None
+    times: LayerTimes = field(default_factory=LayerTimes)
 
     @classmethod
     def at_launch(
@@ -191,8 +209,8 @@ class GridSeating:
 
     @property
     def dealt_over(self) -> dict[str, Any]:
-        """The layout."""
-        return {"layout": self.layout}
+        """The layout, and what its layers take."""
+        return {"layout": self.layout, "times": self.times}
 
     def seat(self, slot: int) -> Seat | None:
         """The place of a worker; None for a free one."""
@@ -202,7 +220,15 @@ class GridSeating:
         """The cell of a worker; None for a free one."""
         return next((cell for cell in self.cells if slot in cell.ranks), None)
 
-    def after(self, ranks: Sequence[int]) -> GridSeating:
+    def told(self) -> dict[str, Any]:
+        """How the layout differs from that of the launch."""
+        return told_layout(self.layout, self.homes)
+
+    def as_told(self, told: Mapping[str, Any]) -> GridSeating:
+        """The seating with the layout that was told."""
+        return replace(self, layout=layout_told(told, self.layout, self.homes))
+
+    def after(self, ranks: Sequence[int], times: LayerTimes | None = None) -> GridSeating:
         """Broken TP groups are dissolved; survivors of one stage form whole ones again.
 
         Whoever comes back does so to the stage of its launch, whose modules it has built. A stage
@@ -221,7 +247,10 @@ class GridSeating:
         if not all(layout.widths):
             self._check_staff(layout)
             layout = layout.staffed()
-        return replace(self, layout=self.partition(layout) if self.partition else layout)
+        times = times or self.times
+        if self.partition:
+            layout = self.partition(layout, times)
+        return replace(self, layout=layout, times=times)
 
     def _check_staff(self, layout: ParallelLayout) -> None:
         empty, num_stages = layout.widths.index(0), len(layout.stages)

@@ -151,7 +151,9 @@ def show_comparison(console: Console, summary: dict[str, Any]) -> None:
     if "plan" in summary:
         plan = summary["plan"]
         name = f"simulated step after, ms ({plan['processors']} processors)"
-        table.add_row(name, _ms(plan["predicted_step_s"]), "")
+        error = plan["prediction_error"]
+        off = "" if error is None else f", {error:+.0%} of the measured one"
+        table.add_row(name, f"{_ms(plan['predicted_step_s'])}{off}", "")
     for recovery in summary["recoveries"]:
         name = f"fault to next completed step, ms (epoch {recovery['epoch']})"
         table.add_row(name, _ms(recovery["mttr_s"]), "")

@@ -90,6 +90,7 @@ class GuardedSteps:
         worker.completed += 1
         worker.seal(self._framework)
         worker.phases.end_step()
+        worker.stopwatch.step_over()
         elapsed_s = time.monotonic() - self._began_s
         self.note_recovery()
         self._on_commit(worker.completed - 1, report, elapsed_s)

@@ -10,6 +10,7 @@ import psutil
 
 from elaswave_plugin.config import ElasticConfig, parse_kill
 from elaswave_plugin.core.hang import COMMIT, OUTSIDE
+from elaswave_plugin.core.layer_times import PassTimes, agreed
 from elaswave_plugin.core.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.plan import Flow, RecoveryPlan, copy_targets, make_plan
 from elaswave_plugin.core.seating import Cell, FlatSeating, Seating
@@ -24,6 +25,7 @@ from elaswave_plugin.runtime.phases import Phases
 from elaswave_plugin.runtime.process_group import GroupTable
 from elaswave_plugin.runtime.progress import PhaseClock
 from elaswave_plugin.runtime.snapshot import SnapshotPool, capacity_of
+from elaswave_plugin.runtime.stopwatch import Stopwatch
 from elaswave_plugin.tracking.events import EventLog
 
 # Room for the step capsule (schedulers, scalers, counters) in a buffer.
@@ -75,6 +77,7 @@ class Worker:
             ),
         )
         self.completed = 0
+        self.stopwatch = Stopwatch(PassTimes())
         self._seals_in_epoch = 0
         self._has_sealed = False
         self._behind: MomentsBehind | None = None
@@ -122,6 +125,11 @@ class Worker:
             "unreadable": sorted(self._unreadable),
         }
 
+    def _told(self) -> dict[str, object]:
+        """The facts of a worker that has a view: also where it is, and how fast."""
+        seating = [self.view.epoch, self.seating.told()]
+        return {**self._facts(), "seating": seating, "times": self.stopwatch.times.medians()}
+
     @property
     def owns_rank_0(self) -> bool:
         """Whether the duties of rank 0 are this worker's now."""
@@ -135,7 +143,7 @@ class Worker:
     def ask_to_enter(self) -> None:
         """All is built: the next recovery lets this worker in, at the boundary before a step."""
         self._entering, self._ready_s = True, time.time()
-        self.member.ready(self._facts())
+        self.member.ready(self._told())
 
     def _open_links(self, commit: Commit) -> None:
         addresses = {slot: str(facts["address"]) for slot, facts in commit.facts.items()}
@@ -148,14 +156,13 @@ class Worker:
             self._behind.drop()
             self._behind = None
         with self.member.progress_page.waiting(COMMIT):
-            return self.member.quiesce(self._facts())
+            return self.member.quiesce(self._told())
 
     def install_view(self, commit: Commit) -> None:
         """Edit every group in place to the committed view and start its epoch."""
         self._seals_in_epoch = 0
         self._open_links(commit)
-        for view in commit.path:
-            self.seating = self.seating.after(view.ranks)
+        self._take_seat(commit)
         before = commit.path[-2] if len(commit.path) > 1 else self.view
         self._newcomers = tuple(sorted(map(str, commit.view.workers - before.workers)))
         self.alone = False
@@ -163,6 +170,20 @@ class Worker:
         edits = self.seating.edits(self.groups.launched(), self.slot)
         self.groups.edit_groups(commit.view.ranks, edits)
         self.groups.settle({slot: held["communicators"] for slot, held in commit.facts.items()})
+
+    def _take_seat(self, commit: Commit) -> None:
+        """Apply the views that nobody has applied yet to the seating of who has applied most.
+
+        A worker that was not there cannot tell the seating from the views: it also depends on what
+        layers took at the time of each.
+        """
+        tellers = (held["seating"] for held in commit.facts.values())
+        epoch, told = max(tellers, key=lambda seating: int(seating[0]))
+        times = agreed({slot: held["times"] for slot, held in commit.facts.items()})
+        self.seating = self.seating.as_told(told)
+        for view in commit.path:
+            if view.epoch > epoch:
+                self.seating = self.seating.after(view.ranks, times)
 
     # ---- the state ----------------------------------------------------------------------------
 
@@ -336,6 +357,7 @@ class Worker:
         self._recovery_started_s = time.time()
         self.phases.seconds = {}
         self._followed = Followed()
+        self.stopwatch.drop_step()
 
     def end_recovery(self, plan: RecoveryPlan, *, fetched_bytes: int) -> None:
         """Adopt the plan; the event is emitted when the redone step is committed."""
@@ -409,5 +431,8 @@ def _layout_change(before: Flow, after: Flow) -> dict[str, object]:
         "layout_after": after.layout.to_json(),
         "pieces": after.pieces,
         "windows": after.windows,
+        "plan_reasons": after.reasons,
+        "layer_times_s": after.times.to_json() if after.times.is_measured else None,
+        "predicted_compute_s": after.compute_s,
         "processors": len(os.sched_getaffinity(0)),
     }

@@ -77,7 +77,8 @@ def test_without_a_replica_for_each_stage_the_job_ends_with_the_reason() -> None
 
 
 def test_units_go_with_the_cuts() -> None:
-    moved = replace(grid(), partition=lambda layout: layout.recut((0, 1, 4))).after(range(1, 8))
+    moving = replace(grid(), partition=lambda layout, times: layout.recut((0, 1, 4)))
+    moved = moving.after(range(1, 8))
     assert [cell.units for cell in moved.cells] == 2 * [(1, 0)] + 2 * [(5, 4, 3, 2)]
     assert moved.cells[0].buckets == (100, 100) and moved.largest == (100,) * 6
 

@@ -105,3 +105,24 @@ def test_layers_of_interleaved_stages_are_refused_by_name(run: Launch) -> None:
     refused = run(JobSpec(options=(*options, "--elaswave-move-layers=always")))
     assert refused.returncode == 2
     assert "move_layers is always" in refused.output and "interleaved" in refused.output
+
+
+def test_a_newcomer_agrees_to_layers_that_were_moved_by_measured_times(
+    run: Launch, reference: Reference
+) -> None:
+    spec = replace(
+        PP2,
+        steps=11,
+        respawn=1,
+        # Of the two lost workers only one comes back: to stages of different widths.
+        kills=("3@6:forward", "1@7:backward", "3.1@0:startup"),
+        awaits=((9, 1),),
+        options=(*PP2.options, "--elaswave-move-layers=always"),
+    )
+    survived = run(spec)
+    check_equal(survived, reference(spec))
+    assert [event["slot"] for event in survived.events("entered")] == [1]
+    recovered = survived.events("recovered")
+    assert all(event["layer_times_s"]["layer"][0] > 0 for event in recovered)
+    assert all(event["predicted_compute_s"] > 0 and event["plan_reasons"] for event in recovered)
+    cuts_after(survived)

@@ -13,6 +13,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from elaswave_plugin.adapters.megatron import buffers, stage_layers, stage_parts, unplaced
+from elaswave_plugin.adapters.megatron.layer_timer import watch_passes
 from elaswave_plugin.adapters.megatron.optimizer_state import FlatShard
 from elaswave_plugin.adapters.megatron.reduction import GradientReduction
 from elaswave_plugin.adapters.megatron.units import units_of
@@ -102,6 +103,7 @@ class MegatronFramework:
             prepare(chunk)
             chunk.start_param_sync = self._gathering(chunk.start_param_sync)
         self._watched: list[Any] = []
+        worker.stopwatch.on_gpu = next(self.chunks[0].parameters()).is_cuda
         self._watch_layers()
         self._watch_step()
         wrapped = [part for chunk in self.chunks for part in (chunk, chunk.module)]
@@ -140,6 +142,7 @@ class MegatronFramework:
             ),
             middle.register_forward_hook(_announce_backward(self._announce)),
         ]
+        self._watched += watch_passes(self.chunks, self._worker.stopwatch)
         for group in (group for chunk in self.chunks for group in chunk.bucket_groups):
             # Where gathers overlap, the forward's hooks start them, a bucket group at a time.
             if group.ddp_config.overlap_param_gather and "start_param_sync" not in vars(group):

@@ -1,0 +1,114 @@
+"""Times the forward and backward passes of the layers of a model chunk, and of what is around them.
+
+Marks are set where the hidden states enter and leave Megatron-Core's transformer block, forward by
+module hooks, backward by hooks of these tensors. No message is awaited between two marks of a pass:
+those of the pipeline travel before and after a chunk's forward or backward.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.transformer_block import TransformerBlock
+
+from elaswave_plugin.core.layer_times import BACKWARD, BEHIND, FORWARD, FRONT, LAYER
+from elaswave_plugin.runtime.stopwatch import Mark, Stopwatch
+
+
+class LayerTimer:
+    """Times one chunk; passes of its micro-batches do not overlap, so that a mark of each do."""
+
+    def __init__(self, block: TransformerBlock, stopwatch: Stopwatch) -> None:
+        self._block = block
+        self._stopwatch = stopwatch
+        self._forward: Mark | None = None
+        self._backward: Mark | None = None
+
+    def _pass(self, part: str, which: str, first: Mark | None) -> Mark:
+        """A pass that began at ``first`` ends here; where it began is not known after a change."""
+        last = self._stopwatch.mark()
+        if first is not None:
+            count = len(self._block.layers) if part == LAYER else 1
+            self._stopwatch.note(part, which, first, last, scale=1 / count)
+        return last
+
+    # ---- forward --------------------------------------------------------------------------------
+
+    def enter_model(self, model: torch.nn.Module, inputs: Any) -> None:
+        """A forward pass begins."""
+        counts = model.training and torch.is_grad_enabled()
+        self._forward = self._stopwatch.mark() if counts else None
+
+    def enter_layers(self, block: torch.nn.Module, inputs: Any, keywords: Any) -> None:
+        """The hidden states are there."""
+        if self._forward is None:
+            return
+        hidden = self._block.input_tensor
+        if self._block.pre_process:
+            hidden = keywords.get("hidden_states", inputs[0] if inputs else None)
+            self._forward = self._pass(FRONT, FORWARD, self._forward)
+        else:
+            self._forward = self._stopwatch.mark()
+        if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+            hidden.register_hook(self._leave_layers_backward)
+
+    def leave_layers(self, block: torch.nn.Module, inputs: Any, output: Any) -> None:
+        """The last layer is done."""
+        if self._forward is None:
+            return
+        self._forward = self._pass(LAYER, FORWARD, self._forward)
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(self._enter_layers_backward)
+
+    def leave_model(self, model: torch.nn.Module, inputs: Any, output: Any) -> None:
+        """A forward pass is over."""
+        if self._forward is None or not self._block.post_process:
+            return
+        self._pass(BEHIND, FORWARD, self._forward)
+        result = output[0] if isinstance(output, tuple) else output
+        if isinstance(result, torch.Tensor) and result.requires_grad:
+            result.register_hook(self._enter_model_backward)
+
+    # ---- backward: the same way back ------------------------------------------------------------
+
+    def _enter_model_backward(self, gradient: torch.Tensor) -> None:
+        self._backward = self._stopwatch.mark()
+
+    def _enter_layers_backward(self, gradient: torch.Tensor) -> None:
+        if self._block.post_process:
+            self._backward = self._pass(BEHIND, BACKWARD, self._backward)
+        else:
+            self._backward = self._stopwatch.mark()
+
+    def _leave_layers_backward(self, gradient: torch.Tensor) -> None:
+        self._backward = self._pass(LAYER, BACKWARD, self._backward)
+        if self._block.pre_process:
+            _when_backward_ends(self._leave_model_backward)
+
+    def _leave_model_backward(self) -> None:
+        self._pass(FRONT, BACKWARD, self._backward)
+
+
+def watch_passes(chunks: Sequence[DistributedDataParallel], stopwatch: Stopwatch) -> list[Any]:
+    """Time the chunks that have one transformer block; returns the handles of the module hooks."""
+    handles: list[Any] = []
+    for chunk in chunks:
+        blocks = [module for module in chunk.modules() if isinstance(module, TransformerBlock)]
+        if len(blocks) != 1:
+            continue
+        timer = LayerTimer(blocks[0], stopwatch)
+        handles += [
+            chunk.module.register_forward_pre_hook(timer.enter_model),
+            blocks[0].register_forward_pre_hook(timer.enter_layers, with_kwargs=True),
+            blocks[0].register_forward_hook(timer.leave_layers),
+            chunk.module.register_forward_hook(timer.leave_model),
+        ]
+    return handles
+
+
+def _when_backward_ends(call: Callable[[], None]) -> None:
+    """Call when the running backward pass is over, as FSDP does; in a hook of that pass only."""
+    engine = cast(Any, torch.autograd.Variable)._execution_engine
+    engine.queue_callback(call)

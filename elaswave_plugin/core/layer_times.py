@@ -1,0 +1,128 @@
+"""What layers take in the running job: a worker's medians, and what everyone makes of all of them.
+
+Seconds are of one micro-batch, and of the clock 1: a forward pass and a backward pass of one
+transformer layer, of what is in front of the layers (embedding), of what is behind (head, loss).
+
+>>> mine = PassTimes(wanted_steps=1)
+>>> mine.note(LAYER, FORWARD, 0.00402)
+>>> mine.note(LAYER, BACKWARD, 0.00799)
+>>> mine.step_over()
+>>> times = agreed({0: mine.medians(), 1: {}})
+>>> times.layer, times.is_measured
+((0.004, 0.008), True)
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from elaswave_plugin.core.planner.costs import CostModel, UnitCost
+
+FRONT, LAYER, BEHIND = "front", "layer", "behind"
+FORWARD, BACKWARD = "forward", "backward"
+STEPS_FOR_COSTS = 5
+"""Fewer steps say little: the first ones compile and fill caches."""
+STEPS_REMEMBERED = 15
+DIGITS = 2
+"""Significant digits: what noise changes below them must not change a plan."""
+
+Passes = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTimes:
+    """(forward, backward) seconds by part; without measurements a layer takes 1 and 2."""
+
+    layer: Passes = (1.0, 2.0)
+    front: Passes = (0.0, 0.0)
+    behind: Passes = (0.0, 0.0)
+    is_measured: bool = False
+
+    def to_json(self) -> dict[str, list[float]]:
+        """A dict that JSON can carry, by part."""
+        return {part: list(getattr(self, part)) for part in (FRONT, LAYER, BEHIND)}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Sequence[float]]) -> "LayerTimes":
+        """The measured times that `to_json` described."""
+        passes = {part: (which[0], which[1]) for part, which in record.items()}
+        return cls(is_measured=True, **passes)
+
+    def costs(
+        self, *, num_layers: int, activation_bytes: float = 0.0, memory_bytes: float = float("inf")
+    ) -> CostModel:
+        """Equal layers, the first with what is in front and the last with what is behind.
+
+        ``activation_bytes`` of a layer and micro-batch, ``memory_bytes`` of a worker.
+        """
+        layers = [
+            _unit(f"layer {number}", self.layer, activation_bytes) for number in range(num_layers)
+        ]
+        units = (_unit(FRONT, self.front), *layers, _unit(BEHIND, self.behind))
+        bounds = (0, *range(2, num_layers + 1), num_layers + 2)
+        return CostModel(units=units, bounds=bounds, memory_bytes=memory_bytes)
+
+
+class PassTimes:
+    """One worker's measurements: of each step the median over its micro-batches, of the last steps
+    the median."""
+
+    def __init__(self, *, wanted_steps: int = STEPS_FOR_COSTS) -> None:
+        """Nothing is told before ``wanted_steps`` steps."""
+        self._wanted = wanted_steps
+        self._step: dict[tuple[str, str], list[float]] = {}
+        self._known: dict[tuple[str, str], deque[float]] = {}
+
+    def note(self, part: str, which: str, seconds: float) -> None:
+        """A pass of one micro-batch through a part took so long."""
+        self._step.setdefault((part, which), []).append(seconds)
+
+    def step_over(self) -> None:
+        """A step is complete."""
+        for key, seconds in self._step.items():
+            self._known.setdefault(key, deque(maxlen=STEPS_REMEMBERED)).append(median(seconds))
+        self._step = {}
+
+    def drop_step(self) -> None:
+        """The step was interrupted: its passes waited for who is gone."""
+        self._step = {}
+
+    def medians(self) -> dict[str, Any]:
+        """Seconds by part, [forward, backward]; nothing of what is known for too few steps."""
+        found = {}
+        for part in (FRONT, LAYER, BEHIND):
+            passes = [self._known.get((part, which), ()) for which in (FORWARD, BACKWARD)]
+            if all(len(steps) >= self._wanted for steps in passes):
+                found[part] = [median(steps) for steps in passes]
+        return found
+
+
+def agreed(told: Mapping[int, Mapping[str, Sequence[float]]]) -> LayerTimes:
+    """The medians over all workers (by slot) of what `PassTimes.medians` told, alike on everyone.
+
+    A layer is as assumed, and nothing else counts, where nobody has measured one.
+    """
+    found = {}
+    for part in (FRONT, LAYER, BEHIND):
+        passes = [one[part] for _, one in sorted(told.items()) if part in one]
+        if passes:
+            forward, backward = (_rounded(median(which)) for which in zip(*passes, strict=True))
+            found[part] = forward, backward
+    return LayerTimes(is_measured=True, **found) if LAYER in found else LayerTimes()
+
+
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.{DIGITS}g}")
+
+
+def _unit(name: str, passes: Passes, activation_bytes: float = 0.0) -> UnitCost:
+    forward_s, backward_s = passes
+    return UnitCost(
+        name=name,
+        forward_s=forward_s,
+        backward_s=backward_s / 2,
+        weights_s=backward_s / 2,
+        activation_bytes=activation_bytes,
+    )

@@ -1,0 +1,54 @@
+"""How long passes through parts of the model take: by the clock, on a GPU by events of its stream.
+
+Reading an event that has not happened would stop the host until it has: events are read at the end
+of a later step, when they have.
+"""
+
+import time
+from collections import deque
+from typing import Any
+
+import torch
+
+from elaswave_plugin.core.layer_times import PassTimes
+
+# A point in time: seconds of the clock, or an event of the device's stream.
+Mark = Any
+
+
+class Stopwatch:
+    """Tells `PassTimes` of passes, as soon as it is known how long they took."""
+
+    def __init__(self, times: PassTimes, *, on_gpu: bool = False) -> None:
+        """``on_gpu``: whether the passes run there."""
+        self.times = times
+        self.on_gpu = on_gpu
+        self._open: deque[tuple[str, str, Mark, Mark, float]] = deque()
+
+    def mark(self) -> Mark:
+        """This moment of the work."""
+        if not self.on_gpu:
+            return time.perf_counter()
+        new_event: Any = torch.cuda.Event
+        event = new_event(enable_timing=True)
+        event.record()
+        return event
+
+    def note(self, part: str, which: str, first: Mark, last: Mark, *, scale: float = 1.0) -> None:
+        """A pass of a part lasted from ``first`` to ``last``; ``scale`` times that counts."""
+        if self.on_gpu:
+            self._open.append((part, which, first, last, scale))
+        else:
+            self.times.note(part, which, scale * (last - first))
+
+    def step_over(self) -> None:
+        """A step is complete: count it, and what has become known of the one before."""
+        while self._open and self._open[0][3].query():
+            part, which, first, last, scale = self._open.popleft()
+            self.times.note(part, which, scale * 1e-3 * first.elapsed_time(last))
+        self.times.step_over()
+
+    def drop_step(self) -> None:
+        """The step was interrupted; events of an aborted stream may never happen."""
+        self._open.clear()
+        self.times.drop_step()

@@ -1,0 +1,90 @@
+"""What was measured of layers decides the cuts, alike on everyone and past noise."""
+
+from functools import partial
+
+import pytest
+
+from elaswave_plugin.core.layer_times import (
+    BACKWARD,
+    BEHIND,
+    FORWARD,
+    FRONT,
+    LAYER,
+    LayerTimes,
+    PassTimes,
+    agreed,
+)
+from elaswave_plugin.core.layout import launch_layout
+from elaswave_plugin.core.pipeline_flow import flow_of, level_layers
+
+LAYOUT = launch_layout(tp=1, pp=2, dp=2, num_layers=12)
+
+
+def times_of(steps: list[list[float]]) -> PassTimes:
+    times = PassTimes(wanted_steps=3)
+    for step in steps:
+        for seconds in step:
+            times.note(LAYER, FORWARD, seconds)
+            times.note(LAYER, BACKWARD, 2 * seconds)
+        times.step_over()
+    return times
+
+
+def test_medians_over_micro_batches_then_over_steps() -> None:
+    assert times_of([[9, 9, 9], [1, 2, 99]]).medians() == {}
+    times = times_of([[9, 9, 9], [1, 2, 99], [1, 3, 3]])
+    assert times.medians() == {LAYER: [3, 6]}
+    times.note(LAYER, FORWARD, 1e9)
+    times.drop_step()
+    times.step_over()
+    assert times.medians() == {LAYER: [3, 6]}
+
+
+def test_only_the_last_steps_count() -> None:
+    assert times_of([[100.0]] * 20 + [[1.0]] * 15).medians() == {LAYER: [1, 2]}
+
+
+def test_everyone_agrees_whatever_the_order() -> None:
+    told = {
+        2: {LAYER: [0.0201, 0.041], BEHIND: [0.031, 0.062]},
+        0: {LAYER: [0.0199, 0.039], FRONT: [0.001, 0.002]},
+        1: {},
+    }
+    times = agreed(told)
+    assert times == agreed(dict(reversed(told.items())))
+    assert times.layer == (0.02, 0.04) and times.behind == (0.031, 0.062)
+    assert LayerTimes.from_json(times.to_json()) == times
+
+
+def test_without_a_measured_layer_nothing_counts() -> None:
+    assert agreed({0: {}, 1: {FRONT: [1.0, 1.0]}}) == LayerTimes()
+
+
+def test_times_only_scale_a_plan_of_equal_layers() -> None:
+    level = partial(
+        level_layers, launch_cuts=LAYOUT.cuts, num_microbatches=8, policy="auto", move_workers=False
+    )
+    lost = LAYOUT.without([0])
+    assumed, measured = LayerTimes(), LayerTimes(layer=(0.004, 0.008), is_measured=True)
+    assert level(lost, assumed).cuts == level(lost, measured).cuts == (0, 4, 12)
+    flow = flow_of(layout=lost, num_microbatches=8, times=measured)
+    unit = flow_of(layout=lost, num_microbatches=8, times=LayerTimes(is_measured=True))
+    assert flow.compute_s == pytest.approx(0.004 * (unit.compute_s or 0))
+    assert flow_of(layout=lost, num_microbatches=8).compute_s is None
+
+
+def test_a_heavy_head_keeps_layers_at_the_first_stage() -> None:
+    def cuts(**more: tuple[float, float]) -> tuple[int, ...]:
+        times = LayerTimes(layer=(1.0, 2.0), is_measured=True, **more)
+        return level_layers(
+            LAYOUT.without([0]),
+            times,
+            launch_cuts=LAYOUT.cuts,
+            num_microbatches=16,
+            policy="auto",
+            move_workers=False,
+        ).cuts
+
+    # One worker against two: a layers and front against half of 12 - a layers and behind.
+    assert cuts(behind=(3.0, 6.0)) == (0, 5, 12)
+    assert cuts(front=(2.0, 4.0)) == (0, 3, 12)

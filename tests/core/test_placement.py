@@ -1,0 +1,47 @@
+"""Any layout that a job can come to is told, and understood by whoever was not there."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elaswave_plugin.core.groups import seats_of
+from elaswave_plugin.core.layer_times import LayerTimes
+from elaswave_plugin.core.layout import ParallelLayout, launch_layout
+from elaswave_plugin.core.placement import layout_told, told_layout
+from elaswave_plugin.core.seating import GridSeating
+from elaswave_plugin.errors import LayoutError
+
+LAUNCH = launch_layout(tp=2, pp=2, dp=3, num_layers=8)
+WORKERS = range(12)
+
+
+def moved(layout: ParallelLayout, times: LayerTimes) -> ParallelLayout:
+    """Workers and layers go to and fro, as what was measured says."""
+    if layout.is_rectangular:
+        return layout.recut(LAUNCH.cuts)
+    wide = layout.widths.index(max(layout.widths))
+    if times.layer[0] > 1 and layout.widths[wide] > layout.widths[1 - wide]:
+        layout = layout.moved(source=wide, target=1 - wide)
+    return layout.recut((0, round(times.layer[0]) + 1, 8))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.tuples(st.sets(st.sampled_from(WORKERS), min_size=6), st.integers(0, 5))))
+def test_a_layout_is_understood_as_it_was_told(changes: list[tuple[set[int], int]]) -> None:
+    homes = seats_of(LAUNCH)
+    seating = newcomer = GridSeating(
+        layout=LAUNCH, homes=homes, rules={}, units={}, partition=moved
+    )
+    for present, forward_s in changes:
+        try:
+            seating = seating.after(sorted(present), LayerTimes(layer=(forward_s, 1.0)))
+        except LayoutError:
+            return
+        told = seating.told()
+        assert layout_told(told, LAUNCH, homes) == seating.layout
+        assert newcomer.as_told(told).layout == seating.layout
+
+
+def test_what_is_told_of_the_launch_is_short() -> None:
+    launch = launch_layout(tp=8, pp=16, dp=64, num_layers=64)
+    told = told_layout(launch.without([5]), seats_of(launch))
+    assert told["gone"] == [5] and len(told["free"]) == 7 and "moved" not in told
