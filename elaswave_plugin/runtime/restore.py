@@ -164,9 +164,23 @@ def _ranges(
     """
     ranges = []
     for order, part in enumerate(parts):
-        for piece in pieces:
-            source = (PARTS.index(part) * before + piece.source_offset) * ELEMENT_BYTES
-            start = (order * after + piece.target_offset) * ELEMENT_BYTES
-            stop = start + (piece.stop - piece.start) * ELEMENT_BYTES
-            ranges.append((source, target[start:stop]))
+        for source, target_offset, count in _joined(pieces):
+            start = (order * after + target_offset) * ELEMENT_BYTES
+            stop = start + count * ELEMENT_BYTES
+            offset = (PARTS.index(part) * before + source) * ELEMENT_BYTES
+            ranges.append((offset, target[start:stop]))
     return ranges
+
+
+def _joined(pieces: Sequence[Piece]) -> list[tuple[int, int, int]]:
+    """(source, target, elements); buckets that stay beside each other are read as one."""
+    spans: list[tuple[int, int, int]] = []
+    for piece in pieces:
+        source, target, count = piece.source_offset, piece.target_offset, piece.stop - piece.start
+        if spans:
+            before, place, length = spans[-1]
+            if (before + length, place + length) == (source, target):
+                spans[-1] = before, place, length + count
+                continue
+        spans.append((source, target, count))
+    return spans
