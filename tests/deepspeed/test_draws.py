@@ -7,6 +7,7 @@ import pytest
 from tests.deepspeed.conftest import Launch
 from tests.deepspeed.harness import EngineSpec
 from tests.faults.harness import check_survived
+from tests.tiers import sampled
 
 DROPOUT = ("--dropout=0.1",)
 # A running stream, seeded once, instead of a key for every share.
@@ -23,12 +24,15 @@ torch.manual_seed = once
 
 @pytest.mark.parametrize(
     ("stage", "kills"),
-    [
-        (1, ("2@3:backward",)),
-        (2, ("0@3:gather",)),
-        (3, ("1@3:forward",)),
-        (1, ("3@1:snapshot", "0@4:reduce")),
-    ],
+    sampled(
+        [
+            (1, ("2@3:backward",)),
+            (2, ("0@3:gather",)),
+            (3, ("1@3:forward",)),
+            (1, ("3@1:snapshot", "0@4:reduce")),
+        ],
+        keep=(1, 3),
+    ),
 )
 def test_with_dropout_a_loss_equals_the_planned_departure(
     run: Launch, twin: Launch, reference: Launch, stage: int, kills: tuple[str, ...]

@@ -57,7 +57,7 @@ def printed(output: str) -> list[tuple[int, float, str]]:
             (3, "0@3:forward"),
             (3, "2@4:gather"),
         ],
-        keep=(1, 5, 8),
+        keep=(1, 8),
     ),
 )
 def test_a_kill_is_absorbed_and_the_script_counts_each_step_once(
@@ -77,6 +77,7 @@ def test_a_kill_is_absorbed_and_the_script_counts_each_step_once(
     assert all(rates[one[0]] == one[2] for one in ours if one[0] != step)
 
 
+@pytest.mark.slow
 def test_two_losses_in_one_run(run: Launch, twin: Launch, reference: Launch) -> None:
     spec = spec_of("0@1:backward", "3@3:forward", stage=2)
     check_recovered(run(spec), twin=twin(spec), reference=reference(spec))
@@ -99,6 +100,7 @@ def plain(spec: EngineSpec, folder: Path) -> str:
 @pytest.mark.parametrize(
     "options", sampled([((),), (("--limit=20",),)], keep=(1,)), ids=["whole", "early-boundaries"]
 )
+@pytest.mark.slow
 def test_without_a_loss_it_is_what_accelerate_does_alone(
     run: Launch, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
@@ -111,6 +113,7 @@ def test_without_a_loss_it_is_what_accelerate_does_alone(
     assert [loss for _, loss, _ in ours] == pytest.approx([one[1] for one in wanted], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_boundaries_that_accelerate_sets_early_survive_a_kill(
     run: Launch, twin: Launch, reference: Launch
 ) -> None:

@@ -19,6 +19,7 @@ def launched(command: tuple[str, ...], spec: EngineSpec, directory: Path) -> Out
     return run_under(command, spec, data=directory, directory=directory, DS_ACCELERATOR="cpu")
 
 
+@pytest.mark.slow
 def test_torchrun_with_our_module_survives_a_kill(
     tmp_path: Path, twin: Launch, reference: Launch
 ) -> None:

@@ -101,7 +101,7 @@ def writers(folder: Path) -> int:
     return len([*folder.glob("*zero_pp_rank_*optim_states.pt")])
 
 
-@pytest.mark.parametrize("stage", sampled([1, 2, 3], keep=(0, 2)))
+@pytest.mark.parametrize("stage", sampled([1, 2, 3], keep=(2,)))
 @pytest.mark.parametrize(
     ("kill", "when"),
     [

@@ -43,6 +43,7 @@ def test_a_hang_in_a_recovery_is_found(run: Launch, reference: Reference) -> Non
     assert (found["slot"], found["phase"], found["limit_s"]) == (1, "rebind", 3.0)
 
 
+@pytest.mark.slow
 def test_two_workers_that_hang_at_once(run: Launch, reference: Reference) -> None:
     spec = JobSpec(kills=(f"0@{STEP}:forward:loop", f"3@{STEP}:forward:gil"))
     hung = run(spec)
@@ -174,6 +175,7 @@ Phases.fire = slowly
 """
 
 
+@pytest.mark.slow
 def test_the_first_steps_may_be_slow(run: Launch) -> None:
     slow = run(JobSpec(sabotage=COMPILING))
     check_nobody_was_lost(slow)

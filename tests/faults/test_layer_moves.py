@@ -49,6 +49,7 @@ def test_layers_with_tensor_parallel_parts(run: Launch, reference: Reference) ->
     assert cuts_after(survived) == [[0, 3, 4]]
 
 
+@pytest.mark.slow
 def test_layers_of_a_deep_pipeline_in_bf16(run: Launch, reference: Reference) -> None:
     spec = replace(PP4_DP2, options=(*PP4_DP2.options, "--num-layers=12"))
     survived = run(replace(spec, kills=("5@3:backward",)))

@@ -12,6 +12,7 @@ from elaswave_plugin.tracking.events import EVENTS_FILE, read_lines
 from tests.faults.conftest import Reference
 from tests.faults.harness import JobSpec, Outcome, Zygote, check_equal, started
 from tests.faults.test_signals import LIMIT_S, wait_for_step
+from tests.tiers import sampled
 
 SPEC = JobSpec(steps=60, dump="last", respawn=10)
 
@@ -25,7 +26,9 @@ def supervisor_of(directory: Path, slot: int) -> int:
 
 @pytest.mark.parametrize(
     ("slots", "number"),
-    [((2,), signal.SIGTERM), ((0,), signal.SIGUSR1), ((1, 3), signal.SIGTERM)],
+    sampled(
+        [((2,), signal.SIGTERM), ((0,), signal.SIGUSR1), ((1, 3), signal.SIGTERM)], keep=(1, 2)
+    ),
     ids=str,
 )
 def test_a_worker_that_is_told_to_go_leaves_between_two_steps(

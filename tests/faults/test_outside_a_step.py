@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -93,6 +94,7 @@ def test_kill_during_a_save_keeps_the_last_checkpoint_and_saves_again(
     assert tracker.read_text() == "6"
 
 
+@pytest.mark.slow
 def test_what_a_killed_worker_had_started_is_ended(run: Launch, tmp_path: Path) -> None:
     """Megatron-Core's checkpoint writer starts a process that outlives a killed trainer."""
     options = (f"--save={tmp_path / 'saved'}", "--save-interval=2")

@@ -26,6 +26,7 @@ def torchrun(
     return run_under(launcher, spec, data=data, directory=directory, **env)
 
 
+@pytest.mark.slow
 def test_torchrun_with_our_module_survives_a_kill(
     data: Path, tmp_path: Path, reference: Reference
 ) -> None:

@@ -80,6 +80,7 @@ def _reduce_until_interrupted(peer: Peer) -> None:
     peer.tell("verified")
 
 
+@pytest.mark.slow
 def test_twenty_losses_in_the_middle_of_a_large_all_reduce() -> None:
     seconds = []
     for round_number in range(20):

@@ -198,6 +198,7 @@ def test_a_supervisor_loads_nothing_heavy(tmp_path: Path) -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
+@pytest.mark.slow
 def test_from_kill_to_commit_takes_milliseconds(tmp_path: Path) -> None:
     """SIGKILL -> pidfd -> leader -> doorbells -> quiesced -> commit at every trainer."""
     rung_s, agreed_s = [], []
