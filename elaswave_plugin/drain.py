@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.address_file import Address
-from elaswave_plugin.status import ask_job, request
+from elaswave_plugin.runtime.requests import request
+from elaswave_plugin.status import ask_job
 
 
 def drain_worker(known: Sequence[Address], *, slot: int, reason: str, timeout_s: float) -> str:

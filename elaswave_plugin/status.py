@@ -1,6 +1,5 @@
 """How a running job is: its supervisors are asked, and their answers make one document."""
 
-import socket
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ from elaswave_plugin.core.hang import (
 )
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.address_file import Address, read_addresses
-from elaswave_plugin.runtime.wire import receive_frame, send_frame
+from elaswave_plugin.runtime.requests import request
 
 Record = dict[str, Any]
 MOST_AT_ONCE = 64
@@ -96,26 +95,11 @@ def addresses_of(status: Record) -> list[Address]:
     ]
 
 
-def request(address: str, frame: Record, timeout_s: float) -> Record:
-    """What a supervisor answers at "host:port"; raises OSError with the reason."""
-    host, _, port = address.rpartition(":")
-    deadline_s = time.monotonic() + timeout_s
-    with socket.create_connection((host, int(port)), timeout=timeout_s) as sock:
-        send_frame(sock, frame)
-        try:
-            answer = receive_frame(sock, deadline_s - time.monotonic())
-        except ValueError as error:
-            raise ConnectionError("who answers there is no supervisor") from error
-    if "error" in answer:
-        raise ConnectionError(answer["error"])
-    return answer
-
-
 def merge(answers: Sequence[Record], *, silent: dict[int, str], now_s: float) -> Record:
     """One document of all answers; `silent`: why a supervisor did not answer, by slot.
 
     The newest view that anybody knows holds. Keys: asked_s, view, proposal (or None), layout (or
-    None), workers (one of each slot), views (recent ones, oldest first).
+    None), workers (one of each slot), standbys (idle supervisors), views (recent, oldest first).
     """
     first = _best(answers)
     by_slot = {answer["slot"]: answer for answer in answers}
@@ -146,8 +130,15 @@ def merge(answers: Sequence[Record], *, silent: dict[int, str], now_s: float) ->
         "proposal": _open_proposal(answers, first["view"]["epoch"]),
         "layout": _layout(first, answers),
         "workers": workers,
+        "standbys": _standbys(answers),
         "views": _views(answers),
     }
+
+
+def _standbys(answers: Sequence[Record]) -> list[Record]:
+    """Each idle supervisor once, by node and process id."""
+    known = {(one["node"], one["pid"]): one for answer in answers for one in answer["standbys"]}
+    return [known[key] for key in sorted(known)]
 
 
 def _checked(connect: str) -> str:

@@ -65,8 +65,9 @@ def _headline(status: Record) -> Text:
     else:
         text = Text(f"starting, {len(view['ranks'])} workers", style="bold")
     text.append(f"\nslots by rank: {' '.join(map(str, view['ranks']))}", style="not bold")
-    if view["standby"]:
-        text.append(f"; standby: {' '.join(map(str, view['standby']))}", style="not bold")
+    if status["standbys"]:
+        where = ", ".join(f"pid {one['pid']} of node {one['node']}" for one in status["standbys"])
+        text.append(f"; standby: {where}", style="not bold")
     proposal = status["proposal"]
     if proposal is not None:
         change = f"\nepoch {proposal['epoch']} proposed {proposal['open_s']:.1f} s ago"

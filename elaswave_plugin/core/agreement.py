@@ -18,12 +18,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from elaswave_plugin.core.admission import Applicant, Verdict, judge, next_incarnation
 from elaswave_plugin.core.agreement_messages import (
     Accuse,
+    Admit,
     AllSealed,
     Ballot,
     Begun,
     Committed,
+    Connect,
     Deliver,
     Disconnect,
     Dismiss,
@@ -34,8 +37,6 @@ from elaswave_plugin.core.agreement_messages import (
     FirstSeal,
     Inventory,
     Message,
-    News,
-    Note,
     Notice,
     Over,
     Prepare,
@@ -47,40 +48,33 @@ from elaswave_plugin.core.agreement_messages import (
     Refuse,
     Report,
     Ring,
-    Send,
     Settled,
     Severed,
+    Starts,
     Stop,
     StopBefore,
+    Welcome,
     pack_payload,
 )
 from elaswave_plugin.core.due import boundary_of, due_view
+from elaswave_plugin.core.election import outcome_of
 from elaswave_plugin.core.ending import EXIT_FAILED, ending_of
 from elaswave_plugin.core.membership import (
-    Arrival,
-    FailureEvent,
     MembershipView,
     WorkerId,
-    first_view,
 )
+from elaswave_plugin.core.own_trainer import OwnTrainer
 from elaswave_plugin.core.patience import Patience
-from elaswave_plugin.core.reports import Reports
+from elaswave_plugin.core.seats import Seats
 
 
-class Agreement:
+class Agreement(OwnTrainer):
     """The state machine of one supervisor; `nodes[s]` is the node of slot s."""
 
     def __init__(self, *, slot: int, nodes: tuple[int, ...], patience: Patience) -> None:
-        self.slot = slot
-        self.nodes = nodes
-        self.patience = patience
-        self.history = [first_view(nodes)]
-        self.over = False
-        self.incarnation = 0
+        super().__init__(slot=slot, nodes=nodes, patience=patience)
         self._promised = Ballot(0, 0)
         self._accepted: Proposal | None = None
-        self._lost: dict[int, str] = {}
-        self._reports = Reports(link_grace_s=patience.link_grace_s)
         self._leading = slot == 0
         self._must_propose = slot == 0
         self._election: Ballot | None = None
@@ -89,37 +83,36 @@ class Agreement:
         self._applied_epoch = 0
         self._behind_epoch = 0
         self._open: Proposal | None = None
-        self._known_to_open = (0, 0)
+        self._known_to_open = (0, 0, 0)
         self._begun: dict[int, int] = {}
         self._stops_before: int | None = None
         self._dismissed = False
         self._outside: set[int] = set()
         self._answers: dict[int, Quiesced] = {}
-        self._fence_at_s: float | None = None
         self._quorum_until_s: float | None = None
-        self._news: list[News] = []
-        self._effects: list[Effect] = []
 
-    @property
-    def committed(self) -> MembershipView:
-        """The newest view known to be committed (epoch 0 before the first)."""
-        return self.history[-1]
-
-    @property
-    def started(self) -> bool:
-        """Whether every trainer has sealed its first snapshot."""
-        return self._reports.started
-
-    @property
-    def leader(self) -> int:
-        """The slot that leads as far as this supervisor can see."""
-        return next(slot for slot in range(len(self.nodes)) if slot not in self._lost)
+    @classmethod
+    def of_newcomer(cls, welcome: Welcome, *, patience: Patience) -> Agreement:
+        """The part of a supervisor that takes the place of a lost one, told what it has missed."""
+        new = cls(slot=welcome.worker.slot, nodes=welcome.nodes, patience=patience)
+        new._seats = Seats(welcome.nodes, welcome.lost)
+        new.history = list(welcome.history)
+        new.incarnation = welcome.worker.incarnation
+        new._promised, new._accepted = welcome.ballot, welcome.accepted
+        new._highest_epoch = max(welcome.ballot.epoch, new.committed.epoch)
+        # Its trainer is told the whole history when it enters.
+        new._applied_epoch = new.committed.epoch
+        new._leading = new._must_propose = False
+        new._reports.incarnations |= welcome.incarnations
+        new._news.append(AllSealed())
+        new._learn_news(new.slot, AllSealed(), 0.0)
+        return new
 
     # ---- inputs -------------------------------------------------------------------------------
 
     def receive(self, sender: int, message: Message, now_s: float) -> None:
         """A message from the supervisor of slot `sender`."""
-        if self.over or sender in self._lost:
+        if self.over or sender in self._seats.lost:
             return
         match message:
             case Prepare():
@@ -146,26 +139,56 @@ class Agreement:
             case AllSealed():
                 self._news.append(message)
                 self._learn_news(sender, message, now_s)
-            case Report() | Severed() | FirstSeal() | Done() | Ready() | Notice() | Settled():
+            case Admit():
+                # One that the next leader does not know of is shut out by it.
+                if message.ballot == self._promised:
+                    self._seat(message)
+            case Welcome():
+                pass  # it is what a newcomer's part begins with
+            case (
+                Report()
+                | Severed()
+                | FirstSeal()
+                | Done()
+                | Ready()
+                | Notice()
+                | Settled()
+                | Starts()
+            ):
                 self._learn_news(sender, message, now_s)
             case Stop():
                 self._stop(message.reason, message.exit_code)
 
     def lost(self, slot: int, evidence: str) -> None:
         """The supervisor of `slot` is gone (its link closed, or it was silent too long)."""
-        if self.over or slot in self._lost or slot == self.slot:
+        if self.over or slot in self._seats.lost or slot == self.slot:
             return
-        self._lost[slot] = evidence
-        self._promises.pop(slot, None)
-        # Nor does its answer count any more: the snapshots that it listed went with it.
-        self._answers.pop(slot, None)
-        self._outside.discard(slot)
+        self._seats.lose(slot, evidence)
+        self._forget(slot)
         # Only the leader kills: to the others a kill looks like a link that broke by itself, and
         # the leader has to know what was seen.
         leads = self.leader == self.slot
         if not leads:
             self._send(self.leader, Accuse(slot=slot, evidence=evidence))
         self._effects.append(Disconnect(slot=slot, kill=leads))
+
+    def admit(self, applicant: Applicant) -> Verdict:
+        """Another supervisor asks for a slot that has none; where it is let in, all are told."""
+        if self.over:
+            return Verdict(reason="the job is over")
+        if not self._leading or self.leader != self.slot:
+            return Verdict(reason="this one does not lead the job", later=True)
+        verdict = judge(
+            applicant,
+            seats=self._seats,
+            history=self.history,
+            reports=self._reports,
+            opened=self._open,
+            settled=not self._must_propose,
+        )
+        if verdict.reason is None:
+            self._let_in(applicant)
+        return verdict
 
     def quiesced(
         self,
@@ -195,64 +218,6 @@ class Agreement:
             self.receive(self.slot, message, 0.0)
         else:
             self._send(ballot.leader, message)
-
-    def first_seal(self) -> None:
-        """The own trainer has sealed its first snapshot."""
-        if self.slot not in self._reports.sealed:
-            self._tell_leader(FirstSeal(), 0.0)
-
-    def progress(self, now_s: float) -> None:
-        """The own trainer announced a phase: it gets the whole time again to answer a proposal."""
-        if self._fence_at_s is not None:
-            self._fence_at_s = now_s + self._answer_limit_s()
-
-    def trainer_done(self, exit_code: int | None) -> None:
-        """The own trainer finished its work, and with `exit_code` set, has exited too."""
-        self._fence_at_s = None
-        self._tell_leader(Done(exit_code=exit_code), 0.0)
-
-    def trainer_failed(
-        self, evidence: str, exit_code: int | None, now_s: float, *, kind: str = "exit"
-    ) -> None:
-        """The own trainer is gone; `exit_code` is None where a signal killed it, or it leaves."""
-        self._fence_at_s = None
-        self._tell_leader(
-            Report(failure=self._own(kind, evidence, now_s), exit_code=exit_code), now_s
-        )
-
-    def trainer_starts(self, incarnation: int) -> None:
-        """Another trainer has been started in the place of the one that failed."""
-        self.incarnation = incarnation
-
-    def trainer_ready(self, now_s: float) -> None:
-        """The own trainer, a new incarnation, is built and waits to be let in."""
-        worker = WorkerId(slot=self.slot, incarnation=self.incarnation)
-        arrival = Arrival(worker=worker, node=self.nodes[self.slot])
-        self._tell_leader(Ready(arrival=arrival), now_s)
-
-    def give_notice(self, evidence: str, now_s: float) -> None:
-        """The own trainer is to leave between two steps; `Dismiss` says when it may."""
-        worker = WorkerId(slot=self.slot, incarnation=self.incarnation)
-        self._tell_leader(Notice(worker=worker, evidence=evidence), now_s)
-
-    def settled(self, epoch: int) -> None:
-        """The own trainer needs nothing that was sealed before this epoch; who left may end."""
-        left = (slot for slot in self._living() if slot not in self.committed.ranks)
-        for slot in left:
-            self._send(slot, Settled(epoch=epoch))
-
-    def severed(self, epoch: int, evidence: str, now_s: float) -> None:
-        """The own trainer's link to another one broke in this epoch while it was needed.
-
-        Mostly that is how a death looks from afar, and news of it comes at once. Otherwise both
-        live: the same workers get a new view, whose links are dialled anew, and redo the step.
-        """
-        self._tell_leader(Severed(epoch=epoch, evidence=evidence), now_s)
-
-    def leave(self, evidence: str, now_s: float) -> None:
-        """This worker is told to go (a signal): the others go on without it."""
-        self._broadcast(Report(failure=self._own("leave", evidence, now_s), exit_code=None))
-        self.over = True  # nobody asks this worker again: it tells all
 
     def abandon(self, reason: str, exit_code: int) -> None:
         """The own trainer found that the job cannot go on: stop all of it."""
@@ -297,7 +262,7 @@ class Agreement:
             applied_epoch=self._applied_epoch,
             history=tuple(self.history),
             accepted=self._accepted,
-            lost=tuple(self._lost),
+            lost=tuple(self._seats.lost),
             news=tuple(self._news),
         )
         self._send(sender, promise)
@@ -328,10 +293,6 @@ class Agreement:
         if accepted is not None and accepted.ballot == message.ballot:
             ring = Ring(ballot=accepted.ballot, reason=accepted.view.reason, boundary=True)
             self._effects.append(replace(ring, before_step=message.step))
-
-    def _answer_limit_s(self) -> float:
-        first = self.committed.epoch == 0
-        return self.patience.join_timeout_s if first else self.patience.quiesce_timeout_s
 
     def _fence_when_due(self, now_s: float) -> None:
         if self._fence_at_s is None or now_s < self._fence_at_s or self._accepted is None:
@@ -375,38 +336,25 @@ class Agreement:
             self._stop("this worker was declared lost by the others", EXIT_FAILED, tell=False)
         return self.slot in lost
 
-    def _own(self, kind: str, evidence: str, now_s: float) -> FailureEvent:
-        return FailureEvent(
-            kind=kind,
-            slot=self.slot,
-            detected_at_s=now_s,
-            evidence=evidence,
-            incarnation=self.incarnation,
-        )
-
-    def _learn_news(self, slot: int, news: News, now_s: float) -> None:
-        self._reports.learn(slot, news, epoch=self.committed.epoch, now_s=now_s)
-
-    def _tell_leader(self, news: News, now_s: float) -> None:
-        """Only the leader acts on it; the next one is told with the promise that elects it."""
-        self._news.append(news)
-        self._learn_news(self.slot, news, now_s)
-        if self.leader != self.slot:
-            self._send(self.leader, news)
+    def _forget(self, slot: int) -> None:
+        """Nothing of a lost supervisor counts any more: the snapshots it listed went with it."""
+        self._promises.pop(slot, None)
+        self._answers.pop(slot, None)
+        self._outside.discard(slot)
 
     # ---- as the leader ------------------------------------------------------------------------
 
     def _campaign(self, now_s: float) -> None:
         """Gather promises from every supervisor that is left, then lead."""
         if self._election is None:
-            if not self._has_quorum(self._living(), [self.committed], now_s):
+            if not self._has_quorum(self._seats.living(), [self.committed], now_s):
                 return
             epoch = max(self._highest_epoch, self._promised.epoch) + 1
             self._election = self._promised = Ballot(epoch, self.slot)
             self._promises = {}
-            self._effects += [Disconnect(slot=slot, kill=True) for slot in self._lost]
-            self._broadcast(Prepare(ballot=self._election, lost=tuple(self._lost)))
-        if all(slot in self._promises for slot in self._living() if slot != self.slot):
+            self._effects += [Disconnect(slot=slot, kill=True) for slot in self._seats.lost]
+            self._broadcast(Prepare(ballot=self._election, lost=tuple(self._seats.lost)))
+        if all(slot in self._promises for slot in self._seats.living() if slot != self.slot):
             self._win(self._election, now_s)
 
     def _win(self, ballot: Ballot, now_s: float) -> None:
@@ -417,20 +365,16 @@ class Agreement:
         for promise in promises:
             for slot in promise.lost:
                 self.lost(slot, "its link to another worker is gone")
-        self._behind_epoch = min([self._applied_epoch, *(p.applied_epoch for p in promises)])
-        best = max(promises, key=lambda promise: promise.history[-1].epoch, default=None)
-        if best is not None:
-            self._learn(best.history)
-        proposals = [p.accepted for p in promises if p.accepted is not None]
-        if self._accepted is not None:
-            proposals.append(self._accepted)
-        accepted = max(proposals, key=lambda proposal: proposal.ballot, default=None)
-        accepted_epoch = 0 if accepted is None else accepted.ballot.epoch
-        self._must_propose = accepted_epoch > self._behind_epoch or self.committed.epoch == 0
-        if accepted is not None:
-            self._learn([*accepted.lineage, accepted.view])
+        won = outcome_of(
+            promises,
+            applied_epoch=self._applied_epoch,
+            accepted=self._accepted,
+            committed=self.committed,
+        )
+        self._behind_epoch, self._must_propose = won.behind_epoch, won.must_propose
+        self._learn(won.views)
         recent = [view for view in self.history if view.epoch >= self._behind_epoch]
-        if not self._has_quorum(self._living(), recent, now_s):
+        if not self._has_quorum(self._seats.living(), recent, now_s):
             return
         self._highest_epoch = max(ballot.epoch - 1, self.committed.epoch)
         self._election, self._leading, self._open = None, True, None
@@ -444,7 +388,7 @@ class Agreement:
         if self._stop_if_decided():
             return
         # An answer to the open proposal changes nothing about it: with many workers, most are.
-        known = self._reports.changes, len(self._lost) + len(self._outside)
+        known = self._reports.changes, self._seats.changes, len(self._outside)
         if self._open is None or known != self._known_to_open:
             self._known_to_open = known
             self._propose_what_is_due(now_s)
@@ -458,7 +402,7 @@ class Agreement:
             self.committed,
             opened,
             self._reports,
-            lost=self._lost,
+            lost=self._seats.lost,
             outside=self._outside,
             must_propose=self._must_propose,
             now_s=now_s,
@@ -473,13 +417,13 @@ class Agreement:
 
     def _propose(self, target: MembershipView, now_s: float, *, boundary: bool) -> None:
         self._open, self._begun, self._stops_before = None, {}, None
-        if not self._has_quorum(self._living(), [self.committed], now_s):
+        if not self._has_quorum(self._seats.living(), [self.committed], now_s):
             return
         ballot = Ballot(self._highest_epoch + 1, self.slot)
         proposal = Proposal(
             ballot=ballot,
             view=replace(target, epoch=ballot.epoch),
-            lost=tuple(self._lost),
+            lost=tuple(self._seats.lost),
             lineage=tuple(view for view in self.history if view.epoch > self._behind_epoch),
             boundary=boundary,
         )
@@ -499,7 +443,7 @@ class Agreement:
         """Once it is known how far each member is, all learn before which step they stop."""
         if not proposal.boundary or self._stops_before is not None:
             return
-        members = [slot for slot in self.committed.ranks if slot not in self._lost]
+        members = [slot for slot in self.committed.ranks if slot not in self._seats.lost]
         self._stops_before = boundary_of(members, self._answers, self._begun)
         if self._stops_before is not None:
             message = StopBefore(ballot=proposal.ballot, step=self._stops_before)
@@ -507,7 +451,7 @@ class Agreement:
             self._on_stop_before(message)
 
     def _commit_when_answered(self, proposal: Proposal, now_s: float) -> None:
-        if not all(slot in self._answers for slot in self._living()):
+        if not all(slot in self._answers for slot in self._seats.living()):
             return
         facts: dict[int, Facts] = {}
         for slot in proposal.view.ranks:
@@ -534,23 +478,57 @@ class Agreement:
         )
         self._on_committed(committed)
 
+    def _let_in(self, applicant: Applicant) -> None:
+        incarnation = next_incarnation(applicant.slot, self.history, self._reports)
+        worker = WorkerId(slot=applicant.slot, incarnation=incarnation)
+        message = Admit(
+            ballot=self._promised,
+            worker=worker,
+            node=applicant.node,
+            address=applicant.address,
+        )
+        self._broadcast(message)
+        self._seat(message)
+        welcome = Welcome(
+            ballot=self._promised,
+            worker=worker,
+            nodes=self._seats.nodes,
+            history=tuple(self.history),
+            accepted=self._accepted,
+            lost=dict(self._seats.lost),
+            incarnations=dict(self._reports.incarnations),
+        )
+        self._send(worker.slot, welcome)
+        self._note("supervisor_admitted", slot=worker.slot, node=applicant.node)
+
+    def _seat(self, message: Admit) -> None:
+        """A newcomer has a slot from now on, whatever this one knew of its predecessor."""
+        worker = message.worker
+        if worker.slot not in self._seats.lost:
+            self._effects.append(Disconnect(slot=worker.slot, kill=False))
+        self._forget(worker.slot)
+        self._seats.take(worker.slot, message.node)
+        self._reports.replaced(worker)
+        connect = Connect(slot=worker.slot, node=message.node, address=message.address)
+        self._effects.append(connect)
+
     def _has_quorum(
         self, slots: Iterable[int], views: Iterable[MembershipView], now_s: float
     ) -> bool:
         """Whether `slots` speak for a majority of every view's nodes; if not, wait, then stop."""
-        heard = {self.nodes[slot] for slot in slots}
-        short = [view for view in views if 2 * len(heard & set(view.nodes)) <= len(set(view.nodes))]
-        if not short:
+        short = self._seats.minority_in(slots, views)
+        if short is None:
             self._quorum_until_s = None
             return True
+        heard, of = sorted(self._seats.nodes_of(slots)), sorted(set(short.nodes))
         if self._quorum_until_s is None:
             self._quorum_until_s = now_s + self.patience.quorum_wait_s
-            self._note("quorum_lost", nodes_heard=sorted(heard), of=sorted(set(short[0].nodes)))
+            self._note("quorum_lost", nodes_heard=heard, of=of)
         elif now_s >= self._quorum_until_s:
-            of = len(set(short[0].nodes))
-            causes = "; ".join(f"worker {s}: {self._lost[s]}" for s in sorted(self._lost))
+            causes = "; ".join(f"worker {s}: {why}" for s, why in sorted(self._seats.lost.items()))
             self._stop(
-                f"only {len(heard)} of {of} nodes can be reached, which is no majority ({causes})",
+                f"only {len(heard)} of {len(of)} nodes can be reached, which is no majority "
+                f"({causes})",
                 EXIT_FAILED,
             )
         return False
@@ -560,7 +538,7 @@ class Agreement:
     def _stop_if_decided(self) -> bool:
         """Stop the job where its end is due; true also while the last exits are awaited."""
         joined = any(answer.facts is not None for answer in self._answers.values())
-        ending = ending_of(self.committed, self._reports, self._lost, joined=joined)
+        ending = ending_of(self.committed, self._reports, self._seats.lost, joined=joined)
         if ending is not None and ending.reason is not None:
             self._stop(ending.reason, ending.exit_code)
         return ending is not None
@@ -584,17 +562,3 @@ class Agreement:
             self._note("job_over", reason=reason, exit_code=exit_code)
         self.over = True
         self._effects.append(Over(reason=reason, exit_code=exit_code))
-
-    # ---- sending ------------------------------------------------------------------------------
-
-    def _living(self) -> list[int]:
-        return [slot for slot in range(len(self.nodes)) if slot not in self._lost]
-
-    def _send(self, to: int, message: Message) -> None:
-        self._effects.append(Send(to=to, message=message))
-
-    def _broadcast(self, message: Message) -> None:
-        self._effects += [Send(to=s, message=message) for s in self._living() if s != self.slot]
-
-    def _note(self, kind: str, **fields: object) -> None:
-        self._effects.append(Note(kind=kind, fields=fields))

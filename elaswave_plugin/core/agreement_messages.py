@@ -184,6 +184,39 @@ class Settled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Starts:
+    """A supervisor starts a trainer in the place of a lost one; whoever comes later is newer."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admit:
+    """The leader lets the supervisor at `address` take the place of a lost one (`admission`)."""
+
+    ballot: Ballot
+    worker: WorkerId
+    node: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """What a supervisor that comes later has to know to take part; `worker`: its first trainer.
+
+    `incarnations`: the newest known of each slot that had more than one; `lost`: with evidence.
+    """
+
+    ballot: Ballot
+    worker: WorkerId
+    nodes: tuple[int, ...]
+    history: tuple[MembershipView, ...]
+    accepted: Proposal | None
+    lost: dict[int, str]
+    incarnations: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
     """The job is over."""
 
@@ -191,7 +224,7 @@ class Stop:
     exit_code: int
 
 
-News = Report | Severed | FirstSeal | AllSealed | Done | Ready | Notice | Settled
+News = Report | Severed | FirstSeal | AllSealed | Done | Ready | Notice | Settled | Starts
 
 Message = (
     Prepare
@@ -211,6 +244,9 @@ Message = (
     | Ready
     | Notice
     | Settled
+    | Starts
+    | Admit
+    | Welcome
     | Stop
 )
 
@@ -266,6 +302,18 @@ class Disconnect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Connect:
+    """Use the link that the newly admitted supervisor at `address` has opened.
+
+    Without one, it is lost.
+    """
+
+    slot: int
+    node: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Over:
     """End: stop the own trainer, tell every peer, and exit."""
 
@@ -281,7 +329,7 @@ class Note:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-Effect = Send | Ring | Deliver | Dismiss | Fence | Disconnect | Over | Note
+Effect = Send | Ring | Deliver | Dismiss | Fence | Disconnect | Connect | Over | Note
 
 
 def to_wire(message: Message) -> dict[str, Any]:
@@ -342,6 +390,8 @@ def to_wire(message: Message) -> dict[str, Any]:
             return {"m": "notice", "worker": worker, "evidence": message.evidence}
         case Settled():
             return {"m": "settled", "epoch": message.epoch}
+        case Starts() | Admit() | Welcome():
+            return _newcomer_to_wire(message)
         case Stop():
             return {"m": "stop", "reason": message.reason, "exit_code": message.exit_code}
 
@@ -401,10 +451,62 @@ def from_wire(record: Mapping[str, Any]) -> Message:
             return Notice(worker=worker, evidence=record["evidence"])
         case "settled":
             return Settled(epoch=record["epoch"])
+        case "starts" | "admit" | "welcome":
+            return _newcomer_from_wire(record)
         case "stop":
             return Stop(reason=record["reason"], exit_code=record["exit_code"])
         case other:
             raise ValueError(f"unknown message {other!r} between supervisors")
+
+
+def _newcomer_to_wire(message: Starts | Admit | Welcome) -> dict[str, Any]:
+    """What is said about workers that come later."""
+    match message:
+        case Starts():
+            return {"m": "starts", "worker": message.worker.to_json()}
+        case Admit():
+            return {
+                "m": "admit",
+                "b": _ballot(message.ballot),
+                "worker": message.worker.to_json(),
+                "node": message.node,
+                "address": message.address,
+            }
+        case Welcome():
+            return {
+                "m": "welcome",
+                "b": _ballot(message.ballot),
+                "worker": message.worker.to_json(),
+                "nodes": list(message.nodes),
+                "history": [view.to_json() for view in message.history],
+                "accepted": message.accepted and _proposal(message.accepted),
+                "lost": list(message.lost.items()),
+                "incarnations": list(message.incarnations.items()),
+            }
+
+
+def _newcomer_from_wire(record: Mapping[str, Any]) -> Starts | Admit | Welcome:
+    match record["m"]:
+        case "starts":
+            return Starts(worker=WorkerId.from_json(record["worker"]))
+        case "admit":
+            worker = WorkerId.from_json(record["worker"])
+            return Admit(
+                ballot=Ballot(*record["b"]),
+                worker=worker,
+                node=record["node"],
+                address=record["address"],
+            )
+        case _:
+            return Welcome(
+                ballot=Ballot(*record["b"]),
+                worker=WorkerId.from_json(record["worker"]),
+                nodes=tuple(record["nodes"]),
+                history=tuple(map(MembershipView.from_json, record["history"])),
+                accepted=record["accepted"] and _read_proposal(record["accepted"]),
+                lost=dict(record["lost"]),
+                incarnations=dict(record["incarnations"]),
+            )
 
 
 def pack_payload(facts: Mapping[int, Facts], inventory: Inventory) -> str:

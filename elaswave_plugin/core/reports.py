@@ -15,6 +15,7 @@ from elaswave_plugin.core.agreement_messages import (
     Report,
     Settled,
     Severed,
+    Starts,
 )
 from elaswave_plugin.core.membership import (
     Arrival,
@@ -36,6 +37,7 @@ class Reports:
         self.notices: dict[WorkerId, str] = {}
         self.sealed: set[int] = set()
         self.settled: dict[int, int] = {}
+        self.incarnations: dict[int, int] = {}
         self.started = False
         self.severed: tuple[str, float] | None = None
         self.changes = 0
@@ -62,6 +64,9 @@ class Reports:
                     self.arrivals[slot] = news.arrival
             case Settled():
                 self.settled[slot] = news.epoch
+            case Starts():
+                known = self.incarnations.get(news.worker.slot, 0)
+                self.incarnations[news.worker.slot] = max(known, news.worker.incarnation)
             case Notice():
                 self.changes += news.worker not in self.notices
                 self.notices.setdefault(news.worker, news.evidence)
@@ -84,6 +89,17 @@ class Reports:
             waiting = self.arrivals.get(worker.slot)
             if waiting is not None and waiting.worker == worker:
                 del self.arrivals[worker.slot]
+
+    def replaced(self, worker: WorkerId) -> None:
+        """Another supervisor has the slot: what the trainers before this one asked for is void."""
+        self.arrivals.pop(worker.slot, None)
+        self.settled.pop(worker.slot, None)
+        self.incarnations[worker.slot] = worker.incarnation
+        self.changes += 1
+
+    def is_ending(self, view: MembershipView) -> bool:
+        """Whether nobody begins another step: some have finished, or all were told to leave."""
+        return bool(self.done) or (view.epoch > 0 and view.workers <= self.notices.keys())
 
     def failed_in(self, view: MembershipView) -> list[Report]:
         """The failures of members of a view that had not finished their work, as they came."""

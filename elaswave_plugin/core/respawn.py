@@ -46,15 +46,15 @@ class Deaths:
     """The deaths on one slot; ``limit``: times that it is started again."""
 
     def __init__(self, *, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         self._count = 0
         self._at_step: Counter[int] = Counter()
 
     def after_death(self, *, step: int) -> StartAgain | GiveUp:
         """What follows the death of a trainer; ``step``: the last that was sealed on the slot."""
         self._at_step[step] += 1
-        if self._count == self._limit:
-            return GiveUp(reason=f"it was started again {self._limit} times, the limit of respawn")
+        if self._count == self.limit:
+            return GiveUp(reason=f"it was started again {self.limit} times, the limit of respawn")
         if self._at_step[step] == _SAME_STEP:
             return GiveUp(
                 reason=f"{_SAME_STEP} trainers died at step {step}, which is a bug of the program "

@@ -30,10 +30,11 @@ class Address:
 
 @contextlib.contextmanager
 def published(
-    run_dir: str | None, address: Address, lost: Callable[[], Iterable[int]]
+    run_dir: str | None, address: Address, lost: Callable[[], Iterable[tuple[int, int]]]
 ) -> Iterator[None]:
-    """Has the file there while the block runs; also removes those that the slots of `lost()` left.
+    """Has the file there while the block runs; also removes what those of `lost()` left.
 
+    They are (slot, process id). The file of another process in a slot is its own, and stays.
     Raises OSError where it cannot be written.
     """
     if run_dir is None:
@@ -43,8 +44,10 @@ def published(
     try:
         yield
     finally:
-        for slot in (address.slot, *lost()):
-            _path(run_dir, slot).unlink(missing_ok=True)
+        written = {one.slot: one.pid for one in read_addresses(run_dir)}
+        for slot, pid in ((address.slot, address.pid), *lost()):
+            if written.get(slot) == pid:
+                _path(run_dir, slot).unlink(missing_ok=True)
 
 
 def clear_addresses(run_dir: str | None) -> None:

@@ -8,12 +8,13 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from elaswave_plugin.core.agreement import Agreement
 from elaswave_plugin.core.agreement_messages import (
     Committed,
+    Connect,
     Deliver,
     Disconnect,
     Dismiss,
@@ -32,8 +33,8 @@ from elaswave_plugin.core.membership import MembershipView
 from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.runtime.hang_watch import HangWatch
 from elaswave_plugin.runtime.reactor import Reactor
-from elaswave_plugin.runtime.rendezvous import Meeting
-from elaswave_plugin.runtime.wire import Channel, Frame, encode
+from elaswave_plugin.runtime.rendezvous import Meeting, Peer
+from elaswave_plugin.runtime.wire import Channel, Frame, encode, has_ended
 from elaswave_plugin.tracking.events import EventLog
 
 
@@ -56,6 +57,8 @@ class TrainerSide(Protocol):
 
     def fence(self, evidence: str) -> None: ...
 
+    def peer_replaced(self, slot: int) -> None: ...
+
     def progress(self, awake_s: float) -> Sample | None: ...
 
     def end(self, reason: str, exit_code: int) -> None: ...
@@ -76,14 +79,18 @@ class Coordinator:
         events: EventLog,
     ) -> None:
         self._reactor = reactor
-        self._peers = meeting.peers
+        self.peers = list(meeting.peers)
+        """All supervisors by slot, the lost ones among them."""
         self._slot = slot
         self._heartbeat = heartbeat
         self._trainer_side = trainer_side
         self._events = events
-        nodes = tuple(peer.node for peer in meeting.peers)
-        self.agreement = Agreement(slot=slot, nodes=nodes, patience=patience)
-        self.lost: dict[int, str] = {}
+        if meeting.welcome is None:
+            nodes = tuple(peer.node for peer in meeting.peers)
+            self.agreement = Agreement(slot=slot, nodes=nodes, patience=patience)
+        else:
+            self.agreement = Agreement.of_newcomer(meeting.welcome, patience=patience)
+        self.lost: dict[int, str] = {} if meeting.welcome is None else dict(meeting.welcome.lost)
         """Supervisors that are gone, with what was seen of it."""
         self._hangs = HangWatch(
             reactor,
@@ -92,7 +99,11 @@ class Coordinator:
             events=events,
             every_s=heartbeat.every_s,
         )
-        self._neighbours = self._open_neighbours()
+        self._neighbours: dict[int, int] = {}
+        for peer in self.peers:
+            if peer.slot not in self.lost:
+                self._open_neighbour(peer)
+        self._held: dict[str, tuple[Peer, socket.socket]] = {}
         self._channels: dict[int, Channel] = {}
         now_s = time.monotonic()
         self._heard_s: dict[int, float] = {}
@@ -113,6 +124,15 @@ class Coordinator:
                 self._carry_out(effect)
         self._set_alarm()
 
+    def hold(self, peer: Peer, sock: socket.socket) -> None:
+        """The link of a supervisor that wants to join; it is read once that is let in."""
+        for address, (_, held) in list(self._held.items()):
+            if address == peer.data or has_ended(held):
+                held.close()
+                del self._held[address]
+        sock.setblocking(False)
+        self._held[peer.data] = peer, sock
+
     def finish(self, timeout_s: float) -> None:
         """Say goodbye on every link, so that no last word is lost, and close."""
         channels = list(self._channels.values())
@@ -127,16 +147,32 @@ class Coordinator:
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _open_neighbours(self) -> dict[int, int]:
-        """A pidfd of each other supervisor on this node, to fence it for sure."""
-        node = self._peers[self._slot].node
-        found: dict[int, int] = {}
-        for peer in self._peers:
-            if peer.node == node and peer.slot != self._slot:
-                # A peer that is gone already is told by its link.
-                with contextlib.suppress(ProcessLookupError):
-                    found[peer.slot] = os.pidfd_open(peer.pid)
-        return found
+    def _open_neighbour(self, peer: Peer) -> None:
+        """A pidfd of another supervisor on this node, to fence it for sure."""
+        if peer.node == self.peers[self._slot].node and peer.slot != self._slot:
+            # A peer that is gone already is told by its link.
+            with contextlib.suppress(ProcessLookupError):
+                self._neighbours[peer.slot] = os.pidfd_open(peer.pid)
+
+    def _connect(self, order: Connect) -> None:
+        """Another supervisor has a slot: its link takes the place of its predecessor's."""
+        slot = order.slot
+        old = self._channels.get(slot)
+        if old is not None:
+            old.close()
+        if slot in self._neighbours:
+            os.close(self._neighbours.pop(slot))
+        self.lost.pop(slot, None)
+        self._heard_s.pop(slot, None)
+        held = self._held.pop(order.address, None)
+        if held is None:
+            self._lose(slot, "it joined without a link to this worker")
+            return
+        self.peers[slot] = replace(held[0], node=order.node)
+        self._open_neighbour(self.peers[slot])
+        self._add_link(slot, held[1])
+        self._channels[slot].send({"m": "seated"})
+        self._trainer_side.peer_replaced(slot)
 
     def _add_link(self, peer: int, sock: socket.socket) -> None:
         def frame_came(frame: Frame) -> None:
@@ -149,7 +185,7 @@ class Coordinator:
                 self.agreement.receive(peer, from_wire(frame), now_s)
 
         def closed(evidence: str) -> None:
-            pid = self._peers[peer].pid
+            pid = self.peers[peer].pid
             self._lose(peer, f"its supervisor (pid {pid}) is gone: {evidence}")
 
         self._channels[peer] = Channel(self._reactor, sock, on_frame=frame_came, on_close=closed)
@@ -173,6 +209,8 @@ class Coordinator:
                 self._trainer_side.fence(effect.evidence)
             case Disconnect():
                 self._disconnect(effect)
+            case Connect():
+                self._connect(effect)
             case Over():
                 self._trainer_side.end(effect.reason, effect.exit_code)
             case Note():
@@ -182,7 +220,8 @@ class Coordinator:
         """A message to many is encoded once."""
         if self._last_sent[0] is not message:
             self._last_sent = message, encode(to_wire(message))
-        self._channels[to].send_encoded(self._last_sent[1])
+        if to in self._channels:  # a newcomer whose link is not there is lost already
+            self._channels[to].send_encoded(self._last_sent[1])
 
     def _disconnect(self, order: Disconnect) -> None:
         """Shut a lost supervisor out. On this node it is killed: it may only have been stopped."""
@@ -191,7 +230,8 @@ class Coordinator:
         if pidfd is not None and order.kill:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        self._channels[order.slot].close()
+        if order.slot in self._channels:
+            self._channels[order.slot].close()
 
     def _record(self, note: Note) -> None:
         self._events.emit(note.kind, **note.fields)
@@ -201,6 +241,9 @@ class Coordinator:
             say(text)
         elif note.kind == "job_over" and note.fields["exit_code"] != 0:
             say(f"the job stops: {note.fields['reason']}")
+        elif note.kind == "supervisor_admitted":
+            slot, node = note.fields["slot"], note.fields["node"]
+            say(f"worker {slot} has a supervisor again, on node {node}")
         elif note.kind == "shut_out":
             say(f"worker {note.fields['slot']} ends: {note.fields['reason']}")
         elif note.kind == "quorum_lost":
@@ -225,7 +268,7 @@ class Coordinator:
                 # It is this process that did not run: what the others sent is still unread.
                 self._heard_s[peer] = max(heard_s, now_s - self._heartbeat.every_s)
             elif now_s - heard_s > self._heartbeat.timeout_s and not self._channels[peer].closed:
-                pid = self._peers[peer].pid
+                pid = self.peers[peer].pid
                 self._lose(
                     peer,
                     f"its supervisor (pid {pid}) was silent for {self._heartbeat.timeout_s:g} s",

@@ -7,13 +7,15 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.coordinator import say
+from elaswave_plugin.runtime.launch_join import Vacancy, find_vacancy
 from elaswave_plugin.runtime.launch_options import LaunchSpec, parse_run_args
+from elaswave_plugin.runtime.newcomer import STANDBY
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.rendezvous import Place, listen_at, own_host
 from elaswave_plugin.runtime.supervisor import SupervisorSpec
@@ -42,6 +44,8 @@ def run_job(spec: LaunchSpec) -> int:
 
     Raises ConfigurationError for bad input, before anything is started.
     """
+    if spec.join is not None:
+        return _join_job(spec)
     listener = _listen(spec) if spec.node_rank == 0 else None
     port = spec.master_port if listener is None else listener.getsockname()[1]
     host = own_host(spec.master_addr, port, listener=listener, timeout_s=spec.start_timeout_s)
@@ -51,6 +55,16 @@ def run_job(spec: LaunchSpec) -> int:
     with EventLog(spec.run_dir / "events.jsonl" if spec.run_dir else None) as events:
         job = _NodeJob(spec, events, host)
         return job.run(listener, port, zygotes)
+
+
+def _join_job(spec: LaunchSpec) -> int:
+    vacancy = find_vacancy(spec)
+    spec = vacancy.spec
+    contact, _, port = vacancy.contacts[0].rpartition(":")
+    host = own_host(contact, int(port), listener=None, timeout_s=spec.start_timeout_s)
+    zygotes = _connect_zygotes(spec)
+    with EventLog(spec.run_dir / "events.jsonl" if spec.run_dir else None) as events:
+        return _NodeJob(spec, events, host).run_newcomers(vacancy, zygotes)
 
 
 class _NodeJob:
@@ -68,33 +82,103 @@ class _NodeJob:
         self._scripts_port = _reserve_port()
 
     def run(self, listener: socket.socket | None, port: int, zygotes: list[socket.socket]) -> int:
+        """Start the job's part of this node, and wait for the end of the job."""
         spec = self._spec
-        old = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
-        self._events.emit(
-            "job_started",
-            launcher_pid=os.getpid(),
-            node=spec.node_rank,
-            nproc=spec.nproc_per_node,
-            nnodes=spec.nnodes,
-            script=spec.script,
-        )
-        try:
-            if spec.preload and not zygotes:
-                zygotes = self._start_zygote()
+        self._events.emit("job_started", **self._described(spec.node_rank, spec.nnodes))
+
+        def start(zygotes: list[socket.socket]) -> None:
+            on_address = partial(self._start_standbys, zygotes)
+            address_fd = self._await_address(on_address) if spec.standby else -1
             for local_rank in range(spec.nproc_per_node):
-                self._start_supervisor(local_rank, listener, port, zygotes)
-            for sock in [*zygotes, *([listener] if listener else [])]:
-                sock.close()
+                zygote = zygotes[local_rank] if zygotes else None
+                teller_fd = address_fd if local_rank == 0 else -1
+                self._start_supervisor(local_rank, listener, port, zygote, teller_fd)
+            if address_fd >= 0:
+                os.close(address_fd)
+            if listener is not None:
+                listener.close()
+
+        return self._supervise(start, zygotes, node=spec.node_rank)
+
+    def run_newcomers(self, vacancy: Vacancy, zygotes: list[socket.socket]) -> int:
+        """Start supervisors that take lost slots of a running job, and wait for its end."""
+        described = self._described(vacancy.node, None)
+        self._events.emit("node_joins", slots=list(vacancy.slots), **described)
+
+        def start(zygotes: list[socket.socket]) -> None:
+            for local_rank, slot in enumerate(vacancy.slots):
+                self._start_newcomer(
+                    slot,
+                    local_rank,
+                    node=vacancy.node,
+                    world_size=vacancy.world_size,
+                    contacts=vacancy.contacts,
+                    zygote=zygotes[local_rank] if zygotes else None,
+                )
+
+        return self._supervise(start, zygotes, node=vacancy.node)
+
+    def _described(self, node: int, nnodes: int | None) -> dict[str, object]:
+        return {
+            "launcher_pid": os.getpid(),
+            "node": node,
+            "nproc": self._spec.nproc_per_node,
+            "nnodes": nnodes,
+            "script": self._spec.script,
+        }
+
+    def _supervise(
+        self,
+        start: Callable[[list[socket.socket]], None],
+        zygotes: list[socket.socket],
+        *,
+        node: int,
+    ) -> int:
+        """`start` the supervisors, with a zygote where one is wanted; until all of them end."""
+        old = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        try:
+            if self._spec.preload and not zygotes:
+                zygotes = self._start_zygote()
+            start(zygotes)
             self._reactor.run()
         finally:
             self._kill_all()
             for number, action in old.items():
                 signal.signal(number, action)
+            for sock in zygotes:
+                sock.close()
             self._reactor.close()
             self._scripts_port.close()
-        code = self._exit_code()
-        self._events.emit("job_ended", node=spec.node_rank, exit_code=code)
+        code = self._exit_code(node)
+        self._events.emit("job_ended", node=node, exit_code=code)
         return code
+
+    def _await_address(self, on_address: Callable[[str], None]) -> int:
+        """A pipe for a supervisor to tell where it answers; its writing end."""
+        ours, theirs = os.pipe()
+
+        def read() -> None:
+            data = os.read(ours, 4096)
+            self._reactor.unwatch(ours)
+            os.close(ours)
+            if data:  # else it ended before the job began
+                on_address(data.decode().strip())
+
+        self._reactor.watch(ours, read)
+        return theirs
+
+    def _start_standbys(self, zygotes: list[socket.socket], address: str) -> None:
+        spec = self._spec
+        for number in range(spec.standby if self._signal is None else 0):
+            local_rank = spec.nproc_per_node + number
+            self._start_newcomer(
+                STANDBY,
+                local_rank,
+                node=spec.node_rank,
+                world_size=spec.nnodes * spec.nproc_per_node,
+                contacts=(address,),
+                zygote=zygotes[local_rank] if zygotes else None,
+            )
 
     def _port_for_scripts(self, port: int) -> int:
         """MASTER_PORT of the trainers: the supervisors listen at `port` itself.
@@ -111,48 +195,95 @@ class _NodeJob:
         local_rank: int,
         listener: socket.socket | None,
         port: int,
-        zygotes: list[socket.socket],
+        zygote: socket.socket | None,
+        address_fd: int,
     ) -> None:
         spec = self._spec
         slot = spec.node_rank * spec.nproc_per_node + local_rank
-        hosts_meeting = slot == 0 and listener is not None
-        listener_fd = listener.fileno() if hosts_meeting and listener is not None else -1
-        zygote_fd = zygotes[local_rank].fileno() if zygotes else -1
+        place = Place(
+            slot=slot,
+            node=spec.node_rank,
+            world_size=spec.nnodes * spec.nproc_per_node,
+            host=spec.master_addr,
+            port=port,
+            timeout_s=spec.start_timeout_s,
+        )
+        listener_fd = listener.fileno() if slot == 0 and listener is not None else -1
+        env = _trainer_env(spec, local_rank, port, self._port_for_scripts(port))
+        self._spawn(place, (), env, listener_fd, zygote, address_fd)
+
+    def _start_newcomer(
+        self,
+        slot: int,
+        local_rank: int,
+        *,
+        node: int,
+        world_size: int,
+        contacts: tuple[str, ...],
+        zygote: socket.socket | None,
+    ) -> None:
+        """A supervisor for a slot of a running job, or for whichever has nobody (STANDBY)."""
+        place = Place(
+            slot=slot,
+            node=node,
+            world_size=world_size,
+            host="",
+            port=0,
+            timeout_s=self._spec.start_timeout_s,
+        )
+        env = {
+            **_job_env(self._spec),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(self._spec.nproc_per_node),
+        }
+        self._spawn(place, contacts, env, -1, zygote, -1)
+
+    def _spawn(
+        self,
+        place: Place,
+        joins: tuple[str, ...],
+        env: dict[str, str],
+        listener_fd: int,
+        zygote: socket.socket | None,
+        address_fd: int,
+    ) -> None:
+        """A supervisor process; descriptors as `supervisor_main` takes them.
+
+        It alone keeps its connection to the zygote, which ends its trainers when that closes.
+        """
+        fds = (listener_fd, -1 if zygote is None else zygote.fileno(), address_fd)
+        spec = self._spec
         supervisor = SupervisorSpec(
-            place=Place(
-                slot=slot,
-                node=spec.node_rank,
-                world_size=spec.nnodes * spec.nproc_per_node,
-                host=spec.master_addr,
-                port=port,
-                timeout_s=spec.start_timeout_s,
-            ),
+            place=place,
             host=self._host,
             program=Program(script=spec.script, args=spec.args, module=spec.module),
             env={},
             run_dir=str(spec.run_dir) if spec.run_dir else None,
             patience=spec.patience,
             heartbeat=spec.heartbeat,
+            joins=joins,
         )
         process = subprocess.Popen(
             [
                 *_boot("supervisor_main"),
                 str(os.getpid()),
-                str(listener_fd),
-                str(zygote_fd),
+                *map(str, fds),
                 spec_to_json(supervisor),
             ],
-            env=_trainer_env(spec, local_rank, port, self._port_for_scripts(port)),
-            pass_fds=[fd for fd in (listener_fd, zygote_fd) if fd >= 0],
+            env=env,
+            pass_fds=[fd for fd in fds if fd >= 0],
             process_group=0,
         )
-        self._supervisors[slot] = process
+        if zygote is not None:
+            zygote.close()
         pidfd = os.pidfd_open(process.pid)
-        self._reactor.watch(pidfd, partial(self._on_supervisor_exit, slot, pidfd))
+        self._supervisors[process.pid] = process
+        self._reactor.watch(pidfd, partial(self._on_supervisor_exit, process.pid, pidfd))
 
     def _start_zygote(self) -> list[socket.socket]:
         """A zygote for this run, with one connection for each supervisor."""
-        pairs = [socket.socketpair() for _ in range(self._spec.nproc_per_node)]
+        count = self._spec.nproc_per_node + self._spec.standby
+        pairs = [socket.socketpair() for _ in range(count)]
         fds = [theirs.fileno() for _, theirs in pairs]
         self._zygote = subprocess.Popen(
             [
@@ -169,10 +300,10 @@ class _NodeJob:
             theirs.close()
         return [ours for ours, _ in pairs]
 
-    def _on_supervisor_exit(self, slot: int, pidfd: int) -> None:
+    def _on_supervisor_exit(self, pid: int, pidfd: int) -> None:
         self._reactor.unwatch(pidfd)
         os.close(pidfd)
-        code = self._supervisors.pop(slot).wait()
+        code = self._supervisors.pop(pid).wait()
         self._codes.append(code)
         if not self._supervisors:
             self._reactor.stop()
@@ -197,13 +328,13 @@ class _NodeJob:
             self._zygote.wait()
             self._zygote = None
 
-    def _exit_code(self) -> int:
+    def _exit_code(self, node: int) -> int:
         """That of the job, as the supervisors that lived to its end tell it."""
         if self._signal is not None:
             return 128 + self._signal
         told = [code for code in self._codes if code >= 0 and code != EXIT_CRASHED]
         if not told:
-            say(f"no supervisor of node {self._spec.node_rank} lived to the end of the job")
+            say(f"no supervisor of node {node} lived to the end of the job")
             return 1
         return next((code for code in told if code), 0)
 
@@ -223,7 +354,7 @@ def _listen(spec: LaunchSpec) -> socket.socket:
 def _connect_zygotes(spec: LaunchSpec) -> list[socket.socket]:
     if spec.zygote is None:
         return []
-    return [connect_zygote(spec.zygote) for _ in range(spec.nproc_per_node)]
+    return [connect_zygote(spec.zygote) for _ in range(spec.nproc_per_node + spec.standby)]
 
 
 def connect_zygote(path: str | os.PathLike[str]) -> socket.socket:

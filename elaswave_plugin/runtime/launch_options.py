@@ -15,11 +15,27 @@ from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.coordinator import Heartbeat
 
+# Fixed at the launch of a job.
+_OF_THE_JOB = (
+    "nnodes",
+    "node_rank",
+    "master_addr",
+    "master_port",
+    "standalone",
+    "quiesce_timeout_s",
+    "join_timeout_s",
+    "quorum_wait_s",
+    "heartbeat_timeout_s",
+    "finish_grace_s",
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSpec:
     """One node's part of a job. `master_port` 0 picks a free port (one node only).
 
+    `join`: any supervisor of a running job, in which these workers take lost slots. `standby`: so
+    many supervisors wait until a slot has nobody.
     Raises ConfigurationError where the values cannot make a job.
     """
 
@@ -35,6 +51,8 @@ class LaunchSpec:
     zygote: Path | None = None
     preload: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    join: str | None = None
+    standby: int = 0
     start_timeout_s: float = 600.0
     patience: Patience = field(default_factory=Patience)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
@@ -42,6 +60,11 @@ class LaunchSpec:
     def __post_init__(self) -> None:
         _require(
             self.nproc_per_node >= 1, f"--nproc-per-node is {self.nproc_per_node}, wanted >= 1"
+        )
+        _require(self.standby >= 0, f"--standby is {self.standby}, wanted >= 0")
+        _require(
+            not (self.join and self.standby),
+            "--join takes part at once and --standby waits: give one of them",
         )
         _require(self.nnodes >= 1, f"--nnodes is {self.nnodes}, wanted >= 1")
         _require(
@@ -68,8 +91,11 @@ class _Parser(argparse.ArgumentParser):
 
 def parse_run_args(argv: Sequence[str]) -> LaunchSpec:
     """The job that a command line asks for. Raises ConfigurationError."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
     args = tuple(options.args)
+    if options.join is not None:
+        _check_join(options, parser)
     shared = script_settings(args, os.environ)
     if options.standalone and options.nnodes != 1:
         raise ConfigurationError(f"--standalone means one node, but --nnodes is {options.nnodes}")
@@ -85,6 +111,8 @@ def parse_run_args(argv: Sequence[str]) -> LaunchSpec:
         run_dir=Path(options.dir).absolute() if options.dir else shared.run_dir,
         zygote=options.zygote,
         preload=tuple(filter(None, options.preload.split(","))),
+        join=options.join,
+        standby=options.standby,
         start_timeout_s=options.start_timeout_s,
         patience=Patience(
             quiesce_timeout_s=options.quiesce_timeout_s or shared.quiesce_timeout_s,
@@ -175,6 +203,13 @@ def _parser() -> _Parser:
     add("master-addr", "address of node 0", default="127.0.0.1")
     add("master-port", "a free port of node 0; 0 picks one (one node)", type=int, default=0)
     add("standalone", "one node (accepted for torchrun's sake)", action="store_true")
+    parser.add_argument(
+        "--join",
+        metavar="HOST:PORT",
+        help="take lost slots of a running job, of which any supervisor is at HOST:PORT "
+        "(`elaswave status --json` has the addresses); script and arguments as at its launch",
+    )
+    add("standby", "so many more, idle until a slot has nobody", type=int, default=0)
     parser.add_argument("-m", "--module", action="store_true", help="run SCRIPT as python -m does")
     parser.add_argument(
         "--dir", "--elaswave-dir", "--elaswave_dir", help="run directory for events (default: none)"
@@ -205,6 +240,20 @@ def _parser() -> _Parser:
     parser.add_argument("script", help="script, or module with -m")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
     return parser
+
+
+def _check_join(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """A newcomer is told by the job what the others were told at its launch."""
+    host, colon, port = options.join.rpartition(":")
+    if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
+        raise ConfigurationError(
+            f"--join is {options.join!r}, wanted HOST:PORT of a supervisor of the job, as "
+            "10.0.0.1:29501; `elaswave status --json` has them"
+        )
+    for name in _OF_THE_JOB:
+        if getattr(options, name) != parser.get_default(name):
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigurationError(f"{option} is the job's own: leave it out with --join")
 
 
 def _peek(args: Sequence[str], option: str) -> str | None:

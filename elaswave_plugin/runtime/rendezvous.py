@@ -6,8 +6,10 @@ import os
 import socket
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from elaswave_plugin.core.agreement_messages import Welcome
 from elaswave_plugin.errors import AgreementError, ConfigurationError
 from elaswave_plugin.runtime.wire import receive_frame, send_frame
 
@@ -30,13 +32,14 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """What the others have to know of a supervisor."""
+    """What the others have to know of a supervisor; `machine` as `own_machine` has it."""
 
     slot: int
     node: int
     pid: int
     control: str
     data: str
+    machine: str
 
     def to_json(self) -> dict[str, Any]:
         """A dict that JSON can carry."""
@@ -46,15 +49,26 @@ class Peer:
             "pid": self.pid,
             "control": self.control,
             "data": self.data,
+            "machine": self.machine,
         }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """All supervisors by slot, and an open link to each of the others."""
+    """All supervisors by slot, and an open link to each of the others.
+
+    `welcome`: what a supervisor was told that came later; it has links to those that live.
+    """
 
     peers: tuple[Peer, ...]
     links: dict[int, socket.socket]
+    welcome: Welcome | None = None
+
+
+def own_machine() -> str:
+    """Equal for two processes that can see each other by process id, and for no others."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 def own_host(host: str, port: int, *, listener: socket.socket | None, timeout_s: float) -> str:
@@ -102,7 +116,9 @@ def host_meeting(place: Place, listener: socket.socket, data: str) -> Meeting:
     Raises AgreementError when someone stays away.
     """
     deadline_s = time.monotonic() + place.timeout_s
-    own = Peer(slot=0, node=place.node, pid=os.getpid(), control="", data=data)
+    own = Peer(
+        slot=0, node=place.node, pid=os.getpid(), control="", data=data, machine=own_machine()
+    )
     peers = {0: own}
     links: dict[int, socket.socket] = {}
     while len(peers) < place.world_size:
@@ -117,7 +133,7 @@ def host_meeting(place: Place, listener: socket.socket, data: str) -> Meeting:
             )
             sock.close()
             continue
-        peer = Peer(**{key: greeting[key] for key in ("slot", "node", "pid", "control", "data")})
+        peer = Peer(**{key: greeting[key] for key in own.to_json()})
         peers[peer.slot] = peer
         links[peer.slot] = sock
     roster = [peers[slot].to_json() for slot in sorted(peers)]
@@ -142,6 +158,7 @@ def join_meeting(place: Place, host: str, data: str) -> Meeting:
         pid=os.getpid(),
         control=f"{host}:{listener.getsockname()[1]}",
         data=data,
+        machine=own_machine(),
     )
     try:
         send_frame(first, {**own.to_json(), "world_size": place.world_size})

@@ -1,15 +1,19 @@
 """Requests of an outsider (`elaswave status`): asked of a server's thread, answered in the loop's.
 
+And the asking.
+
 Standard library only.
 """
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
 from elaswave_plugin.runtime.reactor import Reactor
-from elaswave_plugin.runtime.wire import Frame
+from elaswave_plugin.runtime.wire import Frame, receive_frame, send_frame
 
 Answer = Callable[[Frame], Frame]
 ANSWER_S = 2.0
@@ -37,3 +41,18 @@ def in_loop(reactor: Reactor, answer: Answer) -> Answer:
             return {"error": f"its control loop did not answer within {ANSWER_S:g} s"}
 
     return ask
+
+
+def request(address: str, frame: Frame, timeout_s: float) -> Frame:
+    """What a supervisor answers at "host:port"; raises OSError with the reason."""
+    host, _, port = address.rpartition(":")
+    deadline_s = time.monotonic() + timeout_s
+    with socket.create_connection((host, int(port)), timeout=timeout_s) as sock:
+        send_frame(sock, frame)
+        try:
+            answer = receive_frame(sock, deadline_s - time.monotonic())
+        except ValueError as error:
+            raise ConnectionError("who answers there is no supervisor") from error
+    if "error" in answer:
+        raise ConnectionError(answer["error"])
+    return answer

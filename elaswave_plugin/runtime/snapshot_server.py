@@ -16,6 +16,7 @@ from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET, Record
 from elaswave_plugin.runtime.snapshot_store import SnapshotStore
 from elaswave_plugin.runtime.wire import Frame, receive_frame, receive_into, send_frame
 
+Taker = Callable[[Frame, socket.socket], None]
 STALL_S = 30.0
 IDLE_S = 86400.0
 _SENDFILE_BYTES = 1 << 24
@@ -24,14 +25,20 @@ _SENDFILE_BYTES = 1 << 24
 class SnapshotServer:
     """Accepts bulk connections on `host`; `address` is "host:port".
 
-    `others` answer the requests of other kinds, by the name of the kind.
+    `others` answer the requests of other kinds, by the name of the kind; `takers` are given the
+    connection itself together with the request.
     """
 
     def __init__(
-        self, store: SnapshotStore, host: str, others: Mapping[str, Answer] | None = None
+        self,
+        store: SnapshotStore,
+        host: str,
+        others: Mapping[str, Answer] | None = None,
+        takers: Mapping[str, Taker] | None = None,
     ) -> None:
         self._store = store
         self._others = dict(others or {})
+        self._takers = dict(takers or {})
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=256)
         self.address = f"{host}:{self._listener.getsockname()[1]}"
@@ -40,9 +47,17 @@ class SnapshotServer:
         """Serve in daemon threads, one a connection."""
         threading.Thread(target=self._accept, name="snapshot-server", daemon=True).start()
 
+    def close(self) -> None:
+        """Accept nobody any more."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+
     def _accept(self) -> None:
         while True:
-            sock, _ = self._listener.accept()
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                self._listener.close()
+                return
             threading.Thread(
                 target=self._serve, args=(sock,), name="snapshot-peer", daemon=True
             ).start()
@@ -61,6 +76,9 @@ class SnapshotServer:
                         self._take_copy(sock, request)
                     elif request["t"] in self._others:
                         send_frame(sock, self._others[request["t"]](request))
+                    elif request["t"] in self._takers:
+                        self._takers[request["t"]](request, sock.dup())
+                        return
                     else:
                         return
             except OSError:

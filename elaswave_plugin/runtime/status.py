@@ -99,13 +99,15 @@ class StatusBoard:
         view: MembershipView,
         lost: Mapping[int, str],
         peers: Sequence[Peer],
+        standbys: Sequence[dict[str, Any]],
         inventory: Inventory,
         progress: Sample | None,
         now_s: float,
     ) -> Frame:
         """The answer to a status request, for `elaswave_plugin.status`.
 
-        `view`: the newest one; `lost`: supervisors that are gone, with the evidence.
+        `view`: the newest one; `lost`: supervisors that are gone, with the evidence;
+        `standbys`: idle ones that wait for a slot.
         """
         proposal = self._proposal
         return {
@@ -126,6 +128,7 @@ class StatusBoard:
                 {key: record.get(key) for key in ("owner", "step", "epoch", "length", "copy")}
                 for record in inventory
             ],
+            "standbys": list(standbys),
             "peers": [
                 {"slot": peer.slot, "node": peer.node, "pid": peer.pid, "address": peer.data}
                 for peer in peers

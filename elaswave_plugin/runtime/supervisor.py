@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,11 +22,20 @@ from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.core.respawn import Deaths, GiveUp
 from elaswave_plugin.errors import AgreementError
 from elaswave_plugin.runtime.address_file import Address, clear_addresses, published
+from elaswave_plugin.runtime.arrival import SeatRefusedError, arrive
 from elaswave_plugin.runtime.coordinator import Coordinator, Heartbeat, say
 from elaswave_plugin.runtime.lifeline import signal_group
 from elaswave_plugin.runtime.member import HOST, SLOT
 from elaswave_plugin.runtime.reactor import Reactor
-from elaswave_plugin.runtime.rendezvous import Meeting, Place, host_meeting, join_meeting
+from elaswave_plugin.runtime.reception import Reception, take_link
+from elaswave_plugin.runtime.rendezvous import (
+    Meeting,
+    Peer,
+    Place,
+    host_meeting,
+    join_meeting,
+    own_machine,
+)
 from elaswave_plugin.runtime.requests import in_loop
 from elaswave_plugin.runtime.snapshot_server import SnapshotCopier, SnapshotServer
 from elaswave_plugin.runtime.snapshot_store import SnapshotStore
@@ -43,7 +52,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisorSpec:
-    """Everything a supervisor is told when it starts; at `host` the others reach this machine."""
+    """Everything a supervisor is told when it starts; at `host` the others reach this machine.
+
+    `joins`: supervisors of a running job ("host:port") in which it takes the place of a lost one.
+    """
 
     place: Place
     host: str
@@ -52,6 +64,7 @@ class SupervisorSpec:
     run_dir: str | None = None
     patience: Patience = field(default_factory=Patience)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    joins: tuple[str, ...] = ()
 
 
 class Supervisor:
@@ -80,20 +93,31 @@ class Supervisor:
         self._zygote = zygote
         self._deaths: Deaths | None = None
         self._remembered: dict[str, object] = {}
-        # Before anything else: its imports take longest, and no thread runs here yet.
-        self._trainer = self._start_trainer(0)
+        self._server = self._make_server()
+        self._data_address = self._server.address
+        if not spec.joins:
+            # Before anything else: its imports take longest, and no thread runs here yet.
+            self._trainer = self._start_trainer(0)
 
-    def run(self) -> int:
-        """Supervise until the job is over."""
+    def run(self, *, on_met: Callable[[str], None] = lambda address: None) -> int:
+        """Supervise until the job is over; `on_met` is told where this supervisor answers.
+
+        Raises SeatRefusedError where it is not let in; nothing is left of it then.
+        """
         for number in _SIGNALS:
             signal.signal(number, self._on_early_signal)
+        self._server.start()
         try:
-            meeting = self._meet()
+            meeting = self._take_seat() if self._spec.joins else self._meet()
+        except SeatRefusedError:
+            self._server.close()
+            self._store.close()
+            self._reactor.close()
+            raise
         except AgreementError as error:
             say(f"the job does not start: {error}")
             self._trainer.process.send_signal(signal.SIGKILL)
             return EXIT_REQUEUE
-        self._meeting = meeting
         self._coordinator = Coordinator(
             self._reactor,
             meeting,
@@ -104,10 +128,12 @@ class Supervisor:
             events=self._events,
         )
         self._agreement = self._coordinator.agreement
+        self._reception = self._open_reception()
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
         self._attach(self._trainer)
         with published(self._spec.run_dir, self._address(), self._lost_supervisors):
+            on_met(self._data_address)
             self._reactor.run()
         self._kill_orphans()
         self._coordinator.finish(GOODBYE_S)
@@ -137,18 +163,57 @@ class Supervisor:
         if self._listener is not None:
             clear_addresses(self._spec.run_dir)
             with self._listener:  # closed after the meeting: the port is the script's to use
-                return host_meeting(self._spec.place, self._listener, self._open_data())
-        return join_meeting(self._spec.place, self._spec.host, self._open_data())
+                return host_meeting(self._spec.place, self._listener, self._data_address)
+        return join_meeting(self._spec.place, self._spec.host, self._data_address)
 
-    def _open_data(self) -> str:
+    def _take_seat(self) -> Meeting:
+        """Become a supervisor of a job that runs, and start the slot's next trainer."""
+        place = self._spec.place
+        own = Peer(
+            slot=place.slot,
+            node=place.node,
+            pid=os.getpid(),
+            control="",
+            data=self._data_address,
+            machine=own_machine(),
+        )
+        meeting, kept = arrive(own, self._spec.joins, timeout_s=place.timeout_s)
+        assert meeting.welcome is not None
+        self._remembered = dict(kept["remembered"])
+        self._deaths = Deaths(limit=int(kept["respawn"])) if kept["respawn"] else None
+        self._trainer = self._start_trainer(meeting.welcome.worker.incarnation)
+        return meeting
+
+    def _open_reception(self) -> Reception:
+        spec = self._spec
+        return Reception(
+            self._coordinator,
+            slot=self._slot,
+            program=spec.program,
+            env=spec.env,
+            run_dir=spec.run_dir,
+            patience=spec.patience,
+            heartbeat=spec.heartbeat,
+            kept=lambda: {
+                "remembered": self._remembered,
+                "respawn": 0 if self._deaths is None else self._deaths.limit,
+            },
+        )
+
+    def _make_server(self) -> SnapshotServer:
         answers = {
-            "status": in_loop(self._reactor, self._answer_status),
-            "drain": in_loop(self._reactor, self._answer_drain),
+            "status": self._answer_status,
+            "drain": self._answer_drain,
+            "roster": lambda request: self._reception.answer_roster(request),
+            "kept": lambda request: self._reception.answer_kept(request),
+            "admit": lambda request: self._reception.answer_admit(request),
         }
-        server = SnapshotServer(self._store, self._spec.host, answers)
-        server.start()
-        self._data_address = server.address
-        return server.address
+        return SnapshotServer(
+            self._store,
+            self._spec.host,
+            {name: in_loop(self._reactor, answer) for name, answer in answers.items()},
+            {"link": partial(take_link, self._reactor, lambda: self._reception)},
+        )
 
     def _address(self) -> Address:
         place = self._spec.place
@@ -158,14 +223,18 @@ class Supervisor:
             slot=place.slot, node=place.node, pid=os.getpid(), address=self._data_address
         )
 
-    def _lost_supervisors(self) -> Iterable[int]:
-        return self._coordinator.lost
+    def _lost_supervisors(self) -> Iterable[tuple[int, int]]:
+        """Slots and process ids; nothing where it is this one that the others have lost."""
+        if not self._agreement.has_majority:
+            return []
+        return [(slot, self._coordinator.peers[slot].pid) for slot in self._coordinator.lost]
 
     def _answer_status(self, request: Frame) -> Frame:
         return self._board.report(
             view=self._agreement.committed,
             lost=self._coordinator.lost,
-            peers=self._meeting.peers,
+            peers=self._coordinator.peers,
+            standbys=self._reception.standbys(),
             inventory=self._store.inventory(self._data_address),
             progress=self.progress(0.0),
             now_s=time.time(),
@@ -233,6 +302,12 @@ class Supervisor:
         """Kill the trainer; its exit is reported with this evidence."""
         self._trainer.fence_evidence = evidence
         self._trainer.process.send_signal(signal.SIGKILL)
+
+    def peer_replaced(self, slot: int) -> None:
+        """Another supervisor has a slot: copies go there from now on."""
+        copier = self._copiers.pop(slot, None)
+        if copier is not None:
+            copier.close()
 
     def progress(self, awake_s: float) -> Sample | None:
         """Where the trainer is, None where there is none that works."""
@@ -308,8 +383,8 @@ class Supervisor:
             if target not in self._copiers:
                 self._copiers[target] = SnapshotCopier(
                     self._store,
-                    self._meeting.peers[target].data,
-                    same_node=self._meeting.peers[target].node == self._spec.place.node,
+                    self._coordinator.peers[target].data,
+                    same_node=self._coordinator.peers[target].node == self._spec.place.node,
                     on_copied=partial(self._post_copied, target),
                     on_broken=partial(self._post_broken, target),
                 )
@@ -404,14 +479,25 @@ class Supervisor:
     def _replace(self, exit_code: int | None) -> None:
         """Start another trainer in the place of the one that failed, where that is sensible."""
         if exit_code == EXIT_CONFIGURATION or self._deaths is None:
+            self._give_seat_back(exit_code)
             return
         verdict = self._deaths.after_death(step=self._store.newest_step())
         fields = {"slot": self._slot, "incarnation": self._trainer.incarnation}
         if isinstance(verdict, GiveUp):
             self._events.emit("respawn_given_up", reason=verdict.reason, **fields)
             say(f"worker {self._slot} is not started again: {verdict.reason}")
+            self._give_seat_back(exit_code)
         else:
             self._reactor.after(verdict.after_s, self._start_again)
+
+    def _give_seat_back(self, exit_code: int | None) -> None:
+        """A supervisor that came later, and has brought no worker in, leaves the slot to others."""
+        view = self._agreement.committed
+        if self._spec.joins and self._exit_code is None and self._slot not in view.ranks:
+            say(f"worker {self._slot} could not join: its supervisor leaves the job")
+            self._exit_code = exit_code or EXIT_FAILED
+            self._agreement.leave("its worker could not join", time.monotonic())
+            self._reactor.stop()
 
     def _start_again(self) -> None:
         if self._exit_code is not None:
@@ -420,8 +506,8 @@ class Supervisor:
         if isinstance(last, ZygoteTrainer) and not last.zygote_lives:
             self._zygote = None
         incarnation = self._trainer.incarnation + 1
-        self._trainer = self._start_trainer(incarnation)
         self._agreement.trainer_starts(incarnation)
+        self._trainer = self._start_trainer(incarnation)
         self._attach(self._trainer)
 
     def _on_signal(self, number: int, frame: object) -> None:

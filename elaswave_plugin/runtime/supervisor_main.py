@@ -14,6 +14,7 @@ from typing import Any
 from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.runtime.coordinator import Heartbeat
 from elaswave_plugin.runtime.lifeline import die_with_parent
+from elaswave_plugin.runtime.newcomer import serve as serve_newcomer
 from elaswave_plugin.runtime.rendezvous import Place
 from elaswave_plugin.runtime.supervisor import Supervisor, SupervisorSpec
 from elaswave_plugin.runtime.trainer_process import Program
@@ -49,20 +50,31 @@ def spec_from_json(text: str, env: Mapping[str, str]) -> SupervisorSpec:
         run_dir=record["run_dir"],
         patience=Patience(**record["patience"]),
         heartbeat=Heartbeat(**record["heartbeat"]),
+        joins=tuple(record["joins"]),
     )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Arguments: parent pid, descriptors of the meeting listener and the zygote (or -1), spec."""
-    parent_pid, listener_fd, zygote_fd = map(int, argv[:3])
+    """Arguments: parent pid, three descriptors (or -1), spec.
+
+    The descriptors: the meeting's listener, the zygote, a pipe to which our address is written.
+    """
+    parent_pid, listener_fd, zygote_fd, address_fd = map(int, argv[:4])
     die_with_parent(parent_pid)
+    spec, zygote = spec_from_json(argv[4], dict(os.environ)), _inherited(zygote_fd)
+    if address_fd >= 0:
+        os.set_inheritable(address_fd, False)
+
+    def tell(address: str) -> None:
+        if address_fd >= 0:
+            os.write(address_fd, f"{address}\n".encode())
+            os.close(address_fd)
+
     try:
-        supervisor = Supervisor(
-            spec_from_json(argv[3], dict(os.environ)),
-            listener=_inherited(listener_fd),
-            zygote=_inherited(zygote_fd),
-        )
-        return supervisor.run()
+        if spec.joins:
+            return serve_newcomer(spec, zygote)
+        supervisor = Supervisor(spec, listener=_inherited(listener_fd), zygote=zygote)
+        return supervisor.run(on_met=tell)
     except Exception:
         traceback.print_exc()
         return EXIT_CRASHED

@@ -248,6 +248,16 @@ def connect(address: str, timeout_s: float, check: Check | None = None) -> socke
     return sock
 
 
+def has_ended(sock: socket.socket) -> bool:
+    """Whether the peer of a non-blocking socket has closed it, and all it sent is read."""
+    try:
+        return not sock.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
 def _await_writable(sock: socket.socket, deadline_s: float, check: Check | None) -> None:
     poll = select.poll()
     poll.register(sock, select.POLLOUT)

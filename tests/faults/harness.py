@@ -207,29 +207,44 @@ def _sabotage(spec: JobSpec) -> str:
     return spec.sabotage + (AWAIT.format(awaits=dict(spec.awaits)) if spec.awaits else "")
 
 
-def _commands(spec: JobSpec, *, zygote: Zygote, data: Path, directory: Path) -> list[list[str]]:
-    """The launchers' command lines, one a node."""
-    place = [f"--nnodes={spec.nodes}", f"--master-port={free_port()}"] if spec.nodes > 1 else []
+def _command(
+    spec: JobSpec, place: list[str], *, zygote: Zygote, data: Path, directory: Path
+) -> list[str]:
+    """A launcher's command line; `place`: its options beyond those that all nodes have."""
     return [
-        [
-            sys.executable,
-            "-c",
-            "import sys; from elaswave_plugin.runtime.launch import main; "
-            "sys.exit(main(sys.argv[1:]))",
-            f"--nproc-per-node={spec.nproc // spec.nodes}",
-            *place,
-            f"--node-rank={node}",
-            f"--zygote={zygote.socket}",
-            f"--dir={directory}",
-            *spec.launcher,
-            *([str(SABOTAGED), sabotage] if (sabotage := _sabotage(spec)) else []),
-            *([str(WALK), spec.walk] if spec.walk else []),
-            *([str(ALTERNATE), spec.alternate] if spec.alternate else []),
-            spec.script,
-            *spec.arguments(data, directory),
-        ]
-        for node in range(spec.nodes)
+        sys.executable,
+        "-c",
+        "import sys; from elaswave_plugin.runtime.launch import main; sys.exit(main(sys.argv[1:]))",
+        *place,
+        f"--zygote={zygote.socket}",
+        f"--dir={directory}",
+        *([str(SABOTAGED), sabotage] if (sabotage := _sabotage(spec)) else []),
+        *([str(WALK), spec.walk] if spec.walk else []),
+        *([str(ALTERNATE), spec.alternate] if spec.alternate else []),
+        spec.script,
+        *spec.arguments(data, directory),
     ]
+
+
+def _places(spec: JobSpec) -> list[list[str]]:
+    """The options of the launchers, one a node."""
+    meeting = [f"--nnodes={spec.nodes}", f"--master-port={free_port()}"] if spec.nodes > 1 else []
+    width = f"--nproc-per-node={spec.nproc // spec.nodes}"
+    return [[width, *meeting, f"--node-rank={n}", *spec.launcher] for n in range(spec.nodes)]
+
+
+def open_launcher(
+    spec: JobSpec, place: list[str], *, zygote: Zygote, data: Path, directory: Path
+) -> "subprocess.Popen[bytes]":
+    """Start a launcher of a job; its output goes to DIRECTORY/output."""
+    with (directory / "output").open("ab") as output:
+        return subprocess.Popen(
+            _command(spec, place, zygote=zygote, data=data, directory=directory),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=directory,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
 
 
 @contextlib.contextmanager
@@ -240,17 +255,10 @@ def started(
     directory.mkdir(parents=True, exist_ok=True)
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        with (directory / "output").open("ab") as output:
-            for command in _commands(spec, zygote=zygote, data=data, directory=directory):
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        cwd=directory,
-                        env={**os.environ, "OMP_NUM_THREADS": "1"},
-                    )
-                )
+        for place in _places(spec):
+            processes.append(
+                open_launcher(spec, place, zygote=zygote, data=data, directory=directory)
+            )
         yield processes
     finally:
         for process in processes:

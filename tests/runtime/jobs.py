@@ -153,7 +153,7 @@ class Job:
                     return report
             left_s = deadline_s - time.monotonic()
             if left_s <= 0 or not select.select([self._inbox], [], [], left_s)[0]:
-                raise AssertionError(f"no {what}; have {self.reports}; output:\n{self.output()}")
+                raise AssertionError(f"no {what}; have {self.reports}; output:\n{self.outputs()}")
             self.reports.append(json.loads(self._inbox.recv(1 << 20)))
 
     def nothing(self, what: str, slot: int, *, for_s: float) -> bool:
@@ -184,6 +184,10 @@ class Job:
     def output(self, launcher: int = 0) -> str:
         """What a launcher and its processes have printed."""
         return (self.folder / f"output-{launcher}").read_text()
+
+    def outputs(self) -> str:
+        """What all launchers and their processes have printed."""
+        return "".join(self.output(number) for number in range(len(self.launchers)))
 
     def events(self, kind: str) -> list[Report]:
         """The events of a kind in the run directory."""

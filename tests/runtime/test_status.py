@@ -375,7 +375,9 @@ def test_of_each_view_the_first_moment_counts() -> None:
 
 def reported(board: StatusBoard) -> Record:
     view = first_view((0,))
-    return board.report(view=view, lost={}, peers=[], inventory=[], progress=None, now_s=2.0)
+    return board.report(
+        view=view, lost={}, peers=[], standbys=[], inventory=[], progress=None, now_s=2.0
+    )
 
 
 def test_the_phases_of_a_board() -> None:

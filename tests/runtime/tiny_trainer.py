@@ -18,7 +18,7 @@ from pathlib import Path
 
 from elaswave_plugin.errors import EpochChanged, JobStopped
 from elaswave_plugin.runtime.fetch import fetch
-from elaswave_plugin.runtime.member import Commit, Member
+from elaswave_plugin.runtime.member import Alone, Commit, Member
 from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET, clear_record, write_record
 
 FOLDER = Path(os.environ["TINY_FOLDER"])
@@ -34,6 +34,7 @@ class Trainer:
         self.slot = self.member.slot
         self.post = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.orders = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        (FOLDER / str(self.slot)).unlink(missing_ok=True)  # that of an earlier one in the slot
         self.orders.bind(str(FOLDER / str(self.slot)))
         self.wake = os.eventfd(0)
         self.deaf = False
@@ -83,7 +84,12 @@ class Trainer:
         facts = {"n": self.slot * 10}
         self.member.start(self.ring)
         self.tell("started", pid=os.getpid(), parent=os.getppid(), host=self.member.host)
-        self.show(self.member.join(facts, WAIT_S))
+        welcome = self.member.join(facts, WAIT_S)
+        if isinstance(welcome, Alone):
+            self.tell("alone", remembered=welcome.remembered, env=dict(os.environ))
+            self.member.ready(facts)
+        else:
+            self.show(welcome)
         while True:
             ready, _, _ = select.select([self.orders.fileno(), self.wake], [], [], WAIT_S)
             if not ready:
@@ -157,6 +163,8 @@ class Trainer:
                 sum(range(1 << 60))  # never lets another thread run
             case "abandon":
                 self.member.abandon("shards 3 and 4 are gone", 1)
+            case "step" | "remember":
+                self.live(order, *words)
             case "fetch":
                 address, owner, step, epoch = words[0], *map(int, words[1:])
                 into = bytearray(LENGTH)
@@ -173,6 +181,16 @@ class Trainer:
                         timeout_s=WAIT_S,
                     )
                 self.tell("fetched", equal=into == pattern(owner, step))
+
+    def live(self, order: str, *words: str) -> None:
+        """What matters to workers that come later."""
+        match order:
+            case "step":
+                # At the boundary before this step it waits until the view is to change.
+                self.member.begin_step(int(words[0]), awaits_arrival=True)
+            case "remember":
+                self.member.remember({words[0]: words[1]})
+                self.tell("remember")
 
 
 def pattern(slot: int, step: int) -> bytes:

@@ -1,0 +1,81 @@
+"""How another supervisor takes the place of a lost one (pure).
+
+It opens a link to every supervisor that lives, and then asks the leader. `judge` answers; where it
+is let in, the leader tells all others (`Admit`), who take the new link for the old one, and tells
+it what it has to know (`Welcome`). Once all of them use its links, and not before, it is a
+supervisor like any other: it answers proposals, may lead, is lost when its link breaks. Where one
+of them does not (the leader died while it told them), it gives up, and may ask again: who is not
+known to all could take those who do not answer for lost, and kill them. Its trainer builds beside
+the training and enters by an ordinary view change, as one that was started again does. It has no
+vote until then (see `seats`).
+
+Nothing of the predecessor reaches anybody: all who live have closed their links to it before they
+take the new one, its worker is in no view, and its incarnations are older.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elaswave_plugin.core.agreement_messages import Proposal
+from elaswave_plugin.core.membership import MembershipView
+from elaswave_plugin.core.reports import Reports
+from elaswave_plugin.core.seats import Seats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applicant:
+    """A supervisor that asks for a slot; ``linked``: to whose supervisors it has opened links.
+
+    ``address``: where it answers, by which it is told from others that want the same slot.
+    """
+
+    slot: int
+    node: int
+    address: str
+    linked: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Let in where ``reason`` is None; else why not, and whether to ask again soon."""
+
+    reason: str | None = None
+    later: bool = False
+
+
+def judge(
+    applicant: Applicant,
+    *,
+    seats: Seats,
+    history: list[MembershipView],
+    reports: Reports,
+    opened: Proposal | None,
+    settled: bool,
+) -> Verdict:
+    """What a leader answers; ``opened``: its open proposal; ``settled``: none is due by itself."""
+    view, slot = history[-1], applicant.slot
+    if reports.is_ending(view):
+        return Verdict(reason="the job is ending")
+    if slot not in seats.lost:
+        return Verdict(reason=f"worker {slot} has a supervisor")
+    if not reports.started:
+        return Verdict(reason="the job has not started yet", later=True)
+    if opened is not None or not settled or slot in view.ranks:
+        return Verdict(reason="a change of the view is open", later=True)
+    if not seats.may_have(applicant.node, history):
+        return Verdict(reason=f"node {applicant.node} was lost", later=True)
+    missing = set(seats.living()) - applicant.linked
+    if missing:
+        slots = ", ".join(map(str, sorted(missing)))
+        return Verdict(reason=f"it has no link to worker {slots}", later=True)
+    return Verdict()
+
+
+def next_incarnation(slot: int, history: list[MembershipView], reports: Reports) -> int:
+    """Newer than every trainer that the slot has had."""
+    known = [reports.incarnations.get(slot, 0)]
+    for view in history:
+        known += [worker.incarnation for worker in view.workers if worker.slot == slot]
+    known += [worker.incarnation for worker in reports.failures if worker.slot == slot]
+    return 1 + max(known)

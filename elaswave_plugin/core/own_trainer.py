@@ -1,0 +1,180 @@
+"""What a supervisor tells the others of its own trainer, and what it knows of theirs (pure).
+
+The base of `agreement.Agreement`: news goes to the leader, and with a promise to the next one.
+"""
+
+from __future__ import annotations
+
+from elaswave_plugin.core.agreement_messages import (
+    Done,
+    Effect,
+    FirstSeal,
+    Message,
+    News,
+    Note,
+    Notice,
+    Ready,
+    Report,
+    Send,
+    Settled,
+    Severed,
+    Starts,
+)
+from elaswave_plugin.core.membership import (
+    Arrival,
+    FailureEvent,
+    MembershipView,
+    WorkerId,
+    first_view,
+)
+from elaswave_plugin.core.patience import Patience
+from elaswave_plugin.core.reports import Reports
+from elaswave_plugin.core.seats import Seats
+
+
+class OwnTrainer:
+    """One supervisor's trainer; `nodes[s]` is the node of slot s."""
+
+    def __init__(self, *, slot: int, nodes: tuple[int, ...], patience: Patience) -> None:
+        self.slot = slot
+        self.patience = patience
+        self.history = [first_view(nodes)]
+        self.over = False
+        self.incarnation = 0
+        self._seats = Seats(nodes)
+        self._reports = Reports(link_grace_s=patience.link_grace_s)
+        self._fence_at_s: float | None = None
+        self._news: list[News] = []
+        self._effects: list[Effect] = []
+
+    @property
+    def committed(self) -> MembershipView:
+        """The newest view known to be committed (epoch 0 before the first)."""
+        return self.history[-1]
+
+    @property
+    def started(self) -> bool:
+        """Whether every trainer has sealed its first snapshot."""
+        return self._reports.started
+
+    @property
+    def ending(self) -> bool:
+        """Whether nobody begins another step, as far as this supervisor knows."""
+        return self.over or self._reports.is_ending(self.committed)
+
+    @property
+    def has_majority(self) -> bool:
+        """Whether those who live, as far as this supervisor sees, are most nodes of the view."""
+        return self._seats.minority_in(self._seats.living(), [self.committed]) is None
+
+    @property
+    def unused_node(self) -> int:
+        """A number that no node of the job has had."""
+        return self._seats.first_unused(self.history)
+
+    @property
+    def leader(self) -> int:
+        """The slot that leads as far as this supervisor can see."""
+        return self._seats.leader
+
+    # ---- inputs -------------------------------------------------------------------------------
+
+    def first_seal(self) -> None:
+        """The own trainer has sealed its first snapshot."""
+        if self.slot not in self._reports.sealed:
+            self._tell_leader(FirstSeal(), 0.0)
+
+    def progress(self, now_s: float) -> None:
+        """The own trainer announced a phase: it gets the whole time again to answer a proposal."""
+        if self._fence_at_s is not None:
+            self._fence_at_s = now_s + self._answer_limit_s()
+
+    def trainer_done(self, exit_code: int | None) -> None:
+        """The own trainer finished its work, and with `exit_code` set, has exited too."""
+        self._fence_at_s = None
+        self._tell_leader(Done(exit_code=exit_code), 0.0)
+
+    def trainer_failed(
+        self, evidence: str, exit_code: int | None, now_s: float, *, kind: str = "exit"
+    ) -> None:
+        """The own trainer is gone; `exit_code` is None where a signal killed it, or it leaves."""
+        self._fence_at_s = None
+        self._tell_leader(
+            Report(failure=self._own(kind, evidence, now_s), exit_code=exit_code), now_s
+        )
+
+    def trainer_starts(self, incarnation: int) -> None:
+        """Another trainer is started in the place of the one that failed."""
+        self.incarnation = incarnation
+        message = Starts(worker=WorkerId(slot=self.slot, incarnation=incarnation))
+        self._news.append(message)
+        self._learn_news(self.slot, message, 0.0)
+        self._broadcast(message)  # not only the leader: they may be lost together
+
+    def trainer_ready(self, now_s: float) -> None:
+        """The own trainer, a new incarnation, is built and waits to be let in."""
+        worker = WorkerId(slot=self.slot, incarnation=self.incarnation)
+        arrival = Arrival(worker=worker, node=self._seats.nodes[self.slot])
+        self._tell_leader(Ready(arrival=arrival), now_s)
+
+    def give_notice(self, evidence: str, now_s: float) -> None:
+        """The own trainer is to leave between two steps; `Dismiss` says when it may."""
+        worker = WorkerId(slot=self.slot, incarnation=self.incarnation)
+        self._tell_leader(Notice(worker=worker, evidence=evidence), now_s)
+
+    def settled(self, epoch: int) -> None:
+        """The own trainer needs nothing that was sealed before this epoch; who left may end."""
+        left = (slot for slot in self._seats.living() if slot not in self.committed.ranks)
+        for slot in left:
+            self._send(slot, Settled(epoch=epoch))
+
+    def severed(self, epoch: int, evidence: str, now_s: float) -> None:
+        """The own trainer's link to another one broke in this epoch while it was needed.
+
+        Mostly that is how a death looks from afar, and news of it comes at once. Otherwise both
+        live: the same workers get a new view, whose links are dialled anew, and redo the step.
+        """
+        self._tell_leader(Severed(epoch=epoch, evidence=evidence), now_s)
+
+    def leave(self, evidence: str, now_s: float) -> None:
+        """This worker is told to go (a signal): the others go on without it."""
+        self._broadcast(Report(failure=self._own("leave", evidence, now_s), exit_code=None))
+        self.over = True  # nobody asks this worker again: it tells all
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _answer_limit_s(self) -> float:
+        first = self.committed.epoch == 0
+        return self.patience.join_timeout_s if first else self.patience.quiesce_timeout_s
+
+    def _own(self, kind: str, evidence: str, now_s: float) -> FailureEvent:
+        return FailureEvent(
+            kind=kind,
+            slot=self.slot,
+            detected_at_s=now_s,
+            evidence=evidence,
+            incarnation=self.incarnation,
+        )
+
+    def _learn_news(self, slot: int, news: News, now_s: float) -> None:
+        self._reports.learn(slot, news, epoch=self.committed.epoch, now_s=now_s)
+
+    def _tell_leader(self, news: News, now_s: float) -> None:
+        """Only the leader acts on it; the next one is told with the promise that elects it."""
+        self._news.append(news)
+        self._learn_news(self.slot, news, now_s)
+        if self.leader != self.slot:
+            self._send(self.leader, news)
+
+    # ---- sending ------------------------------------------------------------------------------
+
+    def _send(self, to: int, message: Message) -> None:
+        self._effects.append(Send(to=to, message=message))
+
+    def _broadcast(self, message: Message) -> None:
+        self._effects += [
+            Send(to=s, message=message) for s in self._seats.living() if s != self.slot
+        ]
+
+    def _note(self, kind: str, **fields: object) -> None:
+        self._effects.append(Note(kind=kind, fields=fields))

@@ -1,0 +1,70 @@
+"""Which slots have a supervisor, and on which nodes: who leads, and who is a majority (pure).
+
+Voters are the nodes of a view, one vote each. A supervisor that takes the place of a lost one has
+no vote before a view with its worker is committed, and that takes a majority of the view before: a
+node that joins counts from the next change on. Its number is that of a node that lives in the job,
+which knows all that it has ever accepted, or one that the job has never had. So nobody votes in the
+name of a node that has forgotten what it promised, and a lost node that wakes up counts for nothing
+in any view that was committed without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from elaswave_plugin.core.membership import MembershipView
+
+
+class Seats:
+    """``nodes[s]`` is the node of slot s; ``lost``: evidence by slot that has no supervisor."""
+
+    def __init__(self, nodes: tuple[int, ...], lost: dict[int, str] | None = None) -> None:
+        self.nodes = nodes
+        self.lost = dict(lost or {})
+        self.changes = 0
+
+    @property
+    def leader(self) -> int:
+        """The lowest slot whose supervisor lives."""
+        return next(slot for slot in range(len(self.nodes)) if slot not in self.lost)
+
+    def living(self) -> list[int]:
+        """The slots that have a supervisor."""
+        return [slot for slot in range(len(self.nodes)) if slot not in self.lost]
+
+    def lose(self, slot: int, evidence: str) -> None:
+        """The supervisor of a slot is gone."""
+        self.lost[slot] = evidence
+        self.changes += 1
+
+    def take(self, slot: int, node: int) -> None:
+        """Another supervisor, on this node, has the slot now."""
+        self.lost.pop(slot, None)
+        self.nodes = (*self.nodes[:slot], node, *self.nodes[slot + 1 :])
+        self.changes += 1
+
+    def nodes_of(self, slots: Iterable[int]) -> set[int]:
+        """The nodes on which these supervisors are."""
+        return {self.nodes[slot] for slot in slots}
+
+    def minority_in(
+        self, slots: Iterable[int], views: Iterable[MembershipView]
+    ) -> MembershipView | None:
+        """The first view of which these slots are no majority of the nodes; None: of all one."""
+        heard = self.nodes_of(slots)
+        for view in views:
+            voters = set(view.nodes)
+            if 2 * len(heard & voters) <= len(voters):
+                return view
+        return None
+
+    def may_have(self, node: int, history: Iterable[MembershipView]) -> bool:
+        """Whether a supervisor that comes later may be on a node of this number."""
+        if node in self.nodes_of(self.living()):
+            return True
+        return node >= self.first_unused(history)
+
+    def first_unused(self, history: Iterable[MembershipView]) -> int:
+        """A number that no node of the job has had."""
+        known = {*self.nodes, *(node for view in history for node in view.nodes)}
+        return 1 + max(known)

@@ -1,0 +1,82 @@
+"""`elaswave run --join`: which lost slots of a running job a node takes, or why it takes none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from elaswave_plugin.core.patience import Patience
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.runtime.arrival import Roster, ask_roster
+from elaswave_plugin.runtime.coordinator import Heartbeat
+from elaswave_plugin.runtime.launch_options import LaunchSpec
+from elaswave_plugin.runtime.reception import describe_program
+from elaswave_plugin.runtime.rendezvous import own_machine
+from elaswave_plugin.runtime.trainer_process import Program
+
+
+class Vacancy(NamedTuple):
+    """The slots to take, the node's number, the job's size, and the spec as the job has it."""
+
+    slots: tuple[int, ...]
+    node: int
+    world_size: int
+    contacts: tuple[str, ...]
+    spec: LaunchSpec
+
+
+def find_vacancy(spec: LaunchSpec) -> Vacancy:
+    """Ask the job of `spec.join`. Raises ConfigurationError where it cannot be joined so."""
+    assert spec.join is not None
+    host, _, port = spec.join.rpartition(":")
+    contact = f"{host.removeprefix('[').removesuffix(']')}:{port}"
+    try:
+        roster = ask_roster([contact])
+    except OSError as error:
+        raise ConfigurationError(
+            f"--join is {spec.join}, where no supervisor of a job answers "
+            f"({error.strerror or error}); `elaswave status --json` has their addresses"
+        ) from error
+    _check_program(spec, roster)
+    if roster.record["ending"]:
+        raise ConfigurationError(f"the job at {spec.join} is ending: nobody can join it")
+    world_size, free = len(roster.peers), roster.free
+    if len(free) < spec.nproc_per_node:
+        raise ConfigurationError(
+            f"{spec.nproc_per_node} workers are brought to a job with {len(free)} of {world_size} "
+            "slots free, and growing beyond the launch width is not carried: wait until a worker "
+            "is gone with its supervisor, or bring fewer (--nproc-per-node)"
+        )
+    record = roster.record
+    run_dir = spec.run_dir or (Path(record["run_dir"]) if record["run_dir"] else None)
+    return Vacancy(
+        slots=free[: spec.nproc_per_node],
+        node=roster.node_for(own_machine()),
+        world_size=world_size,
+        contacts=tuple(peer.data for peer in roster.living),
+        spec=replace(
+            spec,
+            run_dir=run_dir,
+            patience=Patience(**record["patience"]),
+            heartbeat=Heartbeat(**record["heartbeat"]),
+        ),
+    )
+
+
+def _check_program(spec: LaunchSpec, roster: Roster) -> None:
+    program = Program(script=spec.script, args=spec.args, module=spec.module)
+    ours, theirs = describe_program(program), roster.record["program"]
+    if ours["args"] != theirs["args"]:
+        raise ConfigurationError(
+            f"the job runs {_words(theirs)!r} and this is {_words(ours)!r}: give its arguments"
+        )
+    if any(ours[key] != theirs[key] for key in ("name", "module", "digest")):
+        raise ConfigurationError(
+            f"the job runs {theirs['name']}, and the {ours['name']} here differs from it: give the "
+            "same script"
+        )
+
+
+def _words(program: dict[str, Any]) -> str:
+    return " ".join([program["name"], *program["args"]])

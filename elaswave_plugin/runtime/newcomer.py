@@ -1,0 +1,78 @@
+"""A supervisor that comes to a running job: at once, or as a standby once a slot has nobody.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import replace
+
+from elaswave_plugin.core.ending import EXIT_CONFIGURATION
+from elaswave_plugin.runtime.arrival import Roster, SeatRefusedError, ask_roster
+from elaswave_plugin.runtime.coordinator import say
+from elaswave_plugin.runtime.rendezvous import own_machine
+from elaswave_plugin.runtime.supervisor import Supervisor, SupervisorSpec
+
+# How soon a standby sees that a slot has nobody.
+_LOOK_EVERY_S = 0.2
+STANDBY = -1
+
+
+def serve(spec: SupervisorSpec, zygote: socket.socket | None) -> int:
+    """Take the slot of the spec, or as a standby (slot STANDBY) any; returns the exit code."""
+    if spec.place.slot == STANDBY:
+        return _stand_by(spec, zygote)
+    try:
+        roster = ask_roster(spec.joins)
+    except OSError as error:
+        say(f"worker {spec.place.slot} does not join: no supervisor of the job answers ({error})")
+        return EXIT_CONFIGURATION
+    try:
+        return Supervisor(_in_seat(spec, roster), listener=None, zygote=zygote).run()
+    except SeatRefusedError as error:
+        say(f"worker {spec.place.slot} does not join: {error}")
+        return EXIT_CONFIGURATION
+
+
+def _stand_by(spec: SupervisorSpec, zygote: socket.socket | None) -> int:
+    """Wait for a slot that has nobody, and take it; 0 where the job ends before."""
+    heard_s = time.monotonic()
+    who = {"machine": own_machine(), "pid": os.getpid(), "node": spec.place.node}
+    contacts = spec.joins
+    while time.monotonic() - heard_s < spec.heartbeat.timeout_s:
+        try:
+            roster = ask_roster(contacts, standby=who, timeout_s=spec.heartbeat.timeout_s)
+        except ConnectionRefusedError:
+            return 0
+        except OSError:
+            # All of them are gone, or one is just being lost: which of the two, time tells.
+            time.sleep(_LOOK_EVERY_S)
+            continue
+        heard_s = time.monotonic()
+        contacts = tuple(peer.data for peer in roster.living)
+        if roster.free and roster.record["started"] and not roster.record["ending"]:
+            place = replace(spec.place, slot=roster.free[0])
+            taken = _in_seat(replace(spec, place=place), roster)
+            try:
+                return Supervisor(taken, listener=None, zygote=zygote).run()
+            except SeatRefusedError:
+                pass  # somebody else was faster, or the job is ending
+            heard_s = time.monotonic()
+        time.sleep(_LOOK_EVERY_S)
+    return 0
+
+
+def _in_seat(spec: SupervisorSpec, roster: Roster) -> SupervisorSpec:
+    """The spec with what its slot and node make of torchrun's variables."""
+    slot, node = spec.place.slot, spec.place.node
+    if node not in {peer.node for peer in roster.living}:
+        # The first of its node, or all that were left of it have gone.
+        node = roster.node_for(own_machine())
+    of_the_place = {"RANK": slot, "ROLE_RANK": slot, "GROUP_RANK": node, "NODE_RANK": node}
+    env = {**spec.env, **roster.record["env"]}
+    env |= {name: str(value) for name, value in of_the_place.items()}
+    contacts = tuple(peer.data for peer in roster.living)
+    return replace(spec, place=replace(spec.place, node=node), env=env, joins=contacts)

@@ -1,0 +1,93 @@
+"""A node is lost with its supervisor, and another one takes its place in the running job."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elaswave_plugin.runtime.address_file import read_addresses
+from elaswave_plugin.tracking.events import EVENTS_FILE, Tail
+from tests.faults.conftest import Reference
+from tests.faults.harness import (
+    LOSE,
+    JobSpec,
+    Outcome,
+    Zygote,
+    check_equal,
+    open_launcher,
+    started,
+)
+from tests.faults.hybrid_matrix import TP2_PP2_DP2
+from tests.faults.test_join import entered, last_ranks
+from tests.tiers import sampled
+
+LIMIT_S = 60.0
+# A node a worker: the others cannot reach what the lost one leaves behind.
+SPEC = JobSpec(nodes=4, steps=10, dump="last", respawn=10)
+
+
+def lose_and_join(
+    spec: JobSpec, slots: list[int], *, zygote: Zygote, data: Path, directory: Path
+) -> Outcome:
+    """Run a job that loses supervisors in step 3 and is joined by as many; its outcome."""
+    sabotage = LOSE.format(slots=slots, last=slots[-1], key="supervisor_pid") + spec.sabotage
+    spec = replace(spec, sabotage=sabotage)
+    started_s = time.monotonic()
+    with started(spec, zygote=zygote, data=data, directory=directory) as launchers:
+        events = Tail(directory / EVENTS_FILE)
+        deadline_s = time.monotonic() + LIMIT_S
+        while not any(
+            e["kind"] == "view_committed" and not set(slots) & set(e["ranks"]) for e in events.new()
+        ):
+            assert time.monotonic() < deadline_s, (directory / "output").read_text()[-3000:]
+            time.sleep(0.02)  # the file is all that a running job shows
+        contact = next(one for one in read_addresses(directory) if one.slot not in slots)
+        place = [f"--join={contact}", f"--nproc-per-node={len(slots)}"]
+        joiner = open_launcher(spec, place, zygote=zygote, data=data, directory=directory)
+        launchers.append(joiner)
+        codes = [launcher.wait(LIMIT_S) for launcher in launchers]
+    output = (directory / "output").read_text()
+    width = spec.nproc // spec.nodes
+    lost_nodes = {slot // width for slot in slots} if width == 1 else set()
+    assert [bool(code) for code in codes] == [node in lost_nodes for node in range(len(codes))], (
+        output[-4000:]
+    )
+    seconds = time.monotonic() - started_s
+    return Outcome(spec=spec, directory=directory, returncode=0, output=output, seconds=seconds)
+
+
+@pytest.mark.parametrize("slot", sampled([0, 2], keep=(0,)))
+def test_a_lost_node_comes_back(
+    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference, slot: int
+) -> None:
+    spec = replace(SPEC, awaits=((6, 1),))
+    run = lose_and_join(spec, [slot], zygote=zygote, data=data, directory=tmp_path)
+    check_equal(run, reference(run.spec))
+    assert entered(run) == [(slot, 1)]
+    assert last_ranks(run) == [0, 1, 2, 3]
+    assert read_addresses(tmp_path) == []
+    # Nobody's work is thrown away: the state of the boundary is the newest that there is.
+    assert {e["restored_step"] for e in run.events("recovered") if e["newcomers"]} == {7}
+
+
+@pytest.mark.slow
+def test_a_newcomer_of_a_lost_node_dies_on_its_way_in(
+    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference
+) -> None:
+    spec = replace(SPEC, steps=12, kills=("2.1@0:move",), awaits=((6, 1), (8, 2)))
+    run = lose_and_join(spec, [2], zygote=zygote, data=data, directory=tmp_path)
+    check_equal(run, reference(run.spec))
+    assert entered(run) == [(2, 2)]
+    assert last_ranks(run) == [0, 1, 2, 3]
+
+
+@pytest.mark.slow
+def test_two_lost_supervisors_of_tp_pp_dp_come_back(
+    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference
+) -> None:
+    spec = replace(TP2_PP2_DP2, steps=10, dump="last", respawn=10, awaits=((6, 2),))
+    run = lose_and_join(spec, [1, 6], zygote=zygote, data=data, directory=tmp_path)
+    check_equal(run, reference(run.spec))
+    assert sorted(entered(run)) == [(1, 1), (6, 1)]
+    assert last_ranks(run) == list(range(8))

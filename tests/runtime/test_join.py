@@ -1,0 +1,221 @@
+"""Supervisors that take the places of lost ones: `elaswave run --join`, and what it refuses."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from elaswave_plugin.runtime.address_file import read_addresses
+from elaswave_plugin.status import addresses_in, ask_job
+from tests.ports import free_port
+from tests.runtime.jobs import LAUNCH, TRAINER, WAIT_S, Job, environment
+from tests.tiers import sampled
+
+
+def address_of(job: Job, slot: int) -> str:
+    """Where the supervisor of a slot answers."""
+    return next(str(one) for one in read_addresses(job.run_dir) if one.slot == slot)
+
+
+def lose(job: Job, slot: int, rest: list[int], epoch: int = 2) -> None:
+    """Kill a supervisor, and its trainer with it, and wait until the others have agreed."""
+    job.kill_supervisor(slot)
+    job.all("commit", rest, epoch=epoch)
+
+
+def join(job: Job, contact: int, *options: str) -> int:
+    """Start a launcher that joins by way of a supervisor; its number."""
+    job.launch(f"--join={address_of(job, contact)}", *options)
+    return len(job.launchers) - 1
+
+
+def let_in(job: Job, slot: int, rest: list[int], epoch: int) -> list[object]:
+    """Have the others come to the next boundary, where the newcomer enters; its commit."""
+    for one in rest:
+        job.tell(one, "step 1")
+    reports = job.all("commit", [*rest, slot], epoch=epoch)
+    assert len({tuple(report["ranks"]) for report in reports}) == 1
+    return list(reports[-1]["ranks"])
+
+
+@pytest.mark.parametrize("victim", sampled([0, 2], keep=(0,)))
+def test_a_lost_supervisor_comes_back(tmp_path: Path, victim: int) -> None:
+    with Job(tmp_path, 3).start(nodes=3) as job:
+        rest = [slot for slot in range(3) if slot != victim]
+        for slot in rest:
+            job.tell(slot, "remember run_id fox")
+        job.all("remember", rest)
+        lose(job, victim, rest)
+        number = join(job, rest[0])
+        alone = job.one("alone", victim)
+        assert alone["remembered"] == {"run_id": "fox"}
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "ELASWAVE_INCARNATION")
+        assert [alone["env"][name] for name in names] == [str(victim), "0", "3", "3", "1"]
+        assert let_in(job, victim, rest, 3) == [0, 1, 2]
+        shown = ask_job(addresses_in(job.run_dir), WAIT_S)["view"]
+        assert shown["nodes"] == [3 if slot == victim else slot for slot in range(3)]
+        # It is a node as any other now: with it, two of three are a majority.
+        job.kill_supervisor(rest[1])
+        last = sorted([victim, rest[0]])
+        job.all("commit", last, epoch=4)
+        assert job.finish(last, launcher=number) == 0
+        assert job.code(rest[0]) == 0
+    assert read_addresses(job.run_dir) == []
+    assert [event["slot"] for event in job.events("supervisor_admitted")] == [victim]
+
+
+def test_two_come_at_once_to_one_node(tmp_path: Path) -> None:
+    with Job(tmp_path, 4).start() as job:
+        job.kill_supervisor(1, 3)
+        while job.one("commit", 0)["ranks"] not in ([0, 2], [2, 0]):
+            pass
+        number = join(job, 0, "--nproc-per-node=2")
+        job.all("alone", [1, 3])
+        shown = ask_job(addresses_in(job.run_dir), WAIT_S)
+        assert [worker["node"] for worker in shown["workers"]] == [0, 0, 0, 0]
+        for slot in (0, 2):
+            job.tell(slot, "finish")
+        assert job.code() == 0
+        assert job.code(number) == 0
+
+
+@pytest.mark.parametrize("what", sampled(["trainer", "supervisor"], keep=(1,)))
+def test_a_newcomer_dies_before_it_enters(tmp_path: Path, what: str) -> None:
+    with Job(tmp_path, 3).start(nodes=3) as job:
+        lose(job, 2, [0, 1])
+        number = join(job, 1)
+        job.one("alone", 2)
+        job.one("ring", 2, epoch=3)
+        started = job.events("worker_started")[-1]
+        os.kill(started["pid" if what == "trainer" else "supervisor_pid"], signal.SIGKILL)
+        assert job.code(number) == 1
+        # The others go on as they were, and the slot is free again.
+        job.all("commit", [0, 1], epoch=4)
+        join(job, 0)
+        alone = job.one("alone", 2)
+        assert alone["env"]["ELASWAVE_INCARNATION"] == "2"
+        assert let_in(job, 2, [0, 1], 5) == [0, 1, 2]
+        assert job.finish([0, 1, 2]) == 0
+
+
+def test_a_zombie_has_no_part_in_the_job_of_its_successor(tmp_path: Path) -> None:
+    with Job(tmp_path, 3).start("--heartbeat-timeout-s=1", "--quorum-wait-s=0.5", nodes=3) as job:
+        os.kill(job.supervisors[2], signal.SIGSTOP)
+        job.all("commit", [0, 1], epoch=2)
+        number = join(job, 1)
+        job.one("alone", 2)
+        assert let_in(job, 2, [0, 1], 3) == [0, 1, 2]
+        os.kill(job.supervisors[2], signal.SIGCONT)
+        assert job.ended(job.supervisors[2])
+        assert job.code(2) == 1
+        # What it leaves behind is not its successor's.
+        assert [one.slot for one in read_addresses(job.run_dir)] == [0, 1, 2]
+        shown = ask_job(addresses_in(job.run_dir), WAIT_S)
+        assert shown["view"]["epoch"] == 3
+        assert [worker["suspicion"] for worker in shown["workers"]] == [None, None, None]
+        assert job.finish([0, 1, 2]) == 0
+        assert job.code(number) == 0
+
+
+def refusal(job: Job, *words: str) -> str:
+    """The sentence with which a launcher that joins refuses."""
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCH, *words],
+        env=environment(TINY_FOLDER=str(job.folder)),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+def test_what_cannot_join_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    script = str(TRAINER)
+    with Job(tmp_path, 3).start(nodes=3) as job:
+        there = f"--join={address_of(job, 1)}"
+        width = "growing beyond the launch width is not carried"
+        assert f"0 of 3 slots free, and {width}" in refusal(job, there, script)
+        lose(job, 2, [0, 1])
+        assert f"1 of 3 slots free, and {width}" in refusal(
+            job, there, "--nproc-per-node=2", script
+        )
+        assert "the job runs 'tiny_trainer.py' and this is 'tiny_trainer.py --lr 1'" in refusal(
+            job, there, script, "--lr", "1"
+        )
+        assert "the job runs tiny_trainer.py, and the jobs.py here differs" in refusal(
+            job, there, str(TRAINER.with_name("jobs.py"))
+        )
+        assert "--heartbeat-timeout-s is the job's own: leave it out with --join" in refusal(
+            job, there, "--heartbeat-timeout-s=9", script
+        )
+        assert "--join takes part at once and --standby waits" in refusal(
+            job, there, "--standby=1", script
+        )
+        job.tell(0, "finish")
+        assert job.ended(job.pids[0])
+        assert "is ending: nobody can join it" in refusal(job, there, script)
+        assert job.finish([1]) == 0
+        nowhere = f"127.0.0.1:{free_port()}"
+        said = refusal(job, f"--join={nowhere}", script)
+        assert f"--join is {nowhere}, where no supervisor of a job answers" in said
+        assert "wanted HOST:PORT of a supervisor" in refusal(job, "--join=there", script)
+
+
+def test_a_standby_takes_a_slot_by_itself(tmp_path: Path) -> None:
+    with Job(tmp_path, 3) as job:
+        port = free_port()
+        for node, standby in enumerate((0, 2, 0)):
+            place = (f"--node-rank={node}", "--nnodes=3", f"--master-port={port}")
+            job.launch(*place, f"--standby={standby}")
+        job.joined()
+        assert [one["node"] for one in shown_standbys(job, 2)] == [1, 1]
+        lose(job, 1, [0, 2])
+        alone = job.one("alone", 1)
+        assert alone["env"]["LOCAL_RANK"] in ("1", "2")  # after the one worker of its node
+        assert let_in(job, 1, [0, 2], 3) == [0, 1, 2]
+        # One is left, and the next loss is made up for, too.
+        assert len(shown_standbys(job, 1)) == 1
+        lose(job, 0, [1, 2], epoch=4)
+        job.one("alone", 0)
+        for slot in (1, 2):
+            job.tell(slot, "step 2")
+        job.all("commit", [0, 1, 2], epoch=5)
+        for slot in range(3):
+            job.tell(slot, "finish")
+        # The exit code of a node is that of the supervisors that lived to the end.
+        assert [job.code(number) for number in range(3)] == [1, 0, 0]
+    assert read_addresses(job.run_dir) == []
+
+
+def test_an_idle_standby_ends_with_its_launcher(tmp_path: Path) -> None:
+    with Job(tmp_path, 2).start("--standby=2") as job:
+        for one in shown_standbys(job, 2):
+            job.watch(int(str(one["pid"])))
+        job.launchers[0].send_signal(signal.SIGKILL)
+        assert job.left(WAIT_S) == []
+
+
+def test_idle_standbys_end_with_the_job(tmp_path: Path) -> None:
+    with Job(tmp_path, 2).start("--standby=2") as job:
+        for one in shown_standbys(job, 2):
+            job.watch(int(str(one["pid"])))
+        assert job.finish([0, 1]) == 0
+        assert job.left(WAIT_S) == []
+
+
+def shown_standbys(job: Job, count: int) -> list[dict[str, object]]:
+    """The idle supervisors in the status, once there are so many."""
+    deadline_s = time.monotonic() + WAIT_S
+    while True:
+        found = ask_job(addresses_in(job.run_dir), WAIT_S)["standbys"]
+        if len(found) == count:
+            return list(found)
+        assert time.monotonic() < deadline_s, found
+        time.sleep(0.05)  # the status is all that shows them
