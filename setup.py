@@ -51,7 +51,7 @@ setup(
         # Megatron-Core also uses apex when it finds it. Its kernels are built from source (the
         # name on the package index is another project), so it is not listed here:
         # pip install --no-build-isolation git+https://github.com/NVIDIA/apex
-        "gpu": ["transformer-engine[pytorch]"],
+        "gpu": ["transformer-engine[pytorch]", "nvidia-ml-py"],
         "test": list(TEST),
     },
     entry_points={

@@ -6,6 +6,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -96,6 +97,25 @@ def parse_change(text: str) -> Change:
     return Change(slot=int(match[2]), step=int(match[3]), arrives=bool(match[1]))
 
 
+def parse_clocks(text: str) -> tuple[float, ...]:
+    """Read clocks as in "0.8 0.9 1 1.1"; raises ConfigurationError."""
+    try:
+        clocks = tuple(map(float, text.replace(",", " ").split()))
+    except ValueError:
+        clocks = ()
+    rising = all(low < high for low, high in pairwise(clocks))
+    if 1.0 not in clocks or not rising or not 0 < clocks[0] <= clocks[-1] < float("inf"):
+        raise ConfigurationError(
+            f"clock_table is {text!r}, wanted rising numbers above 0 with 1 among them, as in"
+            " 0.8 0.9 1 1.1"
+        )
+    return clocks
+
+
+def _checked_clocks(text: str) -> str:
+    return " ".join(f"{clock:g}" for clock in parse_clocks(text))
+
+
 def _checked_kill(text: str) -> str:
     return str(parse_kill(text))
 
@@ -106,6 +126,7 @@ def _checked_change(text: str) -> str:
 
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _KillText = Annotated[str, AfterValidator(_checked_kill)]
+_ClocksText = Annotated[str, AfterValidator(_checked_clocks)]
 _ChangeText = Annotated[str, AfterValidator(_checked_change)]
 
 
@@ -187,6 +208,22 @@ class ElasticConfig(BaseModel):
         description="whether layers change pipeline stage after a loss, so that a stage with fewer"
         " workers left has fewer of them; auto: where respawn is 0, since a worker that comes back"
         " soon would have them moved twice",
+    )
+    clocks: Literal["off", "nvml", "emulated"] = Field(
+        "off",
+        description="whether the clocks of pipeline stages change after a loss, up where the others"
+        " wait for a stage, down where it waits; nvml: those of the GPUs, which needs the"
+        " permission to lock them; emulated: passes through the layers sleep, for tests on CPUs",
+    )
+    clock_table: _ClocksText = Field(
+        "0.8 0.9 1 1.1",
+        description="clocks that a stage may be set to, relative to that of a whole layout; the"
+        " last one is the highest that the device has, so that jobs start below it",
+    )
+    power_cap_w: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None,
+        description="watts that all workers may draw together, each 100 + 800 times the third power"
+        " of its clock; none: what those of the launch draw at clock 1",
     )
     gpu_engine: Literal["auto", "host", "nccl"] = Field(
         "auto",

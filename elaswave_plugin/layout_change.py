@@ -19,7 +19,10 @@ from elaswave_plugin.errors import ElasWaveError
 
 Record = dict[str, Any]
 # What all survivors of an epoch report alike.
-_SHARED = ("layout_before", "layout_after", "pieces", "windows", "bytes_moved", "layer_times_s")
+_SHARED = (
+    *("layout_before", "layout_after", "pieces", "windows", "clocks"),
+    *("bytes_moved", "layer_times_s"),
+)
 
 
 def layout_fields(
@@ -55,6 +58,7 @@ def layout_fields(
                 [list(span) for span in after.layers(stage)] for stage in range(len(after.stages))
             ],
             "windows": list(flow.windows),
+            "clocks": list(flow.clocks),
             **_work(flow, sizes["micro_batch_size"]),
             "bytes_to_move": sum(change["bytes_moved"] for change in changes),
             **_prediction(
@@ -82,7 +86,8 @@ def simulated_units(
     layout = flow.layout
     costs = (times or LayerTimes()).costs(num_layers=layout.num_layers)
     lists = tuple(tuple(flow.ops(group.slots[0]) for group in groups) for groups in layout.stages)
-    step = simulate(lists, costs.stage_times(layout.cuts), LinkTime())
+    speeds = [*flow.clocks] * layout.vpp or None
+    step = simulate(lists, costs.stage_times(layout.cuts, speeds=speeds), LinkTime())
     if step.blocked:
         raise ElasWaveError(f"the op lists of {layout} do not run: {step}")
     return max(step.seconds, layout.tp * sum(map(sum, step.busy)) / processors)
@@ -111,6 +116,7 @@ def _flow(change: Record, num_microbatches: int) -> PipelineFlow:
         num_microbatches=num_microbatches,
         pieces=pieces,
         windows=tuple(change["windows"]),
+        clocks=tuple(change["clocks"] or ()),
     )
 
 

@@ -18,7 +18,7 @@ F1 B1 F3 B3
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from elaswave_plugin.core.dataflow import Dataflow
@@ -26,6 +26,7 @@ from elaswave_plugin.core.exact import replica_microbatches
 from elaswave_plugin.core.groups import Seat, seats_of
 from elaswave_plugin.core.layer_times import LayerTimes
 from elaswave_plugin.core.layout import ParallelLayout
+from elaswave_plugin.core.planner.dvfs import ClockTable
 from elaswave_plugin.core.planner.executable import plan_split
 from elaswave_plugin.core.planner.joint import JointPlan, PlanRules, joint_plan
 from elaswave_plugin.core.planner.microbatch_split import REDEAL, REROUTE
@@ -48,13 +49,14 @@ class PipelineFlow:
     Micro-batch k belongs to replica k mod ``layout.dp`` of the launch for ever. ``windows``: slots
     in flight at each stage. No part of what is compared: ``reasons``, why it is dealt so; ``times``
     of layers, for which it is; ``compute_s``, the simulated seconds of the compute, where these
-    times were measured.
+    times were measured. ``clocks`` of the stages; none: they are left alone.
     """
 
     layout: ParallelLayout
     num_microbatches: int
     pieces: tuple[tuple[tuple[Piece, ...], ...], ...]
     windows: tuple[int, ...]
+    clocks: tuple[float, ...] = ()
     reasons: tuple[str, ...] = field(default=(), repr=False, compare=False)
     times: LayerTimes = field(default_factory=LayerTimes, repr=False, compare=False)
     compute_s: float | None = field(default=None, repr=False, compare=False)
@@ -75,6 +77,11 @@ class PipelineFlow:
     def seat(self, slot: int) -> Seat | None:
         """The place of a worker; None for a free one."""
         return seats_of(self.layout).get(slot)
+
+    def clock(self, slot: int) -> float:
+        """The clock of a worker; 1 for a free one."""
+        seat = self.seat(slot)
+        return self.clocks[seat.stage] if self.clocks and seat else 1.0
 
     def microbatches(self, slot: int) -> tuple[int, ...]:
         """Micro-batches of a worker in the order of their forwards; none for a free one."""
@@ -133,8 +140,13 @@ def flow_of(
     num_microbatches: int,
     policy: Policy = "auto",
     times: LayerTimes | None = None,
+    clocks: ClockTable | None = None,
+    power_cap_w: float = float("inf"),
 ) -> PipelineFlow:
     """Deal a step's micro-batches over the live replicas of every stage, by simulated time.
+
+    With ``clocks``, stages may run at others than 1 where one is narrower than at launch; all
+    workers together draw at most ``power_cap_w``.
 
     Raises ConfigurationError where nothing fits in flight.
     """
@@ -149,12 +161,15 @@ def flow_of(
             times=times,
         )
     work = StepWork(num_microbatches=num_microbatches, microbatch_size=1, launch_width=layout.dp)
-    plan = _planned(layout, work, policy, times)
+    # A plan counts TP groups.
+    rules = replace(_rules(policy), clocks=clocks, power_cap_w=power_cap_w / layout.tp)
+    plan = _planned(layout, work, times, rules)
     return PipelineFlow(
         layout=layout,
         num_microbatches=num_microbatches,
         pieces=plan_split(plan, work).assignment(),
         windows=plan.chosen.windows,
+        clocks=() if plan.clocks is None else plan.clocks.clocks,
         reasons=plan.reasons,
         times=times,
         compute_s=plan.seconds if times.is_measured else None,
@@ -179,18 +194,22 @@ def level_layers(
     if layout.is_rectangular:
         return layout.recut(launch_cuts)
     work = StepWork(num_microbatches=num_microbatches, microbatch_size=1, launch_width=layout.dp)
-    plan = _planned(layout, work, policy, times, move_layers=True, move_workers=move_workers)
-    return plan.layout
+    rules = _rules(policy, move_layers=True, move_workers=move_workers)
+    return _planned(layout, work, times, rules).layout
+
+
+def _rules(policy: Policy, *, move_layers: bool = False, move_workers: bool = False) -> PlanRules:
+    """What a plan may do; nothing moves unless said."""
+    return PlanRules(
+        policies=(REDEAL, REROUTE) if policy == "auto" else (policy,),
+        move_layers=move_layers,
+        move_workers=move_workers,
+        greedy=False,
+    )
 
 
 def _planned(
-    layout: ParallelLayout,
-    work: StepWork,
-    policy: Policy,
-    times: LayerTimes,
-    *,
-    move_layers: bool = False,
-    move_workers: bool = False,
+    layout: ParallelLayout, work: StepWork, times: LayerTimes, rules: PlanRules
 ) -> JointPlan:
     """The best dataflow and windows for equal layers.
 
@@ -204,12 +223,6 @@ def _planned(
         num_layers=layout.num_layers,
         activation_bytes=1.0,
         memory_bytes=(num_stages + 1) * slot * layout.num_layers / num_stages,
-    )
-    rules = PlanRules(
-        policies=(REDEAL, REROUTE) if policy == "auto" else (policy,),
-        move_layers=move_layers,
-        move_workers=move_workers,
-        greedy=False,
     )
     return joint_plan(before=layout, after=layout, costs=costs, work=work, rules=rules)
 

@@ -1,4 +1,4 @@
-"""How long passes through parts of the model take: by the clock, on a GPU by events of its stream.
+"""How long passes through parts of the model take: on a CPU, on a GPU by events of its stream.
 
 Reading an event that has not happened would stop the host until it has: events are read at the end
 of a later step, when they have.
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from elaswave_plugin.core.layer_times import PassTimes
+from elaswave_plugin.runtime.frequency import Clocks, FixedClocks
 
 # A point in time: seconds of the clock, or an event of the device's stream.
 Mark = Any
@@ -20,7 +21,8 @@ class Stopwatch:
     """Tells `PassTimes` of passes, as soon as it is known how long they took."""
 
     def __init__(self, times: PassTimes, *, on_gpu: bool = False) -> None:
-        """``on_gpu``: whether the passes run there."""
+        """``on_gpu``: whether the passes run there; ``clocks``: those of what they run on."""
+        self.clocks: Clocks = FixedClocks()
         self.times = times
         self.on_gpu = on_gpu
         self._open: deque[tuple[str, str, Mark, Mark, float]] = deque()
@@ -34,12 +36,18 @@ class Stopwatch:
         event.record()
         return event
 
-    def note(self, part: str, which: str, first: Mark, last: Mark, *, scale: float = 1.0) -> None:
-        """A pass of a part lasted from ``first`` to ``last``; ``scale`` times that counts."""
+    def lap(self, part: str, which: str, first: Mark, *, count: int = 1) -> Mark:
+        """A pass through ``count`` like parts, that began at ``first``, ends here."""
+        last = self.mark()
+        # What counts is what it would have taken at clock 1.
+        scale = self.clocks.clock / count
         if self.on_gpu:
             self._open.append((part, which, first, last, scale))
-        else:
-            self.times.note(part, which, scale * (last - first))
+            return last
+        self.clocks.stretch(last - first)
+        last = self.mark()
+        self.times.note(part, which, scale * (last - first))
+        return last
 
     def step_over(self) -> None:
         """A step is complete: count it, and what has become known of the one before."""

@@ -370,6 +370,7 @@ class Worker:
         self.phases.replaying = True
         self.dataflow = plan.dataflow
         self._describe_layout()
+        self._set_clock()
         newcomers, pause_s = self._newcomers, time.time() - self._recovery_started_s
         if self._entering:
             self._entering = False
@@ -408,6 +409,14 @@ class Worker:
 
         self._resume_pending = emit
 
+    def _set_clock(self) -> None:
+        """Run at the clock that the dataflow gives to this worker."""
+        flow, clocks = self.dataflow, self.stopwatch.clocks
+        clock = flow.clock(self.slot) if isinstance(flow, PipelineFlow) else 1.0
+        if clock != clocks.clock:
+            clocks.set(clock)
+            self.events.emit("clock_set", slot=self.slot, epoch=self.view.epoch, clock=clock)
+
     def recovery_over(self) -> dict[str, object] | None:
         """Work was completed: the record of the recovery that led to it, if one did."""
         if self._resume_pending is None:
@@ -418,6 +427,7 @@ class Worker:
 
     def close(self) -> None:
         """Leave the job as done."""
+        self.stopwatch.clocks.close()
         self.member.finish()
         self.links.close()
 
@@ -431,6 +441,7 @@ def _layout_change(before: Flow, after: Flow) -> dict[str, object]:
         "layout_after": after.layout.to_json(),
         "pieces": after.pieces,
         "windows": after.windows,
+        "clocks": after.clocks,
         "plan_reasons": after.reasons,
         "layer_times_s": after.times.to_json() if after.times.is_measured else None,
         "predicted_compute_s": after.compute_s,

@@ -21,6 +21,8 @@ from elaswave_plugin.errors import ConfigurationError
 
 KEYS = (
     "change",
+    "clock_table",
+    "clocks",
     "consistency",
     "dataflow",
     "dir",
@@ -29,6 +31,7 @@ KEYS = (
     "hang_timeout_s",
     "kill",
     "move_layers",
+    "power_cap_w",
     "quiesce_timeout_s",
     "respawn",
     "run_id",
@@ -123,6 +126,10 @@ def test_config_values_from_the_command_line_have_their_types() -> None:
         ({"change": ["2@3:data"]}, ["change is '2@3:data'", "SLOT@STEP"]),
         ({"change": ["-2@3"]}, ["change is '-2@3'", "+SLOT@STEP"]),
         ({"run_id": "a/b"}, ["'run_id' is 'a/b'"]),
+        ({"clock_table": "0.9 1.1"}, ["clock_table is '0.9 1.1'", "with 1 among them"]),
+        ({"clock_table": "1 0.9"}, ["clock_table is '1 0.9'", "rising numbers"]),
+        ({"clock_table": "fast 1"}, ["clock_table is 'fast 1'", "0.8 0.9 1 1.1"]),
+        ({"power_cap_w": 0}, ["'power_cap_w' is 0", "greater than 0"]),
     ],
 )
 def test_config_bad_section_costs_one_sentence(

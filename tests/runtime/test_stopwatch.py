@@ -33,7 +33,7 @@ class Event:
 def step(watch: Stopwatch) -> None:
     for which in (FORWARD, BACKWARD):
         first = watch.mark()
-        watch.note(LAYER, which, first, watch.mark(), scale=0.5)
+        watch.lap(LAYER, which, first, count=2)
     watch.step_over()
 
 
@@ -41,8 +41,8 @@ def test_the_clock_on_a_cpu() -> None:
     watch = Stopwatch(PassTimes(wanted_steps=1))
     first = watch.mark()
     time.sleep(0.01)
-    watch.note(LAYER, FORWARD, first, watch.mark(), scale=0.5)
-    watch.note(LAYER, BACKWARD, 1.0, 3.0)
+    watch.lap(LAYER, FORWARD, first, count=2)
+    watch.times.note(LAYER, BACKWARD, 2.0)
     watch.step_over()
     forward_s, backward_s = watch.times.medians()[LAYER]
     assert 0.005 <= forward_s < 0.1 and backward_s == 2.0

@@ -18,6 +18,7 @@ HOW = "python -m tests.tidy.documents"
 WIDTH = 100
 # Shown, commented out, where a key has no default.
 EXAMPLES = (
+    ("power_cap_w", 12000.0),
     ("dir", "out/run"),
     ("run_id", "gpt-small-1"),
     ("seed", 1234),

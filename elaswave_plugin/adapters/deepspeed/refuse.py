@@ -39,6 +39,7 @@ _CARRIED: tuple[tuple[str, Any, str], ...] = (
     ("checkpoint.writer", None, "let torch write checkpoints"),
     ("datastates_ckpt", False, "let torch write checkpoints: every save has ended when it returns"),
     ("elaswave.dataflow", "auto", "every worker takes a share of each micro-batch"),
+    ("elaswave.clocks", "off", "all workers have the same to do"),
     ("elasticity", None, "DeepSpeed removed it; the section elaswave takes its place"),
 )
 _OPTIMIZERS = ("adam", "adamw")

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
@@ -13,11 +14,13 @@ from elaswave_plugin.adapters.megatron.framework import MegatronFramework
 from elaswave_plugin.adapters.megatron.refuse import check_grid
 from elaswave_plugin.adapters.megatron.tied_embeddings import TiedWeight, find_tied_weight
 from elaswave_plugin.adapters.megatron.units import unit_lengths
-from elaswave_plugin.config import ElasticConfig
+from elaswave_plugin.config import ElasticConfig, parse_clocks
 from elaswave_plugin.core.layout import ParallelLayout, launch_layout
 from elaswave_plugin.core.pipeline_flow import flow_of, level_layers
+from elaswave_plugin.core.planner.dvfs import ClockTable
 from elaswave_plugin.core.seating import GridSeating
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.runtime.frequency import clocks_for
 from elaswave_plugin.runtime.worker import Worker
 
 
@@ -68,7 +71,9 @@ class Grid:
             partition=partition,
             why_workers_stay=framework.why_workers_stay(),
         )
-        self.deal = partial(flow_of, num_microbatches=num_microbatches, policy=policy)
+        more = _clock_limits(worker.config, workers=len(self.layout.workers))
+        worker.stopwatch.clocks = clocks_for(worker.config, _gpu_of(chunks[0]))
+        self.deal = partial(flow_of, num_microbatches=num_microbatches, policy=policy, **more)
 
 
 def _stages(worker: Worker, framework: MegatronFramework) -> list[Stage]:
@@ -102,6 +107,29 @@ def _check_layers(chunks: Sequence[DistributedDataParallel], layout: ParallelLay
             f"this stage has the layers {numbers}, wanted {wanted}; give every pipeline stage the"
             " same number of layers"
         )
+
+
+def _clock_limits(config: ElasticConfig, *, workers: int) -> dict[str, Any]:
+    """What a plan may do with the clocks; raises ConfigurationError for a cap below the launch."""
+    if config.clocks == "off":
+        return {}
+    table = ClockTable(clocks=parse_clocks(config.clock_table))
+    launch_w = workers * table.watts(1.0)
+    cap_w = launch_w if config.power_cap_w is None else config.power_cap_w
+    if launch_w > cap_w:
+        raise ConfigurationError(
+            f"power_cap_w is {cap_w:g}, and {workers} workers draw {launch_w:g} W at clock 1;"
+            " wanted at least that, or leave it out"
+        )
+    return {"clocks": table, "power_cap_w": cap_w}
+
+
+def _gpu_of(chunk: DistributedDataParallel) -> str | None:
+    """The UUID of the GPU that holds a chunk; None on a CPU."""
+    device = next(chunk.parameters()).device
+    if device.type != "cuda":
+        return None
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def _moves_layers(config: ElasticConfig, why_not: str | None) -> bool:

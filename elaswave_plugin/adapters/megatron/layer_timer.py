@@ -27,11 +27,10 @@ class LayerTimer:
 
     def _pass(self, part: str, which: str, first: Mark | None) -> Mark:
         """A pass that began at ``first`` ends here; where it began is not known after a change."""
-        last = self._stopwatch.mark()
-        if first is not None:
-            count = len(self._block.layers) if part == LAYER else 1
-            self._stopwatch.note(part, which, first, last, scale=1 / count)
-        return last
+        if first is None:
+            return self._stopwatch.mark()
+        count = len(self._block.layers) if part == LAYER else 1
+        return self._stopwatch.lap(part, which, first, count=count)
 
     # ---- forward --------------------------------------------------------------------------------
 

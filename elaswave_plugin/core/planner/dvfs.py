@@ -15,6 +15,8 @@ from itertools import pairwise
 
 from elaswave_plugin.errors import ConfigurationError
 
+Clocks = tuple[float, ...]
+
 # A prediction this much longer is the same: rounding of a sum of many operations.
 SAME = 1e-9
 # A clock that is raised has to shorten the step by more than this share of it.
@@ -104,9 +106,9 @@ def predicted_clocks(
 ) -> ClockChoice:
     """Clocks by the predicted step time, which also knows bubbles: up where it helps, else down.
 
-    ``predict`` gives the step seconds for the clocks of all stages. Starts from `minimax_clocks`,
-    or from the present clocks where they are allowed and faster; in the result no single stage can
-    be one clock lower without a longer step.
+    ``predict`` gives the step seconds for the clocks of all stages. Climbs from `minimax_clocks`
+    and, where they are allowed, from the present clocks; in the result no single stage can be one
+    clock lower without a longer step.
     """
     starts = [
         minimax_clocks(work_s=work_s, widths=widths, table=table, power_cap_w=power_cap_w).clocks
@@ -114,18 +116,13 @@ def predicted_clocks(
     present = (1.0,) * len(widths)
     if 1.0 in table.clocks and total_watts(present, widths, table) <= power_cap_w:
         starts.append(present)
-    seconds, clocks = min((predict(start), start) for start in starts)
-    while True:
-        higher = [_changed(clocks, table, stage=stage, step=1) for stage in range(len(clocks))]
-        raised = [
-            (predict(one), one)
-            for one in higher
-            if one is not None and total_watts(one, widths, table) <= power_cap_w
-        ]
-        best = min(raised, default=(seconds, clocks))
-        if best[0] > seconds * (1 - WORTH):
-            break
-        seconds, clocks = best
+
+    def allowed(clocks: Clocks) -> bool:
+        return total_watts(clocks, widths, table) <= power_cap_w
+
+    seconds, clocks = min(
+        _climbed(start, table, predict, allowed) for start in dict.fromkeys(starts)
+    )
     lowered = True
     while lowered:
         lowered = False
@@ -142,6 +139,23 @@ def predicted_clocks(
 def total_watts(clocks: Sequence[float], widths: Sequence[int], table: ClockTable) -> float:
     """What all workers draw together."""
     return sum(width * table.watts(clock) for width, clock in zip(widths, clocks, strict=True))
+
+
+def _climbed(
+    clocks: Clocks,
+    table: ClockTable,
+    predict: Callable[[Clocks], float],
+    allowed: Callable[[Clocks], bool],
+) -> tuple[float, Clocks]:
+    """Seconds and clocks once no single stage can be raised for a shorter step."""
+    seconds = predict(clocks)
+    while True:
+        higher = [_changed(clocks, table, stage=stage, step=1) for stage in range(len(clocks))]
+        raised = [(predict(one), one) for one in higher if one is not None and allowed(one)]
+        best = min(raised, default=(seconds, clocks))
+        if best[0] > seconds * (1 - WORTH):
+            return seconds, clocks
+        seconds, clocks = best
 
 
 def _changed(
