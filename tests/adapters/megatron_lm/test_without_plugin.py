@@ -1,7 +1,11 @@
-"""Without a fault, and with dropout off, the losses are those of the script without the plugin."""
+"""With dropout off, the losses are those of the script without the plugin.
+
+Without a fault, and where a run without the plugin goes on from a checkpoint after a fault.
+"""
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +18,7 @@ from tests.adapters.megatron_lm.harness import (
     NO_EVALUATION,
     ScriptSpec,
     needs_repository,
+    printed,
     printed_in,
 )
 from tests.faults.harness import ROOT
@@ -73,3 +78,20 @@ def test_without_a_fault_the_losses_are_those_without_the_plugin(
     reference: Launch, plain: list[str]
 ) -> None:
     check_close(printed_in(reference(SPEC).output), plain)
+
+
+def test_a_run_without_the_plugin_goes_on_from_a_checkpoint_after_a_loss(
+    run: Launch, script: Path, data: Path, tmp_path: Path
+) -> None:
+    saving = (*SPEC.options, "--save", "{data}/lost", "--save-interval", "4")
+    killed = run(replace(SPEC, options=saving, kills=("1@2:backward",)))
+    assert killed.returncode == 0, killed.output[-4000:]
+    assert len(killed.events("fault_fired")) == 1
+    shutil.copytree(data / "lost", data / "lost-four")
+    (data / "lost-four" / "latest_checkpointed_iteration.txt").write_text("4")
+    loading = replace(SPEC, options=(*SPEC.options, "--load", "{data}/lost-four"))
+    with_plugin = run(loading)
+    went_on = without_plugin(loading, script=script, data=data, folder=tmp_path / "run")
+    # Megatron-LM's line of iteration 6 is the mean of 5 and 6 after a load.
+    check_close(printed(with_plugin), went_on)
+    assert with_plugin.trace() == {step: killed.trace()[step] for step in (4, 5)}
