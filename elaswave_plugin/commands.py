@@ -84,6 +84,7 @@ def make_command() -> Any:
     app.command("report")(report)
     app.command("status")(status)
     app.command("drain")(drain)
+    app.command("migrate")(migrate)
     app.command("plan")(plan)
     app.command("doctor")(doctor)
     bench = typer.Typer(help="Measure parts of the product; simulated figures say so.")
@@ -214,6 +215,23 @@ def drain(
 
     known = find_job(directory, connect)
     typer.echo(drain_worker(known, slot=slot, reason=reason, timeout_s=timeout_s))
+    return 0
+
+
+def migrate(
+    layers: Annotated[str, typer.Option(metavar="FIRST-LAST", help="Layers that are to move.")],
+    to: Annotated[int, typer.Option(metavar="STAGE", help="The stage that gets them.")],
+    directory: JobFolder = None,
+    connect: JobAddress = None,
+    reason: Annotated[str, typer.Option(help="For the record.")] = "asked for by the user",
+    timeout_s: AnswerTime = 5.0,
+) -> int:
+    """Move layers of a running job to a neighbouring stage, between two steps."""
+    from elaswave_plugin.migrate import migrate_layers
+    from elaswave_plugin.status import find_job
+
+    known = find_job(directory, connect)
+    typer.echo(migrate_layers(known, layers=layers, stage=to, reason=reason, timeout_s=timeout_s))
     return 0
 
 

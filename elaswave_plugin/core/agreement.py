@@ -46,6 +46,7 @@ from elaswave_plugin.core.agreement_messages import (
     Quiesced,
     Ready,
     Refuse,
+    Replan,
     Report,
     Ring,
     Settled,
@@ -148,6 +149,7 @@ class Agreement(OwnTrainer):
             case (
                 Report()
                 | Severed()
+                | Replan()
                 | FirstSeal()
                 | Done()
                 | Ready()

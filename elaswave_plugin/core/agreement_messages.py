@@ -145,6 +145,14 @@ class Severed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Replan:
+    """In this epoch one of the workers got a wish, which its facts name in the next view."""
+
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FirstSeal:
     """The sender's trainer has sealed its first snapshot."""
 
@@ -224,7 +232,7 @@ class Stop:
     exit_code: int
 
 
-News = Report | Severed | FirstSeal | AllSealed | Done | Ready | Notice | Settled | Starts
+News = Report | Severed | Replan | FirstSeal | AllSealed | Done | Ready | Notice | Settled | Starts
 
 Message = (
     Prepare
@@ -238,6 +246,7 @@ Message = (
     | Report
     | Accuse
     | Severed
+    | Replan
     | FirstSeal
     | AllSealed
     | Done
@@ -376,6 +385,8 @@ def to_wire(message: Message) -> dict[str, Any]:
             return {"m": "accuse", "slot": message.slot, "evidence": message.evidence}
         case Severed():
             return {"m": "severed", "epoch": message.epoch, "evidence": message.evidence}
+        case Replan():
+            return {"m": "replan", "epoch": message.epoch, "reason": message.reason}
         case FirstSeal():
             return {"m": "first_seal"}
         case AllSealed():
@@ -437,6 +448,8 @@ def from_wire(record: Mapping[str, Any]) -> Message:
             return Accuse(slot=record["slot"], evidence=record["evidence"])
         case "severed":
             return Severed(epoch=record["epoch"], evidence=record["evidence"])
+        case "replan":
+            return Replan(epoch=record["epoch"], reason=record["reason"])
         case "first_seal":
             return FirstSeal()
         case "all_sealed":

@@ -89,6 +89,11 @@ class ParallelLayout:
         return all(width == self.dp for width in self.widths)
 
     @property
+    def keeps_layers(self) -> bool:
+        """Whether every stage has as many layers as any other, as at launch."""
+        return len({after - before for before, after in pairwise(self.cuts)}) == 1
+
+    @property
     def keeps_stages(self) -> bool:
         """Whether every busy worker is at the stage of its launch, where slots go by stage."""
         width = self.dp * self.tp
@@ -225,6 +230,35 @@ class ParallelLayout:
         check_cuts(cuts, num_parts=len(self.cuts) - 1, num_layers=self.num_layers)
         return replace(self, cuts=tuple(cuts))
 
+    def with_layers_at(self, first: int, last: int, stage: int) -> "ParallelLayout":
+        """The same workers, with the layers ``first`` to ``last`` at ``stage``.
+
+        Raises ConfigurationError where a stage would have none, or layers that are not contiguous.
+        """
+        num_stages = len(self.stages)
+        if self.vpp > 1:
+            raise ConfigurationError("layers of interleaved stages cannot change their stage")
+        if not 0 <= stage < num_stages:
+            raise ConfigurationError(
+                f"there is no stage {stage}, wanted one of 0 to {num_stages - 1}"
+            )
+        if not 0 <= first <= last < self.num_layers:
+            raise ConfigurationError(
+                f"layers are {first}-{last}, wanted some of 0-{self.num_layers - 1}"
+            )
+        owners = [
+            stage if first <= layer <= last else owner
+            for owner, (start, stop) in enumerate(pairwise(self.cuts))
+            for layer in range(start, stop)
+        ]
+        if owners != sorted(owners) or len(set(owners)) < num_stages:
+            held = ", ".join(f"stage {s}: {self._layers_text(s)}" for s in range(num_stages))
+            raise ConfigurationError(
+                f"layers {first}-{last} at stage {stage} would leave a stage without layers, or"
+                f" with layers that are not contiguous ({held}); move layers between neighbours"
+            )
+        return self.recut([*(owners.index(s) for s in range(num_stages)), self.num_layers])
+
     def staffed(self) -> "ParallelLayout":
         """The layout with a replica in every stage: an empty one takes from the widest stage.
 
@@ -350,6 +384,15 @@ def check_cuts(cuts: Sequence[int], *, num_parts: int, num_layers: int) -> None:
             f"cuts are {' '.join(map(str, cuts))}, wanted {num_parts + 1} rising numbers from 0 to"
             f" {num_layers}, so that each of {num_parts} stages has a layer"
         )
+
+
+def why_impossible(layout: Mapping[str, Any], cuts: Sequence[int]) -> str | None:
+    """Why a layout (as JSON) cannot have these cuts; None where it can."""
+    try:
+        ParallelLayout.from_json(layout).recut(cuts)
+    except ConfigurationError as error:
+        return str(error)
+    return None
 
 
 class _Pool:

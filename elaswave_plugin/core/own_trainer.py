@@ -14,6 +14,7 @@ from elaswave_plugin.core.agreement_messages import (
     Note,
     Notice,
     Ready,
+    Replan,
     Report,
     Send,
     Settled,
@@ -135,6 +136,10 @@ class OwnTrainer:
         live: the same workers get a new view, whose links are dialled anew, and redo the step.
         """
         self._tell_leader(Severed(epoch=epoch, evidence=evidence), now_s)
+
+    def replan(self, reason: str, now_s: float) -> None:
+        """The own trainer was told of a wish, which its facts name: a view between two steps."""
+        self._tell_leader(Replan(epoch=self.committed.epoch, reason=reason), now_s)
 
     def leave(self, evidence: str, now_s: float) -> None:
         """This worker is told to go (a signal): the others go on without it."""

@@ -130,8 +130,9 @@ class PipelineFlow:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether every stage has the workers of its launch: the framework's own schedule runs."""
-        return self.layout.is_rectangular and self.layout.keeps_stages
+        """Whether every stage has what it had at launch: the framework's own schedule runs."""
+        layout = self.layout
+        return layout.is_rectangular and layout.keeps_stages and layout.keeps_layers
 
 
 def flow_of(

@@ -12,6 +12,7 @@ from elaswave_plugin.core.agreement_messages import (
     News,
     Notice,
     Ready,
+    Replan,
     Report,
     Settled,
     Severed,
@@ -40,6 +41,7 @@ class Reports:
         self.incarnations: dict[int, int] = {}
         self.started = False
         self.severed: tuple[str, float] | None = None
+        self.replan: str | None = None
         self.changes = 0
         self._link_grace_s = link_grace_s
 
@@ -51,6 +53,11 @@ class Reports:
             case Severed():
                 if self.severed is None and news.epoch == epoch:
                     self.severed = news.evidence, now_s + self._link_grace_s
+            case Replan():
+                # A newer view has fulfilled it.
+                if news.epoch == epoch:
+                    self.changes += self.replan is None
+                    self.replan = news.reason
             case FirstSeal():
                 self.sealed.add(slot)
             case AllSealed():
@@ -84,7 +91,7 @@ class Reports:
 
     def entered(self, view: MembershipView) -> None:
         """A view is committed: whoever is in it waits no more."""
-        self.severed = None
+        self.severed = self.replan = None
         for worker in view.workers:
             waiting = self.arrivals.get(worker.slot)
             if waiting is not None and waiting.worker == worker:
@@ -138,14 +145,18 @@ class Reports:
     def between_steps(
         self, view: MembershipView, lost: Collection[int], now_s: float
     ) -> MembershipView | None:
-        """The view without those who want to leave and with those who wait; None: no change."""
+        """The view without those who want to leave and with those who wait; None: no change.
+
+        The same members again where one of them has a wish.
+        """
         shrunk = next_view(view, self.departures(view, now_s), now_s)
         if shrunk is not None and not shrunk.ranks:
             shrunk = None  # somebody has to stay
         waiting = [one for slot, one in self.arrivals.items() if slot not in lost]
         grown = grown_view(shrunk or view, waiting)
         if shrunk is None or grown is None:
-            return grown or shrunk
+            same = None if self.replan is None else replace(view, reason=self.replan)
+            return grown or shrunk or same
         return replace(grown, epoch=shrunk.epoch, reason=f"{shrunk.reason}; {grown.reason}")
 
     def departures(self, view: MembershipView, now_s: float) -> list[FailureEvent]:

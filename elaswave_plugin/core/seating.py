@@ -86,6 +86,9 @@ class Seating(Protocol):
     def as_told(self, told: Mapping[str, Any]) -> Seating:
         """The seating of whoever told so with `told`."""
 
+    def recut(self, cuts: Sequence[int]) -> Seating:
+        """The same places with other layers; LayoutError where there are no stages."""
+
     def edits(self, launched: Mapping[str, Sequence[int]], slot: int) -> dict[str, GroupEdit]:
         """What becomes of the groups that ``slot`` holds.
 
@@ -133,6 +136,10 @@ class FlatSeating:
         """The same."""
         return self
 
+    def recut(self, cuts: Sequence[int]) -> FlatSeating:
+        """Raises LayoutError."""
+        raise LayoutError("a data-parallel job has no stages that layers could come to")
+
     def edits(self, launched: Mapping[str, Sequence[int]], slot: int) -> dict[str, GroupEdit]:
         """Every group is who is left of it, and who came back, in the order of WORLD."""
         return {
@@ -148,7 +155,8 @@ class GridSeating:
     ``homes``: the places at launch by slot; ``rules`` of the groups by name; ``units``: elements of
     every part of the model on one worker: layers by number from 1, what is in front of them below,
     what follows them above. ``partition``: chooses layers and workers of each stage after a change;
-    None: they stay. ``why_workers_stay``: why none can change stage even where one has nobody.
+    None: they stay. ``why_workers_stay``: why none can change stage even where one has nobody;
+    ``why_layers_stay``: why not even layers can, for whoever asks for it.
     ``times``: what layers took when this was planned.
     """
 
@@ -158,6 +166,7 @@ class GridSeating:
     units: Mapping[int, int]
     partition: Partition | None = None
     why_workers_stay: str | None = None
+    why_layers_stay: str | None = None
     times: LayerTimes = field(default_factory=LayerTimes)
 
     @classmethod
@@ -251,6 +260,10 @@ class GridSeating:
         if self.partition:
             layout = self.partition(layout, times)
         return replace(self, layout=layout, times=times)
+
+    def recut(self, cuts: Sequence[int]) -> GridSeating:
+        """The same places, with the layers that somebody has asked for."""
+        return replace(self, layout=self.layout.recut(cuts))
 
     def _check_staff(self, layout: ParallelLayout) -> None:
         empty, num_stages = layout.widths.index(0), len(layout.stages)

@@ -107,6 +107,8 @@ class Member:
         self._alone: Alone | None = None
         self._commits: list[Commit] = []
         self._stop_reason: str | None = None
+        # The layers of each stage that somebody has asked this worker for.
+        self.cuts_wanted: list[int] | None = None
         self._copies: dict[int, _Copies] = {}
 
     @classmethod
@@ -414,6 +416,8 @@ class Member:
         elif frame["t"] == "stop":
             self._stop_reason = frame["reason"]
             self._on_propose(self._proposed_epoch + 1, frame["reason"])
+        elif frame["t"] == "cuts_wanted":
+            self.cuts_wanted = frame["cuts"]
         with self._changed:
             if frame["t"] == "commit":
                 self._commits.append(_read_commit(frame))

@@ -82,6 +82,16 @@ class StatusBoard:
             case "leave":
                 self._phase = "leaving"
 
+    @property
+    def is_changing(self) -> bool:
+        """Whether a proposal of another view is open here."""
+        return self._proposal is not None
+
+    @property
+    def layout(self) -> dict[str, Any] | None:
+        """Who works where, as the trainer has told; None in a data-parallel job."""
+        return self._layout
+
     def dismissed(self) -> None:
         """The trainer is told that it may leave."""
         self._phase = "leaving"

@@ -17,6 +17,7 @@ from functools import partial
 from elaswave_plugin.core.agreement_messages import Ballot, Committed, Facts, Ring
 from elaswave_plugin.core.ending import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_REQUEUE
 from elaswave_plugin.core.hang import Sample
+from elaswave_plugin.core.layout import why_impossible
 from elaswave_plugin.core.membership import MembershipView
 from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.core.respawn import Deaths, GiveUp
@@ -204,6 +205,7 @@ class Supervisor:
         answers = {
             "status": self._answer_status,
             "drain": self._answer_drain,
+            "migrate": self._answer_migrate,
             "roster": lambda request: self._reception.answer_roster(request),
             "kept": lambda request: self._reception.answer_kept(request),
             "admit": lambda request: self._reception.answer_admit(request),
@@ -249,6 +251,21 @@ class Supervisor:
         else:
             self.drain(str(request["reason"]))
         return {"t": "drain", "refused": refused}
+
+    def _answer_migrate(self, request: Frame) -> Frame:
+        """Have the trainer's facts name the cuts, and ask for a view between two steps."""
+        refused = None
+        layout = self._board.layout
+        if layout is None or not (self._trainer.works and self._trainer.delivered):
+            refused = "its trainer has no stages, or no part in the training now"
+        elif self._board.is_changing:
+            refused = "the members are changing just now; ask again when they have"
+        else:
+            refused = layout["why_layers_stay"] or why_impossible(layout, request["cuts"])
+        if refused is None:
+            self._trainer.send({"t": "cuts_wanted", "cuts": list(request["cuts"])})
+            self._agreement.replan(str(request["reason"]), time.monotonic())
+        return {"t": "migrate", "refused": refused}
 
     def _on_early_signal(self, number: int, frame: object) -> None:
         sys.exit(128 + number)

@@ -13,7 +13,7 @@ from elaswave_plugin.core.hang import COMMIT, OUTSIDE
 from elaswave_plugin.core.layer_times import PassTimes, agreed
 from elaswave_plugin.core.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.plan import Flow, RecoveryPlan, copy_targets, make_plan
-from elaswave_plugin.core.seating import Cell, FlatSeating, Seating
+from elaswave_plugin.core.seating import Cell, FlatSeating, GridSeating, Seating
 from elaswave_plugin.core.shards import ShardCut
 from elaswave_plugin.errors import SnapshotUnreadableError
 from elaswave_plugin.runtime.behind import Followed, MomentsBehind
@@ -128,7 +128,12 @@ class Worker:
     def _told(self) -> dict[str, object]:
         """The facts of a worker that has a view: also where it is, and how fast."""
         seating = [self.view.epoch, self.seating.told()]
-        return {**self._facts(), "seating": seating, "times": self.stopwatch.times.medians()}
+        return {
+            **self._facts(),
+            "seating": seating,
+            "times": self.stopwatch.times.medians(),
+            "cuts_wanted": self.member.cuts_wanted,
+        }
 
     @property
     def owns_rank_0(self) -> bool:
@@ -184,6 +189,11 @@ class Worker:
         for view in commit.path:
             if view.epoch > epoch:
                 self.seating = self.seating.after(view.ranks, times)
+        wanted = [held["cuts_wanted"] for _, held in sorted(commit.facts.items())]
+        for cuts in filter(None, wanted):
+            self.seating = self.seating.recut(cuts)
+        if self.member.cuts_wanted == commit.facts[self.slot]["cuts_wanted"]:
+            self.member.cuts_wanted = None
 
     # ---- the state ----------------------------------------------------------------------------
 
@@ -214,7 +224,9 @@ class Worker:
 
     def _describe_layout(self) -> None:
         if isinstance(self.dataflow, PipelineFlow):
-            self.member.describe(self.dataflow.layout.to_json())
+            assert isinstance(self.seating, GridSeating)
+            why = {"why_layers_stay": self.seating.why_layers_stay}
+            self.member.describe({**self.dataflow.layout.to_json(), **why})
 
     @property
     def snapshot_bytes(self) -> int:

@@ -227,6 +227,12 @@ class Cluster:
             self.alive[slot].give_notice("it is drained", self.now_s)
             self.settle(slot)
 
+    def do_replan(self, words: list[str]) -> None:
+        """replan SLOTS: these trainers were told what layout somebody wants."""
+        for slot in self.slots(words):
+            self.alive[slot].replan("layers move", self.now_s)
+            self.settle(slot)
+
     def do_seal(self, words: list[str]) -> None:
         for slot in self.slots(words):
             self.alive[slot].first_seal()

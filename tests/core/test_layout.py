@@ -264,3 +264,40 @@ def test_summary_names_no_worker() -> None:
         "stage 1, layers 2-3: 1000 of 1000 replicas",
         "free: 0 workers",
     ]
+
+
+@pytest.mark.parametrize(
+    ("move", "cuts"),
+    [
+        ((4, 4, 0), (0, 5, 8, 12)),
+        ((2, 3, 1), (0, 2, 8, 12)),
+        ((5, 7, 2), (0, 4, 5, 12)),
+        ((4, 7, 1), (0, 4, 8, 12)),
+    ],
+)
+def test_layers_go_to_a_neighbour(move: tuple[int, int, int], cuts: tuple[int, ...]) -> None:
+    layout = launch_layout(tp=1, pp=3, dp=2, num_layers=12)
+    moved = layout.with_layers_at(*move)
+    assert moved.cuts == cuts and moved.stages == layout.stages
+
+
+@pytest.mark.parametrize(
+    ("move", "complaint"),
+    [
+        ((0, 0, 3), "there is no stage 3, wanted one of 0 to 2"),
+        ((5, 4, 0), "layers are 5-4, wanted some of 0-11"),
+        ((0, 12, 0), "layers are 0-12"),
+        ((4, 7, 0), "would leave a stage without layers"),
+        ((6, 6, 0), "contiguous (stage 0: 0-3, stage 1: 4-7, stage 2: 8-11)"),
+        ((0, 0, 2), "move layers between neighbours"),
+    ],
+)
+def test_layers_that_cannot_be_there_are_refused(
+    move: tuple[int, int, int], complaint: str
+) -> None:
+    layout = launch_layout(tp=1, pp=3, dp=2, num_layers=12)
+    with pytest.raises(ConfigurationError) as caught:
+        layout.with_layers_at(*move)
+    assert complaint in str(caught.value)
+    with pytest.raises(ConfigurationError, match="interleaved"):
+        launch_layout(tp=1, pp=2, dp=1, num_layers=4, vpp=2).with_layers_at(0, 0, 0)

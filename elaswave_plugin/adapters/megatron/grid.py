@@ -70,6 +70,7 @@ class Grid:
             units={unit: length for one in stages for unit, length in one.units.items()},
             partition=partition,
             why_workers_stay=framework.why_workers_stay(),
+            why_layers_stay=_why_layers_stay(worker.config, framework.why_layers_stay()),
         )
         more = _clock_limits(worker.config, workers=len(self.layout.workers))
         worker.stopwatch.clocks = clocks_for(worker.config, _gpu_of(chunks[0]))
@@ -130,6 +131,11 @@ def _gpu_of(chunk: DistributedDataParallel) -> str | None:
     if device.type != "cuda":
         return None
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+def _why_layers_stay(config: ElasticConfig, why_not: str | None) -> str | None:
+    """Why no layer changes stage, whoever asks for it."""
+    return "move_layers is never" if config.move_layers == "never" else why_not
 
 
 def _moves_layers(config: ElasticConfig, why_not: str | None) -> bool:

@@ -1,0 +1,54 @@
+"""Has layers of a running job change their pipeline stage between two steps."""
+
+from collections.abc import Sequence
+
+from elaswave_plugin.core.layout import ParallelLayout
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.runtime.address_file import Address
+from elaswave_plugin.runtime.requests import request
+from elaswave_plugin.status import ask_job
+
+
+def migrate_layers(
+    known: Sequence[Address], *, layers: str, stage: int, reason: str, timeout_s: float
+) -> str:
+    """Ask for ``layers`` ("4" or "4-5") at ``stage``; returns what will happen, in a sentence.
+
+    `known`: some supervisors of the job. It does not wait for the layers to have moved. They stay
+    until the next loss or arrival, whose plan may move them again. Raises ConfigurationError where
+    the job has no stages or its layers stay, for layers that cannot be there, and for silence.
+    """
+    first, last = _parse(layers)
+    status = ask_job(known, timeout_s)
+    if status["layout"] is None:
+        raise ConfigurationError("the job has no pipeline stages that layers could come to")
+    layout = ParallelLayout.from_json(status["layout"])
+    cuts = layout.with_layers_at(first, last, stage).cuts
+    if cuts == layout.cuts:
+        raise ConfigurationError(f"layers {layers} are at stage {stage} already")
+    # One that holds a part of the model: a free worker may leave at any time.
+    slot = min(slot for groups in layout.stages for group in groups for slot in group.slots)
+    (address,) = [one["address"] for one in status["workers"] if one["slot"] == slot]
+    words = f"layers {layers} move to stage {stage}: {reason}"
+    try:
+        answer = request(address, {"t": "migrate", "cuts": cuts, "reason": words}, timeout_s)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the supervisor of worker {slot} does not answer: {error}"
+        ) from error
+    if answer["refused"] is not None:
+        raise ConfigurationError(f"nothing moves: {answer['refused']}")
+    return (
+        f"layers {layers} move to stage {stage} between two steps; `elaswave status` shows when"
+        " they have"
+    )
+
+
+def _parse(layers: str) -> tuple[int, int]:
+    first, _, last = layers.partition("-")
+    try:
+        return int(first), int(last or first)
+    except ValueError:
+        raise ConfigurationError(
+            f"--layers is {layers!r}, wanted a number or a range such as 4-5"
+        ) from None
