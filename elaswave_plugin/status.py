@@ -106,6 +106,7 @@ def merge(answers: Sequence[Record], *, silent: dict[int, str], now_s: float) ->
     lost = {one["slot"]: one["evidence"] for one in first["lost"]}
     snapshots = _newest_snapshots(answers)
     hangs = _hangs(answers, first["view"]["ranks"])
+    slow = {slot: why for one in answers if one["trainer_pid"] for slot, why in one["slow"]}
     workers = []
     for peer in sorted(first["peers"], key=lambda one: int(one["slot"])):
         slot = peer["slot"]
@@ -123,6 +124,8 @@ def merge(answers: Sequence[Record], *, silent: dict[int, str], now_s: float) ->
             worker["suspicion"] = answer["exited"]
         elif slot in hangs:
             worker["suspicion"] = hangs[slot]
+        elif slot in slow and worker["suspicion"] is None:
+            worker["suspicion"] = slow[slot]
         workers.append(worker)
     return {
         "asked_s": now_s,

@@ -74,20 +74,27 @@ class PassTimes:
         self._wanted = wanted_steps
         self._step: dict[tuple[str, str], list[float]] = {}
         self._known: dict[tuple[str, str], deque[float]] = {}
+        self._paces: list[float] = []
+        # Seconds per token of the fastest forward pass of a layer in the last complete step.
+        self.pace: float | None = None
 
-    def note(self, part: str, which: str, seconds: float) -> None:
-        """A pass of one micro-batch through a part took so long."""
+    def note(self, part: str, which: str, seconds: float, *, tokens: int = 0) -> None:
+        """A pass of one micro-batch, of so many tokens if known, through a part took so long."""
         self._step.setdefault((part, which), []).append(seconds)
+        if tokens and (part, which) == (LAYER, FORWARD):
+            self._paces.append(seconds / tokens)
 
     def step_over(self) -> None:
         """A step is complete."""
+        self.pace = min(self._paces, default=None)
+        self._paces = []
         for key, seconds in self._step.items():
             self._known.setdefault(key, deque(maxlen=STEPS_REMEMBERED)).append(median(seconds))
         self._step = {}
 
     def drop_step(self) -> None:
         """The step was interrupted: its passes waited for who is gone."""
-        self._step = {}
+        self._step, self._paces, self.pace = {}, [], None
 
     def medians(self) -> dict[str, Any]:
         """Seconds by part, [forward, backward]; nothing of what is known for too few steps."""

@@ -288,6 +288,10 @@ class Member:
         """Say who works where, for `elaswave status`; the supervisor knows nothing of stages."""
         self._send({"t": "layout", "layout": layout})
 
+    def tell_slow(self, slow: Mapping[int, str]) -> None:
+        """Say which workers are slow, with the evidence, for `elaswave status`."""
+        self._send({"t": "slow", "slow": [[slot, why] for slot, why in sorted(slow.items())]})
+
     def progress(self, text: str) -> None:
         """Say that work goes on: the deadline to answer a proposal starts anew."""
         self._send({"t": "progress", "text": text})

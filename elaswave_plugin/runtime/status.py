@@ -30,6 +30,7 @@ class StatusBoard:
         self._exited: str | None = None
         self._proposal: dict[str, Any] | None = None
         self._layout: dict[str, Any] | None = None
+        self._slow: list[list[Any]] = []
         self._views: deque[dict[str, Any]] = deque(maxlen=RECENT_VIEWS)
 
     def started(self, pid: int, incarnation: int) -> None:
@@ -77,6 +78,8 @@ class StatusBoard:
                 self._phase = str(frame["text"])
             case "layout":
                 self._layout = frame["layout"]
+            case "slow":
+                self._slow = frame["slow"]
             case "finish":
                 self._phase = "finished"
             case "leave":
@@ -132,6 +135,7 @@ class StatusBoard:
             "views": list(self._views),
             "proposal": proposal and {**proposal, "open_s": now_s - proposal["since_s"]},
             "layout": self._layout,
+            "slow": self._slow,
             "exited": self._exited,
             "lost": [{"slot": slot, "evidence": evidence} for slot, evidence in lost.items()],
             "snapshots": [

@@ -25,7 +25,7 @@ class Stopwatch:
         self.clocks: Clocks = FixedClocks()
         self.times = times
         self.on_gpu = on_gpu
-        self._open: deque[tuple[str, str, Mark, Mark, float]] = deque()
+        self._open: deque[tuple[str, str, Mark, Mark, float, int]] = deque()
 
     def mark(self) -> Mark:
         """This moment of the work."""
@@ -36,24 +36,25 @@ class Stopwatch:
         event.record()
         return event
 
-    def lap(self, part: str, which: str, first: Mark, *, count: int = 1) -> Mark:
-        """A pass through ``count`` like parts, that began at ``first``, ends here."""
+    def lap(self, part: str, which: str, first: Mark, *, count: int = 1, tokens: int = 0) -> Mark:
+        """A pass of ``tokens`` through ``count`` like parts, that began at ``first``, ends here."""
         last = self.mark()
         # What counts is what it would have taken at clock 1.
         scale = self.clocks.clock / count
         if self.on_gpu:
-            self._open.append((part, which, first, last, scale))
+            self._open.append((part, which, first, last, scale, tokens))
             return last
         self.clocks.stretch(last - first)
         last = self.mark()
-        self.times.note(part, which, scale * (last - first))
+        self.times.note(part, which, scale * (last - first), tokens=tokens)
         return last
 
     def step_over(self) -> None:
         """A step is complete: count it, and what has become known of the one before."""
         while self._open and self._open[0][3].query():
-            part, which, first, last, scale = self._open.popleft()
-            self.times.note(part, which, scale * 1e-3 * first.elapsed_time(last))
+            part, which, first, last, scale, tokens = self._open.popleft()
+            seconds = scale * 1e-3 * first.elapsed_time(last)
+            self.times.note(part, which, seconds, tokens=tokens)
         self.times.step_over()
 
     def drop_step(self) -> None:

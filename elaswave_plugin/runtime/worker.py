@@ -15,6 +15,7 @@ from elaswave_plugin.core.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.plan import Flow, RecoveryPlan, copy_targets, make_plan
 from elaswave_plugin.core.seating import Cell, FlatSeating, GridSeating, Seating
 from elaswave_plugin.core.shards import ShardCut
+from elaswave_plugin.core.slow import SlowWatch
 from elaswave_plugin.errors import SnapshotUnreadableError
 from elaswave_plugin.runtime.behind import Followed, MomentsBehind
 from elaswave_plugin.runtime.broken_links import BrokenLinks
@@ -78,6 +79,7 @@ class Worker:
         )
         self.completed = 0
         self.stopwatch = Stopwatch(PassTimes())
+        self._slow_watch = SlowWatch()
         self._seals_in_epoch = 0
         self._has_sealed = False
         self._behind: MomentsBehind | None = None
@@ -362,6 +364,22 @@ class Worker:
 
         return plan
 
+    def compare_paces(self, paces: Mapping[int, float]) -> None:
+        """Name the workers that are slow, and those that no longer are; ``paces`` by slot."""
+        before = dict(self._slow_watch.slow)
+        roles = [cell.ranks for cell in self.seating.cells]
+        if not self._slow_watch.step(paces, roles):
+            return
+        slow = self._slow_watch.slow
+        self.member.tell_slow({slot: str(one) for slot, one in slow.items()})
+        if self.owns_rank_0:
+            at = {"step": self.completed, "epoch": self.view.epoch}
+            for slot in slow.keys() - before.keys():
+                evidence, ratio = str(slow[slot]), slow[slot].ratio
+                self.events.emit("slow_worker", slot=slot, ratio=ratio, evidence=evidence, **at)
+            for slot in before.keys() - slow.keys():
+                self.events.emit("slow_worker_over", slot=slot, **at)
+
     # ---- recoveries, as events ------------------------------------------------------------------
 
     def begin_recovery(self) -> None:
@@ -370,6 +388,9 @@ class Worker:
         self.phases.seconds = {}
         self._followed = Followed()
         self.stopwatch.drop_step()
+        if self._slow_watch.slow:
+            self.member.tell_slow({})
+        self._slow_watch.restart()
 
     def end_recovery(self, plan: RecoveryPlan, *, fetched_bytes: int) -> None:
         """Adopt the plan; the event is emitted when the redone step is committed."""

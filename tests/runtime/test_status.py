@@ -270,6 +270,7 @@ def answer(slot: int, **more: object) -> Record:
     view = first_view((0, 0, 0)).to_json()
     peers = [{"slot": s, "node": 0, "pid": 100 + s, "address": f"h:{s}"} for s in range(3)]
     nothing: Record = {"views": [], "proposal": None, "layout": None, "lost": [], "exited": None}
+    nothing |= {"standbys": [], "slow": []}
     return {
         "t": "status",
         "slot": slot,
@@ -324,6 +325,19 @@ def test_a_worker_without_progress_is_suspected_with_who_waits_for_it() -> None:
     assert column(status, "phase") == ["backward"] * 3 and column(status, "step") == [7] * 3
     assert column(status, "waits_for") == [1, None, None]
     assert "1, 4.0 s" in drawn(status)
+
+
+def test_a_slow_worker_is_suspected_unless_something_is_worse() -> None:
+    slow = [[1, "takes 1.60x as long"], [2, "takes 9.00x as long"]]
+    board = StatusBoard(0)
+    board.heard({"t": "slow", "slow": slow})
+    facts: Record = {"lost": {}, "peers": [], "inventory": [], "progress": None, "standbys": []}
+    told = board.report(view=first_view((0,)), now_s=0.0, **facts)["slow"]
+    lost = [{"slot": 2, "evidence": "its link is gone"}]
+    status = merge([answer(0, slow=told, lost=lost), answer(1)], silent={}, now_s=5.0)
+    assert column(status, "suspicion") == [None, "takes 1.60x as long", "its link is gone"]
+    gone = merge([answer(0, slow=told, trainer_pid=0), answer(1)], silent={}, now_s=5.0)
+    assert column(gone, "suspicion")[1] is None
 
 
 @pytest.mark.parametrize(

@@ -41,11 +41,12 @@ def test_the_clock_on_a_cpu() -> None:
     watch = Stopwatch(PassTimes(wanted_steps=1))
     first = watch.mark()
     time.sleep(0.01)
-    watch.lap(LAYER, FORWARD, first, count=2)
+    watch.lap(LAYER, FORWARD, first, count=2, tokens=10)
     watch.times.note(LAYER, BACKWARD, 2.0)
     watch.step_over()
     forward_s, backward_s = watch.times.medians()[LAYER]
     assert 0.005 <= forward_s < 0.1 and backward_s == 2.0
+    assert watch.times.pace == forward_s / 10
 
 
 def test_events_on_a_gpu_are_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

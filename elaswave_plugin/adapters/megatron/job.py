@@ -160,7 +160,8 @@ class ElasticJob:
 
         def attempt() -> StepReport:
             losses, grad_norm = train_step()
-            loss, tokens, norm = self._agree(losses, float(grad_norm))
+            pace = self._worker.stopwatch.times.pace
+            loss, tokens, norm = self._agree(losses, float(grad_norm), pace=pace)
             lr = self._framework.learning_rate()
             return StepReport(loss=loss, grad_norm=norm, lr=lr, tokens=tokens)
 
@@ -169,19 +170,26 @@ class ElasticJob:
             yield self._worker.completed - 1, report
         self.finish()
 
-    def _agree(self, losses: Losses, grad_norm: float = 0.0) -> tuple[float, int, float]:
-        """Mean loss, tokens and gradient norm, alike on every worker.
+    def _agree(
+        self, losses: Losses, grad_norm: float = 0.0, *, pace: float | None = None
+    ) -> tuple[float, int, float]:
+        """Mean loss, tokens and gradient norm, alike on every worker; paces are compared.
 
         Losses are summed in ascending order of micro-batch and divided by the tokens.
         """
-        table = torch.zeros(self._num_microbatches + 1, 2, dtype=torch.float64)
+        worker, count = self._worker, self._num_microbatches
+        # A row for each micro-batch, for the norm, and for each worker of the launch.
+        table = torch.zeros(count + 1 + len(worker.homes), 2, dtype=torch.float64)
+        table[count + 1 + worker.slot, 0] = pace or 0.0
         if self._microbatches.reports_losses:
             for microbatch, pair in zip(self._microbatches.executed, losses, strict=True):
                 table[microbatch] = torch.tensor(pair, dtype=torch.float64)
-        table[-1, 0] = grad_norm if self._microbatches.seat == Seat(0, 0, 0) else 0.0
+        table[count, 0] = grad_norm if self._microbatches.seat == Seat(0, 0, 0) else 0.0
         # Every row has one contributor, so that the sum only adds zeros to it.
         dist.all_reduce(table)
-        *rows, (norm, _) = table.tolist()
+        *rows, (norm, _) = table[: count + 1].tolist()
+        paces = enumerate(table[count + 1 :, 0].tolist())
+        worker.compare_paces({slot: seconds for slot, seconds in paces if seconds})
         total, tokens = 0.0, 0.0
         for loss, count in rows:
             total, tokens = total + loss, tokens + count

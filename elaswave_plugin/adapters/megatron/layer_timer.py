@@ -25,12 +25,12 @@ class LayerTimer:
         self._forward: Mark | None = None
         self._backward: Mark | None = None
 
-    def _pass(self, part: str, which: str, first: Mark | None) -> Mark:
+    def _pass(self, part: str, which: str, first: Mark | None, *, tokens: int = 0) -> Mark:
         """A pass that began at ``first`` ends here; where it began is not known after a change."""
         if first is None:
             return self._stopwatch.mark()
         count = len(self._block.layers) if part == LAYER else 1
-        return self._stopwatch.lap(part, which, first, count=count)
+        return self._stopwatch.lap(part, which, first, count=count, tokens=tokens)
 
     # ---- forward --------------------------------------------------------------------------------
 
@@ -56,8 +56,9 @@ class LayerTimer:
         """The last layer is done."""
         if self._forward is None:
             return
-        self._forward = self._pass(LAYER, FORWARD, self._forward)
         hidden = output[0] if isinstance(output, tuple) else output
+        tokens = hidden.shape[0] * hidden.shape[1]
+        self._forward = self._pass(LAYER, FORWARD, self._forward, tokens=tokens)
         if hidden.requires_grad:
             hidden.register_hook(self._enter_layers_backward)
 

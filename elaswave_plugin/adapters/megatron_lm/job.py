@@ -180,7 +180,11 @@ class LmJob:
         for loader in loaders if forward_only else ():
             loader.advance(self._args.global_batch_size)
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        return list(self._losses.agree(reports, group))
+        pace = None if forward_only else self.worker.stopwatch.times.pace
+        agreed = list(self._losses.agree(reports, group, pace=pace))
+        ranks = self.worker.view.ranks
+        self.worker.compare_paces({ranks[rank]: one for rank, one in self._losses.paces.items()})
+        return agreed
 
     def run(self, work: Callable[[], Result], *, phase: str | None = None) -> Result | None:
         """A piece of the loop other than a step; before training, it is just called.

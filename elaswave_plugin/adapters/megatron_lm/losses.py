@@ -1,6 +1,7 @@
 """The losses that a forward step reports, summed alike whoever ran which micro-batch."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,14 +27,18 @@ class LossTotals:
         # Of the last batch: each mean, and what the first one was counted over.
         self.means: dict[str, torch.Tensor] = {}
         self.count = 0
+        # By rank, where they are known.
+        self.paces: dict[int, float] = {}
 
     @property
     def loss(self) -> float:
         """The first mean."""
         return float(next(iter(self.means.values())))
 
-    def agree(self, reports: Sequence[Report], group: dist.ProcessGroup) -> list[Report]:
-        """The reports that Megatron-LM is to see; collective over WORLD.
+    def agree(
+        self, reports: Sequence[Report], group: dist.ProcessGroup, *, pace: float | None = None
+    ) -> list[Report]:
+        """The reports that Megatron-LM is to see; collective over WORLD, which tells all paces.
 
         Raises ConfigurationError for a report that is no pair of sum and count.
         """
@@ -41,9 +46,10 @@ class LossTotals:
         if self._microbatches.reports_losses:
             pairs = zip(self._microbatches.executed, reports, strict=True)
             mine = {k: {name: _pair(name, value) for name, value in r.items()} for k, r in pairs}
-        everyone: list[dict[int, dict[str, list[float]]]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        rows = {k: row for rows in everyone for k, row in rows.items()}
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (mine, pace))
+        rows = {k: row for rows, _ in everyone for k, row in rows.items()}
+        self.paces = {rank: one for rank, (_, one) in enumerate(everyone) if one is not None}
         totals = {name: self._total([rows[k][name] for k in sorted(rows)]) for name in rows[0]}
         self.means = {name: total[0] / total[1] for name, total in totals.items()}
         self.count = int(next(iter(totals.values()))[1])

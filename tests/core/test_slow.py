@@ -1,0 +1,77 @@
+"""A slow worker is named within five steps, and nobody is where all are as slow."""
+
+import random
+
+from elaswave_plugin.core.slow import STEPS_TO_NAME, SlowWatch
+
+STAGES = [(0, 1, 2, 3), (4, 5, 6, 7)]
+LEVEL = dict.fromkeys(range(8), 1e-6)
+
+
+def test_named_in_four_steps_and_in_golden_words() -> None:
+    watch = SlowWatch()
+    slow = {**LEVEL, 6: 1.3e-6}
+    assert [watch.step(slow, STAGES) for _ in range(6)] == [False] * 3 + [True] + [False] * 2
+    assert STEPS_TO_NAME == 4
+    assert {slot: str(one) for slot, one in watch.slow.items()} == {
+        6: "takes 1.30x as long for a layer as workers 4, 5, 7, which have the same ones, in 4"
+        " steps in a row"
+    }
+
+
+def test_one_peer_is_enough_and_none_is_not() -> None:
+    watch = SlowWatch()
+    for _ in range(4):
+        watch.step({0: 2.0, 1: 1.0, 4: 9.0}, STAGES)
+    assert list(watch.slow) == [0]
+    assert str(watch.slow[0]).startswith("takes 2.00x as long for a layer as worker 1, which has ")
+
+
+def test_stages_are_not_compared_with_each_other() -> None:
+    watch = SlowWatch()
+    for _ in range(10):
+        assert not watch.step({slot: 1.0 if slot < 4 else 5.0 for slot in range(8)}, STAGES)
+
+
+def test_a_step_at_the_level_begins_the_count_anew() -> None:
+    watch = SlowWatch()
+    for number in range(20):
+        pace = 1e-6 if number % STEPS_TO_NAME == STEPS_TO_NAME - 1 else 9e-6
+        assert not watch.step({**LEVEL, 2: pace}, STAGES)
+
+
+def test_it_is_taken_back_when_the_worker_is_level_again() -> None:
+    watch = SlowWatch()
+    for _ in range(4):
+        watch.step({**LEVEL, 2: 2e-6}, STAGES)
+    for _ in range(8):
+        watch.step({**LEVEL, 2: 1.2e-6}, STAGES)
+    assert list(watch.slow) == [2]
+    changes = [watch.step(LEVEL, STAGES) for _ in range(4)]
+    assert changes == [False, False, False, True] and not watch.slow
+
+
+def test_a_change_of_the_layout_forgets() -> None:
+    watch = SlowWatch()
+    for _ in range(4):
+        watch.step({**LEVEL, 2: 2e-6}, STAGES)
+    watch.restart()
+    assert not watch.slow
+    assert not any(watch.step({**LEVEL, 2: 2e-6}, STAGES) for _ in range(3))
+
+
+def test_no_false_alarm_where_lengths_vary() -> None:
+    """Tokens of 512 to 4096 a sample: attention makes long ones dearer by the token, up to 1.7x."""
+    dice = random.Random(7)
+
+    def pace() -> float:
+        """The fastest of eight micro-batches, with 3 % of noise."""
+        lengths = [dice.randint(512, 4096) for _ in range(8)]
+        return min((1 + 0.7 * n / 4096) * dice.gauss(1, 0.03) for n in lengths)
+
+    watch = SlowWatch()
+    for _ in range(3000):
+        assert not watch.step({slot: pace() for slot in range(8)}, STAGES)
+    for _ in range(4):
+        watch.step({slot: pace() * (2 if slot == 3 else 1) for slot in range(8)}, STAGES)
+    assert set(watch.slow) == {3}
