@@ -178,10 +178,14 @@ class Ready:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """The sender's trainer has to go, and does so between two steps."""
+    """The sender's trainer has to go, and does so between two steps.
+
+    `saves_last`: where all have to go, it writes a last checkpoint with the others, and ends.
+    """
 
     worker: WorkerId
     evidence: str
+    saves_last: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -397,8 +401,12 @@ def to_wire(message: Message) -> dict[str, Any]:
             arrival = message.arrival
             return {"m": "ready", "worker": arrival.worker.to_json(), "node": arrival.node}
         case Notice():
-            worker = message.worker.to_json()
-            return {"m": "notice", "worker": worker, "evidence": message.evidence}
+            return {
+                "m": "notice",
+                "worker": message.worker.to_json(),
+                "evidence": message.evidence,
+                "saves_last": message.saves_last,
+            }
         case Settled():
             return {"m": "settled", "epoch": message.epoch}
         case Starts() | Admit() | Welcome():
@@ -461,7 +469,9 @@ def from_wire(record: Mapping[str, Any]) -> Message:
             return Ready(arrival=Arrival(worker=worker, node=record["node"]))
         case "notice":
             worker = WorkerId.from_json(record["worker"])
-            return Notice(worker=worker, evidence=record["evidence"])
+            return Notice(
+                worker=worker, evidence=record["evidence"], saves_last=record["saves_last"]
+            )
         case "settled":
             return Settled(epoch=record["epoch"])
         case "starts" | "admit" | "welcome":

@@ -14,6 +14,8 @@ from elaswave_plugin.core.agreement_messages import Proposal, Quiesced
 from elaswave_plugin.core.membership import MembershipView, next_view
 from elaswave_plugin.core.reports import Reports, event_of
 
+LAST_CALL = "every worker was told to leave, and they write a last checkpoint first"
+
 
 class Due(NamedTuple):
     """A view to propose; ``boundary``: once the trainers are between two steps."""
@@ -52,6 +54,9 @@ def due_view(
         return Due(opened.view)
     if reports.done:
         return None  # nobody begins another step
+    if opened is None and reports.all_save_last(base):
+        # They learn by this change that all of them have to go, and where they are then.
+        return None if base.reason == LAST_CALL else Due(replace(base, reason=LAST_CALL), True)
     if opened is None:
         between = reports.between_steps(base, lost, now_s)
         return None if between is None else Due(between, boundary=True)

@@ -118,10 +118,13 @@ class OwnTrainer:
         arrival = Arrival(worker=worker, node=self._seats.nodes[self.slot])
         self._tell_leader(Ready(arrival=arrival), now_s)
 
-    def give_notice(self, evidence: str, now_s: float) -> None:
-        """The own trainer is to leave between two steps; `Dismiss` says when it may."""
+    def give_notice(self, evidence: str, now_s: float, *, saves_last: bool = False) -> None:
+        """The own trainer is to leave between two steps; `Dismiss` says when it may.
+
+        `saves_last`: where all leave, it writes a checkpoint with the others, and ends by itself.
+        """
         worker = WorkerId(slot=self.slot, incarnation=self.incarnation)
-        self._tell_leader(Notice(worker=worker, evidence=evidence), now_s)
+        self._tell_leader(Notice(worker=worker, evidence=evidence, saves_last=saves_last), now_s)
 
     def settled(self, epoch: int) -> None:
         """The own trainer needs nothing that was sealed before this epoch; who left may end."""

@@ -36,6 +36,7 @@ class Reports:
         self.done: dict[int, int | None] = {}
         self.arrivals: dict[int, Arrival] = {}
         self.notices: dict[WorkerId, str] = {}
+        self.saves_last: set[WorkerId] = set()
         self.sealed: set[int] = set()
         self.settled: dict[int, int] = {}
         self.incarnations: dict[int, int] = {}
@@ -77,6 +78,8 @@ class Reports:
             case Notice():
                 self.changes += news.worker not in self.notices
                 self.notices.setdefault(news.worker, news.evidence)
+                if news.saves_last:
+                    self.saves_last.add(news.worker)
 
     def _add_failure(self, report: Report, now_s: float) -> None:
         failure = replace(report.failure, detected_at_s=now_s)
@@ -106,7 +109,15 @@ class Reports:
 
     def is_ending(self, view: MembershipView) -> bool:
         """Whether nobody begins another step: some have finished, or all were told to leave."""
-        return bool(self.done) or (view.epoch > 0 and view.workers <= self.notices.keys())
+        return bool(self.done) or self.all_leave(view)
+
+    def all_leave(self, view: MembershipView) -> bool:
+        """Whether every member of a view was told to leave."""
+        return view.epoch > 0 and view.workers <= self.notices.keys()
+
+    def all_save_last(self, view: MembershipView) -> bool:
+        """Whether all of them write a last checkpoint then, and end by themselves."""
+        return self.all_leave(view) and view.workers <= self.saves_last
 
     def failed_in(self, view: MembershipView) -> list[Report]:
         """The failures of members of a view that had not finished their work, as they came."""

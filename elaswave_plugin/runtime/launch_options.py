@@ -27,6 +27,7 @@ _OF_THE_JOB = (
     "quorum_wait_s",
     "heartbeat_timeout_s",
     "finish_grace_s",
+    "notice_timeout_s",
 )
 
 
@@ -119,6 +120,7 @@ def parse_run_args(argv: Sequence[str]) -> LaunchSpec:
             join_timeout_s=options.join_timeout_s,
             quorum_wait_s=options.quorum_wait_s,
             finish_grace_s=options.finish_grace_s,
+            notice_timeout_s=options.notice_timeout_s,
         ),
         heartbeat=Heartbeat(timeout_s=options.heartbeat_timeout_s),
     )
@@ -234,6 +236,12 @@ def _parser() -> _Parser:
             "finish-grace-s",
             "a worker that has finished and has not exited by then is killed",
             patience.finish_grace_s,
+        ),
+        (
+            "notice-timeout-s",
+            "workers that were told to go end by force after this; a last checkpoint has to be "
+            "written by then",
+            patience.notice_timeout_s,
         ),
     ):
         add(name, f"{text} (default {default_s:g})", type=_seconds, default=default_s)

@@ -105,6 +105,7 @@ class Member:
         self._begun_step = -1
         self._arrivals: tuple[int, ...] = ()
         self._alone: Alone | None = None
+        self.told_to_leave = False
         self._commits: list[Commit] = []
         self._stop_reason: str | None = None
         # The layers of each stage that somebody has asked this worker for.
@@ -160,6 +161,10 @@ class Member:
     def remember(self, what: dict[str, Any]) -> None:
         """Have the supervisor keep this for a trainer that replaces this one."""
         self._send({"t": "remember", "what": what})
+
+    def saves_last(self) -> None:
+        """Where every worker has to leave, this one writes a checkpoint with them, and ends."""
+        self._send({"t": "saves_last"})
 
     def ready(self, facts: dict[str, Any]) -> None:
         """All is built: ask to be let in. The proposal that does so is answered by `quiesce`."""
@@ -417,6 +422,8 @@ class Member:
             self._proposed_reason = frame["reason"]
             self._proposed_epoch = frame["epoch"]
             self._on_propose(frame["epoch"], frame["reason"])
+        elif frame["t"] == "notice":
+            self.told_to_leave = True
         elif frame["t"] == "stop":
             self._stop_reason = frame["reason"]
             self._on_propose(self._proposed_epoch + 1, frame["reason"])

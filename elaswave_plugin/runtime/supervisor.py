@@ -356,6 +356,8 @@ class Supervisor:
             case "begun":
                 if self._ballot is not None and frame["epoch"] == self._ballot.epoch:
                     self._agreement.begun(self._ballot, int(frame["step"]))
+            case "saves_last":
+                trainer.saves_last = True
             case "remember":
                 self._remembered.update(frame["what"])
             case "quiesced":
@@ -543,7 +545,9 @@ class Supervisor:
 
     def drain(self, reason: str) -> None:
         """Have the trainer leave between two steps, with nothing lost and nothing done twice."""
-        self._agreement.give_notice(reason, time.monotonic())
+        trainer = self._trainer
+        trainer.send({"t": "notice"})  # before the change of the view that it leads to
+        self._agreement.give_notice(reason, time.monotonic(), saves_last=trainer.saves_last)
 
     def _leave(self, number: int) -> None:
         """The other workers go on without this one, from the state of the last step."""

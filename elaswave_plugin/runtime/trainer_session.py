@@ -34,6 +34,7 @@ class TrainerSession:
     delivered: bool = False
     finished: bool = False
     left: bool = False
+    saves_last: bool = False
     returns: bool = False
     lives: bool = True
     fence_evidence: str | None = None

@@ -77,6 +77,7 @@ class Worker:
                 page, floor_s=config.hang_timeout_s, recovery_s=config.transfer_timeout_s
             ),
         )
+        self.last_call = False  # whether all were told to leave, by the newest commit
         self.completed = 0
         self.stopwatch = Stopwatch(PassTimes())
         self._slow_watch = SlowWatch()
@@ -125,6 +126,7 @@ class Worker:
             "run_id": self.config.run_id or uuid.uuid4().hex[:8],
             "communicators": self.groups.device_facts(),
             "unreadable": sorted(self._unreadable),
+            "told_to_leave": self.member.told_to_leave,
         }
 
     def _told(self) -> dict[str, object]:
@@ -173,6 +175,7 @@ class Worker:
         before = commit.path[-2] if len(commit.path) > 1 else self.view
         self._newcomers = tuple(sorted(map(str, commit.view.workers - before.workers)))
         self.alone = False
+        self.last_call = all(held["told_to_leave"] for held in commit.facts.values())
         self.view = commit.view
         edits = self.seating.edits(self.groups.launched(), self.slot)
         self.groups.edit_groups(commit.view.ranks, edits)

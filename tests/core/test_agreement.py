@@ -222,9 +222,10 @@ class Cluster:
         self.settle(slot)
 
     def do_notice(self, words: list[str]) -> None:
-        """notice SLOTS: these trainers are to leave between two steps."""
-        for slot in self.slots(words):
-            self.alive[slot].give_notice("it is drained", self.now_s)
+        """notice SLOTS [saves]: these trainers are to leave between two steps."""
+        for slot in self.slots(words[:1]):
+            saves = words[1:] == ["saves"]
+            self.alive[slot].give_notice("it is drained", self.now_s, saves_last=saves)
             self.settle(slot)
 
     def do_replan(self, words: list[str]) -> None:

@@ -281,6 +281,7 @@ def answer(slot: int, **more: object) -> Record:
         "progress": None,
         "view": view,
         "snapshots": [],
+        "standbys": [],
         "peers": peers,
         **nothing,
         **more,

@@ -198,8 +198,21 @@ class Hooks:
         return training_log
 
     def decide_exit(self, native: Native) -> Native:
-        """A piece of the loop, which learns here what has been counted."""
-        piece = self.piece(native)
+        """A piece of the loop, which learns here what has been counted.
+
+        With every worker told to leave it saves and ends, as Megatron-LM does by itself at a
+        signal with --exit-signal-handler.
+        """
+
+        def decide(*args: Any, **kwargs: Any) -> Any:
+            if not (self.job is not None and self.job.last_call):
+                return native(*args, **kwargs)
+            given = signature(native).bind(*args, **kwargs).arguments
+            # megatron.training is in the repository only, this file's users need not be.
+            import_module("megatron.training.training").save_checkpoint_and_time(**given)
+            return True
+
+        piece = self.piece(decide)
 
         @wraps(native)
         def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> Any:

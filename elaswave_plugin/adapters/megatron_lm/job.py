@@ -124,6 +124,8 @@ class LmJob:
             on_recovered=self._recovered,
         )
         self._loop = ScriptLoop(steps, state=SideState(self._loaders, self.variables))
+        if args.save:
+            worker.member.saves_last()
         self._loop.start()
         args.rank, args.world_size = dist.get_rank(), dist.get_world_size()
         self._recording.attached(
@@ -201,6 +203,11 @@ class LmJob:
     def trains(self) -> bool:
         """Whether training has begun, so that workers are recovered and leave together."""
         return self._loop is not None
+
+    @property
+    def last_call(self) -> bool:
+        """Whether every worker was told to leave, so that the job saves and ends."""
+        return self.worker.last_call
 
     @property
     def comes_later(self) -> bool:
