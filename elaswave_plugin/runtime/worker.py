@@ -95,7 +95,10 @@ class Worker:
         self._started_s = time.time()
         self.member.start(self._ring)
         respawn = config.respawn if config.snapshots else 0
-        welcome = self.member.join(self._facts(), timeout_s=JOIN_TIMEOUT_S, respawn=respawn)
+        self._begin(self.member.join(self._facts(), timeout_s=JOIN_TIMEOUT_S, respawn=respawn))
+
+    def _begin(self, welcome: Commit | Alone) -> None:
+        """Take part in the first view, or build alone from what the job remembers."""
         self.view = welcome.view
         self.homes = welcome.view.ranks
         self.seating: Seating = FlatSeating(homes=self.homes, ranks=self.homes)
