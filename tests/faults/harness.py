@@ -324,6 +324,10 @@ def check_survived(run: Outcome) -> None:
     assert all(kill["fired"] for kill in kills_of(run.files, kills)), kills_of(run.files, kills)
     lost = {*run.spec.lost_trainers, *run.spec.lost_supervisors}
     assert lost.isdisjoint(run.events("view_committed")[-1]["ranks"])
+    if not run.spec.sabotage:
+        # A worker that fails by itself is survived too, and its loss would go unseen.
+        ended = {(event["slot"], event["status"]) for event in run.events("worker_exited")}
+        assert not {one for one in ended if "exit code" in one[1] and one[1] != "exit code 0"}
     departures = [change for change in run.spec.changes if not change.startswith("+")]
     assert len(run.events("departed")) == len(departures)
     assert pids_unchanged(run.files)

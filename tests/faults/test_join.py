@@ -86,6 +86,7 @@ def test_a_lost_worker_of_an_interleaved_pipeline_comes_back(
     survived = run(spec)
     check_equal(survived, reference(spec))
     assert entered(survived) == [(3, 1)]
+    assert last_ranks(survived) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("phase", sampled(["startup", *RECOVERY], keep=(0, 3)))

@@ -132,8 +132,11 @@ def drop_step(model: DistributedDataParallel) -> None:
         group.grad_reduce_handle = None
         group.param_gather_handle = None
         group.param_gather_dispatched = False
-        # Cleared before reset(): in a first batch reset() would take a half-counted batch as
-        # the golden count.
+        # As before a first batch, in which reductions are started in the order of the buckets, not
+        # of the backward pass: a newcomer has no other order yet, and they have to meet. Cleared
+        # before reset(), which would take a half-counted batch as the golden count.
+        group.is_first_batch = True
+        group.golden_per_param_grad_ready_counts = {}
         group.per_param_grad_ready_counts = {}
         group.is_last_microbatch = True
     model.zero_grad_buffer()
