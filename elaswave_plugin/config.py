@@ -16,6 +16,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    model_validator,
 )
 
 from elaswave_plugin.errors import ConfigurationError
@@ -276,6 +277,22 @@ class ElasticConfig(BaseModel):
                 f"respawn is {self.respawn}, and {why}; set it to 0 or leave it out"
             )
         return self.model_copy(update={"respawn": 0})
+
+    @model_validator(mode="after")
+    def _clocks_are_on(self) -> "ElasticConfig":
+        """Nothing that says how clocks change is ignored where they do not."""
+        if self.clocks == "off" and self.power_cap_w is not None:
+            raise ValueError(
+                f"power_cap_w is {self.power_cap_w:g} and clocks is off, which leaves the clocks"
+                " alone; set clocks, or leave power_cap_w out"
+            )
+        default = type(self).model_fields["clock_table"].default
+        if self.clocks == "off" and self.clock_table != default:
+            raise ValueError(
+                f"clock_table is {self.clock_table!r} and clocks is off, which leaves the clocks"
+                " alone; set clocks, or leave clock_table out"
+            )
+        return self
 
     def check_slots(self, width: int) -> None:
         """Raise ConfigurationError where a test fault or a change names a worker that is none.

@@ -84,7 +84,7 @@ class Agreement(OwnTrainer):
         self._applied_epoch = 0
         self._behind_epoch = 0
         self._open: Proposal | None = None
-        self._known_to_open = (0, 0, 0)
+        self._known_to_open = (0, 0, 0, False)
         self._begun: dict[int, int] = {}
         self._stops_before: int | None = None
         self._dismissed = False
@@ -390,7 +390,9 @@ class Agreement(OwnTrainer):
         if self._stop_if_decided():
             return
         # An answer to the open proposal changes nothing about it: with many workers, most are.
-        known = self._reports.changes, self._seats.changes, len(self._outside)
+        severed = self._reports.severed
+        is_severed = severed is not None and now_s >= severed[1]
+        known = self._reports.changes, self._seats.changes, len(self._outside), is_severed
         if self._open is None or known != self._known_to_open:
             self._known_to_open = known
             self._propose_what_is_due(now_s)

@@ -41,6 +41,7 @@ class MomentsBehind:
         """``write`` installs them, shape [2, shard_numel]; ``check`` raises EpochChanged."""
         self._check = check
         self._write = write
+        self._timeout_s = timeout_s
         self._dropped = threading.Event()
         started_s = time.monotonic()
 
@@ -73,7 +74,7 @@ class MomentsBehind:
     def drop(self) -> None:
         """They are wanted no more; returns when nothing is read any longer.
 
-        What reads asks every few milliseconds whether it is still wanted.
+        What reads asks before every few megabytes whether it is still wanted.
         """
         self._dropped.set()
-        wait([self._arrival])
+        wait([self._arrival], timeout=self._timeout_s)

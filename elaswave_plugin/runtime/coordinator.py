@@ -100,6 +100,7 @@ class Coordinator:
             every_s=heartbeat.every_s,
         )
         self._neighbours: dict[int, int] = {}
+        self._arriving: set[int] = set()
         for peer in self.peers:
             if peer.slot not in self.lost:
                 self._open_neighbour(peer)
@@ -163,13 +164,15 @@ class Coordinator:
         if slot in self._neighbours:
             os.close(self._neighbours.pop(slot))
         self.lost.pop(slot, None)
+        self._arriving.discard(slot)
         self._heard_s.pop(slot, None)
         held = self._held.pop(order.address, None)
         if held is None:
             self._lose(slot, "it joined without a link to this worker")
             return
         self.peers[slot] = replace(held[0], node=order.node)
-        self._open_neighbour(self.peers[slot])
+        # It may still give up, and then lives on without a slot: only once it speaks is it fenced.
+        self._arriving.add(slot)
         self._add_link(slot, held[1])
         self._channels[slot].send({"m": "seated"})
         self._trainer_side.peer_replaced(slot)
@@ -177,6 +180,9 @@ class Coordinator:
     def _add_link(self, peer: int, sock: socket.socket) -> None:
         def frame_came(frame: Frame) -> None:
             now_s = time.monotonic()
+            if peer in self._arriving:
+                self._arriving.discard(peer)
+                self._open_neighbour(self.peers[peer])
             if peer in self._heard_s:
                 self._heard_s[peer] = now_s
             if frame["m"] == "beat":
@@ -258,7 +264,8 @@ class Coordinator:
         now_s = time.monotonic()
         late_s = now_s - self._beat_due_s
         leader = self.agreement.leader
-        watched = self._channels if leader == self._slot else (leader,)
+        # A leader that has just been let in may have no link yet.
+        watched = self._channels if leader == self._slot else {leader} & self._channels.keys()
         self._heard_s = {peer: self._heard_s.get(peer, now_s) for peer in watched}
         self._hangs.begin_beat()
         for peer in watched:

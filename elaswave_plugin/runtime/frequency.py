@@ -6,6 +6,7 @@ device's highest: a job that may raise clocks after a loss has to start below th
 
 import atexit
 import os
+import select
 import subprocess
 import sys
 import time
@@ -170,9 +171,12 @@ def _start_guard(uuid: str) -> "subprocess.Popen[str]":
         text=True,
     )
     assert guard.stdout is not None
-    if guard.stdout.readline() != "watching\n":
+    told, _, _ = select.select([guard.stdout], [], [], GUARD_READY_S)
+    if not told or guard.stdout.readline() != "watching\n":
+        guard.kill()
+        guard.wait(GUARD_READY_S)
         raise ConfigurationError(
             f"clocks is nvml, and the process that gives the clocks of {uuid} back did not start"
-            f" (exit code {guard.wait(GUARD_READY_S)}); set it to off"
+            f" within {GUARD_READY_S:g} s; set it to off"
         )
     return guard

@@ -211,7 +211,10 @@ def _parser() -> _Parser:
         help="take lost slots of a running job, of which any supervisor is at HOST:PORT "
         "(`elaswave status --json` has the addresses); script and arguments as at its launch",
     )
-    add("standby", "so many more, idle until a slot has nobody", type=int, default=0)
+    text = (
+        "so many more, idle until a slot has nobody; each with a device of its own, as LOCAL_RANK"
+    )
+    add("standby", f"{text} goes on behind that of the workers", type=int, default=0)
     parser.add_argument("-m", "--module", action="store_true", help="run SCRIPT as python -m does")
     parser.add_argument(
         "--dir", "--elaswave-dir", "--elaswave_dir", help="run directory for events (default: none)"

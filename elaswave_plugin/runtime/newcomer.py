@@ -42,7 +42,8 @@ def _stand_by(spec: SupervisorSpec, zygote: socket.socket | None) -> int:
     heard_s = time.monotonic()
     who = {"machine": own_machine(), "pid": os.getpid(), "node": spec.place.node}
     contacts = spec.joins
-    while time.monotonic() - heard_s < spec.heartbeat.timeout_s:
+    # Each contact may take its whole time to be silent, and name a leader that is.
+    while time.monotonic() - heard_s < (2 + 2 * len(contacts)) * spec.heartbeat.timeout_s:
         try:
             roster = ask_roster(contacts, standby=who, timeout_s=spec.heartbeat.timeout_s)
         except ConnectionRefusedError:

@@ -130,7 +130,14 @@ def _open(
     check: Callable[[], None] | None,
 ) -> Iterator[VerifiedReader]:
     if source.holder == slot and not source.is_copy:
-        yield VerifiedReader(source, pool.reader(source.step))
+        copy = pool.reader(source.step)
+
+        def read_own(offset: int, into: memoryview) -> None:
+            if check is not None:
+                check()
+            copy(offset, into)
+
+        yield VerifiedReader(source, read_own)
         return
     try:
         with Fetcher(source.holder_address, timeout_s=timeout_s, check=check) as fetcher:

@@ -38,6 +38,7 @@ class StatusBoard:
         self._trainer_pid = pid
         self._incarnation = incarnation
         self._exited = None
+        self._slow = []
         self._phase = "starting"
 
     def proposed(self, ring: Ring, now_s: float) -> None:

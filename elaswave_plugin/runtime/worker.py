@@ -396,6 +396,9 @@ class Worker:
         self.stopwatch.drop_step()
         if self._slow_watch.slow:
             self.member.tell_slow({})
+        if self.owns_rank_0:
+            for slot in self._slow_watch.slow:
+                self.events.emit("slow_worker_over", slot=slot, step=self.completed)
         self._slow_watch.restart()
 
     def end_recovery(self, plan: RecoveryPlan, *, fetched_bytes: int) -> None:
@@ -466,8 +469,8 @@ class Worker:
 
     def close(self) -> None:
         """Leave the job as done."""
-        self.stopwatch.clocks.close()
         self.member.finish()
+        self.stopwatch.clocks.close()
         self.links.close()
 
 

@@ -129,6 +129,8 @@ def test_config_values_from_the_command_line_have_their_types() -> None:
         ({"clock_table": "0.9 1.1"}, ["clock_table is '0.9 1.1'", "with 1 among them"]),
         ({"clock_table": "1 0.9"}, ["clock_table is '1 0.9'", "rising numbers"]),
         ({"clock_table": "fast 1"}, ["clock_table is 'fast 1'", "0.8 0.9 1 1.1"]),
+        ({"power_cap_w": 900}, ["power_cap_w is 900 and clocks is off"]),
+        ({"clock_table": "0.5 1"}, ["clock_table is '0.5 1' and clocks is off"]),
         ({"power_cap_w": 0}, ["'power_cap_w' is 0", "greater than 0"]),
     ],
 )

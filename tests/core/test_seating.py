@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elaswave_plugin.core.groups import members_of, rule_of, seats_of
+from elaswave_plugin.core.layer_times import LayerTimes
 from elaswave_plugin.core.layout import ParallelLayout, launch_layout
 from elaswave_plugin.core.seating import FlatSeating, GridSeating
 from elaswave_plugin.errors import ConfigurationError, LayoutError
@@ -111,3 +112,17 @@ def test_a_flat_job_fills_holes() -> None:
     assert flat.edits({"dp": (0, 1, 2, 3)}, 0)["dp"].members == (0, 3, 2)
     assert flat.dealt_over == {"homes": (0, 1, 2, 3), "live": (0, 3, 2)}
     assert flat.cells[0].ranks == (0, 3, 2) and flat.cell_of(1) is None
+
+
+def test_a_view_of_the_same_members_moves_nothing() -> None:
+    """Layers that somebody asked for stay where they are when a link is renewed."""
+    layout = launch_layout(tp=1, pp=2, dp=2, num_layers=8)
+    units = dict.fromkeys(range(1, 9), 10)
+
+    def back(after: ParallelLayout, times: LayerTimes) -> ParallelLayout:
+        return after.recut(layout.cuts)
+
+    grid = GridSeating.at_launch(layout, groups={}, units=units, partition=back)
+    moved = grid.recut((0, 5, 8))
+    assert moved.after((0, 1, 2, 3)).layout.cuts == (0, 5, 8)
+    assert moved.after((0, 1, 3)).layout.cuts == (0, 4, 8)
