@@ -172,11 +172,12 @@ def _start_guard(uuid: str) -> "subprocess.Popen[str]":
     )
     assert guard.stdout is not None
     told, _, _ = select.select([guard.stdout], [], [], GUARD_READY_S)
-    if not told or guard.stdout.readline() != "watching\n":
+    if told and guard.stdout.readline() == "watching\n":
+        return guard
+    if not told:
         guard.kill()
-        guard.wait(GUARD_READY_S)
-        raise ConfigurationError(
-            f"clocks is nvml, and the process that gives the clocks of {uuid} back did not start"
-            f" within {GUARD_READY_S:g} s; set it to off"
-        )
-    return guard
+    why = f"exit code {guard.wait(GUARD_READY_S)}" if told else f"not within {GUARD_READY_S:g} s"
+    raise ConfigurationError(
+        f"clocks is nvml, and the process that gives the clocks of {uuid} back did not start"
+        f" ({why}); set it to off"
+    )

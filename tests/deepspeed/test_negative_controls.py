@@ -15,8 +15,8 @@ BROKEN_BITS = {
     "step count": f"{ZERO}; zero.set_applied_steps = lambda *_: None",
     # One second moment a shard is off by its last bits.
     "one element": (
-        f"{ZERO}; write = zero.write_flat; "
-        "zero.write_flat = lambda i, m, p: (p[2, -1:].mul_(1.0000002), write(i, m, p))"
+        f"{ZERO}; write = zero.write_moments; "
+        "zero.write_moments = lambda i, m, p: (p[1, -1:].mul_(1.0000002), write(i, m, p))"
     ),
     # The schedule goes on where the interrupted step left it.
     "schedule": (
