@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.address_file import Address
-from elaswave_plugin.runtime.requests import request
-from elaswave_plugin.status import ask_job
+from elaswave_plugin.status import ask_job, ask_worker
 
 
 def drain_worker(known: Sequence[Address], *, slot: int, reason: str, timeout_s: float) -> str:
@@ -20,13 +19,7 @@ def drain_worker(known: Sequence[Address], *, slot: int, reason: str, timeout_s:
         raise ConfigurationError(
             f"worker {slot} is not in the job, wanted one of {' '.join(map(str, sorted(live)))}"
         )
-    (address,) = [one["address"] for one in status["workers"] if one["slot"] == slot]
-    try:
-        answer = request(address, {"t": "drain", "reason": reason}, timeout_s)
-    except OSError as error:
-        raise ConfigurationError(
-            f"the supervisor of worker {slot} does not answer: {error}"
-        ) from error
+    answer = ask_worker(status, slot, {"t": "drain", "reason": reason}, timeout_s)
     if answer["refused"] is not None:
         raise ConfigurationError(f"worker {slot} stays: {answer['refused']}")
     return f"worker {slot} leaves between two steps; `elaswave status` shows when it has"

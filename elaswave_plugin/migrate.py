@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from elaswave_plugin.core.layout import ParallelLayout
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.address_file import Address
-from elaswave_plugin.runtime.requests import request
-from elaswave_plugin.status import ask_job
+from elaswave_plugin.status import ask_job, ask_worker
 
 
 def migrate_layers(
@@ -28,14 +27,8 @@ def migrate_layers(
         raise ConfigurationError(f"layers {layers} are at stage {stage} already")
     # One that holds a part of the model: a free worker may leave at any time.
     slot = min(slot for groups in layout.stages for group in groups for slot in group.slots)
-    (address,) = [one["address"] for one in status["workers"] if one["slot"] == slot]
     words = f"layers {layers} move to stage {stage}: {reason}"
-    try:
-        answer = request(address, {"t": "migrate", "cuts": cuts, "reason": words}, timeout_s)
-    except OSError as error:
-        raise ConfigurationError(
-            f"the supervisor of worker {slot} does not answer: {error}"
-        ) from error
+    answer = ask_worker(status, slot, {"t": "migrate", "cuts": cuts, "reason": words}, timeout_s)
     if answer["refused"] is not None:
         raise ConfigurationError(f"nothing moves: {answer['refused']}")
     return (

@@ -62,6 +62,20 @@ def ask_job(known: Sequence[Address], timeout_s: float) -> Record:
     return merge([*answers, *others], silent=why_silent, now_s=time.time())
 
 
+def ask_worker(status: Record, slot: int, asked: Record, timeout_s: float) -> Record:
+    """The answer of one worker's supervisor; `status`: the job's, which names it.
+
+    Raises ConfigurationError where it is silent.
+    """
+    (address,) = [one["address"] for one in status["workers"] if one["slot"] == slot]
+    try:
+        return request(address, asked, timeout_s)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the supervisor of worker {slot} does not answer: {error}"
+        ) from error
+
+
 def addresses_in(directory: Path) -> list[Address]:
     """The addresses in a run directory; raises ConfigurationError where there are none."""
     if not directory.is_dir():

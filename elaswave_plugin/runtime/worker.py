@@ -15,7 +15,7 @@ from elaswave_plugin.core.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.plan import Flow, RecoveryPlan, copy_targets, make_plan
 from elaswave_plugin.core.seating import Cell, FlatSeating, GridSeating, Seating
 from elaswave_plugin.core.shards import ShardCut
-from elaswave_plugin.core.slow import SlowWatch
+from elaswave_plugin.core.slow import Slow, SlowWatch
 from elaswave_plugin.errors import SnapshotUnreadableError
 from elaswave_plugin.runtime.behind import Followed, MomentsBehind
 from elaswave_plugin.runtime.broken_links import BrokenLinks
@@ -351,10 +351,7 @@ class Worker:
 
     def planner(self, commit: Commit) -> Callable[[frozenset[tuple[int, int, int]]], RecoveryPlan]:
         """The pure plan of a commit, as a function of the snapshots to avoid."""
-
-        unreadable = {
-            tuple(one) for held in commit.facts.values() for one in held.get("unreadable", ())
-        }
+        unreadable = {tuple(one) for held in commit.facts.values() for one in held["unreadable"]}
 
         def plan(rejected: frozenset[tuple[int, int, int]]) -> RecoveryPlan:
             return make_plan(
@@ -376,7 +373,9 @@ class Worker:
         roles = [cell.ranks for cell in self.seating.cells]
         if not self._slow_watch.step(paces, roles):
             return
-        slow = self._slow_watch.slow
+        self._tell_slow(before=before, slow=self._slow_watch.slow)
+
+    def _tell_slow(self, *, before: Mapping[int, Slow], slow: Mapping[int, Slow]) -> None:
         self.member.tell_slow({slot: str(one) for slot, one in slow.items()})
         if self.owns_rank_0:
             at = {"step": self.completed, "epoch": self.view.epoch}
@@ -395,10 +394,7 @@ class Worker:
         self._followed = Followed()
         self.stopwatch.drop_step()
         if self._slow_watch.slow:
-            self.member.tell_slow({})
-        if self.owns_rank_0:
-            for slot in self._slow_watch.slow:
-                self.events.emit("slow_worker_over", slot=slot, step=self.completed)
+            self._tell_slow(before=self._slow_watch.slow, slow={})
         self._slow_watch.restart()
 
     def end_recovery(self, plan: RecoveryPlan, *, fetched_bytes: int) -> None:
