@@ -71,7 +71,8 @@ class SealedShard:
 class RecoveryPlan:
     """What every worker does about one committed view.
 
-    ``sources``: the shards to read, by the cell that sealed them and in their order.
+    ``sources``: the shards to read, by the cell that sealed them and in their order; ``live``:
+    slots whose model and optimizer still are what ``sources`` holds of them.
     """
 
     epoch: int
@@ -82,6 +83,7 @@ class RecoveryPlan:
     sources: tuple[tuple[SealedShard, ...], ...]
     alignment: int
     dataflow: Flow
+    live: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         before = {shards[0].cell[0]: shards[0] for shards in self.sources}
@@ -130,8 +132,35 @@ class RecoveryPlan:
             self.cells,
             self.alignment,
             self.dataflow,
+            self.live,
         )
         return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
+
+    def weights_in_place(self, cell: int) -> frozenset[int]:
+        """The buckets of a cell whose weights all of its workers have, as they are to be."""
+        one = self.cells[cell]
+        units = set(one.units)
+        for slot in one.ranks:
+            sealed = self._sealed_in(slot, one)
+            units &= set(sealed.units if sealed else ())
+        return frozenset(bucket for bucket, unit in enumerate(one.units) if unit in units)
+
+    def state_in_place(self, slot: int) -> dict[int, int]:
+        """The buckets whose shard ``slot`` has as it is to be, and which they were when sealed."""
+        number = self.cell_of(slot)
+        if number is None:
+            return {}
+        cell = self.cells[number]
+        sealed = self._sealed_in(slot, cell)
+        if sealed is None or sealed.ranks != cell.ranks:
+            return {}
+        here = sorted(self.weights_in_place(number))
+        return {bucket: sealed.units.index(cell.units[bucket]) for bucket in here}
+
+    def _sealed_in(self, slot: int, cell: Cell) -> SealedShard | None:
+        """A shard of the cell as ``slot`` has lived in it since; None for who has not."""
+        here = (s[0] for s in self.sources if s[0].cell == cell.key and slot in s[0].ranks)
+        return next(here, None) if slot in self.live else None
 
     def pieces(self, slot: int) -> tuple[tuple[SealedShard, tuple[Piece, ...]], ...]:
         """What ``slot`` reads, grouped by source; nothing for a worker without a place."""
@@ -140,6 +169,7 @@ class RecoveryPlan:
             return ()
         cell, after = self.cells[number], self.after(number)
         found = []
+        staying = self.state_in_place(slot)
         for shards in self.sources:
             old = shards[0]
             if old.cell[1] != cell.tp or set(old.units).isdisjoint(cell.units):
@@ -151,7 +181,7 @@ class RecoveryPlan:
                 origins={
                     bucket: old.units.index(unit)
                     for bucket, unit in enumerate(cell.units)
-                    if unit in old.units
+                    if unit in old.units and bucket not in staying
                 },
             )
             for source in shards:
@@ -244,12 +274,14 @@ def make_plan(
     inventory: Iterable[Mapping[str, Any]],
     alignment: int = ALIGNMENT,
     rejected: Collection[tuple[int, int, int]] = (),
+    live: Mapping[int, tuple[int, int] | None] | None = None,
 ) -> RecoveryPlan:
     """Plan the recovery of a job from a commit.
 
     ``ranks``: live slots in rank order; ``cells``: who shares which state from now on, cut at
     multiples of ``alignment`` elements; ``dataflow``: who runs what; ``rejected``: (holder, owner,
-    step) whose bytes failed verification and are not used. Raises SnapshotGapError.
+    step) whose bytes failed verification and are not used; ``live``: (step, epoch) of the seal at
+    which each slot's model and optimizer still are. Raises SnapshotGapError.
     """
     sealed = [
         one
@@ -257,6 +289,7 @@ def make_plan(
         if (one.holder, one.owner, one.step) not in rejected
     ]
     sources = restore_point(sealed, cells)
+    point = sources[0][0].step, sources[0][0].epoch
     return RecoveryPlan(
         epoch=epoch,
         reason=reason,
@@ -266,6 +299,7 @@ def make_plan(
         sources=sources,
         alignment=alignment,
         dataflow=dataflow,
+        live=tuple(slot for slot in ranks if (live or {}).get(slot) == point),
     )
 
 

@@ -20,6 +20,13 @@ class Framework(Protocol):
     def pause(self) -> None:
         """Drop the interrupted step: gradients, handles of operations, half-counted buckets."""
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether `rebind` leaves alone what the plan says is in place.
+
+        The verbs that write and gather the state then leave it out until the next `rebind`.
+        """
+
     def rebind(self, plan: RecoveryPlan) -> None:
         """Point everything the framework cached (sizes, ranks, shards, views) at the new layout."""
 

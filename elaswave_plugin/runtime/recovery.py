@@ -37,6 +37,7 @@ def recover(worker: Worker, framework: Framework) -> None:
                     check=worker.member.check,
                 )
             with phases.timed("rebind"):
+                worker.leave_seal()
                 framework.rebind(state.plan)
                 framework.write_weights(state.masters)
                 framework.write_capsule(state.capsule)

@@ -85,6 +85,8 @@ class Worker:
         self._has_sealed = False
         self._behind: MomentsBehind | None = None
         self._followed = Followed()
+        # (step, epoch) of the seal at which model and optimizer still are.
+        self._live: tuple[int, int] | None = None
         # (holder, owner, step) of snapshots found damaged since the last seal.
         self._unreadable: set[tuple[int, int, int]] = set()
         self._handed_over_step = -1
@@ -140,6 +142,7 @@ class Worker:
             "seating": seating,
             "times": self.stopwatch.times.medians(),
             "cuts_wanted": self.member.cuts_wanted,
+            "live": self._live,
         }
 
     @property
@@ -284,6 +287,8 @@ class Worker:
         cell = self.seating.cell_of(self.slot)
         if cell is not None:
             self._seal_shard(framework, cell)
+        if framework.keeps_state:
+            self._live = self.completed, self.view.epoch
         if self._seals_in_epoch == 2:
             # The collective between the two has shown that the first is safe everywhere.
             self.member.release(self.view.epoch)
@@ -315,6 +320,16 @@ class Worker:
         if self._seals_in_epoch and self._handed_over_step == self.completed:
             with self.member.progress_page.waiting(OUTSIDE):
                 self.member.wait_copied(self.completed, timeout_s=self.config.transfer_timeout_s)
+
+    def begin_update(self) -> None:
+        """Model and optimizer are about to change: have the state whole, and its snapshot safe."""
+        self.complete_state()
+        self.await_copies()
+        self.leave_seal()
+
+    def leave_seal(self) -> None:
+        """From here on model and optimizer are no longer what was sealed last."""
+        self._live = None
 
     def read_behind(self, plan: RecoveryPlan, framework: Framework) -> None:
         """Have the optimizer state follow the weights, from the same snapshots.
@@ -352,6 +367,7 @@ class Worker:
     def planner(self, commit: Commit) -> Callable[[frozenset[tuple[int, int, int]]], RecoveryPlan]:
         """The pure plan of a commit, as a function of the snapshots to avoid."""
         unreadable = {tuple(one) for held in commit.facts.values() for one in held["unreadable"]}
+        live = {slot: tuple(held["live"]) for slot, held in commit.facts.items() if held["live"]}
 
         def plan(rejected: frozenset[tuple[int, int, int]]) -> RecoveryPlan:
             return make_plan(
@@ -363,6 +379,7 @@ class Worker:
                 alignment=self._alignment,
                 inventory=commit.inventory,
                 rejected=rejected | unreadable,
+                live=live,
             )
 
         return plan

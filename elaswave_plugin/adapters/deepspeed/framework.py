@@ -85,6 +85,11 @@ class DeepSpeedFramework:
         return self._state.parts()
 
     @property
+    def keeps_state(self) -> bool:
+        """Partitions are made anew for every width."""
+        return False
+
+    @property
     def moments_may_follow(self) -> bool:
         """Not where everyone keeps all of them."""
         return self._state.moments_may_follow

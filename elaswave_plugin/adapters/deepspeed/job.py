@@ -213,8 +213,7 @@ class EngineJob:
             return
 
         def update() -> StepReport:
-            self._worker.complete_state()
-            self._worker.await_copies()
+            self._worker.begin_update()
             # The collective that shows that everyone has come here; see ``await_copies``.
             loss, tokens, holders = self._mean_loss()
             self._monitor.release(holders=holders)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket, partition_buckets
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -150,7 +151,17 @@ def layer_numbers(chunks: Sequence[DistributedDataParallel]) -> tuple[int, ...]:
     return tuple(m.layer_number for m in modules if isinstance(m, TransformerLayer))
 
 
+def buckets(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAndGradBucket]:
+    """Every bucket, in the order of the flat state."""
+    return [bucket for chunk in chunks for buffer in chunk.buffers for bucket in buffer.buckets]
+
+
 def bucket_lengths(chunks: Sequence[DistributedDataParallel]) -> tuple[int, ...]:
     """Unpadded elements of every bucket, in the order of the flat state."""
-    buffers = (buffer for chunk in chunks for buffer in chunk.buffers)
-    return tuple(bucket.numel_unpadded for buffer in buffers for bucket in buffer.buckets)
+    return tuple(bucket.numel_unpadded for bucket in buckets(chunks))
+
+
+def gather_weights(bucket: _ParamAndGradBucket, group: dist.ProcessGroup) -> None:
+    """Gather the weights of a bucket from their shards (collective over ``group``)."""
+    mine = bucket.param_data.chunk(group.size())[group.rank()]
+    dist.all_gather_into_tensor(bucket.param_data, mine, group=group)

@@ -84,6 +84,7 @@ class MegatronFramework:
         self._scheduler = scheduler
         self._applied_steps = 0
         self._seated = True
+        self._weights_in_place: frozenset[int] = frozenset()
         self._announce = worker.phases.enter
         self._prepare = prepare
         if shard is None:
@@ -156,12 +157,8 @@ class MegatronFramework:
         update = self._optimizer.step
 
         def step(*args: Any, **kwargs: Any) -> Any:
-            self._worker.complete_state()
-            if not self._seated:
-                result = True, 0.0, None
-            else:
-                self._worker.await_copies()
-                result = update(*args, **kwargs)
+            self._worker.begin_update()
+            result = update(*args, **kwargs) if self._seated else (True, 0.0, None)
             self._applied_steps += int(bool(result[0]))
             if not self._seated:
                 # What all workers save alike, rank 0 saves: maybe this one.
@@ -234,7 +231,10 @@ class MegatronFramework:
             for chunk in self.chunks:
                 stage_parts.move_to_tp_position(chunk)
                 buffers.set_width(chunk, self._group.size(), self._group.rank())
-            self._shard.recut()
+            self._shard.recut(plan.state_in_place(self._worker.slot))
+            cell = plan.cell_of(self._worker.slot)
+            assert cell is not None
+            self._weights_in_place = plan.weights_in_place(cell)
 
     def _take_stage(self, flow: PipelineFlow) -> None:
         """Have the parts of the model that the layout gives to this worker; weights follow."""
@@ -277,6 +277,11 @@ class MegatronFramework:
             assert isinstance(mine, Dataflow) and not isinstance(flow, Shares)
             self.reduction.set_dataflow(mine, cell.ranks, native=flow.is_healthy)
         return self._seated
+
+    @property
+    def keeps_state(self) -> bool:
+        """Each part of the model has a bucket of its own; weights may still have to be gathered."""
+        return not any(chunk.ddp_config.overlap_param_gather for chunk in self.chunks)
 
     def read_shard(self) -> list[torch.Tensor]:
         """The flat state, without copying."""
@@ -371,13 +376,13 @@ class MegatronFramework:
         """
         if not self._seated:
             return 0
-        for chunk in self.chunks:
-            chunk.start_param_sync(force_sync=True)
+        self._announce("gather")
         digest = xxhash.xxh3_64()
-        for buffer in (buffer for chunk in self.chunks for buffer in chunk.buffers):
-            for bucket in buffer.buckets:
-                weights = bucket.param_data[: bucket.numel_unpadded].cpu()
-                digest.update(weights.view(torch.uint8).numpy())
+        for number, bucket in enumerate(buffers.buckets(self.chunks)):
+            if number not in self._weights_in_place:
+                buffers.gather_weights(bucket, self._group)
+            weights = bucket.param_data[: bucket.numel_unpadded].cpu()
+            digest.update(weights.view(torch.uint8).numpy())
         return digest.intdigest() >> 1
 
 

@@ -6,7 +6,7 @@ distrib_optimizer.py, ``DistributedOptimizer.__init__`` from "Model grad buffer 
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from megatron.core.distributed.param_and_grad_buffer import partition_buckets
 from megatron.core.optimizer import _get_param_groups
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from elaswave_plugin.core.shards import padded_size
+from elaswave_plugin.core.shards import MOMENTS, padded_size
 from elaswave_plugin.errors import ConfigurationError
 
 
@@ -35,6 +35,7 @@ class FlatShard:
                 "an elastic job is carried with Megatron-LM's own loop only"
             )
         self._optimizer = optimizer
+        self._own: list[tuple[torch.Tensor, ...]] = []
         groups = _get_param_groups(optimizer.model_chunks, optimizer.config, config_overrides)
         dense = [group for group in groups if not group["is_expert_parallel"]]
         self._group_params = [list(group["params"]) for group in dense]
@@ -59,8 +60,12 @@ class FlatShard:
         for kind, param in _kinds(self._optimizer.model_chunks):
             self._group_params[self.group_of[kind]].append(param)
 
-    def recut(self) -> None:
-        """Cut the state anew from the groups' present size; values are undefined until written."""
+    def recut(self, in_place: Mapping[int, int] | None = None) -> None:
+        """Cut the state anew from the groups' present size; values are undefined until written.
+
+        ``in_place``: the buckets whose shards stay, and which ones they were; what is written
+        until the next cut leaves them alone.
+        """
         outer, inner = self._optimizer, self._optimizer.optimizer
         # Names the shards of a checkpoint: the place among those that share no state.
         outer.data_parallel_group_idx = parallel_state.get_model_parallel_group().rank()
@@ -95,7 +100,12 @@ class FlatShard:
             outer.gbuf_ranges, outer.model_param_gbuf_map, outer.opt_group_ranges, outer.config
         )
         inner.param_groups = [group["orig_group"] for group in outer.opt_group_ranges]
+        before = self._own
         self._flatten()
+        self._in_place = dict(in_place or {})
+        for bucket, old in self._in_place.items():
+            for part, was in zip(self._own, before, strict=True):
+                part[bucket].copy_(was[old])
 
     def _flatten(self) -> None:
         """Re-point optimizer state (and 16-bit models' masters) to views of flat tensors."""
@@ -110,6 +120,10 @@ class FlatShard:
         self.exp_avg = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         self.exp_avg_sq = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         self._masters = self._master_slices(sizes)
+        # By bucket. Masters of a model in float32 lie in its buffers, which keep what stays.
+        self._own = [self.exp_avg.split(sizes), self.exp_avg_sq.split(sizes)]
+        if self._is_16_bit:
+            self._own.append(self._masters)
         inner.state.clear()
         self._views: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
         first_bucket = [
@@ -118,14 +132,14 @@ class FlatShard:
         ]
         for param, (buffer, dtype, bucket) in outer.model_param_gbuf_map.items():
             local = outer.gbuf_ranges[buffer][dtype][bucket]["param_map"][param]["gbuf_local"]
-            offset = sum(sizes[: first_bucket[buffer] + bucket])
-            span = slice(offset + local.start, offset + local.end)
+            number = first_bucket[buffer] + bucket
+            span = slice(local.start, local.end)
             main = self.main_of(param)
             if main.untyped_storage().data_ptr() != param.untyped_storage().data_ptr():
-                flat_master = self._masters[0][span]
+                flat_master = self._masters[number][span]
                 flat_master.copy_(main)
                 main.data = flat_master
-            views = {"exp_avg": self.exp_avg[span], "exp_avg_sq": self.exp_avg_sq[span]}
+            views = {name: self._own[n][number][span] for n, name in enumerate(MOMENTS)}
             self._views[param] = views
             inner.state[main] = {"step": torch.tensor(0.0), **views}
 
@@ -147,18 +161,22 @@ class FlatShard:
                     state[name] = view
         return applied
 
-    def _master_slices(self, sizes: list[int]) -> list[torch.Tensor]:
-        """fp32 models keep their masters in the parameter buffer; 16-bit ones get a flat tensor."""
+    @property
+    def _is_16_bit(self) -> bool:
+        return any(buffer.param_dtype != torch.float32 for buffer in self._optimizer.buffers)
+
+    def _master_slices(self, sizes: list[int]) -> tuple[torch.Tensor, ...]:
+        """By bucket; fp32 models keep their masters in the parameter buffer, others elsewhere."""
         outer = self._optimizer
-        if any(buffer.param_dtype != torch.float32 for buffer in outer.buffers):
+        if self._is_16_bit:
             device = outer.buffers[0].param_data.device
-            return [torch.zeros(sum(sizes), dtype=torch.float32, device=device)]
+            return torch.zeros(sum(sizes), dtype=torch.float32, device=device).split(sizes)
         rank = outer.data_parallel_group.rank()
         buckets = [bucket for buffer in outer.buffers for bucket in buffer.buckets]
-        return [
+        return tuple(
             bucket.param_data[rank * size : (rank + 1) * size]
             for bucket, size in zip(buckets, sizes, strict=True)
-        ]
+        )
 
     def main_of(self, param: torch.nn.Parameter) -> torch.Tensor:
         """The fp32 piece of ``param`` that this worker updates."""
@@ -173,16 +191,20 @@ class FlatShard:
     @torch.no_grad()
     def write_weights(self, masters: torch.Tensor) -> None:
         """Install masters of shape [shard_numel]; 16-bit weights follow them."""
-        offset = 0
-        for master in self._masters:
-            master.detach().copy_(masters[offset : offset + master.numel()])
-            offset += master.numel()
+        self._write([master.detach() for master in self._masters], masters)
         self._optimizer._copy_main_params_to_model_params()
 
     def write_moments(self, moments: torch.Tensor) -> None:
         """Install exp_avg and exp_avg_sq of shape [2, shard_numel]."""
-        self.exp_avg.copy_(moments[0])
-        self.exp_avg_sq.copy_(moments[1])
+        for part, values in zip(self._own, moments, strict=False):
+            self._write(part, values)
+
+    def _write(self, part: Sequence[torch.Tensor], values: torch.Tensor) -> None:
+        """Install one part of the shard, by bucket, but for what is in place."""
+        shards = values.split([shard.numel() for shard in part])
+        for number, (shard, new) in enumerate(zip(part, shards, strict=True)):
+            if number not in self._in_place:
+                shard.copy_(new)
 
     def set_applied_steps(self, count: int) -> None:
         """Set Adam's step count of every piece."""
