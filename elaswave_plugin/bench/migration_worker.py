@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,8 @@ class Migrations:
         self._before, self._after = before.cells, after.cells
         old, new = move.stages(before), move.stages(after)
         self._old_stages = [old.cell(cell.stage, cell.ranks) for cell in self._before]
-        whole = _cut(self._mine(self._before)).payload_bytes
+        mine = self._mine(self._before)
+        whole = _cut(mine).payload_bytes
         self._pool = SnapshotPool(
             member.member.snapshot_fds,
             slot=self._slot,
@@ -87,7 +89,8 @@ class Migrations:
             needed_bytes=2 * whole,
             available_bytes=psutil.virtual_memory().available,
         )
-        self._seal(INTERLEAVED, self._before, self._ranges(self._mine(self._before)))
+        self._live = torch.stack([state_of(self._ranges(mine), part) for part in PARTS])
+        self._seal(INTERLEAVED, self._before, self._ranges(mine))
         self._seal(CONTIGUOUS, self._old_stages, self._ranges_in_one(old))
         inventory = self._agreed_inventory()
         common: dict[str, Any] = {
@@ -97,7 +100,8 @@ class Migrations:
             "dataflow": flow_of(layout=after.layout, num_microbatches=move.dp),
         }
         sealed = [record for record in inventory if record["step"] == INTERLEAVED]
-        self.interleaved = make_plan(cells=self._after, inventory=sealed, **common)
+        live = dict.fromkeys(member.view.ranks, (INTERLEAVED, member.view.epoch))
+        self.interleaved = make_plan(cells=self._after, inventory=sealed, live=live, **common)
         self.contiguous = ContiguousPlan(
             cells=tuple(new.cell(cell.stage, cell.ranks) for cell in self._after),
             sources=sealed_by_stage(record for record in inventory if record["step"] == CONTIGUOUS),
@@ -107,7 +111,7 @@ class Migrations:
             new=new,
             **common,
         )
-        self._new = new
+        self._old, self._new = old, new
 
     def _mine(self, cells: Sequence[Cell]) -> Cell:
         return next(cell for cell in cells if self._slot in cell.ranks)
@@ -166,11 +170,11 @@ class Migrations:
             ("nonblocking_interleaved", self.interleaved, WEIGHTS),
         )
         for name, plan, parts in ways:
-            target = torch.empty(len(PARTS), self._numel(plan))
+            target = self._what_stays(plan)
             dist.barrier()
             begun_s = time.monotonic()
             fetched = self._read(plan, parts, target)
-            self._gather(target[0])
+            self._gather(plan, target[0])
             paused_s = time.monotonic()
             if parts == WEIGHTS:
                 fetched += self._read(plan, MOMENTS, target)
@@ -185,10 +189,20 @@ class Migrations:
                 fetched_bytes=fetched,
             )
 
-    def _numel(self, plan: RecoveryPlan) -> int:
+    def _what_stays(self, plan: RecoveryPlan) -> torch.Tensor:
+        """The new shard, with the parts that are in place before anything is read."""
+        cut = self._cut_of(plan)
+        target = torch.zeros(len(PARTS), cut.shard_numel)
+        before = _spans(_cut(self._mine(self._before)))
+        after = _spans(cut)
+        for bucket, old in plan.state_in_place(self._slot).items():
+            target[:, after[bucket]] = self._live[:, before[old]]
+        return target
+
+    def _cut_of(self, plan: RecoveryPlan) -> ShardCut:
         number = plan.cell_of(self._slot)
         assert number is not None
-        return plan.after(number).shard_numel
+        return plan.after(number)
 
     def _read(self, plan: RecoveryPlan, parts: Sequence[str], target: torch.Tensor) -> int:
         payload, fetched_bytes = read_parts(
@@ -200,18 +214,40 @@ class Migrations:
             check=self._member.member.check,
         )
         first = PARTS.index(parts[0])
-        target[first : first + len(parts)].copy_(payload)
+        in_place = plan.state_in_place(self._slot)
+        for bucket, span in enumerate(_spans(self._cut_of(plan))):
+            if bucket not in in_place:
+                target[first : first + len(parts), span] = payload[:, span]
         return fetched_bytes
 
-    def _gather(self, shard: torch.Tensor) -> None:
-        """Every worker of a stage needs the whole weights."""
-        group = self._groups[self._mine(self._after).stage]
-        whole = torch.empty(shard.numel() * group.size())
-        dist.all_gather_into_tensor(whole, shard, group=group)
+    def _gather(self, plan: RecoveryPlan, shard: torch.Tensor) -> None:
+        """Every worker of a stage needs the whole weights of the layers that have come to it."""
+        stage = self._mine(self._after).stage
+        come = self._new.starts(stage).keys() - self._old.starts(stage).keys()
+        if plan is self.contiguous:
+            for unit in sorted(come):
+                self._broadcast(self._new.starts(stage)[unit], shard)
+            return
+        units = self._mine(self._after).units
+        for unit, span in zip(units, _spans(self._cut_of(plan)), strict=True):
+            if unit in come:
+                whole = torch.empty(self._move.numel)
+                dist.all_gather_into_tensor(whole, shard[span], group=self._group)
+
+    def _broadcast(self, start: int, shard: torch.Tensor) -> None:
+        """A layer at ``start`` of the stage's one buffer, from whoever has some of it."""
+        stop, size = start + self._move.numel, shard.numel()
+        whole = torch.empty(self._move.numel)
+        for rank in range(start // size, (stop - 1) // size + 1):
+            low, high = max(start, rank * size), min(stop, (rank + 1) * size)
+            piece = whole[low - start : high - start]
+            if rank == self._group.rank():
+                piece.copy_(shard[low - rank * size : high - rank * size])
+            dist.broadcast(piece, dist.get_global_rank(self._group, rank), group=self._group)
 
     def take_groups(self, groups: Sequence[Any]) -> None:
         """The data-parallel group of the own stage."""
-        self._groups = {self._mine(self._after).stage: groups[0]}
+        self._group = groups[0]
 
     def _check(self, plan: RecoveryPlan, target: torch.Tensor) -> None:
         cell = self._mine(self._after)
@@ -223,6 +259,12 @@ class Migrations:
 
 def _cut(cell: Cell) -> ShardCut:
     return ShardCut(buckets=cell.buckets, width=len(cell.ranks))
+
+
+def _spans(cut: ShardCut) -> list[slice]:
+    """Where each bucket's shard lies in one part of a worker's state."""
+    ends = list(accumulate(cut.shard_sizes))
+    return [slice(end - size, end) for end, size in zip(ends, cut.shard_sizes, strict=True)]
 
 
 def sealed_by_stage(records: Iterable[dict[str, Any]]) -> tuple[tuple[SealedShard, ...], ...]:

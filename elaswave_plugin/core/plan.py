@@ -157,6 +157,17 @@ class RecoveryPlan:
         here = sorted(self.weights_in_place(number))
         return {bucket: sealed.units.index(cell.units[bucket]) for bucket in here}
 
+    def in_place(self, slot: int) -> dict[str, int]:
+        """How many buckets of a worker need no gathering, how many no reading, and how many are."""
+        number = self.cell_of(slot)
+        if number is None:
+            return {"weights": 0, "state": 0, "parts": 0}
+        return {
+            "weights": len(self.weights_in_place(number)),
+            "state": len(self.state_in_place(slot)),
+            "parts": len(self.cells[number].units),
+        }
+
     def _sealed_in(self, slot: int, cell: Cell) -> SealedShard | None:
         """A shard of the cell as ``slot`` has lived in it since; None for who has not."""
         here = (s[0] for s in self.sources if s[0].cell == cell.key and slot in s[0].ranks)

@@ -6,7 +6,8 @@ import torch.distributed as dist
 from elaswave_plugin.core.plan import RecoveryPlan
 from elaswave_plugin.errors import ElasWaveError, EpochChanged
 from elaswave_plugin.runtime.framework import Framework
-from elaswave_plugin.runtime.restore import restore
+from elaswave_plugin.runtime.member import Commit
+from elaswave_plugin.runtime.restore import RestoredState, restore
 from elaswave_plugin.runtime.worker import Worker
 
 
@@ -28,21 +29,7 @@ def recover(worker: Worker, framework: Framework) -> None:
                 commit = worker.quiesce()
             with phases.timed("edit"):
                 worker.install_view(commit)
-            with phases.timed("move"):
-                state = restore(
-                    slot=worker.slot,
-                    pool=worker.pool,
-                    plan_without=worker.planner(commit),
-                    timeout_s=worker.config.transfer_timeout_s,
-                    check=worker.member.check,
-                )
-            with phases.timed("rebind"):
-                worker.leave_seal()
-                framework.rebind(state.plan)
-                framework.write_weights(state.masters)
-                framework.write_capsule(state.capsule)
-            with phases.timed("verify"):
-                compare_weights(framework, state.plan)
+            state = take_state(worker, framework, commit)
             worker.read_behind(state.plan, framework)
             worker.end_recovery(state.plan, fetched_bytes=state.fetched_bytes)
             return
@@ -50,14 +37,40 @@ def recover(worker: Worker, framework: Framework) -> None:
             continue
 
 
-def compare_weights(framework: Framework, plan: RecoveryPlan) -> None:
-    """Gather the weights and require that every replica now holds the same bits."""
+def take_state(worker: Worker, framework: Framework, commit: Commit) -> RestoredState:
+    """Have the weights of the new layout, alike on every replica.
+
+    What is in place is left alone at first; where replicas differ then, all of it is read anew.
+    """
+    phases = worker.phases
+    for trusts_memory in (True, False):
+        with phases.timed("move"):
+            state = restore(
+                slot=worker.slot,
+                pool=worker.pool,
+                plan_without=worker.planner(commit, trusts_memory=trusts_memory),
+                timeout_s=worker.config.transfer_timeout_s,
+                check=worker.member.check,
+            )
+        with phases.timed("rebind"):
+            worker.leave_seal()
+            framework.rebind(state.plan)
+            framework.write_weights(state.masters)
+            framework.write_capsule(state.capsule)
+        with phases.timed("verify"):
+            differing = compare_weights(framework, state.plan)
+        if differing is None:
+            return state
+    raise ElasWaveError(f"weights differ between replicas after a recovery: {differing}")
+
+
+def compare_weights(framework: Framework, plan: RecoveryPlan) -> str | None:
+    """Gather the weights; the cell whose replicas do not all hold the same bits, where one does."""
     mine = torch.tensor([framework.sync_weights()], dtype=torch.int64)
     everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     for cell in plan.cells:
         digests = {slot: int(everyone[plan.ranks.index(slot)]) for slot in cell.ranks}
         if len(set(digests.values())) != 1:
-            raise ElasWaveError(
-                f"weights differ between the replicas of {cell} after a recovery: {digests}"
-            )
+            return f"{cell} has digests {digests}"
+    return None

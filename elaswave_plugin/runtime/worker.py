@@ -364,8 +364,13 @@ class Worker:
                 self.member.await_proposal(timeout_s=self.config.transfer_timeout_s)
         self._behind = None
 
-    def planner(self, commit: Commit) -> Callable[[frozenset[tuple[int, int, int]]], RecoveryPlan]:
-        """The pure plan of a commit, as a function of the snapshots to avoid."""
+    def planner(
+        self, commit: Commit, *, trusts_memory: bool
+    ) -> Callable[[frozenset[tuple[int, int, int]]], RecoveryPlan]:
+        """The pure plan of a commit, as a function of the snapshots to avoid.
+
+        ``trusts_memory``: what workers still have is left in place where it need not change.
+        """
         unreadable = {tuple(one) for held in commit.facts.values() for one in held["unreadable"]}
         live = {slot: tuple(held["live"]) for slot, held in commit.facts.items() if held["live"]}
 
@@ -379,7 +384,7 @@ class Worker:
                 alignment=self._alignment,
                 inventory=commit.inventory,
                 rejected=rejected | unreadable,
-                live=live,
+                live=live if trusts_memory else {},
             )
 
         return plan
@@ -439,6 +444,7 @@ class Worker:
                 waited_s=time.time() - self._ready_s,
                 fetched_bytes=fetched_bytes,
             )
+        in_place = plan.in_place(self.slot)
         replay_started_s = time.monotonic()
 
         def emit() -> dict[str, object]:
@@ -454,6 +460,7 @@ class Worker:
                 "pause_s": pause_s,
                 "bytes_moved": plan.bytes_moved(),
                 "fetched_bytes": fetched_bytes + self._followed.fetched_bytes,
+                "in_place": in_place,
                 "followed_s": self._followed.seconds,
                 "followed_late_s": self._followed.late_s,
             }

@@ -1,9 +1,11 @@
 """The restore point, its sources and the plan's digest."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elaswave_plugin.core.dataflow import deal
 from elaswave_plugin.core.plan import SealedShard, copy_targets, make_plan, restore_point
@@ -145,3 +147,86 @@ def test_copy_targets_prefer_another_node() -> None:
     assert copy_targets(0, ranks=(0,), nodes=(0,), copies=1) == ()
     assert copy_targets(0, ranks=RANKS, nodes=(0, 0, 0, 0), copies=1, peers=(0, 2)) == (2,)
     assert copy_targets(0, ranks=RANKS, nodes=(0, 1, 0, 1), copies=1, peers=(0, 2)) == (1,)
+
+
+def in_place_of(plan: Any) -> list[tuple[int, int]]:
+    """(weights, state) of each worker, by the number of its parts."""
+    return [(one["weights"], one["state"]) for one in map(plan.in_place, plan.ranks)]
+
+
+def test_what_is_live_at_the_restore_point_stays_in_place() -> None:
+    inventory = [record(slot, 9) for slot in RANKS]
+    alive = dict.fromkeys(RANKS, (9, 1))
+    # Everyone has all weights; shards are others where the width is.
+    narrower = plan_of(inventory, live=alive)
+    assert in_place_of(narrower) == [(2, 0)] * 3
+    cells = (Cell(ranks=RANKS, units=(0, 1), buckets=(1000, 300)),)
+    same = plan_of(inventory, ranks=RANKS, cells=cells, live=alive)
+    assert in_place_of(same) == [(2, 2)] * 4
+    assert [same.pieces(slot) for slot in RANKS] == [()] * 4
+
+
+@pytest.mark.parametrize("last", [None, (8, 1), (9, 2)])
+def test_one_worker_that_is_elsewhere_makes_all_of_its_cell_gather(
+    last: tuple[int, int] | None,
+) -> None:
+    inventory = [record(slot, 9) for slot in RANKS]
+    plan = plan_of(inventory, live={**dict.fromkeys(RANKS, (9, 1)), 3: last})
+    assert in_place_of(plan) == [(0, 0)] * 3
+
+
+def test_who_comes_to_a_cell_makes_all_of_it_gather() -> None:
+    inventory = [{**record(slot, 9), "ranks": [0, 1], "shard": slot} for slot in (0, 1)]
+    cells = (Cell(ranks=(0, 1, 2), units=(0, 1), buckets=(1000, 300)),)
+    alive = dict.fromkeys(RANKS, (9, 1))
+    assert in_place_of(plan_of(inventory, ranks=(0, 1, 2), cells=cells, live=alive)) == [(0, 0)] * 3
+
+
+@given(st.data())
+def test_pieces_and_what_stays_make_the_new_shard(data: st.DataObject) -> None:
+    """Layers and workers of two stages change; every real element is read or stays, once."""
+    lengths = dict(enumerate(data.draw(st.lists(st.integers(1, 900), min_size=4, max_size=6))))
+    units = sorted(lengths)
+
+    def cells_of(cut: int, stages: Sequence[tuple[int, ...]]) -> tuple[Cell, ...]:
+        parts = tuple(units[:cut]), tuple(units[cut:])
+        return tuple(
+            Cell(stage=s, ranks=ranks, units=own, buckets=tuple(lengths[u] for u in own))
+            for s, (ranks, own) in enumerate(zip(stages, parts, strict=True))
+        )
+
+    before = cells_of(data.draw(st.integers(1, len(units) - 1)), ((0, 1), (2, 3)))
+    gone = data.draw(st.sampled_from([None, *RANKS]))
+    left = [tuple(slot for slot in cell.ranks if slot != gone) for cell in before]
+    after = cells_of(data.draw(st.integers(1, len(units) - 1)), left)
+    inventory = [
+        {
+            **record(slot, 9, holder=None if slot != gone else (slot + 1) % 4),
+            "cell": [cell.stage, 0],
+            "units": list(cell.units),
+            "ranks": list(cell.ranks),
+            "shard": cell.ranks.index(slot),
+        }
+        for cell in before
+        for slot in cell.ranks
+    ]
+    ranks = tuple(slot for cell in after for slot in cell.ranks)
+    live = {slot: (9, 1) for slot in ranks if data.draw(st.booleans())}
+    plan = plan_of(inventory, ranks=ranks, cells=after, live=live)
+    for number, cell in enumerate(after):
+        for slot in cell.ranks:
+            spans = {
+                bucket: (start, stop)
+                for bucket, start, stop, _ in plan.after(number).spans(cell.ranks.index(slot))
+            }
+            read = dict.fromkeys(spans, 0)
+            for _, pieces in plan.pieces(slot):
+                for piece in pieces:
+                    read[piece.bucket] += piece.stop - piece.start
+            stays = plan.state_in_place(slot)
+            for bucket, (start, stop) in spans.items():
+                assert read[bucket] == (0 if bucket in stays else stop - start)
+            for bucket, was in stays.items():
+                assert slot in live
+                assert before[number].ranks == cell.ranks
+                assert before[number].units[was] == cell.units[bucket]

@@ -44,6 +44,11 @@ def test_layers_move_between_two_steps_and_come_back(
             [0, 2, 4],
             [0, 3, 4],
         )
+    # Nothing but the layer that moves is read or gathered, and where it leaves, nothing is.
+    come = {"weights": 4, "state": 4, "parts": 5}
+    left = {"weights": 3, "state": 3, "parts": 3}
+    assert sorted(e["in_place"]["parts"] for e in first) == [3, 3, 5, 5]
+    assert all(e["in_place"] in (come, left) for e in first)
     ledger = read_run(tmp_path).ledger
     attempts = {(line["step"], line["epoch"]) for line in ledger if line["step"] != 11}
     assert len(attempts) == spec.steps - 1  # nothing was computed twice for the move

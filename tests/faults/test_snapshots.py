@@ -106,3 +106,23 @@ def test_without_snapshots_a_loss_stops_the_job_and_asks_for_a_requeue(run: Laun
     assert "worker 1: killed by SIGKILL" in stopped.output
     assert "snapshot" in stopped.output
     assert not stopped.orphans
+
+
+SCRIBBLE = """
+from elaswave_plugin.adapters.megatron.framework import MegatronFramework
+pause = MegatronFramework.pause
+def scribble(self):
+    pause(self)
+    if self._worker.slot == 1 and self._worker.completed == 3:
+        self.chunks[0].buffers[0].param_data[0] += 1
+MegatronFramework.pause = scribble
+"""
+
+
+def test_weights_in_place_that_differ_between_replicas_are_read_anew(
+    run: Launch, reference: Reference
+) -> None:
+    survived = run(JobSpec(kills=("2@3:backward",), sabotage=SCRIBBLE))
+    check_survived(survived)
+    assert [event["in_place"]["weights"] for event in survived.events("recovered")] == [0] * 3
+    assert survived.trace() == reference(JobSpec()).trace()
