@@ -31,7 +31,7 @@ torch.manual_seed = once
             (3, ("1@3:forward",)),
             (1, ("3@1:snapshot", "0@4:reduce")),
         ],
-        keep=(1, 3),
+        keep=(3,),
     ),
 )
 def test_with_dropout_a_loss_equals_the_planned_departure(

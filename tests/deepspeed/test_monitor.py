@@ -11,6 +11,7 @@ import pytest
 from tests.deepspeed.conftest import Launch
 from tests.deepspeed.harness import EngineSpec
 from tests.faults.harness import Outcome, check_survived
+from tests.tiers import sampled
 from tests.tracking.test_wandb_sink import history, run_ids
 
 LR = "Train/Samples/lr"
@@ -60,16 +61,19 @@ def check_csv(run: Outcome, folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     ("stage", "kills"),
-    [
-        (1, ("0@3:backward",)),
-        (2, ("0@3:gather",)),
-        (0, ("0@0:forward",)),
-        (3, ("0@3:snapshot",)),
-        (1, ("2@3:gather", "0@4:data")),
-        (2, ("0@2:optimizer", "3@2:rebind")),
-        # One of them is the next owner, which dies while it opens the monitors.
-        (1, ("0@2:backward", "3@4:reduce", "1@4:forward")),
-    ],
+    sampled(
+        [
+            (1, ("0@3:backward",)),
+            (2, ("0@3:gather",)),
+            (0, ("0@0:forward",)),
+            (3, ("0@3:snapshot",)),
+            (1, ("2@3:gather", "0@4:data")),
+            (2, ("0@2:optimizer", "3@2:rebind")),
+            # One of them is the next owner, which dies while it opens the monitors.
+            (1, ("0@2:backward", "3@4:reduce", "1@4:forward")),
+        ],
+        keep=(2, 5, 6),
+    ),
 )
 def test_every_step_is_written_once_and_in_order(
     run: Launch, tmp_path: Path, stage: int, kills: tuple[str, ...]

@@ -41,7 +41,7 @@ COSINE = {
             (3, "3@2:snapshot", 0.05, COSINE),
             (0, "1@4:snapshot", 0.0, ONE_CYCLE),
         ],
-        keep=(0, 2),
+        keep=(0,),
     ),
     ids=["zero1-clipped-one-cycle", "zero2-decay", "zero3-clipped-cosine", "zero0-one-cycle"],
 )

@@ -19,7 +19,7 @@ def reports(run: Outcome) -> list[dict[str, object]]:
     return [json.loads(path.read_text()) for path in sorted(run.directory.glob("handles-*.json"))]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", sampled([0, 1, 2, 3], keep=(0, 3)))
 def test_handles_counters_and_schedules_of_the_script_stay_valid(
     run: Launch, twin: Launch, reference: Launch, stage: int
 ) -> None:

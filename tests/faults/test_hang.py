@@ -20,7 +20,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("slot", "phase", "how"), sampled(CASES, keep=(0, 4, 8, 10)))
+@pytest.mark.parametrize(("slot", "phase", "how"), sampled(CASES, keep=(0, 8)))
 def test_a_hang_of_any_worker_changes_nothing(
     run: Launch, reference: Reference, slot: int, phase: str, how: str
 ) -> None:

@@ -39,7 +39,7 @@ def last_ranks(run: Outcome) -> list[int]:
     return ranks
 
 
-@pytest.mark.parametrize("slot", sampled(range(4), keep=(0, 2)))
+@pytest.mark.parametrize("slot", sampled(range(4), keep=(0,)))
 def test_a_lost_worker_comes_back(run: Launch, reference: Reference, slot: int) -> None:
     spec = replace(BACK, kills=(f"{slot}@3:backward",))
     survived = run(spec)
@@ -107,7 +107,7 @@ def test_a_newcomer_dies_in_a_phase_of_its_join(
     assert last_ranks(survived) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("slot", [0, 1])
+@pytest.mark.parametrize("slot", sampled([0, 1], keep=(0,)))
 def test_a_survivor_dies_while_it_lets_somebody_in(
     run: Launch, reference: Reference, slot: int
 ) -> None:

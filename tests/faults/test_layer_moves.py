@@ -42,6 +42,7 @@ def test_the_narrow_stage_has_fewer_layers(
     assert cuts_after(survived) == cuts
 
 
+@pytest.mark.slow
 def test_layers_with_tensor_parallel_parts(run: Launch, reference: Reference) -> None:
     spec = replace(TP2_PP2_DP2, options=(*TP2_PP2_DP2.options, "--num-layers=4"))
     survived = run(replace(spec, kills=("4@2:optimizer",)))

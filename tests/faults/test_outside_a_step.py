@@ -114,6 +114,7 @@ ElasticJob.run = lambda self, work, *, phase: run(
 """
 
 
+@pytest.mark.slow
 def test_a_long_save_is_waited_for_when_somebody_dies(run: Launch, tmp_path: Path) -> None:
     options = (
         f"--save={tmp_path / 'saved'}",
