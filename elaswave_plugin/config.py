@@ -231,6 +231,11 @@ class ElasticConfig(BaseModel):
         description="what carries GPU tensors; nccl: NCCL, which needs one process per GPU; host:"
         " the workers' own links, through host memory; auto: NCCL where that works, else host",
     )
+    last_checkpoint_dir: Path | None = Field(
+        None,
+        description="DeepSpeed: folder for a checkpoint that the engine writes where every worker"
+        " is told to leave, before the job ends; none: it ends without",
+    )
     seed: int | None = Field(
         None,
         ge=0,
@@ -266,6 +271,24 @@ class ElasticConfig(BaseModel):
         if self.move_layers == "auto":
             return self.respawn == 0
         return self.move_layers == "always"
+
+    def check_without_stages(self) -> None:
+        """Raise ConfigurationError for settings that do something in other kinds of jobs only."""
+        idle = {"dataflow": ("auto",), "move_layers": ("auto", "never"), "clocks": ("off",)}
+        for name, values in idle.items():
+            if getattr(self, name) not in values:
+                raise ConfigurationError(
+                    f"{name} is {getattr(self, name)}, which is for pipeline and tensor parallel"
+                    " jobs; without them all workers have the same to do; leave it out"
+                )
+
+    def check_last_checkpoint(self, otherwise: str) -> None:
+        """Raise ConfigurationError where nobody would write to it; ``otherwise``: what to do."""
+        if self.last_checkpoint_dir is not None:
+            raise ConfigurationError(
+                f"last_checkpoint_dir is {str(self.last_checkpoint_dir)!r}, which is for DeepSpeed;"
+                f" leave it out, and {otherwise}"
+            )
 
     def without_respawn(self, why: str) -> "ElasticConfig":
         """The settings of a job whose lost workers cannot come back, and so stay away.

@@ -305,7 +305,12 @@ def main() -> None:
             for chunk in model:
                 chunk.train()
 
-    for iteration, report in job.train(train_step):  # [elastic] 8
+    def save():
+        done = scheduler.num_steps // args.global_batch_size
+        save_checkpoint(args.save, done, state_to_save(model, optimizer, scheduler))
+
+    last = save if args.save else None
+    for iteration, report in job.train(train_step, last_checkpoint=last):  # [elastic] 8
         print_rank_0(
             f"step {iteration:4d} | loss {report.loss:.6f} | grad norm {report.grad_norm:.4f} "
             f"| lr {report.lr:.2e}"
@@ -315,10 +320,6 @@ def main() -> None:
             loss = job.evaluate(evaluate)  # [elastic] 9
             print_rank_0(f"step {iteration:4d} | validation loss {loss:.6f}")
         if args.save and args.save_interval and (iteration + 1) % args.save_interval == 0:
-
-            def save(done: int = iteration + 1) -> None:
-                save_checkpoint(args.save, done, state_to_save(model, optimizer, scheduler))
-
             job.run(save, phase="save")  # [elastic] 10
 
 

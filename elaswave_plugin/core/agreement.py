@@ -229,7 +229,8 @@ class Agreement(OwnTrainer):
         """When `settle` has to be called although nothing happened."""
         severed = self._reports.severed
         renew_at_s = None if severed is None or not self._leading else severed[1]
-        deadlines = (self._fence_at_s, self._quorum_until_s, renew_at_s)
+        leave_at_s = self._reports.leave_at_s if self._leading else None
+        deadlines = (self._fence_at_s, self._quorum_until_s, renew_at_s, leave_at_s)
         times = [time_s for time_s in deadlines if time_s is not None]
         return min(times) if times and not self.over else None
 
@@ -387,6 +388,7 @@ class Agreement(OwnTrainer):
 
     def _lead(self, now_s: float) -> None:
         self._note_start()
+        self._reports.pass_time(now_s)
         if self._stop_if_decided():
             return
         # An answer to the open proposal changes nothing about it: with many workers, most are.

@@ -43,7 +43,7 @@ class OwnTrainer:
         self.over = False
         self.incarnation = 0
         self._seats = Seats(nodes)
-        self._reports = Reports(link_grace_s=patience.link_grace_s)
+        self._reports = Reports(patience)
         self._fence_at_s: float | None = None
         self._news: list[News] = []
         self._effects: list[Effect] = []

@@ -13,3 +13,11 @@ class Patience:
     link_grace_s: float = 1.0
     finish_grace_s: float = 30.0
     notice_timeout_s: float = 25.0
+
+    @property
+    def gather_s(self) -> float:
+        """For how long others may be told to leave too, before the first of them does.
+
+        Whoever tells all of them does so one after the other.
+        """
+        return min(1.0, self.notice_timeout_s / 10)

@@ -26,12 +26,13 @@ from elaswave_plugin.core.membership import (
     grown_view,
     next_view,
 )
+from elaswave_plugin.core.patience import Patience
 
 
 class Reports:
     """All news so far. ``changes`` rises with every one that may ask for another view."""
 
-    def __init__(self, *, link_grace_s: float) -> None:
+    def __init__(self, patience: Patience) -> None:
         self.failures: dict[WorkerId, Report] = {}
         self.done: dict[int, int | None] = {}
         self.arrivals: dict[int, Arrival] = {}
@@ -44,7 +45,10 @@ class Reports:
         self.severed: tuple[str, float] | None = None
         self.replan: str | None = None
         self.changes = 0
-        self._link_grace_s = link_grace_s
+        self._patience = patience
+        # When those leave that were told so; and whether it is time.
+        self.leave_at_s: float | None = None
+        self._leaving = False
 
     def learn(self, slot: int, news: News, *, epoch: int, now_s: float) -> None:
         """Take in what the supervisor of ``slot`` tells; ``epoch``: the newest committed one."""
@@ -53,7 +57,7 @@ class Reports:
                 self._add_failure(news, now_s)
             case Severed():
                 if self.severed is None and news.epoch == epoch:
-                    self.severed = news.evidence, now_s + self._link_grace_s
+                    self.severed = news.evidence, now_s + self._patience.link_grace_s
             case Replan():
                 # A newer view has fulfilled it.
                 if news.epoch == epoch:
@@ -78,6 +82,8 @@ class Reports:
             case Notice():
                 self.changes += news.worker not in self.notices
                 self.notices.setdefault(news.worker, news.evidence)
+                if self.leave_at_s is None and not self._leaving:
+                    self.leave_at_s = now_s + self._patience.gather_s
                 if news.saves_last:
                     self.saves_last.add(news.worker)
 
@@ -92,9 +98,16 @@ class Reports:
         if waiting is not None and waiting.worker == worker:
             del self.arrivals[failure.slot]
 
+    def pass_time(self, now_s: float) -> None:
+        """See what has become due by itself."""
+        if self.leave_at_s is not None and now_s >= self.leave_at_s:
+            self.leave_at_s, self._leaving = None, True
+
     def entered(self, view: MembershipView) -> None:
         """A view is committed: whoever is in it waits no more."""
         self.severed = self.replan = None
+        if self.notices.keys().isdisjoint(view.workers):
+            self.leave_at_s, self._leaving = None, False
         for worker in view.workers:
             waiting = self.arrivals.get(worker.slot)
             if waiting is not None and waiting.worker == worker:
@@ -171,7 +184,9 @@ class Reports:
         return replace(grown, epoch=shrunk.epoch, reason=f"{shrunk.reason}; {grown.reason}")
 
     def departures(self, view: MembershipView, now_s: float) -> list[FailureEvent]:
-        """The members of a view that want to leave between two steps."""
+        """The members of a view that leave between two steps, once it is time."""
+        if not self._leaving:
+            return []
         return [
             event_of(view, worker.slot, "leave", evidence, now_s)
             for worker, evidence in self.notices.items()

@@ -30,6 +30,7 @@ KEYS = (
     "gpu_engine",
     "hang_timeout_s",
     "kill",
+    "last_checkpoint_dir",
     "move_layers",
     "power_cap_w",
     "quiesce_timeout_s",

@@ -45,6 +45,8 @@ def test_our_loader_over_a_torch_loader_survives_a_kill(
         (section(kil=["2@3"]), "did you mean 'kill'?"),
         (section(enabled="yes"), "key 'enabled' is 'yes', wanted true or false"),
         (section(consistency="exact"), "key 'consistency' is 'exact', wanted 'fast'"),
+        (section(dataflow="redeal"), "dataflow is redeal, which is for pipeline"),
+        (section(move_layers="always"), "move_layers is always, which is for pipeline"),
         (section(kill=["7@3"]), "kill 7@3:backward names worker 7, wanted 0 to 3"),
     ],
 )

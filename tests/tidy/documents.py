@@ -20,6 +20,7 @@ WIDTH = 100
 EXAMPLES = (
     ("power_cap_w", 12000.0),
     ("dir", "out/run"),
+    ("last_checkpoint_dir", "out/last"),
     ("run_id", "gpt-small-1"),
     ("seed", 1234),
     ("tensorboard", "out/tensorboard"),

@@ -94,6 +94,8 @@ class EngineJob:
         self._news = News(worker, self._framework, monitor=self._monitor, stand_in=self._stand_in)
         self._framework.watch(self._announce, self._check)
         self._take_over()
+        if worker.config.last_checkpoint_dir is not None:
+            worker.member.saves_last()
         self._recording.attached(
             num_microbatches=self._width * int(engine.gradient_accumulation_steps()),
             micro_batch_size=self._micro_batch_size,
@@ -227,6 +229,17 @@ class EngineJob:
             )
 
         self._loop.complete_step(update)
+        self._end_where_all_leave()
+
+    def _end_where_all_leave(self) -> None:
+        """With every worker told to leave: a last checkpoint, then the end of the script."""
+        folder = self._worker.config.last_checkpoint_dir
+        if folder is None or not self._worker.last_call:
+            return
+        if self._engine.save_checkpoint(str(folder)) is None:
+            return  # the step was rolled back, and the loop comes here again
+        self.leave()
+        raise SystemExit(0)
 
     def _save_checkpoint(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._save(partial(save_whole, native, self._engine), *args, **kwargs)

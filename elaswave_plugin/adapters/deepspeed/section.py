@@ -32,6 +32,7 @@ def elastic_config(config: Mapping[str, Any]) -> ElasticConfig | None:
             "that the script owns, shares change their size and sums their order"
         )
     settings = from_section(values, source=source)
+    settings.check_without_stages()
     if not enabled:
         return None
     directory = os.environ.get("ELASWAVE_DIR")

@@ -29,8 +29,12 @@ class Job(Protocol):
     def forward_backward(self, function: ForwardBackward) -> ForwardBackward:
         """Megatron-Core's forward-backward function, for whatever this worker runs now."""
 
-    def train(self, train_step: TrainStep) -> Iterator[tuple[int, StepReport]]:
+    def train(
+        self, train_step: TrainStep, *, last_checkpoint: Callable[[], object] | None = None
+    ) -> Iterator[tuple[int, StepReport]]:
         """Run the training steps; calls ``finish`` after the last one.
+
+        ``last_checkpoint()`` is called where every worker is told to leave, and the last thing.
 
         ``train_step()`` returns the losses that ``forward_backward`` reported, one (sum, tokens) a
         micro-batch, and the gradient norm.

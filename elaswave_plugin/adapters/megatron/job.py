@@ -26,7 +26,6 @@ from elaswave_plugin.adapters.recording import Recording
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.core.groups import Seat
 from elaswave_plugin.core.layout import sizes_of
-from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.loop import ElasticLoop, GuardedSteps, StepReport
 from elaswave_plugin.runtime.refusal import ends_in_a_sentence
 from elaswave_plugin.runtime.worker import Worker
@@ -55,11 +54,9 @@ class ElasticJob:
         workers = int(os.environ.get("WORLD_SIZE", "1"))
         tp, pp = model_parallel
         width = sizes_of(workers, tp=tp, pp=pp)
-        if model_parallel == (1, 1) and config.dataflow != "auto":
-            raise ConfigurationError(
-                f"dataflow is {config.dataflow}, which is for pipeline and tensor parallel jobs;"
-                " without them lost micro-batches are always dealt to the others; leave it out"
-            )
+        if model_parallel == (1, 1):
+            config.check_without_stages()
+        config.check_last_checkpoint("give a function of yours to train(), as last_checkpoint")
         self._num_microbatches = num_microbatches_of(
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,
@@ -152,11 +149,16 @@ class ElasticJob:
         self._worker.groups.uninstall()
         self._patches.undo()
 
-    def train(self, train_step: TrainStep) -> Iterator[tuple[int, StepReport]]:
+    def train(
+        self, train_step: TrainStep, *, last_checkpoint: Callable[[], object] | None = None
+    ) -> Iterator[tuple[int, StepReport]]:
         """Complete every step through any number of recoveries, then leave with the others.
 
         A step that a recovery rolled back is redone before the next one is reported.
+        ``last_checkpoint()`` writes one where every worker is told to leave; training ends then.
         """
+        if last_checkpoint is not None:
+            self._worker.member.saves_last()
 
         def attempt() -> StepReport:
             losses, grad_norm = train_step()
@@ -168,6 +170,9 @@ class ElasticJob:
         while self._worker.completed < self._train_iters:
             report = self._step(attempt)
             yield self._worker.completed - 1, report
+            if self._worker.last_call and last_checkpoint is not None:
+                self.run(last_checkpoint, phase="save")
+                break
         self.finish()
 
     def _agree(

@@ -16,7 +16,6 @@ from elaswave_plugin.adapters.megatron.tied_embeddings import TiedWeight
 from elaswave_plugin.core.dataflow import Dataflow, deal
 from elaswave_plugin.core.groups import Seat
 from elaswave_plugin.core.pipeline_flow import PipelineFlow
-from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.worker import Worker
 
 # Called with (data iterator, model chunk, micro-batch) before each forward step.
@@ -42,11 +41,7 @@ class Microbatches:
         self._enters = True
         tp = parallel_state.get_tensor_model_parallel_world_size()
         if (tp, parallel_state.get_pipeline_model_parallel_world_size()) == (1, 1):
-            if worker.config.clocks != "off":
-                raise ConfigurationError(
-                    f"clocks is {worker.config.clocks}, which is for pipeline and tensor parallel"
-                    " jobs; without them all workers have the same to do; leave it out"
-                )
+            worker.config.check_without_stages()
             worker.bind(framework, deal=partial(deal, num_microbatches=num_microbatches))
         else:
             grid = Grid(worker, framework, num_microbatches=num_microbatches)

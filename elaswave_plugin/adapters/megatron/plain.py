@@ -87,8 +87,13 @@ class PlainJob:
 
         return run
 
-    def train(self, train_step: TrainStep) -> Iterator[tuple[int, StepReport]]:
-        """Call it for every step, then leave together."""
+    def train(
+        self, train_step: TrainStep, *, last_checkpoint: Callable[[], object] | None = None
+    ) -> Iterator[tuple[int, StepReport]]:
+        """Call it for every step, then leave together.
+
+        ``last_checkpoint`` is for workers that are told to leave, which nobody is here.
+        """
         while self._step < self._train_iters:
             losses, grad_norm = train_step()
             total, tokens = self._totals(losses)

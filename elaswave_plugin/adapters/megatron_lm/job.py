@@ -49,6 +49,7 @@ class LmJob:
             width=self.width,
         )
         config.check_slots(workers)
+        config.check_last_checkpoint("the script writes one where it has --save")
         check_sinks(config)
         self._args = args
         self._seed = args.seed if config.seed is None else config.seed
