@@ -107,6 +107,7 @@ def test_recomputation_and_evaluation(run: Launch, reference: Reference) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_checkpoint_after_a_loss_holds_nothing_of_a_free_worker(
     run: Launch, tmp_path: Path
 ) -> None:
