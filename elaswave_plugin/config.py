@@ -198,11 +198,13 @@ class ElasticConfig(BaseModel):
         " or three times the median of its phase where that is longer; lower finds hangs sooner,"
         " higher spares slow workers",
     )
-    dataflow: Literal["auto", "redeal", "reroute"] = Field(
+    dataflow: Literal["auto", "redeal", "reroute", "resize"] = Field(
         "auto",
         description="who runs the micro-batches of a lost pipeline replica; redeal: all are dealt"
-        " anew over every stage's live replicas; reroute: its peers take them over; auto: what is"
-        " faster in simulation",
+        " anew over every stage's live replicas; reroute: its peers take them over; resize: every"
+        " stage cuts the samples of a round evenly over its live replicas, which adds in another"
+        " order and so needs consistency fast; auto: what is fastest in simulation, resize in fast"
+        " mode only",
     )
     move_layers: Literal["auto", "always", "never"] = Field(
         "auto",
@@ -300,6 +302,16 @@ class ElasticConfig(BaseModel):
                 f"respawn is {self.respawn}, and {why}; set it to 0 or leave it out"
             )
         return self.model_copy(update={"respawn": 0})
+
+    @model_validator(mode="after")
+    def _resize_is_fast(self) -> "ElasticConfig":
+        """Cut micro-batches are added in another order than whole ones."""
+        if self.dataflow == "resize" and self.consistency == "exact":
+            raise ValueError(
+                "dataflow is resize and consistency is exact, which needs whole micro-batches; set"
+                " consistency to fast, or dataflow to auto, redeal or reroute"
+            )
+        return self
 
     @model_validator(mode="after")
     def _clocks_are_on(self) -> "ElasticConfig":

@@ -20,7 +20,7 @@ from elaswave_plugin.errors import ElasWaveError
 Record = dict[str, Any]
 # What all survivors of an epoch report alike.
 _SHARED = (
-    *("layout_before", "layout_after", "pieces", "windows", "clocks"),
+    *("layout_before", "layout_after", "dataflow", "pieces", "windows", "clocks"),
     *("bytes_moved", "layer_times_s"),
 )
 
@@ -46,23 +46,27 @@ def layout_fields(
     changes = [_agreed(by_epoch[epoch]) for epoch in sorted(by_epoch)]
     sizes = attached[0]
     before = ParallelLayout.from_json(changes[0]["layout_before"])
-    flow = _flow(changes[-1], sizes["num_microbatches"])
+    flow = _flow(changes[-1], sizes["num_microbatches"], sizes["micro_batch_size"])
     measured = changes[-1]["layer_times_s"]
     after = flow.layout
     return {
         "layout_before": before.to_json(),
         "layout_after": after.to_json(),
         "plan": {
-            "dataflow": sizes["settings"]["dataflow"],
+            "dataflow": flow.policy,
             "layers_per_stage": [
                 [list(span) for span in after.layers(stage)] for stage in range(len(after.stages))
             ],
             "windows": list(flow.windows),
             "clocks": list(flow.clocks),
-            **_work(flow, sizes["micro_batch_size"]),
+            **_work(flow),
             "bytes_to_move": sum(change["bytes_moved"] for change in changes),
             **_prediction(
-                flow_of(layout=before, num_microbatches=flow.num_microbatches),
+                flow_of(
+                    layout=before,
+                    num_microbatches=flow.num_microbatches,
+                    micro_batch_size=flow.micro_batch_size,
+                ),
                 flow,
                 processors=_processors(recovered, nodes),
                 step_s=step_s,
@@ -82,7 +86,7 @@ def layout_lines(layout: ParallelLayout) -> tuple[str, str]:
 def simulated_units(
     flow: PipelineFlow, *, processors: int, times: LayerTimes | None = None
 ) -> float:
-    """A step in the units of ``times``: by default one layer's forward of one micro-batch."""
+    """A step in the units of ``times``: by default one layer's forward of one sample."""
     layout = flow.layout
     costs = (times or LayerTimes()).costs(num_layers=layout.num_layers)
     lists = tuple(tuple(flow.ops(group.slots[0]) for group in groups) for groups in layout.stages)
@@ -105,7 +109,7 @@ def _agreed(reports: Sequence[Record]) -> Record:
     return first
 
 
-def _flow(change: Record, num_microbatches: int) -> PipelineFlow:
+def _flow(change: Record, num_microbatches: int, micro_batch_size: int) -> PipelineFlow:
     """What the workers ran after the change."""
     pieces = tuple(
         tuple(tuple(Piece(*piece) for piece in of_group) for of_group in of_stage)
@@ -114,18 +118,23 @@ def _flow(change: Record, num_microbatches: int) -> PipelineFlow:
     return PipelineFlow(
         layout=ParallelLayout.from_json(change["layout_after"]),
         num_microbatches=num_microbatches,
+        micro_batch_size=micro_batch_size,
+        policy=change["dataflow"],
         pieces=pieces,
         windows=tuple(change["windows"]),
         clocks=tuple(change["clocks"] or ()),
     )
 
 
-def _work(flow: PipelineFlow, micro_batch_size: int) -> Record:
-    """Micro-batches and samples by worker; none for a free one."""
-    dealt = {str(slot): list(flow.microbatches(slot)) for slot in flow.layout.workers}
+def _work(flow: PipelineFlow) -> Record:
+    """Micro-batches, of resized pieces the first one of each, and samples by worker."""
+    workers = flow.layout.workers
     return {
-        "microbatches_per_worker": dealt,
-        "samples_per_worker": {slot: micro_batch_size * len(ks) for slot, ks in dealt.items()},
+        "microbatches_per_worker": {str(slot): list(flow.microbatches(slot)) for slot in workers},
+        "samples_per_worker": {
+            str(slot): sum(piece.stop - piece.start for piece in flow.samples(slot))
+            for slot in workers
+        },
     }
 
 

@@ -29,12 +29,16 @@ def read_ledger() -> tuple[Entry, ...]:
 
 def _of_megatron() -> Iterable[Entry]:
     from elaswave_plugin.adapters.megatron.cpu import cpu_patches
+    from elaswave_plugin.adapters.megatron.cut_dropout import cut_patches
     from elaswave_plugin.adapters.megatron.seams import elastic_patches
 
     yield from (Entry(record, "no GPU") for record in cpu_patches().records)
     always = {record.target for record in elastic_patches(exact=False).records}
     for record in elastic_patches(exact=True).records:
         yield Entry(record, "elastic" if record.target in always else "elastic, exact")
+    yield from (
+        Entry(record, "elastic, after a loss under resize") for record in cut_patches().records
+    )
 
 
 def _of_deepspeed() -> Iterable[Entry]:

@@ -11,10 +11,15 @@ w0: 0 4 1 | w2: 2 6 5 | w3: 3 7
 >>> shares = share(num_samples=8, homes=(0, 1, 2, 3), live=(0, 3, 2))
 >>> print(shares, shares.weight(0))
 w0: [0, 3) | w2: [3, 6) | w3: [6, 8) 1.125
+>>> for one in crossings([[(0, 3)], [(3, 6)]], [[(0, 6)]]):
+...     print(one)
+[0, 3) from 0 to 0
+[3, 6) from 1 to 0
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from elaswave_plugin.core.exact import (
     Contribution,
@@ -144,3 +149,82 @@ def sample_ids(*, step: int, microbatch: int, num_microbatches: int, size: int) 
     """Global sample ids of a micro-batch under sequential sampling; ``size`` samples each."""
     first = (step * num_microbatches + microbatch) * size
     return tuple(range(first, first + size))
+
+
+class Rows(NamedTuple):
+    """Rows [start, stop) of one micro-batch."""
+
+    microbatch: int
+    start: int
+    stop: int
+
+
+class Samples(NamedTuple):
+    """Samples [start, stop) of a step's global batch."""
+
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, microbatch: int, *, size: int) -> "Samples":
+        """Those of a whole micro-batch."""
+        return cls(microbatch * size, (microbatch + 1) * size)
+
+    def rows(self, *, size: int) -> tuple[Rows, ...]:
+        """Where they lie in micro-batches of ``size`` samples, rising."""
+        touched = range(self.start // size, -(-self.stop // size))
+        return tuple(
+            Rows(k, max(self.start - k * size, 0), min(self.stop - k * size, size)) for k in touched
+        )
+
+
+class Crossing(NamedTuple):
+    """Samples [start, stop) on the way from a worker of one stage to a worker of the next.
+
+    Activations go from ``sender`` to ``receiver``, their gradients back; both are the worker's
+    order within its stage.
+    """
+
+    start: int
+    stop: int
+    sender: int
+    receiver: int
+
+    def __str__(self) -> str:
+        return f"[{self.start}, {self.stop}) from {self.sender} to {self.receiver}"
+
+
+# Sample intervals of each worker of a stage.
+Intervals = Sequence[Sequence[tuple[int, int]]]
+
+
+def crossings(upstream: Intervals, downstream: Intervals) -> tuple[Crossing, ...]:
+    """Everything that passes between two stages, in the order of the samples.
+
+    One for each overlap of an interval of the one with an interval of the other.
+    Raises ValueError unless both stages run the same samples, each once.
+    """
+    before, after = list(_in_order(upstream)), list(_in_order(downstream))
+    ran = [(stage[0][0], stage[-1][1]) if stage else (0, 0) for stage in (before, after)]
+    if ran[0] != ran[1]:
+        raise ValueError(
+            "two stages run the samples [{}, {}) and [{}, {})".format(*ran[0], *ran[1])
+        )
+    found: list[Crossing] = []
+    first = second = 0
+    while first < len(before):
+        (low, high, sender), (start, stop, receiver) = before[first], after[second]
+        found.append(Crossing(max(low, start), min(high, stop), sender, receiver))
+        first, second = first + (high <= stop), second + (stop <= high)
+    return tuple(found)
+
+
+def _in_order(stage: Intervals) -> Iterator[tuple[int, int, int]]:
+    """(start, stop, worker), rising and without a gap."""
+    intervals = sorted((*one, worker) for worker, mine in enumerate(stage) for one in mine)
+    reached = intervals[0][0] if intervals else 0
+    for start, stop, worker in intervals:
+        if start != reached or stop <= start:
+            raise ValueError(f"a stage runs [{start}, {stop}) after the samples before {reached}")
+        reached = stop
+        yield start, stop, worker

@@ -1,6 +1,6 @@
 """What layers take in the running job: a worker's medians, and what everyone makes of all of them.
 
-Seconds are of one micro-batch, and of the clock 1: a forward pass and a backward pass of one
+Seconds are of one sample, and of the clock 1: a forward pass and a backward pass of one
 transformer layer, of what is in front of the layers (embedding), of what is behind (head, loss).
 
 >>> mine = PassTimes(wanted_steps=1)
@@ -55,7 +55,7 @@ class LayerTimes:
     ) -> CostModel:
         """Equal layers, the first with what is in front and the last with what is behind.
 
-        ``activation_bytes`` of a layer and micro-batch, ``memory_bytes`` of a worker.
+        ``activation_bytes`` of a layer and sample, ``memory_bytes`` of a worker.
         """
         layers = [
             _unit(f"layer {number}", self.layer, activation_bytes) for number in range(num_layers)
@@ -66,7 +66,7 @@ class LayerTimes:
 
 
 class PassTimes:
-    """One worker's measurements: of each step the median over its micro-batches, of the last steps
+    """One worker's measurements: of each step the median over its passes, of the last steps
     the median."""
 
     def __init__(self, *, wanted_steps: int = STEPS_FOR_COSTS) -> None:
@@ -79,7 +79,7 @@ class PassTimes:
         self.pace: float | None = None
 
     def note(self, part: str, which: str, seconds: float, *, tokens: int = 0) -> None:
-        """A pass of one micro-batch, of so many tokens if known, through a part took so long."""
+        """A pass took so long for a sample, of so many tokens if known, through a part."""
         self._step.setdefault((part, which), []).append(seconds)
         if tokens and (part, which) == (LAYER, FORWARD):
             self._paces.append(seconds / tokens)

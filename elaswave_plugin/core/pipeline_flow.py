@@ -2,8 +2,9 @@
 
 Redeal: whole micro-batches are dealt anew over every stage's live replicas. Reroute: those of lost
 replicas are spread over their peers. Micro-batches stay whole in both, so every stage and tp
-position has the exact order of sums of ``core/exact.py``. Which one, and how many slots are in
-flight, is chosen by simulated time.
+position has the exact order of sums of ``core/exact.py``. Resize: every stage cuts the samples of a
+round of micro-batches evenly over its live replicas, which sums in another order. Which one, and
+how many slots are in flight, is chosen by simulated time.
 
 >>> from elaswave_plugin.core.layout import launch_layout
 >>> healthy = launch_layout(tp=1, pp=2, dp=2, num_layers=2)
@@ -13,6 +14,8 @@ stage 0: w0: 0 1 2 3; stage 1: w2: 0 2 | w3: 1 3
 >>> from elaswave_plugin.core.schedule import show_ops
 >>> print(show_ops(flow.ops(3)))
 F1 B1 F3 B3
+>>> print(flow_of(layout=healthy.without([1]), num_microbatches=4, policy="resize"))
+stage 0: w0: [0,2) [2,4); stage 1: w2: [0,1) [2,3) | w3: [1,2) [3,4)
 >>> flow_of(layout=healthy, num_microbatches=4).is_healthy, flow.is_healthy
 (True, False)
 """
@@ -21,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from elaswave_plugin.core.dataflow import Dataflow
+from elaswave_plugin.core.dataflow import Crossing, Dataflow, Samples, crossings
 from elaswave_plugin.core.exact import replica_microbatches
 from elaswave_plugin.core.groups import Seat, seats_of
 from elaswave_plugin.core.layer_times import LayerTimes
@@ -29,7 +32,7 @@ from elaswave_plugin.core.layout import ParallelLayout
 from elaswave_plugin.core.planner.dvfs import ClockTable
 from elaswave_plugin.core.planner.executable import plan_split
 from elaswave_plugin.core.planner.joint import JointPlan, PlanRules, joint_plan
-from elaswave_plugin.core.planner.microbatch_split import REDEAL, REROUTE
+from elaswave_plugin.core.planner.microbatch_split import REDEAL, REROUTE, RESIZE
 from elaswave_plugin.core.planner.prediction import StepWork
 from elaswave_plugin.core.schedule import (
     Piece,
@@ -39,13 +42,16 @@ from elaswave_plugin.core.schedule import (
     window_sizes,
 )
 
-Policy = Literal["auto", "redeal", "reroute"]
+Policy = Literal["auto", "redeal", "reroute", "resize"]
+# Every replica runs its own micro-batches.
+AS_LAUNCHED = "as launched"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineFlow:
-    """The assignment of a step: ``pieces[stage][replica order]``, one micro-batch a piece.
+    """The assignment of a step: ``pieces[stage][replica order]``, in samples of the global batch.
 
+    A piece is one micro-batch of ``micro_batch_size`` samples, unless ``policy`` is resize.
     Micro-batch k belongs to replica k mod ``layout.dp`` of the launch for ever. ``windows``: slots
     in flight at each stage. No part of what is compared: ``reasons``, why it is dealt so; ``times``
     of layers, for which it is; ``compute_s``, the simulated seconds of the compute, where these
@@ -54,6 +60,8 @@ class PipelineFlow:
 
     layout: ParallelLayout
     num_microbatches: int
+    micro_batch_size: int = 1
+    policy: str
     pieces: tuple[tuple[tuple[Piece, ...], ...], ...]
     windows: tuple[int, ...]
     clocks: tuple[float, ...] = ()
@@ -66,13 +74,23 @@ class PipelineFlow:
             f"stage {stage}: "
             + " | ".join(
                 f"{'+'.join(f'w{slot}' for slot in group.slots)}:"
-                f" {' '.join(str(piece.start) for piece in pieces)}"
+                f" {' '.join(map(self._text, pieces))}"
                 for group, pieces in zip(groups, of_stage, strict=True)
             )
             for stage, (groups, of_stage) in enumerate(
                 zip(self.layout.stages, self.pieces, strict=True)
             )
         )
+
+    def _text(self, piece: Piece) -> str:
+        if self.is_resized:
+            return f"[{piece.start},{piece.stop})"
+        return str(piece.start // self.micro_batch_size)
+
+    @property
+    def is_resized(self) -> bool:
+        """Whether pieces are no whole micro-batches, so that sums have no canonical order."""
+        return self.policy == RESIZE
 
     def seat(self, slot: int) -> Seat | None:
         """The place of a worker; None for a free one."""
@@ -83,12 +101,28 @@ class PipelineFlow:
         seat = self.seat(slot)
         return self.clocks[seat.stage] if self.clocks and seat else 1.0
 
-    def microbatches(self, slot: int) -> tuple[int, ...]:
-        """Micro-batches of a worker in the order of their forwards; none for a free one."""
+    def samples(self, slot: int) -> tuple[Samples, ...]:
+        """The pieces of a worker in the order of their forwards; none for a free one."""
         seat = self.seat(slot)
-        if seat is None:
+        pieces = () if seat is None else self.pieces[seat.stage][seat.order]
+        return tuple(Samples(piece.start, piece.stop) for piece in pieces)
+
+    def microbatches(self, slot: int) -> tuple[int, ...]:
+        """Micro-batches of a worker in the order of their forwards; of resized pieces the first."""
+        return tuple(piece.start // self.micro_batch_size for piece in self.samples(slot))
+
+    def reports(self, slot: int) -> tuple[int, ...]:
+        """Which losses of the step a worker reports, counted by samples; all at the last stage."""
+        seat = self.seat(slot)
+        if seat is None or seat.stage != len(self.pieces) - 1:
             return ()
-        return tuple(piece.start for piece in self.pieces[seat.stage][seat.order])
+        starts = sorted(piece.start for pieces in self.pieces[-1] for piece in pieces)
+        return tuple(starts.index(piece.start) for piece in self.samples(slot))
+
+    @property
+    def num_reports(self) -> int:
+        """Losses of the step: one for each piece of the last stage."""
+        return sum(map(len, self.pieces[-1]))
 
     def ops(self, slot: int) -> WorkerOps:
         """The ordered operations of a worker that has a place.
@@ -106,21 +140,27 @@ class PipelineFlow:
             )
         return window_ops(pieces, window=self.windows[seat.stage])
 
-    def peer(self, stage: int, microbatch: int, tp: int) -> int:
-        """The slot that runs a micro-batch at a stage, at one tp position."""
-        for group, pieces in zip(self.layout.stages[stage], self.pieces[stage], strict=True):
-            if any(piece.start == microbatch for piece in pieces):
-                return group.slots[tp]
-        raise ValueError(f"micro-batch {microbatch} is not dealt at stage {stage}")
+    def crossings(self, stage: int) -> tuple[Crossing, ...]:
+        """What passes from a stage to the next; from the last one to the first, its next chunk."""
+        following = (stage + 1) % len(self.pieces)
+        return crossings(*(_intervals(self.pieces[one]) for one in (stage, following)))
 
     def cell(self, stage: int, tp: int) -> Dataflow:
-        """The micro-batches of the workers that share one state, for the exact order of sums."""
+        """The micro-batches of the workers that share one state, for the exact order of sums.
+
+        Raises ValueError where pieces are no whole micro-batches: there is none then.
+        """
+        if self.is_resized:
+            raise ValueError("resized pieces have no exact order of sums")
         return Dataflow(
             num_microbatches=self.num_microbatches,
             num_replicas=self.layout.dp,
             placement=tuple(
                 sorted(
-                    (group.slots[tp], tuple(piece.start for piece in pieces))
+                    (
+                        group.slots[tp],
+                        tuple(piece.start // self.micro_batch_size for piece in pieces),
+                    )
                     for group, pieces in zip(
                         self.layout.stages[stage], self.pieces[stage], strict=True
                     )
@@ -139,35 +179,49 @@ def flow_of(
     *,
     layout: ParallelLayout,
     num_microbatches: int,
+    micro_batch_size: int = 1,
     policy: Policy = "auto",
+    may_resize: bool = False,
     times: LayerTimes | None = None,
     clocks: ClockTable | None = None,
     power_cap_w: float = float("inf"),
 ) -> PipelineFlow:
     """Deal a step's micro-batches over the live replicas of every stage, by simulated time.
 
-    With ``clocks``, stages may run at others than 1 where one is narrower than at launch; all
-    workers together draw at most ``power_cap_w``.
+    ``may_resize``: whether auto may cut micro-batches. With ``clocks``, stages may run at others
+    than 1 where one is narrower than at launch; all workers together draw at most ``power_cap_w``.
 
     Raises ConfigurationError where nothing fits in flight.
     """
     times = times or LayerTimes()
     if layout.is_rectangular:
-        replicas = tuple(_own(order, layout.dp, num_microbatches) for order in range(layout.dp))
+        replicas = tuple(
+            _own(order, layout.dp, num_microbatches, micro_batch_size) for order in range(layout.dp)
+        )
         return PipelineFlow(
             layout=layout,
             num_microbatches=num_microbatches,
+            micro_batch_size=micro_batch_size,
+            policy=AS_LAUNCHED,
             pieces=tuple(replicas for _ in layout.stages),
             windows=window_sizes(len(layout.stages)),
             times=times,
         )
-    work = StepWork(num_microbatches=num_microbatches, microbatch_size=1, launch_width=layout.dp)
+    work = StepWork(
+        num_microbatches=num_microbatches,
+        microbatch_size=micro_batch_size,
+        launch_width=layout.dp,
+    )
     # A plan counts TP groups.
-    rules = replace(_rules(policy), clocks=clocks, power_cap_w=power_cap_w / layout.tp)
+    rules = replace(
+        _rules(policy, may_resize=may_resize), clocks=clocks, power_cap_w=power_cap_w / layout.tp
+    )
     plan = _planned(layout, work, times, rules)
     return PipelineFlow(
         layout=layout,
         num_microbatches=num_microbatches,
+        micro_batch_size=micro_batch_size,
+        policy=plan.chosen.choice.policy,
         pieces=plan_split(plan, work).assignment(),
         windows=plan.chosen.windows,
         clocks=() if plan.clocks is None else plan.clocks.clocks,
@@ -183,7 +237,9 @@ def level_layers(
     *,
     launch_cuts: Sequence[int],
     num_microbatches: int,
+    micro_batch_size: int = 1,
     policy: Policy,
+    may_resize: bool = False,
     move_workers: bool,
 ) -> ParallelLayout:
     """The same workers, with layers moved away from stages that have lost some of theirs.
@@ -194,15 +250,26 @@ def level_layers(
     """
     if layout.is_rectangular:
         return layout.recut(launch_cuts)
-    work = StepWork(num_microbatches=num_microbatches, microbatch_size=1, launch_width=layout.dp)
-    rules = _rules(policy, move_layers=True, move_workers=move_workers)
+    work = StepWork(
+        num_microbatches=num_microbatches,
+        microbatch_size=micro_batch_size,
+        launch_width=layout.dp,
+    )
+    rules = _rules(policy, may_resize=may_resize, move_layers=True, move_workers=move_workers)
     return _planned(layout, work, times, rules).layout
 
 
-def _rules(policy: Policy, *, move_layers: bool = False, move_workers: bool = False) -> PlanRules:
+def _rules(
+    policy: Policy,
+    *,
+    may_resize: bool,
+    move_layers: bool = False,
+    move_workers: bool = False,
+) -> PlanRules:
     """What a plan may do; nothing moves unless said."""
+    every = (REDEAL, REROUTE, RESIZE) if may_resize else (REDEAL, REROUTE)
     return PlanRules(
-        policies=(REDEAL, REROUTE) if policy == "auto" else (policy,),
+        policies=every if policy == "auto" else (policy,),
         move_layers=move_layers,
         move_workers=move_workers,
         greedy=False,
@@ -223,13 +290,23 @@ def _planned(
     costs = times.costs(
         num_layers=layout.num_layers,
         activation_bytes=1.0,
-        memory_bytes=(num_stages + 1) * slot * layout.num_layers / num_stages,
+        memory_bytes=work.microbatch_size
+        * (num_stages + 1)
+        * slot
+        * layout.num_layers
+        / num_stages,
     )
     return joint_plan(before=layout, after=layout, costs=costs, work=work, rules=rules)
 
 
-def _own(replica: int, num_replicas: int, num_microbatches: int) -> tuple[Piece, ...]:
+def _own(
+    replica: int, num_replicas: int, num_microbatches: int, micro_batch_size: int
+) -> tuple[Piece, ...]:
     own = replica_microbatches(
         replica, num_replicas=num_replicas, num_microbatches=num_microbatches
     )
-    return tuple(Piece(slot, k, k + 1) for slot, k in enumerate(own))
+    return tuple(Piece(slot, *Samples.of(k, size=micro_batch_size)) for slot, k in enumerate(own))
+
+
+def _intervals(stage: Sequence[Sequence[Piece]]) -> list[list[tuple[int, int]]]:
+    return [[(piece.start, piece.stop) for piece in pieces] for pieces in stage]

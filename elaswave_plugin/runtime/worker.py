@@ -501,6 +501,7 @@ def _layout_change(before: Flow, after: Flow) -> dict[str, object]:
     return {
         "layout_before": before.layout.to_json(),
         "layout_after": after.layout.to_json(),
+        "dataflow": after.policy,
         "pieces": after.pieces,
         "windows": after.windows,
         "clocks": after.clocks,

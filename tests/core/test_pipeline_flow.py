@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elaswave_plugin.core.dataflow import Samples
 from elaswave_plugin.core.layout import ParallelLayout, launch_layout
 from elaswave_plugin.core.pipeline_flow import PipelineFlow, Policy, flow_of
 from elaswave_plugin.core.schedule import BACKWARD, FORWARD
@@ -34,28 +35,38 @@ def lists_of(flow: PipelineFlow) -> tuple[tuple[tuple[object, ...], ...], ...]:
     st.lists(st.integers(0, 15), max_size=6, unique=True),
     st.integers(1, 3),
     st.sampled_from(["auto", "redeal", "reroute"]),
+    st.integers(1, 3),
 )
 def test_every_step_is_complete_and_runs(
-    sizes: tuple[int, int, int], losses: Sequence[int], rounds: int, policy: Policy
+    sizes: tuple[int, int, int], losses: Sequence[int], rounds: int, policy: Policy, size: int
 ) -> None:
     tp, pp, dp = sizes
     layout = after_losses(tp=tp, pp=pp, dp=dp, losses=losses)
     if layout is None:
         return
-    flow = flow_of(layout=layout, num_microbatches=rounds * dp, policy=policy)
+    flow = flow_of(
+        layout=layout, num_microbatches=rounds * dp, micro_batch_size=size, policy=policy
+    )
     for stage in range(pp):
         for position in range(tp):
             # Raises unless every micro-batch is placed exactly once.
             assert len(flow.cell(stage, position).fold()) == dp
     for groups in layout.stages:
         for slot in (slot for group in groups for slot in group.slots):
-            backwards = [op.start for op in flow.ops(slot) if op.kind == BACKWARD]
+            backwards = [op.start // size for op in flow.ops(slot) if op.kind == BACKWARD]
             assert all(before < after for before, after in pairwise(backwards))
-            forwards = [op.start for op in flow.ops(slot) if op.kind == FORWARD]
+            forwards = [op.start // size for op in flow.ops(slot) if op.kind == FORWARD]
             assert tuple(forwards) == flow.microbatches(slot) == tuple(backwards)
             seat = flow.seat(slot)
             assert seat is not None
-            assert all(flow.peer(seat.stage, k, seat.tp) == slot for k in forwards)
+            reports = flow.microbatches(slot) if seat.stage == pp - 1 else ()
+            assert flow.reports(slot) == reports
+    # Micro-batches pass whole.
+    for stage in range(pp - 1):
+        passing = flow.crossings(stage)
+        assert [(one.start, one.stop) for one in passing] == [
+            tuple(Samples.of(k, size=size)) for k in range(rounds * dp)
+        ]
     # Raises where the lists block each other.
     assert (
         simulate(
@@ -75,8 +86,93 @@ def test_free_workers_run_nothing() -> None:
     layout = launch_layout(tp=2, pp=2, dp=2, num_layers=2).without([0])
     flow = flow_of(layout=layout, num_microbatches=4)
     assert flow.seat(1) is None and flow.microbatches(1) == ()
-    with pytest.raises(ValueError, match="micro-batch 9 is not dealt at stage 0"):
-        flow.peer(0, 9, 0)
+
+
+SIZES = st.sampled_from([(1, 1, 3), (1, 2, 2), (2, 2, 2), (1, 4, 2), (1, 3, 4), (2, 2, 4)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(SIZES, st.lists(st.integers(0, 15), max_size=6, unique=True), st.integers(1, 3), st.data())
+def test_every_sample_of_a_resized_step_is_computed_once(
+    sizes: tuple[int, int, int], losses: Sequence[int], rounds: int, data: st.DataObject
+) -> None:
+    tp, pp, dp = sizes
+    layout = after_losses(tp=tp, pp=pp, dp=dp, losses=losses)
+    if layout is None or layout.is_rectangular:
+        return
+    size = data.draw(st.integers(1, 5))
+    flow = flow_of(
+        layout=layout, num_microbatches=rounds * dp, micro_batch_size=size, policy="resize"
+    )
+    assert flow.is_resized
+    with pytest.raises(ValueError, match="no exact order of sums"):
+        flow.cell(0, 0)
+    whole = list(range(rounds * dp * size))
+    for groups in layout.stages:
+        ran = {kind: [] for kind in (FORWARD, BACKWARD)}
+        for group in groups:
+            # All of a TP group run the same.
+            assert len({flow.ops(slot) for slot in group.slots}) == 1
+            for op in flow.ops(group.slots[0]):
+                ran[op.kind] += range(op.start, op.stop)
+        assert sorted(ran[FORWARD]) == sorted(ran[BACKWARD]) == whole
+    # Loads of a stage differ by a sample at most.
+    for pieces in flow.pieces:
+        loads = [sum(one.stop - one.start for one in mine) for mine in pieces]
+        assert max(loads) - min(loads) <= 1
+    reported = [k for group in layout.stages[-1] for k in flow.reports(group.slots[0])]
+    assert sorted(reported) == list(range(flow.num_reports))
+    stage_times = [StageTime(forward_s=1.0, backward_s=2.0)] * pp
+    assert not simulate(lists_of(flow), stage_times, LinkTime()).blocked
+
+
+@settings(max_examples=60, deadline=None)
+@given(SIZES, st.lists(st.integers(0, 15), max_size=6, unique=True), st.integers(1, 3), st.data())
+def test_every_row_of_a_resized_step_arrives_once(
+    sizes: tuple[int, int, int], losses: Sequence[int], rounds: int, data: st.DataObject
+) -> None:
+    """Each side reads what it sends and takes in from the same list, which both compute."""
+    tp, pp, dp = sizes
+    layout = after_losses(tp=tp, pp=pp, dp=dp, losses=losses)
+    if layout is None or layout.is_rectangular:
+        return
+    size = data.draw(st.integers(1, 5))
+    flow = flow_of(
+        layout=layout, num_microbatches=rounds * dp, micro_batch_size=size, policy="resize"
+    )
+    for stage in range(pp):
+        passing = flow.crossings(stage)
+        assert [k for one in passing for k in range(one.start, one.stop)] == list(
+            range(rounds * dp * size)
+        )
+        for side, of_stage in (("sender", stage), ("receiver", (stage + 1) % pp)):
+            for order, pieces in enumerate(flow.pieces[of_stage]):
+                mine = [one for one in passing if getattr(one, side) == order]
+                for piece in pieces:
+                    # The shares of a piece lie within it, one after the other, without a gap.
+                    shares = [one for one in mine if piece.start <= one.start < piece.stop]
+                    bounds = [piece.start, *(one.stop for one in shares)]
+                    assert bounds == [*(one.start for one in shares), piece.stop]
+                assert sum(one.stop - one.start for one in mine) == sum(
+                    piece.stop - piece.start for piece in pieces
+                )
+
+
+def test_auto_resizes_where_it_may_and_gains_by_it() -> None:
+    """Three replicas for four micro-batches of four samples: whole ones leave a worker idle."""
+    layout = launch_layout(tp=1, pp=2, dp=4, num_layers=4).without([0])
+    sizes = {"num_microbatches": 4, "micro_batch_size": 4}
+    free = flow_of(layout=layout, may_resize=True, **sizes)
+    assert free.policy == "resize"
+    assert flow_of(layout=layout, **sizes).policy in {"redeal", "reroute"}
+    times = [StageTime(forward_s=2.0, backward_s=4.0)] * 2
+    seconds = {
+        policy: simulate(
+            lists_of(flow_of(layout=layout, policy=policy, **sizes)), times, LinkTime()
+        ).seconds
+        for policy in ("redeal", "reroute", "resize")
+    }
+    assert seconds["resize"] == min(seconds.values()) < seconds["redeal"]
 
 
 def test_auto_is_no_slower_in_simulation_than_either_policy() -> None:

@@ -4,7 +4,14 @@ import itertools
 from dataclasses import replace
 
 from tests.fault_matrix import FaultMatrix, Runs
-from tests.faults.harness import PRELOAD, JobSpec, Outcome, check_equal
+from tests.faults.harness import (
+    PRELOAD,
+    JobSpec,
+    Outcome,
+    check_equal,
+    check_survived,
+    max_relative_difference,
+)
 from tests.faults.matrix import write_text
 
 PHASES = ("forward", "backward", "reduce", "optimizer")
@@ -36,8 +43,19 @@ PP2_VPP2_DP2 = JobSpec(
     ),
 )
 REROUTE = ("--elaswave-dataflow=reroute",)
+RESIZE = ("--elaswave-dataflow=resize", "--calculate-per-token-loss", "--micro-batch-size=2")
 # In TP2 x PP2 x DP2 these share a state between them: it is lost with the memory of both.
 ONLY_COPIES = ((0, 2), (1, 3), (4, 6), (5, 7))
+
+
+def resized(spec: JobSpec) -> JobSpec:
+    """The same job with micro-batches of two samples, which are cut anew after a loss."""
+    return replace(
+        spec,
+        global_batch=2 * spec.global_batch,
+        consistency="fast",
+        options=(*spec.options, *RESIZE),
+    )
 
 
 def cases() -> tuple[JobSpec, ...]:
@@ -67,15 +85,37 @@ def cases() -> tuple[JobSpec, ...]:
         for spec in (PP2_DP2, PP4_DP2, PP2_VPP2_DP2)
         for slot, phase in itertools.product(range(spec.nproc), PHASES)
     ]
-    return (*single, *pairs, *with_memory, *pipelines)
+    cut = [
+        replace(resized(TP2_PP2_DP2), kills=(f"{slot}@3:{phase}",))
+        for slot, phase in itertools.product(range(8), PHASES)
+    ]
+    return (*single, *pairs, *with_memory, *pipelines, *cut)
 
 
 def check(run: Outcome, runs: Runs) -> None:
-    """Bit-equal to the run that nothing disturbs, or a clean stop that names what is lost."""
-    if run.spec.lost_supervisors in ONLY_COPIES:
+    """Bit-equal to the run that nothing disturbs, or a clean stop that names what is lost.
+
+    Where micro-batches are cut, bit-equal to the twin.
+    """
+    if RESIZE[0] in run.spec.options:
+        check_resized(run, twin=runs.twin(run.spec), undisturbed=runs.reference(run.spec))
+    elif run.spec.lost_supervisors in ONLY_COPIES:
         check_stopped(run)
     else:
         check_equal(run, runs.reference(replace(run.spec, options=undisturbed(run.spec))))
+
+
+def check_resized(
+    run: Outcome, *, twin: Outcome, undisturbed: Outcome, within: float = 1e-6
+) -> None:
+    """Micro-batches were cut; bit-equal to the twin, close to the run that nothing disturbs."""
+    for one in (run, twin):
+        check_survived(one)
+        assert {event["dataflow"] for event in one.events("recovered")} == {"resize"}
+    assert run.trace() == twin.trace()
+    assert max_relative_difference(run, undisturbed) < within
+    # Negative control: the sums are really made in another order.
+    assert run.trace() != undisturbed.trace()
 
 
 def undisturbed(spec: JobSpec) -> tuple[str, ...]:

@@ -76,10 +76,11 @@ def make_run(
 def layout_change(processors: int = 4) -> dict[str, Any]:
     """What the survivors of a hybrid run report of its change of layout."""
     after = HYBRID.without([KILLED])
-    flow = flow_of(layout=after, num_microbatches=NUM_MICROBATCHES)
+    flow = flow_of(layout=after, num_microbatches=NUM_MICROBATCHES, micro_batch_size=2)
     return {
         "layout_before": HYBRID.to_json(),
         "layout_after": after.to_json(),
+        "dataflow": flow.policy,
         "pieces": flow.pieces,
         "windows": flow.windows,
         "processors": processors,

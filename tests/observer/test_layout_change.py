@@ -101,7 +101,7 @@ def test_two_changes_are_told_from_the_first_layout_to_the_last(tmp_path: Path) 
 
     def and_another(name: str, record: dict[str, Any]) -> dict[str, Any]:
         if record.get("kind") == "recovered" and record["slot"] == 3:
-            pieces = [[[[k, k, k + 1] for k in range(6)]] for _ in range(2)]
+            pieces = [[[[k, 2 * k, 2 * k + 2] for k in range(6)]] for _ in range(2)]
             changed = {"layout_before": record["layout_after"], "layout_after": last.to_json()}
             changed |= {"pieces": pieces, "windows": [2, 1]}
             return {**record, **changed, "epoch": 3, "bytes_moved": 100}

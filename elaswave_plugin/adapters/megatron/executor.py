@@ -7,7 +7,7 @@ micro-batches that a replica had at launch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -16,7 +16,7 @@ from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
 
 from elaswave_plugin.adapters.megatron.reduction import GradientReduction
-from elaswave_plugin.core.dataflow import Dataflow
+from elaswave_plugin.core.dataflow import Dataflow, Samples
 from elaswave_plugin.core.exact import Contribution
 from elaswave_plugin.core.pipeline_flow import PipelineFlow
 from elaswave_plugin.errors import ConfigurationError
@@ -35,11 +35,19 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
             )
 
 
-def order_of(flow: Dataflow | PipelineFlow, slot: int) -> tuple[int, ...]:
-    """Micro-batches of a worker in the order in which it runs their forwards."""
+class Order(NamedTuple):
+    """What a worker runs, in the order of its forwards: the samples, and which loss it reports."""
+
+    pieces: tuple[Samples, ...]
+    reports: tuple[int, ...]
+
+
+def order_of(flow: Dataflow | PipelineFlow, slot: int, *, micro_batch_size: int) -> Order:
+    """The pieces of a worker; losses are counted by micro-batch, or by resized piece."""
     if isinstance(flow, PipelineFlow):
-        return flow.microbatches(slot)
-    return tuple(k for part in flow.contributions(slot) for k in part.microbatches)
+        return Order(flow.samples(slot), flow.reports(slot))
+    ks = tuple(k for part in flow.contributions(slot) for k in part.microbatches)
+    return Order(tuple(Samples.of(k, size=micro_batch_size) for k in ks), ks)
 
 
 def run_contributions(

@@ -159,6 +159,8 @@ class MegatronFramework:
         def step(*args: Any, **kwargs: Any) -> Any:
             self._worker.begin_update()
             result = update(*args, **kwargs) if self._seated else (True, 0.0, None)
+            if self._free_workers_scale:
+                result = (self._is_applied(result[0]), *result[1:])
             self._applied_steps += int(bool(result[0]))
             if not self._seated:
                 # What all workers save alike, rank 0 saves: maybe this one.
@@ -166,6 +168,25 @@ class MegatronFramework:
             return result
 
         self._optimizer.step = step
+
+    @property
+    def _free_workers_scale(self) -> bool:
+        """Whether there are workers without a place that have to follow a loss scaler."""
+        seating, ranks = self._worker.seating, self._worker.view.ranks
+        has_free = any(seating.cell_of(slot) is None for slot in ranks)
+        return has_free and self._distributed.grad_scaler is not None
+
+    def _is_applied(self, applied: bool) -> bool:
+        """Whether the others applied the step; collective over WORLD.
+
+        The loss scaler of a worker without a place counts the step as theirs did: rank 0 saves it,
+        and that may be this one.
+        """
+        skipped = torch.tensor(int(not applied), device=torch.cuda.current_device())
+        dist.all_reduce(skipped, op=dist.ReduceOp.MAX)
+        if not self._seated:
+            self._distributed.grad_scaler.update(bool(skipped))
+        return not skipped
 
     def _gathering(self, native: Callable[..., None]) -> Callable[..., None]:
         """Gathers weights, announced; a free worker has none to gather."""
@@ -273,8 +294,12 @@ class MegatronFramework:
         cell = self._worker.seating.cell_of(self._worker.slot)
         self._seated = cell is not None
         if cell is not None:
-            mine = flow.cell(*cell.key) if isinstance(flow, PipelineFlow) else flow
-            assert isinstance(mine, Dataflow) and not isinstance(flow, Shares)
+            assert not isinstance(flow, Shares)
+            mine: Dataflow | None
+            if isinstance(flow, PipelineFlow):
+                mine = None if flow.is_resized else flow.cell(*cell.key)
+            else:
+                mine = flow
             self.reduction.set_dataflow(mine, cell.ranks, native=flow.is_healthy)
         return self._seated
 

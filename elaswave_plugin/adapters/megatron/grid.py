@@ -11,7 +11,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from elaswave_plugin.adapters.megatron import buffers
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
-from elaswave_plugin.adapters.megatron.refuse import check_grid
+from elaswave_plugin.adapters.megatron.refuse import check_grid, why_whole_pieces
 from elaswave_plugin.adapters.megatron.tied_embeddings import TiedWeight, find_tied_weight
 from elaswave_plugin.adapters.megatron.units import unit_lengths
 from elaswave_plugin.config import ElasticConfig, parse_clocks
@@ -37,9 +37,18 @@ class Grid:
     """What the launch fixed for the whole job, alike on every worker."""
 
     def __init__(
-        self, worker: Worker, framework: MegatronFramework, *, num_microbatches: int
+        self,
+        worker: Worker,
+        framework: MegatronFramework,
+        *,
+        num_microbatches: int,
+        micro_batch_size: int,
+        why_whole: str | None,
     ) -> None:
-        """Collective over WORLD; raises ConfigurationError for what is carried in DP jobs only."""
+        """Collective over WORLD; raises ConfigurationError for what is carried in DP jobs only.
+
+        ``why_whole``: why the script gives whole micro-batches only, if so.
+        """
         chunks = framework.chunks
         check_grid(chunks[0].config, native_groups=worker.groups.has_native_groups)
         self.layout = launch_layout(
@@ -54,14 +63,20 @@ class Grid:
         for one in stages:
             framework.parameter_groups.update(one.groups)
         self.tied = {one.stage: one.tied for one in stages if one.tied is not None}
-        policy = worker.config.dataflow
+        work: dict[str, Any] = {
+            "num_microbatches": num_microbatches,
+            "micro_batch_size": micro_batch_size,
+            "policy": worker.config.dataflow,
+            "may_resize": _resizes(
+                worker.config, why_whole or why_whole_pieces(chunks), micro_batch_size
+            ),
+        }
         partition = None
         if _moves_layers(worker.config, framework.why_layers_stay()):
             partition = partial(
                 level_layers,
                 launch_cuts=self.layout.cuts,
-                num_microbatches=num_microbatches,
-                policy=policy,
+                **work,
                 move_workers=framework.why_workers_stay() is None,
             )
         self.seating = GridSeating.at_launch(
@@ -74,7 +89,7 @@ class Grid:
         )
         more = _clock_limits(worker.config, workers=len(self.layout.workers))
         worker.stopwatch.clocks = clocks_for(worker.config, _gpu_of(chunks[0]))
-        self.deal = partial(flow_of, num_microbatches=num_microbatches, policy=policy, **more)
+        self.deal = partial(flow_of, **work, **more)
 
 
 def _stages(worker: Worker, framework: MegatronFramework) -> list[Stage]:
@@ -123,6 +138,16 @@ def _clock_limits(config: ElasticConfig, *, workers: int) -> dict[str, Any]:
             " wanted at least that, or leave it out"
         )
     return {"clocks": table, "power_cap_w": cap_w}
+
+
+def _resizes(config: ElasticConfig, why_whole: str | None, micro_batch_size: int) -> bool:
+    """Whether auto may cut micro-batches; raises ConfigurationError where they have to be cut."""
+    if why_whole and config.dataflow == "resize":
+        raise ConfigurationError(
+            f"dataflow is resize, and micro-batches cannot be cut here: {why_whole}; set dataflow"
+            " to auto"
+        )
+    return config.consistency == "fast" and micro_batch_size > 1 and not why_whole
 
 
 def _gpu_of(chunk: DistributedDataParallel) -> str | None:

@@ -24,6 +24,7 @@ from elaswave_plugin.adapters.megatron.refuse import check_supported
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.adapters.recording import Recording
 from elaswave_plugin.config import ElasticConfig
+from elaswave_plugin.core.dataflow import Samples
 from elaswave_plugin.core.groups import Seat
 from elaswave_plugin.core.layout import sizes_of
 from elaswave_plugin.runtime.loop import ElasticLoop, GuardedSteps, StepReport
@@ -94,7 +95,10 @@ class ElasticJob:
             prepare=partial(rng.install_keyed_draws, seed=self._seed),
         )
         self._microbatches = Microbatches(
-            self._worker, self._framework, num_microbatches=self._num_microbatches
+            self._worker,
+            self._framework,
+            num_microbatches=self._num_microbatches,
+            micro_batch_size=self._micro_batch_size,
         )
         self._recording = Recording(
             self._worker, self._tracker, pieces=self._framework.named_pieces
@@ -113,7 +117,7 @@ class ElasticJob:
         )
 
     def batches(self, dataset: Any) -> KeyedBatches:
-        """Batches keyed by micro-batch; every one is written to the ledger before it is used."""
+        """Batches keyed by sample; every one is written to the ledger before it is used."""
         return KeyedBatches(
             dataset,
             micro_batch_size=self._micro_batch_size,
@@ -128,9 +132,9 @@ class ElasticJob:
             step = self._evaluations if forward_only else self._worker.completed
             self._evaluations += int(forward_only)
 
-            def begin(batches: KeyedBatches, chunk: Any, microbatch: int) -> None:
-                batches.deliver(step, microbatch)
-                rng.set_key(step, microbatch)
+            def begin(batches: KeyedBatches, chunk: Any, samples: Samples) -> None:
+                batches.deliver(step, samples)
+                rng.set_key(step, samples, size=self._micro_batch_size)
 
             return self._microbatches.forward_backward(
                 function, begin, forward_only=forward_only, **kwargs
@@ -147,6 +151,7 @@ class ElasticJob:
         """Leave with the others."""
         self._loop.finish(before_leaving=self._tracker.close)
         self._worker.groups.uninstall()
+        self._microbatches.finish()
         self._patches.undo()
 
     def train(
@@ -163,7 +168,7 @@ class ElasticJob:
         def attempt() -> StepReport:
             losses, grad_norm = train_step()
             pace = self._worker.stopwatch.times.pace
-            loss, tokens, norm = self._agree(losses, float(grad_norm), pace=pace)
+            loss, tokens, norm = self._agree(losses, float(grad_norm or 0.0), pace=pace)
             lr = self._framework.learning_rate()
             return StepReport(loss=loss, grad_norm=norm, lr=lr, tokens=tokens)
 
@@ -180,15 +185,15 @@ class ElasticJob:
     ) -> tuple[float, int, float]:
         """Mean loss, tokens and gradient norm, alike on every worker; paces are compared.
 
-        Losses are summed in ascending order of micro-batch and divided by the tokens.
+        Losses are summed in ascending order of samples and divided by the tokens.
         """
-        worker, count = self._worker, self._num_microbatches
-        # A row for each micro-batch, for the norm, and for each worker of the launch.
+        worker, count = self._worker, self._microbatches.num_reports
+        # A row for each loss of the step, for the norm, and for each worker of the launch.
         table = torch.zeros(count + 1 + len(worker.homes), 2, dtype=torch.float64)
         table[count + 1 + worker.slot, 0] = pace or 0.0
         if self._microbatches.reports_losses:
-            for microbatch, pair in zip(self._microbatches.executed, losses, strict=True):
-                table[microbatch] = torch.tensor(pair, dtype=torch.float64)
+            for row, pair in zip(self._microbatches.reports, losses, strict=True):
+                table[row] = torch.tensor(pair, dtype=torch.float64)
         table[count, 0] = grad_norm if self._microbatches.seat == Seat(0, 0, 0) else 0.0
         # Every row has one contributor, so that the sum only adds zeros to it.
         dist.all_reduce(table)

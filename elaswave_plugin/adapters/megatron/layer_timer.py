@@ -24,12 +24,17 @@ class LayerTimer:
         self._stopwatch = stopwatch
         self._forward: Mark | None = None
         self._backward: Mark | None = None
+        # Samples of the pass forward, and of the one backward.
+        self._rows = {FORWARD: 1, BACKWARD: 1}
 
     def _pass(self, part: str, which: str, first: Mark | None, *, tokens: int = 0) -> Mark:
-        """A pass that began at ``first`` ends here; where it began is not known after a change."""
+        """A pass that began at ``first`` ends here; where it began is not known after a change.
+
+        ``tokens`` of a sample, if known.
+        """
         if first is None:
             return self._stopwatch.mark()
-        count = len(self._block.layers) if part == LAYER else 1
+        count = self._rows[which] * (len(self._block.layers) if part == LAYER else 1)
         return self._stopwatch.lap(part, which, first, count=count, tokens=tokens)
 
     # ---- forward --------------------------------------------------------------------------------
@@ -46,6 +51,9 @@ class LayerTimer:
         hidden = self._block.input_tensor
         if self._block.pre_process:
             hidden = keywords.get("hidden_states", inputs[0] if inputs else None)
+        if isinstance(hidden, torch.Tensor):
+            self._rows[FORWARD] = hidden.shape[1]
+        if self._block.pre_process:
             self._forward = self._pass(FRONT, FORWARD, self._forward)
         else:
             self._forward = self._stopwatch.mark()
@@ -57,8 +65,7 @@ class LayerTimer:
         if self._forward is None:
             return
         hidden = output[0] if isinstance(output, tuple) else output
-        tokens = hidden.shape[0] * hidden.shape[1]
-        self._forward = self._pass(LAYER, FORWARD, self._forward, tokens=tokens)
+        self._forward = self._pass(LAYER, FORWARD, self._forward, tokens=hidden.shape[0])
         if hidden.requires_grad:
             hidden.register_hook(self._enter_layers_backward)
 
@@ -77,6 +84,7 @@ class LayerTimer:
         self._backward = self._stopwatch.mark()
 
     def _enter_layers_backward(self, gradient: torch.Tensor) -> None:
+        self._rows[BACKWARD] = gradient.shape[1]
         if self._block.post_process:
             self._backward = self._pass(BEHIND, BACKWARD, self._backward)
         else:

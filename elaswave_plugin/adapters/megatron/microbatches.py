@@ -1,4 +1,4 @@
-"""Which micro-batches this worker runs in a step, and the forward-backward function that does."""
+"""Which samples this worker runs in a step, and the forward-backward function that does."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,34 +8,46 @@ from megatron.core import parallel_state
 
 from elaswave_plugin.adapters.megatron import executor
 from elaswave_plugin.adapters.megatron.contract import ForwardBackward
+from elaswave_plugin.adapters.megatron.cut_dropout import cut_patches
 from elaswave_plugin.adapters.megatron.data import in_order
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
 from elaswave_plugin.adapters.megatron.grid import Grid
 from elaswave_plugin.adapters.megatron.pipeline import RaggedPipeline
 from elaswave_plugin.adapters.megatron.tied_embeddings import TiedWeight
-from elaswave_plugin.core.dataflow import Dataflow, deal
+from elaswave_plugin.core.dataflow import Dataflow, Samples, deal
 from elaswave_plugin.core.groups import Seat
 from elaswave_plugin.core.pipeline_flow import PipelineFlow
 from elaswave_plugin.runtime.worker import Worker
 
-# Called with (data iterator, model chunk, micro-batch) before each forward step.
-Begin = Callable[[Any, Any, int], None]
+# Called with (data iterator, model chunk, samples) before each forward step.
+Begin = Callable[[Any, Any, Samples], None]
 
 
 class Microbatches:
-    """One worker's micro-batches under the flow that the view of the job asks for."""
+    """One worker's part of a step under the flow that the view of the job asks for."""
 
     def __init__(
-        self, worker: Worker, framework: MegatronFramework, *, num_microbatches: int
+        self,
+        worker: Worker,
+        framework: MegatronFramework,
+        *,
+        num_microbatches: int,
+        micro_batch_size: int,
+        why_whole: str | None = None,
     ) -> None:
         """Bind the worker to the framework and its deal; collective over WORLD.
 
+        ``why_whole``: why the script gives whole micro-batches only, if so.
         Raises ConfigurationError for what tensor and pipeline parallel jobs do not carry.
         """
         self._worker = worker
         self._framework = framework
         self.num_microbatches = num_microbatches
-        self.executed: tuple[int, ...] = ()
+        self._micro_batch_size = micro_batch_size
+        # What was run last, and which losses of the step its reports are.
+        self.executed: tuple[Samples, ...] = ()
+        self.reports: tuple[int, ...] = ()
+        self._cut_patches = cut_patches()
         self._tied: dict[int, TiedWeight] = {}
         self._forward_only = False
         self._enters = True
@@ -44,14 +56,20 @@ class Microbatches:
             worker.config.check_without_stages()
             worker.bind(framework, deal=partial(deal, num_microbatches=num_microbatches))
         else:
-            grid = Grid(worker, framework, num_microbatches=num_microbatches)
+            grid = Grid(
+                worker,
+                framework,
+                num_microbatches=num_microbatches,
+                micro_batch_size=micro_batch_size,
+                why_whole=why_whole,
+            )
             self._tied = grid.tied
             worker.bind(framework, deal=grid.deal, seating=grid.seating)
         framework.take_place(worker.dataflow)
 
     @property
     def flow(self) -> Dataflow | PipelineFlow:
-        """What the workers run now: whole micro-batches, as this adapter deals them."""
+        """What the workers run now, as this adapter deals it."""
         flow = self._worker.dataflow
         assert isinstance(flow, Dataflow | PipelineFlow)
         return flow
@@ -66,10 +84,16 @@ class Microbatches:
 
     @property
     def reports_losses(self) -> bool:
-        """Whether the losses of this worker's micro-batches are counted here: once for each."""
+        """Whether the losses of what this worker runs are counted here: once for each."""
         seat, flow = self.seat, self.flow
         last = len(flow.layout.stages) - 1 if isinstance(flow, PipelineFlow) else 0
         return seat is not None and (seat.stage, seat.tp) == (last, 0)
+
+    @property
+    def num_reports(self) -> int:
+        """Losses that all workers together report of a step."""
+        flow = self.flow
+        return flow.num_reports if isinstance(flow, PipelineFlow) else self.num_microbatches
 
     def consume(self, step: int, microbatch: int, ids: tuple[int, ...]) -> None:
         """Write to the ledger that the samples of a micro-batch are about to be used."""
@@ -94,16 +118,22 @@ class Microbatches:
         """Healthy: Megatron-Core's own ``function``. After a loss: what this worker has to run.
 
         ``kwargs`` are the function's, without the number of micro-batches. Returns the reported
-        losses, one for each of ``executed``, where they are known, else none.
+        losses, one for each of ``reports``, where they are known, else none.
         """
         worker, flow = self._worker, self.flow
         executor.check_arguments(kwargs)
         self._forward_only = forward_only
-        self.executed = executor.order_of(flow, worker.slot)
+        if isinstance(flow, PipelineFlow) and flow.is_resized:
+            self._cut_patches.apply()
+        else:
+            self._cut_patches.undo()
+        self.executed, self.reports = executor.order_of(
+            flow, worker.slot, micro_batch_size=self._micro_batch_size
+        )
 
-        def starting(iterator: Any, chunk: Any, microbatch: int) -> None:
+        def starting(iterator: Any, chunk: Any, samples: Samples) -> None:
             self._enters = chunk is self._framework.chunks[0]
-            begin(iterator, chunk, microbatch)
+            begin(iterator, chunk, samples)
 
         kwargs["forward_step_func"] = in_order(kwargs["forward_step_func"], self.executed, starting)
         if isinstance(flow, PipelineFlow) and not flow.is_healthy:
@@ -120,6 +150,10 @@ class Microbatches:
             model=self._framework.chunks[0],
             replica_microbatches=self.num_microbatches // flow.num_replicas,
         )
+
+    def finish(self) -> None:
+        """Nothing is run any more."""
+        self._cut_patches.undo()
 
     def _run_pipeline(
         self,

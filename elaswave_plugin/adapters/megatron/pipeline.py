@@ -2,11 +2,12 @@
 
 Rectangular layouts run Megatron-Core's own schedule. After a loss the list of ``core/schedule.py``
 is run instead, with Megatron-Core's own forward and backward steps (megatron/core/
-pipeline_parallel/schedules.py); each micro-batch's activations and their gradients go to whoever
-runs it at the next stage, point to point and tagged by micro-batch.
+pipeline_parallel/schedules.py); the activations of each piece and their gradients go to whoever
+runs its samples at the next stage, point to point, row by row where the stages cut the samples
+differently, and tagged by the first sample.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from elaswave_plugin.adapters.megatron.accumulators import GradAccumulators
 from elaswave_plugin.adapters.megatron.reduction import GradientReduction
 from elaswave_plugin.adapters.megatron.tied_embeddings import TiedWeight, add_other_stage
+from elaswave_plugin.core.dataflow import Crossing
 from elaswave_plugin.core.exact import Contribution
 from elaswave_plugin.core.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.schedule import FORWARD, Op
@@ -61,8 +63,13 @@ class RaggedPipeline:
             cp_group=parallel_state.get_context_parallel_group(),
         )[0]
         self._ops = flow.ops(slot)
-        # What this worker contributes to the reduction.
-        self._parts = flow.cell(seat.stage, seat.tp).contributions(slot)
+        before, after = flow.crossings(seat.stage - 1), flow.crossings(seat.stage)
+        self._above: list[Crossing] = [one for one in before if one.receiver == seat.order]
+        self._below: list[Crossing] = [one for one in after if one.sender == seat.order]
+        # What this worker contributes to the reduction, where contributions are kept apart.
+        self._parts: tuple[Contribution, ...] = ()
+        if reduction.keeps_contributions_apart:
+            self._parts = flow.cell(seat.stage, seat.tp).contributions(slot)
         self._held: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._left = {
             part.microbatches[0]: len(part.microbatches) * len(chunks) for part in self._parts
@@ -106,10 +113,10 @@ class RaggedPipeline:
         losses: list[Any],
         forward_only: bool,
     ) -> None:
-        microbatch, part = op.start, self._part_of(op)
+        part = self._part_of(op)
         arrived = None
         if part > 0:
-            arrived = self._receive(part - 1, microbatch, self._forward_tag(part, microbatch))
+            arrived = self._receive(op, part - 1)
             arrived.requires_grad_()
         output, tokens = schedules.forward_step(
             forward_step_func,
@@ -121,36 +128,33 @@ class RaggedPipeline:
             self._config,
             parallel_state.get_context_parallel_world_size(),
             is_first_microbatch=op == self._ops[0],
-            current_microbatch=microbatch,
+            current_microbatch=op.start // self._flow.micro_batch_size,
             vp_stage=op.chunk if len(self._chunks) > 1 else None,
             is_last_stage=part == self._last,
         )
         self._tokens += tokens
         if part < self._last:
-            tag = self._forward_tag(part + 1, microbatch)
-            self._send(output.detach(), part + 1, microbatch, tag)
+            self._send(output.detach(), op, part + 1)
         if not forward_only:
-            self._held[op.chunk, microbatch] = arrived, output
+            self._held[op.chunk, op.start] = arrived, output
             if part < self._last:
                 # What is sent shares the storage, and keeps it until it has left.
                 schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
 
     def _backward(self, op: Op, accumulators: GradAccumulators) -> None:
-        microbatch, part = op.start, self._part_of(op)
-        gradient = None
-        if part < self._last:
-            gradient = self._receive(part + 1, microbatch, self._backward_tag(part, microbatch))
-        contribution = next(one for one in self._parts if microbatch in one.microbatches)
-        if self._reduction.keeps_contributions_apart:
+        part = self._part_of(op)
+        gradient = self._receive(op, part + 1) if part < self._last else None
+        microbatch = op.start // self._flow.micro_batch_size
+        contribution = next((one for one in self._parts if microbatch in one.microbatches), None)
+        if contribution is not None:
             accumulators.select(contribution.microbatches[0])
-        arrived, output = self._held.pop((op.chunk, microbatch))
+        arrived, output = self._held.pop((op.chunk, op.start))
         input_gradient = schedules.backward_step(
             arrived, output, gradient, ModelType.encoder_or_decoder, self._config
         )
         if input_gradient is not None:
-            tag = self._backward_tag(part - 1, microbatch)
-            self._send(input_gradient, part - 1, microbatch, tag)
-        if self._reduction.keeps_contributions_apart:
+            self._send(input_gradient, op, part - 1)
+        if contribution is not None:
             self._ship_when_complete(contribution, accumulators)
 
     def _ship_when_complete(self, one: Contribution, accumulators: GradAccumulators) -> None:
@@ -184,7 +188,7 @@ class RaggedPipeline:
                 tied=self._tied,
                 group=self._group,
                 ranks=self._ranks,
-                tag=2 * self._flow.num_microbatches * (self._last + 1),
+                tag=self._tag(0, taking_in=self._last + 1, backward=False),
             )
         if self._config.calculate_per_token_loss:
             # Counted once: where the losses are, and there by one worker of each TP group.
@@ -196,27 +200,45 @@ class RaggedPipeline:
 
     # ---- point to point -------------------------------------------------------------------------
 
-    def _forward_tag(self, part: int, microbatch: int) -> int:
-        """The tag of the activations that a virtual stage takes in."""
-        return 2 * (part * self._flow.num_microbatches + microbatch)
+    def _tag(self, sample: int, *, taking_in: int, backward: bool) -> int:
+        """The tag of what a virtual stage takes in: activations, or gradients of its own."""
+        num_samples = self._flow.num_microbatches * self._flow.micro_batch_size
+        return 2 * (taking_in * num_samples + sample) + backward
 
-    def _backward_tag(self, part: int, microbatch: int) -> int:
-        """The tag of the gradients that a virtual stage takes in."""
-        return self._forward_tag(part, microbatch) + 1
+    def _shares(self, op: Op, part: int) -> Iterator[tuple[int, int, int]]:
+        """(rank, first row, last row + 1) of who runs rows of a piece at a neighbouring stage."""
+        goes_on = part > self._part_of(op)
+        groups = self._flow.layout.stages[part % self._num_stages]
+        for one in self._below if goes_on else self._above:
+            if op.start <= one.start < op.stop:
+                peer = groups[one.receiver if goes_on else one.sender]
+                rank = self._ranks.index(peer.slots[self._seat.tp])
+                yield rank, one.start - op.start, one.stop - op.start
 
-    def _rank_of(self, part: int, microbatch: int) -> int:
-        slot = self._flow.peer(part % self._num_stages, microbatch, self._seat.tp)
-        return self._ranks.index(slot)
+    def _send(self, rows: torch.Tensor, op: Op, part: int) -> None:
+        """Send activations, or gradients, [sequence, samples, hidden] of a piece to ``part``."""
+        backward = op.kind != FORWARD
+        for rank, low, high in self._shares(op, part):
+            tag = self._tag(op.start + low, taking_in=part, backward=backward)
+            dense = rows[:, low:high].contiguous()
+            work = dist.isend(dense, group=self._group, group_dst=rank, tag=tag)
+            self._sends.append((work, dense))
 
-    def _send(self, tensor: torch.Tensor, part: int, microbatch: int, tag: int) -> None:
-        dense = tensor.contiguous()
-        rank = self._rank_of(part, microbatch)
-        self._sends.append((dist.isend(dense, group=self._group, group_dst=rank, tag=tag), dense))
-
-    def _receive(self, part: int, microbatch: int, tag: int) -> torch.Tensor:
-        tensor = torch.empty(
-            self._shape, dtype=self._config.pipeline_dtype, device=torch.cuda.current_device()
-        )
-        rank = self._rank_of(part, microbatch)
-        dist.recv(tensor, group=self._group, group_src=rank, tag=tag)
-        return tensor
+    def _receive(self, op: Op, part: int) -> torch.Tensor:
+        """Activations, or gradients, [sequence, samples, hidden] of a piece from ``part``."""
+        backward = op.kind != FORWARD
+        sequence, _, hidden = self._shape
+        arriving = []
+        for rank, low, high in self._shares(op, part):
+            space = torch.empty(
+                (sequence, high - low, hidden),
+                dtype=self._config.pipeline_dtype,
+                device=torch.cuda.current_device(),
+            )
+            tag = self._tag(op.start + low, taking_in=self._part_of(op), backward=backward)
+            work = dist.irecv(space, group=self._group, group_src=rank, tag=tag)
+            arriving.append((work, space))
+        for work, _ in arriving:
+            assert work is not None
+            work.wait()
+        return arriving[0][1] if len(arriving) == 1 else torch.cat([one for _, one in arriving], 1)

@@ -17,6 +17,7 @@ from elaswave_plugin.adapters.megatron.contract import (
 )
 from elaswave_plugin.adapters.megatron.data import KeyedBatches, in_order
 from elaswave_plugin.adapters.patching import PatchSet
+from elaswave_plugin.core.dataflow import Samples
 from elaswave_plugin.core.exact import replica_microbatches
 from elaswave_plugin.core.layout import sizes_of
 from elaswave_plugin.runtime.loop import StepReport
@@ -80,8 +81,8 @@ class PlainJob:
                 self._evaluations += 1
             kwargs["forward_step_func"] = in_order(
                 kwargs["forward_step_func"],
-                mine,
-                lambda batches, chunk, microbatch: batches.deliver(step, microbatch),
+                [Samples.of(k, size=self._micro_batch_size) for k in mine],
+                lambda batches, chunk, samples: batches.deliver(step, samples),
             )
             return function(num_microbatches=len(mine), **kwargs)
 
@@ -102,7 +103,10 @@ class PlainJob:
             yield (
                 self._step - 1,
                 StepReport(
-                    loss=total / tokens, grad_norm=float(grad_norm), lr=lr, tokens=int(tokens)
+                    loss=total / tokens,
+                    grad_norm=float(grad_norm or 0.0),
+                    lr=lr,
+                    tokens=int(tokens),
                 ),
             )
         self.finish()

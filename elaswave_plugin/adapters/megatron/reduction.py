@@ -34,6 +34,7 @@ class GradientReduction:
         self._announce = announce
         self._group = chunks[0].intra_dp_cp_group
         self._dataflow: Dataflow | None = None
+        self._native = True
         self._ranks: tuple[int, ...] = ()
         self._pieces: dict[tuple[int, int], torch.Tensor] = {}
         self._sends: list[tuple[Any, torch.Tensor]] = []
@@ -48,12 +49,16 @@ class GradientReduction:
                 group.start_grad_sync = self._starting(group.start_grad_sync)
                 group.finish_grad_sync = self._finishing(group, group.finish_grad_sync)
 
-    def set_dataflow(self, dataflow: Dataflow, ranks: tuple[int, ...], *, native: bool) -> None:
+    def set_dataflow(
+        self, dataflow: Dataflow | None, ranks: tuple[int, ...], *, native: bool
+    ) -> None:
         """Reduce by ``dataflow`` from now on; ``ranks``: slots of the data-parallel group.
 
-        ``native``: the framework's own schedule runs, and starts the reductions itself.
+        None has no canonical order, and is for fast mode. ``native``: the framework's own schedule
+        runs, and starts the reductions itself.
         """
-        self._dataflow = None if native else dataflow
+        assert native or dataflow is not None or not self._exact
+        self._dataflow, self._native = dataflow, native
         self._ranks = ranks
         self.drop()
 
@@ -65,7 +70,7 @@ class GradientReduction:
     @property
     def keeps_contributions_apart(self) -> bool:
         """Whether each contribution has to be shipped on its own."""
-        return self._exact and self._dataflow is not None
+        return self._exact and not self._native
 
     def ship(self, contribution: Contribution) -> None:
         """Send the gradients now in the buffers to the shard owners, as one contribution."""
@@ -107,7 +112,7 @@ class GradientReduction:
 
     def _finishing(self, group: Any, native: Callable[..., None]) -> Callable[..., None]:
         def finish_grad_sync(force_all_reduce: bool | None = False) -> None:
-            if self._dataflow is None:
+            if self._native:
                 native(force_all_reduce=force_all_reduce)
             elif not self._exact:
                 # The executor counted no gradients, so nothing was started during the backward.

@@ -8,6 +8,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from elaswave_plugin.errors import ConfigurationError
 
@@ -53,6 +55,24 @@ def check_grid(config: Any, *, native_groups: bool) -> None:
             "gpu_engine made NCCL groups, which are carried in data-parallel jobs only; set"
             " gpu_engine to host for tensor and pipeline parallelism"
         )
+
+
+def why_whole_pieces(chunks: Sequence[DistributedDataParallel]) -> str | None:
+    """The reason why micro-batches cannot be cut into sample intervals; None where they can."""
+    config = chunks[0].config
+    if not config.calculate_per_token_loss:
+        return (
+            "without calculate_per_token_loss a micro-batch counts as one, which its samples alone"
+            " do not tell"
+        )
+    if config.hidden_dropout and config.bias_dropout_fusion:
+        return "bias_dropout_fusion compiles the dropout in, whose draws have to be cut as well"
+    modules = (module for chunk in chunks for module in chunk.modules())
+    cores = (one.core_attention for one in modules if isinstance(one, Attention))
+    names = {type(core).__name__ for core in cores if not isinstance(core, DotProductAttention)}
+    if config.attention_dropout and names:
+        return f"{' and '.join(sorted(names))} draws its attention_dropout by itself"
+    return None
 
 
 def _unsupported(setting: str, seen: object, wanted: object) -> str:

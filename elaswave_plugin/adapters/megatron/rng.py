@@ -3,11 +3,14 @@
 The key lives in the tracker's own saved states: activation recomputation restores those states in
 the backward pass and so sees the key of the micro-batch that it recomputes (megatron/core/
 tensor_parallel/random.py, ``CheckpointFunction``).
+
+A piece that is no whole micro-batch has streams of draws for each micro-batch of which it has rows;
+``cut_dropout.py`` draws from these.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -17,23 +20,28 @@ from megatron.core.models.common.embeddings.language_model_embedding import (
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from elaswave_plugin.core.dataflow import Rows, Samples
 from elaswave_plugin.core.rng import draw_key
 
-_KEY = "elaswave-key"
+_KEY, _STREAMS = "elaswave-key", "elaswave-streams"
 _EMBEDDING_LAYER = 0
 _REPLICATED, _MODEL_PARALLEL = 0, 1
 
 
-def set_key(step: int, microbatch: int) -> None:
-    """Draw for this micro-batch from now on."""
+def set_key(step: int, samples: Samples, *, size: int) -> None:
+    """Draw for these samples of a step from now on; ``size``: samples of a micro-batch.
+
+    What is no whole micro-batch needs the dropout of ``cut_dropout.py``.
+    """
     tracker = megatron_random.get_cuda_rng_tracker()
-    tracker.states_[_KEY] = torch.tensor([step, microbatch], dtype=torch.int64)
+    tracker.states_[_KEY] = torch.tensor([step, *samples, size], dtype=torch.int64)
 
 
 def settle(seed: int, step: int) -> None:
     """Set the generators to states that follow from the step alone, and drop the key."""
     tracker = megatron_random.get_cuda_rng_tracker()
-    tracker.states_.pop(_KEY, None)
+    for name in (_KEY, _STREAMS):
+        tracker.states_.pop(name, None)
     tp = parallel_state.get_tensor_model_parallel_rank()
     for number, name in enumerate(sorted(tracker.states_)):
         tracker.states_[name] = _state_of(draw_key(seed, step, number, tp))
@@ -63,17 +71,80 @@ def _reseed(seed: int) -> Callable[[torch.nn.Module, Any], None]:
         tracker = megatron_random.get_cuda_rng_tracker()
         if not module.training or _KEY not in tracker.states_:
             return
-        step, microbatch = tracker.states_[_KEY].tolist()
+        step, rows, is_cut = _keyed(tracker.states_)
         # Read at each call: a layer that moves keeps its module and changes its number.
         layer = getattr(module, "layer_number", _EMBEDDING_LAYER)
         tp = parallel_state.get_tensor_model_parallel_rank()
         shared_tp = tp if getattr(module.config, "sequence_parallel", False) else 0
-        torch.cuda.manual_seed(draw_key(seed, step, microbatch, layer, _REPLICATED, shared_tp))
+
+        def key(microbatch: int, stream: int) -> int:
+            of_tp = tp if stream == _MODEL_PARALLEL else shared_tp
+            return draw_key(seed, step, microbatch, layer, stream, of_tp)
+
+        first = rows[0].microbatch
+        torch.cuda.manual_seed(key(first, _REPLICATED))
         name = megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME
-        key = draw_key(seed, step, microbatch, layer, _MODEL_PARALLEL, tp)
-        tracker.states_[name] = _state_of(key)
+        tracker.states_[name] = _state_of(key(first, _MODEL_PARALLEL))
+        if is_cut:
+            tracker.states_[_STREAMS] = _Streams(
+                tracker._current_state_name,
+                {
+                    stream: {k: _state_of(key(k, stream)) for k, _, _ in rows}
+                    for stream in (_REPLICATED, _MODEL_PARALLEL)
+                },
+            )
 
     return hook
+
+
+class _Streams(NamedTuple):
+    """The generator's state by stream and micro-batch, and which of the tracker's a layer is in.
+
+    Never changed in place: recomputation goes back to what the tracker had.
+    """
+
+    outside: str
+    states: dict[int, dict[int, torch.Tensor]]
+
+
+def cut_rows() -> tuple[tuple[Rows, ...], int] | None:
+    """The rows to draw for, and the samples of a micro-batch; None: one whole micro-batch."""
+    states = megatron_random.get_cuda_rng_tracker().states_
+    if _KEY not in states:
+        return None
+    _, rows, is_cut = _keyed(states)
+    return (rows, int(states[_KEY][-1])) if is_cut else None
+
+
+def cut_streams() -> dict[int, torch.Tensor]:
+    """A generator's state for each of the rows' micro-batches, as far as it has been drawn from."""
+    tracker = megatron_random.get_cuda_rng_tracker()
+    return dict(tracker.states_[_STREAMS].states[_stream(tracker)])
+
+
+def keep_streams(states: dict[int, torch.Tensor]) -> None:
+    """These states of generators are the next that ``cut_streams`` returns."""
+    tracker = megatron_random.get_cuda_rng_tracker()
+    kept = tracker.states_[_STREAMS]
+    tracker.states_[_STREAMS] = kept._replace(states={**kept.states, _stream(tracker): states})
+
+
+def _stream(tracker: Any) -> int:
+    """The stream that the generator stands for now.
+
+    Under sequence parallelism a whole block is inside of a fork of the tracker, and its layers
+    reseed what they find: only a fork within a layer is the model-parallel stream.
+    """
+    inside = megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME
+    forked = tracker._current_state_name == inside != tracker.states_[_STREAMS].outside
+    return _MODEL_PARALLEL if forked else _REPLICATED
+
+
+def _keyed(states: Mapping[str, Any]) -> tuple[int, tuple[Rows, ...], bool]:
+    """The step of the key, its rows, and whether they are no whole micro-batch."""
+    step, start, stop, size = states[_KEY].tolist()
+    rows = Samples(start, stop).rows(size=size)
+    return step, rows, len(rows) > 1 or stop - start < size
 
 
 def _state_of(key: int) -> torch.Tensor:

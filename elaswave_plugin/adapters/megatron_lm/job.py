@@ -21,6 +21,7 @@ from elaswave_plugin.adapters.megatron_lm.newcomer import LoopVariables, check_s
 from elaswave_plugin.adapters.megatron_lm.side_state import SideState
 from elaswave_plugin.adapters.recording import Recording
 from elaswave_plugin.config import ElasticConfig
+from elaswave_plugin.core.dataflow import Samples
 from elaswave_plugin.core.layout import sizes_of
 from elaswave_plugin.runtime.loop import GuardedSteps, StepReport
 from elaswave_plugin.runtime.script_loop import ScriptLoop
@@ -114,7 +115,11 @@ class LmJob:
         worker.completed = args.iteration
         self.variables.bind(chunks)
         self._microbatches = Microbatches(
-            worker, self._framework, num_microbatches=self._num_microbatches
+            worker,
+            self._framework,
+            num_microbatches=self._num_microbatches,
+            micro_batch_size=args.micro_batch_size,
+            why_whole="Megatron-LM's scripts take batches of micro_batch_size samples only",
         )
         self._losses = LossTotals(self._microbatches, num_replicas=self.width)
         self._recording = Recording(worker, self._tracker, pieces=self._framework.named_pieces)
@@ -173,9 +178,11 @@ class LmJob:
             self._trained_from = loaders
         step = self.worker.completed
 
-        def begin(iterator: Any, chunk: Any, microbatch: int) -> None:
-            _loader_of(iterator).deliver(microbatch)
-            rng.set_key(step, microbatch)
+        def begin(iterator: Any, chunk: Any, samples: Samples) -> None:
+            size = self._args.micro_batch_size
+            (whole,) = samples.rows(size=size)
+            _loader_of(iterator).deliver(whole.microbatch)
+            rng.set_key(step, samples, size=size)
 
         reports = self._microbatches.forward_backward(
             native, begin, forward_only=forward_only, **kwargs

@@ -44,7 +44,7 @@ class LossTotals:
         """
         mine: dict[int, dict[str, list[float]]] = {}
         if self._microbatches.reports_losses:
-            pairs = zip(self._microbatches.executed, reports, strict=True)
+            pairs = zip(self._microbatches.reports, reports, strict=True)
             mine = {k: {name: _pair(name, value) for name, value in r.items()} for k, r in pairs}
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (mine, pace))
