@@ -65,7 +65,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hidden-dropout", type=float, default=0.1)
     parser.add_argument("--calculate-per-token-loss", action="store_true")
     parser.add_argument("--recompute-granularity", choices=["full"], default=None)
-    parser.add_argument("--bf16", action="store_true")
+    precision = parser.add_mutually_exclusive_group()
+    precision.add_argument("--bf16", action="store_true")
+    precision.add_argument("--fp16", action="store_true", help="with a loss scale that adapts")
+    parser.add_argument("--initial-loss-scale", type=float, default=2.0**32)
+    parser.add_argument("--loss-scale-window", type=float, default=1000)
+    parser.add_argument("--hysteresis", type=int, default=2)
     parser.add_argument("--no-overlap-grad-reduce", action="store_true")
     parser.add_argument("--ddp-bucket-size", type=int, default=250_000)
     parser.add_argument("--log-losses", default=None, help="file for one loss a line (rank 0)")
@@ -74,9 +79,16 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def dtype_of(args: argparse.Namespace) -> torch.dtype:
+    """The precision of the weights."""
+    if args.fp16:
+        return torch.float16
+    return torch.bfloat16 if args.bf16 else torch.float32
+
+
 def build_model(args: argparse.Namespace) -> list[DistributedDataParallel]:
     """This worker's chunks of a GPT of Megatron-Core's own parts, each under its DDP."""
-    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    dtype = dtype_of(args)
     recompute = args.recompute_granularity
     config = TransformerConfig(
         num_layers=args.num_layers,
@@ -95,6 +107,7 @@ def build_model(args: argparse.Namespace) -> list[DistributedDataParallel]:
         recompute_granularity=recompute,
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
+        fp16=args.fp16,
         bf16=args.bf16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -132,7 +145,7 @@ def build_chunk(args: argparse.Namespace, config: TransformerConfig, number: int
         position_embedding_type="learned_absolute",
         vp_stage=virtual,
     ).cuda()
-    return Float16Module(config, chunk) if args.bf16 else chunk
+    return Float16Module(config, chunk) if args.fp16 or args.bf16 else chunk
 
 
 def build_optimizer(args: argparse.Namespace, model: list[DistributedDataParallel]):
@@ -144,8 +157,12 @@ def build_optimizer(args: argparse.Namespace, model: list[DistributedDataParalle
             min_lr=args.min_lr,
             weight_decay=args.weight_decay,
             clip_grad=args.clip_grad,
+            fp16=args.fp16,
             bf16=args.bf16,
-            params_dtype=torch.bfloat16 if args.bf16 else torch.float32,
+            params_dtype=dtype_of(args),
+            initial_loss_scale=args.initial_loss_scale,
+            loss_scale_window=args.loss_scale_window,
+            hysteresis=args.hysteresis,
             use_distributed_optimizer=True,
         ),
         model,

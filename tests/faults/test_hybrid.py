@@ -24,6 +24,7 @@ from tests.faults.hybrid_matrix import (
     TP2_PP2_DP2,
     check_stopped,
 )
+from tests.faults.test_fp16 import FP16
 from tests.faults.test_outside_a_step import saved_tensors
 from tests.tiers import sampled
 
@@ -108,14 +109,19 @@ def test_recomputation_and_evaluation(run: Launch, reference: Reference) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("precision", [(), FP16], ids=["fp32", "fp16"])
 def test_a_checkpoint_after_a_loss_holds_nothing_of_a_free_worker(
-    run: Launch, tmp_path: Path
+    run: Launch, tmp_path: Path, precision: tuple[str, ...]
 ) -> None:
-    """Worker 0 has no place after the loss of 1, and is rank 0, which saves what all have alike."""
+    """Worker 0 has no place after the loss of 1, and is rank 0, which saves what all have alike.
+
+    With fp16 that is the loss scale too, which changes at steps that overflow.
+    """
     tp2_dp2 = ("--tensor-model-parallel-size=2", "--sequence-parallel", "--save-interval=2")
 
     def saved(name: str, *kills: str) -> Outcome:
-        return run(JobSpec(options=(*tp2_dp2, f"--save={tmp_path / name}"), kills=kills))
+        save = (*tp2_dp2, *precision, f"--save={tmp_path / name}")
+        return run(JobSpec(options=save, kills=kills))
 
     killed = saved("killed", "1@3:forward")
     check_equal(killed, saved("undisturbed"))

@@ -11,7 +11,8 @@ from elaswave_plugin.runtime.loop import StepReport
 Result = TypeVar("Result")
 ForwardBackward = Callable[..., list[Any]]
 Losses = Sequence[tuple[float, float]]
-TrainStep = Callable[[], tuple[Losses, float]]
+# The norm is None where a loss scaler skipped the step.
+TrainStep = Callable[[], tuple[Losses, float | None]]
 
 
 class Job(Protocol):
@@ -37,7 +38,8 @@ class Job(Protocol):
         ``last_checkpoint()`` is called where every worker is told to leave, and the last thing.
 
         ``train_step()`` returns the losses that ``forward_backward`` reported, one (sum, tokens) a
-        micro-batch, and the gradient norm.
+        micro-batch, and the gradient norm: None, reported as 0, where a loss scaler skipped the
+        step.
         """
 
     def finish(self) -> None:
