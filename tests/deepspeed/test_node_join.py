@@ -1,0 +1,30 @@
+"""A node is lost with its supervisor, and `--join` brings another one into the engine's job."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.deepspeed.conftest import Launch
+from tests.deepspeed.harness import EngineSpec, check_recovered
+from tests.deepspeed.test_join import BACK, STEPS, entered, sizes
+from tests.faults.harness import Zygote
+from tests.faults.test_node_join import lose_and_join
+from tests.tiers import sampled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "slot"), sampled([(1, 2), (2, 0), (3, 1)], keep=(0,)))
+def test_a_lost_node_of_an_engine_comes_back(
+    zygote: Zygote, tmp_path: Path, twin: Launch, reference: Launch, stage: int, slot: int
+) -> None:
+    spec = EngineSpec(
+        stage=stage, steps=STEPS, nodes=4, respawn=5, changes=(f"+{slot}@{BACK}",), dump="last"
+    )
+    run = lose_and_join(spec, [slot], zygote=zygote, data=tmp_path, directory=tmp_path / "run")
+    lost_before = min(event["restored_step"] for event in run.events("recovered"))
+    undisturbed = replace(spec, nodes=1)
+    leaving = replace(undisturbed, kills=(f"{slot}@{lost_before}",))
+    check_recovered(run, twin=twin(leaving), reference=reference(undisturbed))
+    assert entered(run) == [(slot, 1, BACK)]
+    assert sizes(run) == [4, 3, 4]
