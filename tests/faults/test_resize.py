@@ -9,7 +9,13 @@ from dataclasses import replace
 import pytest
 
 from tests.faults.conftest import Launch, Reference
-from tests.faults.harness import JobSpec, Outcome, check_survived, max_relative_difference
+from tests.faults.harness import (
+    JobSpec,
+    Outcome,
+    check_equal,
+    check_survived,
+    max_relative_difference,
+)
 from tests.faults.hybrid_matrix import (
     PHASES,
     PP2_DP2,
@@ -98,6 +104,19 @@ def test_cut_micro_batches_under_an_option(
     killed(
         replace(spec, kills=("1@3:backward",), options=(*spec.options, *options)), run, reference
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_auto_cuts_micro_batches_in_fast_mode_only(run: Launch, reference: Reference) -> None:
+    spec = resized(PP2_DP3)
+    spec = replace(
+        spec, kills=("1@3:backward",), options=(*spec.options, "--elaswave-dataflow=auto")
+    )
+    killed(spec, run, reference)
+    exact = run(replace(spec, consistency="exact"))
+    check_equal(exact, reference(exact.spec))
+    assert "resize" not in {event["dataflow"] for event in exact.events("recovered")}
 
 
 @pytest.mark.slow
