@@ -212,6 +212,12 @@ class ElasticConfig(BaseModel):
         " workers left has fewer of them; auto: where respawn is 0, since a worker that comes back"
         " soon would have them moved twice",
     )
+    slow_workers: Literal["act", "name"] = Field(
+        "act",
+        description="what becomes of a worker that takes 1.3 times as long for its layers as those"
+        " with the same ones; act: it gets fewer micro-batches, and its stage fewer layers where"
+        " these may move, as soon as that pays; name: events and elaswave status tell of it",
+    )
     clocks: Literal["off", "nvml", "emulated"] = Field(
         "off",
         description="whether the clocks of pipeline stages change after a loss, up where the others"

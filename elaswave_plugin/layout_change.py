@@ -14,13 +14,12 @@ from elaswave_plugin.core.layer_times import LayerTimes
 from elaswave_plugin.core.layout import ParallelLayout
 from elaswave_plugin.core.pipeline_flow import PipelineFlow, flow_of
 from elaswave_plugin.core.schedule import Piece
-from elaswave_plugin.core.step_time import LinkTime, simulate
 from elaswave_plugin.errors import ElasWaveError
 
 Record = dict[str, Any]
 # What all survivors of an epoch report alike.
 _SHARED = (
-    *("layout_before", "layout_after", "dataflow", "pieces", "windows", "clocks"),
+    *("layout_before", "layout_after", "dataflow", "pieces", "windows", "clocks", "slow"),
     *("bytes_moved", "layer_times_s"),
 )
 
@@ -88,10 +87,7 @@ def simulated_units(
 ) -> float:
     """A step in the units of ``times``: by default one layer's forward of one sample."""
     layout = flow.layout
-    costs = (times or LayerTimes()).costs(num_layers=layout.num_layers)
-    lists = tuple(tuple(flow.ops(group.slots[0]) for group in groups) for groups in layout.stages)
-    speeds = [*flow.clocks] * layout.vpp or None
-    step = simulate(lists, costs.stage_times(layout.cuts, speeds=speeds), LinkTime())
+    step = flow.simulated(times or LayerTimes(), dict(flow.slow))
     if step.blocked:
         raise ElasWaveError(f"the op lists of {layout} do not run: {step}")
     return max(step.seconds, layout.tp * sum(map(sum, step.busy)) / processors)
@@ -123,6 +119,7 @@ def _flow(change: Record, num_microbatches: int, micro_batch_size: int) -> Pipel
         pieces=pieces,
         windows=tuple(change["windows"]),
         clocks=tuple(change["clocks"] or ()),
+        slow=tuple((slot, factor) for slot, factor in change["slow"] or ()),
     )
 
 

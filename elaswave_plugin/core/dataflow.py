@@ -1,13 +1,15 @@
 """Which live worker runs which micro-batches of a step, and which samples those are.
 
 Redeal: survivors keep their own replica whole; the micro-batches of lost replicas are dealt out one
-by one to the least loaded survivor. Resize, for loops whose number of iterations a step cannot
-change: every worker takes part in every iteration, with a larger share of its samples. The global
-batch never changes.
+by one to the least loaded survivor. Slow workers give some of theirs away, so that all are done at
+about the same time. Resize, for loops whose number of iterations a step cannot change: every worker
+takes part in every iteration, with a larger share of its samples. The global batch never changes.
 
 >>> flow = deal(num_microbatches=8, homes=(0, 1, 2, 3), live=(0, 3, 2))
 >>> print(flow)
 w0: 0 4 1 | w2: 2 6 5 | w3: 3 7
+>>> print(deal(num_microbatches=8, homes=(0, 1), live=(0, 1), slow={1: 3.0}))
+w0: 0 2 4 6 5 7 | w1: 1 3
 >>> shares = share(num_samples=8, homes=(0, 1, 2, 3), live=(0, 3, 2))
 >>> print(shares, shares.weight(0))
 w0: [0, 3) | w2: [3, 6) | w3: [6, 8) 1.125
@@ -17,7 +19,7 @@ w0: [0, 3) | w2: [3, 6) | w3: [6, 8) 1.125
 [3, 6) from 1 to 0
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,6 +30,10 @@ from elaswave_plugin.core.exact import (
     fold_order,
     replica_microbatches,
 )
+from elaswave_plugin.core.fair_shares import fair_counts
+
+# How many times as long a micro-batch takes, by slot: of the slow ones only.
+Slowness = Mapping[int, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +67,10 @@ class Dataflow:
             num_microbatches=self.num_microbatches,
         )
 
+    def seconds(self, slow: Slowness) -> float:
+        """When the last worker is done, in micro-batches of a usual one."""
+        return max(len(ks) * slow.get(slot, 1.0) for slot, ks in self.placement)
+
     @property
     def is_healthy(self) -> bool:
         """Whether every worker runs exactly one whole replica."""
@@ -70,7 +80,13 @@ class Dataflow:
         )
 
 
-def deal(*, num_microbatches: int, homes: Sequence[int], live: Sequence[int]) -> Dataflow:
+def deal(
+    *,
+    num_microbatches: int,
+    homes: Sequence[int],
+    live: Sequence[int],
+    slow: Slowness | None = None,
+) -> Dataflow:
     """Deal a step's micro-batches over the ``live`` slots; ``homes[d]`` is the slot of replica d.
 
     Raises ValueError when nobody is alive or there are fewer micro-batches than replicas.
@@ -79,18 +95,22 @@ def deal(*, num_microbatches: int, homes: Sequence[int], live: Sequence[int]) ->
         raise ValueError("no live worker to run the step")
     if num_microbatches < len(homes):
         raise ValueError(f"{num_microbatches} micro-batches for {len(homes)} replicas")
-    load: dict[int, list[int]] = {slot: [] for slot in sorted(live)}
+    slots = sorted(live)
+    counts = fair_counts(num_microbatches, _seconds(slots, slow))
+    room = dict(zip(slots, counts, strict=True))
+    load: dict[int, list[int]] = {slot: [] for slot in slots}
     orphans: list[int] = []
     for replica, home in enumerate(homes):
         own = replica_microbatches(
             replica, num_replicas=len(homes), num_microbatches=num_microbatches
         )
+        kept = room.get(home, 0)
         if home in load:
-            load[home] += own
-        else:
-            orphans += own
+            load[home] += own[:kept]
+        orphans += own[kept:]
     for microbatch in sorted(orphans):
-        least = min(load, key=lambda slot: (len(load[slot]), slot))
+        free = (slot for slot in slots if len(load[slot]) < room[slot])
+        least = min(free, key=lambda slot: (len(load[slot]), slot))
         load[least].append(microbatch)
     return Dataflow(
         num_microbatches=num_microbatches,
@@ -125,17 +145,19 @@ class Shares:
         return len(self.intervals) * (stop - start) / self.num_samples
 
 
-def share(*, num_samples: int, homes: Sequence[int], live: Sequence[int]) -> Shares:
-    """Share the ``num_samples`` of an iteration evenly over the ``live`` slots, in slot order.
+def share(
+    *, num_samples: int, homes: Sequence[int], live: Sequence[int], slow: Slowness | None = None
+) -> Shares:
+    """Share the ``num_samples`` of an iteration over the ``live`` slots, in slot order.
 
-    Raises ValueError when nobody is alive or a replica of the launch would have no sample.
+    Evenly, but for the slow ones. Raises ValueError when nobody is alive or a replica of the launch
+    would have no sample.
     """
     if not live:
         raise ValueError("no live worker to run the step")
     if num_samples < len(homes):
         raise ValueError(f"{num_samples} samples for {len(homes)} replicas")
-    each, rest = divmod(num_samples, len(live))
-    sizes = [each + (order < rest) for order in range(len(live))]
+    sizes = fair_counts(num_samples, _seconds(sorted(live), slow))
     return Shares(
         num_samples=num_samples,
         intervals=tuple(
@@ -143,6 +165,10 @@ def share(*, num_samples: int, homes: Sequence[int], live: Sequence[int]) -> Sha
             for order, slot in enumerate(sorted(live))
         ),
     )
+
+
+def _seconds(slots: Sequence[int], slow: Slowness | None) -> list[float]:
+    return [1.0 if slow is None else slow.get(slot, 1.0) for slot in slots]
 
 
 def sample_ids(*, step: int, microbatch: int, num_microbatches: int, size: int) -> tuple[int, ...]:

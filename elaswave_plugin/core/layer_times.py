@@ -75,8 +75,10 @@ class PassTimes:
         self._step: dict[tuple[str, str], list[float]] = {}
         self._known: dict[tuple[str, str], deque[float]] = {}
         self._paces: list[float] = []
-        # Seconds per token of the fastest forward pass of a layer in the last complete step.
+        # Seconds per token of the fastest forward pass of a layer in the last complete step: of so
+        # many, as many as all have who are compared. Of more, the fastest would be faster.
         self.pace: float | None = None
+        self.compared: int | None = None
 
     def note(self, part: str, which: str, seconds: float, *, tokens: int = 0) -> None:
         """A pass took so long for a sample, of so many tokens if known, through a part."""
@@ -86,7 +88,7 @@ class PassTimes:
 
     def step_over(self) -> None:
         """A step is complete."""
-        self.pace = min(self._paces, default=None)
+        self.pace = min(self._paces[: self.compared], default=None)
         self._paces = []
         for key, seconds in self._step.items():
             self._known.setdefault(key, deque(maxlen=STEPS_REMEMBERED)).append(median(seconds))

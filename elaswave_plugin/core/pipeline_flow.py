@@ -1,10 +1,11 @@
 """Which replica of each stage runs which micro-batches, and in what order, in a ragged pipeline.
 
 Redeal: whole micro-batches are dealt anew over every stage's live replicas. Reroute: those of lost
-replicas are spread over their peers. Micro-batches stay whole in both, so every stage and tp
-position has the exact order of sums of ``core/exact.py``. Resize: every stage cuts the samples of a
-round of micro-batches evenly over its live replicas, which sums in another order. Which one, and
-how many slots are in flight, is chosen by simulated time.
+replicas are spread over their peers. A slow worker gets fewer where they are dealt anew.
+Micro-batches stay whole in both, so every stage and tp position has the exact order of sums of
+``core/exact.py``. Resize: every stage cuts the samples of a round of micro-batches evenly over its
+live replicas, which sums in another order. Which one, and how many slots are in flight, is chosen
+by simulated time.
 
 >>> from elaswave_plugin.core.layout import launch_layout
 >>> healthy = launch_layout(tp=1, pp=2, dp=2, num_layers=2)
@@ -22,25 +23,29 @@ stage 0: w0: [0,2) [2,4); stage 1: w2: [0,1) [2,3) | w3: [1,2) [3,4)
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Literal
 
-from elaswave_plugin.core.dataflow import Crossing, Dataflow, Samples, crossings
+from elaswave_plugin.core.dataflow import Crossing, Dataflow, Samples, Slowness, crossings
 from elaswave_plugin.core.exact import replica_microbatches
+from elaswave_plugin.core.fair_shares import fair_width
 from elaswave_plugin.core.groups import Seat, seats_of
 from elaswave_plugin.core.layer_times import LayerTimes
 from elaswave_plugin.core.layout import ParallelLayout
 from elaswave_plugin.core.planner.dvfs import ClockTable
 from elaswave_plugin.core.planner.executable import plan_split
-from elaswave_plugin.core.planner.joint import JointPlan, PlanRules, joint_plan
+from elaswave_plugin.core.planner.joint import JointPlan, PlanRules, joint_plan, slowness_of
 from elaswave_plugin.core.planner.microbatch_split import REDEAL, REROUTE, RESIZE
 from elaswave_plugin.core.planner.prediction import StepWork
 from elaswave_plugin.core.schedule import (
+    Assignment,
     Piece,
     WorkerOps,
     interleaved_ops,
     window_ops,
     window_sizes,
 )
+from elaswave_plugin.core.step_time import LinkTime, StepTime, simulate
 
 Policy = Literal["auto", "redeal", "reroute", "resize"]
 # Every replica runs its own micro-batches.
@@ -55,7 +60,8 @@ class PipelineFlow:
     Micro-batch k belongs to replica k mod ``layout.dp`` of the launch for ever. ``windows``: slots
     in flight at each stage. No part of what is compared: ``reasons``, why it is dealt so; ``times``
     of layers, for which it is; ``compute_s``, the simulated seconds of the compute, where these
-    times were measured. ``clocks`` of the stages; none: they are left alone.
+    times were measured. ``clocks`` of the stages; none: they are left alone. ``slow``: (slot, how
+    many times as long it takes) of those that it was dealt for.
     """
 
     layout: ParallelLayout
@@ -65,6 +71,7 @@ class PipelineFlow:
     pieces: tuple[tuple[tuple[Piece, ...], ...], ...]
     windows: tuple[int, ...]
     clocks: tuple[float, ...] = ()
+    slow: tuple[tuple[int, float], ...] = ()
     reasons: tuple[str, ...] = field(default=(), repr=False, compare=False)
     times: LayerTimes = field(default_factory=LayerTimes, repr=False, compare=False)
     compute_s: float | None = field(default=None, repr=False, compare=False)
@@ -172,7 +179,19 @@ class PipelineFlow:
     def is_healthy(self) -> bool:
         """Whether every stage has what it had at launch: the framework's own schedule runs."""
         layout = self.layout
-        return layout.is_rectangular and layout.keeps_stages and layout.keeps_layers
+        whole = layout.is_rectangular and layout.keeps_stages and layout.keeps_layers
+        return whole and not self.slow
+
+    def simulated(self, times: LayerTimes, slow: Slowness) -> StepTime:
+        """The compute of a step where layers take ``times`` and the ``slow`` as much longer."""
+        layout = self.layout
+        costs = times.costs(num_layers=layout.num_layers)
+        lists = tuple(
+            tuple(self.ops(group.slots[0]) for group in groups) for groups in layout.stages
+        )
+        speeds = [*self.clocks] * layout.vpp or None
+        stages = costs.stage_times(layout.cuts, speeds=speeds)
+        return simulate(lists, stages, LinkTime(), slowness=slowness_of(layout, slow))
 
 
 def flow_of(
@@ -183,30 +202,24 @@ def flow_of(
     policy: Policy = "auto",
     may_resize: bool = False,
     times: LayerTimes | None = None,
+    slow: Slowness | None = None,
     clocks: ClockTable | None = None,
     power_cap_w: float = float("inf"),
 ) -> PipelineFlow:
     """Deal a step's micro-batches over the live replicas of every stage, by simulated time.
 
-    ``may_resize``: whether auto may cut micro-batches. With ``clocks``, stages may run at others
-    than 1 where one is narrower than at launch; all workers together draw at most ``power_cap_w``.
+    A whole layout with nobody slow, or none so slow that it is to have less, goes on as at launch.
+
+    ``may_resize``: whether auto may cut micro-batches. ``slow``: how many times as long single
+    workers take, by slot. With ``clocks``, stages may run at others than 1 where one is narrower
+    than at launch or has a slow worker; all workers together draw at most ``power_cap_w``.
 
     Raises ConfigurationError where nothing fits in flight.
     """
-    times = times or LayerTimes()
-    if layout.is_rectangular:
-        replicas = tuple(
-            _own(order, layout.dp, num_microbatches, micro_batch_size) for order in range(layout.dp)
-        )
-        return PipelineFlow(
-            layout=layout,
-            num_microbatches=num_microbatches,
-            micro_batch_size=micro_batch_size,
-            policy=AS_LAUNCHED,
-            pieces=tuple(replicas for _ in layout.stages),
-            windows=window_sizes(len(layout.stages)),
-            times=times,
-        )
+    times, slow = times or LayerTimes(), slow or {}
+    launch = _as_at_launch(layout, num_microbatches, micro_batch_size, times)
+    if layout.is_rectangular and not slow:
+        return launch
     work = StepWork(
         num_microbatches=num_microbatches,
         microbatch_size=micro_batch_size,
@@ -216,15 +229,21 @@ def flow_of(
     rules = replace(
         _rules(policy, may_resize=may_resize), clocks=clocks, power_cap_w=power_cap_w / layout.tp
     )
-    plan = _planned(layout, work, times, rules)
+    plan = _planned(layout, work, times, rules, slow)
+    pieces = plan_split(plan, work).assignment()
+    chosen = () if plan.clocks is None else plan.clocks.clocks
+    stays = layout.is_rectangular and set(chosen) <= {1.0}
+    if stays and _samples(pieces) == _samples(launch.pieces):
+        return launch
     return PipelineFlow(
         layout=layout,
         num_microbatches=num_microbatches,
         micro_batch_size=micro_batch_size,
         policy=plan.chosen.choice.policy,
-        pieces=plan_split(plan, work).assignment(),
+        pieces=pieces,
         windows=plan.chosen.windows,
-        clocks=() if plan.clocks is None else plan.clocks.clocks,
+        clocks=chosen,
+        slow=tuple(sorted(slow.items())),
         reasons=plan.reasons,
         times=times,
         compute_s=plan.seconds if times.is_measured else None,
@@ -234,6 +253,7 @@ def flow_of(
 def level_layers(
     layout: ParallelLayout,
     times: LayerTimes,
+    slow: Slowness | None = None,
     *,
     launch_cuts: Sequence[int],
     num_microbatches: int,
@@ -242,13 +262,13 @@ def level_layers(
     may_resize: bool = False,
     move_workers: bool,
 ) -> ParallelLayout:
-    """The same workers, with layers moved away from stages that have lost some of theirs.
+    """The same workers, with layers moved away from stages that have lost some or have slow ones.
 
     Where ``move_workers``, replicas of wide stages may come to narrow ones too. Everything stays
-    where moving gains nothing, and layers go back when every stage is whole again.
+    where moving gains nothing, and layers go back when every stage is whole and nobody slow again.
     Raises ConfigurationError where nothing fits in flight.
     """
-    if layout.is_rectangular:
+    if layout.is_rectangular and not slow:
         return layout.recut(launch_cuts)
     work = StepWork(
         num_microbatches=num_microbatches,
@@ -256,7 +276,7 @@ def level_layers(
         launch_width=layout.dp,
     )
     rules = _rules(policy, may_resize=may_resize, move_layers=True, move_workers=move_workers)
-    return _planned(layout, work, times, rules).layout
+    return _planned(layout, work, times, rules, slow or {}).layout
 
 
 def _rules(
@@ -277,16 +297,16 @@ def _rules(
 
 
 def _planned(
-    layout: ParallelLayout, work: StepWork, times: LayerTimes, rules: PlanRules
+    layout: ParallelLayout, work: StepWork, times: LayerTimes, rules: PlanRules, slow: Slowness
 ) -> JointPlan:
     """The best dataflow and windows for equal layers.
 
     A worker may hold the activations of one slot more than the first stage of the launch, a slot
-    being what the narrowest stage runs of one micro-batch a replica. Gradients have to be added in
-    rising order, which the window rule keeps.
+    being what a usual worker of the weakest stage runs of one micro-batch a replica. Gradients have
+    to be added in rising order, which the window rule keeps.
     """
     num_stages = len(layout.stages)
-    slot = -(-layout.dp // min(layout.widths))
+    slot = ceil(layout.dp / min(map(fair_width, slowness_of(layout, slow))))
     costs = times.costs(
         num_layers=layout.num_layers,
         activation_bytes=1.0,
@@ -296,7 +316,30 @@ def _planned(
         * layout.num_layers
         / num_stages,
     )
-    return joint_plan(before=layout, after=layout, costs=costs, work=work, rules=rules)
+    return joint_plan(before=layout, after=layout, costs=costs, work=work, rules=rules, slow=slow)
+
+
+def _as_at_launch(
+    layout: ParallelLayout, num_microbatches: int, micro_batch_size: int, times: LayerTimes
+) -> PipelineFlow:
+    """Every replica runs its own micro-batches, in 1F1B order."""
+    replicas = tuple(
+        _own(order, layout.dp, num_microbatches, micro_batch_size) for order in range(layout.dp)
+    )
+    return PipelineFlow(
+        layout=layout,
+        num_microbatches=num_microbatches,
+        micro_batch_size=micro_batch_size,
+        policy=AS_LAUNCHED,
+        pieces=tuple(replicas for _ in layout.stages),
+        windows=window_sizes(len(layout.stages)),
+        times=times,
+    )
+
+
+def _samples(pieces: Assignment) -> list[list[list[tuple[int, int]]]]:
+    """Those of every worker."""
+    return [[sorted((one.start, one.stop) for one in own) for own in stage] for stage in pieces]
 
 
 def _own(

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
+from elaswave_plugin.core.dataflow import Slowness
 from elaswave_plugin.core.groups import GroupRule, Seat, members_of, rule_of, seats_of
 from elaswave_plugin.core.layer_times import LayerTimes
 from elaswave_plugin.core.layout import FreeWorker, ParallelLayout
@@ -48,8 +49,8 @@ class Cell:
         return f"stage {self.stage} tp {self.tp}: {' '.join(f'w{slot}' for slot in self.ranks)}"
 
 
-# The same workers, with the layers of each stage chosen for their present number.
-Partition = Callable[[ParallelLayout, LayerTimes], ParallelLayout]
+# The same workers, with the layers of each stage chosen for their present number and slowness.
+Partition = Callable[[ParallelLayout, LayerTimes, Slowness], ParallelLayout]
 
 
 class GroupEdit(NamedTuple):
@@ -77,8 +78,11 @@ class Seating(Protocol):
     def cell_of(self, slot: int) -> Cell | None:
         """The cell of a worker; None for one that has no place."""
 
-    def after(self, ranks: Sequence[int], times: LayerTimes) -> Seating:
-        """The seating when only ``ranks`` (slots, in rank order) are left, for these ``times``."""
+    def after(self, ranks: Sequence[int], times: LayerTimes, slow: Slowness) -> Seating:
+        """The seating when only ``ranks`` (slots, in rank order) are left, for these ``times``.
+
+        ``slow``: how many times as long workers take, by slot; others than ``ranks`` do not count.
+        """
 
     def told(self) -> dict[str, Any]:
         """What a worker has to be told that was not there, as a dict that JSON can carry."""
@@ -103,6 +107,7 @@ class FlatSeating:
     homes: tuple[int, ...]
     ranks: tuple[int, ...]
     buckets: tuple[int, ...] = ()
+    slow: Slowness = field(default_factory=dict)
 
     @property
     def cells(self) -> tuple[Cell, ...]:
@@ -117,24 +122,26 @@ class FlatSeating:
 
     @property
     def dealt_over(self) -> dict[str, Any]:
-        """Slots at launch and live ones."""
-        return {"homes": self.homes, "live": self.ranks}
+        """Slots at launch, live ones, and the slow ones of these."""
+        return {"homes": self.homes, "live": self.ranks, "slow": self.slow}
 
     def cell_of(self, slot: int) -> Cell | None:
         """The one cell, for its members."""
         return self.cells[0] if slot in self.ranks else None
 
-    def after(self, ranks: Sequence[int], times: LayerTimes | None = None) -> FlatSeating:
+    def after(
+        self, ranks: Sequence[int], times: LayerTimes | None = None, slow: Slowness | None = None
+    ) -> FlatSeating:
         """The same with other members, whatever layers take."""
-        return replace(self, ranks=tuple(ranks))
+        return replace(self, ranks=tuple(ranks), slow=_of(ranks, slow))
 
     def told(self) -> dict[str, Any]:
-        """Nothing: members say it all."""
-        return {}
+        """Who is slow; members say the rest."""
+        return _told_slow(self.slow)
 
     def as_told(self, told: Mapping[str, Any]) -> FlatSeating:
-        """The same."""
-        return self
+        """The same, with the slow ones that were told."""
+        return replace(self, slow=_slow_told(told))
 
     def recut(self, cuts: Sequence[int]) -> FlatSeating:
         """Raises LayoutError."""
@@ -157,7 +164,7 @@ class GridSeating:
     what follows them above. ``partition``: chooses layers and workers of each stage after a change;
     None: they stay. ``why_workers_stay``: why none can change stage even where one has nobody;
     ``why_layers_stay``: why not even layers can, for whoever asks for it.
-    ``times``: what layers took when this was planned.
+    ``times``: what layers took when this was planned; ``slow``: who was slow then.
     """
 
     layout: ParallelLayout
@@ -168,6 +175,7 @@ class GridSeating:
     why_workers_stay: str | None = None
     why_layers_stay: str | None = None
     times: LayerTimes = field(default_factory=LayerTimes)
+    slow: Slowness = field(default_factory=dict)
 
     @classmethod
     def at_launch(
@@ -218,8 +226,8 @@ class GridSeating:
 
     @property
     def dealt_over(self) -> dict[str, Any]:
-        """The layout, and what its layers take."""
-        return {"layout": self.layout, "times": self.times}
+        """The layout, what its layers take, and who is slow."""
+        return {"layout": self.layout, "times": self.times, "slow": self.slow}
 
     def seat(self, slot: int) -> Seat | None:
         """The place of a worker; None for a free one."""
@@ -230,24 +238,36 @@ class GridSeating:
         return next((cell for cell in self.cells if slot in cell.ranks), None)
 
     def told(self) -> dict[str, Any]:
-        """How the layout differs from that of the launch."""
-        return told_layout(self.layout, self.homes)
+        """How the layout differs from that of the launch, and who is slow."""
+        return told_layout(self.layout, self.homes) | _told_slow(self.slow)
 
     def as_told(self, told: Mapping[str, Any]) -> GridSeating:
-        """The seating with the layout that was told."""
-        return replace(self, layout=layout_told(told, self.layout, self.homes))
+        """The seating with the layout and the slow ones that were told."""
+        layout = layout_told(told, self.layout, self.homes)
+        return replace(self, layout=layout, slow=_slow_told(told))
 
-    def after(self, ranks: Sequence[int], times: LayerTimes | None = None) -> GridSeating:
+    def after(
+        self, ranks: Sequence[int], times: LayerTimes | None = None, slow: Slowness | None = None
+    ) -> GridSeating:
         """Broken TP groups are dissolved; survivors of one stage form whole ones again.
 
         Whoever comes back does so to the stage of its launch, whose modules it has built. A stage
         that has nobody left takes a replica of another one.
         Raises LayoutError where there are fewer whole TP groups than stages.
         """
-        present = set(self.layout.workers)
-        if set(ranks) == present:
+        times, slow = times or self.times, _of(ranks, slow)
+        layout = self.layout
+        if set(ranks) != set(layout.workers):
+            layout = self._with_members(ranks)
+        elif slow == self.slow:
             # A view that renews links, or that somebody's wish asked for: nothing else moves.
-            return replace(self, times=times or self.times)
+            return replace(self, times=times)
+        if self.partition:
+            layout = self.partition(layout, times, slow)
+        return replace(self, layout=layout, times=times, slow=slow)
+
+    def _with_members(self, ranks: Sequence[int]) -> ParallelLayout:
+        present = set(self.layout.workers)
         back = [
             FreeWorker(slot, self.homes[slot].stage, self.homes[slot].tp)
             for slot in set(ranks) - present
@@ -259,10 +279,7 @@ class GridSeating:
         if not all(layout.widths):
             self._check_staff(layout)
             layout = layout.staffed()
-        times = times or self.times
-        if self.partition:
-            layout = self.partition(layout, times)
-        return replace(self, layout=layout, times=times)
+        return layout
 
     def recut(self, cuts: Sequence[int]) -> GridSeating:
         """The same places, with the layers that somebody has asked for."""
@@ -291,3 +308,15 @@ class GridSeating:
             alike[rule] += 1
             edits[name] = GroupEdit(members, f"{rule}, number {alike[rule]}: {members}")
         return edits
+
+
+def _of(ranks: Sequence[int], slow: Slowness | None) -> Slowness:
+    return {slot: slow[slot] for slot in sorted(ranks) if slot in slow} if slow else {}
+
+
+def _told_slow(slow: Slowness) -> dict[str, Any]:
+    return {"slow": [list(one) for one in sorted(slow.items())]} if slow else {}
+
+
+def _slow_told(told: Mapping[str, Any]) -> Slowness:
+    return dict(told.get("slow", ()))

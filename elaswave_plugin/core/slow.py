@@ -1,7 +1,8 @@
 """Which workers are slow: by their pace against that of the others with the same layers.
 
-A pace is seconds per layer and token, of the fastest forward pass of a step: so that neither the
-length of sequences nor a processor that others use for a moment makes a worker slow.
+A pace is seconds per layer and token, of the fastest of as many forward passes of a step as each of
+them has: so that neither the length of sequences, nor a processor that others use for a moment, nor
+having less to do makes a worker slow.
 
 >>> watch = SlowWatch()
 >>> for step in range(4):
@@ -13,19 +14,31 @@ takes 1.60x as long for a layer as workers 0, 2, which have the same ones, in 4 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 SLOW = 1.3
 LEVEL = 1.15
 STEPS_TO_NAME = 4
 """In a row, also to take it back: the pace of a step is known in the next one, the fifth."""
+AGAIN = 1.5
+"""So much slower or faster than when it was named, a worker is named anew."""
+MOST_STEPS = 256
+"""In a row, to take it back from a worker that was named again and again."""
+DIGITS = 2
+KEEP, NAME, TAKE_BACK = "keep", "name", "take back"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slow:
-    """A slow worker: its pace over the median of its ``peers`` when it was named."""
+    """A slow worker: its pace over the median of its ``peers``, the least of a row of steps."""
 
     ratio: float
     peers: tuple[int, ...]
+
+    @property
+    def slowness(self) -> float:
+        """The ratio that plans are made with: noise must not change them."""
+        return float(f"{self.ratio:.{DIGITS}g}")
 
     def __str__(self) -> str:
         several = "s" if len(self.peers) > 1 else ""
@@ -38,37 +51,87 @@ class Slow:
 
 
 class SlowWatch:
-    """The slow workers of a job by slot; alike on all that have seen the same steps."""
+    """The slow workers of a job by slot; alike on all that have seen the same steps.
+
+    One that is much slower or faster than when it was named is named anew. Each time that one was
+    named it takes twice as many level steps to take it back, so that nothing flaps.
+    """
 
     def __init__(self) -> None:
         self.slow: dict[int, Slow] = {}
-        self._row: dict[int, int] = {}
+        self._times_named: dict[int, int] = {}
+        # By slot, what the last steps in a row speak for, and their ratios.
+        self._row: dict[int, tuple[str, list[float]]] = {}
 
-    def restart(self) -> None:
-        """Who has which layers has changed: forget everything."""
-        self.slow.clear()
+    @property
+    def slowness(self) -> dict[int, float]:
+        """How many times as long each slow one takes."""
+        return slowness_told(self.told())
+
+    def told(self) -> list[list[Any]]:
+        """Who is slow, as a list that JSON can carry."""
+        return [[slot, one.ratio, list(one.peers)] for slot, one in sorted(self.slow.items())]
+
+    def restart(self, told: Iterable[Sequence[Any]]) -> None:
+        """The members have changed: begin with what one of them has `told`; rows start anew."""
+        self.slow = _slow_told(told)
+        self._row.clear()
+
+    def interrupt(self) -> None:
+        """A step was interrupted: rows start anew."""
         self._row.clear()
 
     def step(self, paces: Mapping[int, float], roles: Iterable[Sequence[int]]) -> bool:
-        """Judge a step; whether other workers are slow now.
+        """Judge a step; whether others are slow now, or some as much as they were not.
 
         ``paces``: by slot, without those that are not known. ``roles``: slots with the same layers.
         """
-        before = set(self.slow)
+        before = dict(self.slow)
         for role in roles:
             known = [slot for slot in role if slot in paces]
             for slot in known if len(known) > 1 else ():
                 peers = tuple(sorted(one for one in known if one != slot))
                 self._judge(slot, paces[slot] / median(paces[one] for one in peers), peers)
-        return before != set(self.slow)
+        return before != self.slow
 
     def _judge(self, slot: int, ratio: float, peers: tuple[int, ...]) -> None:
-        against = ratio < LEVEL if slot in self.slow else ratio >= SLOW
-        self._row[slot] = self._row.get(slot, 0) + 1 if against else 0
-        if self._row[slot] < STEPS_TO_NAME:
-            return
-        self._row[slot] = 0
-        if slot in self.slow:
+        finding, (before, row) = self._finding(slot, ratio), self._row.get(slot, (KEEP, []))
+        row = [*row, ratio] if finding == before else [ratio]
+        self._row[slot] = finding, row
+        if finding == NAME and len(row) >= STEPS_TO_NAME:
+            self._times_named[slot] = self._times_named.get(slot, 0) + (slot not in self.slow)
+            self.slow[slot] = Slow(ratio=min(row), peers=peers)
+        elif finding == TAKE_BACK and len(row) >= self._steps_to_take_back(slot):
             del self.slow[slot]
         else:
-            self.slow[slot] = Slow(ratio=ratio, peers=peers)
+            return
+        del self._row[slot]
+
+    def _finding(self, slot: int, ratio: float) -> str:
+        """What a step speaks for."""
+        named = self.slow.get(slot)
+        if named is None:
+            return NAME if ratio >= SLOW else KEEP
+        if ratio < LEVEL:
+            return TAKE_BACK
+        return KEEP if named.ratio / AGAIN < ratio < named.ratio * AGAIN else NAME
+
+    def _steps_to_take_back(self, slot: int) -> int:
+        return min(MOST_STEPS, STEPS_TO_NAME << self._times_named.get(slot, 1) - 1)
+
+
+def slowness_told(told: Iterable[Sequence[Any]]) -> dict[int, float]:
+    """How many times as long each of those takes that `SlowWatch.told` told."""
+    return {slot: one.slowness for slot, one in _slow_told(told).items()}
+
+
+def reason_of_view(slow: Mapping[int, Slow]) -> str:
+    """Why the work of a job is dealt anew."""
+    if not slow:
+        return "no worker is slow any more: none gets less to do"
+    names = ", ".join(f"{slot} ({slow[slot].slowness:g}x)" for slot in sorted(slow))
+    return f"less work for what is slow: worker {names}"
+
+
+def _slow_told(told: Iterable[Sequence[Any]]) -> dict[int, Slow]:
+    return {slot: Slow(ratio=ratio, peers=tuple(peers)) for slot, ratio, peers in told}

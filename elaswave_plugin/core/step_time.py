@@ -85,9 +85,21 @@ class OpGraph:
         self.missing[target] += 1
 
 
-def simulate(lists: OpLists, times: Sequence[StageTime], link: LinkTime) -> StepTime:
-    """The step time of ``lists``; ``times`` by virtual stage (chunk c of stage s is c P + s)."""
+def simulate(
+    lists: OpLists,
+    times: Sequence[StageTime],
+    link: LinkTime,
+    *,
+    slowness: Sequence[Sequence[float]] = (),
+) -> StepTime:
+    """The step time of ``lists``; ``times`` by virtual stage (chunk c of stage s is c P + s).
+
+    ``slowness`` [stage][worker]: how many times as long it takes; empty: nobody is slow.
+    """
     graph = op_graph(lists, times, link)
+    for op, worker in enumerate(graph.worker if slowness else ()):
+        stage, index = graph.place[worker]
+        graph.seconds[op] *= slowness[stage][index]
     ready = [0.0] * len(graph.ops)
     missing = list(graph.missing)
     head = graph.first[:-1]

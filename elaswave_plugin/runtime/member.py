@@ -301,6 +301,10 @@ class Member:
         """Say that work goes on: the deadline to answer a proposal starts anew."""
         self._send({"t": "progress", "text": text})
 
+    def replan(self, reason: str) -> None:
+        """Ask for a view of the same members between two steps: facts name what it is for."""
+        self._send({"t": "replan", "reason": reason})
+
     def severed(self, epoch: int, evidence: str) -> None:
         """A link to another worker broke in this epoch while it was needed."""
         self._send({"t": "severed", "epoch": epoch, "evidence": evidence})

@@ -373,6 +373,8 @@ class Supervisor:
                 self._tell_that_it_is_awaited(frame["text"])
             case "severed":
                 self._agreement.severed(int(frame["epoch"]), frame["evidence"], time.monotonic())
+            case "replan":
+                self._agreement.replan(frame["reason"], time.monotonic())
             case "finish":
                 self._on_finish()
             case "leave":

@@ -3,19 +3,21 @@
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import psutil
 
 from elaswave_plugin.config import ElasticConfig, parse_kill
+from elaswave_plugin.core.dataflow import Shares
 from elaswave_plugin.core.hang import COMMIT, OUTSIDE
 from elaswave_plugin.core.layer_times import PassTimes, agreed
+from elaswave_plugin.core.payback import PAUSE_S, Payback, gain_of_view
 from elaswave_plugin.core.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.plan import Flow, RecoveryPlan, copy_targets, make_plan
 from elaswave_plugin.core.seating import Cell, FlatSeating, GridSeating, Seating
 from elaswave_plugin.core.shards import ShardCut
-from elaswave_plugin.core.slow import Slow, SlowWatch
+from elaswave_plugin.core.slow import Slow, SlowWatch, reason_of_view, slowness_told
 from elaswave_plugin.errors import SnapshotUnreadableError
 from elaswave_plugin.runtime.behind import Followed, MomentsBehind
 from elaswave_plugin.runtime.broken_links import BrokenLinks
@@ -81,6 +83,8 @@ class Worker:
         self.completed = 0
         self.stopwatch = Stopwatch(PassTimes())
         self._slow_watch = SlowWatch()
+        self._payback, self._gain = Payback(), 0.0
+        self._compared_s: float | None = None  # when the paces of the step before were
         self._seals_in_epoch = 0
         self._has_sealed = False
         self._behind: MomentsBehind | None = None
@@ -143,6 +147,7 @@ class Worker:
             "times": self.stopwatch.times.medians(),
             "cuts_wanted": self.member.cuts_wanted,
             "live": self._live,
+            "slow": self._slow_watch.told(),
         }
 
     @property
@@ -191,15 +196,20 @@ class Worker:
         """Apply the views that nobody has applied yet to the seating of who has applied most.
 
         A worker that was not there cannot tell the seating from the views: it also depends on what
-        layers took at the time of each.
+        layers took at the time of each. One of those tells as well who is slow: the last step may
+        have told only some of them.
         """
-        tellers = (held["seating"] for held in commit.facts.values())
-        epoch, told = max(tellers, key=lambda seating: int(seating[0]))
+        tellers = [held for _, held in sorted(commit.facts.items())]
+        newest = max(tellers, key=lambda held: int(held["seating"][0]))
+        (epoch, told), told_slow = newest["seating"], newest["slow"]
         times = agreed({slot: held["times"] for slot, held in commit.facts.items()})
         self.seating = self.seating.as_told(told)
         for view in commit.path:
             if view.epoch > epoch:
-                self.seating = self.seating.after(view.ranks, times)
+                told_slow = [one for one in told_slow if one[0] in view.ranks]
+                slow = slowness_told(told_slow) if self.config.slow_workers == "act" else {}
+                self.seating = self.seating.after(view.ranks, times, slow)
+        self._know_slow(told_slow)
         wanted = [held["cuts_wanted"] for _, held in sorted(commit.facts.items())]
         for cuts in filter(None, wanted):
             self.seating = self.seating.recut(cuts)
@@ -389,21 +399,64 @@ class Worker:
 
         return plan
 
+    # ---- slow workers ---------------------------------------------------------------------------
+
     def compare_paces(self, paces: Mapping[int, float]) -> None:
-        """Name the workers that are slow, and those that no longer are; ``paces`` by slot."""
+        """Name the workers that are slow, and those that no longer are; ``paces`` by slot.
+
+        Where it pays, a view of the same members deals the work anew before one of the next steps.
+        """
+        if not paces:
+            return
+        now_s = time.monotonic()
+        step_s = 0.0 if self._compared_s is None else now_s - self._compared_s
+        self._compared_s = now_s
         before = dict(self._slow_watch.slow)
         roles = [cell.ranks for cell in self.seating.cells]
-        if not self._slow_watch.step(paces, roles):
+        changed = self._slow_watch.step(paces, roles)
+        if changed:
+            self._tell_slow(before=before, slow=self._slow_watch.slow)
+        # One of them asks, and all plan alike.
+        if not self.owns_rank_0 or self.config.slow_workers != "act":
             return
-        self._tell_slow(before=before, slow=self._slow_watch.slow)
+        if changed:
+            self._gain = self._gain_of_view()
+            self._payback.restart(gain=self._gain, step_s=step_s)
+        if self._payback.step(gain=self._gain, step_s=step_s):
+            self.member.replan(reason_of_view(self._slow_watch.slow))
+
+    def _compared_passes(self) -> int | None:
+        """Forward passes in a step of whoever has the fewest of those with the same layers."""
+        cell, flow = self.seating.cell_of(self.slot), self.dataflow
+        if cell is None or isinstance(flow, Shares):
+            return None
+        counts = [len(flow.microbatches(slot)) for slot in cell.ranks]
+        return min(counts) * (flow.layout.vpp if isinstance(flow, PipelineFlow) else 1)
+
+    def _gain_of_view(self) -> float:
+        """The share of a step that dealing anew would save, by what this worker has measured."""
+        slow = self._slow_watch.slowness
+        times = agreed({self.slot: self.stopwatch.times.medians()})
+        seating = self.seating.after(self.view.ranks, times, slow)
+        wanted = self._deal(**seating.dealt_over)
+        return gain_of_view(self.dataflow, wanted, slow=slow, times=times)
+
+    def _know_slow(self, told: Sequence[Sequence[Any]]) -> None:
+        """Who is slow at the beginning of a view, alike on everyone."""
+        before = self._slow_watch.slow
+        self._slow_watch.restart(told)
+        self._gain = 0.0
+        if before != self._slow_watch.slow:
+            self._tell_slow(before=before, slow=self._slow_watch.slow)
 
     def _tell_slow(self, *, before: Mapping[int, Slow], slow: Mapping[int, Slow]) -> None:
         self.member.tell_slow({slot: str(one) for slot, one in slow.items()})
         if self.owns_rank_0:
             at = {"step": self.completed, "epoch": self.view.epoch}
-            for slot in slow.keys() - before.keys():
-                evidence, ratio = str(slow[slot]), slow[slot].ratio
-                self.events.emit("slow_worker", slot=slot, ratio=ratio, evidence=evidence, **at)
+            for slot, one in sorted(slow.items()):
+                if one != before.get(slot):
+                    evidence, ratio = str(one), one.ratio
+                    self.events.emit("slow_worker", slot=slot, ratio=ratio, evidence=evidence, **at)
             for slot in before.keys() - slow.keys():
                 self.events.emit("slow_worker_over", slot=slot, **at)
 
@@ -415,9 +468,8 @@ class Worker:
         self.phases.seconds = {}
         self._followed = Followed()
         self.stopwatch.drop_step()
-        if self._slow_watch.slow:
-            self._tell_slow(before=self._slow_watch.slow, slow={})
-        self._slow_watch.restart()
+        self._slow_watch.interrupt()
+        self._compared_s = None
 
     def end_recovery(self, plan: RecoveryPlan, *, fetched_bytes: int) -> None:
         """Adopt the plan; the event is emitted when the redone step is committed."""
@@ -429,9 +481,11 @@ class Worker:
         self.completed = self.phases.step = plan.restore_step
         self.phases.replaying = True
         self.dataflow = plan.dataflow
+        self.stopwatch.times.compared = self._compared_passes()
         self._describe_layout()
         self._set_clock()
         newcomers, pause_s = self._newcomers, time.time() - self._recovery_started_s
+        self._payback.pause_s = max(PAUSE_S, pause_s)
         if self._entering:
             self._entering = False
             self.events.emit(
@@ -505,6 +559,7 @@ def _layout_change(before: Flow, after: Flow) -> dict[str, object]:
         "pieces": after.pieces,
         "windows": after.windows,
         "clocks": after.clocks,
+        "slow": after.slow,
         "plan_reasons": after.reasons,
         "layer_times_s": after.times.to_json() if after.times.is_measured else None,
         "predicted_compute_s": after.compute_s,

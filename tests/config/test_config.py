@@ -37,6 +37,7 @@ KEYS = (
     "respawn",
     "run_id",
     "seed",
+    "slow_workers",
     "snapshot_copies",
     "snapshots",
     "tensorboard",

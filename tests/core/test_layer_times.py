@@ -40,6 +40,18 @@ def test_medians_over_micro_batches_then_over_steps() -> None:
     assert times.medians() == {LAYER: [3, 6]}
 
 
+def test_the_pace_is_that_of_the_fastest_pass_that_is_compared() -> None:
+    times = PassTimes()
+    for compared, pace in ((None, 0.1), (2, 0.2), (1, 0.3)):
+        times.compared = compared
+        for seconds in (3.0, 2.0, 1.0):
+            times.note(LAYER, FORWARD, seconds, tokens=10)
+        times.step_over()
+        assert times.pace == pace
+    times.drop_step()
+    assert times.pace is None
+
+
 def test_only_the_last_steps_count() -> None:
     assert times_of([[100.0]] * 20 + [[1.0]] * 15).medians() == {LAYER: [1, 2]}
 

@@ -36,16 +36,27 @@ def lists_of(flow: PipelineFlow) -> tuple[tuple[tuple[object, ...], ...], ...]:
     st.integers(1, 3),
     st.sampled_from(["auto", "redeal", "reroute"]),
     st.integers(1, 3),
+    st.dictionaries(st.integers(0, 15), st.floats(1.3, 20.0), max_size=3),
 )
 def test_every_step_is_complete_and_runs(
-    sizes: tuple[int, int, int], losses: Sequence[int], rounds: int, policy: Policy, size: int
+    sizes: tuple[int, int, int],
+    losses: Sequence[int],
+    rounds: int,
+    policy: Policy,
+    size: int,
+    slow: dict[int, float],
 ) -> None:
     tp, pp, dp = sizes
     layout = after_losses(tp=tp, pp=pp, dp=dp, losses=losses)
     if layout is None:
         return
+    slow = {slot: factor for slot, factor in slow.items() if slot in layout.workers}
     flow = flow_of(
-        layout=layout, num_microbatches=rounds * dp, micro_batch_size=size, policy=policy
+        layout=layout,
+        num_microbatches=rounds * dp,
+        micro_batch_size=size,
+        policy=policy,
+        slow=slow,
     )
     for stage in range(pp):
         for position in range(tp):

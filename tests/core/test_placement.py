@@ -3,6 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elaswave_plugin.core.dataflow import Slowness
 from elaswave_plugin.core.groups import seats_of
 from elaswave_plugin.core.layer_times import LayerTimes
 from elaswave_plugin.core.layout import ParallelLayout, launch_layout
@@ -14,7 +15,7 @@ LAUNCH = launch_layout(tp=2, pp=2, dp=3, num_layers=8)
 WORKERS = range(12)
 
 
-def moved(layout: ParallelLayout, times: LayerTimes) -> ParallelLayout:
+def moved(layout: ParallelLayout, times: LayerTimes, slow: Slowness) -> ParallelLayout:
     """Workers and layers go to and fro, as what was measured says."""
     if layout.is_rectangular:
         return layout.recut(LAUNCH.cuts)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elaswave_plugin.core.dataflow import Slowness
 from elaswave_plugin.core.groups import members_of, rule_of, seats_of
 from elaswave_plugin.core.layer_times import LayerTimes
 from elaswave_plugin.core.layout import ParallelLayout, launch_layout
@@ -78,7 +79,7 @@ def test_without_a_replica_for_each_stage_the_job_ends_with_the_reason() -> None
 
 
 def test_units_go_with_the_cuts() -> None:
-    moving = replace(grid(), partition=lambda layout, times: layout.recut((0, 1, 4)))
+    moving = replace(grid(), partition=lambda layout, *_: layout.recut((0, 1, 4)))
     moved = moving.after(range(1, 8))
     assert [cell.units for cell in moved.cells] == 2 * [(1, 0)] + 2 * [(5, 4, 3, 2)]
     assert moved.cells[0].buckets == (100, 100) and moved.largest == (100,) * 6
@@ -110,7 +111,7 @@ def test_members_agree_on_every_collective_group(losses: Sequence[int]) -> None:
 def test_a_flat_job_fills_holes() -> None:
     flat = FlatSeating(homes=(0, 1, 2, 3), ranks=(0, 1, 2, 3)).after((0, 3, 2))
     assert flat.edits({"dp": (0, 1, 2, 3)}, 0)["dp"].members == (0, 3, 2)
-    assert flat.dealt_over == {"homes": (0, 1, 2, 3), "live": (0, 3, 2)}
+    assert flat.dealt_over == {"homes": (0, 1, 2, 3), "live": (0, 3, 2), "slow": {}}
     assert flat.cells[0].ranks == (0, 3, 2) and flat.cell_of(1) is None
 
 
@@ -119,7 +120,7 @@ def test_a_view_of_the_same_members_moves_nothing() -> None:
     layout = launch_layout(tp=1, pp=2, dp=2, num_layers=8)
     units = dict.fromkeys(range(1, 9), 10)
 
-    def back(after: ParallelLayout, times: LayerTimes) -> ParallelLayout:
+    def back(after: ParallelLayout, times: LayerTimes, slow: Slowness) -> ParallelLayout:
         return after.recut(layout.cuts)
 
     grid = GridSeating.at_launch(layout, groups={}, units=units, partition=back)

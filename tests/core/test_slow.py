@@ -1,8 +1,9 @@
 """A slow worker is named within five steps, and nobody is where all are as slow."""
 
+import json
 import random
 
-from elaswave_plugin.core.slow import STEPS_TO_NAME, SlowWatch
+from elaswave_plugin.core.slow import STEPS_TO_NAME, SlowWatch, reason_of_view, slowness_told
 
 STAGES = [(0, 1, 2, 3), (4, 5, 6, 7)]
 LEVEL = dict.fromkeys(range(8), 1e-6)
@@ -51,13 +52,51 @@ def test_it_is_taken_back_when_the_worker_is_level_again() -> None:
     assert changes == [False, False, False, True] and not watch.slow
 
 
-def test_a_change_of_the_layout_forgets() -> None:
-    watch = SlowWatch()
+def test_a_new_view_begins_with_what_one_worker_has_told() -> None:
+    watch, other = SlowWatch(), SlowWatch()
     for _ in range(4):
         watch.step({**LEVEL, 2: 2e-6}, STAGES)
-    watch.restart()
-    assert not watch.slow
-    assert not any(watch.step({**LEVEL, 2: 2e-6}, STAGES) for _ in range(3))
+    for _ in range(3):
+        watch.step({**LEVEL, 2: 2e-6, 5: 2e-6}, STAGES)
+    told = json.loads(json.dumps(watch.told()))
+    for one in (watch, other):
+        one.restart(told)
+        assert one.slowness == slowness_told(told) == {2: 2.0}
+        assert str(one.slow[2]).startswith("takes 2.00x as long for a layer as workers 0, 1, 3, ")
+        # The row of worker 5 begins anew.
+        assert not any(one.step({**LEVEL, 2: 2e-6, 5: 2e-6}, STAGES) for _ in range(3))
+        assert one.step({**LEVEL, 2: 2e-6, 5: 2e-6}, STAGES)
+    assert watch.slow == other.slow
+
+
+def test_it_is_named_anew_where_it_is_much_slower_or_faster() -> None:
+    watch = SlowWatch()
+    for pace, slowness in ((1.5, 1.5), (1.9, 1.5), (3.0, 3.0), (2.5, 3.0), (1.25, 1.2)):
+        for _ in range(4):
+            watch.step({**LEVEL, 2: pace * 1e-6}, STAGES)
+        assert watch.slowness == {2: slowness}
+
+
+def test_a_worker_that_comes_and_goes_is_taken_back_later_each_time() -> None:
+    watch, taken_back_after = SlowWatch(), []
+    for _ in range(4):
+        while not watch.slow:
+            watch.step({**LEVEL, 2: 2e-6}, STAGES)
+        steps = 0
+        while watch.slow:
+            watch.step(LEVEL, STAGES)
+            steps += 1
+        taken_back_after.append(steps)
+    assert taken_back_after == [4, 8, 16, 32]
+
+
+def test_the_least_ratio_of_the_row_counts() -> None:
+    watch = SlowWatch()
+    for pace in (9.0, 1.44, 7.0, 3.0):
+        watch.step({**LEVEL, 2: pace * 1e-6}, STAGES)
+    assert watch.slowness == {2: 1.4}
+    assert reason_of_view(watch.slow) == "less work for what is slow: worker 2 (1.4x)"
+    assert reason_of_view({}) == "no worker is slow any more: none gets less to do"
 
 
 def test_no_false_alarm_where_lengths_vary() -> None:

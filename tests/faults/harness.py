@@ -103,6 +103,8 @@ class JobSpec:
     changes: tuple[str, ...] = ()
     consistency: str = "exact"
     respawn: int = 0
+    # Other work on the machine makes workers slow: it must not change the views of a test.
+    slow_workers: str = "name"
     dump: str = "every"
     sabotage: str = ""
     awaits: tuple[tuple[int, int], ...] = ()
@@ -130,6 +132,7 @@ class JobSpec:
             f"--elaswave-consistency={self.consistency}",
             f"--elaswave-dump-state={self.dump}",
             f"--elaswave-respawn={self.respawn}",
+            f"--elaswave-slow-workers={self.slow_workers}",
         ]
         arguments += [f"--elaswave-kill={kill}" for kill in self.kills]
         return arguments + [f"--elaswave-change={change}" for change in self.changes]

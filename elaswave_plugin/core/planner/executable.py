@@ -13,7 +13,7 @@ from elaswave_plugin.errors import ConfigurationError
 
 def plan_split(plan: JointPlan, work: StepWork) -> MicrobatchSplit:
     """Who runs which samples at every stage."""
-    return plan.chosen.choice.split(plan_seats(plan), work)
+    return plan.chosen.choice.split(plan_seats(plan), work, plan.slowness)
 
 
 def stage_dataflow(plan: JointPlan, work: StepWork, *, stage: int, tp: int) -> Dataflow:
@@ -48,7 +48,14 @@ def op_lists(plan: JointPlan, costs: CostModel, work: StepWork) -> OpLists:
         return predictor.split_backward(
             chosen.choice, seats, chosen.cuts, extra=chosen.extra, speeds=speeds
         )[1]
-    return predictor.lists(chosen.choice, seats, chosen.cuts, extra=chosen.extra, speeds=speeds)
+    return predictor.lists(
+        chosen.choice,
+        seats,
+        chosen.cuts,
+        extra=chosen.extra,
+        speeds=speeds,
+        slowness=plan.slowness,
+    )
 
 
 def worker_ops(
@@ -63,7 +70,7 @@ def worker_ops(
     if plan.split_backward or (chosen.extra is None and plan.layout.vpp == 1):
         return op_lists(plan, costs, work)[stage][replica]
     seats = plan_seats(plan)
-    alone = chosen.choice.split((seats[stage],), work)
+    alone = chosen.choice.split((seats[stage],), work, plan.slowness[stage : stage + 1])
     pieces = alone.pieces(0, replica)
     if plan.layout.vpp > 1:
         return interleaved_ops(

@@ -18,10 +18,13 @@ from elaswave_plugin.core.step_time import LinkTime, StageTime
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """How a step flows: ``slot_width`` micro-batches of ``microbatch_size`` samples a slot."""
+    """How a step flows: ``slot_width`` micro-batches of ``microbatch_size`` samples a slot.
+
+    ``widths``: workers of each stage; one that takes twice as long counts a half.
+    """
 
     policy: str
-    widths: tuple[int, ...]
+    widths: tuple[float, ...]
     num_microbatches: int
     microbatch_size: int
     slot_width: int

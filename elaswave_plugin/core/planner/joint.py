@@ -11,9 +11,12 @@ facts give the same plan on every worker.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import ceil
 
 import numpy as np
 
+from elaswave_plugin.core.dataflow import Slowness as SlowSlots
+from elaswave_plugin.core.fair_shares import fair_width, slowest_seconds
 from elaswave_plugin.core.layout import ParallelLayout
 from elaswave_plugin.core.planner import reasons
 from elaswave_plugin.core.planner.candidate import Candidate
@@ -33,7 +36,13 @@ from elaswave_plugin.core.planner.layer_partition import (
     partitions,
     pause_seconds,
 )
-from elaswave_plugin.core.planner.microbatch_split import POLICIES, REDEAL, REROUTE, RESIZE
+from elaswave_plugin.core.planner.microbatch_split import (
+    POLICIES,
+    REDEAL,
+    REROUTE,
+    RESIZE,
+    Slowness,
+)
 from elaswave_plugin.core.planner.prediction import (
     DataflowChoice,
     Predictor,
@@ -92,7 +101,7 @@ class JointPlan:
 
     ``healthy_s``: the launch layout with one micro-batch slot a replica; ``speeds``: of each stage
     under the chosen clocks; ``candidates``: all that were simulated, the chosen one first and the
-    others by time; ``reasons``: why, as sentences.
+    others by time; ``reasons``: why, as sentences; ``slowness`` of the layout's replicas.
     """
 
     layout: ParallelLayout
@@ -104,6 +113,7 @@ class JointPlan:
     speeds: tuple[float, ...]
     candidates: tuple[Candidate, ...]
     reasons: tuple[str, ...] = field(default=())
+    slowness: Slowness = ()
 
     def __str__(self) -> str:
         return "\n".join([str(self.layout), *self.reasons])
@@ -116,7 +126,7 @@ class JointPlan:
         """
         one, clocks = self.chosen, None if self.clocks is None else self.clocks.clocks
         order = (one.choice, one.extra, one.windows, self.split_backward)
-        todo = (self.layout, order, one.moves, clocks, self.speeds)
+        todo = (self.layout, order, one.moves, clocks, self.speeds, self.slowness)
         return int.from_bytes(hashlib.sha256(repr(todo).encode()).digest()[:8], "big") >> 1
 
 
@@ -128,11 +138,13 @@ def joint_plan(
     work: StepWork,
     rules: PlanRules | None = None,
     speeds: Sequence[float] | None = None,
+    slow: SlowSlots | None = None,
 ) -> JointPlan:
     """Plan for the layout ``after`` a change; state lies as in ``before``.
 
-    ``speeds``: of each stage's slowest worker, 1 as measured. Raises ConfigurationError where
-    nothing fits into memory, JobStopped where a stage has nobody and nobody can be moved there.
+    ``speeds``: of each stage, 1 as measured; ``slow``: how many times as long single workers take,
+    by slot. Raises ConfigurationError where nothing fits into memory, JobStopped where a stage has
+    nobody and nobody can be moved there.
     """
     rules = rules or PlanRules()
     if after.num_layers != len(costs.bounds) - 1:
@@ -140,7 +152,7 @@ def joint_plan(
             f"costs are given for {len(costs.bounds) - 1} layers and the layout has"
             f" {after.num_layers}; wanted the same number"
         )
-    search = _Search(before, after.staffed(), costs, work, rules, speeds)
+    search = _Search(before, after.staffed(), costs, work, rules, speeds, slow or {})
     return search.plan()
 
 
@@ -155,8 +167,10 @@ class _Search:
         work: StepWork,
         rules: PlanRules,
         speeds: Sequence[float] | None,
+        slow: SlowSlots,
     ) -> None:
         self.before, self.after = before, after
+        self.slow = {slot: factor for slot, factor in slow.items() if factor != 1.0}
         self.costs, self.work, self.rules = costs, work, rules
         num_stages = len(after.stages)
         self.speeds = tuple(speeds) if speeds is not None else (1.0,) * num_stages
@@ -184,13 +198,12 @@ class _Search:
         rated = sorted((self._rated(one, stay) for one in found), key=_rating)
         chosen = rated[0]
         seconds = chosen.seconds
-        splits = self.rules.split_backward and self.is_exact
+        # Neither weight gradients in bubbles nor greedy orders are simulated for slow workers.
+        splits = self.rules.split_backward and self.is_exact and not self.slow
         if splits:
             seconds, chosen = self._with_split_backward(rated)
         clocks = self._clocks(chosen, seconds, splits=splits)
-        layout = self.after.recut(chosen.cuts)
-        for source, target in chosen.moves:
-            layout = layout.moved(source=source, target=target)
+        layout = self._moved(chosen.moves).recut(chosen.cuts)
         others = sorted((one for one in rated if one != chosen), key=_order)
         plan = JointPlan(
             layout=layout,
@@ -201,6 +214,7 @@ class _Search:
             clocks=clocks,
             speeds=self.speeds if clocks is None else tuple(self._speeds_at(clocks.clocks)),
             candidates=(chosen, *others),
+            slowness=self._slowness(chosen.moves),
         )
         return replace(plan, reasons=self._reasons(plan))
 
@@ -212,7 +226,7 @@ class _Search:
         moves_allowed = self.rules.move_workers and self.after.vpp == 1
         ways = width_candidates(self.after.widths, most=4 if self.is_small else 2)
         for moves, widths in ways if moves_allowed else ways[:1]:
-            choice = self._choices(widths)[0]
+            choice = self._choices(moves)[0]
             for cuts in self._cuts(moves, widths):
                 self._add(found, choice, moves, cuts, extra=EXTRA_WINDOWS[0])
         return found
@@ -220,8 +234,7 @@ class _Search:
     def _refined(self, base: Candidate, known: set[tuple[object, ...]]) -> list[Candidate]:
         """The other dataflows and windows for the widths and cuts of ``base``."""
         found: list[Candidate] = []
-        widths = self._widths(base.moves)
-        for choice in self._choices(widths):
+        for choice in self._choices(base.moves):
             for extra in EXTRA_WINDOWS if self.after.vpp == 1 else EXTRA_WINDOWS[:1]:
                 if (choice, base.moves, base.cuts, extra) not in known:
                     self._add(found, choice, base.moves, base.cuts, extra=extra)
@@ -230,7 +243,7 @@ class _Search:
     def _greedy(self, ordered: Sequence[Candidate]) -> list[Candidate]:
         """The fastest plans, and the fastest and the rerouted one that stay, in greedy order."""
         found: list[Candidate] = []
-        knows = self.predictor.knows_greedy(len(self.after.stages))
+        knows = self.predictor.knows_greedy(len(self.after.stages)) and not self.slow
         if not self.rules.greedy or not knows:
             return found
         stay = [one for one in ordered if self._stays(one)]
@@ -242,11 +255,14 @@ class _Search:
             self._add(found, choice, moves, cuts, extra=GREEDY)
         return found
 
-    def _choices(self, widths: Sequence[int]) -> list[DataflowChoice]:
+    def _choices(self, moves: Sequence[WidthMove]) -> list[DataflowChoice]:
         """The dataflows allowed; first the one that holds least in flight."""
         choices = []
+        widths = self._widths(moves)
         if REDEAL in self.rules.policies:
-            slots = [min(widths)]
+            # Fluids know no slots that are wider than the weakest stage.
+            fluid = max(1, int(min(self._fair_widths(moves))))
+            slots = [min(widths) if self.is_exact else fluid]
             if self.is_exact:
                 slots += [max(widths), round(sum(widths) / len(widths))]
             choices += [DataflowChoice(REDEAL, width) for width in dict.fromkeys(slots)]
@@ -292,7 +308,12 @@ class _Search:
         """Simulate one candidate and keep it, or the reason why it is impossible."""
         try:
             predicted = self.predictor.predict(
-                choice, self._seats(moves), cuts, extra=extra, speeds=self.speeds
+                choice,
+                self._seats(moves),
+                cuts,
+                extra=extra,
+                speeds=self.speeds,
+                slowness=self._slowness(moves),
             )
         except ConfigurationError as error:
             self.rejected.append(str(error))
@@ -320,11 +341,11 @@ class _Search:
         """What each stage's busiest worker has to do, blended towards the mean of the stages."""
         size = self.work.microbatch_size
         if REDEAL in self.rules.policies or REROUTE in self.rules.policies:
-            samples = [float(size * -(-self.work.num_microbatches // width)) for width in widths]
+            samples = [size * busiest for busiest in self._busiest(moves)]
         else:
             samples = [size * self.work.num_microbatches / width for width in widths]
         mean = sum(samples) / len(samples)
-        slot_width = min(widths)
+        slot_width, fair = min(widths), self._fair_widths(moves)
         loads = []
         for stage, width in enumerate(widths):
             joiners = self.new_groups[stage] + sum(move.target == stage for move in moves)
@@ -333,7 +354,7 @@ class _Search:
                     samples=(1 - blend) * samples[stage] + blend * mean,
                     width=width,
                     speed=self.speeds[stage],
-                    in_flight=(len(widths) - stage) * size * -(-slot_width // width),
+                    in_flight=(len(widths) - stage) * size * ceil(slot_width / fair[stage]),
                     joiners=joiners,
                 )
             )
@@ -345,6 +366,29 @@ class _Search:
             widths[source] -= 1
             widths[target] += 1
         return tuple(widths)
+
+    def _moved(self, moves: Sequence[WidthMove]) -> ParallelLayout:
+        layout = self.after
+        for source, target in moves:
+            layout = layout.moved(source=source, target=target)
+        return layout
+
+    def _slowness(self, moves: Sequence[WidthMove]) -> Slowness:
+        """Of each replica, by stage; nothing where nobody is slow."""
+        if not self.slow:
+            return ()
+        return slowness_of(self._moved(moves), self.slow)
+
+    def _fair_widths(self, moves: Sequence[WidthMove]) -> Sequence[float]:
+        """How many usual workers each stage is worth."""
+        return [fair_width(stage) for stage in self._slowness(moves)] or self._widths(moves)
+
+    def _busiest(self, moves: Sequence[WidthMove]) -> list[float]:
+        """What the last worker of each stage is done after, in micro-batches of a usual one."""
+        count, slowness = self.work.num_microbatches, self._slowness(moves)
+        if self.is_exact and slowness:
+            return [slowest_seconds(count, stage) for stage in slowness]
+        return [float(ceil(count / width)) for width in self._fair_widths(moves)]
 
     def _seats(self, moves: Sequence[WidthMove]) -> Seats:
         """The replica seats of each stage after ``moves``, as `ParallelLayout.moved` gives them."""
@@ -434,8 +478,9 @@ class _Search:
             return self.predictor.split_backward(
                 one.choice, seats, one.cuts, extra=one.extra, speeds=speeds
             )[0]
+        slowness = self._slowness(one.moves)
         return self.predictor.predict(
-            one.choice, seats, one.cuts, extra=one.extra, speeds=speeds
+            one.choice, seats, one.cuts, extra=one.extra, speeds=speeds, slowness=slowness
         ).seconds
 
     def _healthy_s(self) -> float:
@@ -448,12 +493,13 @@ class _Search:
         now, chosen = self.before.cuts, plan.chosen
         lines = [
             reasons.loss_reason(self.after),
+            reasons.slow_reason(self.slow),
             reasons.dataflow_reason(plan.candidates, now=now),
             reasons.windows_reason(chosen),
         ]
         if self.rules.move_layers or self.rules.move_workers:
             stays, horizon_s = self._stays(chosen), self.rules.horizon_s
-            lines[2:2] = [
+            lines[3:3] = [
                 reasons.layers_reason(plan.candidates, self.after, now=now),
                 reasons.workers_reason(plan.candidates),
                 reasons.payback_reason(chosen, stays=stays, horizon_s=horizon_s),
@@ -470,6 +516,14 @@ class _Search:
         if not self.is_exact:
             lines.append("estimated: stages flow as fluids, too many workers to simulate each")
         return tuple(line for line in lines if line is not None)
+
+
+def slowness_of(layout: ParallelLayout, slow: SlowSlots) -> Slowness:
+    """Of each replica, by stage, that of its slowest worker: it waits for all of its tp group."""
+    return tuple(
+        tuple(max(slow.get(slot, 1.0) for slot in group.slots) for group in groups)
+        for groups in layout.stages
+    )
 
 
 def _order(one: Candidate) -> tuple[float, float, int]:

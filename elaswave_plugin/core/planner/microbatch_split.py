@@ -1,14 +1,16 @@
 """Which worker of each stage runs which samples of which micro-batch: redeal, reroute, resize.
 
 ``redeal``   slot t holds micro-batches t w .. t w + w - 1; at every stage all live workers take q
-             or q + 1 of them, the least loaded ones q + 1. Equal widths give a plain pipeline.
+             or q + 1 of them, the least loaded ones q + 1. Equal widths give a plain pipeline. Of
+             a stage with slow workers, whoever would be done first takes the next one.
 ``reroute``  slot t holds the micro-batches of the launch's slot t; a lost replica's are spread over
              its peers (the rule of ReCycle, arXiv 2405.14009).
 ``resize``   the slots of the launch; each stage cuts the slot's samples evenly over its workers,
              the remainder goes round. Pieces are sample intervals and no longer micro-batches.
 
-In all three every sample is computed once at every stage, so the global batch does not change; the
-gradient is a sum over samples divided by a fixed count, so its scale does not either.
+The other two leave slow workers what they have. In all three every sample is computed once at every
+stage, so the global batch does not change; the gradient is a sum over samples divided by a fixed
+count, so its scale does not either.
 
 >>> show = lambda split: print("\\n".join(map(str, split.texts())))
 >>> show(redeal(widths=(2, 1), num_microbatches=4, microbatch_size=1, slot_width=2))
@@ -26,6 +28,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from elaswave_plugin.core.fair_shares import FairDeal
 from elaswave_plugin.core.schedule import Assignment, Piece
 from elaswave_plugin.errors import ConfigurationError
 
@@ -33,6 +36,8 @@ REDEAL, REROUTE, RESIZE = "redeal", "reroute", "resize"
 POLICIES = (REDEAL, REROUTE, RESIZE)
 
 Numbers = npt.NDArray[np.int64]
+# By stage and worker, how many times as long it takes; of no stage where nobody is slow.
+Slowness = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,6 +70,7 @@ class MicrobatchSplit:
     microbatch_size: int
     slot_width: int
     stages: tuple[StagePieces, ...]
+    slowness: Slowness = ()
 
     def __str__(self) -> str:
         width = f", {self.slot_width} micro-batches a slot" if self.policy == REDEAL else ""
@@ -113,7 +119,12 @@ class MicrobatchSplit:
 
 
 def redeal(
-    *, widths: Sequence[int], num_microbatches: int, microbatch_size: int, slot_width: int
+    *,
+    widths: Sequence[int],
+    num_microbatches: int,
+    microbatch_size: int,
+    slot_width: int,
+    slowness: Slowness = (),
 ) -> MicrobatchSplit:
     """Deal whole micro-batches in slots of ``slot_width``; raises ConfigurationError."""
     _check(widths, num_microbatches, microbatch_size)
@@ -125,14 +136,15 @@ def redeal(
         num_microbatches=num_microbatches,
         microbatch_size=microbatch_size,
         slot_width=slot_width,
+        slowness=slowness,
         stages=tuple(
             StagePieces(
                 width=width,
-                worker=_dealt(np.diff(bounds), width),
+                worker=_dealt(np.diff(bounds), width, slowness[stage] if slowness else ()),
                 cuts=microbatch_size * np.arange(num_microbatches + 1),
                 first=bounds,
             )
-            for width in widths
+            for stage, width in enumerate(widths)
         ),
     )
 
@@ -209,8 +221,12 @@ def _intervals(slots: Numbers, width: int) -> StagePieces:
     )
 
 
-def _dealt(sizes: Numbers, width: int) -> Numbers:
+def _dealt(sizes: Numbers, width: int, slowness: Sequence[float] = ()) -> Numbers:
     """The worker of each micro-batch, slot by slot; contiguous and rising within a slot."""
+    if set(slowness) - {1.0}:
+        deal = FairDeal(slowness)
+        taken = (sorted(deal.take() for _ in range(size)) for size in sizes.tolist())
+        return np.array([worker for slot in taken for worker in slot], dtype=np.int64)
     load = np.zeros(width, dtype=np.int64)
     parts = []
     for size in sizes.tolist():

@@ -5,8 +5,10 @@ as fluids (fluid_time.py), which only fits slots that are no wider than the narr
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 
+from elaswave_plugin.core.fair_shares import fair_width
 from elaswave_plugin.core.planner.costs import CostModel
 from elaswave_plugin.core.planner.fluid_time import Flow, fluid_seconds
 from elaswave_plugin.core.planner.greedy import greedy_step
@@ -15,6 +17,7 @@ from elaswave_plugin.core.planner.microbatch_split import (
     REROUTE,
     RESIZE,
     MicrobatchSplit,
+    Slowness,
     redeal,
     reroute,
     resize,
@@ -63,8 +66,18 @@ class DataflowChoice:
     def __str__(self) -> str:
         return f"{self.policy} {self.slot_width}" if self.policy == REDEAL else self.policy
 
-    def split(self, seats: Sequence[Sequence[int]], work: StepWork) -> MicrobatchSplit:
-        """Who runs what, for the replica seats of each stage; raises ConfigurationError."""
+    def split(
+        self, seats: Sequence[Sequence[int]], work: StepWork, slowness: Slowness = ()
+    ) -> MicrobatchSplit:
+        """Who runs what, for the replica seats of each stage; raises ConfigurationError.
+
+        ``slowness``: of their workers, in the order of the seats.
+        """
+        return replace(self._split(seats, work, slowness), slowness=slowness)
+
+    def _split(
+        self, seats: Sequence[Sequence[int]], work: StepWork, slowness: Slowness
+    ) -> MicrobatchSplit:
         widths = [len(stage) for stage in seats]
         if self.policy == REDEAL:
             return redeal(
@@ -72,6 +85,7 @@ class DataflowChoice:
                 num_microbatches=work.num_microbatches,
                 microbatch_size=work.microbatch_size,
                 slot_width=self.slot_width,
+                slowness=slowness,
             )
         if self.policy == REROUTE:
             return reroute(
@@ -107,7 +121,7 @@ class Predictor:
         self.costs = costs
         self.work = work
         self.vpp = vpp
-        self._flows: dict[tuple[DataflowChoice, Seats], SlotFlow] = {}
+        self._flows: dict[tuple[DataflowChoice, Seats, Slowness], SlotFlow] = {}
 
     def is_exact(self, num_stages: int) -> bool:
         """Whether every worker is simulated."""
@@ -125,22 +139,25 @@ class Predictor:
         *,
         extra: int | None,
         speeds: Sequence[float] | None = None,
+        slowness: Slowness = (),
     ) -> Prediction:
         """Simulate a plan with windows P - s + ``extra``, smaller where memory wants it.
 
-        ``extra`` None: in greedy order. Raises ConfigurationError where the plan does not fit.
+        ``extra`` None: in greedy order, which does without ``slowness``. Raises ConfigurationError
+        where the plan does not fit.
         """
         times = self._times(cuts, speeds)
         if self.vpp > 1:
-            lists = self.lists(choice, seats, cuts, extra=extra, speeds=speeds)
-            return Prediction(seconds=simulate(lists, times, self.costs.link).seconds)
+            lists = self.lists(choice, seats, cuts, extra=extra, slowness=slowness)
+            step = simulate(lists, times, self.costs.link, slowness=slowness)
+            return Prediction(seconds=step.seconds)
         if extra is None:
             return Prediction(seconds=self._greedy(choice, seats, cuts, times)[1])
         wanted = window_sizes(len(seats), extra=extra)
         if not self.is_exact(len(seats)):
-            flow = self._fluid(choice, seats)
+            flow = self._fluid(choice, seats, slowness)
             slot_samples = [
-                -(-flow.slot_width // width) * self.work.microbatch_size for width in flow.widths
+                ceil(flow.slot_width / width) * self.work.microbatch_size for width in flow.widths
             ]
             limits = [
                 limit // samples
@@ -149,7 +166,7 @@ class Predictor:
             windows = fit_windows(wanted, limits)
             seconds = fluid_seconds(flow, times, self.costs.link, windows)
         else:
-            split = self._flow(choice, seats)
+            split = self._flow(choice, seats, slowness)
             windows = self._fitted(split, wanted, self._limits(seats, cuts))
             seconds = split.seconds(times, self.costs.link, windows)
         return Prediction(seconds=seconds, windows=windows)
@@ -162,9 +179,10 @@ class Predictor:
         *,
         extra: int | None,
         speeds: Sequence[float] | None = None,
+        slowness: Slowness = (),
     ) -> OpLists:
         """The op lists of all workers. Raises ConfigurationError where they do not fit."""
-        assignment = choice.split(seats, self.work).assignment()
+        assignment = choice.split(seats, self.work, slowness).assignment()
         limits = self._limits(seats, cuts)
         if self.vpp > 1:
             lists = interleaved_lists(assignment, num_chunks=self.vpp)
@@ -173,7 +191,8 @@ class Predictor:
         if extra is None:
             return self._greedy(choice, seats, cuts, self._times(cuts, speeds))[0]
         wanted = window_sizes(len(seats), extra=extra)
-        return window_lists(assignment, self._fitted(self._flow(choice, seats), wanted, limits))
+        flow = self._flow(choice, seats, slowness)
+        return window_lists(assignment, self._fitted(flow, wanted, limits))
 
     def split_backward(
         self,
@@ -212,16 +231,16 @@ class Predictor:
         every = None if speeds is None else [*speeds] * self.vpp
         return self.costs.stage_times(cuts, speeds=every)
 
-    def _flow(self, choice: DataflowChoice, seats: Seats) -> SlotFlow:
-        key = (choice, seats)
+    def _flow(self, choice: DataflowChoice, seats: Seats, slowness: Slowness = ()) -> SlotFlow:
+        key = (choice, seats, slowness)
         if key not in self._flows:
-            self._flows[key] = slot_flow(choice.split(seats, self.work))
+            self._flows[key] = slot_flow(choice.split(seats, self.work, slowness))
         return self._flows[key]
 
-    def _fluid(self, choice: DataflowChoice, seats: Seats) -> Flow:
+    def _fluid(self, choice: DataflowChoice, seats: Seats, slowness: Slowness) -> Flow:
         return Flow(
             policy=choice.policy,
-            widths=tuple(map(len, seats)),
+            widths=tuple(map(fair_width, slowness)) or tuple(map(len, seats)),
             num_microbatches=self.work.num_microbatches,
             microbatch_size=self.work.microbatch_size,
             slot_width=choice.slot_width,

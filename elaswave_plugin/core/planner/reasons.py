@@ -4,7 +4,7 @@ The candidates were compared all together; the order dataflow, layers, workers, 
 of the explanation.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from elaswave_plugin.core.layout import ParallelLayout
 from elaswave_plugin.core.planner.candidate import Candidate
@@ -40,6 +40,13 @@ def loss_reason(layout: ParallelLayout) -> str:
         f"{sum(layout.widths)} of {total} replicas are live ({live:.3f}), mean over narrowest stage"
         f" rho = {rho:.2f}"
     )
+
+
+def slow_reason(slow: Mapping[int, float]) -> str | None:
+    """Who is slow, by slot, and how many times as long it takes."""
+    if not slow:
+        return None
+    return "slow: " + ", ".join(f"w{slot} takes {slow[slot]:g}x as long" for slot in sorted(slow))
 
 
 def dataflow_reason(candidates: Sequence[Candidate], *, now: tuple[int, ...]) -> str:

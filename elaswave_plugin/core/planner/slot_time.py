@@ -52,6 +52,7 @@ class SlotFlow:
     widths: tuple[int, ...]
     samples: tuple[Numbers, ...]
     nodes: tuple[tuple[_Node, ...], ...]
+    slowness: tuple[Seconds, ...] = ()
 
     def peak(self, stage: int, window: int) -> int:
         """The most samples in flight on one worker of a stage; exact for the window rule."""
@@ -100,6 +101,8 @@ class _Run:
             ready = self._before(arrived, after, node.samples)
             each_s = time.backward_s + time.weights_s
         duration = time.fixed_s + node.samples * each_s
+        if self.flow.slowness:
+            duration = duration * self.flow.slowness[stage][node.worker]
         free = self.free[stage]
         if len(node.rounds) == 1:
             done = np.maximum(free[node.worker], ready) + duration
@@ -160,6 +163,7 @@ def slot_flow(split: MicrobatchSplit) -> SlotFlow:
         widths=tuple(pieces.width for pieces in split.stages),
         samples=tuple(pieces.samples() for pieces in split.stages),
         nodes=tuple(nodes),
+        slowness=tuple(map(np.array, split.slowness)),
     )
 
 
