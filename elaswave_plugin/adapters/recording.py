@@ -54,8 +54,11 @@ class Recording:
 
     def step(
         self, step: int, report: StepReport, seconds: float, *, num_microbatches: int, last: bool
-    ) -> None:
-        """Write a completed step; ``num_microbatches``: how many of them this worker ran."""
+    ) -> dict[str, float]:
+        """Write a completed step, and return its metrics.
+
+        ``num_microbatches``: how many of them this worker ran.
+        """
         worker = self._worker
         record = {
             "slot": worker.slot,
@@ -72,10 +75,12 @@ class Recording:
             "num_microbatches": num_microbatches,
         }
         worker.steps.emit("step", **record)
-        self.tracker.step(step, step_metrics(record, live_workers=len(worker.view.ranks)))
+        metrics = step_metrics(record, live_workers=len(worker.view.ranks))
+        self.tracker.step(step, metrics)
         wanted = worker.config.dump_state
         if wanted == "every" or (wanted == "last" and last):
             self.dump(step)
+        return metrics
 
     def dump(self, step: int) -> None:
         """Write this worker's pieces of the state after ``step``, where there is a directory."""

@@ -92,7 +92,7 @@ class Tracker:
     def event(self, kind: str, step: int, fields: Mapping[str, Any]) -> None:
         """Hand over an event; its numbers join the row of the next step as kind/name."""
         if self._rows is not None:
-            self._put((step, _numbers(kind, fields), False))
+            self._put((step, numbers_of(kind, fields), False))
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
         """Flush and close the sinks; False if they took longer than the limit and were left."""
@@ -205,12 +205,12 @@ def step_metrics(record: Mapping[str, Any], live_workers: int | None = None) -> 
     return metrics
 
 
-def _numbers(kind: str, fields: Mapping[str, Any]) -> dict[str, float]:
+def numbers_of(kind: str, fields: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of an event, nested ones too: recovered/mttr_s, recovered/phases_s/move."""
     found: dict[str, float] = {}
     for name, value in fields.items():
         if isinstance(value, Mapping):
-            found.update(_numbers(f"{kind}/{name}", value))
+            found.update(numbers_of(f"{kind}/{name}", value))
         elif isinstance(value, int | float):
             found[f"{kind}/{name}"] = float(value)
     return found

@@ -75,6 +75,14 @@ def has_key(environment: Mapping[str, str]) -> bool:
         return False
 
 
+def flush_early() -> None:
+    """Have runs that others open in this process lose little when it is killed."""
+    import wandb
+
+    if "x_transaction_log_flush_interval" in wandb.Settings.model_fields:
+        wandb.setup(wandb.Settings(x_transaction_log_flush_interval=FLUSH_INTERVAL_S))
+
+
 def _quiet(settings: Any) -> Any:
     """W&B settings that keep out of training's way, as far as the installed version knows them."""
     wanted = {

@@ -125,6 +125,7 @@ def test_a_survivor_dies_while_it_lets_somebody_in(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_ten_kills_and_joins_in_one_run(run: Launch, reference: Reference) -> None:
     dice = random.Random(6)
     lives = [0, 0, 0, 0]

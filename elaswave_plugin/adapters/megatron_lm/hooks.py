@@ -37,6 +37,7 @@ class Hooks:
         """``on_join(config)`` is called before the job is joined."""
         self._on_join = on_join
         self.job: LmJob | None = None
+        self._openers: dict[str, Native] = {}
 
     @property
     def _joined(self) -> LmJob:
@@ -59,9 +60,18 @@ class Hooks:
             self._on_join(config)
             self.job = LmJob(config, arguments)
             self.job.make_world()
+            self.job.take_writers(self._openers)
             return native(*args, **kwargs)
 
         return initialize
+
+    def open_writer(self, native: Native, *, name: str) -> Native:
+        """Later, when the job is joined: its run id is known then, and who is in its last place."""
+
+        def set_writer(args: Any) -> None:
+            self._openers[name] = native
+
+        return set_writer
 
     def make_optimizer(self, native: Native) -> Native:
         """Room for every width, before a checkpoint is loaded."""

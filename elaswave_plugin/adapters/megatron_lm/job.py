@@ -1,7 +1,7 @@
 """Megatron-LM's own training loop in an elastic job: one worker's part of it."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,11 +18,13 @@ from elaswave_plugin.adapters.megatron.refuse import check_supported
 from elaswave_plugin.adapters.megatron_lm.loader import MicrobatchLoader
 from elaswave_plugin.adapters.megatron_lm.losses import LossTotals
 from elaswave_plugin.adapters.megatron_lm.newcomer import LoopVariables, check_seals_everything
+from elaswave_plugin.adapters.megatron_lm.script_writers import ScriptWriters
 from elaswave_plugin.adapters.megatron_lm.side_state import SideState
 from elaswave_plugin.adapters.recording import Recording
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.core.dataflow import Samples
 from elaswave_plugin.core.layout import sizes_of
+from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.loop import GuardedSteps, StepReport
 from elaswave_plugin.runtime.script_loop import ScriptLoop
 from elaswave_plugin.runtime.worker import Worker
@@ -52,6 +54,11 @@ class LmJob:
         config.check_slots(workers)
         config.check_last_checkpoint("the script writes one where it has --save")
         check_sinks(config)
+        if config.wandb != "off" and args.wandb_project:
+            raise ConfigurationError(
+                f"wandb is {config.wandb!r} and --wandb-project is {args.wandb_project!r}, and the"
+                " script's own run is logged to; leave --elaswave-wandb out"
+            )
         self._args = args
         self._seed = args.seed if config.seed is None else config.seed
         self.worker = Worker(config=config, environ=os.environ)
@@ -61,6 +68,16 @@ class LmJob:
         self._loop: ScriptLoop | None = None
         self._trained_from: list[MicrobatchLoader] = []
         self.variables = LoopVariables(args)
+
+    def take_writers(self, openers: Mapping[str, Callable[[Any], None]]) -> None:
+        """Open the script's TensorBoard and W&B writers where the last rank is, now and later."""
+        self._writers = ScriptWriters(self._args, openers, self.worker.run_id)
+        if not self.comes_later:
+            self._writers.follow(is_last_rank=self._is_last_rank, waits=True)
+
+    @property
+    def _is_last_rank(self) -> bool:
+        return self.worker.view.ranks[-1] == self.worker.slot
 
     def make_world(self) -> None:
         """Make WORLD ours, which needs no store and no rendezvous."""
@@ -232,15 +249,18 @@ class LmJob:
     def _recovered(self, record: dict[str, object]) -> None:
         self._args.rank, self._args.world_size = dist.get_rank(), dist.get_world_size()
         self._recording.recovered(record)
+        self._writers.follow(is_last_rank=self._is_last_rank, waits=False)
+        self._writers.event("recovered", self.worker.completed, record)
 
     def _record(self, step: int, report: StepReport, seconds: float) -> None:
-        self._recording.step(
+        metrics = self._recording.step(
             step,
             report,
             seconds,
             num_microbatches=len(self._microbatches.executed),
             last=step + 1 == self._args.train_iters,
         )
+        self._writers.step(step + 1, metrics)
 
     def finish(self) -> None:
         """Leave with the others."""

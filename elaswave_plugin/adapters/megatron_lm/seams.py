@@ -4,6 +4,7 @@ from functools import partial
 
 from elaswave_plugin.adapters.megatron_lm.hooks import Hooks
 from elaswave_plugin.adapters.megatron_lm.records import record
+from elaswave_plugin.adapters.megatron_lm.script_writers import TENSORBOARD, WANDB
 from elaswave_plugin.adapters.patching import PatchRecord, PatchSet
 
 _TRAINING = "megatron.training.training"
@@ -22,6 +23,18 @@ def _start(hooks: Hooks) -> list[PatchRecord]:
             hooks.initialize_distributed,
             "WORLD and all groups are ours; it finds them made",
             *("get_embedding_ranks", "get_position_embedding_ranks", "store"),
+        ),
+        record(
+            "megatron.training.global_vars:_set_tensorboard_writer",
+            partial(hooks.open_writer, name=TENSORBOARD),
+            "whoever is the last rank goes on with it",
+            "args",
+        ),
+        record(
+            "megatron.training.global_vars:_set_wandb_writer",
+            partial(hooks.open_writer, name=WANDB),
+            "its run goes on when the worker that opened it is lost, and our rows go to it",
+            "args",
         ),
         record(
             f"{_TRAINING}:get_megatron_optimizer",

@@ -1,0 +1,84 @@
+"""The TensorBoard and W&B writers that Megatron-LM opens: held by whoever is the last rank."""
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+from elaswave_plugin.tracking.tracker import numbers_of
+from elaswave_plugin.tracking.wandb_sink import flush_early
+
+TENSORBOARD, WANDB = "_GLOBAL_TENSORBOARD_WRITER", "_GLOBAL_WANDB_WRITER"
+
+
+class ScriptWriters:
+    """One worker's part in them; nothing where the script has no --tensorboard-dir or W&B project.
+
+    Megatron-LM writes its own rows on the last rank (megatron/training/global_vars.py,
+    ``_set_tensorboard_writer``, ``_set_wandb_writer``). Ours go to its W&B run, which is one over
+    all its owners, under the same iterations.
+    """
+
+    def __init__(
+        self, args: Any, openers: Mapping[str, Callable[[Any], None]], run_id: str
+    ) -> None:
+        """``openers``: Megatron-LM's functions by writer; they look for the last rank themselves.
+
+        The run id is ``run_id`` where WANDB_RUN_ID does not name one.
+        """
+        self._args = args
+        self._openers = openers
+        # Later owners append to the run of the first.
+        self._environ = {"WANDB_RUN_ID": run_id, "WANDB_RESUME": "allow"}
+        self._is_owner = False
+        self._logged = 0
+
+    def follow(self, *, is_last_rank: bool, waits: bool) -> None:
+        """Open them on the last rank of a view, and close them where that is another one now.
+
+        Both take seconds; ``waits``: for the opening. Else the rows until then are missing.
+        """
+        if is_last_rank == self._is_owner:
+            return
+        self._is_owner = is_last_rank
+        work = threading.Thread(
+            target=self._open if is_last_rank else self._close, name="elaswave-writers", daemon=True
+        )
+        work.start()
+        if waits:
+            work.join()
+
+    def step(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Our row of a completed step, once."""
+        if iteration > self._logged:
+            self._logged = iteration
+            self._log(metrics, iteration)
+
+    def event(self, kind: str, iteration: int, fields: Mapping[str, Any]) -> None:
+        """The numbers of an event."""
+        self._log(numbers_of(kind, fields), iteration)
+
+    def _log(self, metrics: Mapping[str, float], iteration: int) -> None:
+        writer = getattr(_globals(), WANDB)
+        if self._is_owner and writer is not None:
+            writer.log(dict(metrics), iteration)
+
+    def _open(self) -> None:
+        if getattr(self._args, "wandb_project", ""):
+            os.environ.update({k: v for k, v in self._environ.items() if k not in os.environ})
+            flush_early()
+        for opener in self._openers.values():
+            opener(self._args)
+
+    def _close(self) -> None:
+        for name, close in ((TENSORBOARD, "close"), (WANDB, "finish")):
+            writer = getattr(_globals(), name)
+            setattr(_globals(), name, None)
+            if writer is not None:
+                getattr(writer, close)()
+
+
+def _globals() -> Any:
+    # megatron.training is in the repository only, this file's users need not be.
+    return import_module("megatron.training.global_vars")

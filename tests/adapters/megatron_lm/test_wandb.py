@@ -1,0 +1,56 @@
+"""--wandb-project: one W&B run, offline for real, whoever is the last rank that writes to it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.adapters.megatron_lm.conftest import Launch
+from tests.adapters.megatron_lm.harness import NO_EVALUATION, ScriptSpec, needs_repository
+from tests.faults.harness import check_survived
+from tests.tracking.test_wandb_sink import history, run_ids
+
+pytestmark = needs_repository
+pytest.importorskip("wandb")
+THEIRS, OURS = "lm loss", "train/loss"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_run_that_the_script_opens_goes_on_when_its_owner_is_lost(
+    run: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb = ("--wandb-project", "tests", "--wandb-exp-name", "one", "--wandb-save-dir")
+    spec = ScriptSpec(
+        steps=40,
+        dump="never",
+        # Without a TensorBoard writer Megatron-LM writes nothing to W&B either.
+        options=(*NO_EVALUATION, *wandb, str(tmp_path), "--tensorboard-dir", str(tmp_path / "tb")),
+        kills=("3@3:backward",),
+    )
+    survived = run(spec)
+    check_survived(survived)
+    first, second = history(tmp_path).values()
+    assert len(run_ids(tmp_path)) == 1
+    # Theirs and ours lie under the same iterations, of which none comes twice.
+    steps = [[row["_step"] for row in rows if THEIRS in row] for rows in (first, second)]
+    # W&B holds back the newest row, which is lost with its owner.
+    assert steps[0] in ([1, 2], [1, 2, 3])
+    assert steps[1][0] > 3 and steps[1] == list(range(steps[1][0], spec.steps + 1))
+    for rows in (first, second):
+        assert [row["_step"] for row in rows if OURS in row] == sorted(
+            {row["_step"] for row in rows if OURS in row}
+        )
+        assert all(row[OURS] == pytest.approx(row[THEIRS]) for row in rows if THEIRS in row)
+    recovered = [row for rows in (first, second) for row in rows if "recovered/mttr_s" in row]
+    assert all(row["recovered/mttr_s"] > 0 for row in recovered)
+
+
+@pytest.mark.slow
+def test_a_run_of_ours_beside_it_is_refused(run: Launch) -> None:
+    wandb = ("--wandb-project", "tests", "--wandb-exp-name", "one", "--elaswave-wandb=offline")
+    spec = ScriptSpec(options=(*NO_EVALUATION, *wandb))
+    refused = run(replace(spec, steps=2))
+    assert refused.returncode == 2
+    assert "the script's own run is logged to; leave --elaswave-wandb out" in refused.output
