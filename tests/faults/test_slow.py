@@ -18,20 +18,20 @@ PP2 = replace(
 )
 
 
-def emulated(layer_s: float, factor: float) -> str:
+def emulated(layer_s: float, factor: float, *, until: int = LEVEL_FROM) -> str:
     """Layers take ``layer_s``, those of one worker ``factor`` times as long for some steps."""
     return f"""
 import os, runpy, time
 SlowBackward = runpy.run_path({str(ROOT / "benchmarks" / "emulated_compute.py")!r})["SlowBackward"]
 from elaswave_plugin.runtime.loop import GuardedSteps
 from megatron.core.transformer.transformer_layer import TransformerLayer
-begin, forward = GuardedSteps.begin, TransformerLayer.forward
+begin_step, forward = GuardedSteps.begin, TransformerLayer.forward
 now = [0]
 def note(self):
-    begin(self)
+    begin_step(self)
     now[:] = [self.worker.completed]
 def slowly(self, *args, **kwargs):
-    is_slow = os.environ["ELASWAVE_SLOT"] == "{SLOW}" and {SLOW_FROM} <= now[0] < {LEVEL_FROM}
+    is_slow = os.environ["ELASWAVE_SLOT"] == "{SLOW}" and {SLOW_FROM} <= now[0] < {until}
     seconds = {layer_s} * ({factor} if is_slow else 1)
     time.sleep(seconds)
     hidden, *rest = forward(self, *args, **kwargs)
@@ -114,3 +114,21 @@ def test_a_slow_worker_is_only_named_where_that_was_asked_for(
     assert named["slot"] == SLOW and SLOW_FROM < named["step"] < SLOW_FROM + 5
     assert len(slowed.events("view_committed")) == 1
     assert set(counts(slowed, SLOW).values()) == {4}
+
+
+@pytest.mark.slow
+def test_who_comes_back_learns_who_is_slow(run: Launch, reference: Reference) -> None:
+    spec = JobSpec(nproc=3, steps=24, global_batch=12, options=(*TINY, "--num-layers=1"))
+    slow = {"slow_workers": "act", "sabotage": emulated(0.016, 3.0, until=spec.steps)}
+    back = {"respawn": 1, "kills": ("2@10:backward",), "awaits": ((16, 1),)}
+    slowed = run(replace(spec, **slow, **back))
+    check_equal(slowed, reference(spec))
+    assert {event["slot"] for event in slowed.events("slow_worker")} == {SLOW}
+    assert not slowed.events("slow_worker_over")
+    reasons = [event["reason"] for event in slowed.events("view_committed")]
+    assert "less work for what is slow" in reasons[1]
+    assert any("worker 2 (node 0) joins as 2.1" in reason for reason in reasons)
+    mine, peers = counts(slowed, SLOW), counts(slowed, 0)
+    assert {mine[step] for step in range(spec.steps)} >= {4}
+    # Also without worker 2, and with it again.
+    assert all(mine[step] < peers[step] for step in range(10, spec.steps))
