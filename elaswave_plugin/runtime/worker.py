@@ -3,7 +3,7 @@
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import psutil
@@ -12,14 +12,13 @@ from elaswave_plugin.config import ElasticConfig, parse_kill
 from elaswave_plugin.core.dataflow import Shares
 from elaswave_plugin.core.hang import COMMIT, OUTSIDE
 from elaswave_plugin.core.layer_times import PassTimes, agreed
-from elaswave_plugin.core.payback import PAUSE_S, Payback, gain_of_view
 from elaswave_plugin.core.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.plan import Flow, RecoveryPlan, copy_targets, make_plan
 from elaswave_plugin.core.seating import Cell, FlatSeating, GridSeating, Seating
 from elaswave_plugin.core.shards import ShardCut
-from elaswave_plugin.core.slow import Slow, SlowWatch, reason_of_view, slowness_told
+from elaswave_plugin.core.slow import slowness_told
 from elaswave_plugin.errors import SnapshotUnreadableError
-from elaswave_plugin.runtime.behind import Followed, MomentsBehind
+from elaswave_plugin.runtime.behind import MomentsBehind
 from elaswave_plugin.runtime.broken_links import BrokenLinks
 from elaswave_plugin.runtime.framework import Framework
 from elaswave_plugin.runtime.links import LinkTable
@@ -27,6 +26,8 @@ from elaswave_plugin.runtime.member import Alone, Commit, Member
 from elaswave_plugin.runtime.phases import Phases
 from elaswave_plugin.runtime.process_group import GroupTable
 from elaswave_plugin.runtime.progress import PhaseClock
+from elaswave_plugin.runtime.recovery_record import RecoveryRecord
+from elaswave_plugin.runtime.slow_workers import SlowWorkers
 from elaswave_plugin.runtime.snapshot import SnapshotPool, capacity_of
 from elaswave_plugin.runtime.stopwatch import Stopwatch
 from elaswave_plugin.tracking.events import EventLog
@@ -82,22 +83,18 @@ class Worker:
         self.last_call = False  # whether all were told to leave, by the newest commit
         self.completed = 0
         self.stopwatch = Stopwatch(PassTimes())
-        self._slow_watch = SlowWatch()
-        self._payback, self._gain = Payback(), 0.0
-        self._compared_s: float | None = None  # when the paces of the step before were
+        self.slow_workers = SlowWorkers(self)
         self._seals_in_epoch = 0
         self._has_sealed = False
         self._behind: MomentsBehind | None = None
-        self._followed = Followed()
         # (step, epoch) of the seal at which model and optimizer still are.
         self._live: tuple[int, int] | None = None
         # (holder, owner, step) of snapshots found damaged since the last seal.
         self._unreadable: set[tuple[int, int, int]] = set()
         self._handed_over_step = -1
-        self._recovery_started_s = 0.0
+        self._record = RecoveryRecord(slot=self.slot, events=self.events, phases=self.phases)
         self._entering, self._ready_s = False, 0.0
         self._newcomers: tuple[str, ...] = ()
-        self._resume_pending: Callable[[], dict[str, object]] | None = None
         self._started_s = time.time()
         self.member.start(self._ring)
         respawn = config.respawn if config.snapshots else 0
@@ -147,7 +144,7 @@ class Worker:
             "times": self.stopwatch.times.medians(),
             "cuts_wanted": self.member.cuts_wanted,
             "live": self._live,
-            "slow": self._slow_watch.told(),
+            "slow": self.slow_workers.told(),
         }
 
     @property
@@ -209,7 +206,7 @@ class Worker:
                 told_slow = [one for one in told_slow if one[0] in view.ranks]
                 slow = slowness_told(told_slow) if self.config.slow_workers == "act" else {}
                 self.seating = self.seating.after(view.ranks, times, slow)
-        self._know_slow(told_slow)
+        self.slow_workers.learn(told_slow)
         wanted = [held["cuts_wanted"] for _, held in sorted(commit.facts.items())]
         for cuts in filter(None, wanted):
             self.seating = self.seating.recut(cuts)
@@ -225,7 +222,7 @@ class Worker:
         shares which state; without one, the job is data-parallel.
         """
         self.phases.fire("startup")
-        self._deal = deal
+        self.deal = deal
         ranks = self.view.ranks
         self.seating = seating or FlatSeating(
             homes=ranks, ranks=ranks, buckets=framework.bucket_lengths()
@@ -367,7 +364,7 @@ class Worker:
             return
         with self.member.progress_page.waiting(OUTSIDE):
             try:
-                self._followed = self._behind.complete()
+                self._record.followed = self._behind.complete()
             except SnapshotUnreadableError as error:
                 self._unreadable.add((error.holder, error.owner, error.step))
                 self.member.severed(self.view.epoch, str(error))
@@ -390,7 +387,7 @@ class Worker:
                 reason=commit.view.reason,
                 ranks=commit.view.ranks,
                 cells=self.seating.cells,
-                dataflow=self._deal(**self.seating.dealt_over),
+                dataflow=self.deal(**self.seating.dealt_over),
                 alignment=self._alignment,
                 inventory=commit.inventory,
                 rejected=rejected | unreadable,
@@ -399,93 +396,30 @@ class Worker:
 
         return plan
 
-    # ---- slow workers ---------------------------------------------------------------------------
-
-    def compare_paces(self, paces: Mapping[int, float]) -> None:
-        """Name the workers that are slow, and those that no longer are; ``paces`` by slot.
-
-        Where it pays, a view of the same members deals the work anew before one of the next steps.
-        """
-        if not paces:
-            return
-        now_s = time.monotonic()
-        step_s = 0.0 if self._compared_s is None else now_s - self._compared_s
-        self._compared_s = now_s
-        before = dict(self._slow_watch.slow)
-        roles = [cell.ranks for cell in self.seating.cells]
-        changed = self._slow_watch.step(paces, roles)
-        if changed:
-            self._tell_slow(before=before, slow=self._slow_watch.slow)
-        # One of them asks, and all plan alike.
-        if not self.owns_rank_0 or self.config.slow_workers != "act":
-            return
-        if changed:
-            self._gain = self._gain_of_view()
-            self._payback.restart(gain=self._gain, step_s=step_s)
-        if self._payback.step(gain=self._gain, step_s=step_s):
-            self.member.replan(reason_of_view(self._slow_watch.slow))
-
-    def _compared_passes(self) -> int | None:
-        """Forward passes in a step of whoever has the fewest of those with the same layers."""
-        cell, flow = self.seating.cell_of(self.slot), self.dataflow
-        if cell is None or isinstance(flow, Shares):
-            return None
-        counts = [len(flow.microbatches(slot)) for slot in cell.ranks]
-        return min(counts) * (flow.layout.vpp if isinstance(flow, PipelineFlow) else 1)
-
-    def _gain_of_view(self) -> float:
-        """The share of a step that dealing anew would save, by what this worker has measured."""
-        slow = self._slow_watch.slowness
-        times = agreed({self.slot: self.stopwatch.times.medians()})
-        seating = self.seating.after(self.view.ranks, times, slow)
-        wanted = self._deal(**seating.dealt_over)
-        return gain_of_view(self.dataflow, wanted, slow=slow, times=times)
-
-    def _know_slow(self, told: Sequence[Sequence[Any]]) -> None:
-        """Who is slow at the beginning of a view, alike on everyone."""
-        before = self._slow_watch.slow
-        self._slow_watch.restart(told)
-        self._gain = 0.0
-        if before != self._slow_watch.slow:
-            self._tell_slow(before=before, slow=self._slow_watch.slow)
-
-    def _tell_slow(self, *, before: Mapping[int, Slow], slow: Mapping[int, Slow]) -> None:
-        self.member.tell_slow({slot: str(one) for slot, one in slow.items()})
-        if self.owns_rank_0:
-            at = {"step": self.completed, "epoch": self.view.epoch}
-            for slot, one in sorted(slow.items()):
-                if one != before.get(slot):
-                    evidence, ratio = str(one), one.ratio
-                    self.events.emit("slow_worker", slot=slot, ratio=ratio, evidence=evidence, **at)
-            for slot in before.keys() - slow.keys():
-                self.events.emit("slow_worker_over", slot=slot, **at)
-
     # ---- recoveries, as events ------------------------------------------------------------------
 
     def begin_recovery(self) -> None:
         """Start the clock of a recovery."""
-        self._recovery_started_s = time.time()
-        self.phases.seconds = {}
-        self._followed = Followed()
+        self._record.begin()
         self.stopwatch.drop_step()
-        self._slow_watch.interrupt()
-        self._compared_s = None
+        self.slow_workers.interrupt()
 
     def end_recovery(self, plan: RecoveryPlan, *, fetched_bytes: int) -> None:
         """Adopt the plan; the event is emitted when the redone step is committed."""
-        interrupted = self.completed
-        # A recovery that was itself interrupted has not been worked under.
-        if self._resume_pending is None:
-            self._left_flow = self.dataflow
-        changed = _layout_change(self._left_flow, plan.dataflow)
+        pause_s = self._record.end(
+            plan,
+            left=self.dataflow,
+            interrupted_step=self.completed,
+            newcomers=self._newcomers,
+            fetched_bytes=fetched_bytes,
+        )
+        self.slow_workers.note_pause(pause_s)
         self.completed = self.phases.step = plan.restore_step
         self.phases.replaying = True
         self.dataflow = plan.dataflow
         self.stopwatch.times.compared = self._compared_passes()
         self._describe_layout()
         self._set_clock()
-        newcomers, pause_s = self._newcomers, time.time() - self._recovery_started_s
-        self._payback.pause_s = max(PAUSE_S, pause_s)
         if self._entering:
             self._entering = False
             self.events.emit(
@@ -498,32 +432,14 @@ class Worker:
                 waited_s=time.time() - self._ready_s,
                 fetched_bytes=fetched_bytes,
             )
-        in_place = plan.in_place(self.slot)
-        replay_started_s = time.monotonic()
 
-        def emit() -> dict[str, object]:
-            phases_s = {**self.phases.seconds, "replay": time.monotonic() - replay_started_s}
-            fields: dict[str, object] = {
-                "epoch": plan.epoch,
-                "restored_step": plan.restore_step,
-                "interrupted_step": interrupted,
-                "rung_at_s": self._recovery_started_s,
-                "mttr_s": time.time() - self._recovery_started_s,
-                "phases_s": phases_s,
-                "newcomers": newcomers,
-                "pause_s": pause_s,
-                "bytes_moved": plan.bytes_moved(),
-                "fetched_bytes": fetched_bytes + self._followed.fetched_bytes,
-                "in_place": in_place,
-                "followed_s": self._followed.seconds,
-                "followed_late_s": self._followed.late_s,
-            }
-            self.events.emit(
-                "recovered", slot=self.slot, reason=plan.reason, plan=str(plan), **fields, **changed
-            )
-            return fields
-
-        self._resume_pending = emit
+    def _compared_passes(self) -> int | None:
+        """Forward passes in a step of whoever has the fewest of those with the same layers."""
+        cell, flow = self.seating.cell_of(self.slot), self.dataflow
+        if cell is None or isinstance(flow, Shares):
+            return None
+        counts = [len(flow.microbatches(slot)) for slot in cell.ranks]
+        return min(counts) * (flow.layout.vpp if isinstance(flow, PipelineFlow) else 1)
 
     def _set_clock(self) -> None:
         """Run at the clock that the dataflow gives to this worker."""
@@ -535,33 +451,13 @@ class Worker:
 
     def recovery_over(self) -> dict[str, object] | None:
         """Work was completed: the record of the recovery that led to it, if one did."""
-        if self._resume_pending is None:
-            return None
-        emit, self._resume_pending = self._resume_pending, None
-        self.phases.replaying = False
-        return emit()
+        record = self._record.over()
+        if record is not None:
+            self.phases.replaying = False
+        return record
 
     def close(self) -> None:
         """Leave the job as done."""
         self.member.finish()
         self.stopwatch.clocks.close()
         self.links.close()
-
-
-def _layout_change(before: Flow, after: Flow) -> dict[str, object]:
-    """What an outside reader needs to judge a change of layout; nothing without stages."""
-    if not isinstance(before, PipelineFlow) or not isinstance(after, PipelineFlow):
-        return {}
-    return {
-        "layout_before": before.layout.to_json(),
-        "layout_after": after.layout.to_json(),
-        "dataflow": after.policy,
-        "pieces": after.pieces,
-        "windows": after.windows,
-        "clocks": after.clocks,
-        "slow": after.slow,
-        "plan_reasons": after.reasons,
-        "layer_times_s": after.times.to_json() if after.times.is_measured else None,
-        "predicted_compute_s": after.compute_s,
-        "processors": len(os.sched_getaffinity(0)),
-    }

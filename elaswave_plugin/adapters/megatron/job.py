@@ -199,7 +199,7 @@ class ElasticJob:
         dist.all_reduce(table)
         *rows, (norm, _) = table[: count + 1].tolist()
         paces = enumerate(table[count + 1 :, 0].tolist())
-        worker.compare_paces({slot: seconds for slot, seconds in paces if seconds})
+        worker.slow_workers.compare({slot: seconds for slot, seconds in paces if seconds})
         total, tokens = 0.0, 0.0
         for loss, count in rows:
             total, tokens = total + loss, tokens + count

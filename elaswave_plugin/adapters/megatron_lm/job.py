@@ -210,7 +210,9 @@ class LmJob:
         pace = None if forward_only else self.worker.stopwatch.times.pace
         agreed = list(self._losses.agree(reports, group, pace=pace))
         ranks = self.worker.view.ranks
-        self.worker.compare_paces({ranks[rank]: one for rank, one in self._losses.paces.items()})
+        self.worker.slow_workers.compare(
+            {ranks[rank]: one for rank, one in self._losses.paces.items()}
+        )
         return agreed
 
     def run(self, work: Callable[[], Result], *, phase: str | None = None) -> Result | None:

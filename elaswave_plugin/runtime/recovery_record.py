@@ -1,0 +1,106 @@
+"""What a recovery took, as the event that it becomes once work was completed after it."""
+
+import os
+import time
+
+from elaswave_plugin.core.pipeline_flow import PipelineFlow
+from elaswave_plugin.core.plan import Flow, RecoveryPlan
+from elaswave_plugin.runtime.behind import Followed
+from elaswave_plugin.runtime.phases import Phases
+from elaswave_plugin.tracking.events import EventLog
+
+
+class RecoveryRecord:
+    """One worker's clock of its recoveries."""
+
+    def __init__(self, *, slot: int, events: EventLog, phases: Phases) -> None:
+        self._slot, self._events, self._phases = slot, events, phases
+        self._started_s = 0.0
+        self._replay_started_s = 0.0
+        # What is known when work begins again; None once the event is written.
+        self._fields: dict[str, object] | None = None
+        self._left_flow: Flow | None = None
+        self._reason = self._plan = ""
+        self._change: dict[str, object] = {}
+        self._fetched_bytes = 0
+        self.followed = Followed()
+
+    def begin(self) -> None:
+        """A step is interrupted."""
+        self._started_s = time.time()
+        self._phases.seconds = {}
+        self.followed = Followed()
+
+    def end(
+        self,
+        plan: RecoveryPlan,
+        *,
+        left: Flow,
+        interrupted_step: int,
+        newcomers: tuple[str, ...],
+        fetched_bytes: int,
+    ) -> float:
+        """Work begins again under ``plan``, after ``left``; returns the seconds without any."""
+        # A recovery that was itself interrupted has not been worked under.
+        if self._fields is None:
+            self._left_flow = left
+        assert self._left_flow is not None
+        self._reason, self._plan = plan.reason, str(plan)
+        self._change = _layout_change(self._left_flow, plan.dataflow)
+        self._fetched_bytes = fetched_bytes
+        self._replay_started_s = time.monotonic()
+        pause_s = time.time() - self._started_s
+        self._fields = {
+            "epoch": plan.epoch,
+            "restored_step": plan.restore_step,
+            "interrupted_step": interrupted_step,
+            "rung_at_s": self._started_s,
+            "newcomers": newcomers,
+            "pause_s": pause_s,
+            "bytes_moved": plan.bytes_moved(),
+            "in_place": plan.in_place(self._slot),
+        }
+        return pause_s
+
+    def over(self) -> dict[str, object] | None:
+        """Work was completed: write the event of the recovery that led to it, if one did."""
+        if self._fields is None:
+            return None
+        replay_s = time.monotonic() - self._replay_started_s
+        fields: dict[str, object] = {
+            **self._fields,
+            "mttr_s": time.time() - self._started_s,
+            "phases_s": {**self._phases.seconds, "replay": replay_s},
+            "fetched_bytes": self._fetched_bytes + self.followed.fetched_bytes,
+            "followed_s": self.followed.seconds,
+            "followed_late_s": self.followed.late_s,
+        }
+        self._fields = None
+        self._events.emit(
+            "recovered",
+            slot=self._slot,
+            reason=self._reason,
+            plan=self._plan,
+            **fields,
+            **self._change,
+        )
+        return fields
+
+
+def _layout_change(before: Flow, after: Flow) -> dict[str, object]:
+    """What an outside reader needs to judge a change of layout; nothing without stages."""
+    if not isinstance(before, PipelineFlow) or not isinstance(after, PipelineFlow):
+        return {}
+    return {
+        "layout_before": before.layout.to_json(),
+        "layout_after": after.layout.to_json(),
+        "dataflow": after.policy,
+        "pieces": after.pieces,
+        "windows": after.windows,
+        "clocks": after.clocks,
+        "slow": after.slow,
+        "plan_reasons": after.reasons,
+        "layer_times_s": after.times.to_json() if after.times.is_measured else None,
+        "predicted_compute_s": after.compute_s,
+        "processors": len(os.sched_getaffinity(0)),
+    }
