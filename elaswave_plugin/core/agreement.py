@@ -388,7 +388,7 @@ class Agreement(OwnTrainer):
 
     def _lead(self, now_s: float) -> None:
         self._note_start()
-        self._reports.pass_time(now_s)
+        self._reports.pass_time(self.committed, now_s)
         if self._stop_if_decided():
             return
         # An answer to the open proposal changes nothing about it: with many workers, most are.

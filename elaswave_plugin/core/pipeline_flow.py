@@ -46,6 +46,7 @@ from elaswave_plugin.core.schedule import (
     window_sizes,
 )
 from elaswave_plugin.core.step_time import LinkTime, StepTime, simulate
+from elaswave_plugin.errors import ConfigurationError
 
 Policy = Literal["auto", "redeal", "reroute", "resize"]
 # Every replica runs its own micro-batches.
@@ -229,7 +230,22 @@ def flow_of(
     rules = replace(
         _rules(policy, may_resize=may_resize), clocks=clocks, power_cap_w=power_cap_w / layout.tp
     )
-    plan = _planned(layout, work, times, rules, slow)
+    try:
+        plan = _planned(layout, work, times, rules, slow)
+    except ConfigurationError:
+        if not slow:
+            raise
+        # No deal that spares them fits: they have as much to do as the others.
+        return flow_of(
+            layout=layout,
+            num_microbatches=num_microbatches,
+            micro_batch_size=micro_batch_size,
+            policy=policy,
+            may_resize=may_resize,
+            times=times,
+            clocks=clocks,
+            power_cap_w=power_cap_w,
+        )
     pieces = plan_split(plan, work).assignment()
     chosen = () if plan.clocks is None else plan.clocks.clocks
     stays = layout.is_rectangular and set(chosen) <= {1.0}
@@ -276,7 +292,15 @@ def level_layers(
         launch_width=layout.dp,
     )
     rules = _rules(policy, may_resize=may_resize, move_layers=True, move_workers=move_workers)
-    return _planned(layout, work, times, rules, slow or {}).layout
+    try:
+        return _planned(layout, work, times, rules, slow or {}).layout
+    except ConfigurationError:
+        if not slow:
+            raise
+        whole = layout.is_rectangular
+        return (
+            layout.recut(launch_cuts) if whole else _planned(layout, work, times, rules, {}).layout
+        )
 
 
 def _rules(

@@ -98,10 +98,12 @@ class Reports:
         if waiting is not None and waiting.worker == worker:
             del self.arrivals[failure.slot]
 
-    def pass_time(self, now_s: float) -> None:
+    def pass_time(self, view: MembershipView, now_s: float) -> None:
         """See what has become due by itself."""
         if self.leave_at_s is not None and now_s >= self.leave_at_s:
-            self.leave_at_s, self._leaving = None, True
+            # A new leader is told of those that have left long since as well.
+            told = not self.notices.keys().isdisjoint(view.workers)
+            self.leave_at_s, self._leaving = None, told
 
     def entered(self, view: MembershipView) -> None:
         """A view is committed: whoever is in it waits no more."""

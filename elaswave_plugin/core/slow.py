@@ -69,12 +69,18 @@ class SlowWatch:
         return slowness_told(self.told())
 
     def told(self) -> list[list[Any]]:
-        """Who is slow, as a list that JSON can carry."""
-        return [[slot, one.ratio, list(one.peers)] for slot, one in sorted(self.slow.items())]
+        """Who is slow or was, as a list that JSON can carry: ratio 0 for who is not any more."""
+        return [
+            [slot, one.ratio if one else 0.0, list(one.peers) if one else [], times]
+            for slot, times in sorted(self._times_named.items())
+            for one in (self.slow.get(slot),)
+        ]
 
     def restart(self, told: Iterable[Sequence[Any]]) -> None:
         """The members have changed: begin with what one of them has `told`; rows start anew."""
+        told = list(told)
         self.slow = _slow_told(told)
+        self._times_named = {slot: times for slot, _, _, times in told}
         self._row.clear()
 
     def interrupt(self) -> None:
@@ -134,4 +140,4 @@ def reason_of_view(slow: Mapping[int, Slow]) -> str:
 
 
 def _slow_told(told: Iterable[Sequence[Any]]) -> dict[int, Slow]:
-    return {slot: Slow(ratio=ratio, peers=tuple(peers)) for slot, ratio, peers in told}
+    return {slot: Slow(ratio=ratio, peers=tuple(peers)) for slot, ratio, peers, _ in told if ratio}

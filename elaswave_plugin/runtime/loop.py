@@ -163,6 +163,8 @@ class ElasticLoop:
                 self.worker.member.announce(phase)
                 try:
                     self.worker.phases.enter(phase)
+                    # It may change weights for a while, as averages of them do.
+                    self.worker.leave_seal()
                     results.append(work())
                     steps.finish_work()
                 finally:

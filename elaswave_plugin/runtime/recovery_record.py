@@ -20,7 +20,7 @@ class RecoveryRecord:
         # What is known when work begins again; None once the event is written.
         self._fields: dict[str, object] | None = None
         self._left_flow: Flow | None = None
-        self._reason = self._plan = ""
+        self._plan: RecoveryPlan | None = None
         self._change: dict[str, object] = {}
         self._fetched_bytes = 0
         self.followed = Followed()
@@ -45,7 +45,7 @@ class RecoveryRecord:
         if self._fields is None:
             self._left_flow = left
         assert self._left_flow is not None
-        self._reason, self._plan = plan.reason, str(plan)
+        self._plan = plan
         self._change = _layout_change(self._left_flow, plan.dataflow)
         self._fetched_bytes = fetched_bytes
         self._replay_started_s = time.monotonic()
@@ -57,20 +57,20 @@ class RecoveryRecord:
             "rung_at_s": self._started_s,
             "newcomers": newcomers,
             "pause_s": pause_s,
-            "bytes_moved": plan.bytes_moved(),
             "in_place": plan.in_place(self._slot),
         }
         return pause_s
 
     def over(self) -> dict[str, object] | None:
         """Work was completed: write the event of the recovery that led to it, if one did."""
-        if self._fields is None:
+        if self._fields is None or self._plan is None:
             return None
         replay_s = time.monotonic() - self._replay_started_s
         fields: dict[str, object] = {
             **self._fields,
             "mttr_s": time.time() - self._started_s,
             "phases_s": {**self._phases.seconds, "replay": replay_s},
+            "bytes_moved": self._plan.bytes_moved(),
             "fetched_bytes": self._fetched_bytes + self.followed.fetched_bytes,
             "followed_s": self.followed.seconds,
             "followed_late_s": self.followed.late_s,
@@ -79,8 +79,8 @@ class RecoveryRecord:
         self._events.emit(
             "recovered",
             slot=self._slot,
-            reason=self._reason,
-            plan=self._plan,
+            reason=self._plan.reason,
+            plan=str(self._plan),
             **fields,
             **self._change,
         )

@@ -139,6 +139,8 @@ class ScriptLoop:
         self.worker.member.announce(phase)
         try:
             self.worker.phases.enter(phase)
+            # It may change weights for a while, as averages of them do.
+            self.worker.leave_seal()
             return work()
         finally:
             self.worker.member.announce(None)

@@ -10,6 +10,7 @@ import psutil
 
 from elaswave_plugin.config import ElasticConfig, parse_kill
 from elaswave_plugin.core.dataflow import Shares
+from elaswave_plugin.core.due import LAST_CALL
 from elaswave_plugin.core.hang import COMMIT, OUTSIDE
 from elaswave_plugin.core.layer_times import PassTimes, agreed
 from elaswave_plugin.core.pipeline_flow import PipelineFlow
@@ -179,22 +180,25 @@ class Worker:
         """Edit every group in place to the committed view and start its epoch."""
         self._seals_in_epoch = 0
         self._open_links(commit)
-        self._take_seat(commit)
+        told_slow = self._take_seat(commit)
         before = commit.path[-2] if len(commit.path) > 1 else self.view
         self._newcomers = tuple(sorted(map(str, commit.view.workers - before.workers)))
         self.alone = False
-        self.last_call = all(held["told_to_leave"] for held in commit.facts.values())
+        # A failure meanwhile finds some of them a step further on: only that view finds all alike.
+        all_told = all(held["told_to_leave"] for held in commit.facts.values())
+        self.last_call = commit.view.reason == LAST_CALL or (self.last_call and all_told)
         self.view = commit.view
+        self.slow_workers.learn(told_slow)
         edits = self.seating.edits(self.groups.launched(), self.slot)
         self.groups.edit_groups(commit.view.ranks, edits)
         self.groups.settle({slot: held["communicators"] for slot, held in commit.facts.items()})
 
-    def _take_seat(self, commit: Commit) -> None:
+    def _take_seat(self, commit: Commit) -> list[Any]:
         """Apply the views that nobody has applied yet to the seating of who has applied most.
 
         A worker that was not there cannot tell the seating from the views: it also depends on what
-        layers took at the time of each. One of those tells as well who is slow: the last step may
-        have told only some of them.
+        layers took at the time of each. One of those tells as well who is slow, which is returned:
+        the last step may have told only some of them.
         """
         tellers = [held for _, held in sorted(commit.facts.items())]
         newest = max(tellers, key=lambda held: int(held["seating"][0]))
@@ -206,12 +210,12 @@ class Worker:
                 told_slow = [one for one in told_slow if one[0] in view.ranks]
                 slow = slowness_told(told_slow) if self.config.slow_workers == "act" else {}
                 self.seating = self.seating.after(view.ranks, times, slow)
-        self.slow_workers.learn(told_slow)
         wanted = [held["cuts_wanted"] for _, held in sorted(commit.facts.items())]
         for cuts in filter(None, wanted):
             self.seating = self.seating.recut(cuts)
         if self.member.cuts_wanted == commit.facts[self.slot]["cuts_wanted"]:
             self.member.cuts_wanted = None
+        return list(told_slow)
 
     # ---- the state ----------------------------------------------------------------------------
 

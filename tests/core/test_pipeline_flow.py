@@ -204,3 +204,15 @@ def test_the_reasons_are_not_compared() -> None:
     layout = launch_layout(tp=1, pp=2, dp=2, num_layers=2).without([0])
     flow = flow_of(layout=layout, num_microbatches=4)
     assert flow.reasons and not any(reason in repr(flow) for reason in flow.reasons)
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "dp", "num_layers", "slow"),
+    [(2, 2, 3, 12, {2: 6.0, 8: 1.7, 4: 3.0}), (1, 4, 3, 8, {0: 4.0, 1: 3.0})],
+)
+def test_a_deal_that_spares_the_slow_but_does_not_fit_is_not_made(
+    tp: int, pp: int, dp: int, num_layers: int, slow: dict[int, float]
+) -> None:
+    layout = launch_layout(tp=tp, pp=pp, dp=dp, num_layers=num_layers, vpp=2)
+    flow = flow_of(layout=layout, num_microbatches=48, slow=slow)
+    assert flow == flow_of(layout=layout, num_microbatches=48)

@@ -114,3 +114,21 @@ def test_no_false_alarm_where_lengths_vary() -> None:
     for _ in range(4):
         watch.step({slot: pace() * (2 if slot == 3 else 1) for slot in range(8)}, STAGES)
     assert set(watch.slow) == {3}
+
+
+def test_whoever_was_told_takes_back_when_the_others_do() -> None:
+    """A worker that came later has not seen how often another was named."""
+    old, new = SlowWatch(), SlowWatch()
+    for _ in range(3):
+        for pace in ({**LEVEL, 2: 2e-6}, LEVEL):
+            while not old.step(pace, STAGES):
+                pass
+    assert not old.slow
+    new.restart(json.loads(json.dumps(old.told())))
+    seen = []
+    for pace in ({**LEVEL, 2: 2e-6}, LEVEL):
+        changes = [(old.step(pace, STAGES), new.step(pace, STAGES)) for _ in range(40)]
+        assert all(mine == theirs for mine, theirs in changes)
+        seen.append(1 + changes.index((True, True)))
+    assert seen == [STEPS_TO_NAME, 8 * STEPS_TO_NAME]
+    assert slowness_told(old.told()) == {}

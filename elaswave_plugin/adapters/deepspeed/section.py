@@ -33,6 +33,11 @@ def elastic_config(config: Mapping[str, Any]) -> ElasticConfig | None:
         )
     settings = from_section(values, source=source)
     settings.check_without_stages()
+    if "slow_workers" in values:
+        raise ConfigurationError(
+            f"{source}: key 'slow_workers' is {values['slow_workers']!r}, which is for jobs of"
+            " Megatron-Core; the layers of an engine are not timed; leave it out"
+        )
     if not enabled:
         return None
     directory = os.environ.get("ELASWAVE_DIR")

@@ -1,13 +1,16 @@
 """The TensorBoard and W&B writers that Megatron-LM opens: held by whoever is the last rank."""
 
+import logging
 import os
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
 from typing import Any
 
 from elaswave_plugin.tracking.tracker import numbers_of
 from elaswave_plugin.tracking.wandb_sink import flush_early
+
+log = logging.getLogger(__name__)
 
 TENSORBOARD, WANDB = "_GLOBAL_TENSORBOARD_WRITER", "_GLOBAL_WANDB_WRITER"
 
@@ -31,23 +34,33 @@ class ScriptWriters:
         self._openers = openers
         # Later owners append to the run of the first.
         self._environ = {"WANDB_RUN_ID": run_id, "WANDB_RESUME": "allow"}
-        self._is_owner = False
+        self._is_owner = self._are_open = False
         self._logged = 0
+        # One after the other: a worker may be the last rank for less time than opening takes.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="elaswave-writers")
 
     def follow(self, *, is_last_rank: bool, waits: bool) -> None:
         """Open them on the last rank of a view, and close them where that is another one now.
 
-        Both take seconds; ``waits``: for the opening. Else the rows until then are missing.
+        Both take seconds; ``waits``: for them, and raises what they do. Else the rows until then
+        are missing, and a failure is a warning: the training goes on.
         """
         if is_last_rank == self._is_owner:
             return
         self._is_owner = is_last_rank
-        work = threading.Thread(
-            target=self._open if is_last_rank else self._close, name="elaswave-writers", daemon=True
-        )
-        work.start()
         if waits:
-            work.join()
+            self._follow()
+        else:
+            self._thread.submit(self._follow).add_done_callback(_warn)
+
+    def _follow(self) -> None:
+        """Do what the newest view wants."""
+        if self._is_owner and not self._are_open:
+            self._are_open = True
+            self._open()
+        elif self._are_open and not self._is_owner:
+            self._are_open = False
+            self._close()
 
     def step(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Our row of a completed step, once."""
@@ -77,6 +90,11 @@ class ScriptWriters:
             setattr(_globals(), name, None)
             if writer is not None:
                 getattr(writer, close)()
+
+
+def _warn(done: Future[None]) -> None:
+    if error := done.exception():
+        log.warning("the script's TensorBoard or W&B writer cannot follow: %s", error)
 
 
 def _globals() -> Any:

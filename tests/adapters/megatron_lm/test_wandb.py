@@ -54,3 +54,27 @@ def test_a_run_of_ours_beside_it_is_refused(run: Launch) -> None:
     refused = run(replace(spec, steps=2))
     assert refused.returncode == 2
     assert "the script's own run is logged to; leave --elaswave-wandb out" in refused.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_it_goes_back_to_the_worker_that_comes_back(
+    run: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner between the two has hardly opened the run when it is to close it."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb = ("--wandb-project", "tests", "--wandb-exp-name", "one", "--wandb-save-dir")
+    spec = ScriptSpec(
+        steps=80,
+        dump="never",
+        options=(*NO_EVALUATION, *wandb, str(tmp_path), "--tensorboard-dir", str(tmp_path / "tb")),
+        kills=("3@3:backward",),
+        respawn=3,
+    )
+    survived = run(spec)
+    check_survived(survived)
+    assert survived.events("view_committed")[-1]["ranks"] == [0, 1, 2, 3]
+    folders = history(tmp_path)
+    assert len(run_ids(tmp_path)) == 1 and 2 <= len(folders) <= 3
+    steps = [row["_step"] for rows in folders.values() for row in rows if THEIRS in row]
+    assert len(steps) == len(set(steps)) and steps[-1] == spec.steps
