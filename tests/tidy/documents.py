@@ -1,12 +1,13 @@
 """Writes the parts of the documentation that follow from the code.
 
-python -m tests.tidy.documents            write README.md, configs/*, patches/README.md
+python -m tests.tidy.documents            write configs/*, patches/README.md, docs/latency.md
 """
 
 import json
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -14,6 +15,7 @@ README = ROOT / "README.md"
 TOML = ROOT / "configs" / "elaswave.toml"
 SETTINGS = ROOT / "configs" / "README.md"
 LEDGER = ROOT / "patches" / "README.md"
+LATENCY = ROOT / "elaswave_plugin" / "docs" / "latency.md"
 HOW = "python -m tests.tidy.documents"
 WIDTH = 100
 # Shown, commented out, where a key has no default.
@@ -24,6 +26,15 @@ EXAMPLES = (
     ("run_id", "gpt-small-1"),
     ("seed", 1234),
     ("tensorboard", "out/tensorboard"),
+)
+PHASES = (
+    ("detect", "from the fault to the moment in which the survivors are told of a new view"),
+    ("agree", "each stops its step and answers; the supervisors commit the view"),
+    ("edit", "places and layers are planned, and every group is edited in place"),
+    ("move", "what to read is planned; weights come from own and others' seals, verified"),
+    ("rebind", "sizes, ranks and views in the framework follow; weights are written"),
+    ("verify", "weights are gathered where they are not in place; digests are compared"),
+    ("replay", "the interrupted step is done again; the optimizer state is read beside it"),
 )
 
 
@@ -105,6 +116,31 @@ def ledger_now() -> str:
     return ledger_table(as_json(examine(None))["records"])
 
 
+def latency_table() -> str:
+    """The phases of a recovery: what happens in each, and what it took in the recorded runs."""
+    flat, hybrid = (
+        json.loads((ROOT / "benchmarks" / name).read_text("utf-8"))
+        for name in ("recovery.json", "hybrid_recovery.json")
+    )
+    lines = [
+        "| phase | what happens | 4 workers, median and max, ms | 8 workers, median, ms |",
+        "|---|---|---|---|",
+    ]
+    for phase, what in PHASES:
+        taken = [1e3 * row["phases_s"][phase] for row in flat["rows"]]
+        among = 1e3 * hybrid["phases_s"][phase]
+        lines.append(
+            f"| `{phase}` | {what} | {median(taken):.1f}, {max(taken):.1f} | {among:.1f} |"
+        )
+    beyond = [
+        f"{1e3 * result['beyond_step_s'][which]:.1f}"
+        for result, which in ((flat, "median"), (flat, "max"), (hybrid, "median"))
+    ]
+    total = "| all of it, less a step | from the fault to the next completed step |"
+    lines.append(f"{total} {beyond[0]}, {beyond[1]} | {beyond[2]} |")
+    return "\n".join(lines)
+
+
 def _marks(name: str) -> tuple[str, str]:
     return f"<!-- {name}: written by `{HOW}` -->\n", f"\n<!-- end of {name} -->"
 
@@ -128,6 +164,7 @@ def write_all() -> None:
     parts: tuple[tuple[Path, str, Callable[[], str]], ...] = (
         (SETTINGS, "settings", settings_table),
         (LEDGER, "ledger", ledger_now),
+        (LATENCY, "latency", latency_table),
     )
     for path, name, make in parts:
         path.write_text(with_block(path.read_text("utf-8"), name, make()), "utf-8")

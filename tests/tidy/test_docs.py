@@ -22,6 +22,10 @@ PAGES = (
     "CONTRIBUTING.md",
     "tests/README.md",
     "patches/README.md",
+    *(
+        f"elaswave_plugin/docs/{name}.md"
+        for name in ("guarantees", "latency", "limits", "operations")
+    ),
     *(f"elaswave_plugin/{folder}/README.md" for folder in MAPPED),
 )
 # Options of launchers, beside those of the settings.
@@ -194,6 +198,11 @@ def test_ledger_is_that_of_the_patch_records(doctor: subprocess.CompletedProcess
     assert len(records) > 20
     ledger = documents.block_of(page("patches/README.md"), "ledger")
     assert ledger == documents.ledger_table(records), f"run `{documents.HOW}`"
+
+
+def test_latency_table_is_that_of_the_recorded_runs() -> None:
+    table = documents.block_of(page("elaswave_plugin/docs/latency.md"), "latency")
+    assert table == documents.latency_table(), f"run `{documents.HOW}`"
 
 
 def test_series_lists_exactly_the_diffs() -> None:
