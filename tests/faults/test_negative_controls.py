@@ -10,7 +10,7 @@ from tests.faults.harness import JobSpec, check_equal, check_survived
 SABOTAGE = {
     # A running stream instead of keyed draws.
     "running draws": (
-        "from elaswave_plugin.adapters.megatron import rng; rng.set_key = lambda *k: None"
+        "from elaswave_plugin.adapters.megatron import rng; rng.set_key = lambda *k, **size: None"
     ),
     # Megatron's own norm: a sum over pieces whose value depends on the cut.
     "native norm": (
