@@ -79,6 +79,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         raise ConfigurationError(f"--nproc is {options.nproc}, wanted at least 3: two have to stay")
     result = {
         **circumstances("benchmarks.torchft_hangs"),
+        # Where it is installed is nobody's business.
+        "command": f"python -m benchmarks.torchft_hangs --python PYTHON --runs {options.runs}",
         "torchft": version_in(options.python),
         "replicas": options.nproc,
     }
