@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from elaswave_plugin.core.dataflow import Samples
@@ -99,27 +99,32 @@ def test_free_workers_run_nothing() -> None:
     assert flow.seat(1) is None and flow.microbatches(1) == ()
 
 
-SIZES = st.sampled_from([(1, 1, 3), (1, 2, 2), (2, 2, 2), (1, 4, 2), (1, 3, 4), (2, 2, 4)])
+@st.composite
+def resized_flows(draw: st.DrawFn) -> PipelineFlow:
+    """Steps of layouts that have lost workers, cut anew."""
+    tp, pp, dp = draw(
+        st.sampled_from([(1, 1, 3), (1, 2, 2), (2, 2, 2), (1, 4, 2), (1, 3, 4), (2, 2, 4)])
+    )
+    losses = draw(st.lists(st.integers(0, 15), min_size=1, max_size=6, unique=True))
+    layout = after_losses(tp=tp, pp=pp, dp=dp, losses=losses)
+    assume(layout is not None and not layout.is_rectangular)
+    assert layout is not None
+    return flow_of(
+        layout=layout,
+        num_microbatches=dp * draw(st.integers(1, 3)),
+        micro_batch_size=draw(st.integers(1, 5)),
+        policy="resize",
+    )
 
 
 @settings(max_examples=60, deadline=None)
-@given(SIZES, st.lists(st.integers(0, 15), max_size=6, unique=True), st.integers(1, 3), st.data())
-def test_every_sample_of_a_resized_step_is_computed_once(
-    sizes: tuple[int, int, int], losses: Sequence[int], rounds: int, data: st.DataObject
-) -> None:
-    tp, pp, dp = sizes
-    layout = after_losses(tp=tp, pp=pp, dp=dp, losses=losses)
-    if layout is None or layout.is_rectangular:
-        return
-    size = data.draw(st.integers(1, 5))
-    flow = flow_of(
-        layout=layout, num_microbatches=rounds * dp, micro_batch_size=size, policy="resize"
-    )
+@given(resized_flows())
+def test_every_sample_of_a_resized_step_is_computed_once(flow: PipelineFlow) -> None:
     assert flow.is_resized
     with pytest.raises(ValueError, match="no exact order of sums"):
         flow.cell(0, 0)
-    whole = list(range(rounds * dp * size))
-    for groups in layout.stages:
+    whole = list(range(flow.num_microbatches * flow.micro_batch_size))
+    for groups in flow.layout.stages:
         ran = {kind: [] for kind in (FORWARD, BACKWARD)}
         for group in groups:
             # All of a TP group run the same.
@@ -131,32 +136,23 @@ def test_every_sample_of_a_resized_step_is_computed_once(
     for pieces in flow.pieces:
         loads = [sum(one.stop - one.start for one in mine) for mine in pieces]
         assert max(loads) - min(loads) <= 1
-    reported = [k for group in layout.stages[-1] for k in flow.reports(group.slots[0])]
+    reported = [k for group in flow.layout.stages[-1] for k in flow.reports(group.slots[0])]
     assert sorted(reported) == list(range(flow.num_reports))
-    stage_times = [StageTime(forward_s=1.0, backward_s=2.0)] * pp
+    stage_times = [StageTime(forward_s=1.0, backward_s=2.0)] * len(flow.layout.stages)
     assert not simulate(lists_of(flow), stage_times, LinkTime()).blocked
 
 
 @settings(max_examples=60, deadline=None)
-@given(SIZES, st.lists(st.integers(0, 15), max_size=6, unique=True), st.integers(1, 3), st.data())
-def test_every_row_of_a_resized_step_arrives_once(
-    sizes: tuple[int, int, int], losses: Sequence[int], rounds: int, data: st.DataObject
-) -> None:
+@given(resized_flows())
+def test_every_row_of_a_resized_step_arrives_once(flow: PipelineFlow) -> None:
     """Each side reads what it sends and takes in from the same list, which both compute."""
-    tp, pp, dp = sizes
-    layout = after_losses(tp=tp, pp=pp, dp=dp, losses=losses)
-    if layout is None or layout.is_rectangular:
-        return
-    size = data.draw(st.integers(1, 5))
-    flow = flow_of(
-        layout=layout, num_microbatches=rounds * dp, micro_batch_size=size, policy="resize"
-    )
-    for stage in range(pp):
+    num_stages = len(flow.layout.stages)
+    for stage in range(num_stages):
         passing = flow.crossings(stage)
         assert [k for one in passing for k in range(one.start, one.stop)] == list(
-            range(rounds * dp * size)
+            range(flow.num_microbatches * flow.micro_batch_size)
         )
-        for side, of_stage in (("sender", stage), ("receiver", (stage + 1) % pp)):
+        for side, of_stage in (("sender", stage), ("receiver", (stage + 1) % num_stages)):
             for order, pieces in enumerate(flow.pieces[of_stage]):
                 mine = [one for one in passing if getattr(one, side) == order]
                 for piece in pieces:

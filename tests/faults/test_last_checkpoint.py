@@ -12,6 +12,7 @@ from tests.faults.harness import JobSpec, Outcome, Zygote, left_alive, pids_of, 
 from tests.faults.test_outside_a_step import saved_tensors
 from tests.faults.test_signals import wait_for_step
 
+# Megatron-Core's first save imports torch in a process of its own, on two cores that others share.
 SAVE_S = 90.0
 LONG = JobSpec(steps=60, dump="last", launcher=(f"--notice-timeout-s={SAVE_S:g}",))
 

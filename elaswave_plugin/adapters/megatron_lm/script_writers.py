@@ -13,6 +13,7 @@ from elaswave_plugin.tracking.wandb_sink import flush_early
 log = logging.getLogger(__name__)
 
 TENSORBOARD, WANDB = "_GLOBAL_TENSORBOARD_WRITER", "_GLOBAL_WANDB_WRITER"
+TENSORBOARD_CLOSE, WANDB_CLOSE = (TENSORBOARD, "close"), (WANDB, "finish")
 
 
 class ScriptWriters:
@@ -34,7 +35,7 @@ class ScriptWriters:
         self._openers = openers
         # Later owners append to the run of the first.
         self._environ = {"WANDB_RUN_ID": run_id, "WANDB_RESUME": "allow"}
-        self._is_owner = self._are_open = False
+        self._is_owner = False
         self._logged = 0
         # One after the other: a worker may be the last rank for less time than opening takes.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="elaswave-writers")
@@ -45,25 +46,27 @@ class ScriptWriters:
         Both take seconds; ``waits``: for them, and raises what they do. Else the rows until then
         are missing, and a failure is a warning: the training goes on.
         """
-        if is_last_rank == self._is_owner:
-            return
-        self._is_owner = is_last_rank
-        if waits:
-            self._follow()
-        else:
-            self._thread.submit(self._follow).add_done_callback(_warn)
-
-    def _follow(self) -> None:
-        """Do what the newest view wants."""
-        if self._is_owner and not self._are_open:
-            self._are_open = True
+        opens, self._is_owner = is_last_rank and not self._is_owner, is_last_rank
+        if opens and waits:
             self._open()
-        elif self._are_open and not self._is_owner:
-            self._are_open = False
-            self._close()
+        elif opens:
+            self._thread.submit(self._open).add_done_callback(_warn)
+        self._take_away()
+
+    def _take_away(self) -> None:
+        """Whoever is the last rank no more writes no rows; its writers are closed in the thread.
+
+        Only between steps: Megatron-LM may hold one while it logs, and a closed one raises there.
+        """
+        for name, close in () if self._is_owner else (TENSORBOARD_CLOSE, WANDB_CLOSE):
+            writer = getattr(_globals(), name)
+            if writer is not None:
+                setattr(_globals(), name, None)
+                self._thread.submit(getattr(writer, close)).add_done_callback(_warn)
 
     def step(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Our row of a completed step, once."""
+        """Our row of a completed step, once; called before Megatron-LM logs it."""
+        self._take_away()
         if iteration > self._logged:
             self._logged = iteration
             self._log(metrics, iteration)
@@ -78,21 +81,17 @@ class ScriptWriters:
             writer.log(dict(metrics), iteration)
 
     def _open(self) -> None:
+        if not self._is_owner:
+            return
         if getattr(self._args, "wandb_project", ""):
             os.environ.update({k: v for k, v in self._environ.items() if k not in os.environ})
             flush_early()
-        for opener in self._openers.values():
-            opener(self._args)
-
-    def _close(self) -> None:
-        for name, close in ((TENSORBOARD, "close"), (WANDB, "finish")):
-            writer = getattr(_globals(), name)
-            setattr(_globals(), name, None)
-            if writer is not None:
-                getattr(writer, close)()
+        for name, opener in self._openers.items():
+            if getattr(_globals(), name) is None:
+                opener(self._args)
 
 
-def _warn(done: Future[None]) -> None:
+def _warn(done: Future[Any]) -> None:
     if error := done.exception():
         log.warning("the script's TensorBoard or W&B writer cannot follow: %s", error)
 
