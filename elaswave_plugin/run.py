@@ -7,6 +7,7 @@ GROUP_RANK) starts this in the worker's place; it starts the trainer and outlive
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import socket
 import sys
@@ -27,6 +28,8 @@ from elaswave_plugin.runtime.trainer_process import Program
 
 _WANTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _START_TIMEOUT_S = 600.0
+# MASTER_PORT is often a port that was free by chance: its neighbour need not be.
+_PORTS_TRIED = 16
 
 
 class _Parser(argparse.ArgumentParser):
@@ -72,7 +75,7 @@ def supervise(
     if settings.run_dir is not None:
         trainer_env["ELASWAVE_DIR"] = str(settings.run_dir)
     listener = _listen(place) if place.slot == 0 else None
-    host = own_host(place.host, place.port, listener=listener, timeout_s=place.timeout_s)
+    host = own_host(place.host, place.ports[0], listener=listener, timeout_s=place.timeout_s)
     zygote = zygote or env.get("ELASWAVE_ZYGOTE")
     connection = connect_zygote(zygote) if zygote else None
     die_with_parent(os.getppid())
@@ -102,7 +105,9 @@ def _parser() -> _Parser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--elaswave-control-port", type=int, help="port of the supervisors (MASTER_PORT + 1)"
+        "--elaswave-control-port",
+        type=int,
+        help="port of the supervisors (the first free one above MASTER_PORT)",
     )
     parser.add_argument("--elaswave-zygote", help="socket of a running zygote that forks workers")
     parser.add_argument("--local_rank", "--local-rank", help="handed on to the script")
@@ -121,13 +126,21 @@ def _place(env: Mapping[str, str], control_port: int | None) -> Place:
         )
     try:
         port = control_port or int(env.get("ELASWAVE_CONTROL_PORT", 0))
+        first = int(env["MASTER_PORT"]) + 1
+        ports = (port,) if port else tuple(range(first, min(first + _PORTS_TRIED, 1 << 16)))
+        if not ports:
+            raise ConfigurationError(
+                f"MASTER_PORT is {env['MASTER_PORT']}, wanted at most 65534: the supervisors use "
+                "a port above it, or the one of --elaswave-control-port"
+            )
         return Place(
             slot=int(env["RANK"]),
             # torchrun's name of the node's rank, and the DeepSpeed launcher's.
             node=int(env.get("GROUP_RANK", env.get("CROSS_RANK", "0"))),
             world_size=int(env["WORLD_SIZE"]),
             host=env["MASTER_ADDR"],
-            port=port or int(env["MASTER_PORT"]) + 1,
+            ports=ports,
+            job=f"{env.get('TORCHELASTIC_RUN_ID', '')}/{env['MASTER_PORT']}",
             timeout_s=_START_TIMEOUT_S,
         )
     except ValueError as error:
@@ -136,13 +149,13 @@ def _place(env: Mapping[str, str], control_port: int | None) -> Place:
 
 def _listen(place: Place) -> socket.socket:
     """On the address of node 0; on all addresses where that name is not one of this machine's."""
-    for host in (place.host, ""):
+    for port, host in itertools.product(place.ports, (place.host, "")):
         try:
-            return listen_at(host, place.port)
+            return listen_at(host, port)
         except OSError as error:
             complaint = error.strerror
     raise ConfigurationError(
-        f"cannot listen at {place.host}:{place.port} ({complaint}): "
+        f"cannot listen at {place.where} ({complaint}): "
         "choose another port with --elaswave-control-port"
     )
 

@@ -16,8 +16,8 @@ import pytest
 
 FIRST = ("tidy", "core", "config", "runtime", "tracking")
 LAST = ("faults",)
-# Waits for what the first tests have started, before any test that a busy machine disturbs.
-AFTER_PURE = "test_types.py"
+# The first waits for what the pure tests run beside; a busy machine disturbs all that follow.
+AFTER_PURE = ("test_types.py", "test_planner_time.py")
 STACKS_GRACE_S = 2.0
 TIMER = pytest.StashKey[threading.Timer]()
 STDERR = pytest.StashKey[int]()
@@ -67,8 +67,8 @@ def pytest_timeout_cancel_timer(item: pytest.Item) -> bool:
 
 
 def _place(path: Path) -> float:
-    if path.name == AFTER_PURE:
-        return FIRST.index("runtime") - 0.5
+    if path.name in AFTER_PURE:
+        return FIRST.index("runtime") - 0.5 + 0.1 * AFTER_PURE.index(path.name)
     folder = path.relative_to(Path(__file__).parent).parts[0]
     if folder in FIRST:
         return FIRST.index(folder)

@@ -205,7 +205,8 @@ class _NodeJob:
             node=spec.node_rank,
             world_size=spec.nnodes * spec.nproc_per_node,
             host=spec.master_addr,
-            port=port,
+            ports=(port,),
+            job=_job_name(port),
             timeout_s=spec.start_timeout_s,
         )
         listener_fd = listener.fileno() if slot == 0 and listener is not None else -1
@@ -228,7 +229,8 @@ class _NodeJob:
             node=node,
             world_size=world_size,
             host="",
-            port=0,
+            ports=(),
+            job="",
             timeout_s=self._spec.start_timeout_s,
         )
         env = {
@@ -397,6 +399,11 @@ def _reserve_port() -> socket.socket:
     return reserved
 
 
+def _job_name(port: int) -> str:
+    """What all nodes call the job, from what each of them is told."""
+    return f"elaswave-{port}"
+
+
 def _trainer_env(spec: LaunchSpec, local_rank: int, port: int, scripts_port: int) -> dict[str, str]:
     """torchrun's variables, so that scripts find what they are used to."""
     world_size = spec.nnodes * spec.nproc_per_node
@@ -415,7 +422,7 @@ def _trainer_env(spec: LaunchSpec, local_rank: int, port: int, scripts_port: int
         "ROLE_NAME": "default",
         "MASTER_ADDR": spec.master_addr,
         "MASTER_PORT": str(scripts_port),
-        "TORCHELASTIC_RUN_ID": f"elaswave-{port}",
+        "TORCHELASTIC_RUN_ID": _job_name(port),
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "False",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import time
@@ -20,14 +21,25 @@ _ANY = ("", "0.0.0.0", "::")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a job's supervisors meet, and who this one is there."""
+    """Where a job's supervisors meet, and who this one is there.
+
+    Slot 0 listens at the first of `ports` that is free; the others look for it at all of them, and
+    know by `job` that it is theirs and no stranger's.
+    """
 
     slot: int
     node: int
     world_size: int
     host: str
-    port: int
+    ports: tuple[int, ...]
+    job: str
     timeout_s: float
+
+    @property
+    def where(self) -> str:
+        """The address, for people."""
+        last = f" to {self.ports[-1]}" if len(self.ports) > 1 else ""
+        return f"{self.host}:{self.ports[0]}{last}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +136,7 @@ def host_meeting(place: Place, listener: socket.socket, data: str) -> Meeting:
     while len(peers) < place.world_size:
         missing = sorted(set(range(place.world_size)) - set(peers))
         sock = _accept(listener, deadline_s, place, f"workers {missing} did not come")
-        greeting = _greeting(sock)
+        greeting = _greeting(sock, place.job)
         if greeting is None:
             continue
         if greeting.get("world_size") != place.world_size or greeting["slot"] in peers:
@@ -149,7 +161,7 @@ def join_meeting(place: Place, host: str, data: str) -> Meeting:
     `data` is where it serves snapshots. Raises AgreementError.
     """
     deadline_s = time.monotonic() + place.timeout_s
-    first = _dial_until(place, deadline_s)
+    first = _look_for_first(place, deadline_s)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family, backlog=place.world_size)
     own = Peer(
@@ -210,9 +222,14 @@ def _accept(
         raise AgreementError(f"{complaint} within {place.timeout_s:g} s") from None
 
 
-def _greeting(sock: socket.socket) -> dict[str, Any] | None:
-    """The first frame of a new connection; None from a stranger (a port scan, another job)."""
+def _greeting(sock: socket.socket, job: str | None = None) -> dict[str, Any] | None:
+    """The first frame of a new connection; None from a stranger (a port scan, another job).
+
+    Where `job` is given, it is told first: who looks for another one goes away.
+    """
     try:
+        if job is not None:
+            send_frame(sock, {"job": job})
         greeting = receive_frame(sock, _FIRST_FRAME_S)
     except (OSError, ValueError):
         sock.close()
@@ -231,16 +248,35 @@ def listen_at(host: str, port: int) -> socket.socket:
         raise
 
 
-def _dial_until(place: Place, deadline_s: float) -> socket.socket:
-    """Connect to slot 0, which may start later than we do."""
-    while True:
+def _look_for_first(place: Place, deadline_s: float) -> socket.socket:
+    """Connect to slot 0, which may start later than we do, at whichever of its ports it is."""
+    for turn in itertools.count():
+        port = place.ports[turn % len(place.ports)]
         try:
-            return socket.create_connection((place.host, place.port), timeout=_FIRST_FRAME_S)
-        except OSError as error:
+            return _dial(place.host, port, place.job)
+        except (OSError, ValueError) as error:
             if time.monotonic() + _REDIAL_S > deadline_s:
                 raise AgreementError(
-                    f"the supervisor of worker 0 does not answer at {place.host}:{place.port} "
+                    f"the supervisor of worker 0 does not answer at {place.where} "
                     f"within {place.timeout_s:g} s ({error})"
                 ) from error
-        # Nothing can be waited for: the listener does not exist yet.
-        time.sleep(_REDIAL_S)
+        if port == place.ports[-1]:
+            # Nothing can be waited for: the listener does not exist yet.
+            time.sleep(_REDIAL_S)
+    raise AssertionError("unreachable")
+
+
+def _dial(host: str, port: int, job: str) -> socket.socket:
+    """A connection to the supervisor of this job that listens there.
+
+    Raises OSError where nobody listens or speaks, ValueError where a stranger does.
+    """
+    sock = socket.create_connection((host, port), timeout=_FIRST_FRAME_S)
+    try:
+        found = receive_frame(sock, _FIRST_FRAME_S).get("job")
+        if found != job:
+            raise ValueError(f"job {found!r} is at port {port}, not {job!r}")
+    except BaseException:
+        sock.close()
+        raise
+    return sock

@@ -4,7 +4,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -195,18 +194,6 @@ def test_rerouting_without_a_pipeline_is_what_data_parallel_jobs_do(lost: tuple[
         slot: set(ks) for slot, ks in dealt.placement
     }
     assert flow.fold() == dealt.fold()
-
-
-def test_planning_96_workers_takes_under_half_a_second() -> None:
-    """Seconds of this process, the least of three, since others may use the core; bar 0.5 s."""
-    layout = launch_layout(tp=1, pp=8, dp=12, num_layers=48)
-    seconds = []
-    for _ in range(3):
-        start = time.process_time()
-        plan = plan_for(layout, [12, 13, 14, 40, 41, 77])
-        seconds.append(time.process_time() - start)
-    assert 20 <= len(plan.candidates) <= 120
-    assert min(seconds) < 0.5, seconds
 
 
 @pytest.mark.parametrize("policy", ["redeal", "reroute", "resize"])

@@ -22,11 +22,9 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "WAIT_S", 60.0)
 
 
-def torchrun(*words: str, nproc: int, standalone: bool = False) -> list[str]:
+def torchrun(*words: str, nproc: int, port: int | None = None) -> list[str]:
     where = (
-        ["--standalone"]
-        if standalone
-        else ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+        ["--standalone"] if port is None else ["--master-addr=127.0.0.1", f"--master-port={port}"]
     )
     return [
         sys.executable,
@@ -55,11 +53,13 @@ def test_torchrun_does_not_see_the_loss_of_a_trainer(tmp_path: Path, way: str) -
     env = {"ELASWAVE_DIR": run_dir}
     if way == "python_exec":
         env["PYTHON_EXEC"] = str(wrapper(tmp_path))
-    with Job(tmp_path / "job", 3, **env) as job:
-        words = (
-            [str(TRAINER)] if way == "python_exec" else ["-m", "elaswave_plugin.run", str(TRAINER)]
-        )
-        job.launch(command=torchrun(*words, nproc=3, standalone=way == "module"))
+    port = free_port() if way == "python_exec" else None
+    with Job(tmp_path / "job", 3, **env) as job, socket.socket() as taken:
+        words = ["-m", "elaswave_plugin.run", str(TRAINER)]
+        if port is not None:
+            words = [str(TRAINER)]
+            taken.bind(("127.0.0.1", port + 1))  # the supervisors take the next one
+        job.launch(command=torchrun(*words, nproc=3, port=port))
         job.joined()
         job.kill(0)
         reports = job.all("commit", [1, 2], epoch=2)
@@ -71,7 +71,7 @@ def test_torchrun_does_not_see_the_loss_of_a_trainer(tmp_path: Path, way: str) -
 def test_nothing_is_left_when_torchrun_is_killed(tmp_path: Path) -> None:
     with Job(tmp_path / "job", 2, ELASWAVE_DIR=str(tmp_path / "job" / "run")) as job:
         words = ["-m", "elaswave_plugin.run", "-m", "tests.runtime.tiny_trainer"]
-        job.launch(command=torchrun(*words, nproc=2))
+        job.launch(command=torchrun(*words, nproc=2, port=free_port()))
         job.joined()
         job.launchers[0].kill()
         assert job.left(60.0) == []
@@ -93,6 +93,7 @@ def test_bad_input_under_torchrun_is_a_sentence(tmp_path: Path) -> None:
             ([str(TRAINER)], {}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"),
             (["--what", "x.py"], worker, "unrecognized arguments: --what"),
             ([str(TRAINER)], {**worker, "RANK": "x"}, "has no numbers"),
+            ([str(TRAINER)], {**worker, "MASTER_PORT": "65535"}, "wanted at most 65534"),
             (
                 [f"--elaswave-control-port={port}", str(TRAINER)],
                 worker,

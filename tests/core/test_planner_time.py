@@ -1,0 +1,18 @@
+"""How long a plan takes; behind the tests that mypy runs beside, which would be measured too."""
+
+import time
+
+from elaswave_plugin.core.layout import launch_layout
+from tests.core.test_planner_joint import plan_for
+
+
+def test_planning_96_workers_takes_under_half_a_second() -> None:
+    """Seconds of this process, the least of three, since others may use the core; bar 0.5 s."""
+    layout = launch_layout(tp=1, pp=8, dp=12, num_layers=48)
+    seconds = []
+    for _ in range(3):
+        start = time.process_time()
+        plan = plan_for(layout, [12, 13, 14, 40, 41, 77])
+        seconds.append(time.process_time() - start)
+    assert 20 <= len(plan.candidates) <= 120
+    assert min(seconds) < 0.5, seconds

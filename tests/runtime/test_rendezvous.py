@@ -1,0 +1,71 @@
+"""How supervisors find slot 0 of their own job among ports that others may have taken."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
+
+import pytest
+
+from elaswave_plugin.errors import AgreementError
+from elaswave_plugin.runtime import rendezvous
+from elaswave_plugin.runtime.rendezvous import Meeting, Place, host_meeting, join_meeting, listen_at
+from elaswave_plugin.runtime.wire import encode
+
+HOST = "127.0.0.1"
+
+
+def place(slot: int, ports: tuple[int, ...], *, job: str = "ours", wait_s: float = 20.0) -> Place:
+    return Place(slot=slot, node=0, world_size=2, host=HOST, ports=ports, job=job, timeout_s=wait_s)
+
+
+@pytest.fixture
+def listeners() -> Iterator[list[socket.socket]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(listen_at(HOST, 0)) for _ in range(3)]
+
+
+def close(meeting: Meeting) -> None:
+    for sock in meeting.links.values():
+        sock.close()
+
+
+def test_a_supervisor_passes_by_strangers_and_other_jobs(
+    listeners: list[socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first port's owner says nothing, the second is the door of another job."""
+    monkeypatch.setattr(rendezvous, "_FIRST_FRAME_S", 0.2)
+    silent, other, own = listeners
+    ports = tuple(int(listener.getsockname()[1]) for listener in (silent, other, own))
+    with ThreadPoolExecutor(3) as threads:
+        theirs: Future[Meeting] = threads.submit(
+            host_meeting, place(0, ports[1:], job="theirs"), other, ""
+        )
+        ours = threads.submit(host_meeting, place(0, ports), own, "")
+        joined = join_meeting(place(1, ports), HOST, "")
+        met = ours.result(20.0)
+        assert [peer.slot for peer in joined.peers] == [0, 1]
+        assert met.peers == joined.peers
+        assert met.links[1].getpeername() == joined.links[0].getsockname()
+        assert not theirs.done()
+        late = join_meeting(place(1, ports[1:], job="theirs"), HOST, "")
+        assert late.links[0].getpeername()[1] == ports[1]
+        for meeting in (joined, met, late, theirs.result(20.0)):
+            close(meeting)
+
+
+def test_a_stranger_that_speaks_is_no_supervisor(listeners: list[socket.socket]) -> None:
+    """Whoever answers at every port is somebody else: told with the addresses, in time."""
+    stranger = listeners[0]
+    port = int(stranger.getsockname()[1])
+
+    def greet() -> None:
+        with closing(stranger.accept()[0]) as sock:
+            sock.sendall(encode({"job": "theirs"}))
+
+    speaker = threading.Thread(target=greet)
+    speaker.start()
+    with pytest.raises(AgreementError, match=f"at {HOST}:{port} within 0.02 s .*'theirs'.*'ours'"):
+        join_meeting(place(1, (port,), wait_s=0.02), HOST, "")
+    speaker.join()
