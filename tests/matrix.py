@@ -45,6 +45,7 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks", metavar="FOLDER")
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
     chosen = [one for one in MATRICES if options.only in (None, one.framework)]
     passed = [run_matrix(matrix, options.cases, options.out) for matrix in chosen]
     return 0 if all(passed) else 1
