@@ -92,6 +92,7 @@ def make_command() -> Any:
     bench.command("plan")(bench_plan)
     bench.command("communicator")(bench_communicator)
     bench.command("migration")(bench_migration)
+    bench.command("throughput")(bench_throughput)
     app.add_typer(bench, name="bench")
     patch = typer.Typer(help="Diffs that give upstream's source hooks, in place of patches.")
     patch.command("list")(patch_list)
@@ -406,3 +407,40 @@ def bench_migration(
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=1) + "\n")
     return 0
+
+
+def bench_throughput(
+    scenario: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Such as pp4dp4-m16-one-2; may be repeated."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="How often each scenario is measured.")] = 1,
+    layer_ms: Annotated[float, typer.Option(help="Forward pass of a layer, spent asleep.")] = 20.0,
+    only: Annotated[
+        str | None,
+        typer.Option(metavar="measured|simulated", help="One of the two.", show_default="both"),
+    ] = None,
+    json_file: JsonFile = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Picture.")] = None,
+) -> int:
+    """Time a step after losses: ours, rerouting only, dropping replicas; real and simulated."""
+    from elaswave_plugin.bench.throughput import check_options, is_good, measure
+    from elaswave_plugin.bench.throughput_report import draw, show_bars, show_row
+
+    options = check_options(
+        scenario=scenario or [],
+        rounds=rounds,
+        layer_ms=layer_ms,
+        only=only,
+        json_file=json_file,
+        plot=plot,
+    )
+    result = measure(
+        options, lambda text: typer.echo(text, err=True), lambda row: show_row(row, typer.echo)
+    )
+    show_bars(result, typer.echo)
+    if json_file is not None:
+        json_file.write_text(json.dumps(result, indent=1) + "\n")
+    if plot is not None:
+        draw(result, plot)
+    return 0 if is_good(result) else 1

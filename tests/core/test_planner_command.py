@@ -1,4 +1,4 @@
-"""`elaswave plan`, `elaswave bench plan` and the simulated benchmark: output and refusals."""
+"""`elaswave plan` and `elaswave bench plan`: output and refusals."""
 
 import json
 import re
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.simulated_throughput import BARS, Bar, Scenario, judged, row_of
 from elaswave_plugin.bench.plan import Job, measure, run_bench
 from elaswave_plugin.cli import run_command
 
@@ -102,20 +101,3 @@ def test_bench_plan_writes_its_rows_and_judges_them(tmp_path: Path) -> None:
     assert parts == pytest.approx(row["seconds"], abs=0.001)
     late = Job(tp=2, pp=4, dp=8, dead=3, bar_s=1e-6)
     assert run_bench(lambda: measure((late,), repeat=1), None, lines.append) == 1
-
-
-def test_the_simulated_benchmark_judges_by_its_worst_row() -> None:
-    bar = Bar(shape="PP2xDP2 L8 m4", losses=1, place="one stage", ratio="over_rerouting", least=1.2)
-    rows = [
-        row_of(Scenario(pp=2, dp=2, layers=8, slots=4, losses=1, stage=stage)) for stage in (0, 1)
-    ]
-    other = {**rows[0], "place": "spread", "over_rerouting": 0.5}
-    values = [row["over_rerouting"] for row in rows]
-    found = judged(bar, [*rows, other])
-    assert found["holds"] and found["worst"] == min(values) and found["best"] == max(values)
-    assert not judged(bar, [*rows, {**rows[0], "over_rerouting": 1.1}])["holds"]
-    for row in rows:
-        assert row["rho"] == 1.5 and row["live_share"] == 0.75
-        assert row["planned_split_s"] <= row["planned_s"] <= row["rerouted_s"]
-        assert row["planned_clocks_1.1_s"] < row["planned_s"] < row["dropped_s"]
-    assert len(BARS) > 20

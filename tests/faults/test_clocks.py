@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.faults.conftest import Launch, Reference
-from tests.faults.harness import ROOT, JobSpec, Outcome, check_equal, check_survived
+from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived
 from tests.faults.test_layer_moves import PP2
 
 LOSS_STEP = 1
@@ -14,9 +14,9 @@ LAYER_S = 0.02
 # Tensors that take next to no time of the processors, which all workers share.
 TINY = ("--hidden-size=16", "--num-attention-heads=1", "--seq-length=16")
 SPEC = replace(PP2, steps=6, options=(*PP2.options, *TINY, "--elaswave-move-layers=never"))
-EMULATED = f"""
-import runpy
-runpy.run_path({str(ROOT / "benchmarks" / "emulated_compute.py")!r})["slow_down"]({{layer_s}})
+EMULATED = """
+from elaswave_plugin.bench.emulated_compute import slow_down
+slow_down({layer_s})
 """
 
 

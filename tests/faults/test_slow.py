@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.faults.conftest import Launch, Reference
-from tests.faults.harness import ROOT, JobSpec, Outcome, check_equal
+from tests.faults.harness import JobSpec, Outcome, check_equal
 from tests.faults.hybrid_matrix import PP2_DP2
 from tests.faults.test_clocks import TINY
 from tests.faults.test_layer_moves import cuts_after
@@ -21,11 +21,11 @@ PP2 = replace(
 def emulated(layer_s: float, factor: float, *, until: int = LEVEL_FROM) -> str:
     """Layers take ``layer_s``, those of one worker ``factor`` times as long for some steps.
 
-    Forward passes sleep for what is left of it, so that a busy processor is no slow worker.
+    They sleep for what is left of it, so that a busy processor is no slow worker.
     """
     return f"""
-import os, runpy, time
-SlowBackward = runpy.run_path({str(ROOT / "benchmarks" / "emulated_compute.py")!r})["SlowBackward"]
+import os
+from elaswave_plugin.bench.emulated_compute import take
 from elaswave_plugin.runtime.loop import GuardedSteps
 from megatron.core.transformer.transformer_layer import TransformerLayer
 begin_step, forward = GuardedSteps.begin, TransformerLayer.forward
@@ -36,10 +36,7 @@ def note(self):
 def slowly(self, *args, **kwargs):
     is_slow = os.environ["ELASWAVE_SLOT"] == "{SLOW}" and {SLOW_FROM} <= now[0] < {until}
     seconds = {layer_s} * ({factor} if is_slow else 1)
-    began_s = time.perf_counter()
-    hidden, *rest = forward(self, *args, **kwargs)
-    time.sleep(max(0.0, seconds - (time.perf_counter() - began_s)))
-    return SlowBackward.apply(hidden, 2 * seconds), *rest
+    return take(seconds, forward, self, *args, **kwargs)
 GuardedSteps.begin, TransformerLayer.forward = note, slowly
 """
 

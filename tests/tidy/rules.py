@@ -31,7 +31,8 @@ IMPURE = frozenset(
     )
 )
 CORE_MAY_IMPORT = ("numpy", f"{PACKAGE}.core", f"{PACKAGE}.errors")
-# Who may import a framework: its adapter, and the writer of Megatron's data format.
+# Who may import a framework: its adapter, the writer of Megatron's data format, and the benchmark's
+# script that puts layers to sleep.
 FRAMEWORK_HOMES = (
     (
         "megatron",
@@ -39,6 +40,7 @@ FRAMEWORK_HOMES = (
             f"{PACKAGE}.adapters.megatron",
             f"{PACKAGE}.adapters.megatron_lm",
             f"{PACKAGE}.demo.text",
+            f"{PACKAGE}.bench.emulated_compute",
         ),
     ),
     ("deepspeed", (f"{PACKAGE}.adapters.deepspeed",)),

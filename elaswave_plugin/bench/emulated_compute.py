@@ -1,0 +1,101 @@
+"""Runs a Megatron-Core script whose layers take a given time, spent asleep; for measurements only.
+
+    elaswave run ... emulated_compute.py MILLISECONDS SCRIPT ARGUMENTS...
+
+Every transformer layer takes so long in its forward pass and twice as long in its backward pass:
+it sleeps for what its own small tensors leave of that, as if a device were busy. Communication,
+schedule and recovery are real.
+"""
+
+import functools
+import runpy
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+
+class _Pass:
+    """The backward pass of one layer for one micro-batch: from its output to its input."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.began_s = 0.0
+
+
+class _Output(torch.autograd.Function):
+    """The identity, where a backward pass begins."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, one: _Pass) -> torch.Tensor:
+        """Pass on."""
+        ctx.one = one
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Note the time, and pass on."""
+        ctx.one.began_s = time.perf_counter()
+        return grads[0], None
+
+
+class _Input(torch.autograd.Function):
+    """The identity, where a backward pass ends, not before its time is over."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, one: _Pass) -> torch.Tensor:
+        """Pass on."""
+        ctx.one = one
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Sleep for what is left, and pass on."""
+        sleep_until(ctx.one.began_s + ctx.one.seconds)
+        return grads[0], None
+
+
+def _apply(function: Any, hidden: torch.Tensor, one: _Pass) -> torch.Tensor:
+    applied: torch.Tensor = function.apply(hidden, one)
+    return applied
+
+
+def sleep_until(end_s: float) -> None:
+    """Return when the performance counter is there."""
+    time.sleep(max(0.0, end_s - time.perf_counter()))
+
+
+def take(seconds: float, forward: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a layer's ``forward`` so that it takes so long, and its backward twice as long."""
+    began_s = time.perf_counter()
+    one = _Pass(2 * seconds)
+    if args:
+        args = _apply(_Input, args[0], one), *args[1:]
+    else:
+        kwargs["hidden_states"] = _apply(_Input, kwargs["hidden_states"], one)
+    hidden, *rest = forward(layer, *args, **kwargs)
+    sleep_until(began_s + seconds)
+    return _apply(_Output, hidden, one), *rest
+
+
+def slow_down(forward_s: float) -> None:
+    """Have all layers take their time from now on, also those that come to a stage later."""
+    forward = TransformerLayer.forward
+
+    @functools.wraps(forward)
+    def slowly(layer: TransformerLayer, *args: Any, **kwargs: Any) -> Any:
+        return take(forward_s, forward, layer, *args, **kwargs)
+
+    replaced: Any = TransformerLayer
+    replaced.forward = slowly
+
+
+if __name__ == "__main__":
+    milliseconds, script, *arguments = sys.argv[1:]
+    slow_down(1e-3 * float(milliseconds))
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).resolve().parent)
+    runpy.run_path(script, run_name="__main__")

@@ -1,0 +1,119 @@
+"""`elaswave bench throughput`: a step after losses, ours against rerouting and dropping replicas.
+
+Small shapes in real processes, and all shapes through the planner's own step simulation, each
+marked as what it is. Every row has its ceilings: the live share, rho and Gmax.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elaswave_plugin.bench import measured_throughput, simulated_throughput
+from elaswave_plugin.bench.scenarios import Scenario, chosen, judged, scenarios
+from elaswave_plugin.errors import ConfigurationError
+
+MEASURED, SIMULATED = "measured", "simulated"
+# What ends in minutes: the others are asked for by name.
+USUAL = ("pp2dp2-m8-one-1", "pp4dp4-m8-one-2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThroughputOptions:
+    """What to measure and what to simulate; ``layer_ms``: forward of a layer."""
+
+    measured: tuple[Scenario, ...]
+    simulated: tuple[Scenario, ...]
+    rounds: int
+    layer_ms: float
+
+
+def check_options(
+    *,
+    scenario: list[str],
+    rounds: int,
+    layer_ms: float,
+    only: str | None,
+    json_file: Path | None,
+    plot: Path | None,
+) -> ThroughputOptions:
+    """Read the command's options. Raises ConfigurationError, before anything takes time."""
+    if only not in (None, MEASURED, SIMULATED):
+        raise ConfigurationError(f"--only is {only!r}, wanted {MEASURED} or {SIMULATED}")
+    if rounds < 1:
+        raise ConfigurationError(f"--rounds is {rounds}, wanted 1 or more")
+    if not 0 < layer_ms < math.inf:
+        raise ConfigurationError(f"--layer-ms is {layer_ms:g}, wanted a number above 0")
+    for name, file in (("--json", json_file), ("--plot", plot)):
+        if file is not None:
+            _check_writable(name, file)
+    named = chosen(scenario)
+    small = [one for one in named or chosen(list(USUAL)) if one.is_small]
+    if only == MEASURED and named and len(small) < len(named):
+        big = next(one for one in named if not one.is_small)
+        raise ConfigurationError(
+            f"--scenario is {big.name!r}, whose {big.pp * big.dp} workers are only simulated;"
+            f" leave out --only {MEASURED}"
+        )
+    return ThroughputOptions(
+        measured=() if only == SIMULATED else tuple(small),
+        simulated=() if only == MEASURED else tuple(named or scenarios().values()),
+        rounds=rounds,
+        layer_ms=layer_ms,
+    )
+
+
+def _check_writable(name: str, file: Path) -> None:
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise ConfigurationError(f"{name} is {str(file)!r}, whose folder does not exist")
+    if file.is_dir():
+        raise ConfigurationError(f"{name} is {str(file)!r}, which is a folder, wanted a file")
+    if not os.access(file if file.exists() else folder, os.W_OK):
+        raise ConfigurationError(f"{name} is {str(file)!r}, which cannot be written")
+
+
+def measure(
+    options: ThroughputOptions, tell: Callable[[str], None], show: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Simulate, then measure; ``show`` gets each row, ``tell`` what goes on. Raises JobFailed."""
+    result = {
+        "command": shlex.join(["elaswave", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}, no GPU, loopback",
+        "load_average_before": [round(load, 2) for load in os.getloadavg()],
+        "layer_ms": options.layer_ms,
+        "emulated": "of measured rows, the compute of layers is asleep; the rest is real",
+        "model": f"of simulated rows: {simulated_throughput.MODEL}",
+    }
+    simulated, measured = [], []
+    if options.simulated:
+        tell(f"{len(options.simulated)} scenarios are simulated")
+    for one in options.simulated:
+        for row in simulated_throughput.rows_of(one):
+            simulated.append(row)
+            show(row)
+    if options.measured:
+        with measured_throughput.opened(options.layer_ms) as jobs:
+            for one in options.measured:
+                row = measured_throughput.row_of(jobs, one, rounds=options.rounds, tell=tell)
+                measured.append(row)
+                show(row)
+    return {
+        **result,
+        "measured": {"bars": judged(measured), "rows": measured},
+        "simulated": {"bars": judged(simulated), "rows": simulated},
+    }
+
+
+def is_good(result: dict[str, Any]) -> bool:
+    """Whether every bar holds."""
+    return all(bar["holds"] for kind in (MEASURED, SIMULATED) for bar in result[kind]["bars"])
