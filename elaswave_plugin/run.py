@@ -21,6 +21,7 @@ from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.launch import connect_zygote
 from elaswave_plugin.runtime.launch_options import script_settings
 from elaswave_plugin.runtime.lifeline import die_with_parent
+from elaswave_plugin.runtime.notice_file import NOTICE_FILE, check_notice_file
 from elaswave_plugin.runtime.rendezvous import Place, listen_at, own_host
 from elaswave_plugin.runtime.supervisor import Supervisor, SupervisorSpec
 from elaswave_plugin.runtime.supervisor_main import EXIT_CRASHED
@@ -65,11 +66,14 @@ def supervise(
 ) -> int:
     """Run `program` as the worker that `env` describes, under a supervisor in this process.
 
-    Raises ConfigurationError where the environment describes no worker, or a port is taken.
+    Raises ConfigurationError where the environment describes no worker, a port is taken, or the
+    notice file is there already.
     """
     place = _place(env, control_port)
     if not program.module and not Path(program.script).is_file():
         raise ConfigurationError(f"script {program.script!r} is no file")
+    if notice_file := env.get(NOTICE_FILE):
+        check_notice_file(notice_file)
     settings = script_settings(program.args, env)
     trainer_env = dict(env)
     if settings.run_dir is not None:

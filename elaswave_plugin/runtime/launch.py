@@ -16,6 +16,7 @@ from elaswave_plugin.runtime.coordinator import say
 from elaswave_plugin.runtime.launch_join import Vacancy, find_vacancy
 from elaswave_plugin.runtime.launch_options import LaunchSpec, parse_run_args
 from elaswave_plugin.runtime.newcomer import STANDBY
+from elaswave_plugin.runtime.notice_file import NOTICE_FILE
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.rendezvous import Place, listen_at, own_host
 from elaswave_plugin.runtime.supervisor import SupervisorSpec
@@ -383,6 +384,8 @@ def _job_env(spec: LaunchSpec) -> dict[str, str]:
     env = {**os.environ, **spec.env}
     if spec.run_dir is not None:
         env["ELASWAVE_DIR"] = str(spec.run_dir)
+    if spec.notice_file is not None:
+        env[NOTICE_FILE] = str(spec.notice_file)
     if spec.nproc_per_node > 1:
         env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
     return env

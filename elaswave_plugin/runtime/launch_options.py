@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.coordinator import Heartbeat
+from elaswave_plugin.runtime.notice_file import NOTICE_FILE, check_notice_file
 
 # Fixed at the launch of a job.
 _OF_THE_JOB = (
@@ -36,7 +37,8 @@ class LaunchSpec:
     """One node's part of a job. `master_port` 0 picks a free port (one node only).
 
     `join`: any supervisor of a running job, in which these workers take lost slots. `standby`: so
-    many supervisors wait until a slot has nobody.
+    many supervisors wait until a slot has nobody. `notice_file`: tells them to leave, once it is
+    there.
     Raises ConfigurationError where the values cannot make a job.
     """
 
@@ -54,6 +56,7 @@ class LaunchSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     join: str | None = None
     standby: int = 0
+    notice_file: Path | None = None
     start_timeout_s: float = 600.0
     patience: Patience = field(default_factory=Patience)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
@@ -67,6 +70,8 @@ class LaunchSpec:
             not (self.join and self.standby),
             "--join takes part at once and --standby waits: give one of them",
         )
+        if self.notice_file is not None:
+            check_notice_file(self.notice_file)
         _require(self.nnodes >= 1, f"--nnodes is {self.nnodes}, wanted >= 1")
         _require(
             0 <= self.node_rank < self.nnodes,
@@ -98,6 +103,7 @@ def parse_run_args(argv: Sequence[str]) -> LaunchSpec:
     if options.join is not None:
         _check_join(options, parser)
     shared = script_settings(args, os.environ)
+    notice_file = options.notice_file or os.environ.get(NOTICE_FILE)
     if options.standalone and options.nnodes != 1:
         raise ConfigurationError(f"--standalone means one node, but --nnodes is {options.nnodes}")
     return LaunchSpec(
@@ -114,6 +120,7 @@ def parse_run_args(argv: Sequence[str]) -> LaunchSpec:
         preload=tuple(filter(None, options.preload.split(","))),
         join=options.join,
         standby=options.standby,
+        notice_file=Path(notice_file).absolute() if notice_file else None,
         start_timeout_s=options.start_timeout_s,
         patience=Patience(
             quiesce_timeout_s=options.quiesce_timeout_s or shared.quiesce_timeout_s,
@@ -215,6 +222,8 @@ def _parser() -> _Parser:
         "so many more, idle until a slot has nobody; each with a device of its own, as LOCAL_RANK"
     )
     add("standby", f"{text} goes on behind that of the workers", type=int, default=0)
+    text = "once this file is there, the workers of this node leave, as by SIGTERM; its first line"
+    add("notice-file", f"{text} is the reason (default: {NOTICE_FILE} in the environment)")
     parser.add_argument("-m", "--module", action="store_true", help="run SCRIPT as python -m does")
     parser.add_argument(
         "--dir", "--elaswave-dir", "--elaswave_dir", help="run directory for events (default: none)"

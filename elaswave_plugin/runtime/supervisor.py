@@ -27,6 +27,7 @@ from elaswave_plugin.runtime.arrival import SeatRefusedError, arrive
 from elaswave_plugin.runtime.coordinator import Coordinator, Heartbeat, say
 from elaswave_plugin.runtime.lifeline import signal_group
 from elaswave_plugin.runtime.member import HOST, SLOT
+from elaswave_plugin.runtime.notice_file import NOTICE_FILE, watch_notice_file
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.reception import Reception, take_link
 from elaswave_plugin.runtime.rendezvous import (
@@ -133,6 +134,9 @@ class Supervisor:
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
         self._attach(self._trainer)
+        if notice_file := self._spec.env.get(NOTICE_FILE):
+            notify = partial(self._take_notice, signal.SIGTERM)
+            watch_notice_file(self._reactor, notice_file, notify)
         with published(self._spec.run_dir, self._address(), self._lost_supervisors):
             on_met(self._data_address)
             self._reactor.run()
@@ -532,18 +536,19 @@ class Supervisor:
         self._attach(self._trainer)
 
     def _on_signal(self, number: int, frame: object) -> None:
-        self._reactor.post(partial(self._take_notice, number))
+        reason = f"its supervisor was told to end by {signal.Signals(number).name}"
+        self._reactor.post(partial(self._take_notice, number, reason))
 
-    def _take_notice(self, number: int) -> None:
-        """Told to end by a signal: between two steps, or at once by Ctrl-C or a second signal."""
+    def _take_notice(self, number: int, reason: str) -> None:
+        """Told to end: between two steps, or at once by Ctrl-C or where it is told again."""
         works = self._trainer.works and self._trainer.delivered
         if number == signal.SIGINT or self._told or not works:
-            self._leave(number)
+            self._leave(number, reason)
             return
         self._told = True
-        self.drain(f"its supervisor was told to end by {signal.Signals(number).name}")
+        self.drain(reason)
         limit_s = self._spec.patience.notice_timeout_s
-        self._reactor.after(limit_s, partial(self._leave, number))
+        self._reactor.after(limit_s, partial(self._leave, number, reason))
 
     def drain(self, reason: str) -> None:
         """Have the trainer leave between two steps, with nothing lost and nothing done twice."""
@@ -551,13 +556,12 @@ class Supervisor:
         trainer.send({"t": "notice"})  # before the change of the view that it leads to
         self._agreement.give_notice(reason, time.monotonic(), saves_last=trainer.saves_last)
 
-    def _leave(self, number: int) -> None:
+    def _leave(self, number: int, reason: str) -> None:
         """The other workers go on without this one, from the state of the last step."""
         if self._exit_code is not None:
             return
         self._exit_code = 128 + number
-        name = signal.Signals(number).name
-        self._agreement.leave(f"its supervisor was told to end by {name}", time.monotonic())
+        self._agreement.leave(reason, time.monotonic())
         if self._trainer.lives:
             self._trainer.process.send_signal(number)
             self._kill_after_grace()

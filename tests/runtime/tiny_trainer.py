@@ -163,7 +163,7 @@ class Trainer:
                 sum(range(1 << 60))  # never lets another thread run
             case "abandon":
                 self.member.abandon("shards 3 and 4 are gone", 1)
-            case "step" | "remember":
+            case "step" | "remember" | "release":
                 self.live(order, *words)
             case "fetch":
                 address, owner, step, epoch = words[0], *map(int, words[1:])
@@ -183,8 +183,10 @@ class Trainer:
                 self.tell("fetched", equal=into == pattern(owner, step))
 
     def live(self, order: str, *words: str) -> None:
-        """What matters to workers that come later."""
+        """What matters to workers that come later, or have left."""
         match order:
+            case "release":
+                self.member.release(self.view.epoch)
             case "step":
                 # At the boundary before this step it waits until the view is to change.
                 self.member.begin_step(int(words[0]), awaits_arrival=True)
