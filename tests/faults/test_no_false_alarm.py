@@ -9,16 +9,29 @@ from pathlib import Path
 
 import pytest
 
+from elaswave_plugin.config import ElasticConfig
+from tests.faults import harness
 from tests.faults.conftest import Launch
 from tests.faults.harness import JobSpec
 
-# Half of what a hang may take is what noise takes here; announced work takes longer than that.
-LIMIT_S = 1.0
+# Steps in which other processes compute beside the workers, six for each of two cores.
+LOADED, COMPUTING = range(700, 760), 12
+COMPUTE = "import os\nwhile os.getppid() == {parent}: sum(range(10000))"
+# More than half of what a hang may take is what noise takes here; announced work takes longer.
 NOISE = """
-import random, time
+import os, random, subprocess, sys, time
 from elaswave_plugin.runtime.phases import Phases
-fire, draw = Phases.fire, random.Random()
+fire, draw, load = Phases.fire, random.Random(), []
 def noisily(self, name):
+    if self._slot == 0 and self.step in {loaded} and not load:
+        compute = {compute!r}.format(parent=os.getpid())
+        load.extend(subprocess.Popen([sys.executable, "-c", compute]) for _ in range({computing}))
+        self._events.emit("loaded", step=self.step)
+    elif self.step not in {loaded}:
+        for process in load:
+            process.kill()
+            process.wait()
+        load.clear()
     if name in ("evaluation", "save") and self._slot == self.step // 250 % 2:
         pause_s = {announced_s}
     elif name == "data" and self.step % 100 == 50 and self._slot == self.step // 100 % 2:
@@ -37,8 +50,17 @@ Phases.fire = noisily
 TINY = ("--num-layers=1", "--hidden-size=32", "--seq-length=16", "--num-attention-heads=2")
 
 
-def noisy(steps: int, limit_s: float, saved: Path) -> JobSpec:
-    noise = NOISE.format(announced_s=1.3 * limit_s, hiccup_s=0.6 * limit_s, loader_s=0.7 * limit_s)
+def noisy(steps: int, saved: Path) -> JobSpec:
+    """At the default limit of a hang."""
+    limit_s = ElasticConfig().hang_timeout_s
+    noise = NOISE.format(
+        announced_s=1.3 * limit_s,
+        hiccup_s=0.6 * limit_s,
+        loader_s=0.7 * limit_s,
+        loaded=LOADED,
+        compute=COMPUTE,
+        computing=COMPUTING,
+    )
     return JobSpec(
         nproc=2,
         steps=steps,
@@ -47,7 +69,6 @@ def noisy(steps: int, limit_s: float, saved: Path) -> JobSpec:
         sabotage=noise,
         options=(
             *TINY,
-            f"--elaswave-hang-timeout-s={limit_s}",
             "--eval-interval=250",
             "--eval-iters=1",
             f"--save={saved}",
@@ -57,14 +78,20 @@ def noisy(steps: int, limit_s: float, saved: Path) -> JobSpec:
 
 
 @pytest.mark.slow
-def test_no_false_alarm_in_a_thousand_noisy_steps(run: Launch, tmp_path: Path) -> None:
-    """With evaluations and saves of one slow worker, and a loader that stutters and slows down."""
-    outcome = run(noisy(1000, LIMIT_S, tmp_path / "saved"))
+@pytest.mark.timeout(400)
+def test_no_false_alarm_in_a_thousand_noisy_steps(
+    run: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With evaluations and saves of one slow worker, a loader that stutters and slows, and load."""
+    monkeypatch.setattr(harness, "RUN_LIMIT_S", 300.0)
+    outcome = run(noisy(1000, tmp_path / "saved"))
     assert outcome.returncode == 0, outcome.output[-4000:]
     assert len(outcome.files.steps) == 2 * 1000
     slow = outcome.events("slow")
     assert {event["phase"] for event in slow} >= {"data", "evaluation", "save"}
     assert {event["slot"] for event in slow} == {0, 1}
+    (loaded,) = outcome.events("loaded")
+    assert loaded["step"] == LOADED.start
     assert not outcome.events("hang_found")
     assert len(outcome.events("view_committed")) == 1
     assert not outcome.orphans
@@ -73,7 +100,7 @@ def test_no_false_alarm_in_a_thousand_noisy_steps(run: Launch, tmp_path: Path) -
 @contextlib.contextmanager
 def load(processes: int) -> Iterator[None]:
     """As many processes that do nothing but compute."""
-    compute = f"import os\nwhile os.getppid() == {os.getpid()}: sum(range(10000))"
+    compute = COMPUTE.format(parent=os.getpid())
     busy = [subprocess.Popen([sys.executable, "-c", compute]) for _ in range(processes)]
     try:
         yield
