@@ -39,6 +39,19 @@ def completed_once(run: Outcome) -> int:
     return done
 
 
+def check_saved(run: Launch, folder: Path, done: int) -> None:
+    """What a job saved to "told" when it was told is what it saves when its interval says so."""
+    assert (folder / "told" / "latest_checkpointed_iteration.txt").read_text() == str(done)
+    options = (f"--save={folder / 'undisturbed'}", f"--save-interval={done}")
+    undisturbed = run(replace(LONG, options=options))
+    assert undisturbed.returncode == 0, undisturbed.output[-4000:]
+    left, right = (
+        saved_tensors(folder / name / f"iter_{done:07d}") for name in ("told", "undisturbed")
+    )
+    assert len(left) > 20 and left.keys() == right.keys()
+    assert all(left[name].equal(right[name]) for name in left)
+
+
 @pytest.mark.slow
 def test_a_loop_of_ours_calls_the_function_that_it_was_given(
     run: Launch, zygote: Zygote, data: Path, tmp_path: Path, reference: Reference
@@ -46,16 +59,31 @@ def test_a_loop_of_ours_calls_the_function_that_it_was_given(
     spec = replace(LONG, options=(f"--save={tmp_path / 'told'}",))
     told = told_to_end(spec, zygote=zygote, data=data, directory=tmp_path / "run")
     done = completed_once(told)
-    assert (tmp_path / "told" / "latest_checkpointed_iteration.txt").read_text() == str(done)
-    # The same job, which saves at that step because its interval says so.
-    options = (f"--save={tmp_path / 'undisturbed'}", f"--save-interval={done}")
-    undisturbed = run(replace(LONG, options=options))
-    assert undisturbed.returncode == 0, undisturbed.output[-4000:]
-    left, right = (
-        saved_tensors(tmp_path / name / f"iter_{done:07d}") for name in ("told", "undisturbed")
-    )
-    assert len(left) > 20 and left.keys() == right.keys()
-    assert all(left[name].equal(right[name]) for name in left)
+    check_saved(run, tmp_path, done)
+
+
+# One dies as it is told to leave, before all of them learn that they all have to.
+DIE_TOLD = """
+import os, signal
+from elaswave_plugin.runtime.member import Member
+take = Member._on_frame
+def die(self, frame):
+    if frame["t"] == "notice" and self.slot == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    take(self, frame)
+Member._on_frame = die
+"""
+
+
+@pytest.mark.slow
+def test_one_that_dies_when_all_are_told_takes_nothing_away(
+    run: Launch, zygote: Zygote, data: Path, tmp_path: Path
+) -> None:
+    spec = replace(LONG, options=(f"--save={tmp_path / 'told'}",), sabotage=DIE_TOLD)
+    told = told_to_end(spec, zygote=zygote, data=data, directory=tmp_path / "run")
+    assert {e["slot"] for e in told.events("worker_exited") if "SIGKILL" in e["status"]} == {2}
+    done = 1 + max(record["step"] for record in told.files.steps)
+    check_saved(run, tmp_path, done)
 
 
 def test_a_folder_for_it_is_for_deepspeed(run: Launch) -> None:
