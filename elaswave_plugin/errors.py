@@ -53,7 +53,11 @@ class PeerError(LinkError):
 
 
 class JobStopped(ElasWaveError):
-    """The coordinator ended the job; the message is its reason."""
+    """The coordinator ended the job, or this worker's part; the message is its reason."""
+
+    def __init__(self, reason: str, *, exit_code: int = 1) -> None:
+        super().__init__(reason)
+        self.exit_code = exit_code
 
 
 class EpochChanged(BaseException):

@@ -181,11 +181,13 @@ class Notice:
     """The sender's trainer has to go, and does so between two steps.
 
     `saves_last`: where all have to go, it writes a last checkpoint with the others, and ends.
+    `asked`: by somebody who wants the job to go on; void where it would end, with nothing saved.
     """
 
     worker: WorkerId
     evidence: str
     saves_last: bool = False
+    asked: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -406,6 +408,7 @@ def to_wire(message: Message) -> dict[str, Any]:
                 "worker": message.worker.to_json(),
                 "evidence": message.evidence,
                 "saves_last": message.saves_last,
+                "asked": message.asked,
             }
         case Settled():
             return {"m": "settled", "epoch": message.epoch}
@@ -470,7 +473,10 @@ def from_wire(record: Mapping[str, Any]) -> Message:
         case "notice":
             worker = WorkerId.from_json(record["worker"])
             return Notice(
-                worker=worker, evidence=record["evidence"], saves_last=record["saves_last"]
+                worker=worker,
+                evidence=record["evidence"],
+                saves_last=record["saves_last"],
+                asked=record["asked"],
             )
         case "settled":
             return Settled(epoch=record["epoch"])

@@ -118,13 +118,17 @@ class OwnTrainer:
         arrival = Arrival(worker=worker, node=self._seats.nodes[self.slot])
         self._tell_leader(Ready(arrival=arrival), now_s)
 
-    def give_notice(self, evidence: str, now_s: float, *, saves_last: bool = False) -> None:
+    def give_notice(
+        self, evidence: str, now_s: float, *, saves_last: bool = False, asked: bool = False
+    ) -> None:
         """The own trainer is to leave between two steps; `Dismiss` says when it may.
 
         `saves_last`: where all leave, it writes a checkpoint with the others, and ends by itself.
+        `asked`: it stays where the job would end with nothing saved.
         """
         worker = WorkerId(slot=self.slot, incarnation=self.incarnation)
-        self._tell_leader(Notice(worker=worker, evidence=evidence, saves_last=saves_last), now_s)
+        notice = Notice(worker=worker, evidence=evidence, saves_last=saves_last, asked=asked)
+        self._tell_leader(notice, now_s)
 
     def settled(self, epoch: int) -> None:
         """The own trainer needs nothing that was sealed before this epoch; who left may end."""
@@ -165,6 +169,9 @@ class OwnTrainer:
         )
 
     def _learn_news(self, slot: int, news: News, now_s: float) -> None:
+        if isinstance(news, Notice) and self._reports.is_void(news, self.committed):
+            self._note("notice_void", slot=slot, evidence=news.evidence)
+            return
         self._reports.learn(slot, news, epoch=self.committed.epoch, now_s=now_s)
 
     def _tell_leader(self, news: News, now_s: float) -> None:

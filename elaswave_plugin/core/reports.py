@@ -134,6 +134,12 @@ class Reports:
         """Whether all of them write a last checkpoint then, and end by themselves."""
         return self.all_leave(view) and view.workers <= self.saves_last
 
+    def is_void(self, notice: Notice, view: MembershipView) -> bool:
+        """Whether a worker that was asked to leave stays: nobody would, and nothing be saved."""
+        told = self.notices.keys() | {notice.worker}
+        saves = notice.saves_last and view.workers <= self.saves_last | {notice.worker}
+        return notice.asked and view.workers <= told and not saves
+
     def failed_in(self, view: MembershipView) -> list[Report]:
         """The failures of members of a view that had not finished their work, as they came."""
         members = view.workers

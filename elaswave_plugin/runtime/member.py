@@ -108,6 +108,7 @@ class Member:
         self.told_to_leave = False
         self._commits: list[Commit] = []
         self._stop_reason: str | None = None
+        self._stop_code = 1
         # The layers of each stage that somebody has asked this worker for.
         self.cuts_wanted: list[int] | None = None
         self._copies: dict[int, _Copies] = {}
@@ -208,7 +209,7 @@ class Member:
     def check(self) -> None:
         """Raise EpochChanged where a newer view is proposed, JobStopped where the job ends."""
         if self._stop_reason is not None:
-            raise JobStopped(self._stop_reason)
+            raise self._stopped()
         if self._proposed_epoch > self._returned_epoch:
             raise EpochChanged(self._proposed_epoch, self._proposed_reason)
 
@@ -337,10 +338,14 @@ class Member:
     def _wait(self, deadline_s: float, what: str) -> None:
         """Wait for news; the condition is held. Raises JobStopped, or AgreementError when late."""
         if self._stop_reason is not None:
-            raise JobStopped(self._stop_reason)
+            raise self._stopped()
         left_s = deadline_s - time.monotonic()
         if left_s <= 0 or not self._changed.wait(left_s):
             raise AgreementError(f"worker {self.slot} did not get {what}")
+
+    def _stopped(self) -> JobStopped:
+        reason = self._stop_reason or "the supervisor is gone"
+        return JobStopped(reason, exit_code=self._stop_code)
 
     def _send(self, frame: Frame) -> None:
         try:
@@ -367,7 +372,7 @@ class Member:
         """The calling thread receives: it waits for a frame, and to wake two threads takes time."""
         with self._receiving:
             if self._sock.fileno() < 0:
-                raise JobStopped(self._stop_reason or "the supervisor is gone")
+                raise self._stopped()
             self._waiter_receives = True
             self._bell.unregister(self._sock)
         try:
@@ -380,7 +385,7 @@ class Member:
     def _receive_next(self, deadline_s: float, what: str) -> None:
         """Wait for news here. Raises JobStopped, or AgreementError when late."""
         if self._stop_reason is not None:
-            raise JobStopped(self._stop_reason)
+            raise self._stopped()
         left_s = deadline_s - time.monotonic()
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
@@ -429,7 +434,7 @@ class Member:
         elif frame["t"] == "notice":
             self.told_to_leave = True
         elif frame["t"] == "stop":
-            self._stop_reason = frame["reason"]
+            self._stop_reason, self._stop_code = frame["reason"], frame["exit_code"]
             self._on_propose(self._proposed_epoch + 1, frame["reason"])
         elif frame["t"] == "cuts_wanted":
             self.cuts_wanted = frame["cuts"]

@@ -32,7 +32,8 @@ def ends_in_a_sentence(
 
     What everybody sees alike (bad input, lost state or stages, different plans) stops the whole
     job, and its leader prints the reason once; anything else is the loss of this worker, and so is
-    everything that ends one which replaces a lost one. Exit code 2 for bad input, 1 for the rest.
+    everything that ends one which replaces a lost one. Exit code 2 for bad input, 0 for a worker
+    that has left as it was told to, 1 for the rest.
     """
 
     @wraps(function)
@@ -47,6 +48,8 @@ def ends_in_a_sentence(
 
 def _end(error: ElasWaveError) -> NoReturn:
     code = EXIT_CONFIGURATION if isinstance(error, ConfigurationError) else EXIT_FAILURE
+    if isinstance(error, JobStopped):
+        code = error.exit_code
     if CONTROL_FD not in os.environ or not isinstance(error, (*_OF_THE_JOB, JobStopped)):
         print(f"elaswave: {error}", file=sys.stderr)
     elif isinstance(error, _OF_THE_JOB) and os.environ[INCARNATION] != "0":

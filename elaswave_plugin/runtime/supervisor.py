@@ -253,7 +253,7 @@ class Supervisor:
         elif len(self._agreement.committed.ranks) == 1:
             refused = "it is the last one; end the job instead"
         else:
-            self.drain(str(request["reason"]))
+            self.drain(str(request["reason"]), asked=True)
         return {"t": "drain", "refused": refused}
 
     def _answer_migrate(self, request: Frame) -> Frame:
@@ -316,7 +316,8 @@ class Supervisor:
         """A view without the trainer is committed, as it was told to leave."""
         self._trainer.left = True
         self._board.dismissed()
-        self._trainer.send({"t": "stop", "reason": "it has left the job, as it was told to"})
+        reason = "it has left the job, as it was told to"
+        self._trainer.send({"t": "stop", "reason": reason, "exit_code": 0})
         self._kill_after_grace()
 
     def fence(self, evidence: str) -> None:
@@ -341,7 +342,7 @@ class Supervisor:
         if not trainer.lives:
             self._reactor.stop()
             return
-        trainer.send({"t": "stop", "reason": reason})
+        trainer.send({"t": "stop", "reason": reason, "exit_code": EXIT_FAILED})
         if trainer.facts is None:
             trainer.process.send_signal(signal.SIGTERM)  # it does not listen to us yet
         self._kill_after_grace()
@@ -550,11 +551,15 @@ class Supervisor:
         limit_s = self._spec.patience.notice_timeout_s
         self._reactor.after(limit_s, partial(self._leave, number, reason))
 
-    def drain(self, reason: str) -> None:
-        """Have the trainer leave between two steps, with nothing lost and nothing done twice."""
+    def drain(self, reason: str, *, asked: bool = False) -> None:
+        """Have the trainer leave between two steps, with nothing lost and nothing done twice.
+
+        `asked`: the last one stays, where it would take the job with it and nothing is saved.
+        """
         trainer = self._trainer
         trainer.send({"t": "notice"})  # before the change of the view that it leads to
-        self._agreement.give_notice(reason, time.monotonic(), saves_last=trainer.saves_last)
+        saves = trainer.saves_last
+        self._agreement.give_notice(reason, time.monotonic(), saves_last=saves, asked=asked)
 
     def _leave(self, number: int, reason: str) -> None:
         """The other workers go on without this one, from the state of the last step."""

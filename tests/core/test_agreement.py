@@ -222,10 +222,10 @@ class Cluster:
         self.settle(slot)
 
     def do_notice(self, words: list[str]) -> None:
-        """notice SLOTS [saves]: these trainers are to leave between two steps."""
+        """notice SLOTS [saves] [asked]: these trainers are to leave between two steps."""
         for slot in self.slots(words[:1]):
-            saves = words[1:] == ["saves"]
-            self.alive[slot].give_notice("it is drained", self.now_s, saves_last=saves)
+            how = {"saves_last": "saves" in words, "asked": "asked" in words}
+            self.alive[slot].give_notice("it is drained", self.now_s, **how)
             self.settle(slot)
 
     def do_replan(self, words: list[str]) -> None:

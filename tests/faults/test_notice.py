@@ -50,6 +50,8 @@ def test_a_worker_that_is_told_to_go_leaves_between_two_steps(
     left = run.events("view_committed")[-1]
     assert sorted(left["ranks"]) == sorted({0, 1, 2, 3} - set(slots))
     assert f"told to end by {number.name}" in left["reason"]
+    ended = {(event["slot"], event["status"]) for event in run.events("worker_exited")}
+    assert {(slot, "exit code 0") for slot in slots} <= ended
     # Every step was computed once.
     attempts = {(line["step"], line["epoch"]) for line in read_run(tmp_path).ledger}
     assert len(attempts) == SPEC.steps

@@ -40,3 +40,18 @@ def test_without_a_job_it_costs_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "no job is running in" in drain(1, tmp_path, capsys)
+
+
+def test_of_all_that_are_drained_the_last_one_stays(tmp_path: Path) -> None:
+    """Nobody has left yet when the last one is asked, and nothing would be saved at the end."""
+    with Job(tmp_path, 3).start() as job:
+        for slot in range(3):
+            assert run_command(["drain", str(slot), str(job.run_dir)]) == 0
+        for slot in range(3):
+            job.tell(slot, "step 1")
+        assert job.one("commit", 2, epoch=2)["ranks"] == [2]
+        job.tell(2, "release")
+        job.all("stopped", [0, 1])
+        assert job.finish([2]) == 0
+        assert "worker 2 stays: all others leave; end the job instead" in job.output()
+        assert [event["slot"] for event in job.events("notice_void")] == [2]

@@ -398,7 +398,7 @@ def test_the_wait_for_a_commit_outlasts_an_announced_phase(
 
 
 def test_being_told_to_stop_unwinds_everything(supervisor: Supervisor) -> None:
-    send_frame(supervisor.sock, {"t": "stop", "reason": "no majority"})
+    send_frame(supervisor.sock, {"t": "stop", "reason": "no majority", "exit_code": 1})
     assert supervisor.rang.wait(LONG_S)
     for call in (supervisor.member.check, lambda: supervisor.member.quiesce({}, LONG_S)):
         with pytest.raises(JobStopped, match="no majority"):
