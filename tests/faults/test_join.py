@@ -14,6 +14,17 @@ BACK = JobSpec(steps=10, dump="last", respawn=10, awaits=((5, 1),))
 RECOVERY = ("agree", "edit", "move", "rebind", "verify")
 SOME_OF_EIGHT = sampled([(s, RECOVERY[s % 5]) for s in (0, 2, 5, 7)], keep=(1,))
 
+
+def drawn_pairs(count: int) -> list[tuple[tuple[tuple[int, str], ...]]]:
+    """Two different victims, each with the phase in which it dies."""
+    dice = random.Random(20261122)
+    phases = ("data", "forward", "backward", "reduce", "optimizer", "gather")
+    return [
+        (tuple((slot, dice.choice(phases)) for slot in dice.sample(range(4), 2)),)
+        for _ in range(count)
+    ]
+
+
 # A survivor dies when it has edited its groups for a view that lets somebody in.
 LOSE_AT_JOIN = """
 import os, signal, time
@@ -50,11 +61,40 @@ def test_a_lost_worker_comes_back(run: Launch, reference: Reference, slot: int) 
     assert [e["restored_step"] for e in survived.events("recovered") if e["newcomers"]] == [6] * 4
 
 
-def test_two_lost_workers_come_back_one_after_the_other(run: Launch, reference: Reference) -> None:
-    spec = replace(BACK, steps=12, kills=("1@2:backward", "2@3:forward"), awaits=((5, 1), (7, 2)))
+# The newcomer of this slot asks to be let in only once the other one is in.
+LATER = """
+import json, time
+from elaswave_plugin.runtime.worker import Worker
+ask = Worker.ask_to_enter
+def ask_second(self):
+    deadline_s = time.monotonic() + 60
+    while self.slot == {slot} and time.monotonic() < deadline_s:
+        kinds = [json.loads(line)["kind"] for line in open(self.config.dir / "events.jsonl")]
+        if "entered" in kinds:
+            break
+        time.sleep(0.02)
+    ask(self)
+Worker.ask_to_enter = ask_second
+"""
+
+
+@pytest.mark.parametrize("victims", sampled(drawn_pairs(3), keep=(0,)), ids=str)
+def test_two_lost_workers_come_back_one_after_the_other(
+    run: Launch, reference: Reference, victims: tuple[tuple[int, str], ...]
+) -> None:
+    """4 -> 3 -> 2 -> 3 -> 4, the victims drawn at random."""
+    (first, in_first), (second, in_second) = victims
+    spec = replace(
+        BACK,
+        steps=12,
+        kills=(f"{first}@2:{in_first}", f"{second}@3:{in_second}"),
+        awaits=((5, 1), (7, 2)),
+        sabotage=LATER.format(slot=second),
+    )
     survived = run(spec)
     check_equal(survived, reference(spec))
-    assert sorted(entered(survived)) == [(1, 1), (2, 1)]
+    assert entered(survived) == [(first, 1), (second, 1)]
+    assert [len(e["ranks"]) for e in survived.events("view_committed")] == [4, 3, 2, 3, 4]
     assert last_ranks(survived) == [0, 1, 2, 3]
 
 
@@ -89,21 +129,60 @@ def test_a_lost_worker_of_an_interleaved_pipeline_comes_back(
     assert last_ranks(survived) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("phase", sampled(["startup", *RECOVERY], keep=(0, 3)))
+# The first newcomer of slot 2 dies when it has called this method of the class.
+DIE_AFTER = """
+import os, signal
+from elaswave_plugin.runtime.member import Member
+from elaswave_plugin.runtime.worker import Worker
+method = {owner}.{method}
+def die(self, *args, **kwargs):
+    result = method(self, *args, **kwargs)
+    if os.environ["ELASWAVE_SLOT"] == "2" and os.environ["ELASWAVE_INCARNATION"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return result
+{owner}.{method} = die
+"""
+# Where it dies, whether it had asked to be let in, and who then came in.
+DEATHS = [
+    ("startup", False),
+    *((phase, True) for phase in RECOVERY),
+    ("Member.start", False),
+    ("Worker.ask_to_enter", True),
+]
+
+
+@pytest.mark.parametrize(("where", "asked"), sampled(DEATHS, keep=(0, 3)))
 def test_a_newcomer_dies_in_a_phase_of_its_join(
-    run: Launch, reference: Reference, phase: str
+    run: Launch, reference: Reference, where: str, asked: bool
 ) -> None:
-    # One that dies while it is built never waits to be let in.
-    asked = 1 if phase == "startup" else 2
+    """Before it joins its supervisor, while it is built, while it waits, while it is let in."""
+    owner, _, method = where.partition(".")
     spec = replace(
         BACK,
         steps=12,
-        kills=("2@3:backward", f"2.1@0:{phase}"),
-        awaits=((5, 1), (8, asked)),
+        kills=("2@3:backward", *(() if method else (f"2.1@0:{where}",))),
+        # One that dies while it is built never waits to be let in.
+        awaits=((5, 1), (8, 2 if asked else 1)),
+        sabotage=DIE_AFTER.format(owner=owner, method=method) if method else "",
     )
     survived = run(spec)
     check_equal(survived, reference(spec))
     assert entered(survived) == [(2, 2)]
+    assert last_ranks(survived) == [0, 1, 2, 3]
+    exits = [e["incarnation"] for e in survived.events("worker_exited") if "SIGKILL" in e["status"]]
+    assert exits == [0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["data", "forward", "reduce", "optimizer", "gather", "snapshot"])
+def test_a_newcomer_dies_in_its_first_step(run: Launch, reference: Reference, phase: str) -> None:
+    """It is in, and some of its optimizer state is not here yet."""
+    spec = replace(
+        BACK, steps=14, kills=("2@3:backward", f"2.1@6:{phase}"), awaits=((5, 1), (9, 2))
+    )
+    survived = run(spec)
+    check_equal(survived, reference(spec))
+    assert entered(survived) == [(2, 1), (2, 2)]
     assert last_ranks(survived) == [0, 1, 2, 3]
 
 
