@@ -212,6 +212,12 @@ class ElasticConfig(BaseModel):
         " workers left has fewer of them; auto: where respawn is 0, since a worker that comes back"
         " soon would have them moved twice",
     )
+    split_backward: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="whether, after a loss, a pipeline's workers compute the weight gradients of"
+        " their layers apart from the rest of the backward pass, while they would wait; the numbers"
+        " stay the same, activations are held longer; auto: where the simulated step gains",
+    )
     slow_workers: Literal["act", "name"] = Field(
         "act",
         description="what becomes of a worker that takes 1.3 times as long for its layers as those"
@@ -282,7 +288,12 @@ class ElasticConfig(BaseModel):
 
     def check_without_stages(self) -> None:
         """Raise ConfigurationError for settings that do something in other kinds of jobs only."""
-        idle = {"dataflow": ("auto",), "move_layers": ("auto", "never"), "clocks": ("off",)}
+        idle = {
+            "dataflow": ("auto",),
+            "move_layers": ("auto", "never"),
+            "split_backward": ("auto", "never"),
+            "clocks": ("off",),
+        }
         for name, values in idle.items():
             if getattr(self, name) not in values:
                 raise ConfigurationError(

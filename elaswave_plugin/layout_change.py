@@ -20,7 +20,7 @@ Record = dict[str, Any]
 # What all survivors of an epoch report alike.
 _SHARED = (
     *("layout_before", "layout_after", "dataflow", "pieces", "windows", "clocks", "slow"),
-    *("bytes_moved", "layer_times_s"),
+    *("split_backward", "bytes_moved", "layer_times_s"),
 )
 
 
@@ -45,8 +45,9 @@ def layout_fields(
     changes = [_agreed(by_epoch[epoch]) for epoch in sorted(by_epoch)]
     sizes = attached[0]
     before = ParallelLayout.from_json(changes[0]["layout_before"])
-    flow = _flow(changes[-1], sizes["num_microbatches"], sizes["micro_batch_size"])
     measured = changes[-1]["layer_times_s"]
+    times = LayerTimes() if measured is None else LayerTimes.from_json(measured)
+    flow = _flow(changes[-1], sizes["num_microbatches"], sizes["micro_batch_size"], times)
     after = flow.layout
     return {
         "layout_before": before.to_json(),
@@ -58,6 +59,7 @@ def layout_fields(
             ],
             "windows": list(flow.windows),
             "clocks": list(flow.clocks),
+            "split_backward": bool(flow.lists),
             **_work(flow),
             "bytes_to_move": sum(change["bytes_moved"] for change in changes),
             **_prediction(
@@ -69,7 +71,7 @@ def layout_fields(
                 flow,
                 processors=_processors(recovered, nodes),
                 step_s=step_s,
-                times=LayerTimes() if measured is None else LayerTimes.from_json(measured),
+                times=times,
             ),
         },
         "measured_step_s": step_s["after"],
@@ -105,13 +107,15 @@ def _agreed(reports: Sequence[Record]) -> Record:
     return first
 
 
-def _flow(change: Record, num_microbatches: int, micro_batch_size: int) -> PipelineFlow:
+def _flow(
+    change: Record, num_microbatches: int, micro_batch_size: int, times: LayerTimes
+) -> PipelineFlow:
     """What the workers ran after the change."""
     pieces = tuple(
         tuple(tuple(Piece(*piece) for piece in of_group) for of_group in of_stage)
         for of_stage in change["pieces"]
     )
-    return PipelineFlow(
+    flow = PipelineFlow(
         layout=ParallelLayout.from_json(change["layout_after"]),
         num_microbatches=num_microbatches,
         micro_batch_size=micro_batch_size,
@@ -120,7 +124,9 @@ def _flow(change: Record, num_microbatches: int, micro_batch_size: int) -> Pipel
         windows=tuple(change["windows"]),
         clocks=tuple(change["clocks"] or ()),
         slow=tuple((slot, factor) for slot, factor in change["slow"] or ()),
+        times=times,
     )
+    return flow.with_split_backward() if change["split_backward"] else flow
 
 
 def _work(flow: PipelineFlow) -> Record:

@@ -31,6 +31,7 @@ def _of_megatron() -> Iterable[Entry]:
     from elaswave_plugin.adapters.megatron.cpu import cpu_patches
     from elaswave_plugin.adapters.megatron.cut_dropout import cut_patches
     from elaswave_plugin.adapters.megatron.seams import elastic_patches
+    from elaswave_plugin.adapters.megatron.weight_gradients import WeightGradients
 
     yield from (Entry(record, "no GPU") for record in cpu_patches().records)
     always = {record.target for record in elastic_patches(exact=False).records}
@@ -38,6 +39,10 @@ def _of_megatron() -> Iterable[Entry]:
         yield Entry(record, "elastic" if record.target in always else "elastic, exact")
     yield from (
         Entry(record, "elastic, after a loss under resize") for record in cut_patches().records
+    )
+    yield from (
+        Entry(record, "elastic, while backwards are split")
+        for record in WeightGradients().patches.records
     )
 
 

@@ -2,6 +2,7 @@
 
 Seconds are of one sample, and of the clock 1: a forward pass and a backward pass of one
 transformer layer, of what is in front of the layers (embedding), of what is behind (head, loss).
+Where backwards are split, those of a layer come as input gradients and weight gradients.
 
 >>> mine = PassTimes(wanted_steps=1)
 >>> mine.note(LAYER, FORWARD, 0.00402)
@@ -14,7 +15,7 @@ transformer layer, of what is in front of the layers (embedding), of what is beh
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -22,6 +23,7 @@ from elaswave_plugin.core.planner.costs import CostModel, UnitCost
 
 FRONT, LAYER, BEHIND = "front", "layer", "behind"
 FORWARD, BACKWARD = "forward", "backward"
+SPLIT = INPUTS, WEIGHTS = "inputs", "weights"
 STEPS_FOR_COSTS = 5
 """Fewer steps say little: the first ones compile and fill caches."""
 STEPS_REMEMBERED = 15
@@ -33,22 +35,27 @@ Passes = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTimes:
-    """(forward, backward) seconds by part; without measurements a layer takes 1 and 2."""
+    """(forward, backward) seconds by part; without measurements a layer takes 1 and 2.
+
+    ``weights``: the share of a layer's backward pass that weight gradients take, half if not known.
+    """
 
     layer: Passes = (1.0, 2.0)
     front: Passes = (0.0, 0.0)
     behind: Passes = (0.0, 0.0)
+    weights: float = 0.5
     is_measured: bool = False
 
     def to_json(self) -> dict[str, list[float]]:
         """A dict that JSON can carry, by part."""
-        return {part: list(getattr(self, part)) for part in (FRONT, LAYER, BEHIND)}
+        passes = {part: list(getattr(self, part)) for part in (FRONT, LAYER, BEHIND)}
+        return {**passes, WEIGHTS: [self.weights]}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Sequence[float]]) -> "LayerTimes":
         """The measured times that `to_json` described."""
-        passes = {part: (which[0], which[1]) for part, which in record.items()}
-        return cls(is_measured=True, **passes)
+        passes = {part: (record[part][0], record[part][1]) for part in (FRONT, LAYER, BEHIND)}
+        return cls(is_measured=True, weights=record[WEIGHTS][0], **passes)
 
     def costs(
         self, *, num_layers: int, activation_bytes: float = 0.0, memory_bytes: float = float("inf")
@@ -58,7 +65,8 @@ class LayerTimes:
         ``activation_bytes`` of a layer and sample, ``memory_bytes`` of a worker.
         """
         layers = [
-            _unit(f"layer {number}", self.layer, activation_bytes) for number in range(num_layers)
+            _unit(f"layer {number}", self.layer, self.weights, activation_bytes)
+            for number in range(num_layers)
         ]
         units = (_unit(FRONT, self.front), *layers, _unit(BEHIND, self.behind))
         bounds = (0, *range(2, num_layers + 1), num_layers + 2)
@@ -105,7 +113,18 @@ class PassTimes:
             passes = [self._known.get((part, which), ()) for which in (FORWARD, BACKWARD)]
             if all(len(steps) >= self._wanted for steps in passes):
                 found[part] = [median(steps) for steps in passes]
-        return found
+        return {**found, **self._apart(found)}
+
+    def _apart(self, found: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+        """What is known of split backwards; the sum stands for a whole one that was never seen."""
+        forward, *apart = (self._known.get((LAYER, which), ()) for which in (FORWARD, *SPLIT))
+        if any(len(steps) < self._wanted for steps in apart):
+            return {}
+        inputs_s, weights_s = map(median, apart)
+        told = {WEIGHTS: [weights_s / (inputs_s + weights_s)]}
+        if LAYER not in found and len(forward) >= self._wanted:
+            told[LAYER] = [median(forward), inputs_s + weights_s]
+        return told
 
 
 def agreed(told: Mapping[int, Mapping[str, Sequence[float]]]) -> LayerTimes:
@@ -119,19 +138,26 @@ def agreed(told: Mapping[int, Mapping[str, Sequence[float]]]) -> LayerTimes:
         if passes:
             forward, backward = (_rounded(median(which)) for which in zip(*passes, strict=True))
             found[part] = forward, backward
-    return LayerTimes(is_measured=True, **found) if LAYER in found else LayerTimes()
+    if LAYER not in found:
+        return LayerTimes()
+    shares = [one[WEIGHTS][0] for _, one in sorted(told.items()) if WEIGHTS in one]
+    times = replace(LayerTimes(is_measured=True), **found)
+    return replace(times, weights=_rounded(median(shares))) if shares else times
 
 
 def _rounded(seconds: float) -> float:
     return float(f"{seconds:.{DIGITS}g}")
 
 
-def _unit(name: str, passes: Passes, activation_bytes: float = 0.0) -> UnitCost:
+def _unit(
+    name: str, passes: Passes, weights: float = 0.0, activation_bytes: float = 0.0
+) -> UnitCost:
+    """``weights``: the share of the backward pass that may come later."""
     forward_s, backward_s = passes
     return UnitCost(
         name=name,
         forward_s=forward_s,
-        backward_s=backward_s / 2,
-        weights_s=backward_s / 2,
+        backward_s=backward_s * (1 - weights),
+        weights_s=backward_s * weights,
         activation_bytes=activation_bytes,
     )

@@ -5,7 +5,7 @@ replicas are spread over their peers. A slow worker gets fewer where they are de
 Micro-batches stay whole in both, so every stage and tp position has the exact order of sums of
 ``core/exact.py``. Resize: every stage cuts the samples of a round of micro-batches evenly over its
 live replicas, which sums in another order. Which one, and how many slots are in flight, is chosen
-by simulated time.
+by simulated time. Backwards may be split, weight gradients where a worker would wait.
 
 >>> from elaswave_plugin.core.layout import launch_layout
 >>> healthy = launch_layout(tp=1, pp=2, dp=2, num_layers=2)
@@ -32,23 +32,27 @@ from elaswave_plugin.core.fair_shares import fair_width
 from elaswave_plugin.core.groups import Seat, seats_of
 from elaswave_plugin.core.layer_times import LayerTimes
 from elaswave_plugin.core.layout import ParallelLayout
+from elaswave_plugin.core.planner.costs import CostModel
 from elaswave_plugin.core.planner.dvfs import ClockTable
 from elaswave_plugin.core.planner.executable import plan_split
 from elaswave_plugin.core.planner.joint import JointPlan, PlanRules, joint_plan, slowness_of
 from elaswave_plugin.core.planner.microbatch_split import REDEAL, REROUTE, RESIZE
-from elaswave_plugin.core.planner.prediction import StepWork
+from elaswave_plugin.core.planner.prediction import Predictor, StepWork
+from elaswave_plugin.core.planner.weight_placement import with_weights_in_bubbles
 from elaswave_plugin.core.schedule import (
     Assignment,
+    OpLists,
     Piece,
     WorkerOps,
     interleaved_ops,
     window_ops,
     window_sizes,
 )
-from elaswave_plugin.core.step_time import LinkTime, StepTime, simulate
+from elaswave_plugin.core.step_time import LinkTime, StageTime, StepTime, simulate
 from elaswave_plugin.errors import ConfigurationError
 
 Policy = Literal["auto", "redeal", "reroute", "resize"]
+SplitBackward = Literal["auto", "always", "never"]
 # Every replica runs its own micro-batches.
 AS_LAUNCHED = "as launched"
 
@@ -62,7 +66,8 @@ class PipelineFlow:
     in flight at each stage. No part of what is compared: ``reasons``, why it is dealt so; ``times``
     of layers, for which it is; ``compute_s``, the simulated seconds of the compute, where these
     times were measured. ``clocks`` of the stages; none: they are left alone. ``slow``: (slot, how
-    many times as long it takes) of those that it was dealt for.
+    many times as long it takes) of those that it was dealt for. ``lists`` of operations with split
+    backwards, which change no sum; none: by the window rule, or interleaved.
     """
 
     layout: ParallelLayout
@@ -76,6 +81,7 @@ class PipelineFlow:
     reasons: tuple[str, ...] = field(default=(), repr=False, compare=False)
     times: LayerTimes = field(default_factory=LayerTimes, repr=False, compare=False)
     compute_s: float | None = field(default=None, repr=False, compare=False)
+    lists: OpLists = field(default=(), repr=False, compare=False)
 
     def __str__(self) -> str:
         return "; ".join(
@@ -135,9 +141,11 @@ class PipelineFlow:
     def ops(self, slot: int) -> WorkerOps:
         """The ordered operations of a worker that has a place.
 
-        By the window rule, or interleaved where a worker has several model chunks.
+        By the window rule, or interleaved where a worker has several model chunks, if not told.
         """
         seat = seats_of(self.layout)[slot]
+        if self.lists:
+            return self.lists[seat.stage][seat.order]
         pieces = self.pieces[seat.stage][seat.order]
         if self.layout.vpp > 1:
             return interleaved_ops(
@@ -183,16 +191,40 @@ class PipelineFlow:
         whole = layout.is_rectangular and layout.keeps_stages and layout.keeps_layers
         return whole and not self.slow
 
+    def with_split_backward(self) -> "PipelineFlow":
+        """The same with weight gradients where workers would wait, if layers take its ``times``."""
+        layout = self.layout
+        work = StepWork(
+            num_microbatches=self.num_microbatches,
+            microbatch_size=self.micro_batch_size,
+            launch_width=layout.dp,
+        )
+        costs = _costs(layout, work, self.times, dict(self.slow))
+        limits = Predictor(costs, work, vpp=layout.vpp).limits(layout.widths, layout.cuts)
+        lists = with_weights_in_bubbles(
+            replace(self, lists=()).every_list(),
+            self._stage_times(costs),
+            costs.link,
+            limits=limits,
+        )
+        return replace(self, lists=lists)
+
+    def every_list(self) -> OpLists:
+        """The ordered operations by stage and replica."""
+        return tuple(
+            tuple(self.ops(group.slots[0]) for group in groups) for groups in self.layout.stages
+        )
+
     def simulated(self, times: LayerTimes, slow: Slowness) -> StepTime:
         """The compute of a step where layers take ``times`` and the ``slow`` as much longer."""
-        layout = self.layout
-        costs = times.costs(num_layers=layout.num_layers)
-        lists = tuple(
-            tuple(self.ops(group.slots[0]) for group in groups) for groups in layout.stages
-        )
-        speeds = [*self.clocks] * layout.vpp or None
-        stages = costs.stage_times(layout.cuts, speeds=speeds)
-        return simulate(lists, stages, LinkTime(), slowness=slowness_of(layout, slow))
+        costs = times.costs(num_layers=self.layout.num_layers)
+        slowness = slowness_of(self.layout, slow)
+        stages = self._stage_times(costs)
+        return simulate(self.every_list(), stages, LinkTime(), slowness=slowness)
+
+    def _stage_times(self, costs: CostModel) -> tuple[StageTime, ...]:
+        speeds = [*self.clocks] * self.layout.vpp or None
+        return costs.stage_times(self.layout.cuts, speeds=speeds)
 
 
 def flow_of(
@@ -202,6 +234,7 @@ def flow_of(
     micro_batch_size: int = 1,
     policy: Policy = "auto",
     may_resize: bool = False,
+    split_backward: SplitBackward = "never",
     times: LayerTimes | None = None,
     slow: Slowness | None = None,
     clocks: ClockTable | None = None,
@@ -211,7 +244,8 @@ def flow_of(
 
     A whole layout with nobody slow, or none so slow that it is to have less, goes on as at launch.
 
-    ``may_resize``: whether auto may cut micro-batches. ``slow``: how many times as long single
+    ``may_resize``: whether auto may cut micro-batches; ``split_backward``: auto where that gains.
+    ``slow``: how many times as long single
     workers take, by slot. With ``clocks``, stages may run at others than 1 where one is narrower
     than at launch or has a slow worker; all workers together draw at most ``power_cap_w``.
 
@@ -228,7 +262,9 @@ def flow_of(
     )
     # A plan counts TP groups.
     rules = replace(
-        _rules(policy, may_resize=may_resize), clocks=clocks, power_cap_w=power_cap_w / layout.tp
+        _rules(policy, may_resize=may_resize, split_backward=split_backward),
+        clocks=clocks,
+        power_cap_w=power_cap_w / layout.tp,
     )
     try:
         plan = _planned(layout, work, times, rules, slow)
@@ -236,22 +272,16 @@ def flow_of(
         if not slow:
             raise
         # No deal that spares them fits: they have as much to do as the others.
-        return flow_of(
-            layout=layout,
-            num_microbatches=num_microbatches,
-            micro_batch_size=micro_batch_size,
-            policy=policy,
-            may_resize=may_resize,
-            times=times,
-            clocks=clocks,
-            power_cap_w=power_cap_w,
-        )
+        slow = {}
+        if layout.is_rectangular:
+            return launch
+        plan = _planned(layout, work, times, rules, slow)
     pieces = plan_split(plan, work).assignment()
     chosen = () if plan.clocks is None else plan.clocks.clocks
     stays = layout.is_rectangular and set(chosen) <= {1.0}
     if stays and _samples(pieces) == _samples(launch.pieces):
         return launch
-    return PipelineFlow(
+    flow = PipelineFlow(
         layout=layout,
         num_microbatches=num_microbatches,
         micro_batch_size=micro_batch_size,
@@ -264,6 +294,8 @@ def flow_of(
         times=times,
         compute_s=plan.seconds if times.is_measured else None,
     )
+    splits = split_backward == "always" or plan.split_backward
+    return flow.with_split_backward() if splits else flow
 
 
 def level_layers(
@@ -276,6 +308,7 @@ def level_layers(
     micro_batch_size: int = 1,
     policy: Policy,
     may_resize: bool = False,
+    split_backward: SplitBackward = "never",
     move_workers: bool,
 ) -> ParallelLayout:
     """The same workers, with layers moved away from stages that have lost some or have slow ones.
@@ -291,7 +324,13 @@ def level_layers(
         microbatch_size=micro_batch_size,
         launch_width=layout.dp,
     )
-    rules = _rules(policy, may_resize=may_resize, move_layers=True, move_workers=move_workers)
+    rules = _rules(
+        policy,
+        may_resize=may_resize,
+        split_backward=split_backward,
+        move_layers=True,
+        move_workers=move_workers,
+    )
     try:
         return _planned(layout, work, times, rules, slow or {}).layout
     except ConfigurationError:
@@ -307,6 +346,7 @@ def _rules(
     policy: Policy,
     *,
     may_resize: bool,
+    split_backward: SplitBackward,
     move_layers: bool = False,
     move_workers: bool = False,
 ) -> PlanRules:
@@ -317,13 +357,20 @@ def _rules(
         move_layers=move_layers,
         move_workers=move_workers,
         greedy=False,
+        split_backward=split_backward != "never",
     )
 
 
 def _planned(
     layout: ParallelLayout, work: StepWork, times: LayerTimes, rules: PlanRules, slow: Slowness
 ) -> JointPlan:
-    """The best dataflow and windows for equal layers.
+    """The best dataflow and windows for equal layers."""
+    costs = _costs(layout, work, times, slow)
+    return joint_plan(before=layout, after=layout, costs=costs, work=work, rules=rules, slow=slow)
+
+
+def _costs(layout: ParallelLayout, work: StepWork, times: LayerTimes, slow: Slowness) -> CostModel:
+    """What a plan goes by.
 
     A worker may hold the activations of one slot more than the first stage of the launch, a slot
     being what a usual worker of the weakest stage runs of one micro-batch a replica. Gradients have
@@ -331,7 +378,7 @@ def _planned(
     """
     num_stages = len(layout.stages)
     slot = ceil(layout.dp / min(map(fair_width, slowness_of(layout, slow))))
-    costs = times.costs(
+    return times.costs(
         num_layers=layout.num_layers,
         activation_bytes=1.0,
         memory_bytes=work.microbatch_size
@@ -340,7 +387,6 @@ def _planned(
         * layout.num_layers
         / num_stages,
     )
-    return joint_plan(before=layout, after=layout, costs=costs, work=work, rules=rules, slow=slow)
 
 
 def _as_at_launch(

@@ -99,6 +99,7 @@ def _layout_change(before: Flow, after: Flow) -> dict[str, object]:
         "windows": after.windows,
         "clocks": after.clocks,
         "slow": after.slow,
+        "split_backward": bool(after.lists),
         "plan_reasons": after.reasons,
         "layer_times_s": after.times.to_json() if after.times.is_measured else None,
         "predicted_compute_s": after.compute_s,

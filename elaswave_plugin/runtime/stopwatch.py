@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from elaswave_plugin.core.layer_times import PassTimes
+from elaswave_plugin.core.layer_times import BACKWARD, INPUTS, LAYER, PassTimes
 from elaswave_plugin.runtime.frequency import Clocks, FixedClocks
 
 # A point in time: seconds of the clock, or an event of the device's stream.
@@ -21,8 +21,12 @@ class Stopwatch:
     """Tells `PassTimes` of passes, as soon as it is known how long they took."""
 
     def __init__(self, times: PassTimes, *, on_gpu: bool = False) -> None:
-        """``on_gpu``: whether the passes run there; ``clocks``: those of what they run on."""
+        """``on_gpu``: whether the passes run there; ``clocks``: those of what they run on.
+
+        ``is_split``: whether layers leave the weight gradients out of their backward passes.
+        """
         self.clocks: Clocks = FixedClocks()
+        self.is_split = False
         self.times = times
         self.on_gpu = on_gpu
         self._open: deque[tuple[str, str, Mark, Mark, float, int]] = deque()
@@ -39,6 +43,8 @@ class Stopwatch:
     def lap(self, part: str, which: str, first: Mark, *, count: int = 1, tokens: int = 0) -> Mark:
         """A pass of ``tokens`` through ``count`` like parts, that began at ``first``, ends here."""
         last = self.mark()
+        if self.is_split and (part, which) == (LAYER, BACKWARD):
+            which = INPUTS
         # What counts is what it would have taken at clock 1.
         scale = self.clocks.clock / count
         if self.on_gpu:

@@ -40,6 +40,7 @@ KEYS = (
     "slow_workers",
     "snapshot_copies",
     "snapshots",
+    "split_backward",
     "tensorboard",
     "transfer_timeout_s",
     "wandb",

@@ -9,7 +9,9 @@ from elaswave_plugin.core.layer_times import (
     BEHIND,
     FORWARD,
     FRONT,
+    INPUTS,
     LAYER,
+    WEIGHTS,
     LayerTimes,
     PassTimes,
     agreed,
@@ -50,6 +52,29 @@ def test_the_pace_is_that_of_the_fastest_pass_that_is_compared() -> None:
         assert times.pace == pace
     times.drop_step()
     assert times.pace is None
+
+
+def test_split_backwards_tell_the_share_of_weight_gradients() -> None:
+    """What a whole one takes is told by those who saw it; else it is the sum of its parts."""
+    apart, both = PassTimes(wanted_steps=2), times_of([[0.5]] * 3)
+    for times in (apart, both):
+        for _ in range(2):
+            assert WEIGHTS not in times.medians()
+            for which, seconds in ((FORWARD, 0.5), (INPUTS, 0.7), (WEIGHTS, 0.3)):
+                times.note(LAYER, which, seconds)
+            times.step_over()
+    assert apart.medians() == {LAYER: [0.5, 1.0], WEIGHTS: [pytest.approx(0.3)]}
+    both.note(LAYER, INPUTS, 0.7)
+    both.note(LAYER, WEIGHTS, 0.3)
+    both.step_over()
+    assert both.medians() == {LAYER: [0.5, 1.0], WEIGHTS: [pytest.approx(0.3)]}
+    told = agreed({0: apart.medians(), 1: {LAYER: [0.5, 1.1]}})
+    assert (told.weights, told.layer) == (0.3, (0.5, 1.1))
+    assert LayerTimes.from_json(told.to_json()) == told
+    layer = told.costs(num_layers=1).units[1]
+    assert (layer.backward_s, layer.weights_s) == (pytest.approx(0.77), pytest.approx(0.33))
+    behind = LayerTimes(behind=(1.0, 2.0)).costs(num_layers=1).units[-1]
+    assert (behind.backward_s, behind.weights_s) == (2.0, 0.0)
 
 
 def test_only_the_last_steps_count() -> None:

@@ -8,9 +8,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from elaswave_plugin.core.dataflow import Samples
+from elaswave_plugin.core.layer_times import LayerTimes
 from elaswave_plugin.core.layout import ParallelLayout, launch_layout
-from elaswave_plugin.core.pipeline_flow import PipelineFlow, Policy, flow_of
-from elaswave_plugin.core.schedule import BACKWARD, FORWARD
+from elaswave_plugin.core.pipeline_flow import PipelineFlow, Policy, SplitBackward, flow_of
+from elaswave_plugin.core.schedule import BACKWARD, FORWARD, WEIGHTS
 from elaswave_plugin.core.step_time import LinkTime, StageTime, simulate
 
 
@@ -29,6 +30,18 @@ def lists_of(flow: PipelineFlow) -> tuple[tuple[tuple[object, ...], ...], ...]:
     )
 
 
+def check_weights(flow: PipelineFlow, slot: int) -> None:
+    """Split backwards are all of a step's or none; weight gradients come later, in their order."""
+    ops = flow.ops(slot)
+    weights = [op for op in ops if op.kind == WEIGHTS]
+    backwards = [op for op in ops if op.kind == BACKWARD]
+    if not flow.lists:
+        assert not weights
+        return
+    assert [op._replace(kind=BACKWARD) for op in weights] == backwards
+    assert all(ops.index(one) > ops.index(two) for one, two in zip(weights, backwards, strict=True))
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from([(1, 2, 2), (2, 2, 2), (1, 4, 2), (1, 3, 4), (2, 2, 4)]),
@@ -37,6 +50,7 @@ def lists_of(flow: PipelineFlow) -> tuple[tuple[tuple[object, ...], ...], ...]:
     st.sampled_from(["auto", "redeal", "reroute"]),
     st.integers(1, 3),
     st.dictionaries(st.integers(0, 15), st.floats(1.3, 20.0), max_size=3),
+    st.sampled_from(["never", "auto", "always"]),
 )
 def test_every_step_is_complete_and_runs(
     sizes: tuple[int, int, int],
@@ -45,6 +59,7 @@ def test_every_step_is_complete_and_runs(
     policy: Policy,
     size: int,
     slow: dict[int, float],
+    split: SplitBackward,
 ) -> None:
     tp, pp, dp = sizes
     layout = after_losses(tp=tp, pp=pp, dp=dp, losses=losses)
@@ -57,6 +72,7 @@ def test_every_step_is_complete_and_runs(
         micro_batch_size=size,
         policy=policy,
         slow=slow,
+        split_backward=split,
     )
     for stage in range(pp):
         for position in range(tp):
@@ -68,6 +84,7 @@ def test_every_step_is_complete_and_runs(
             assert all(before < after for before, after in pairwise(backwards))
             forwards = [op.start // size for op in flow.ops(slot) if op.kind == FORWARD]
             assert tuple(forwards) == flow.microbatches(slot) == tuple(backwards)
+            check_weights(flow, slot)
             seat = flow.seat(slot)
             assert seat is not None
             reports = flow.microbatches(slot) if seat.stage == pp - 1 else ()
@@ -212,3 +229,19 @@ def test_a_deal_that_spares_the_slow_but_does_not_fit_is_not_made(
     layout = launch_layout(tp=tp, pp=pp, dp=dp, num_layers=num_layers, vpp=2)
     flow = flow_of(layout=layout, num_microbatches=48, slow=slow)
     assert flow == flow_of(layout=layout, num_microbatches=48)
+
+
+def test_weight_gradients_go_apart_where_that_gains() -> None:
+    """Few micro-batches in a deep pipeline: workers wait, and weight gradients fill that time."""
+    layout = launch_layout(tp=1, pp=4, dp=2, num_layers=8).without([2])
+    sizes = {"layout": layout, "num_microbatches": 8}
+    whole, apart = flow_of(**sizes), flow_of(**sizes, split_backward="auto")
+    assert apart.lists and not whole.lists
+    assert {op.kind for op in apart.ops(0)} == {FORWARD, BACKWARD, WEIGHTS}
+    seconds = [flow.simulated(LayerTimes(), {}).seconds for flow in (whole, apart)]
+    assert seconds == [54.0, 50.0]
+    assert "backward: split, weight gradients where a worker would wait" in apart.reasons
+    # Where workers are slow nothing is simulated apart, so that only always does it.
+    slow = {**sizes, "slow": {0: 2.0}}
+    assert not flow_of(**slow, split_backward="auto").lists
+    assert flow_of(**slow, split_backward="always").lists

@@ -14,9 +14,10 @@ from elaswave_plugin.adapters.megatron.framework import MegatronFramework
 from elaswave_plugin.adapters.megatron.refuse import check_grid, why_whole_pieces
 from elaswave_plugin.adapters.megatron.tied_embeddings import TiedWeight, find_tied_weight
 from elaswave_plugin.adapters.megatron.units import unit_lengths
+from elaswave_plugin.adapters.megatron.weight_gradients import why_whole_backward
 from elaswave_plugin.config import ElasticConfig, parse_clocks
 from elaswave_plugin.core.layout import ParallelLayout, launch_layout
-from elaswave_plugin.core.pipeline_flow import flow_of, level_layers
+from elaswave_plugin.core.pipeline_flow import SplitBackward, flow_of, level_layers
 from elaswave_plugin.core.planner.dvfs import ClockTable
 from elaswave_plugin.core.seating import GridSeating
 from elaswave_plugin.errors import ConfigurationError
@@ -70,6 +71,7 @@ class Grid:
             "may_resize": _resizes(
                 worker.config, why_whole or why_whole_pieces(chunks), micro_batch_size
             ),
+            "split_backward": _split_backward(worker.config, why_whole_backward(chunks)),
         }
         partition = None
         if _moves_layers(worker.config, framework.why_layers_stay()):
@@ -148,6 +150,16 @@ def _resizes(config: ElasticConfig, why_whole: str | None, micro_batch_size: int
             " to auto"
         )
     return config.consistency == "fast" and micro_batch_size > 1 and not why_whole
+
+
+def _split_backward(config: ElasticConfig, why_whole: str | None) -> SplitBackward:
+    """Whether weight gradients go apart; raises ConfigurationError where they have to."""
+    if why_whole and config.split_backward == "always":
+        raise ConfigurationError(
+            f"split_backward is always, and backwards cannot be split here: {why_whole}; leave it"
+            " out"
+        )
+    return "never" if why_whole else config.split_backward
 
 
 def _gpu_of(chunk: DistributedDataParallel) -> str | None:

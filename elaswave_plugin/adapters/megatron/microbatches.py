@@ -14,6 +14,7 @@ from elaswave_plugin.adapters.megatron.framework import MegatronFramework
 from elaswave_plugin.adapters.megatron.grid import Grid
 from elaswave_plugin.adapters.megatron.pipeline import RaggedPipeline
 from elaswave_plugin.adapters.megatron.tied_embeddings import TiedWeight
+from elaswave_plugin.adapters.megatron.weight_gradients import WeightGradients
 from elaswave_plugin.core.dataflow import Dataflow, Samples, deal
 from elaswave_plugin.core.groups import Seat
 from elaswave_plugin.core.pipeline_flow import PipelineFlow
@@ -48,6 +49,7 @@ class Microbatches:
         self.executed: tuple[Samples, ...] = ()
         self.reports: tuple[int, ...] = ()
         self._cut_patches = cut_patches()
+        self._weight_gradients = WeightGradients()
         self._tied: dict[int, TiedWeight] = {}
         self._forward_only = False
         self._enters = True
@@ -123,10 +125,7 @@ class Microbatches:
         worker, flow = self._worker, self.flow
         executor.check_arguments(kwargs)
         self._forward_only = forward_only
-        if isinstance(flow, PipelineFlow) and flow.is_resized:
-            self._cut_patches.apply()
-        else:
-            self._cut_patches.undo()
+        self._patch(flow)
         self.executed, self.reports = executor.order_of(
             flow, worker.slot, micro_batch_size=self._micro_batch_size
         )
@@ -153,7 +152,20 @@ class Microbatches:
 
     def finish(self) -> None:
         """Nothing is run any more."""
-        self._cut_patches.undo()
+        self._patch(None)
+
+    def _patch(self, flow: Dataflow | PipelineFlow | None) -> None:
+        """Have in place what a flow needs, and nothing else."""
+        ragged = flow if isinstance(flow, PipelineFlow) else None
+        self._worker.stopwatch.is_split = ragged is not None and bool(ragged.lists)
+        for patches, is_needed in (
+            (self._cut_patches, ragged is not None and ragged.is_resized),
+            (self._weight_gradients.patches, self._worker.stopwatch.is_split),
+        ):
+            if is_needed:
+                patches.apply()
+            else:
+                patches.undo()
 
     def _run_pipeline(
         self,
@@ -174,6 +186,8 @@ class Microbatches:
             chunks=self._framework.chunks,
             reduction=self._framework.reduction,
             tied=self._tied,
+            weight_gradients=self._weight_gradients,
+            stopwatch=self._worker.stopwatch,
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
         )

@@ -20,12 +20,17 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from elaswave_plugin.adapters.megatron.accumulators import GradAccumulators
+from elaswave_plugin.adapters.megatron.buffers import layer_numbers
 from elaswave_plugin.adapters.megatron.reduction import GradientReduction
 from elaswave_plugin.adapters.megatron.tied_embeddings import TiedWeight, add_other_stage
+from elaswave_plugin.adapters.megatron.weight_gradients import WeightGradients
 from elaswave_plugin.core.dataflow import Crossing
 from elaswave_plugin.core.exact import Contribution
+from elaswave_plugin.core.layer_times import LAYER
+from elaswave_plugin.core.layer_times import WEIGHTS as WEIGHT_PASS
 from elaswave_plugin.core.pipeline_flow import PipelineFlow
-from elaswave_plugin.core.schedule import FORWARD, Op
+from elaswave_plugin.core.schedule import BACKWARD, FORWARD, WEIGHTS, Op
+from elaswave_plugin.runtime.stopwatch import Stopwatch
 
 
 class RaggedPipeline:
@@ -39,6 +44,8 @@ class RaggedPipeline:
         chunks: Sequence[DistributedDataParallel],
         reduction: GradientReduction,
         tied: dict[int, TiedWeight],
+        weight_gradients: WeightGradients,
+        stopwatch: Stopwatch,
         seq_length: int,
         micro_batch_size: int,
     ) -> None:
@@ -49,6 +56,7 @@ class RaggedPipeline:
         self._chunks, self._config = chunks, chunks[0].config
         self._reduction = reduction
         self._tied = tied
+        self._weight_gradients, self._stopwatch = weight_gradients, stopwatch
         self._num_stages = len(flow.layout.stages)
         self._last = self._num_stages * len(chunks) - 1
         # All workers that have a place: the group over which Megatron-Core sums the grad norm.
@@ -63,6 +71,7 @@ class RaggedPipeline:
             cp_group=parallel_state.get_context_parallel_group(),
         )[0]
         self._ops = flow.ops(slot)
+        self._last_kind = WEIGHTS if flow.lists else BACKWARD
         before, after = flow.crossings(seat.stage - 1), flow.crossings(seat.stage)
         self._above: list[Crossing] = [one for one in before if one.receiver == seat.order]
         self._below: list[Crossing] = [one for one in after if one.sender == seat.order]
@@ -85,6 +94,7 @@ class RaggedPipeline:
         Only the last stage reports losses.
         """
         losses: list[Any] = []
+        self._weight_gradients.begin(self._chunks)
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         with ExitStack() as stack:
             for chunk in self._chunks:
@@ -96,7 +106,7 @@ class RaggedPipeline:
                 if op.kind == FORWARD:
                     self._forward(op, forward_step_func, iterators[op.chunk], losses, forward_only)
                 elif not forward_only:
-                    self._backward(op, accumulators)
+                    self._accumulate(op, accumulators)
         for work, _ in self._sends:
             work.wait()
         if not forward_only:
@@ -141,21 +151,35 @@ class RaggedPipeline:
                 # What is sent shares the storage, and keeps it until it has left.
                 schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
 
-    def _backward(self, op: Op, accumulators: GradAccumulators) -> None:
-        part = self._part_of(op)
-        gradient = self._receive(op, part + 1) if part < self._last else None
+    def _accumulate(self, op: Op, accumulators: GradAccumulators) -> None:
+        """Run a backward, or the weight gradients that it put off."""
         microbatch = op.start // self._flow.micro_batch_size
         contribution = next((one for one in self._parts if microbatch in one.microbatches), None)
         if contribution is not None:
             accumulators.select(contribution.microbatches[0])
+        piece = op.chunk, op.start
+        if op.kind == WEIGHTS:
+            begun = self._stopwatch.mark()
+            self._weight_gradients.compute(piece)
+            count = (op.stop - op.start) * len(layer_numbers([self._chunks[op.chunk]]))
+            self._stopwatch.lap(LAYER, WEIGHT_PASS, begun, count=max(1, count))
+        elif self._flow.lists:
+            with self._weight_gradients.put_off(piece):
+                self._backward(op)
+        else:
+            self._backward(op)
+        if contribution is not None and op.kind == self._last_kind:
+            self._ship_when_complete(contribution, accumulators)
+
+    def _backward(self, op: Op) -> None:
+        part = self._part_of(op)
+        gradient = self._receive(op, part + 1) if part < self._last else None
         arrived, output = self._held.pop((op.chunk, op.start))
         input_gradient = schedules.backward_step(
             arrived, output, gradient, ModelType.encoder_or_decoder, self._config
         )
         if input_gradient is not None:
             self._send(input_gradient, op, part - 1)
-        if contribution is not None:
-            self._ship_when_complete(contribution, accumulators)
 
     def _ship_when_complete(self, one: Contribution, accumulators: GradAccumulators) -> None:
         """Each chunk runs a contribution's micro-batches in rising order, as its sum is defined."""

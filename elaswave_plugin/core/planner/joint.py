@@ -196,15 +196,12 @@ class _Search:
         found += self._greedy(sorted(found, key=_order))
         stay = min((one for one in found if self._stays(one)), key=_order, default=None)
         rated = sorted((self._rated(one, stay) for one in found), key=_rating)
-        chosen = rated[0]
+        split = self._with_split_backward(rated, stay)
+        chosen, splits = split or rated[0], split is not None
         seconds = chosen.seconds
-        # Neither weight gradients in bubbles nor greedy orders are simulated for slow workers.
-        splits = self.rules.split_backward and self.is_exact and not self.slow
-        if splits:
-            seconds, chosen = self._with_split_backward(rated)
         clocks = self._clocks(chosen, seconds, splits=splits)
         layout = self._moved(chosen.moves).recut(chosen.cuts)
-        others = sorted((one for one in rated if one != chosen), key=_order)
+        others = sorted((one for one in rated if _key(one) != _key(chosen)), key=_order)
         plan = JointPlan(
             layout=layout,
             chosen=chosen,
@@ -423,14 +420,22 @@ class _Search:
             benefit_s = min(benefit_s, -least * self.rules.horizon_s)
         return replace(one, benefit_s=benefit_s)
 
-    def _with_split_backward(self, rated: Sequence[Candidate]) -> tuple[float, Candidate]:
-        """The best few again with weight gradients in the bubbles; the fastest of those."""
-        found = [
-            (self._seconds(one, self.speeds, splits=True), number)
-            for number, one in enumerate(rated[:LEAST_REFINED])
-        ]
-        seconds, number = min(found)
-        return seconds, rated[number]
+    def _with_split_backward(
+        self, rated: Sequence[Candidate], stay: Candidate | None
+    ) -> Candidate | None:
+        """The best of the best few with weight gradients in the bubbles; None where none gains.
+
+        They, like greedy orders, are not simulated for slow workers.
+        """
+        if not self.rules.split_backward or not self.is_exact or self.slow:
+            return None
+        best = list(rated[:LEAST_REFINED])
+        best += [one for one in rated[LEAST_REFINED:] if stay and _key(one) == _key(stay)]
+        found = [replace(one, seconds=self._seconds(one, self.speeds, splits=True)) for one in best]
+        stay = min((one for one in found if self._stays(one)), key=_order, default=None)
+        chosen = min((self._rated(one, stay) for one in found), key=_rating)
+        gains = chosen.seconds < rated[0].seconds * (1 - self.rules.least_gain)
+        return chosen if gains else None
 
     def _clocks(self, chosen: Candidate, seconds: float, *, splits: bool) -> ClockChoice | None:
         """Clocks for the chosen plan, which takes ``seconds`` at the present ones."""
@@ -506,8 +511,15 @@ class _Search:
             ]
         if plan.split_backward:
             lines.append("backward: split, weight gradients where a worker would wait")
-        elif self.rules.split_backward:
-            lines.append("backward: stays whole, too many workers to place weight gradients")
+        elif self.rules.split_backward and not self.slow:
+            lines.append(
+                "backward: stays whole, "
+                + (
+                    "weight gradients in bubbles gain nothing"
+                    if self.is_exact
+                    else "too many workers to place weight gradients"
+                )
+            )
         if plan.clocks is not None:
             lines.append(reasons.clocks_reason(plan.clocks))
         lines.append(

@@ -1,0 +1,107 @@
+"""After a loss, weight gradients are computed while a worker would wait: to the last bit alike."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.faults.conftest import Launch, Reference
+from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived
+from tests.faults.hybrid_matrix import PP2_DP2, PP2_VPP2_DP2, PP4_DP2, TP2_PP2_DP2, resized
+from tests.faults.test_fp16 import in_fp16
+from tests.tiers import sampled
+
+ALWAYS = "--elaswave-split-backward=always"
+# Says at the end of a worker how many weight gradients it has put off, and computed later.
+COUNTING = """
+import atexit, os
+from elaswave_plugin.adapters.megatron.weight_gradients import WeightGradients
+original, late = WeightGradients.compute, []
+def compute(self, piece):
+    late.append(len(self._put_off[piece]))
+    original(self, piece)
+WeightGradients.compute = compute
+atexit.register(lambda: print(f"late {sum(late)} of {len(late)}", flush=True))
+"""
+FORGETTING = """
+from elaswave_plugin.adapters.megatron.weight_gradients import WeightGradients
+original = WeightGradients.compute
+def compute(self, piece):
+    (original if piece[1] else self._put_off.pop)(*((self, piece) if piece[1] else (piece,)))
+WeightGradients.compute = compute
+"""
+
+
+def split(spec: JobSpec, *options: str, **changes: object) -> JobSpec:
+    return replace(spec, options=(*spec.options, ALWAYS, *options), **changes)  # type: ignore[arg-type]
+
+
+def check_split(run: Outcome) -> None:
+    assert run.events("recovered")
+    assert all(event["split_backward"] for event in run.events("recovered"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "kill"),
+    sampled(
+        [
+            (PP2_DP2, "1@3:backward"),
+            (TP2_PP2_DP2, "6@3:forward"),
+            (PP4_DP2, "5@2:reduce"),
+            (PP2_VPP2_DP2, "2@3:backward"),
+            (in_fp16(PP2_DP2), "0@4:backward"),
+        ],
+        keep=(1,),
+    ),
+)
+def test_a_split_backward_changes_no_bit(
+    run: Launch, reference: Reference, spec: JobSpec, kill: str
+) -> None:
+    """Late are the four linear layers of every layer, for each micro-batch."""
+    survived = run(split(spec, kills=(kill,), sabotage=COUNTING))
+    check_equal(survived, reference(spec))
+    check_split(survived)
+    late = [line.split() for line in survived.output.splitlines() if "late " in line]
+    counts = [(int(words[-3]), int(words[-1])) for words in late]
+    assert sum(pieces for _, pieces in counts) > 0
+    assert all(gradients % (4 * pieces) == 0 for gradients, pieces in counts if pieces)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [(), ("--recompute-granularity=full",)], ids=["all", "recompute"]
+)
+def test_it_runs_beside_other_settings(
+    run: Launch, reference: Reference, options: tuple[str, ...]
+) -> None:
+    """Two losses, one after the other, with and without recomputation."""
+    spec = replace(PP2_DP2, options=(*PP2_DP2.options, *options))
+    survived = run(split(spec, kills=("1@1:backward", "2@3:reduce")))
+    check_equal(survived, reference(spec))
+    check_split(survived)
+
+
+@pytest.mark.slow
+def test_cut_micro_batches_with_split_backwards(run: Launch) -> None:
+    """Resize in fast mode: bit for bit what whole backwards give."""
+    spec = replace(resized(PP2_DP2), kills=("1@3:backward",))
+    apart, whole = run(split(spec)), run(spec)
+    for one in (apart, whole):
+        check_survived(one)
+    check_split(apart)
+    assert apart.trace() == whole.trace()
+
+
+@pytest.mark.slow
+def test_forgotten_weight_gradients_are_seen(run: Launch, reference: Reference) -> None:
+    """A negative control: those of the first micro-batch are dropped."""
+    survived = run(split(PP2_DP2, kills=("1@3:backward",), sabotage=FORGETTING))
+    check_survived(survived)
+    check_split(survived)
+    assert survived.trace() != reference(PP2_DP2).trace()
+
+
+def test_it_is_the_pipelines_alone(run: Launch) -> None:
+    refused = run(JobSpec(options=(ALWAYS,)))
+    assert refused.returncode == 2
+    assert "split_backward is always, which is for pipeline and tensor parallel" in refused.output
+    assert "Traceback" not in refused.output and not refused.orphans
