@@ -15,7 +15,7 @@ Where backwards are split, those of a layer come as input gradients and weight g
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -141,8 +141,13 @@ def agreed(told: Mapping[int, Mapping[str, Sequence[float]]]) -> LayerTimes:
     if LAYER not in found:
         return LayerTimes()
     shares = [one[WEIGHTS][0] for _, one in sorted(told.items()) if WEIGHTS in one]
-    times = replace(LayerTimes(is_measured=True), **found)
-    return replace(times, weights=_rounded(median(shares))) if shares else times
+    return LayerTimes(
+        is_measured=True,
+        weights=_rounded(median(shares)) if shares else LayerTimes().weights,
+        layer=found[LAYER],
+        front=found.get(FRONT, (0.0, 0.0)),
+        behind=found.get(BEHIND, (0.0, 0.0)),
+    )
 
 
 def _rounded(seconds: float) -> float:
