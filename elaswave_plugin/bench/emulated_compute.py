@@ -3,27 +3,71 @@
     elaswave run ... emulated_compute.py MILLISECONDS SCRIPT ARGUMENTS...
 
 Every transformer layer takes so long in its forward pass and twice as long in its backward pass:
-it sleeps for what its own small tensors leave of that, as if a device were busy. Communication,
-schedule and recovery are real.
+it sleeps for what its own small tensors leave of that, as if a device were busy. Half of a backward
+pass is weight gradients, and comes when they do. Communication, schedule and recovery are real.
 """
 
 import functools
 import runpy
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from elaswave_plugin.adapters.megatron.weight_gradients import Piece, WeightGradients
+
+
+class Owed:
+    """Seconds of weight gradients that are put off, by piece."""
+
+    def __init__(self) -> None:
+        self._open: Piece | None = None
+        self._seconds: dict[Piece, float] = {}
+
+    def put_off(self, seconds: float) -> float:
+        """How much of these seconds is to be taken now."""
+        if self._open is None:
+            return seconds
+        self._seconds[self._open] += seconds
+        return 0.0
+
+    def watch(self) -> None:
+        """Know from now on in which pieces weight gradients are put off, and when they come."""
+        put_off, compute = WeightGradients.put_off, WeightGradients.compute
+
+        @contextmanager
+        def putting_off(gradients: WeightGradients, piece: Piece) -> Iterator[None]:
+            self._open, self._seconds[piece] = piece, 0.0
+            try:
+                with put_off(gradients, piece):
+                    yield
+            finally:
+                self._open = None
+
+        def computing(gradients: WeightGradients, piece: Piece) -> None:
+            began_s = time.perf_counter()
+            compute(gradients, piece)
+            sleep_until(began_s + self._seconds.pop(piece))
+
+        replaced: Any = WeightGradients
+        replaced.put_off, replaced.compute = putting_off, computing
+
 
 class _Pass:
     """The backward pass of one layer for one micro-batch: from its output to its input."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float, owed: Owed) -> None:
+        self._seconds, self._owed = seconds, owed
         self.began_s = 0.0
+
+    def end_s(self) -> float:
+        """When it is over, without the weight gradients where they are put off."""
+        return self.began_s + self._seconds / 2 + self._owed.put_off(self._seconds / 2)
 
 
 class _Output(torch.autograd.Function):
@@ -54,7 +98,7 @@ class _Input(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Sleep for what is left, and pass on."""
-        sleep_until(ctx.one.began_s + ctx.one.seconds)
+        sleep_until(ctx.one.end_s())
         return grads[0], None
 
 
@@ -68,10 +112,10 @@ def sleep_until(end_s: float) -> None:
     time.sleep(max(0.0, end_s - time.perf_counter()))
 
 
-def take(seconds: float, forward: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+def take(seconds: float, owed: Owed, forward: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a layer's ``forward`` so that it takes so long, and its backward twice as long."""
     began_s = time.perf_counter()
-    one = _Pass(2 * seconds)
+    one = _Pass(2 * seconds, owed)
     if args:
         args = _apply(_Input, args[0], one), *args[1:]
     else:
@@ -83,11 +127,12 @@ def take(seconds: float, forward: Any, layer: Any, *args: Any, **kwargs: Any) ->
 
 def slow_down(forward_s: float) -> None:
     """Have all layers take their time from now on, also those that come to a stage later."""
-    forward = TransformerLayer.forward
+    forward, owed = TransformerLayer.forward, Owed()
+    owed.watch()
 
     @functools.wraps(forward)
     def slowly(layer: TransformerLayer, *args: Any, **kwargs: Any) -> Any:
-        return take(forward_s, forward, layer, *args, **kwargs)
+        return take(forward_s, owed, forward, layer, *args, **kwargs)
 
     replaced: Any = TransformerLayer
     replaced.forward = slowly

@@ -38,6 +38,7 @@ TINY = (
 )
 # Nobody is slow here but by the CPUs that all workers share.
 PLUGIN = ("--elaswave", "--elaswave-respawn=0", "--elaswave-slow-workers=name")
+COUPLED = ("--elaswave-split-backward=never",)
 OURS, REROUTED = "ours", "rerouted"
 MOVING = ("--elaswave-move-layers=always",)
 REROUTING = ("--elaswave-move-layers=never", "--elaswave-dataflow=reroute")
@@ -69,7 +70,7 @@ class Jobs:
             f"--global-batch-size={batch}",
             f"--train-iters={steps}",
             *TINY,
-            *(*PLUGIN, f"--elaswave-dir={directory}", *more),
+            *(*PLUGIN, *COUPLED, f"--elaswave-dir={directory}", *more),
         ]
         jobs.run_job(command, f"run {name}", self.folder / f"{name}.log", limit_s=RUN_LIMIT_S)
         return read_run(directory)

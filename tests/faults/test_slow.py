@@ -25,18 +25,18 @@ def emulated(layer_s: float, factor: float, *, until: int = LEVEL_FROM) -> str:
     """
     return f"""
 import os
-from elaswave_plugin.bench.emulated_compute import take
+from elaswave_plugin.bench.emulated_compute import Owed, take
 from elaswave_plugin.runtime.loop import GuardedSteps
 from megatron.core.transformer.transformer_layer import TransformerLayer
 begin_step, forward = GuardedSteps.begin, TransformerLayer.forward
-now = [0]
+now, owed = [0], Owed()
 def note(self):
     begin_step(self)
     now[:] = [self.worker.completed]
 def slowly(self, *args, **kwargs):
     is_slow = os.environ["ELASWAVE_SLOT"] == "{SLOW}" and {SLOW_FROM} <= now[0] < {until}
     seconds = {layer_s} * ({factor} if is_slow else 1)
-    return take(seconds, forward, self, *args, **kwargs)
+    return take(seconds, owed, forward, self, *args, **kwargs)
 GuardedSteps.begin, TransformerLayer.forward = note, slowly
 """
 
