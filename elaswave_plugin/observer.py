@@ -189,14 +189,45 @@ def median_step_s(run: RunFiles) -> dict[str, float | None]:
     A step takes as long as its slowest worker; the first step of the job and the first after a
     change are not counted.
     """
-    by_epoch: dict[int, list[float]] = {}
-    for records in counted_steps(run).values():
-        slowest_s = max(float(record["step_s"]) for record in records)
-        by_epoch.setdefault(records[0]["epoch"], []).append(slowest_s)
-    epochs = sorted(by_epoch)
-    before = by_epoch[epochs[0]][1:] if epochs else []
-    after = by_epoch[epochs[-1]][1:] if len(epochs) > 1 else []
-    return {"before": median(before) if before else None, "after": median(after) if after else None}
+    spans = throughput(run)
+    return {
+        "before": spans[0]["median_step_s"] if spans else None,
+        "after": spans[-1]["median_step_s"] if len(spans) > 1 else None,
+    }
+
+
+def throughput(run: RunFiles) -> list[Record]:
+    """Return one record a view with complete steps: why it came, its steps, how fast they are.
+
+    `median_step_s` is of its steps but the first, `tokens_per_s` what that makes of a global batch;
+    both None where there is one step only. `cuts`: the first layer of each stage and their number,
+    where there are stages.
+    """
+    by_epoch: dict[int, list[tuple[int, Sequence[Record]]]] = {}
+    for step, records in sorted(counted_steps(run).items()):
+        by_epoch.setdefault(records[0]["epoch"], []).append((step, records))
+    layouts = [e["layout_before"] for e in run.of_kind("recovered") if "layout_before" in e][:1]
+    cuts = layouts[0]["cuts"] if layouts else None
+    why = {event["epoch"]: event["reason"] for event in run.of_kind("view_committed")}
+    found: list[Record] = []
+    for epoch, steps in sorted(by_epoch.items()):
+        changed = [e for e in run.of_kind("recovered") if e["epoch"] == epoch and cuts is not None]
+        cuts = changed[0]["layout_after"]["cuts"] if changed else cuts
+        times = [max(float(one["step_s"]) for one in records) for _, records in steps[1:]]
+        step_s = median(times) if times else None
+        tokens = float(steps[0][1][0].get("tokens") or 0)
+        found.append(
+            {
+                "epoch": epoch,
+                "reason": why.get(epoch) if found else "launch",
+                "cuts": cuts,
+                "first_step": steps[0][0],
+                "steps": len(steps),
+                "median_step_s": step_s,
+                "tokens_per_s": tokens / step_s if step_s and tokens else None,
+            }
+        )
+    return found
 
 
 def layout_change_of(run: RunFiles) -> Record:
@@ -250,6 +281,7 @@ def summarize(
         "samples_lost": lost,
         "samples_repeated": repeated,
         "median_step_s": median_step_s(run),
+        "throughput": throughput(run),
         **layout_change_of(run),
         "snapshot_overhead_ratio": snapshot_overhead_ratio,
         "snapshot_overhead_reason": (

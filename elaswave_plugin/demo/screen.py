@@ -148,6 +148,9 @@ def show_comparison(console: Console, summary: dict[str, Any]) -> None:
     table.add_row("survivors' process ids", same, "")
     before_ms, after_ms = _ms(times["before"]), _ms(times["after"])
     table.add_row("median step, ms", f"{before_ms} before, {after_ms} after", "")
+    rates = [span["tokens_per_s"] for span in summary["throughput"]]
+    spans = " -> ".join("-" if rate is None else f"{rate:.0f}" for rate in rates)
+    table.add_row("tokens/s, view by view", spans, "")
     if "plan" in summary:
         plan = summary["plan"]
         name = f"simulated step after, ms ({plan['processors']} processors)"

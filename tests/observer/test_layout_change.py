@@ -32,6 +32,8 @@ def with_fields(**fields: Any) -> Change:
 def test_summary_of_a_hybrid_run_has_layouts_and_work(tmp_path: Path) -> None:
     got = summary(tmp_path)
     assert ParallelLayout.from_json(got["layout_before"]) == HYBRID
+    cuts = [tuple(span["cuts"]) for span in got["throughput"]]
+    assert cuts == [HYBRID.cuts, ParallelLayout.from_json(got["layout_after"]).cuts]
     assert ParallelLayout.from_json(got["layout_after"]) == HYBRID.without([KILLED])
     plan = got["plan"]
     assert plan["dataflow"] == "redeal" and plan["bytes_to_move"] == 304

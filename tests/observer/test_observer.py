@@ -43,6 +43,7 @@ def summary(tmp_path: Path, change: Change = same, flip: bool = False) -> dict[s
 
 def test_summary_of_a_recovered_run(tmp_path: Path) -> None:
     got = summary(tmp_path)
+    recovery_reason = "worker 2 (node 0) exited: killed by SIGKILL"
     losses = [5.0 / (step + 1) for step in range(STEPS)]
     assert got["steps"] == STEPS
     assert got["losses"] == losses and got["reference_losses"] == losses
@@ -53,10 +54,16 @@ def test_summary_of_a_recovered_run(tmp_path: Path) -> None:
     assert got["survivor_pids_unchanged"] is True
     assert (got["samples_lost"], got["samples_repeated"]) == (0, 0)
     assert got["median_step_s"] == {"before": 0.1, "after": 0.125}
+    launch, after = got["throughput"]
+    assert (launch["epoch"], launch["reason"], launch["first_step"]) == (1, "launch", 0)
+    assert (after["epoch"], after["reason"], after["first_step"]) == (2, recovery_reason, KILL_STEP)
+    assert launch["steps"] + after["steps"] == STEPS
+    rates = [(span["median_step_s"], span["tokens_per_s"]) for span in (launch, after)]
+    assert rates == [(0.1, pytest.approx(12000.0)), (0.125, pytest.approx(9600.0))]
     assert got["snapshot_overhead_ratio"] is None and got["snapshot_overhead_reason"]
     (recovery,) = got["recoveries"]
     assert recovery["epoch"] == 2 and recovery["restored_step"] == KILL_STEP
-    assert recovery["reason"] == "worker 2 (node 0) exited: killed by SIGKILL"
+    assert recovery["reason"] == recovery_reason
     assert recovery["bytes_moved"] == 304 and recovery["survivors"] == [0, 1, 3]
     # 0.25 s down + 0.125 s for the step; the last survivor, slot 3, is 3 ms later.
     assert recovery["mttr_s"] == pytest.approx(0.378)
