@@ -2,9 +2,10 @@
 
 The simulation runs the op lists that the workers ran (``core/step_time.py``). Its costs are what
 they measured of their layers by then; where it was too early for that, every layer is alike and a
-backward takes twice a forward. Messages and the optimizer are not apart: the predicted step is to
-the healthy ones as their simulations are. Where workers outnumber processors, a step cannot be
-shorter than all of their work shared out over these.
+backward takes twice a forward. The optimizer is not apart: the predicted step is to the healthy
+ones as their simulations are. What the plan itself predicted, which has it apart, stands beside it.
+Where workers outnumber processors, a step cannot be shorter than all of their work shared out over
+these.
 """
 
 from collections.abc import Mapping, Sequence
@@ -73,6 +74,7 @@ def layout_fields(
                 step_s=step_s,
                 times=times,
             ),
+            **_planned(by_epoch[max(by_epoch)][0], step_s["after"]),
         },
         "measured_step_s": step_s["after"],
     }
@@ -165,6 +167,13 @@ def _prediction(
         "predicted_step_s": predicted_s,
         "prediction_error": predicted_s / after_s - 1 if predicted_s and after_s else None,
     }
+
+
+def _planned(recovered: Record, after_s: float | None) -> Record:
+    """What the plan itself predicted, from costs that the job had measured by then, if it had."""
+    planned_s = recovered.get("predicted_step_s")
+    error = planned_s / after_s - 1 if planned_s and after_s else None
+    return {"planned_step_s": planned_s, "planned_step_error": error}
 
 
 def _processors(recovered: Sequence[Record], nodes: Mapping[int, int]) -> int:

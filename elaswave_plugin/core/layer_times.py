@@ -2,7 +2,9 @@
 
 Seconds are of one sample, and of the clock 1: a forward pass and a backward pass of one
 transformer layer, of what is in front of the layers (embedding), of what is behind (head, loss).
-Where backwards are split, those of a layer come as input gradients and weight gradients.
+Where backwards are split, those of a layer come as input gradients and weight gradients. Beside the
+passes: what an operation (a forward or a backward of a micro-batch) takes between two of them, what
+a step takes around all of them (update, snapshot), and a message between two stages.
 
 >>> mine = PassTimes(wanted_steps=1)
 >>> mine.note(LAYER, FORWARD, 0.00402)
@@ -16,14 +18,16 @@ Where backwards are split, those of a layer come as input gradients and weight g
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from elaswave_plugin.core.planner.costs import CostModel, UnitCost
+from elaswave_plugin.core.step_time import LinkTime
 
 FRONT, LAYER, BEHIND = "front", "layer", "behind"
 FORWARD, BACKWARD = "forward", "backward"
 SPLIT = INPUTS, WEIGHTS = "inputs", "weights"
+OPERATION, AROUND, LINK = "operation", "around", "link"
 STEPS_FOR_COSTS = 5
 """Fewer steps say little: the first ones compile and fill caches."""
 STEPS_REMEMBERED = 15
@@ -31,6 +35,8 @@ DIGITS = 2
 """Significant digits: what noise changes below them must not change a plan."""
 
 Passes = tuple[float, float]
+_PAIRS = (FRONT, LAYER, BEHIND, LINK)
+_NUMBERS = ("weights", "operation_s", "around_s", "scale")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,24 +44,36 @@ class LayerTimes:
     """(forward, backward) seconds by part; without measurements a layer takes 1 and 2.
 
     ``weights``: the share of a layer's backward pass that weight gradients take, half if not known.
+    ``operation_s`` of each operation and ``around_s`` of a step, beside the passes; ``link``:
+    seconds of a message between stages, and of each sample in it. ``scale``: by how much a layer
+    takes longer than ``layer``, which is rounded so that noise does not change plans.
     """
 
     layer: Passes = (1.0, 2.0)
     front: Passes = (0.0, 0.0)
     behind: Passes = (0.0, 0.0)
     weights: float = 0.5
+    operation_s: float = 0.0
+    around_s: float = 0.0
+    link: Passes = (0.0, 0.0)
+    scale: float = 1.0
     is_measured: bool = False
 
     def to_json(self) -> dict[str, list[float]]:
         """A dict that JSON can carry, by part."""
-        passes = {part: list(getattr(self, part)) for part in (FRONT, LAYER, BEHIND)}
-        return {**passes, WEIGHTS: [self.weights]}
+        pairs = {part: list(getattr(self, part)) for part in _PAIRS}
+        return {**pairs, **{name: [getattr(self, name)] for name in _NUMBERS}}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Sequence[float]]) -> "LayerTimes":
         """The measured times that `to_json` described."""
-        passes = {part: (record[part][0], record[part][1]) for part in (FRONT, LAYER, BEHIND)}
-        return cls(is_measured=True, weights=record[WEIGHTS][0], **passes)
+        parts: dict[str, Any] = {part: (record[part][0], record[part][1]) for part in _PAIRS}
+        parts |= {name: record[name][0] for name in _NUMBERS}
+        return cls(is_measured=True, **parts)
+
+    def step_s(self, simulated_s: float) -> float:
+        """A step of which the operations take ``simulated_s`` by `costs`."""
+        return self.scale * simulated_s + self.around_s
 
     def costs(
         self, *, num_layers: int, activation_bytes: float = 0.0, memory_bytes: float = float("inf")
@@ -70,18 +88,28 @@ class LayerTimes:
         ]
         units = (_unit(FRONT, self.front), *layers, _unit(BEHIND, self.behind))
         bounds = (0, *range(2, num_layers + 1), num_layers + 2)
-        return CostModel(units=units, bounds=bounds, memory_bytes=memory_bytes)
+        latency_s, sample_s = self.link
+        return CostModel(
+            units=units,
+            bounds=bounds,
+            link=LinkTime(latency_s=latency_s, sample_s=sample_s),
+            fixed_s=self.operation_s,
+            memory_bytes=memory_bytes,
+        )
 
 
 class PassTimes:
-    """One worker's measurements: of each step the median over its passes, of the last steps
-    the median."""
+    """One worker's measurements: of each step the mean over its passes, whose sum it takes, of the
+    last steps the median."""
 
     def __init__(self, *, wanted_steps: int = STEPS_FOR_COSTS) -> None:
         """Nothing is told before ``wanted_steps`` steps."""
         self._wanted = wanted_steps
         self._step: dict[tuple[str, str], list[float]] = {}
         self._known: dict[tuple[str, str], deque[float]] = {}
+        # Seconds of a message between stages and of each byte in it, bytes of a sample, once known.
+        self.link_rate: Passes | None = None
+        self.sample_bytes: float | None = None
         self._paces: list[float] = []
         # Seconds per token of the fastest forward pass of a layer in the last complete step: of so
         # many, as many as all have who are compared. Of more, the fastest would be faster.
@@ -94,12 +122,17 @@ class PassTimes:
         if tokens and (part, which) == (LAYER, FORWARD):
             self._paces.append(seconds / tokens)
 
+    def note_beside(self, operation_s: float, around_s: float) -> None:
+        """Beside its passes a step took so much for each operation, and around all of them."""
+        self._step[OPERATION, OPERATION] = [operation_s]
+        self._step[AROUND, AROUND] = [around_s]
+
     def step_over(self) -> None:
         """A step is complete."""
         self.pace = min(self._paces[: self.compared], default=None)
         self._paces = []
         for key, seconds in self._step.items():
-            self._known.setdefault(key, deque(maxlen=STEPS_REMEMBERED)).append(median(seconds))
+            self._known.setdefault(key, deque(maxlen=STEPS_REMEMBERED)).append(fmean(seconds))
         self._step = {}
 
     def drop_step(self) -> None:
@@ -109,8 +142,12 @@ class PassTimes:
     def medians(self) -> dict[str, Any]:
         """Seconds by part, [forward, backward]; nothing of what is known for too few steps."""
         found = {}
-        for part in (FRONT, LAYER, BEHIND):
-            passes = [self._known.get((part, which), ()) for which in (FORWARD, BACKWARD)]
+        if self.link_rate is not None and self.sample_bytes is not None:
+            message_s, byte_s = self.link_rate
+            found[LINK] = [message_s, byte_s * self.sample_bytes]
+        kinds = dict.fromkeys((FRONT, LAYER, BEHIND), (FORWARD, BACKWARD))
+        for part, each in {**kinds, OPERATION: (OPERATION,), AROUND: (AROUND,)}.items():
+            passes = [self._known.get((part, which), ()) for which in each]
             if all(len(steps) >= self._wanted for steps in passes):
                 found[part] = [median(steps) for steps in passes]
         return {**found, **self._apart(found)}
@@ -132,22 +169,26 @@ def agreed(told: Mapping[int, Mapping[str, Sequence[float]]]) -> LayerTimes:
 
     A layer is as assumed, and nothing else counts, where nobody has measured one.
     """
-    found = {}
-    for part in (FRONT, LAYER, BEHIND):
-        passes = [one[part] for _, one in sorted(told.items()) if part in one]
-        if passes:
-            forward, backward = (_rounded(median(which)) for which in zip(*passes, strict=True))
-            found[part] = forward, backward
-    if LAYER not in found:
+    every: dict[str, list[Sequence[float]]] = {}
+    for _, one in sorted(told.items()):
+        for part, seconds in one.items():
+            every.setdefault(part, []).append(seconds)
+    if LAYER not in every:
         return LayerTimes()
-    shares = [one[WEIGHTS][0] for _, one in sorted(told.items()) if WEIGHTS in one]
-    return LayerTimes(
-        is_measured=True,
-        weights=_rounded(median(shares)) if shares else LayerTimes().weights,
-        layer=found[LAYER],
-        front=found.get(FRONT, (0.0, 0.0)),
-        behind=found.get(BEHIND, (0.0, 0.0)),
-    )
+    exact = {part: [*map(median, zip(*each, strict=True))] for part, each in every.items()}
+    found: dict[str, Any] = {
+        part: tuple(map(_rounded, exact[part])) for part in _PAIRS if part in exact
+    }
+    if WEIGHTS in exact:
+        found["weights"] = _rounded(exact[WEIGHTS][0])
+    if OPERATION in exact:
+        found["operation_s"] = _rounded(exact[OPERATION][0])
+    if AROUND in every:
+        # Who begins first and ends last has waited for nobody.
+        found["around_s"] = min(seconds[0] for seconds in every[AROUND])
+    if sum(found[LAYER]):
+        found["scale"] = sum(exact[LAYER]) / sum(found[LAYER])
+    return LayerTimes(is_measured=True, **found)
 
 
 def _rounded(seconds: float) -> float:

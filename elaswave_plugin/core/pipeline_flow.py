@@ -48,7 +48,7 @@ from elaswave_plugin.core.schedule import (
     window_ops,
     window_sizes,
 )
-from elaswave_plugin.core.step_time import LinkTime, StageTime, StepTime, simulate
+from elaswave_plugin.core.step_time import StageTime, StepTime, simulate
 from elaswave_plugin.errors import ConfigurationError
 
 Policy = Literal["auto", "redeal", "reroute", "resize"]
@@ -64,7 +64,7 @@ class PipelineFlow:
     A piece is one micro-batch of ``micro_batch_size`` samples, unless ``policy`` is resize.
     Micro-batch k belongs to replica k mod ``layout.dp`` of the launch for ever. ``windows``: slots
     in flight at each stage. No part of what is compared: ``reasons``, why it is dealt so; ``times``
-    of layers, for which it is; ``compute_s``, the simulated seconds of the compute, where these
+    of layers, for which it is; ``compute_s``, the simulated seconds of the operations, where these
     times were measured. ``clocks`` of the stages; none: they are left alone. ``slow``: (slot, how
     many times as long it takes) of those that it was dealt for. ``lists`` of operations with split
     backwards, which change no sum; none: by the window rule, or interleaved.
@@ -82,6 +82,11 @@ class PipelineFlow:
     times: LayerTimes = field(default_factory=LayerTimes, repr=False, compare=False)
     compute_s: float | None = field(default=None, repr=False, compare=False)
     lists: OpLists = field(default=(), repr=False, compare=False)
+
+    @property
+    def step_s(self) -> float | None:
+        """The predicted seconds of a step: of the pipeline, and of what is around it."""
+        return None if self.compute_s is None else self.times.step_s(self.compute_s)
 
     def __str__(self) -> str:
         return "; ".join(
@@ -220,7 +225,7 @@ class PipelineFlow:
         costs = times.costs(num_layers=self.layout.num_layers)
         slowness = slowness_of(self.layout, slow)
         stages = self._stage_times(costs)
-        return simulate(self.every_list(), stages, LinkTime(), slowness=slowness)
+        return simulate(self.every_list(), stages, costs.link, slowness=slowness)
 
     def _stage_times(self, costs: CostModel) -> tuple[StageTime, ...]:
         speeds = [*self.clocks] * self.layout.vpp or None

@@ -52,6 +52,8 @@ class LinkTable:
         self.scratch = Scratch()
         self.sent_bytes = 0
         self.received_bytes = 0
+        # How long operations have been waited for, by all threads together.
+        self.waited_s = 0.0
         self.traffic_bytes: dict[int, tuple[int, int]] = {}
         self._on_link_lost = on_link_lost
         self._page = progress or ProgressPage()
@@ -209,8 +211,9 @@ class LinkTable:
     def wait(self, operation: Operation, timeout_s: float | None = None) -> None:
         """Block until the operation is done. Raises its error; LinkError after the timeout."""
         deadline_s = operation.deadline_s
+        began_s = time.monotonic()
         if timeout_s is not None:
-            deadline_s = min(deadline_s, time.monotonic() + timeout_s)
+            deadline_s = min(deadline_s, began_s + timeout_s)
         while not operation.done:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
@@ -226,6 +229,7 @@ class LinkTable:
                 finally:
                     with self._lock:
                         self._awaits_no_more(operation)
+        self.waited_s += time.monotonic() - began_s
         error = operation.error
         if isinstance(error, EpochChanged):
             raise EpochChanged(error.epoch, error.reason)

@@ -82,6 +82,7 @@ class GuardedSteps:
                     worker.member.leave("its departure was planned", returns=returns)
                     os._exit(0)
         self._began_s = time.monotonic()
+        worker.stopwatch.operations.begin_step()
         worker.phases.begin_step(worker.completed)
 
     def complete(self, report: StepReport) -> None:

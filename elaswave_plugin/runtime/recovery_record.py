@@ -103,5 +103,6 @@ def _layout_change(before: Flow, after: Flow) -> dict[str, object]:
         "plan_reasons": after.reasons,
         "layer_times_s": after.times.to_json() if after.times.is_measured else None,
         "predicted_compute_s": after.compute_s,
+        "predicted_step_s": after.step_s,
         "processors": len(os.sched_getaffinity(0)),
     }

@@ -1,11 +1,12 @@
 """How long passes through parts of the model take: on a CPU, on a GPU by events of its stream.
 
 Reading an event that has not happened would stop the host until it has: events are read at the end
-of a later step, when they have.
+of a later step, when they have. On a CPU also what a step takes beside the passes.
 """
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,15 +18,66 @@ from elaswave_plugin.runtime.frequency import Clocks, FixedClocks
 Mark = Any
 
 
+class Operations:
+    """One worker's operations of a step: a forward or a backward of a micro-batch each.
+
+    What lies between two of them and is no waiting belongs to all of them alike; what lies before
+    the first and behind the last, the update and the snapshot, comes once a step.
+    """
+
+    def __init__(self, waited: Callable[[], float]) -> None:
+        """``waited()``: seconds that this worker has waited for others so far."""
+        self._waited = waited
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Nothing has run yet."""
+        self._began_s = time.perf_counter()
+        self._first_s: float | None = None
+        # When the last operation ended, and how long had been waited by then.
+        self._left: tuple[float, float] | None = None
+        self._between_s, self._count = 0.0, 0
+
+    def enter(self) -> None:
+        """An operation begins."""
+        now_s = time.perf_counter()
+        if self._left is not None:
+            left_s, waited_s = self._left
+            self._between_s += now_s - left_s - (self._waited() - waited_s)
+            self._count += 1
+            self._left = None
+        elif self._first_s is None:
+            self._first_s = now_s
+
+    def leave(self) -> None:
+        """It ends."""
+        self._left = time.perf_counter(), self._waited()
+
+    def seconds(self) -> tuple[float, float] | None:
+        """(of each operation, around all of them) in this step; None where it had less than two."""
+        if self._first_s is None or self._left is None or not self._count:
+            return None
+        around_s = time.perf_counter() - self._began_s - (self._left[0] - self._first_s)
+        return self._between_s / self._count, around_s
+
+
 class Stopwatch:
     """Tells `PassTimes` of passes, as soon as it is known how long they took."""
 
-    def __init__(self, times: PassTimes, *, on_gpu: bool = False) -> None:
+    def __init__(
+        self,
+        times: PassTimes,
+        *,
+        on_gpu: bool = False,
+        waited: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         """``on_gpu``: whether the passes run there; ``clocks``: those of what they run on.
 
+        ``waited()``: seconds that this worker has waited for others so far.
         ``is_split``: whether layers leave the weight gradients out of their backward passes.
         """
         self.clocks: Clocks = FixedClocks()
+        self.operations = Operations(waited)
         self.is_split = False
         self.times = times
         self.on_gpu = on_gpu
@@ -57,6 +109,9 @@ class Stopwatch:
 
     def step_over(self) -> None:
         """A step is complete: count it, and what has become known of the one before."""
+        beside = self.operations.seconds()
+        if beside is not None and not self.on_gpu:
+            self.times.note_beside(*beside)
         while self._open and self._open[0][3].query():
             part, which, first, last, scale, tokens = self._open.popleft()
             seconds = scale * 1e-3 * first.elapsed_time(last)

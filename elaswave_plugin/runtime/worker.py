@@ -83,7 +83,7 @@ class Worker:
         )
         self.last_call = False  # whether all were told to leave, by the newest commit
         self.completed = 0
-        self.stopwatch = Stopwatch(PassTimes())
+        self.stopwatch = Stopwatch(PassTimes(), waited=lambda: self.links.waited_s)
         self.slow_workers = SlowWorkers(self)
         self._seals_in_epoch = 0
         self._has_sealed = False

@@ -5,12 +5,15 @@ from functools import partial
 import pytest
 
 from elaswave_plugin.core.layer_times import (
+    AROUND,
     BACKWARD,
     BEHIND,
     FORWARD,
     FRONT,
     INPUTS,
     LAYER,
+    LINK,
+    OPERATION,
     WEIGHTS,
     LayerTimes,
     PassTimes,
@@ -18,6 +21,7 @@ from elaswave_plugin.core.layer_times import (
 )
 from elaswave_plugin.core.layout import launch_layout
 from elaswave_plugin.core.pipeline_flow import flow_of, level_layers
+from elaswave_plugin.core.step_time import LinkTime
 
 LAYOUT = launch_layout(tp=1, pp=2, dp=2, num_layers=12)
 
@@ -32,14 +36,52 @@ def times_of(steps: list[list[float]]) -> PassTimes:
     return times
 
 
-def test_medians_over_micro_batches_then_over_steps() -> None:
+def test_means_over_micro_batches_then_medians_over_steps() -> None:
+    """A step takes the sum of its passes; steps that something disturbed do not count."""
     assert times_of([[9, 9, 9], [1, 2, 99]]).medians() == {}
-    times = times_of([[9, 9, 9], [1, 2, 99], [1, 3, 3]])
-    assert times.medians() == {LAYER: [3, 6]}
+    times = times_of([[9, 9, 9], [1, 2, 99], [1, 3, 5]])
+    assert times.medians() == {LAYER: [9, 18]}
     times.note(LAYER, FORWARD, 1e9)
     times.drop_step()
     times.step_over()
-    assert times.medians() == {LAYER: [3, 6]}
+    assert times.medians() == {LAYER: [9, 18]}
+
+
+def test_what_a_step_takes_beside_its_passes_is_told_with_them() -> None:
+    times = PassTimes(wanted_steps=3)
+    times.link_rate, times.sample_bytes = (0.001, 0.0001), 100
+    for seconds in (0.1, 0.3, 0.2):
+        assert OPERATION not in times.medians()
+        times.note(LAYER, FORWARD, 1.0)
+        times.note(LAYER, BACKWARD, 2.0)
+        times.note_beside(seconds, 10 * seconds)
+        times.step_over()
+    told = times.medians()
+    assert told == {LINK: [0.001, 0.01], LAYER: [1.0, 2.0], OPERATION: [0.2], AROUND: [2.0]}
+    waits = {**told, OPERATION: [0.3], AROUND: [7.0]}
+    got = agreed({0: told, 1: waits, 2: waits})
+    # Whoever begins first and ends last has waited for nobody.
+    assert (got.operation_s, got.around_s, got.link) == (0.3, 2.0, (0.001, 0.01))
+    assert LayerTimes.from_json(got.to_json()) == got
+    costs = got.costs(num_layers=2)
+    assert costs.fixed_s == 0.3 and costs.link == LinkTime(latency_s=0.001, sample_s=0.01)
+
+
+def test_a_prediction_knows_what_rounding_took_away() -> None:
+    times = agreed({0: {LAYER: [1.049, 2.049], AROUND: [0.5]}})
+    assert times.layer == (1.0, 2.0)
+    flow = flow_of(layout=LAYOUT.without([0]), num_microbatches=8, times=times)
+    assert flow.compute_s is not None
+    assert flow.step_s == pytest.approx(flow.compute_s * 3.098 / 3 + 0.5)
+    assert flow_of(layout=LAYOUT.without([0]), num_microbatches=8).step_s is None
+
+
+def test_a_step_is_predicted_from_operations_and_messages_too() -> None:
+    """One micro-batch through two stages and back: four operations, two messages, and the rest."""
+    layout = launch_layout(tp=1, pp=2, dp=1, num_layers=2)
+    times = LayerTimes(operation_s=0.1, link=(0.01, 0.02), around_s=5.0, is_measured=True)
+    simulated = flow_of(layout=layout, num_microbatches=1).simulated(times, {})
+    assert times.step_s(simulated.seconds) == pytest.approx(2 * 3 + 4 * 0.1 + 2 * 0.03 + 5)
 
 
 def test_the_pace_is_that_of_the_fastest_pass_that_is_compared() -> None:

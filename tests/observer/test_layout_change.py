@@ -63,6 +63,12 @@ def test_predicted_step_is_the_healthy_one_times_the_simulated_ratio(
     assert got["measured_step_s"] == got["median_step_s"]["after"] == 0.125
 
 
+def test_what_the_plan_predicted_stands_beside_what_the_steps_took(tmp_path: Path) -> None:
+    assert summary(tmp_path / "early")["plan"]["planned_step_s"] is None
+    plan = summary(tmp_path / "measured", with_fields(predicted_step_s=0.15))["plan"]
+    assert (plan["planned_step_s"], plan["planned_step_error"]) == (0.15, pytest.approx(0.2))
+
+
 def test_all_model_chunks_of_an_interleaved_pipeline_are_simulated() -> None:
     for vpp in (1, 2):
         layout = launch_layout(tp=2, pp=2, dp=2, num_layers=4, vpp=vpp)

@@ -1,12 +1,14 @@
 """Passes are timed by the clock, on a GPU by events that are read once they have happened."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from elaswave_plugin.core.layer_times import BACKWARD, FORWARD, LAYER, PassTimes
-from elaswave_plugin.runtime.stopwatch import Stopwatch
+from elaswave_plugin.runtime import stopwatch
+from elaswave_plugin.runtime.stopwatch import Operations, Stopwatch
 
 
 class Event:
@@ -69,3 +71,38 @@ def test_events_of_an_aborted_stream_are_forgotten(monkeypatch: pytest.MonkeyPat
     Event.reached_ms = Event.now_ms
     watch.step_over()
     assert watch.times.medians() == {}
+
+
+def test_what_lies_between_operations_and_is_no_waiting_belongs_to_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = {"clock": 0.0, "waited": 0.0}
+    clock = SimpleNamespace(perf_counter=lambda: now["clock"])
+    monkeypatch.setattr(stopwatch, "time", clock)
+    operations = Operations(lambda: now["waited"])
+
+    def pass_by(seconds: float, *, waiting: float = 0.0) -> None:
+        now["clock"] += seconds + waiting
+        now["waited"] += waiting
+
+    operations.begin_step()
+    pass_by(1.0, waiting=4.0)
+    for waiting in (0.0, 2.0, 8.0):
+        operations.enter()
+        # What is waited for within an operation is a part of it.
+        pass_by(100.0, waiting=16.0)
+        operations.leave()
+        pass_by(0.25, waiting=waiting)
+    assert operations.seconds() == (0.25, 5.0 + 0.25 + 8.0)
+    operations.begin_step()
+    assert operations.seconds() is None
+    operations.enter()
+    operations.leave()
+    assert operations.seconds() is None, "one operation has nothing between it and another"
+
+
+def test_an_operation_whose_end_is_not_seen_counts_for_nothing() -> None:
+    operations = Operations(lambda: 0.0)
+    for _ in range(3):
+        operations.enter()
+    assert operations.seconds() is None

@@ -11,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from elaswave_plugin.adapters.megatron import buffers
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
+from elaswave_plugin.adapters.megatron.link_probe import measure_link
 from elaswave_plugin.adapters.megatron.refuse import check_grid, why_whole_pieces
 from elaswave_plugin.adapters.megatron.tied_embeddings import TiedWeight, find_tied_weight
 from elaswave_plugin.adapters.megatron.units import unit_lengths
@@ -90,7 +91,10 @@ class Grid:
             why_layers_stay=_why_layers_stay(worker.config, framework.why_layers_stay()),
         )
         more = _clock_limits(worker.config, workers=len(self.layout.workers))
-        worker.stopwatch.clocks = clocks_for(worker.config, _gpu_of(chunks[0]))
+        gpu = _gpu_of(chunks[0])
+        worker.stopwatch.clocks = clocks_for(worker.config, gpu)
+        if gpu is None and not worker.alone:
+            worker.stopwatch.times.link_rate = measure_link()
         self.deal = partial(flow_of, **work, **more)
 
 

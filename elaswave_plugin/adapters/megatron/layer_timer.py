@@ -43,6 +43,8 @@ class LayerTimer:
         """A forward pass begins."""
         counts = model.training and torch.is_grad_enabled()
         self._forward = self._stopwatch.mark() if counts else None
+        if counts:
+            self._stopwatch.operations.enter()
 
     def enter_layers(self, block: torch.nn.Module, inputs: Any, keywords: Any) -> None:
         """The hidden states are there."""
@@ -53,6 +55,7 @@ class LayerTimer:
             hidden = keywords.get("hidden_states", inputs[0] if inputs else None)
         if isinstance(hidden, torch.Tensor):
             self._rows[FORWARD] = hidden.shape[1]
+            self._stopwatch.times.sample_bytes = hidden.nbytes / hidden.shape[1]
         if self._block.pre_process:
             self._forward = self._pass(FRONT, FORWARD, self._forward)
         else:
@@ -71,7 +74,10 @@ class LayerTimer:
 
     def leave_model(self, model: torch.nn.Module, inputs: Any, output: Any) -> None:
         """A forward pass is over."""
-        if self._forward is None or not self._block.post_process:
+        if self._forward is None:
+            return
+        self._stopwatch.operations.leave()
+        if not self._block.post_process:
             return
         self._pass(BEHIND, FORWARD, self._forward)
         result = output[0] if isinstance(output, tuple) else output
@@ -81,6 +87,7 @@ class LayerTimer:
     # ---- backward: the same way back ------------------------------------------------------------
 
     def _enter_model_backward(self, gradient: torch.Tensor) -> None:
+        self._stopwatch.operations.enter()
         self._backward = self._stopwatch.mark()
 
     def _enter_layers_backward(self, gradient: torch.Tensor) -> None:
@@ -88,15 +95,19 @@ class LayerTimer:
         if self._block.post_process:
             self._backward = self._pass(BEHIND, BACKWARD, self._backward)
         else:
+            self._stopwatch.operations.enter()
             self._backward = self._stopwatch.mark()
 
     def _leave_layers_backward(self, gradient: torch.Tensor) -> None:
         self._backward = self._pass(LAYER, BACKWARD, self._backward)
         if self._block.pre_process:
             _when_backward_ends(self._leave_model_backward)
+        else:
+            self._stopwatch.operations.leave()
 
     def _leave_model_backward(self) -> None:
         self._pass(FRONT, BACKWARD, self._backward)
+        self._stopwatch.operations.leave()
 
 
 def watch_passes(chunks: Sequence[DistributedDataParallel], stopwatch: Stopwatch) -> list[Any]:

@@ -159,10 +159,12 @@ class RaggedPipeline:
             accumulators.select(contribution.microbatches[0])
         piece = op.chunk, op.start
         if op.kind == WEIGHTS:
+            self._stopwatch.operations.enter()
             begun = self._stopwatch.mark()
             self._weight_gradients.compute(piece)
             count = (op.stop - op.start) * len(layer_numbers([self._chunks[op.chunk]]))
             self._stopwatch.lap(LAYER, WEIGHT_PASS, begun, count=max(1, count))
+            self._stopwatch.operations.leave()
         elif self._flow.lists:
             with self._weight_gradients.put_off(piece):
                 self._backward(op)
