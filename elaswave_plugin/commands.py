@@ -420,6 +420,9 @@ def bench_throughput(
         str | None,
         typer.Option(metavar="measured|simulated", help="One of the two.", show_default="both"),
     ] = None,
+    split_backward: Annotated[
+        bool, typer.Option("--split-backward", help="Measure split backwards as well.")
+    ] = False,
     json_file: JsonFile = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Picture.")] = None,
 ) -> int:
@@ -432,6 +435,7 @@ def bench_throughput(
         rounds=rounds,
         layer_ms=layer_ms,
         only=only,
+        split_backward=split_backward,
         json_file=json_file,
         plot=plot,
     )

@@ -38,10 +38,16 @@ TINY = (
 )
 # Nobody is slow here but by the CPUs that all workers share.
 PLUGIN = ("--elaswave", "--elaswave-respawn=0", "--elaswave-slow-workers=name")
-COUPLED = ("--elaswave-split-backward=never",)
-OURS, REROUTED = "ours", "rerouted"
+COUPLED, SPLIT = ("--elaswave-split-backward=never",), ("--elaswave-split-backward=always",)
 MOVING = ("--elaswave-move-layers=always",)
 REROUTING = ("--elaswave-move-layers=never", "--elaswave-dataflow=reroute")
+OURS, REROUTED = ("ours", (*MOVING, *COUPLED)), ("rerouted", (*REROUTING, *COUPLED))
+OURS_SPLIT, REROUTED_SPLIT = (
+    ("ours_split", (*MOVING, *SPLIT)),
+    ("rerouted_split", (*REROUTING, *SPLIT)),
+)
+# A name and what is asked of the plugin.
+Rule = tuple[str, tuple[str, ...]]
 Row = dict[str, Any]
 
 
@@ -70,7 +76,7 @@ class Jobs:
             f"--global-batch-size={batch}",
             f"--train-iters={steps}",
             *TINY,
-            *(*PLUGIN, *COUPLED, f"--elaswave-dir={directory}", *more),
+            *(*PLUGIN, f"--elaswave-dir={directory}", *more),
         ]
         jobs.run_job(command, f"run {name}", self.folder / f"{name}.log", limit_s=RUN_LIMIT_S)
         return read_run(directory)
@@ -104,7 +110,7 @@ def step_s(run: RunFiles, first: int, stop: int) -> float:
     return median(slowest[step] for step in range(first + 1, stop))
 
 
-def one_round(jobs: Jobs, name: str, scenario: Scenario, rules: Sequence[str]) -> Row:
+def one_round(jobs: Jobs, name: str, scenario: Scenario, rules: Sequence[Rule]) -> Row:
     """Seconds of a step by each rule, as measured and as predicted; raises JobFailed."""
     stage = scenario.usual_stage
     kills = [f"--elaswave-kill={slot}@{LOSS_STEP}:backward" for slot in scenario.dead(stage)]
@@ -112,22 +118,23 @@ def one_round(jobs: Jobs, name: str, scenario: Scenario, rules: Sequence[str]) -
     measured: dict[str, float] = {}
     predicted: dict[str, float] = {}
     found: Row = {"step_s": measured, "predicted_s": predicted}
-    for rule in rules:
+    for rule, settings in rules:
         run = jobs.run(
             f"{name}-{rule}",
             scenario,
             dp=scenario.dp,
             batch=batch,
             steps=STEPS,
-            more=(*(REROUTING if rule == REROUTED else MOVING), *kills),
+            more=(*settings, *kills),
         )
         plan = run.of_kind("recovered")[-1]
         measured[rule] = step_s(run, LOSS_STEP + 1, STEPS)
-        predicted[rule] = plan["predicted_compute_s"]
-        if rule == OURS:
-            costs = LayerTimes.from_json(plan["layer_times_s"]).costs(num_layers=scenario.layers)
+        predicted[rule] = plan["predicted_step_s"]
+        if not found.get("cuts"):
+            times = LayerTimes.from_json(plan["layer_times_s"])
+            costs = times.costs(num_layers=scenario.layers)
             measured["healthy"] = step_s(run, 0, LOSS_STEP)
-            predicted["healthy"] = rectangular_step(scenario, scenario.dp, costs)
+            predicted["healthy"] = times.step_s(rectangular_step(scenario, scenario.dp, costs))
             found["cuts"] = plan["layout_after"]["cuts"]
             found["layer_times_s"] = plan["layer_times_s"]
             found["simulated_s"] = simulated_steps(scenario, stage, costs)
@@ -139,14 +146,21 @@ def one_round(jobs: Jobs, name: str, scenario: Scenario, rules: Sequence[str]) -
             f"{name}-dropped", scenario, dp=whole, batch=even, steps=DROPPED_STEPS, more=()
         )
         measured["dropped"] = step_s(run, 0, DROPPED_STEPS)
-        predicted["dropped"] = found["simulated_s"]["dropped"]
+        predicted["dropped"] = times.step_s(found["simulated_s"]["dropped"])
     return found
 
 
-def row_of(jobs: Jobs, scenario: Scenario, *, rounds: int, tell: Callable[[str], None]) -> Row:
-    """The medians of some rounds of one scenario, and what is simulated with their costs."""
+def row_of(
+    jobs: Jobs, scenario: Scenario, *, rounds: int, with_split: bool, tell: Callable[[str], None]
+) -> Row:
+    """The medians of some rounds of one scenario, and what is simulated with their costs.
+
+    ``with_split``: whether split backwards are measured too.
+    """
     facts = scenario.facts(scenario.usual_stage)
-    rules = (OURS,) if facts["rho"] is None else (OURS, REROUTED)
+    every = (OURS, REROUTED, *((OURS_SPLIT, REROUTED_SPLIT) if with_split else ()))
+    # Rerouting has nobody to go to where a stage has lost everybody.
+    rules = every if facts["rho"] is not None else [one for one in every if MOVING[0] in one[1]]
     found = []
     for number in range(rounds):
         tell(
@@ -161,7 +175,7 @@ def summary(facts: Row, rounds: Sequence[Row]) -> Row:
     names = list(rounds[0]["step_s"])
     each = [ratios(facts, one["step_s"]) for one in rounds]
     split = [ratios(facts, one["simulated_s"])["over_rerouting_both_split"] for one in rounds]
-    wanted = ("over_rerouting", "over_dropping", "of_live_share")
+    wanted = ("over_rerouting", "over_dropping", "of_live_share", "over_rerouting_both_split")
     return {
         "cuts": rounds[-1]["cuts"],
         "step_s": {name: median(one["step_s"][name] for one in rounds) for name in names},
@@ -178,8 +192,8 @@ def summary(facts: Row, rounds: Sequence[Row]) -> Row:
             for name in names
         },
         **{name: _median(one[name] for one in each) for name in wanted},
-        # The executor runs backwards whole: these are simulated, with the costs of these jobs.
-        "split_backward": {"simulated": True, "over_rerouting_both_split": _median(split)},
+        # With the costs of these jobs.
+        "simulated_over_rerouting_both_split": _median(split),
     }
 
 

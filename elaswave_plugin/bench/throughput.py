@@ -28,12 +28,16 @@ USUAL = ("pp2dp2-m8-one-1", "pp4dp4-m8-one-2")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThroughputOptions:
-    """What to measure and what to simulate; ``layer_ms``: forward of a layer."""
+    """What to measure and what to simulate; ``layer_ms``: forward of a layer.
+
+    ``with_split``: whether split backwards are measured too; they are always simulated.
+    """
 
     measured: tuple[Scenario, ...]
     simulated: tuple[Scenario, ...]
     rounds: int
     layer_ms: float
+    with_split: bool
 
 
 def check_options(
@@ -42,6 +46,7 @@ def check_options(
     rounds: int,
     layer_ms: float,
     only: str | None,
+    split_backward: bool,
     json_file: Path | None,
     plot: Path | None,
 ) -> ThroughputOptions:
@@ -52,6 +57,10 @@ def check_options(
         raise ConfigurationError(f"--rounds is {rounds}, wanted 1 or more")
     if not 0 < layer_ms < math.inf:
         raise ConfigurationError(f"--layer-ms is {layer_ms:g}, wanted a number above 0")
+    if split_backward and only == SIMULATED:
+        raise ConfigurationError(
+            f"--split-backward is given with --only {SIMULATED}, which has them; leave it out"
+        )
     for name, file in (("--json", json_file), ("--plot", plot)):
         if file is not None:
             _check_writable(name, file)
@@ -68,6 +77,7 @@ def check_options(
         simulated=() if only == MEASURED else tuple(named or scenarios().values()),
         rounds=rounds,
         layer_ms=layer_ms,
+        with_split=split_backward,
     )
 
 
@@ -104,7 +114,9 @@ def measure(
     if options.measured:
         with measured_throughput.opened(options.layer_ms) as jobs:
             for one in options.measured:
-                row = measured_throughput.row_of(jobs, one, rounds=options.rounds, tell=tell)
+                row = measured_throughput.row_of(
+                    jobs, one, rounds=options.rounds, with_split=options.with_split, tell=tell
+                )
                 measured.append(row)
                 show(row)
     return {

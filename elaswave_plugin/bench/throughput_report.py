@@ -29,8 +29,10 @@ def show_row(row: Row, echo: Callable[[str], None]) -> None:
         predicted_s, error = row["predicted_s"][name], row["prediction_error"][name]
         off = "nothing predicted" if error is None else f"{predicted_s:.3f} s, {error:+.1%}"
         echo(f"{'':9}   {name}: step {measured_s:.3f} s, predicted {off}")
-    split = row["split_backward"]["over_rerouting_both_split"]
-    echo(f"{'':9}   split backward on both sides, simulated: rerouting {_times(split)}")
+    split = row["over_rerouting_both_split"], "measured"
+    if split[0] is None:
+        split = row["simulated_over_rerouting_both_split"], "simulated with these costs"
+    echo(f"{'':9}   split backward on both sides, {split[1]}: rerouting {_times(split[0])}")
 
 
 def show_bars(result: Row, echo: Callable[[str], None]) -> None:

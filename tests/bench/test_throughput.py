@@ -74,7 +74,8 @@ def test_rounds_are_compared_within_themselves() -> None:
     assert row["over_rerouting"] == 2.0 and row["over_dropping"] is None
     assert row["of_live_share"] == pytest.approx(1 / 1.25 / 0.75)
     assert row["prediction_error"] == {"healthy": -0.25, "ours": -0.25, "rerouted": None}
-    assert row["split_backward"] == {"simulated": True, "over_rerouting_both_split": 1.5}
+    assert row["over_rerouting_both_split"] is None
+    assert row["simulated_over_rerouting_both_split"] == 1.5
 
 
 @pytest.mark.parametrize(
@@ -87,6 +88,7 @@ def test_rounds_are_compared_within_themselves() -> None:
         (["--rounds", "0"], "--rounds is 0, wanted 1 or more"),
         (["--layer-ms", "0"], "--layer-ms is 0, wanted a number above 0"),
         (["--layer-ms", "nan"], "--layer-ms is nan, wanted a number above 0"),
+        (["--split-backward", "--only", "simulated"], "which has them; leave it out"),
         (["--only", "real"], "--only is 'real', wanted measured or simulated"),
         (["--json", "nowhere/t.json"], "--json is 'nowhere/t.json', whose folder does not exist"),
         (["--plot", "."], "--plot is '.', which is a folder, wanted a file"),
