@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.pipe import PipelineModule
 
 from elaswave_plugin.errors import ConfigurationError
@@ -43,9 +44,7 @@ _CARRIED: tuple[tuple[str, Any, str], ...] = (
     ("elasticity", None, "DeepSpeed removed it; the section elaswave takes its place"),
 )
 _OPTIMIZERS = ("adam", "adamw")
-_COMPILED = (
-    "DeepSpeed's own are compiled at their first use, for a minute or two, and are not tested"
-)
+_ADAMS = (torch.optim.Adam, torch.optim.AdamW, FusedAdam, DeepSpeedCPUAdam)
 
 
 def check_configuration(config: Mapping[str, Any], *, model: Any, mpu: Any) -> None:
@@ -72,11 +71,6 @@ def _problems(config: Mapping[str, Any], model: Any, mpu: Any) -> Iterator[str]:
             f"optimizer.type is {optimizer.get('type')!r}, and elaswave_plugin carries Adam and "
             "AdamW; 1-bit and other optimizers keep state of another shape"
         )
-    elif optimizer and not optimizer.get("params", {}).get("torch_adam", False):
-        yield (
-            "optimizer.params.torch_adam is not set, and elaswave_plugin carries torch's Adam and "
-            f"AdamW only: {_COMPILED}; set it to true"
-        )
 
 
 def _lookup(config: Mapping[str, Any], path: str, default: Any) -> Any:
@@ -98,11 +92,12 @@ def check_engine(engine: Any) -> None:
 
 def _engine_problems(engine: Any) -> Iterator[str]:
     inner = engine.basic_optimizer
-    names = [kind.__name__ for kind in type(inner).__mro__]
-    if "DeepSpeedCPUAdam" in names or "FusedAdam" in names:
-        yield f"the optimizer is {names[0]}, wanted torch's Adam or AdamW: {_COMPILED}"
-    elif not {"Adam", "AdamW"} & set(names):
-        yield f"the optimizer is {names[0]}, wanted torch's Adam or AdamW"
+    if not isinstance(inner, _ADAMS):
+        kind = type(inner)
+        yield (
+            f"the optimizer is {kind.__name__} of {kind.__module__}, wanted Adam or AdamW of torch,"
+            " or DeepSpeed's FusedAdam or DeepSpeedCPUAdam"
+        )
     elif any(group.get("fused") or group.get("amsgrad") for group in inner.param_groups):
         yield "fused or amsgrad is set in Adam, and elaswave_plugin carries neither; unset it"
     if engine.has_moe_layers:
