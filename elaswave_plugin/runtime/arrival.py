@@ -138,7 +138,8 @@ def _attempt(
         # It may be asked at any time; what it waits for (a step's end) takes longer than this.
         time.sleep(_ASK_AGAIN_S)
     welcome = _welcome(roster, own, by_slot)
-    first = next(slot for slot in roster.record["ranks"] if slot not in welcome.lost)
+    # The view may be older than the losses, and name our predecessor.
+    first = next(slot for slot in roster.record["ranks"] if slot in by_slot)
     kept = request(roster.peers[first].data, {"t": "kept"}, _ANSWER_S)
     peers = tuple(own if peer.slot == own.slot else peer for peer in roster.peers)
     return Meeting(peers=peers, links=by_slot, welcome=welcome), kept

@@ -9,19 +9,29 @@ from tests.deepspeed.conftest import Launch
 from tests.deepspeed.harness import EngineSpec, check_recovered
 from tests.deepspeed.test_join import BACK, STEPS, entered, sizes
 from tests.faults.harness import Zygote
-from tests.faults.test_node_join import lose_and_join
-from tests.tiers import sampled
+from tests.faults.test_node_join import lose_and_join, lose_with_standby
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "slot"), sampled([(1, 2), (2, 0), (3, 1)], keep=(0,)))
+@pytest.mark.parametrize(
+    ("stage", "slot", "standby"), [(1, 2, False), (2, 0, False), (3, 1, False), (2, 3, True)]
+)
 def test_a_lost_node_of_an_engine_comes_back(
-    zygote: Zygote, tmp_path: Path, twin: Launch, reference: Launch, stage: int, slot: int
+    zygote: Zygote,
+    tmp_path: Path,
+    twin: Launch,
+    reference: Launch,
+    stage: int,
+    slot: int,
+    standby: bool,
 ) -> None:
     spec = EngineSpec(
         stage=stage, steps=STEPS, nodes=4, respawn=5, changes=(f"+{slot}@{BACK}",), dump="last"
     )
-    run = lose_and_join(spec, [slot], zygote=zygote, data=tmp_path, directory=tmp_path / "run")
+    where = {"zygote": zygote, "data": tmp_path, "directory": tmp_path / "run"}
+    run = (
+        lose_with_standby(spec, slot, **where) if standby else lose_and_join(spec, [slot], **where)
+    )
     lost_before = min(event["restored_step"] for event in run.events("recovered"))
     undisturbed = replace(spec, nodes=1)
     leaving = replace(undisturbed, kills=(f"{slot}@{lost_before}",))

@@ -57,6 +57,35 @@ def lose_and_join(
     return Outcome(spec=spec, directory=directory, returncode=0, output=output, seconds=seconds)
 
 
+def lose_with_standby(
+    spec: JobSpec, slot: int, *, zygote: Zygote, data: Path, directory: Path
+) -> Outcome:
+    """Run a job with an idle supervisor a node; one of the others is lost in step 3."""
+    lose = LOSE.format(slots=[slot], last=slot, key="supervisor_pid")
+    spec = replace(spec, sabotage=lose + spec.sabotage, launcher=("--standby=1",))
+    started_s = time.monotonic()
+    with started(spec, zygote=zygote, data=data, directory=directory) as launchers:
+        codes = [launcher.wait(LIMIT_S) for launcher in launchers]
+    output = (directory / "output").read_text()
+    assert not any(code for node, code in enumerate(codes) if node != slot), output[-4000:]
+    seconds = time.monotonic() - started_s
+    return Outcome(spec=spec, directory=directory, returncode=0, output=output, seconds=seconds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slot", [0, 3])
+def test_a_standby_takes_the_place_of_a_lost_node(
+    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference, slot: int
+) -> None:
+    spec = replace(SPEC, awaits=((6, 1),))
+    run = lose_with_standby(spec, slot, zygote=zygote, data=data, directory=tmp_path)
+    check_equal(run, reference(replace(run.spec, launcher=())))
+    assert entered(run) == [(slot, 1)]
+    assert last_ranks(run) == [0, 1, 2, 3]
+    assert len(run.events("supervisor_admitted")) == 1
+    assert read_addresses(tmp_path) == []
+
+
 @pytest.mark.parametrize("slot", sampled([0, 2], keep=(0,)))
 def test_a_lost_node_comes_back(
     zygote: Zygote, data: Path, tmp_path: Path, reference: Reference, slot: int
