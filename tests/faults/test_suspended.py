@@ -1,0 +1,45 @@
+"""A job that is stopped as a whole and continued, as Slurm does, goes on as if nothing had been."""
+
+import itertools
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from elaswave_plugin.tracking.events import EVENTS_FILE, read_lines
+from tests.faults.conftest import Reference
+from tests.faults.harness import JobSpec, Outcome, Zygote, check_equal, started
+from tests.faults.test_signals import LIMIT_S, wait_for_step
+
+SPEC = JobSpec(nproc=4, nodes=4, steps=20, dump="last")
+# Longer than a hang may take, and than a supervisor may be silent.
+SUSPENDED_S = 5.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [("pid",), ("supervisor_pid", "pid")], ids=["trainers", "all"])
+def test_a_suspended_job_goes_on_with_everyone(
+    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference, who: tuple[str, ...]
+) -> None:
+    with started(SPEC, zygote=zygote, data=data, directory=tmp_path) as launchers:
+        wait_for_step(tmp_path, 3)
+        begun = [e for e in read_lines(tmp_path / EVENTS_FILE) if e["kind"] == "worker_started"]
+        pids = [event[key] for key in who for event in begun]
+        assert len(pids) == 4 * len(who)
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(SUSPENDED_S)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        codes = [launcher.wait(LIMIT_S * 2) for launcher in launchers]
+    output = (tmp_path / "output").read_text()
+    assert codes == [0, 0, 0, 0], output[-3000:]
+    run = Outcome(spec=SPEC, directory=tmp_path, returncode=0, output=output, seconds=0)
+    check_equal(run, reference(SPEC))
+    assert len(run.events("view_committed")) == 1
+    assert not run.events("hang_found")
+    # It was suspended in the middle of training.
+    times = sorted(record["time_s"] for record in run.files.steps)
+    assert max(b - a for a, b in itertools.pairwise(times)) > SUSPENDED_S / 2
