@@ -3,11 +3,23 @@
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
+from elaswave_plugin.runtime.continuing import await_lease
 from elaswave_plugin.runtime.loop import StepReport
 from elaswave_plugin.runtime.state_dump import NamedPiece, dump_state
 from elaswave_plugin.runtime.worker import Worker
 from elaswave_plugin.tracking.tracker import Tracker, step_metrics
+
+
+def tracker_of(worker: Worker) -> Tracker:
+    """A worker's tracker, which logs nothing while it may have been given up."""
+    return Tracker(
+        worker.config,
+        worker.run_id,
+        worker.owns_rank_0,
+        before_row=partial(await_lease, worker.member.progress_page),
+    )
 
 
 class Recording:
@@ -20,6 +32,8 @@ class Recording:
         self._worker = worker
         self.tracker = tracker
         self._pieces = pieces
+        # Whose the sinks were before; a worker that comes later does not know it.
+        self._owner = None if worker.alone else worker.view.ranks[0]
 
     def attached(self, **sizes: int) -> None:
         """The job begins: say once what the snapshots cost and do not cover."""
@@ -46,11 +60,14 @@ class Recording:
 
     def recovered(self, recovery: dict[str, object]) -> None:
         """Tell the trackers; rank 0 may have moved here, or away."""
-        if self._worker.owns_rank_0:
-            self.tracker.own(logged=self._worker.completed - 2)
+        worker, ranks = self._worker, self._worker.view.ranks
+        is_heir = self._owner is not None and self._owner not in ranks
+        self._owner = ranks[0]
+        if worker.owns_rank_0:
+            self.tracker.own(logged=worker.completed - 2, is_heir=is_heir)
         else:
             self.tracker.give_up()
-        self.tracker.event("recovered", self._worker.completed, recovery)
+        self.tracker.event("recovered", worker.completed, recovery)
 
     def step(
         self, step: int, report: StepReport, seconds: float, *, num_microbatches: int, last: bool

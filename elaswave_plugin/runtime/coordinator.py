@@ -29,6 +29,7 @@ from elaswave_plugin.core.agreement_messages import (
     to_wire,
 )
 from elaswave_plugin.core.hang import Sample
+from elaswave_plugin.core.lease import Lease
 from elaswave_plugin.core.membership import MembershipView
 from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.runtime.hang_watch import HangWatch
@@ -60,6 +61,8 @@ class TrainerSide(Protocol):
     def peer_replaced(self, slot: int) -> None: ...
 
     def progress(self, awake_s: float) -> Sample | None: ...
+
+    def lend(self, until_s: float) -> None: ...
 
     def end(self, reason: str, exit_code: int) -> None: ...
 
@@ -99,6 +102,9 @@ class Coordinator:
             events=events,
             every_s=heartbeat.every_s,
         )
+        self._lease = Lease(lasts_s=heartbeat.timeout_s)
+        # The newest beat of each one, and when it came.
+        self._last_beats: dict[int, tuple[int, float]] = {}
         self._neighbours: dict[int, int] = {}
         self._arriving: set[int] = set()
         for peer in self.peers:
@@ -166,6 +172,7 @@ class Coordinator:
         self.lost.pop(slot, None)
         self._arriving.discard(slot)
         self._heard_s.pop(slot, None)
+        self._last_beats.pop(slot, None)
         held = self._held.pop(order.address, None)
         if held is None:
             self._lose(slot, "it joined without a link to this worker")
@@ -187,6 +194,7 @@ class Coordinator:
                 self._heard_s[peer] = now_s
             if frame["m"] == "beat":
                 self._hangs.heard(peer, frame)
+                self._take_beat(peer, frame, now_s)
             else:
                 self.agreement.receive(peer, from_wire(frame), now_s)
 
@@ -270,8 +278,12 @@ class Coordinator:
         watched = self._channels if leader == self._slot else {leader} & self._channels.keys()
         self._heard_s = {peer: self._heard_s.get(peer, now_s) for peer in watched}
         self._hangs.begin_beat()
+        self._lend(now_s)
+        number = self._lease.send(now_s=now_s)
         for peer in watched:
-            self._channels[peer].send({"m": "beat", **self._hangs.outgoing(peer)})
+            heard, at_s = self._last_beats.get(peer, (0, now_s))
+            beat = {"m": "beat", "n": number, "heard": heard, "left": self._lease.left_s(at_s)}
+            self._channels[peer].send({**beat, **self._hangs.outgoing(peer)})
         for peer, heard_s in self._heard_s.items():
             if late_s > self._heartbeat.every_s:
                 # It is this process that did not run: what the others sent is still unread.
@@ -284,6 +296,23 @@ class Coordinator:
                 )
         self._beat_due_s = now_s + self._heartbeat.every_s
         self._reactor.after(self._heartbeat.every_s, self._beat)
+
+    def _take_beat(self, peer: int, beat: Frame, now_s: float) -> None:
+        """What another one has heard of this one is for how long it may count on being in."""
+        self._last_beats[peer] = beat["n"], now_s
+        if peer == self.agreement.leader:
+            self._lease.granted(beat["heard"], left_s=beat["left"], now_s=now_s)
+        else:
+            self._lease.acknowledged(self.peers[peer].node, beat["heard"], now_s=now_s)
+        self._lend(now_s)
+
+    def _lend(self, now_s: float) -> None:
+        """Tell the trainer until when it may act for the job."""
+        own = self.peers[self._slot].node
+        if self.agreement.leader == self._slot:
+            self._lease.lead(own=own, voters=set(self.agreement.committed.nodes), now_s=now_s)
+        if self._lease.until_s > 0:
+            self._trainer_side.lend(self._lease.until_s)
 
     def _set_alarm(self) -> None:
         """Have `settle` run at the agreement's next deadline."""

@@ -86,8 +86,12 @@ class GuardedSteps:
         worker.phases.begin_step(worker.completed)
 
     def complete(self, report: StepReport) -> None:
-        """The step that began has been applied: seal it, and tell."""
+        """The step that began has been applied: seal it, and tell.
+
+        Not where this worker was stopped for so long that it may have been given up.
+        """
         worker = self.worker
+        worker.member.await_lease()
         worker.completed += 1
         worker.seal(self._framework)
         worker.phases.end_step()

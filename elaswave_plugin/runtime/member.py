@@ -15,6 +15,7 @@ from elaswave_plugin.core.agreement_messages import unpack_payload
 from elaswave_plugin.core.hang import COMMIT, OUTSIDE
 from elaswave_plugin.core.membership import MembershipView, WorkerId
 from elaswave_plugin.errors import AgreementError, ConfigurationError, EpochChanged, JobStopped
+from elaswave_plugin.runtime.continuing import await_lease, guard_continuing
 from elaswave_plugin.runtime.progress import ANNOUNCED_LIMIT_S, ProgressPage, page_fd
 from elaswave_plugin.runtime.wire import Frame, FrameBuffer, encode
 
@@ -140,10 +141,12 @@ class Member:
         """Listen in a thread of its own, which calls `on_propose(epoch, reason)` at once.
 
         It is called once more when the job is told to stop, so that blocked work unwinds: every
-        method raises JobStopped from then on.
+        method raises JobStopped from then on. After a stop (SIGCONT) the main thread does nothing
+        before it may act for the job again.
         """
         self._on_propose = on_propose
         threading.Thread(target=self._listen, name="elaswave-doorbell", daemon=True).start()
+        guard_continuing(self.progress_page, lambda: self._stopped() if self._stop_reason else None)
 
     def join(self, facts: dict[str, Any], timeout_s: float, *, respawn: int = 0) -> Commit | Alone:
         """Report ready, and wait for the first view; in a job that runs, for what to build from.
@@ -212,6 +215,16 @@ class Member:
             raise self._stopped()
         if self._proposed_epoch > self._returned_epoch:
             raise EpochChanged(self._proposed_epoch, self._proposed_reason)
+
+    def await_lease(self) -> None:
+        """Wait until the others are sure to count this worker in; raises EpochChanged, JobStopped.
+
+        It comes before what the worker does for the job, since it may have been stopped meanwhile.
+        """
+        if self.progress_page.may_act:
+            return
+        with self.progress_page.waiting(OUTSIDE):
+            await_lease(self.progress_page, self.check)
 
     def quiesce(self, facts: dict[str, Any], timeout_s: float | None = None) -> Commit:
         """Answer the open proposal (or the next one) and wait for its commit.

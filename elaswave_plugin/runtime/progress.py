@@ -34,6 +34,7 @@ _OPERATIONS = 5
 _WAITS_FOR = 6
 _LIMIT_NS = 7
 _DEPTH = 8
+_LENT_UNTIL_NS = 9
 # Texts: the phase, then the announced ones, which may be nested.
 _TEXTS = 1024
 _TEXT_BYTES = 64
@@ -124,6 +125,12 @@ class ProgressPage:
         self.touch()
         self._words[_DEPTH] = max(0, self._words[_DEPTH] - 1)
 
+    # ---- what the supervisor writes -----------------------------------------------------------
+
+    def lend(self, until_s: float) -> None:
+        """Until then, on the monotonic clock, the trainer may act for the job."""
+        self._words[_LENT_UNTIL_NS] = max(1, int(max(0.0, until_s) * _NS))
+
     # ---- what everyone reads ------------------------------------------------------------------
 
     @property
@@ -132,15 +139,29 @@ class ProgressPage:
         return self._words[_PID]
 
     @property
+    def may_act(self) -> bool:
+        """Whether the trainer may act for the job; also where nobody has ever said until when."""
+        until_ns = self._words[_LENT_UNTIL_NS]
+        return not until_ns or time.monotonic_ns() < until_ns
+
+    @property
     def announced(self) -> str | None:
         """The announced phase in which the trainer is."""
         depth = self._words[_DEPTH]
         return self._text(min(depth, _MOST_ANNOUNCED)) if depth else None
 
-    def sample(self, *, slot: int, awake_s: float = 0.0, stopped: bool = False) -> Sample | None:
+    @property
+    def since_s(self) -> float:
+        """When the trainer last made progress, on the monotonic clock."""
+        return self._words[_SINCE_NS] / _NS
+
+    def sample(
+        self, *, slot: int, awake_s: float = 0.0, waited_s: float = 0.0, stopped: bool = False
+    ) -> Sample | None:
         """What it says now, None before the trainer began.
 
-        Only time after `awake_s` counts (on the monotonic clock), when the reader began to run.
+        Only time after `awake_s` counts (on the monotonic clock), when the reader began to run, and
+        none of the `waited_s` in which the trainer waited for a processor.
         """
         words = self._words
         since_s = words[_SINCE_NS] / _NS
@@ -154,7 +175,7 @@ class ProgressPage:
             step=words[_STEP],
             phase=announced or self._text(0),
             operations=words[_OPERATIONS],
-            stalled_s=max(0.0, time.monotonic() - max(since_s, awake_s)),
+            stalled_s=max(0.0, time.monotonic() - max(since_s, awake_s) - waited_s),
             limit_s=ANNOUNCED_LIMIT_S if announced else words[_LIMIT_NS] / _NS,
             waits_for=words[_WAITS_FOR],
             stopped=stopped,

@@ -116,7 +116,8 @@ class SnapshotServer:
     def _take_copy(self, sock: socket.socket, request: Frame) -> None:
         record: Record = request["record"]
         length = int(record["length"])
-        self._store.make_room(int(record["owner"]), int(record["buffer"]))
+        if not self._store.make_room(record):
+            raise ConnectionAbortedError(f"worker {record['owner']} has sealed in a newer epoch")
         fd = os.memfd_create(f"elaswave-copy-of-{record['owner']}", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, BODY_OFFSET + length)

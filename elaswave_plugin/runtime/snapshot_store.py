@@ -42,12 +42,20 @@ class SnapshotStore:
                 os.close(fd)
             self._held[owner] = tuple(fds)
 
-    def make_room(self, owner: int, buffer: int) -> None:
-        """Drop the copy in whose place a newer one is about to come."""
+    def make_room(self, record: Record) -> bool:
+        """Drop the copy in whose place a newer one is about to come; false where it is none.
+
+        Its owner may have been given up, and another worker have sealed in its slot since.
+        """
+        owner = int(record["owner"])
         with self._lock:
-            fd = self._copies.pop((owner, buffer), None)
+            known = [one for _, one, copy in self._sealed() if copy and one["owner"] == owner]
+            if any(int(one["epoch"]) > int(record["epoch"]) for one in known):
+                return False
+            fd = self._copies.pop((owner, int(record["buffer"])), None)
             if fd is not None:
                 os.close(fd)
+        return True
 
     def add_copy(self, record: Record, fd: int) -> None:
         """Take over the memory `fd`, whose body holds all of the record's bytes, and seal it.

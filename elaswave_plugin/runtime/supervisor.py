@@ -335,6 +335,10 @@ class Supervisor:
         """Where the trainer is, None where there is none that works."""
         return self._trainer.progress(self._slot, awake_s)
 
+    def lend(self, until_s: float) -> None:
+        """The trainer may act for the job until then, on the monotonic clock."""
+        self._trainer.page.lend(until_s)
+
     def end(self, reason: str, exit_code: int) -> None:
         """The job is over: exit as soon as the trainer has."""
         self._exit_code = exit_code

@@ -7,7 +7,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,18 @@ class Tracker:
         *,
         directory: Path | None = None,
         openers: tuple[OpenSink, ...] | None = None,
+        before_row: Callable[[], None] = lambda: None,
     ) -> None:
+        """``before_row()``, in the tracker's thread, waits for as long as nothing may be logged."""
         self.dropped_rows = 0
         self.problem: str | None = None
         self._directory = directory or config.dir
         self._openers = openers
+        self._before_row = before_row
         if openers is None:
             self._openers = sinks_of(config, run_id, self._directory)
         self._last_step = -1
+        self._is_heir = False
         self._rows: queue.Queue[Row | None] | None = None
         self._thread: threading.Thread | None = None
         if is_owner:
@@ -66,14 +70,16 @@ class Tracker:
                 self._rows.put_nowait(None)
             self._rows = self._thread = None
 
-    def own(self, *, logged: int = -1) -> None:
+    def own(self, *, logged: int = -1, is_heir: bool = False) -> None:
         """Become the owner; opening the sinks happens in the tracker's thread.
 
-        ``logged``: a step which an earlier owner has had, if there was one.
+        ``logged``: a step which an earlier owner has had, if there was one. ``is_heir``: that one
+        is lost, and with it what had waited for its sinks; its note says what it has logged.
         """
         if self._rows is not None or not self._openers:
             return
         self._last_step = max(self._last_step, logged)
+        self._is_heir = is_heir
         self._rows = queue.Queue(QUEUE_ROWS)
         self._thread = threading.Thread(
             target=self._drain, args=(self._rows,), name="elaswave-tracker", daemon=True
@@ -119,8 +125,10 @@ class Tracker:
         """The tracker's thread: open, write row after row, close."""
         sinks = [sink for opener in self._openers or () if (sink := self._opened(opener))]
         pending: dict[str, float] = {}
-        last = max(self._last_step, self._stored_last_step())
-        taking_over = last >= 0
+        last, stored = self._last_step, self._stored_last_step()
+        taking_over = max(last, -1 if stored is None else stored) >= 0
+        if stored is not None:
+            last = stored if self._is_heir else max(last, stored)
         while (row := rows.get()) is not None:
             step, metrics, completes = row
             pending.update(metrics)
@@ -138,6 +146,7 @@ class Tracker:
             self._guarded(sink.close)
 
     def _write(self, sinks: list[Sink], metrics: Mapping[str, float], step: int) -> int:
+        self._before_row()
         # The note goes first: a kill between the two loses a point, which is better than a step
         # that appears twice.
         self._guarded(self._store_last_step, step)
@@ -160,13 +169,16 @@ class Tracker:
             self.problem = text
             return None
 
-    def _stored_last_step(self) -> int:
+    def _stored_last_step(self) -> int | None:
+        """-1 where nobody has logged a step yet, None where it is not known."""
         if self._directory is None:
-            return -1
+            return None
         try:
             return int(json.loads((self._directory / STATE_FILE).read_text())["last_step"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except FileNotFoundError:
             return -1
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def _store_last_step(self, step: int) -> None:
         if self._directory is None:

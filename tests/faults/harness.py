@@ -331,7 +331,10 @@ def check_survived(run: Outcome) -> None:
     if not run.spec.sabotage:
         # A worker that fails by itself is survived too, and its loss would go unseen.
         reasons = " ".join(event["reason"] for event in run.events("view_committed"))
-        left = {int(slot) for slot in re.findall(r"worker (\d+) \(node \d+\) left", reasons)}
+        left = {
+            int(slot)
+            for slot in re.findall(r"worker (\d+) \(node \d+\) (?:left|was lost)", reasons)
+        }
         ended = {(event["slot"], event["status"]) for event in run.events("worker_exited")}
         failed = {slot for slot, how in ended if "exit code" in how and how != "exit code 0"}
         assert failed <= left

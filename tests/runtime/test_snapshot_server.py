@@ -286,6 +286,29 @@ def stop_in(seconds: float) -> Callable[[], None]:
     return check
 
 
+def test_what_a_zombie_copies_leaves_its_successors_copy_in_place(
+    served: tuple[SnapshotStore, str],
+) -> None:
+    """It was given up in epoch 1, and another worker has sealed in its slot since."""
+    store, address = served
+    newer = {"owner": 5, "buffer": 0, "step": 8, "epoch": 3, "length": 100}
+    store.add_copy(newer, os.memfd_create("copy"))
+    zombie = SnapshotStore(5)
+    seals = [seal(zombie, b"z" * 100, buffer=buffer, step=6 + buffer) for buffer in (0, 1)]
+    told: SimpleQueue[str] = SimpleQueue()
+    copier = SnapshotCopier(
+        zombie,
+        address,
+        on_copied=lambda step, epoch: told.put("copied"),
+        on_broken=lambda why: told.put("broken"),
+    )
+    for record in seals:
+        copier.send(record)
+    assert [told.get(timeout=LONG_S) for _ in seals] == ["broken", "broken"]
+    copier.close()
+    assert [{key: one[key] for key in newer} for one in store.inventory(address)] == [newer]
+
+
 def test_a_fetch_ends_at_once_when_a_proposal_arrives() -> None:
     """From a supervisor that accepts and never answers, answers halfway, or does not accept."""
     with socket.create_server(("127.0.0.1", 0), backlog=1) as listener:

@@ -98,6 +98,24 @@ def test_tracker_next_owner_adds_the_steps_that_the_lost_one_had_not_logged(tmp_
     assert sink.rows[0][1]["train/tokens_per_s"] == 4.0
 
 
+def test_tracker_of_an_heir_adds_what_had_waited_for_the_sinks_of_the_lost_one(
+    tmp_path: Path,
+) -> None:
+    """They took seconds to open; who gave the sinks up writes what waited, who is lost does not."""
+    with EventLog(tmp_path / "steps.jsonl") as steps:
+        for step in range(8):
+            steps.write({"epoch": 1, "step": step, "loss": float(step)})
+    for is_heir, added in ((True, [0, 1, 2, 3, 4, 5, 6, 7]), (False, [6, 7])):
+        sink, folder = ListSink(), tmp_path
+        (folder / STATE_FILE).unlink(missing_ok=True)
+        heir = tracker(sink, owner=False, directory=folder)
+        heir.own(logged=5, is_heir=is_heir)
+        for step in (6, 7):
+            heir.step(step, {"train/loss": float(step)})
+        assert heir.close()
+        assert sink.steps() == added
+
+
 def test_tracker_without_a_directory_next_owner_knows_the_steps_it_saw() -> None:
     sink = ListSink()
     heir = tracker(sink, owner=False)

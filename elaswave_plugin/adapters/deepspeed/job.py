@@ -18,7 +18,7 @@ from elaswave_plugin.adapters.deepspeed.newcomer import News, check_together
 from elaswave_plugin.adapters.deepspeed.refuse import check_engine
 from elaswave_plugin.adapters.deepspeed.stand_in import StandIn, detached
 from elaswave_plugin.adapters.patching import PatchSet
-from elaswave_plugin.adapters.recording import Recording
+from elaswave_plugin.adapters.recording import Recording, tracker_of
 from elaswave_plugin.core.dataflow import Shares, share
 from elaswave_plugin.core.rng import draw_key
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError
@@ -26,7 +26,6 @@ from elaswave_plugin.runtime.loop import GuardedSteps, StepReport
 from elaswave_plugin.runtime.refusal import ends_in_a_sentence
 from elaswave_plugin.runtime.user_loop import UserLoop
 from elaswave_plugin.runtime.worker import Worker
-from elaswave_plugin.tracking.tracker import Tracker
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -61,11 +60,8 @@ class EngineJob:
         self._width = len(worker.homes)
         self._micro_batch_size = int(engine.train_micro_batch_size_per_gpu())
         self._framework = DeepSpeedFramework(engine)
-        self._recording = Recording(
-            worker,
-            Tracker(worker.config, worker.run_id, worker.owns_rank_0),
-            pieces=self._framework.named_pieces,
-        )
+        pieces = self._framework.named_pieces
+        self._recording = Recording(worker, tracker_of(worker), pieces=pieces)
         num_samples = self._micro_batch_size * self._width
         worker.bind(self._framework, deal=partial(share, num_samples=num_samples))
         self._loop = UserLoop(

@@ -22,7 +22,7 @@ from elaswave_plugin.adapters.megatron.framework import MegatronFramework
 from elaswave_plugin.adapters.megatron.microbatches import Microbatches
 from elaswave_plugin.adapters.megatron.refuse import check_supported
 from elaswave_plugin.adapters.patching import PatchSet
-from elaswave_plugin.adapters.recording import Recording
+from elaswave_plugin.adapters.recording import Recording, tracker_of
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.core.dataflow import Samples
 from elaswave_plugin.core.groups import Seat
@@ -31,7 +31,6 @@ from elaswave_plugin.runtime.loop import ElasticLoop, GuardedSteps, StepReport
 from elaswave_plugin.runtime.refusal import ends_in_a_sentence
 from elaswave_plugin.runtime.worker import Worker
 from elaswave_plugin.tracking.sinks import check_sinks
-from elaswave_plugin.tracking.tracker import Tracker
 
 
 class ElasticJob:
@@ -68,7 +67,7 @@ class ElasticJob:
         self._seed = seed if config.seed is None else config.seed
         check_sinks(config)
         self._worker = Worker(config=config, environ=os.environ)
-        self._tracker = Tracker(config, self._worker.run_id, self._worker.owns_rank_0)
+        self._tracker = tracker_of(self._worker)
         self._train_iters = 0
         self._evaluations = 0
         self._patches = patches

@@ -20,7 +20,7 @@ from elaswave_plugin.adapters.megatron_lm.losses import LossTotals
 from elaswave_plugin.adapters.megatron_lm.newcomer import LoopVariables, check_seals_everything
 from elaswave_plugin.adapters.megatron_lm.script_writers import ScriptWriters
 from elaswave_plugin.adapters.megatron_lm.side_state import SideState
-from elaswave_plugin.adapters.recording import Recording
+from elaswave_plugin.adapters.recording import Recording, tracker_of
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.core.dataflow import Samples
 from elaswave_plugin.core.layout import sizes_of
@@ -29,7 +29,6 @@ from elaswave_plugin.runtime.loop import GuardedSteps, StepReport
 from elaswave_plugin.runtime.script_loop import ScriptLoop
 from elaswave_plugin.runtime.worker import Worker
 from elaswave_plugin.tracking.sinks import check_sinks
-from elaswave_plugin.tracking.tracker import Tracker
 
 Result = TypeVar("Result")
 
@@ -62,7 +61,7 @@ class LmJob:
         self._args = args
         self._seed = args.seed if config.seed is None else config.seed
         self.worker = Worker(config=config, environ=os.environ)
-        self._tracker = Tracker(config, self.worker.run_id, self.worker.owns_rank_0)
+        self._tracker = tracker_of(self.worker)
         self._loaders: list[MicrobatchLoader] = []
         self._shard: FlatShard | None = None
         self._loop: ScriptLoop | None = None
