@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from elaswave_plugin.adapters.megatron.seams import elastic_patches
+from elaswave_plugin.adapters.megatron.weight_gradients import WeightGradients
 from elaswave_plugin.cli import run_command
 from elaswave_plugin.diffs import Diff, read_series
 
@@ -50,7 +51,7 @@ def test_a_diff_is_short_and_cannot_land_in_a_wrong_place(diff: Diff, tree: Path
 
 
 def test_every_hook_has_its_record_and_every_elastic_record_its_hook() -> None:
-    records = elastic_patches(exact=True).records
+    records = (*elastic_patches(exact=True).records, *WeightGradients().patches.records)
     assert all(record.hook is not None for record in records)
     hooks = [record.hook.place for record in records if record.hook is not None]
     assert sorted(hooks) == sorted(diff.field("Hook") for diff in read_series())

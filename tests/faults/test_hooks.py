@@ -16,6 +16,22 @@ from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import ROOT, JobSpec, Outcome, Zygote, check_equal, launch
 from tests.faults.hybrid_matrix import PP2_DP2
 from tests.faults.test_outside_a_step import saved_tensors
+from tests.faults.test_split_backward import check_split, split
+
+# Says, when the weight gradients of a first piece are computed, what is called for linear layers.
+UNREPLACED = """
+from elaswave_plugin.adapters.megatron.weight_gradients import WeightGradients
+from megatron.core.tensor_parallel import layers
+name = "linear_with_grad_accumulation_and_async_allreduce"
+compute, said = WeightGradients.compute, []
+whole = getattr(layers, name)
+def saying(self, piece):
+    if not said and layers.linear_hook and getattr(layers, name) is whole:
+        print("linear layers: hooked", flush=True)
+    said.append(piece)
+    compute(self, piece)
+WeightGradients.compute = saying
+"""
 
 
 def sources(folder: Path) -> dict[str, bytes]:
@@ -84,6 +100,14 @@ def test_an_empty_stage_with_hooks_takes_a_replica_of_another(
 ) -> None:
     spec = replace(PP2_DP2, lost_trainers=(2, 3))
     check_hooked(hooked(spec), reference(spec))
+
+
+@pytest.mark.slow
+def test_split_backwards_with_hooks_are_the_same(hooked: Launch, reference: Reference) -> None:
+    survived = hooked(split(PP2_DP2, kills=("1@3:backward",), sabotage=UNREPLACED))
+    check_hooked(survived, reference(PP2_DP2))
+    check_split(survived)
+    assert survived.output.count("linear layers: hooked") == len(survived.spec.kills) * 3
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from megatron.core.utils import (
     prepare_input_tensors_for_wgrad_compute,
 )
 
-from elaswave_plugin.adapters.patching import PatchRecord, PatchSet
+from elaswave_plugin.adapters.patching import Hook, PatchRecord, PatchSet
 
 # A model chunk and the first sample of what it runs.
 Piece = tuple[int, int]
@@ -31,7 +31,7 @@ class WeightGradients:
     """What one worker has put off, by piece; ``patches`` are in place while backwards are split."""
 
     def __init__(self) -> None:
-        self.patches = PatchSet([_record(self._put_off_in)])
+        self.patches = PatchSet([_record(self._late_or_whole, self._late)])
         self._weights: set[torch.nn.Parameter] = set()
         self._open: Piece | None = None
         self._put_off: dict[Piece, list[Callable[[], None]]] = {}
@@ -55,9 +55,22 @@ class WeightGradients:
         for add in self._put_off.pop(piece):
             add()
 
-    def _put_off_in(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What stands in the place of the function that a linear layer calls."""
+    def _late(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The output of a layer whose weight gradient is put off; None of every other one."""
         apart = _apart(self._add_later)
+
+        def late(
+            input: torch.Tensor, weight: torch.nn.Parameter, bias: torch.Tensor | None, *how: Any
+        ) -> Any:
+            if weight not in self._weights or not input.requires_grad:
+                return None
+            return apart.apply([weight], input, weight.detach(), bias, *how)
+
+        return late
+
+    def _late_or_whole(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What stands in the place of the function that a linear layer calls."""
+        late = self._late(original)
 
         @functools.wraps(original)
         def linear(
@@ -71,10 +84,11 @@ class WeightGradients:
             **more: Any,
         ) -> Any:
             how = gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel
-            if weight not in self._weights or not input.requires_grad:
-                return original(input, weight, bias, *how, tp_group=tp_group, **more)
             group = get_tensor_model_parallel_group_if_none(tp_group)
-            return apart.apply([weight], input, weight.detach(), bias, *how, None, 0, group)
+            output = late(input, weight, bias, *how, None, 0, group)
+            if output is not None:
+                return output
+            return original(input, weight, bias, *how, tp_group=tp_group, **more)
 
         return linear
 
@@ -158,7 +172,7 @@ def _product(ctx: Any, gradient: torch.Tensor) -> Callable[[], None]:
     return add
 
 
-def _record(make: Callable[[Any], Any]) -> PatchRecord:
+def _record(make: Callable[[Any], Any], hook: Callable[[Any], Any]) -> PatchRecord:
     return PatchRecord(
         target="megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce",
         reason="weight gradients fill the time in which a worker of a ragged pipeline would wait",
@@ -170,4 +184,5 @@ def _record(make: Callable[[Any], Any]) -> PatchRecord:
             *("async_grad_allreduce", "tp_group"),
         ),
         make=make,
+        hook=Hook("megatron.core.tensor_parallel.layers:linear_hook", hook),
     )
