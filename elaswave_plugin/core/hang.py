@@ -62,6 +62,7 @@ class PhaseLimits:
 class Sample:
     """What a supervisor reads in the page of its trainer, `stalled_s` seconds after it changed.
 
+    `waited_s` more it has waited for a processor, and could not go on.
     `operations`: how many operations with others it has begun. `waits_for`: the slot without which
     its operation cannot go on, or one of NOBODY, COMMIT, OUTSIDE. `stopped`: by a signal.
     """
@@ -76,6 +77,7 @@ class Sample:
     limit_s: float
     waits_for: int = NOBODY
     stopped: bool = False
+    waited_s: float = 0.0
 
     @property
     def is_late(self) -> bool:
@@ -140,6 +142,8 @@ def verdict(sample: Sample, waiting: Waiting) -> str | None:
     if not sample.is_late or not waiting.slots or waits:
         return None
     stopped = ", stopped by a signal" if sample.stopped else ""
+    if sample.waited_s >= 0.1:
+        stopped += f", and {sample.waited_s:.1f} s in which it waited for a processor"
     return (
         f"no progress for {sample.stalled_s:.1f} s in {sample.phase} of step {sample.step}"
         f"{stopped} (limit {sample.limit_s:.3g} s); {waiting}"

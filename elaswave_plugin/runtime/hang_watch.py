@@ -141,6 +141,7 @@ class HangWatch:
             phase=own.phase,
             stalled_s=own.stalled_s,
             limit_s=own.limit_s,
+            waited_s=own.waited_s,
             stopped=own.stopped,
             waiting=list(waiting.slots),
             in_circle=waiting.in_circle,

@@ -179,6 +179,7 @@ class ProgressPage:
             limit_s=ANNOUNCED_LIMIT_S if announced else words[_LIMIT_NS] / _NS,
             waits_for=words[_WAITS_FOR],
             stopped=stopped,
+            waited_s=waited_s,
         )
 
     def _write_text(self, index: int, text: bytes) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from elaswave_plugin.core.agreement_messages import Facts
 from elaswave_plugin.core.hang import Sample
 from elaswave_plugin.runtime.lifeline import is_stopped
 from elaswave_plugin.runtime.member import INCARNATION
+from elaswave_plugin.runtime.processor_waits import ProcessorWaits
 from elaswave_plugin.runtime.progress import ProgressPage, create_page
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.trainer_process import ExecTrainer, Program, ZygoteTrainer
@@ -38,6 +39,7 @@ class TrainerSession:
     returns: bool = False
     lives: bool = True
     fence_evidence: str | None = None
+    waits: ProcessorWaits = field(default_factory=ProcessorWaits)
 
     @property
     def works(self) -> bool:
@@ -53,7 +55,11 @@ class TrainerSession:
         """Where it is, by its page; None where it does not work. See `ProgressPage.sample`."""
         if not self.works:
             return None
-        return self.page.sample(slot=slot, awake_s=awake_s, stopped=is_stopped(self.process.pid))
+        pid = self.process.pid
+        waited_s = self.waits.since(self.page.since_s, pid)
+        return self.page.sample(
+            slot=slot, awake_s=awake_s, waited_s=waited_s, stopped=is_stopped(pid)
+        )
 
     def send(self, frame: Frame) -> None:
         """Tell it something."""

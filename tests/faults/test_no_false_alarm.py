@@ -118,3 +118,42 @@ def test_no_false_alarm_on_a_loaded_machine(run: Launch) -> None:
     assert outcome.returncode == 0, outcome.output[-4000:]
     assert not outcome.events("hang_found")
     assert len(outcome.events("view_committed")) == 1
+
+
+# Others take the whole processor of worker 1 for longer than a hang may take.
+STARVED = """
+import os, subprocess, sys
+from elaswave_plugin.runtime.phases import Phases
+fire, done = Phases.fire, []
+compute = '''
+import os, time
+os.sched_setaffinity(0, [PROCESSOR])
+end_s = time.monotonic() + 6
+while time.monotonic() < end_s: sum(range(10000))
+'''
+def starved(self, name):
+    if self._slot == 1 and (self.step, name) == (5, "forward") and not done:
+        done.append(True)
+        processor = min(os.sched_getaffinity(0))
+        script = compute.replace("PROCESSOR", str(processor))
+        for _ in range(8):
+            subprocess.Popen([sys.executable, "-c", script])
+        for tid in map(int, os.listdir("/proc/self/task")):
+            os.sched_setaffinity(tid, [processor])
+            os.setpriority(os.PRIO_PROCESS, tid, 19)
+        self._events.emit("starved", slot=1)
+        sum(range(5_000_000))  # a tenth of a second of its own
+    fire(self, name)
+Phases.fire = starved
+"""
+
+
+@pytest.mark.slow
+def test_who_waits_for_a_processor_does_not_hang(run: Launch) -> None:
+    outcome = run(JobSpec(steps=9, dump="never", sabotage=STARVED))
+    assert outcome.returncode == 0, outcome.output[-4000:]
+    assert len(outcome.events("starved")) == 1
+    slowest_s = max(r["step_s"] for r in outcome.files.steps if r["step"] == 5)
+    assert slowest_s > ElasticConfig().hang_timeout_s
+    assert not outcome.events("hang_found")
+    assert len(outcome.events("view_committed")) == 1
