@@ -216,7 +216,8 @@ class ElasticConfig(BaseModel):
         "auto",
         description="whether, after a loss, a pipeline's workers compute the weight gradients of"
         " their layers apart from the rest of the backward pass, while they would wait; the numbers"
-        " stay the same, activations are held longer; auto: where the simulated step gains",
+        " stay the same, activations are held longer; auto: where the simulated step gains; above"
+        " 2,500 micro-batches x stages of a step none does",
     )
     slow_workers: Literal["act", "name"] = Field(
         "act",

@@ -15,6 +15,8 @@ from elaswave_plugin.state_dump import differing_names, dumped_steps, hash_state
 from elaswave_plugin.tracking.events import EVENTS_FILE, LEDGER_FILE, STEPS_FILE, read_lines
 
 Record = dict[str, Any]
+# The reason of the view that nothing led to.
+LAUNCH = "launch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,9 +192,10 @@ def median_step_s(run: RunFiles) -> dict[str, float | None]:
     change are not counted.
     """
     spans = throughput(run)
+    began = spans[:1] if spans and spans[0]["reason"] == LAUNCH else []
     return {
-        "before": spans[0]["median_step_s"] if spans else None,
-        "after": spans[-1]["median_step_s"] if len(spans) > 1 else None,
+        "before": began[0]["median_step_s"] if began else None,
+        "after": spans[-1]["median_step_s"] if spans[len(began) :] else None,
     }
 
 
@@ -209,6 +212,7 @@ def throughput(run: RunFiles) -> list[Record]:
     layouts = [e["layout_before"] for e in run.of_kind("recovered") if "layout_before" in e][:1]
     cuts = layouts[0]["cuts"] if layouts else None
     why = {event["epoch"]: event["reason"] for event in run.of_kind("view_committed")}
+    changed_epochs = {event["epoch"] for event in run.of_kind("recovered")}
     found: list[Record] = []
     for epoch, steps in sorted(by_epoch.items()):
         changed = [e for e in run.of_kind("recovered") if e["epoch"] == epoch and cuts is not None]
@@ -219,7 +223,7 @@ def throughput(run: RunFiles) -> list[Record]:
         found.append(
             {
                 "epoch": epoch,
-                "reason": why.get(epoch) if found else "launch",
+                "reason": why[epoch] if epoch in changed_epochs else LAUNCH,
                 "cuts": cuts,
                 "first_step": steps[0][0],
                 "steps": len(steps),

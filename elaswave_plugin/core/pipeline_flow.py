@@ -81,7 +81,7 @@ class PipelineFlow:
     reasons: tuple[str, ...] = field(default=(), repr=False, compare=False)
     times: LayerTimes = field(default_factory=LayerTimes, repr=False, compare=False)
     compute_s: float | None = field(default=None, repr=False, compare=False)
-    lists: OpLists = field(default=(), repr=False, compare=False)
+    lists: OpLists = field(default=(), compare=False)
 
     @property
     def step_s(self) -> float | None:
@@ -197,7 +197,10 @@ class PipelineFlow:
         return whole and not self.slow
 
     def with_split_backward(self) -> "PipelineFlow":
-        """The same with weight gradients where workers would wait, if layers take its ``times``."""
+        """The same with weight gradients where workers would wait, if layers take its ``times``.
+
+        Whole as it is where there are too many workers for that.
+        """
         layout = self.layout
         work = StepWork(
             num_microbatches=self.num_microbatches,
@@ -205,7 +208,10 @@ class PipelineFlow:
             launch_width=layout.dp,
         )
         costs = _costs(layout, work, self.times, dict(self.slow))
-        limits = Predictor(costs, work, vpp=layout.vpp).limits(layout.widths, layout.cuts)
+        predictor = Predictor(costs, work, vpp=layout.vpp)
+        if not predictor.knows_split(len(layout.stages)):
+            return self
+        limits = predictor.limits(layout.widths, layout.cuts)
         lists = with_weights_in_bubbles(
             replace(self, lists=()).every_list(),
             self._stage_times(costs),
@@ -299,7 +305,7 @@ def flow_of(
         times=times,
         compute_s=plan.seconds if times.is_measured else None,
     )
-    splits = split_backward == "always" or plan.split_backward
+    splits = plan.split_backward or split_backward == "always"
     return flow.with_split_backward() if splits else flow
 
 
@@ -313,7 +319,6 @@ def level_layers(
     micro_batch_size: int = 1,
     policy: Policy,
     may_resize: bool = False,
-    split_backward: SplitBackward = "never",
     move_workers: bool,
 ) -> ParallelLayout:
     """The same workers, with layers moved away from stages that have lost some or have slow ones.
@@ -332,7 +337,7 @@ def level_layers(
     rules = _rules(
         policy,
         may_resize=may_resize,
-        split_backward=split_backward,
+        split_backward="never",
         move_layers=True,
         move_workers=move_workers,
     )

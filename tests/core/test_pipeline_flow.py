@@ -245,3 +245,10 @@ def test_weight_gradients_go_apart_where_that_gains() -> None:
     slow = {**sizes, "slow": {0: 2.0}}
     assert not flow_of(**slow, split_backward="auto").lists
     assert flow_of(**slow, split_backward="always").lists
+
+
+def test_too_many_workers_keep_whole_backwards() -> None:
+    layout = launch_layout(tp=1, pp=8, dp=40, num_layers=8).without([3])
+    flow = flow_of(layout=layout, num_microbatches=320, split_backward="always")
+    assert not flow.lists
+    assert any("too many workers to place weight gradients" in why for why in flow.reasons)

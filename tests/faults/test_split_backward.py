@@ -67,17 +67,33 @@ def test_a_split_backward_changes_no_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [(), ("--recompute-granularity=full",)], ids=["all", "recompute"]
-)
-def test_it_runs_beside_other_settings(
-    run: Launch, reference: Reference, options: tuple[str, ...]
-) -> None:
-    """Two losses, one after the other, with and without recomputation."""
-    spec = replace(PP2_DP2, options=(*PP2_DP2.options, *options))
-    survived = run(split(spec, kills=("1@1:backward", "2@3:reduce")))
-    check_equal(survived, reference(spec))
+def test_two_losses_one_after_the_other(run: Launch, reference: Reference) -> None:
+    survived = run(split(PP2_DP2, kills=("1@1:backward", "2@3:reduce")))
+    check_equal(survived, reference(PP2_DP2))
     check_split(survived)
+
+
+FROZEN = """
+import os
+from megatron.core.models.gpt import GPTModel
+original = GPTModel.__init__
+def initialize(self, *args, **kwargs):
+    original(self, *args, **kwargs)
+    if self.pre_process:
+        for name, parameter in self.decoder.named_parameters():
+            parameter.requires_grad_("linear" not in name or "layer_norm" in name)
+GPTModel.__init__ = initialize
+"""
+
+
+@pytest.mark.slow
+def test_all_workers_run_whole_backwards_where_one_stage_has_to(
+    run: Launch, reference: Reference
+) -> None:
+    """The linear layers of the first stage are frozen: nothing of it could be put off."""
+    survived = run(replace(PP2_DP2, kills=("3@3:backward",), sabotage=FROZEN))
+    check_equal(survived, reference(replace(PP2_DP2, sabotage=FROZEN)))
+    assert not any(event["split_backward"] for event in survived.events("recovered"))
 
 
 @pytest.mark.slow
@@ -100,8 +116,21 @@ def test_forgotten_weight_gradients_are_seen(run: Launch, reference: Reference) 
     assert survived.trace() != reference(PP2_DP2).trace()
 
 
-def test_it_is_the_pipelines_alone(run: Launch) -> None:
-    refused = run(JobSpec(options=(ALWAYS,)))
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ((), "split_backward is always, which is for pipeline and tensor parallel"),
+        (
+            (*PP2_DP2.options, "--recompute-granularity=full"),
+            "split_backward is always, and backwards cannot be split here: with full recomputation",
+        ),
+    ],
+    ids=["data parallel", "recomputation"],
+)
+def test_where_it_cannot_be_is_one_sentence(
+    run: Launch, options: tuple[str, ...], sentence: str
+) -> None:
+    refused = run(JobSpec(options=(*options, ALWAYS)))
     assert refused.returncode == 2
-    assert "split_backward is always, which is for pipeline and tensor parallel" in refused.output
+    assert sentence in refused.output
     assert "Traceback" not in refused.output and not refused.orphans

@@ -72,6 +72,19 @@ def test_summary_of_a_recovered_run(tmp_path: Path) -> None:
     json.dumps(got)
 
 
+def test_a_loss_in_the_first_step_leaves_nothing_from_before(tmp_path: Path) -> None:
+    """The launch has no complete step: no time is called that of the healthy job."""
+
+    def early(name: str, record: dict[str, Any]) -> dict[str, Any] | None:
+        is_step = name.startswith("steps") and record["step"] < KILL_STEP
+        return None if is_step and record["epoch"] == 1 else record
+
+    got = summary(tmp_path, change=early)
+    (span,) = got["throughput"]
+    assert (span["epoch"], span["reason"]) == (2, "worker 2 (node 0) exited: killed by SIGKILL")
+    assert got["median_step_s"] == {"before": None, "after": 0.125}
+
+
 def test_summary_passes_on_a_measured_overhead(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path, killed=False))
     got = summarize(run, None, steps=6, global_batch=12, snapshot_overhead_ratio=1.01)

@@ -27,12 +27,16 @@ from elaswave_plugin.runtime.worker import Worker
 
 
 class Stage(NamedTuple):
-    """What one pipeline stage holds: elements by unit, the shared embedding, optimizer groups."""
+    """What one pipeline stage holds: elements by unit, the shared embedding, optimizer groups.
+
+    ``whole``: why its backwards cannot be split, if so.
+    """
 
     stage: int
     units: dict[int, int]
     tied: TiedWeight | None
     groups: dict[str, int]
+    whole: str | None
 
 
 class Grid:
@@ -72,8 +76,9 @@ class Grid:
             "may_resize": _resizes(
                 worker.config, why_whole or why_whole_pieces(chunks), micro_batch_size
             ),
-            "split_backward": _split_backward(worker.config, why_whole_backward(chunks)),
         }
+        whole = next((one.whole for one in stages if one.whole), None)
+        splits = _split_backward(worker.config, whole)
         partition = None
         if _moves_layers(worker.config, framework.why_layers_stay()):
             partition = partial(
@@ -95,7 +100,7 @@ class Grid:
         worker.stopwatch.clocks = clocks_for(worker.config, gpu)
         if gpu is None and not worker.alone:
             worker.stopwatch.times.link_rate = measure_link()
-        self.deal = partial(flow_of, **work, **more)
+        self.deal = partial(flow_of, **work, split_backward=splits, **more)
 
 
 def _stages(worker: Worker, framework: MegatronFramework) -> list[Stage]:
@@ -105,17 +110,20 @@ def _stages(worker: Worker, framework: MegatronFramework) -> list[Stage]:
         unit_lengths(framework.chunks),
         find_tied_weight(framework.chunks),
         framework.parameter_groups,
+        why_whole_backward(framework.chunks),
     )
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     if worker.alone:
         return [
-            Stage(stage, dict(units), None if tied is None else TiedWeight(*tied), groups)
-            for stage, units, tied, groups in worker.remembered["stages"]
+            Stage(stage, dict(units), None if tied is None else TiedWeight(*tied), groups, whole)
+            for stage, units, tied, groups, whole in worker.remembered["stages"]
         ]
     stages = list({one.stage: one for one in everyone}.values())
     worker.remember(
-        stages=[[one.stage, list(one.units.items()), one.tied, one.groups] for one in stages]
+        stages=[
+            [one.stage, list(one.units.items()), one.tied, one.groups, one.whole] for one in stages
+        ]
     )
     return stages
 

@@ -94,11 +94,11 @@ class RaggedPipeline:
         Only the last stage reports losses.
         """
         losses: list[Any] = []
-        self._weight_gradients.begin(self._chunks)
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         with ExitStack() as stack:
             for chunk in self._chunks:
                 stack.enter_context(chunk.no_sync())
+            stack.enter_context(self._weight_gradients.step(self._chunks))
             accumulators = stack.enter_context(GradAccumulators(self._chunks))
             for op in self._ops:
                 if len(self._chunks) > 1:

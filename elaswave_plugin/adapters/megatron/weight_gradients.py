@@ -6,6 +6,7 @@ product to ``main_grad`` when its turn comes. Biases, norms, embedding and head 
 """
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication
+from megatron.core.tensor_parallel.layers import (
+    LinearWithGradAccumulationAndAsyncCommunication,
+    custom_bwd,
+)
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import (
     get_tensor_model_parallel_group_if_none,
@@ -36,10 +40,17 @@ class WeightGradients:
         self._open: Piece | None = None
         self._put_off: dict[Piece, list[Callable[[], None]]] = {}
 
-    def begin(self, chunks: Sequence[DistributedDataParallel]) -> None:
-        """A step begins, with the layers that are here; what an interrupted one left is dropped."""
-        self._weights = {layer.weight for layer in _linear_layers(chunks)}
-        self._put_off.clear()
+    @contextmanager
+    def step(self, chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
+        """In a step of these chunks; what an interrupted one has put off is dropped."""
+        found = Counter(layer.weight for layer in _linear_layers(chunks))
+        # Autograd sums the gradients of a shared weight before it adds them.
+        self._weights = {weight for weight, count in found.items() if count == 1}
+        try:
+            yield
+        finally:
+            self._weights.clear()
+            self._put_off.clear()
 
     @contextmanager
     def put_off(self, piece: Piece) -> Iterator[None]:
@@ -80,15 +91,16 @@ class WeightGradients:
             gradient_accumulation_fusion: bool,
             allreduce_dgrad: bool,
             sequence_parallel: bool,
+            *more: Any,
             tp_group: Any = None,
-            **more: Any,
+            **named: Any,
         ) -> Any:
             how = gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel
             group = get_tensor_model_parallel_group_if_none(tp_group)
             output = late(input, weight, bias, *how, None, 0, group)
             if output is not None:
                 return output
-            return original(input, weight, bias, *how, tp_group=tp_group, **more)
+            return original(input, weight, bias, *how, *more, tp_group=tp_group, **named)
 
         return linear
 
@@ -111,6 +123,7 @@ def _apart(add_later: Callable[[Callable[[], None]], None]) -> Any:
             return LinearWithGradAccumulationAndAsyncCommunication.forward(ctx, *inputs)
 
         @staticmethod
+        @custom_bwd
         def backward(ctx: Any, gradient: torch.Tensor) -> Any:
             add_later(_product(ctx, gradient))
             bias = gradient.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
@@ -123,6 +136,8 @@ def why_whole_backward(chunks: Sequence[DistributedDataParallel]) -> str | None:
     """The reason why weight gradients cannot be computed apart; None where they can."""
     if chunks[0].config.gradient_accumulation_fusion:
         return "gradient_accumulation_fusion adds weight gradients within the backward pass"
+    if chunks[0].config.recompute_granularity == "full":
+        return "with full recomputation, what is put off would hold what that saves"
     if next(_linear_layers(chunks), None) is None:
         return "the layers' linear layers are not Megatron-Core's own"
     return None

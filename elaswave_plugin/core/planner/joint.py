@@ -176,6 +176,7 @@ class _Search:
         self.speeds = tuple(speeds) if speeds is not None else (1.0,) * num_stages
         self.predictor = Predictor(costs, work, vpp=after.vpp)
         self.is_exact = self.predictor.is_exact(num_stages)
+        self.knows_split = self.predictor.knows_split(num_stages)
         # All candidates only where each is cheap, so that a plan takes under half a second.
         self.passes = work.num_microbatches * num_stages
         self.is_small = self.passes <= MOST_SMALL_PASSES
@@ -427,7 +428,7 @@ class _Search:
 
         They, like greedy orders, are not simulated for slow workers.
         """
-        if not self.rules.split_backward or not self.is_exact or self.slow:
+        if not self.rules.split_backward or not self.knows_split or self.slow:
             return None
         best = list(rated[:LEAST_REFINED])
         best += [one for one in rated[LEAST_REFINED:] if stay and _key(one) == _key(stay)]
@@ -516,7 +517,7 @@ class _Search:
                 "backward: stays whole, "
                 + (
                     "weight gradients in bubbles gain nothing"
-                    if self.is_exact
+                    if self.knows_split
                     else "too many workers to place weight gradients"
                 )
             )

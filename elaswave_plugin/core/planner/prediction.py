@@ -42,6 +42,8 @@ Seats = tuple[Sequence[int], ...]
 MOST_PASSES = 20_000
 # The same up to which the greedy order is tried as well (some 40 ms each).
 MOST_GREEDY_PASSES = 2_500
+# The same up to which weight gradients are placed (some 60 ms each).
+MOST_SPLIT_PASSES = 2_500
 # What the greedy order may hold, against the window rule with one slot more: where memory allows
 # it, it is the better order because it may hold more.
 GREEDY_ROOM = 2
@@ -130,6 +132,10 @@ class Predictor:
     def knows_greedy(self, num_stages: int) -> bool:
         """Whether the greedy order can be tried."""
         return self.vpp == 1 and self.work.num_microbatches * num_stages <= MOST_GREEDY_PASSES
+
+    def knows_split(self, num_stages: int) -> bool:
+        """Whether weight gradients can be placed in time."""
+        return self.work.num_microbatches * num_stages * self.vpp <= MOST_SPLIT_PASSES
 
     def predict(
         self,
