@@ -51,7 +51,8 @@ def test_plan_obeys_what_is_forced(tmp_path: Path) -> None:
         assert plan["bytes_to_move"] == 0 and plan["width_moves"] == []
     file = tmp_path / "clocks.json"
     clocks = ["--clocks", "0.9,1,1.1", "--split-backward"]
-    assert run_command([*SMALL, *clocks, "--dead", "5", "--json", str(file)]) == 0
+    deep = ["plan", "--pp", "4", "--dp", "2", "--layers", "8", "--microbatches", "4"]
+    assert run_command([*deep, *clocks, "--dead", "5", "--json", str(file)]) == 0
     plan = json.loads(file.read_text())["plan"]
     assert plan["split_backward"] is True and max(plan["clocks"]) == 1.1
 
