@@ -28,6 +28,11 @@ from elaswave_plugin.runtime.supervisor_main import EXIT_CRASHED
 from elaswave_plugin.runtime.trainer_process import Program
 
 _WANTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# What launchers set alike for all workers of a job, and otherwise for other jobs.
+_NAMES_OF_A_JOB = (
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+    *("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE"),
+)
 _START_TIMEOUT_S = 600.0
 # MASTER_PORT is often a port that was free by chance: its neighbour need not be.
 _PORTS_TRIED = 16
@@ -144,7 +149,7 @@ def _place(env: Mapping[str, str], control_port: int | None) -> Place:
             world_size=int(env["WORLD_SIZE"]),
             host=env["MASTER_ADDR"],
             ports=ports,
-            job=f"{env.get('TORCHELASTIC_RUN_ID', '')}/{env['MASTER_PORT']}",
+            job="/".join([str(os.getuid()), *(env.get(name, "") for name in _NAMES_OF_A_JOB)]),
             timeout_s=_START_TIMEOUT_S,
         )
     except ValueError as error:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import selectors
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,26 +135,70 @@ def host_meeting(place: Place, listener: socket.socket, data: str) -> Meeting:
     )
     peers = {0: own}
     links: dict[int, socket.socket] = {}
-    while len(peers) < place.world_size:
-        missing = sorted(set(range(place.world_size)) - set(peers))
-        sock = _accept(listener, deadline_s, place, f"workers {missing} did not come")
-        greeting = _greeting(sock, place.job)
-        if greeting is None:
-            continue
-        if greeting.get("world_size") != place.world_size or greeting["slot"] in peers:
-            send_frame(
-                sock, {"error": f"this job has {place.world_size} workers, one of each slot"}
-            )
-            sock.close()
-            continue
-        peer = Peer(**{key: greeting[key] for key in own.to_json()})
-        peers[peer.slot] = peer
-        links[peer.slot] = sock
+    with _Door(listener, place.job) as door:
+        while len(peers) < place.world_size:
+            missing = sorted(set(range(place.world_size)) - set(peers))
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise AgreementError(f"workers {missing} did not come within {place.timeout_s:g} s")
+            for sock, greeting in door.greetings(left_s):
+                if greeting.get("world_size") != place.world_size or greeting["slot"] in peers:
+                    send_frame(
+                        sock,
+                        {"error": f"this job has {place.world_size} workers, one of each slot"},
+                    )
+                    sock.close()
+                    continue
+                peer = Peer(**{key: greeting[key] for key in own.to_json()})
+                peers[peer.slot] = peer
+                links[peer.slot] = sock
     roster = [peers[slot].to_json() for slot in sorted(peers)]
     token = os.urandom(8).hex()
     for sock in links.values():
         send_frame(sock, {"roster": roster, "token": token})
     return Meeting(peers=tuple(peers[slot] for slot in sorted(peers)), links=links)
+
+
+class _Door:
+    """Tells everyone who knocks which job this is, and hears all of them at the same time.
+
+    A stranger (a port scan, another job) that says nothing keeps nobody waiting.
+    """
+
+    def __init__(self, listener: socket.socket, job: str) -> None:
+        self._listener, self._job = listener, job
+        self._knocking = selectors.DefaultSelector()
+        self._knocking.register(listener, selectors.EVENT_READ)
+
+    def greetings(self, timeout_s: float) -> Iterator[tuple[socket.socket, dict[str, Any]]]:
+        """What was said by whoever speaks first, and with it by others; nothing after a while."""
+        for key, _ in self._knocking.select(timeout_s):
+            sock = key.fileobj
+            assert isinstance(sock, socket.socket)
+            if sock is self._listener:
+                self._let_in(sock.accept()[0])
+                continue
+            self._knocking.unregister(sock)
+            greeting = _greeting(sock)
+            if greeting is not None:
+                yield sock, greeting
+
+    def _let_in(self, sock: socket.socket) -> None:
+        try:
+            send_frame(sock, {"job": self._job})
+        except OSError:
+            sock.close()
+        else:
+            self._knocking.register(sock, selectors.EVENT_READ)
+
+    def __enter__(self) -> _Door:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for key in list(self._knocking.get_map().values()):
+            if isinstance(key.fileobj, socket.socket) and key.fileobj is not self._listener:
+                key.fileobj.close()
+        self._knocking.close()
 
 
 def join_meeting(place: Place, host: str, data: str) -> Meeting:
@@ -222,14 +268,9 @@ def _accept(
         raise AgreementError(f"{complaint} within {place.timeout_s:g} s") from None
 
 
-def _greeting(sock: socket.socket, job: str | None = None) -> dict[str, Any] | None:
-    """The first frame of a new connection; None from a stranger (a port scan, another job).
-
-    Where `job` is given, it is told first: who looks for another one goes away.
-    """
+def _greeting(sock: socket.socket) -> dict[str, Any] | None:
+    """The first frame of a new connection; None from a stranger (a port scan, another job)."""
     try:
-        if job is not None:
-            send_frame(sock, {"job": job})
         greeting = receive_frame(sock, _FIRST_FRAME_S)
     except (OSError, ValueError):
         sock.close()
@@ -250,8 +291,10 @@ def listen_at(host: str, port: int) -> socket.socket:
 
 def _look_for_first(place: Place, deadline_s: float) -> socket.socket:
     """Connect to slot 0, which may start later than we do, at whichever of its ports it is."""
-    for turn in itertools.count():
-        port = place.ports[turn % len(place.ports)]
+    first, *others = place.ports
+    # The first one is the likeliest by far, and a silent stranger at another one takes a while.
+    in_turn = [port for other in others for port in (first, other)] or [first]
+    for port in itertools.cycle(in_turn):
         try:
             return _dial(place.host, port, place.job)
         except (OSError, ValueError) as error:
@@ -260,7 +303,7 @@ def _look_for_first(place: Place, deadline_s: float) -> socket.socket:
                     f"the supervisor of worker 0 does not answer at {place.where} "
                     f"within {place.timeout_s:g} s ({error})"
                 ) from error
-        if port == place.ports[-1]:
+        if port == first:
             # Nothing can be waited for: the listener does not exist yet.
             time.sleep(_REDIAL_S)
     raise AssertionError("unreachable")

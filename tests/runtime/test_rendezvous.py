@@ -69,3 +69,19 @@ def test_a_stranger_that_speaks_is_no_supervisor(listeners: list[socket.socket])
     with pytest.raises(AgreementError, match=f"at {HOST}:{port} within 0.02 s .*'theirs'.*'ours'"):
         join_meeting(place(1, (port,), wait_s=0.02), HOST, "")
     speaker.join()
+
+
+def test_a_stranger_that_says_nothing_keeps_nobody_waiting(
+    listeners: list[socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It knocked first; were it heard first, the meeting would be over before."""
+    monkeypatch.setattr(rendezvous, "_FIRST_FRAME_S", 60.0)
+    port = int(listeners[0].getsockname()[1])
+    with ThreadPoolExecutor(1) as threads, socket.create_connection((HOST, port)) as stranger:
+        ours = threads.submit(host_meeting, place(0, (port,)), listeners[0], "")
+        assert stranger.recv(1)  # it was let in
+        joined = join_meeting(place(1, (port,)), HOST, "")
+        met = ours.result(20.0)
+        assert met.peers == joined.peers
+        for meeting in (joined, met):
+            close(meeting)
