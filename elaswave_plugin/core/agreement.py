@@ -52,6 +52,7 @@ from elaswave_plugin.core.agreement_messages import (
     Settled,
     Severed,
     Starts,
+    Stays,
     Stop,
     StopBefore,
     Welcome,
@@ -158,6 +159,8 @@ class Agreement(OwnTrainer):
                 | Starts()
             ):
                 self._learn_news(sender, message, now_s)
+            case Stays():
+                self._forget_notice(message.worker)
             case Stop():
                 self._stop(message.reason, message.exit_code)
 
@@ -322,7 +325,7 @@ class Agreement(OwnTrainer):
         me = WorkerId(slot=self.slot, incarnation=self.incarnation)
         if me in proposal.view.workers:
             self._effects.append(Deliver(committed=message, skipped=skipped))
-        elif me in self._reports.notices:
+        elif self._was_told_to_leave(me):
             self._dismissed = True
             self._effects.append(Dismiss())
 
@@ -362,6 +365,7 @@ class Agreement(OwnTrainer):
 
     def _win(self, ballot: Ballot, now_s: float) -> None:
         promises = list(self._promises.values())
+        self._learn_wishes(now_s)
         for sender, promise in self._promises.items():
             for news in promise.news:
                 self._learn_news(sender, news, now_s)

@@ -191,6 +191,13 @@ class Notice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stays:
+    """The leader to who asked for it: a notice is void, and nobody is to be told of it again."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settled:
     """The sender's trainer needs nothing any more that was sealed before this epoch."""
 
@@ -258,6 +265,7 @@ Message = (
     | Done
     | Ready
     | Notice
+    | Stays
     | Settled
     | Starts
     | Admit
@@ -410,6 +418,8 @@ def to_wire(message: Message) -> dict[str, Any]:
                 "saves_last": message.saves_last,
                 "asked": message.asked,
             }
+        case Stays():
+            return {"m": "stays", "worker": message.worker.to_json()}
         case Settled():
             return {"m": "settled", "epoch": message.epoch}
         case Starts() | Admit() | Welcome():
@@ -478,6 +488,8 @@ def from_wire(record: Mapping[str, Any]) -> Message:
                 saves_last=record["saves_last"],
                 asked=record["asked"],
             )
+        case "stays":
+            return Stays(worker=WorkerId.from_json(record["worker"]))
         case "settled":
             return Settled(epoch=record["epoch"])
         case "starts" | "admit" | "welcome":

@@ -5,6 +5,8 @@ The base of `agreement.Agreement`: news goes to the leader, and with a promise t
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 from elaswave_plugin.core.agreement_messages import (
     Done,
     Effect,
@@ -20,6 +22,7 @@ from elaswave_plugin.core.agreement_messages import (
     Settled,
     Severed,
     Starts,
+    Stays,
 )
 from elaswave_plugin.core.membership import (
     Arrival,
@@ -171,15 +174,34 @@ class OwnTrainer:
     def _learn_news(self, slot: int, news: News, now_s: float) -> None:
         if isinstance(news, Notice) and self._reports.is_void(news, self.committed):
             self._note("notice_void", slot=slot, evidence=news.evidence)
+            if slot == self.slot:
+                self._forget_notice(news.worker)
+            else:
+                self._send(slot, Stays(worker=news.worker))
             return
         self._reports.learn(slot, news, epoch=self.committed.epoch, now_s=now_s)
 
     def _tell_leader(self, news: News, now_s: float) -> None:
         """Only the leader acts on it; the next one is told with the promise that elects it."""
         self._news.append(news)
-        self._learn_news(self.slot, news, now_s)
+        # Whether a wish is void only the leader can tell, who knows those of all.
+        if self.leader == self.slot or not _is_wish(news):
+            self._learn_news(self.slot, news, now_s)
         if self.leader != self.slot:
             self._send(self.leader, news)
+
+    def _learn_wishes(self, now_s: float) -> None:
+        """This supervisor leads from now on: what it left to the leader is its own to judge."""
+        for news in filter(_is_wish, tuple(self._news)):
+            self._learn_news(self.slot, news, now_s)
+
+    def _was_told_to_leave(self, worker: WorkerId) -> bool:
+        """Whether there is a notice of the own trainer that is not void, as far as is known."""
+        return any(isinstance(news, Notice) and news.worker == worker for news in self._news)
+
+    def _forget_notice(self, worker: WorkerId) -> None:
+        """The worker stays, and the next leader is not told that it was to leave."""
+        self._news = [news for news in self._news if not (_is_wish(news) and news.worker == worker)]
 
     # ---- sending ------------------------------------------------------------------------------
 
@@ -193,3 +215,8 @@ class OwnTrainer:
 
     def _note(self, kind: str, **fields: object) -> None:
         self._effects.append(Note(kind=kind, fields=fields))
+
+
+def _is_wish(news: News) -> TypeGuard[Notice]:
+    """Whether it is a notice that may be void."""
+    return isinstance(news, Notice) and news.asked

@@ -52,6 +52,8 @@ def test_of_all_that_are_drained_the_last_one_stays(tmp_path: Path) -> None:
         assert job.one("commit", 2, epoch=2)["ranks"] == [2]
         job.tell(2, "release")
         job.all("stopped", [0, 1])
+        # It leads the job now, alone, and does not remember that it was to leave.
+        assert all(job.ended(job.supervisors[slot]) for slot in (0, 1))
         assert job.finish([2]) == 0
         assert "worker 2 stays: all others leave; end the job instead" in job.output()
         assert [event["slot"] for event in job.events("notice_void")] == [2]
