@@ -385,11 +385,8 @@ def to_wire(message: Message) -> dict[str, Any]:
         case StopBefore():
             return {"m": "stop_before", "b": _ballot(message.ballot), "step": message.step}
         case Committed():
-            return {
-                "m": "committed",
-                "p": _proposal(message.proposal),
-                "payload": message.payload,
-            }
+            proposal = _proposal(message.proposal)
+            return {"m": "committed", "p": proposal, "payload": message.payload}
         case Refuse():
             return {"m": "refuse", "b": _ballot(message.promised)}
         case Report():

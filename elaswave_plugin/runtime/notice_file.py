@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from elaswave_plugin.errors import ConfigurationError
@@ -30,18 +33,23 @@ def check_notice_file(path: str | os.PathLike[str]) -> None:
 def watch_notice_file(reactor: Reactor, path: str, on_notice: Callable[[str], None]) -> None:
     """Call `on_notice(reason)` once, when the file is there; its first line is the reason.
 
-    Looked for every quarter of a second: a file on a network has no events to wait for.
+    Looked for every quarter of a second: a file on a network has no events to wait for. In a thread
+    of its own, since such a network may keep whoever looks waiting.
     """
 
     def look() -> None:
-        try:
-            with open(path, encoding="utf-8", errors="replace") as file:
-                line = file.read(_MOST_BYTES).partition("\n")[0].strip()
-        except FileNotFoundError:
-            reactor.after(_LOOK_EVERY_S, look)
-            return
-        except OSError as error:
-            line = f"it cannot be read: {error.strerror}"
-        on_notice(f"the notice file {path}" + (f": {line}" if line else " is there"))
+        while (line := _first_line(path)) is None:
+            time.sleep(_LOOK_EVERY_S)
+        said = f"the notice file {path}" + (f": {line}" if line else " is there")
+        reactor.post(partial(on_notice, said))
 
-    look()
+    threading.Thread(target=look, name="notice file", daemon=True).start()
+
+
+def _first_line(path: str) -> str | None:
+    """None without a file, and where it cannot be read: a network may be gone for a while."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(_MOST_BYTES).partition("\n")[0].strip()
+    except OSError:
+        return None

@@ -91,7 +91,7 @@ class Supervisor:
         self._awaited_epoch = 0
         self._orphans: set[int] = set()
         self._exit_code: int | None = None
-        self._told = False
+        self._told = self._signalled = False
         self._zygote = zygote
         self._deaths: Deaths | None = None
         self._remembered: dict[str, object] = {}
@@ -135,8 +135,8 @@ class Supervisor:
             signal.signal(number, self._on_signal)
         self._attach(self._trainer)
         if notice_file := self._spec.env.get(NOTICE_FILE):
-            notify = partial(self._take_notice, signal.SIGTERM)
-            watch_notice_file(self._reactor, notice_file, notify)
+            heed = partial(self._heed, signal.SIGTERM)
+            watch_notice_file(self._reactor, notice_file, heed)
         with published(self._spec.run_dir, self._address(), self._lost_supervisors):
             on_met(self._data_address)
             self._reactor.run()
@@ -542,18 +542,22 @@ class Supervisor:
 
     def _on_signal(self, number: int, frame: object) -> None:
         reason = f"its supervisor was told to end by {signal.Signals(number).name}"
-        self._reactor.post(partial(self._take_notice, number, reason))
+        self._reactor.post(partial(self._take_signal, number, reason))
 
-    def _take_notice(self, number: int, reason: str) -> None:
-        """Told to end: between two steps, or at once by Ctrl-C or where it is told again."""
-        works = self._trainer.works and self._trainer.delivered
-        if number == signal.SIGINT or self._told or not works:
+    def _take_signal(self, number: int, reason: str) -> None:
+        at_once = number == signal.SIGINT or self._signalled
+        self._signalled = True
+        (self._leave if at_once else self._heed)(number, reason)
+
+    def _heed(self, number: int, reason: str) -> None:
+        """End between two steps where there are any; a scheduler may say so in two ways."""
+        if not (self._trainer.works and self._trainer.delivered):
             self._leave(number, reason)
-            return
-        self._told = True
-        self.drain(reason)
-        limit_s = self._spec.patience.notice_timeout_s
-        self._reactor.after(limit_s, partial(self._leave, number, reason))
+        elif not self._told:
+            self._told = True
+            self.drain(reason)
+            limit_s = self._spec.patience.notice_timeout_s
+            self._reactor.after(limit_s, partial(self._leave, number, reason))
 
     def drain(self, reason: str, *, asked: bool = False) -> None:
         """Have the trainer leave between two steps, with nothing lost and nothing done twice.

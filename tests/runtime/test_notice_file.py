@@ -1,5 +1,7 @@
 """`--notice-file`: once the file is there, the workers of its node leave, and the others go on."""
 
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ from elaswave_plugin.runtime.notice_file import NOTICE_FILE
 from elaswave_plugin.runtime.trainer_process import Program
 from tests.ports import free_port
 from tests.runtime.jobs import TRAINER, Job
-from tests.tiers import sampled
+
+TERMINATED = "its supervisor was told to end by SIGTERM"
 
 
 def launched(folder: Path, file: Path) -> Job:
@@ -24,22 +27,31 @@ def launched(folder: Path, file: Path) -> Job:
 
 
 @pytest.mark.parametrize(
-    "text", sampled(["node 7 goes down at noon\nsigned: the scheduler", ""], keep=(0,))
+    ("text", "is_terminated"),
+    [("node 7 goes down at noon\nsigned: the scheduler", False), ("", True)],
 )
-def test_the_workers_of_the_node_leave_between_two_steps(tmp_path: Path, text: str) -> None:
+def test_the_workers_of_the_node_leave_between_two_steps(
+    tmp_path: Path, text: str, is_terminated: bool
+) -> None:
+    """Kubernetes does both: its hook before the stop makes the file, and then it sends SIGTERM."""
     file = tmp_path / "notice"
     with launched(tmp_path / "job", file) as job:
         for slot in range(3):
             job.tell(slot, "step 1")
         file.write_text(text)
+        if is_terminated:
+            time.sleep(0.5)  # both within the second in which notices are gathered
+            job.launchers[1].terminate()
         for slot in (0, 2):
             commit = job.one("commit", slot, epoch=2)
             assert commit["ranks"] == [0, 2]
             said = f": {text.splitlines()[0]}" if text else " is there"
-            assert commit["reason"] == f"worker 1 (node 1) left: the notice file {file}{said}"
+            # Whichever was seen first.
+            reasons = [f"the notice file {file}{said}", TERMINATED][: 1 + is_terminated]
+            assert commit["reason"] in {f"worker 1 (node 1) left: {reason}" for reason in reasons}
             job.tell(slot, "release")
         job.one("stopped", 1)
-        assert job.code(1) == 0
+        assert job.code(1) == (128 + signal.SIGTERM if is_terminated else 0)
         assert job.finish([0, 2]) == 0
 
 
