@@ -58,7 +58,8 @@ class Operations:
         if self._first_s is None or self._left is None or not self._count:
             return None
         around_s = time.perf_counter() - self._began_s - (self._left[0] - self._first_s)
-        return self._between_s / self._count, around_s
+        # Another thread's waiting counts too, and may be longer than what it is taken from.
+        return max(0.0, self._between_s / self._count), max(0.0, around_s)
 
 
 class Stopwatch:
