@@ -17,6 +17,7 @@ from elaswave_plugin.tracking.events import EVENTS_FILE, LEDGER_FILE, STEPS_FILE
 Record = dict[str, Any]
 # The reason of the view that nothing led to.
 LAUNCH = "launch"
+_LAYOUTS = ("layout_before", "layout_after")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,21 +210,21 @@ def throughput(run: RunFiles) -> list[Record]:
     by_epoch: dict[int, list[tuple[int, Sequence[Record]]]] = {}
     for step, records in sorted(counted_steps(run).items()):
         by_epoch.setdefault(records[0]["epoch"], []).append((step, records))
-    layouts = [e["layout_before"] for e in run.of_kind("recovered") if "layout_before" in e][:1]
-    cuts = layouts[0]["cuts"] if layouts else None
+    changes = {event["epoch"]: event for event in run.of_kind("recovered")}
     why = {event["epoch"]: event["reason"] for event in run.of_kind("view_committed")}
-    changed_epochs = {event["epoch"] for event in run.of_kind("recovered")}
+    layouts = [change[key] for change in changes.values() for key in _LAYOUTS if key in change]
+    cuts = layouts[0]["cuts"] if layouts else None
     found: list[Record] = []
     for epoch, steps in sorted(by_epoch.items()):
-        changed = [e for e in run.of_kind("recovered") if e["epoch"] == epoch and cuts is not None]
-        cuts = changed[0]["layout_after"]["cuts"] if changed else cuts
+        if epoch in changes and layouts:
+            cuts = changes[epoch]["layout_after"]["cuts"]
         times = [max(float(one["step_s"]) for one in records) for _, records in steps[1:]]
         step_s = median(times) if times else None
         tokens = float(steps[0][1][0].get("tokens") or 0)
         found.append(
             {
                 "epoch": epoch,
-                "reason": why[epoch] if epoch in changed_epochs else LAUNCH,
+                "reason": why[epoch] if epoch in changes else LAUNCH,
                 "cuts": cuts,
                 "first_step": steps[0][0],
                 "steps": len(steps),

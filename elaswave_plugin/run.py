@@ -136,24 +136,24 @@ def _place(env: Mapping[str, str], control_port: int | None) -> Place:
     try:
         port = control_port or int(env.get("ELASWAVE_CONTROL_PORT", 0))
         first = int(env["MASTER_PORT"]) + 1
-        ports = (port,) if port else tuple(range(first, min(first + _PORTS_TRIED, 1 << 16)))
-        if not ports:
-            raise ConfigurationError(
-                f"MASTER_PORT is {env['MASTER_PORT']}, wanted at most 65534: the supervisors use "
-                "a port above it, or the one of --elaswave-control-port"
-            )
-        return Place(
+        place = Place(
             slot=int(env["RANK"]),
             # torchrun's name of the node's rank, and the DeepSpeed launcher's.
             node=int(env.get("GROUP_RANK", env.get("CROSS_RANK", "0"))),
             world_size=int(env["WORLD_SIZE"]),
             host=env["MASTER_ADDR"],
-            ports=ports,
+            ports=(port,) if port else tuple(range(first, min(first + _PORTS_TRIED, 1 << 16))),
             job="/".join([str(os.getuid()), *(env.get(name, "") for name in _NAMES_OF_A_JOB)]),
             timeout_s=_START_TIMEOUT_S,
         )
     except ValueError as error:
         raise ConfigurationError(f"the launcher's environment has no numbers: {error}") from error
+    if not place.ports:
+        raise ConfigurationError(
+            f"MASTER_PORT is {env['MASTER_PORT']}, wanted at most 65534: the supervisors use a "
+            "port above it, or the one of --elaswave-control-port"
+        )
+    return place
 
 
 def _listen(place: Place) -> socket.socket:

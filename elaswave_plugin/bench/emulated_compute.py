@@ -11,7 +11,7 @@ import functools
 import runpy
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -63,48 +63,37 @@ class _Pass:
 
     def __init__(self, seconds: float, owed: Owed) -> None:
         self._seconds, self._owed = seconds, owed
-        self.began_s = 0.0
+        self._began_s = 0.0
 
-    def end_s(self) -> float:
-        """When it is over, without the weight gradients where they are put off."""
-        return self.began_s + self._seconds / 2 + self._owed.put_off(self._seconds / 2)
+    def begin(self) -> None:
+        """Note the time."""
+        self._began_s = time.perf_counter()
+
+    def end(self) -> None:
+        """Sleep for what is left, without the weight gradients where they are put off."""
+        seconds = self._seconds / 2 + self._owed.put_off(self._seconds / 2)
+        sleep_until(self._began_s + seconds)
 
 
-class _Output(torch.autograd.Function):
-    """The identity, where a backward pass begins."""
+class _Then(torch.autograd.Function):
+    """The identity, whose backward pass does something else as well."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, one: _Pass) -> torch.Tensor:
+    def forward(ctx: Any, hidden: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
         """Pass on."""
-        ctx.one = one
+        ctx.call = call
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Note the time, and pass on."""
-        ctx.one.began_s = time.perf_counter()
+        """Do it, and pass on."""
+        ctx.call()
         return grads[0], None
 
 
-class _Input(torch.autograd.Function):
-    """The identity, where a backward pass ends, not before its time is over."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, one: _Pass) -> torch.Tensor:
-        """Pass on."""
-        ctx.one = one
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Sleep for what is left, and pass on."""
-        sleep_until(ctx.one.end_s())
-        return grads[0], None
-
-
-def _apply(function: Any, hidden: torch.Tensor, one: _Pass) -> torch.Tensor:
-    applied: torch.Tensor = function.apply(hidden, one)
-    return applied
+def _then(hidden: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
+    passed: torch.Tensor = _Then.apply(hidden, call)
+    return passed
 
 
 def sleep_until(end_s: float) -> None:
@@ -117,12 +106,12 @@ def take(seconds: float, owed: Owed, forward: Any, layer: Any, *args: Any, **kwa
     began_s = time.perf_counter()
     one = _Pass(2 * seconds, owed)
     if args:
-        args = _apply(_Input, args[0], one), *args[1:]
+        args = _then(args[0], one.end), *args[1:]
     else:
-        kwargs["hidden_states"] = _apply(_Input, kwargs["hidden_states"], one)
+        kwargs["hidden_states"] = _then(kwargs["hidden_states"], one.end)
     hidden, *rest = forward(layer, *args, **kwargs)
     sleep_until(began_s + seconds)
-    return _apply(_Output, hidden, one), *rest
+    return _then(hidden, one.begin), *rest
 
 
 def slow_down(forward_s: float) -> None:

@@ -211,7 +211,7 @@ class PipelineFlow:
         predictor = Predictor(costs, work, vpp=layout.vpp)
         if not predictor.knows_split(len(layout.stages)):
             return self
-        limits = predictor.limits(layout.widths, layout.cuts)
+        limits = predictor.limits(tuple(map(range, layout.widths)), layout.cuts)
         lists = with_weights_in_bubbles(
             replace(self, lists=()).every_list(),
             self._stage_times(costs),
@@ -256,9 +256,9 @@ def flow_of(
     A whole layout with nobody slow, or none so slow that it is to have less, goes on as at launch.
 
     ``may_resize``: whether auto may cut micro-batches; ``split_backward``: auto where that gains.
-    ``slow``: how many times as long single
-    workers take, by slot. With ``clocks``, stages may run at others than 1 where one is narrower
-    than at launch or has a slow worker; all workers together draw at most ``power_cap_w``.
+    ``slow``: how many times as long single workers take, by slot. With ``clocks``, stages may run
+    at others than 1 where one is narrower than at launch or has a slow worker; all workers together
+    draw at most ``power_cap_w``.
 
     Raises ConfigurationError where nothing fits in flight.
     """

@@ -19,6 +19,7 @@ from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
 from tests.deepspeed.test_kill import PHASES
 from tests.deepspeed.test_monitor import check_csv, scalars, settings_of
 from tests.faults.harness import Outcome, check_survived, max_relative_difference
+from tests.faults.test_join import LATER
 from tests.tiers import sampled
 
 EPOCHS = str(SCRIPTS / "epochs.py")
@@ -169,27 +170,13 @@ def test_a_script_that_counts_its_batches_itself_is_refused_and_the_others_go_on
 @pytest.mark.slow
 def test_four_workers_become_two_and_four_again(run: Launch, reference: Launch) -> None:
     """The second loss comes while the first newcomer is being built; each enters by itself."""
-    later = """
-import json, os, time
-from elaswave_plugin.runtime.worker import Worker
-ask = Worker.ask_to_enter
-def ask_second(self):
-    deadline_s = time.monotonic() + 60
-    while self.slot == 0 and time.monotonic() < deadline_s:
-        kinds = [json.loads(line)["kind"] for line in open(self.config.dir / "events.jsonl")]
-        if "entered" in kinds:
-            break
-        time.sleep(0.05)
-    ask(self)
-Worker.ask_to_enter = ask_second
-"""
     spec = EngineSpec(
         stage=2,
         steps=90,
         dump="last",
         respawn=5,
         kills=("2@2:backward", "0@4:reduce"),
-        sabotage=later,
+        sabotage=LATER.format(slot=0),
     )
     killed = run(spec)
     check_survived(killed)

@@ -93,7 +93,11 @@ def test_bad_input_under_torchrun_is_a_sentence(tmp_path: Path) -> None:
             ([str(TRAINER)], {}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"),
             (["--what", "x.py"], worker, "unrecognized arguments: --what"),
             ([str(TRAINER)], {**worker, "RANK": "x"}, "has no numbers"),
-            ([str(TRAINER)], {**worker, "MASTER_PORT": "65535"}, "wanted at most 65534"),
+            (
+                [str(TRAINER)],
+                {**worker, "MASTER_PORT": "65535"},
+                "run: MASTER_PORT is 65535, wanted",
+            ),
             (
                 [f"--elaswave-control-port={port}", str(TRAINER)],
                 worker,

@@ -167,15 +167,13 @@ class Predictor:
             ]
             limits = [
                 limit // samples
-                for limit, samples in zip(
-                    self.limits([*map(len, seats)], cuts), slot_samples, strict=True
-                )
+                for limit, samples in zip(self.limits(seats, cuts), slot_samples, strict=True)
             ]
             windows = fit_windows(wanted, limits)
             seconds = fluid_seconds(flow, times, self.costs.link, windows)
         else:
             split = self._flow(choice, seats, slowness)
-            windows = self._fitted(split, wanted, self.limits([*map(len, seats)], cuts))
+            windows = self._fitted(split, wanted, self.limits(seats, cuts))
             seconds = split.seconds(times, self.costs.link, windows)
         return Prediction(seconds=seconds, windows=windows)
 
@@ -191,7 +189,7 @@ class Predictor:
     ) -> OpLists:
         """The op lists of all workers. Raises ConfigurationError where they do not fit."""
         assignment = choice.split(seats, self.work, slowness).assignment()
-        limits = self.limits([*map(len, seats)], cuts)
+        limits = self.limits(seats, cuts)
         if self.vpp > 1:
             lists = interleaved_lists(assignment, num_chunks=self.vpp)
             self._check_chunks(lists, limits)
@@ -214,7 +212,7 @@ class Predictor:
         """Seconds and lists of the same plan with weight gradients in the bubbles."""
         times = self._times(cuts, speeds)
         lists = self.lists(choice, seats, cuts, extra=extra, speeds=speeds)
-        limits = [float(limit) for limit in self.limits([*map(len, seats)], cuts)]
+        limits = [float(limit) for limit in self.limits(seats, cuts)]
         filled = with_weights_in_bubbles(lists, times, self.costs.link, limits=limits)
         return simulate(filled, times, self.costs.link).seconds, filled
 
@@ -226,7 +224,7 @@ class Predictor:
         times: Sequence[StageTime],
     ) -> tuple[OpLists, float]:
         """Lists and seconds in greedy order, holding at most `GREEDY_ROOM` of a window's."""
-        flow, limits = self._flow(choice, seats), self.limits([*map(len, seats)], cuts)
+        flow, limits = self._flow(choice, seats), self.limits(seats, cuts)
         windows = self._fitted(flow, window_sizes(len(seats), extra=1), limits)
         room = [
             min(limit, GREEDY_ROOM * flow.peak(stage, window))
@@ -254,10 +252,11 @@ class Predictor:
             slot_width=choice.slot_width,
         )
 
-    def limits(self, widths: Sequence[int], cuts: Sequence[int]) -> list[int]:
+    def limits(self, seats: Seats, cuts: Sequence[int]) -> list[int]:
         """Samples that the workers of each stage have memory for; chunks of a stage together."""
-        num_stages = len(widths)
-        resident = self.costs.resident_bytes(cuts, [*widths] * self.vpp)
+        num_stages = len(seats)
+        widths = [len(stage) for stage in seats]
+        resident = self.costs.resident_bytes(cuts, widths * self.vpp)
         activations = self.costs.activation_bytes(cuts)
         limits = []
         for stage in range(num_stages):
