@@ -92,7 +92,8 @@ class _Then(torch.autograd.Function):
 
 
 def _then(hidden: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
-    passed: torch.Tensor = _Then.apply(hidden, call)
+    function: Any = _Then
+    passed: torch.Tensor = function.apply(hidden, call)
     return passed
 
 
