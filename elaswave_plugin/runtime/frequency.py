@@ -176,6 +176,7 @@ def _start_guard(uuid: str) -> "subprocess.Popen[str]":
         return guard
     if not told:
         guard.kill()
+    guard.stdout.close()
     why = f"exit code {guard.wait(GUARD_READY_S)}" if told else f"not within {GUARD_READY_S:g} s"
     raise ConfigurationError(
         f"clocks is nvml, and the process that gives the clocks of {uuid} back did not start"

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.ports import free_port
 
 Report = dict[str, Any]
@@ -127,6 +129,20 @@ class Job:
         """SIGKILL these supervisors."""
         for slot in slots:
             os.kill(self.supervisors[slot], signal.SIGKILL)
+
+    def stop_supervisor(self, slot: int) -> None:
+        """SIGSTOP a supervisor and wait until it has stopped.
+
+        Before, a thread of it may go on for a while: the signal waits for the one it was given to.
+        """
+        process = psutil.Process(self.supervisors[slot])
+        process.suspend()
+        deadline_s = time.monotonic() + WAIT_S
+        while any(
+            psutil.Process(one.id).status() != psutil.STATUS_STOPPED for one in process.threads()
+        ):
+            assert time.monotonic() < deadline_s, f"supervisor {slot} does not stop"
+            time.sleep(0.001)  # nothing tells that a process which is no child has stopped
 
     def one(self, what: str, slot: int, **wanted: object) -> Report:
         """The next matching report of a trainer; each is returned once."""

@@ -356,7 +356,7 @@ def test_copies_of_a_step_that_is_sealed_again_are_awaited(tmp_path: Path) -> No
     with Job(tmp_path, 3, "--heartbeat-timeout-s=60").start() as job:
         job.kill(2)
         job.all("commit", [0, 1], epoch=2)
-        os.kill(job.supervisors[1], signal.SIGSTOP)
+        job.stop_supervisor(1)
         job.tell(0, "seal 0")
         job.one("sealed", 0)
         assert job.nothing("copied", 0, for_s=0.5)

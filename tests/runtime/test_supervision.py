@@ -1,7 +1,6 @@
 """Losses of trainers, supervisors and leaders in jobs of real processes, all killed by pid."""
 
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -174,7 +173,7 @@ def test_a_trainer_that_finishes_and_hangs_is_killed_as_done(tmp_path: Path) -> 
 
 def test_a_supervisor_that_is_stopped_is_lost_and_killed(tmp_path: Path) -> None:
     with Job(tmp_path, 3, "--heartbeat-timeout-s=1").start() as job:
-        os.kill(job.supervisors[0], signal.SIGSTOP)
+        job.stop_supervisor(0)
         assert ranks_of(job, [1, 2], 2) == [2, 1]
         assert job.finish([1, 2]) == 0
         assert job.left(WAIT_S) == []
