@@ -21,7 +21,7 @@ Record = dict[str, Any]
 # What all survivors of an epoch report alike.
 _SHARED = (
     *("layout_before", "layout_after", "dataflow", "pieces", "windows", "clocks", "slow"),
-    *("split_backward", "bytes_moved", "layer_times_s"),
+    *("greedy_order", "split_backward", "bytes_moved", "layer_times_s"),
 )
 
 
@@ -60,7 +60,8 @@ def layout_fields(
             ],
             "windows": list(flow.windows),
             "clocks": list(flow.clocks),
-            "split_backward": bool(flow.lists),
+            "greedy_order": flow.is_greedy,
+            "split_backward": flow.is_split,
             **_work(flow),
             "bytes_to_move": sum(change["bytes_moved"] for change in changes),
             **_prediction(
@@ -128,6 +129,7 @@ def _flow(
         slow=tuple((slot, factor) for slot, factor in change["slow"] or ()),
         times=times,
     )
+    flow = flow.in_greedy_order() if change["greedy_order"] else flow
     return flow.with_split_backward() if change["split_backward"] else flow
 
 

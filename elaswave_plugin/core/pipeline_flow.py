@@ -5,7 +5,8 @@ replicas are spread over their peers. A slow worker gets fewer where they are de
 Micro-batches stay whole in both, so every stage and tp position has the exact order of sums of
 ``core/exact.py``. Resize: every stage cuts the samples of a round of micro-batches evenly over its
 live replicas, which sums in another order. Which one, and how many slots are in flight, is chosen
-by simulated time. Backwards may be split, weight gradients where a worker would wait.
+by simulated time, and where that gains, operations go in greedy order instead, and backwards are
+split, weight gradients where a worker would wait. Every worker adds gradients in rising order.
 
 >>> from elaswave_plugin.core.layout import launch_layout
 >>> healthy = launch_layout(tp=1, pp=2, dp=2, num_layers=2)
@@ -35,6 +36,7 @@ from elaswave_plugin.core.layout import ParallelLayout
 from elaswave_plugin.core.planner.costs import CostModel
 from elaswave_plugin.core.planner.dvfs import ClockTable
 from elaswave_plugin.core.planner.executable import plan_split
+from elaswave_plugin.core.planner.greedy import greedy_lists, greedy_room
 from elaswave_plugin.core.planner.joint import JointPlan, PlanRules, joint_plan, slowness_of
 from elaswave_plugin.core.planner.microbatch_split import REDEAL, REROUTE, RESIZE
 from elaswave_plugin.core.planner.prediction import Predictor, StepWork
@@ -66,8 +68,8 @@ class PipelineFlow:
     in flight at each stage. No part of what is compared: ``reasons``, why it is dealt so; ``times``
     of layers, for which it is; ``compute_s``, the simulated seconds of the operations, where these
     times were measured. ``clocks`` of the stages; none: they are left alone. ``slow``: (slot, how
-    many times as long it takes) of those that it was dealt for. ``lists`` of operations with split
-    backwards, which change no sum; none: by the window rule, or interleaved.
+    many times as long it takes) of those that it was dealt for. ``lists`` of operations in greedy
+    order or with split backwards, which change no sum; none: by the window rule, or interleaved.
     """
 
     layout: ParallelLayout
@@ -82,6 +84,8 @@ class PipelineFlow:
     times: LayerTimes = field(default_factory=LayerTimes, repr=False, compare=False)
     compute_s: float | None = field(default=None, repr=False, compare=False)
     lists: OpLists = field(default=(), compare=False)
+    is_greedy: bool = field(default=False, compare=False)
+    is_split: bool = field(default=False, compare=False)
 
     @property
     def step_s(self) -> float | None:
@@ -196,11 +200,31 @@ class PipelineFlow:
         whole = layout.is_rectangular and layout.keeps_stages and layout.keeps_layers
         return whole and not self.slow
 
+    def in_greedy_order(self) -> "PipelineFlow":
+        """The same in greedy order, if layers take its ``times``."""
+        predictor, limits = self._predictor()
+        costs = predictor.costs
+        room = greedy_room(self.pieces, self.windows, limits)
+        times = self._stage_times(costs)
+        lists = greedy_lists(self.pieces, times, costs.link, limits=room, windows=self.windows)
+        return replace(self, lists=lists, is_greedy=True)
+
     def with_split_backward(self) -> "PipelineFlow":
         """The same with weight gradients where workers would wait, if layers take its ``times``.
 
         Whole as it is where there are too many workers for that.
         """
+        predictor, limits = self._predictor()
+        if not predictor.knows_split(len(self.layout.stages)):
+            return self
+        costs = predictor.costs
+        lists = with_weights_in_bubbles(
+            self.every_list(), self._stage_times(costs), costs.link, limits=limits
+        )
+        return replace(self, lists=lists, is_split=True)
+
+    def _predictor(self) -> tuple[Predictor, list[int]]:
+        """With the samples that workers of each stage may hold."""
         layout = self.layout
         work = StepWork(
             num_microbatches=self.num_microbatches,
@@ -209,16 +233,7 @@ class PipelineFlow:
         )
         costs = _costs(layout, work, self.times, dict(self.slow))
         predictor = Predictor(costs, work, vpp=layout.vpp)
-        if not predictor.knows_split(len(layout.stages)):
-            return self
-        limits = predictor.limits(tuple(map(range, layout.widths)), layout.cuts)
-        lists = with_weights_in_bubbles(
-            replace(self, lists=()).every_list(),
-            self._stage_times(costs),
-            costs.link,
-            limits=limits,
-        )
-        return replace(self, lists=lists)
+        return predictor, predictor.limits(tuple(map(range, layout.widths)), layout.cuts)
 
     def every_list(self) -> OpLists:
         """The ordered operations by stage and replica."""
@@ -305,6 +320,7 @@ def flow_of(
         times=times,
         compute_s=plan.seconds if times.is_measured else None,
     )
+    flow = flow.in_greedy_order() if plan.chosen.is_greedy else flow
     splits = plan.split_backward or split_backward == "always"
     return flow.with_split_backward() if splits else flow
 
@@ -366,7 +382,6 @@ def _rules(
         policies=every if policy == "auto" else (policy,),
         move_layers=move_layers,
         move_workers=move_workers,
-        greedy=False,
         split_backward=split_backward != "never",
     )
 
@@ -383,8 +398,7 @@ def _costs(layout: ParallelLayout, work: StepWork, times: LayerTimes, slow: Slow
     """What a plan goes by.
 
     A worker may hold the activations of one slot more than the first stage of the launch, a slot
-    being what a usual worker of the weakest stage runs of one micro-batch a replica. Gradients have
-    to be added in rising order, which the window rule keeps.
+    being what a usual worker of the weakest stage runs of one micro-batch a replica.
     """
     num_stages = len(layout.stages)
     slot = ceil(layout.dp / min(map(fair_width, slowness_of(layout, slow))))

@@ -1,6 +1,7 @@
 """Dealing a step over a ragged pipeline: complete, exact in its order of sums, without deadlock."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -229,6 +230,25 @@ def test_a_deal_that_spares_the_slow_but_does_not_fit_is_not_made(
     layout = launch_layout(tp=tp, pp=pp, dp=dp, num_layers=num_layers, vpp=2)
     flow = flow_of(layout=layout, num_microbatches=48, slow=slow)
     assert flow == flow_of(layout=layout, num_microbatches=48)
+
+
+def test_nobody_waits_for_a_narrow_first_stage_where_that_gains() -> None:
+    """By the window rule workers behind it wait for a forward before a backward that is there."""
+    layout = launch_layout(tp=1, pp=4, dp=2, num_layers=8).without([0])
+    flow = flow_of(layout=layout, num_microbatches=10)
+    assert flow.is_greedy and flow.lists and not flow.is_split
+    by_windows = replace(flow, lists=(), is_greedy=False)
+    assert flow == by_windows  # no sum is another
+    seconds = [one.simulated(LayerTimes(), {}).seconds for one in (by_windows, flow)]
+    assert seconds == [74.0, 60.0]
+    assert any("greedy, takes 60 s, rerouting 62 s" in reason for reason in flow.reasons)
+    apart = flow.with_split_backward()
+    assert apart.is_greedy and apart.is_split
+    for slot in (1, *range(2, 8)):
+        ops = [op for op in apart.ops(slot) if op.kind != WEIGHTS]
+        assert ops == list(flow.ops(slot))
+    # Slow workers are dealt for by the window rule.
+    assert not flow_of(layout=layout, num_microbatches=10, slow={3: 2.0}).is_greedy
 
 
 def test_weight_gradients_go_apart_where_that_gains() -> None:

@@ -246,29 +246,41 @@ def test_greedy_lists_never_block_and_hold_no_more_than_their_limit() -> None:
         split = random_split(dice)
         times = random_times(dice, len(split.stages))
         limits = [dice.randint(1, 4) * int(stage.samples().max()) for stage in split.stages]
-        lists, seconds = greedy_step(split.assignment(), times, LINK, limits=limits)
+        windows = [dice.randint(1, 6) for _ in split.stages]
+        assignment = split.assignment()
+        lists, seconds = greedy_step(assignment, times, LINK, limits=limits, windows=windows)
         result = simulate(lists, times, LINK)
         assert not result.blocked and result.seconds == pytest.approx(seconds)
         for stage, workers in enumerate(lists):
             assert all(peak_in_flight(ops, samples_of) <= limits[stage] for ops in workers)
+            for ops, pieces in zip(workers, assignment[stage], strict=True):
+                for kind in "FB":
+                    samples = [(op.slot, op.start) for op in ops if op.kind == kind]
+                    assert samples == sorted((one.slot, one.start) for one in pieces)
+
+
+def greedy_text(split: MicrobatchSplit, times: list[StageTime], **bounds: list[int]) -> list[str]:
+    lists = greedy_lists(split.assignment(), times, LinkTime(), **bounds)
+    return [show_ops(ops) for stage in lists for ops in stage]
 
 
 def test_greedy_lists_as_text() -> None:
-    """Stage 1 has one worker of two, and takes each backward before its next forward."""
-    split = redeal(widths=(2, 1), num_microbatches=6, microbatch_size=1, slot_width=2)
+    """Stage 0 has one worker of two: stage 1 does not wait for its next forward, as windows do."""
+    split = redeal(widths=(1, 2), num_microbatches=4, microbatch_size=1, slot_width=1)
     times = [StageTime(forward_s=3, backward_s=6), StageTime(forward_s=1, backward_s=1)]
-    lists = greedy_lists(split.assignment(), times, LinkTime(), limits=[3, 2])
-    assert [[show_ops(ops) for ops in stage] for stage in lists] == [
-        ["F0 F2 B0 B2 F4 B4", "F1 F3 F5 B1 B3 B5"],
-        ["F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5"],
-    ]
-    # The backwards of slots 1 and 2 arrive during that of slot 0: the lower slot goes first.
-    split_wide = redeal(widths=(1, 3), num_microbatches=3, microbatch_size=1, slot_width=1)
-    slow_end = [StageTime(forward_s=1, backward_s=3), StageTime(forward_s=5, backward_s=5)]
-    lists = greedy_lists(split_wide.assignment(), slow_end, LinkTime(), limits=[3, 1])
-    assert show_ops(lists[0][0]) == "F0 F1 F2 B0 B1 B2"
-    with pytest.raises(ValueError, match="stage 1 holds 2 samples a slot, limit 1"):
-        greedy_lists(split.assignment(), times, LinkTime(), limits=[3, 1])
+    bounds = {"limits": [4, 2], "windows": [3, 2]}
+    greedy = greedy_text(split, times, **bounds)
+    assert greedy == ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 B0 F2 B2", "F1 B1 F3 B3"]
+    # Where both are ready it goes by the windows: smaller ones take backwards first.
+    assert greedy_text(split, times, limits=[4, 2], windows=[1, 1])[0] == "F0 F1 B0 B1 F2 F3 B2 B3"
+    # And where there is no room for a forward.
+    assert greedy_text(split, times, limits=[1, 1], windows=[3, 2])[0] == "F0 B0 F1 B1 F2 B2 F3 B3"
+    # A backward that arrives early waits for its turn.
+    slow = [StageTime(forward_s=1, backward_s=3), StageTime(forward_s=5, backward_s=5)]
+    wide = redeal(widths=(1, 3), num_microbatches=3, microbatch_size=1, slot_width=1)
+    assert greedy_text(wide, slow, limits=[3, 1], windows=[3, 1])[0] == "F0 F1 F2 B0 B1 B2"
+    with pytest.raises(ValueError, match="stage 1 holds 1 samples a slot, limit 0"):
+        greedy_text(split, times, limits=[3, 0], windows=[1, 1])
 
 
 def test_a_step_takes_what_one_can_count_by_hand() -> None:

@@ -157,7 +157,7 @@ class Microbatches:
     def _patch(self, flow: Dataflow | PipelineFlow | None) -> None:
         """Have in place what a flow needs, and nothing else."""
         ragged = flow if isinstance(flow, PipelineFlow) else None
-        self._worker.stopwatch.is_split = ragged is not None and bool(ragged.lists)
+        self._worker.stopwatch.is_split = ragged is not None and ragged.is_split
         for patches, is_needed in (
             (self._cut_patches, ragged is not None and ragged.is_resized),
             (self._weight_gradients.patches, self._worker.stopwatch.is_split),

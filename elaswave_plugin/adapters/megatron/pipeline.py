@@ -71,7 +71,7 @@ class RaggedPipeline:
             cp_group=parallel_state.get_context_parallel_group(),
         )[0]
         self._ops = flow.ops(slot)
-        self._last_kind = WEIGHTS if flow.lists else BACKWARD
+        self._last_kind = WEIGHTS if flow.is_split else BACKWARD
         before, after = flow.crossings(seat.stage - 1), flow.crossings(seat.stage)
         self._above: list[Crossing] = [one for one in before if one.receiver == seat.order]
         self._below: list[Crossing] = [one for one in after if one.sender == seat.order]
@@ -165,7 +165,7 @@ class RaggedPipeline:
             count = (op.stop - op.start) * len(layer_numbers([self._chunks[op.chunk]]))
             self._stopwatch.lap(LAYER, WEIGHT_PASS, begun, count=max(1, count))
             self._stopwatch.operations.leave()
-        elif self._flow.lists:
+        elif self._flow.is_split:
             with self._weight_gradients.put_off(piece):
                 self._backward(op)
         else:

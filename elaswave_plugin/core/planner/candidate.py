@@ -25,9 +25,14 @@ class Candidate:
     benefit_s: float = 0.0
 
     @property
+    def is_greedy(self) -> bool:
+        """Whether operations go in greedy order, by ``windows`` where there is a choice."""
+        return self.extra is None
+
+    @property
     def order(self) -> str:
         """The order of operations as text."""
-        return "greedy" if self.extra is None else f"window +{self.extra}"
+        return "greedy" if self.is_greedy else f"window +{self.extra}"
 
     def __str__(self) -> str:
         cuts = " ".join(map(str, self.cuts))

@@ -67,7 +67,7 @@ def worker_ops(
     gradients in bubbles, follow from the simulation of all workers.
     """
     chosen = plan.chosen
-    if plan.split_backward or (chosen.extra is None and plan.layout.vpp == 1):
+    if plan.split_backward or (chosen.is_greedy and plan.layout.vpp == 1):
         return op_lists(plan, costs, work)[stage][replica]
     seats = plan_seats(plan)
     alone = chosen.choice.split((seats[stage],), work, plan.slowness[stage : stage + 1])

@@ -1,17 +1,42 @@
-"""A second order of operations: whatever is ready, backwards first, within in-flight limits.
+"""A second order of operations: the window rule, but nobody waits for what is next in its list.
 
-A free worker takes a ready backward, else its next forward in slot order if that is ready and fits
-its limit. It beats the window rule where the first stage is narrow and memory is free. The lists
-are the order in which a simulation starts the operations, so they cannot block. The simulation ends
-for any limit that a worker's largest slot fits into: of the lowest unfinished slot, a worker that
-has not run its forward holds nothing older (done) and nothing newer (no skipping).
+A free worker runs its next forward or its next backward, whichever is ready; where both are, the
+one that the window rule has first. Each kind goes in slot order, so that gradients are added as by
+the window rule. It beats that rule where the first stage is narrow: elsewhere no backward waits for
+a forward that is late. The lists are the order in which a simulation starts the operations, so they
+cannot block. The simulation ends for any limit that a worker's largest slot fits into: of the
+lowest unfinished slot, a worker that has not run its forward holds nothing older (done) and nothing
+newer (no skipping); and all of its forwards run before its backwards do, from the last stage up.
 """
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
+from itertools import pairwise
 
-from elaswave_plugin.core.schedule import FORWARD, Assignment, Op, OpLists, window_ops
+from elaswave_plugin.core.schedule import (
+    FORWARD,
+    Assignment,
+    Op,
+    OpLists,
+    peak_in_flight,
+    window_ops,
+)
 from elaswave_plugin.core.step_time import LinkTime, StageTime, op_graph
+
+# What the greedy order may hold, against the window rule: where memory allows it, it is the better
+# order because it may hold more.
+GREEDY_ROOM = 2
+
+
+def greedy_room(
+    assignment: Assignment, windows: Sequence[int], limits: Sequence[float]
+) -> list[float]:
+    """Samples in flight on a worker by stage: `GREEDY_ROOM` of the windows', within ``limits``."""
+    peaks = [
+        max(peak_in_flight(window_ops(pieces, window=window), _samples) for pieces in stage)
+        for stage, window in zip(assignment, windows, strict=True)
+    ]
+    return [min(limit, GREEDY_ROOM * peak) for limit, peak in zip(limits, peaks, strict=True)]
 
 
 def greedy_lists(
@@ -20,12 +45,14 @@ def greedy_lists(
     link: LinkTime,
     *,
     limits: Sequence[float],
+    windows: Sequence[int],
 ) -> OpLists:
     """Lists for pipelines without interleaving; ``limits[s]``: samples in flight on a worker.
 
-    Raises ValueError where a limit is below a worker's largest slot.
+    ``windows``: of the window rule by which a worker chooses. Raises ValueError where a limit is
+    below a worker's largest slot.
     """
-    return greedy_step(assignment, times, link, limits=limits)[0]
+    return greedy_step(assignment, times, link, limits=limits, windows=windows)[0]
 
 
 def greedy_step(
@@ -34,19 +61,24 @@ def greedy_step(
     link: LinkTime,
     *,
     limits: Sequence[float],
+    windows: Sequence[int],
 ) -> tuple[OpLists, float]:
     """The lists and the seconds of the step that they take, as `simulate` would find."""
     for stage, (workers, limit) in enumerate(zip(assignment, limits, strict=True)):
         largest = max(map(_largest_slot, workers))
         if largest > limit:
             raise ValueError(f"stage {stage} holds {largest} samples a slot, limit {limit}")
-    greedy = _Greedy(assignment, times, link, limits)
+    greedy = _Greedy(assignment, times, link, limits, windows)
     lists = greedy.run()
     seconds = max(
         free + times[stage].reduce_s
         for free, (stage, _) in zip(greedy.free, greedy.graph.place, strict=True)
     )
     return lists, seconds
+
+
+def _samples(op: Op) -> int:
+    return op.stop - op.start
 
 
 def _largest_slot(pieces: Sequence[tuple[int, int, int]]) -> int:
@@ -65,21 +97,24 @@ class _Greedy:
         times: Sequence[StageTime],
         link: LinkTime,
         limits: Sequence[float],
+        windows: Sequence[int],
     ) -> None:
         # The lists only carry the operations; forwards before backwards, each in slot order.
-        everything = max(len(pieces) for stage in assignment for pieces in stage)
+        everything = 2 + max(one.slot for stage in assignment for own in stage for one in own)
         lists = tuple(
-            tuple(window_ops(pieces, window=everything + 1) for pieces in stage)
-            for stage in assignment
+            tuple(window_ops(pieces, window=everything) for pieces in stage) for stage in assignment
         )
         self.graph = op_graph(lists, times, link)
         self.num_stages = len(assignment)
         count = len(self.graph.place)
         self.limits = [limits[stage] for stage, _ in self.graph.place]
+        self.windows = [windows[stage] for stage, _ in self.graph.place]
         self.missing = list(self.graph.missing)
         self.ready = [0.0] * len(self.graph.ops)
+        # The next forward and the next backward of each worker.
         self.forward = self.graph.first[:-1]
-        self.backwards: list[list[tuple[int, float, int]]] = [[] for _ in range(count)]
+        self.backward = [(a + b) // 2 for a, b in pairwise(self.graph.first)]
+        self.forwards_end = tuple(self.backward)
         self.free = [0.0] * count
         self.held = [0] * count
         self.started: list[list[Op]] = [[] for _ in range(count)]
@@ -100,25 +135,31 @@ class _Greedy:
         return tuple(map(tuple, result))
 
     def _choose(self, worker: int, now: float) -> int | None:
-        ready = [entry for entry in self.backwards[worker] if entry[1] <= now]
-        if ready:
-            best = min(ready)
-            self.backwards[worker].remove(best)
-            return best[2]
-        op = self.forward[worker]
-        if op >= self.graph.first[worker + 1] or self.graph.ops[op].kind != FORWARD:
-            return None
-        task = self.graph.ops[op]
-        fits = self.held[worker] + task.stop - task.start <= self.limits[worker]
-        if self.missing[op] or self.ready[op] > now or not fits:
-            return None
-        self.forward[worker] += 1
-        return op
+        forward, backward = self.forward[worker], self.backward[worker]
+        ops = self.graph.ops
+        may_forward = (
+            forward < self.forwards_end[worker]
+            and self._is_ready(forward, now)
+            and self.held[worker] + _samples(ops[forward]) <= self.limits[worker]
+        )
+        may_backward = backward < self.graph.first[worker + 1] and self._is_ready(backward, now)
+        if may_forward and may_backward:
+            may_forward = ops[forward].slot < ops[backward].slot + self.windows[worker]
+            may_backward = not may_forward
+        if may_forward:
+            self.forward[worker] += 1
+            return forward
+        if may_backward:
+            self.backward[worker] += 1
+            return backward
+        return None
+
+    def _is_ready(self, op: int, now: float) -> bool:
+        return not self.missing[op] and self.ready[op] <= now
 
     def _start(self, worker: int, op: int, now: float) -> None:
         task = self.graph.ops[op]
-        size = task.stop - task.start
-        self.held[worker] += size if task.kind == FORWARD else -size
+        self.held[worker] += _samples(task) if task.kind == FORWARD else -_samples(task)
         self.started[worker].append(task)
         self.free[worker] = end = now + self.graph.seconds[op]
         heappush(self.events, (end, worker))
@@ -126,8 +167,4 @@ class _Greedy:
             self.missing[target] -= 1
             self.ready[target] = max(self.ready[target], end + delay_s)
             if not self.missing[target]:
-                other = self.graph.worker[target]
-                if self.graph.ops[target].kind != FORWARD:
-                    slot = self.graph.ops[target].slot
-                    self.backwards[other].append((slot, self.ready[target], target))
-                heappush(self.events, (self.ready[target], other))
+                heappush(self.events, (self.ready[target], self.graph.worker[target]))

@@ -71,14 +71,12 @@ class PlanRules:
 
     ``policies``: dataflows allowed (one: it is forced). ``horizon_s``: how long a plan is expected
     to last; ``least_gain``: share of the step below which no move is worth the trouble.
-    ``greedy``: orders found by simulation, beside those of the window rule. ``split_backward``:
-    weight gradients fill bubbles. ``clocks``: None leaves them alone.
+    ``split_backward``: weight gradients fill bubbles. ``clocks``: None leaves them alone.
     """
 
     policies: tuple[str, ...] = POLICIES
     move_layers: bool = True
     move_workers: bool = True
-    greedy: bool = True
     split_backward: bool = False
     horizon_s: float = 600.0
     least_gain: float = 0.005
@@ -239,10 +237,12 @@ class _Search:
         return found
 
     def _greedy(self, ordered: Sequence[Candidate]) -> list[Candidate]:
-        """The fastest plans, and the fastest and the rerouted one that stay, in greedy order."""
+        """The fastest plans, and the fastest and the rerouted one that stay, in greedy order.
+
+        Only where that gains: the window rule goes by no prediction.
+        """
         found: list[Candidate] = []
-        knows = self.predictor.knows_greedy(len(self.after.stages)) and not self.slow
-        if not self.rules.greedy or not knows:
+        if not self.predictor.knows_greedy(len(self.after.stages)) or self.slow:
             return found
         stay = [one for one in ordered if self._stays(one)]
         routed = [one for one in stay if one.choice.policy == REROUTE]
@@ -251,7 +251,15 @@ class _Search:
         kept = [(one.choice, one.moves, one.cuts) for one in [*stay[:1], *routed[:1]]]
         for choice, moves, cuts in dict.fromkeys([*list(fastest)[:most], *kept]):
             self._add(found, choice, moves, cuts, extra=GREEDY)
-        return found
+        least = 1 - self.rules.least_gain
+        by_windows = {}
+        for one in reversed(ordered):
+            by_windows[one.choice, one.moves, one.cuts] = one.seconds
+        return [
+            one
+            for one in found
+            if one.seconds < least * by_windows[one.choice, one.moves, one.cuts]
+        ]
 
     def _choices(self, moves: Sequence[WidthMove]) -> list[DataflowChoice]:
         """The dataflows allowed; first the one that holds least in flight."""

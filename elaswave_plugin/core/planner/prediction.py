@@ -11,7 +11,7 @@ from math import ceil
 from elaswave_plugin.core.fair_shares import fair_width
 from elaswave_plugin.core.planner.costs import CostModel
 from elaswave_plugin.core.planner.fluid_time import Flow, fluid_seconds
-from elaswave_plugin.core.planner.greedy import greedy_step
+from elaswave_plugin.core.planner.greedy import greedy_room, greedy_step
 from elaswave_plugin.core.planner.microbatch_split import (
     REDEAL,
     REROUTE,
@@ -44,9 +44,6 @@ MOST_PASSES = 20_000
 MOST_GREEDY_PASSES = 2_500
 # The same up to which weight gradients are placed (some 60 ms each).
 MOST_SPLIT_PASSES = 2_500
-# What the greedy order may hold, against the window rule with one slot more: where memory allows
-# it, it is the better order because it may hold more.
-GREEDY_ROOM = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +155,9 @@ class Predictor:
             step = simulate(lists, times, self.costs.link, slowness=slowness)
             return Prediction(seconds=step.seconds)
         if extra is None:
-            return Prediction(seconds=self._greedy(choice, seats, cuts, times)[1])
+            windows = self._greedy_windows(choice, seats, cuts)
+            seconds = self._greedy(choice, seats, cuts, times, windows)[1]
+            return Prediction(seconds=seconds, windows=windows)
         wanted = window_sizes(len(seats), extra=extra)
         if not self.is_exact(len(seats)):
             flow = self._fluid(choice, seats, slowness)
@@ -195,7 +194,8 @@ class Predictor:
             self._check_chunks(lists, limits)
             return lists
         if extra is None:
-            return self._greedy(choice, seats, cuts, self._times(cuts, speeds))[0]
+            windows = self._greedy_windows(choice, seats, cuts)
+            return self._greedy(choice, seats, cuts, self._times(cuts, speeds), windows)[0]
         wanted = window_sizes(len(seats), extra=extra)
         flow = self._flow(choice, seats, slowness)
         return window_lists(assignment, self._fitted(flow, wanted, limits))
@@ -216,22 +216,25 @@ class Predictor:
         filled = with_weights_in_bubbles(lists, times, self.costs.link, limits=limits)
         return simulate(filled, times, self.costs.link).seconds, filled
 
+    def _greedy_windows(
+        self, choice: DataflowChoice, seats: Seats, cuts: Sequence[int]
+    ) -> tuple[int, ...]:
+        wanted = window_sizes(len(seats), extra=1)
+        return self._fitted(self._flow(choice, seats), wanted, self.limits(seats, cuts))
+
     def _greedy(
         self,
         choice: DataflowChoice,
         seats: Seats,
         cuts: Sequence[int],
         times: Sequence[StageTime],
+        windows: Sequence[int],
     ) -> tuple[OpLists, float]:
-        """Lists and seconds in greedy order, holding at most `GREEDY_ROOM` of a window's."""
-        flow, limits = self._flow(choice, seats), self.limits(seats, cuts)
-        windows = self._fitted(flow, window_sizes(len(seats), extra=1), limits)
-        room = [
-            min(limit, GREEDY_ROOM * flow.peak(stage, window))
-            for stage, (limit, window) in enumerate(zip(limits, windows, strict=True))
-        ]
+        """Lists and seconds in greedy order."""
         assignment = choice.split(seats, self.work).assignment()
-        return greedy_step(assignment, times, self.costs.link, limits=room)
+        room = greedy_room(assignment, windows, self.limits(seats, cuts))
+        link = self.costs.link
+        return greedy_step(assignment, times, link, limits=room, windows=windows)
 
     def _times(self, cuts: Sequence[int], speeds: Sequence[float] | None) -> tuple[StageTime, ...]:
         every = None if speeds is None else [*speeds] * self.vpp
