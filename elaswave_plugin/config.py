@@ -392,6 +392,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=None,
         help="TOML file with the keys below; an option on the command line wins",
     )
+    schema = ElasticConfig.model_json_schema()["properties"]
     for key, field in ElasticConfig.model_fields.items():
         repeated = field.default == ()
         default = "none" if field.default in (None, ()) else _shown(field.default)
@@ -399,7 +400,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         group.add_argument(
             option_of(key),
             dest=f"{_PREFIX}_{key}",
-            metavar=_metavar(key),
+            metavar=_metavar(key, schema[key]),
             default=None,
             action="append" if repeated else "store",
             help=text + ("; may be repeated" if repeated else ""),
@@ -469,8 +470,7 @@ def _sentence(error: ValidationError, source: str) -> str:
     return f"{source}: key {key!r} is {first['input']!r}, wanted {wanted}"
 
 
-def _metavar(key: str) -> str:
-    choices = ElasticConfig.model_json_schema()["properties"][key]
+def _metavar(key: str, choices: Mapping[str, Any]) -> str:
     if "enum" in choices:
         return "{" + ",".join(choices["enum"]) + "}"
     if choices.get("type") == "boolean":

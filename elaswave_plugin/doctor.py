@@ -60,15 +60,16 @@ def find_checkout(path: Path | None) -> Path | None:
 def examine(checkout: Path | None) -> tuple[Finding, ...]:
     """Check every record as attaching does; a checkout goes first on the path of this process."""
     from elaswave_plugin.adapters.ledger import Entry, read_ledger
+    from elaswave_plugin.adapters.patching import installed_version
 
-    def state_of(entry: Entry) -> tuple[str, str | None]:
+    def state_of(entry: Entry, installed: str | None) -> tuple[str, str | None]:
         record = entry.record
-        if record.installed() is None:
+        if installed is None:
             return ABSENT, None
         if entry.needs_checkout and checkout is None:
             return NO_CHECKOUT, None
         try:
-            record.check()
+            record.check(installed)
         except PatchMismatchError as error:
             return MISMATCH, str(error)
         return (HOOK if record.seam is record.hook else FITS), None
@@ -84,12 +85,13 @@ def examine(checkout: Path | None) -> tuple[Finding, ...]:
         warnings.simplefilter("ignore")
         found = []
         for entry in read_ledger():
-            state, problem = state_of(entry)
+            installed = installed_version(entry.record.distribution)
+            state, problem = state_of(entry, installed)
             found.append(
                 Finding(
                     target=entry.record.target,
                     distribution=entry.record.distribution,
-                    installed=entry.record.installed(),
+                    installed=installed,
                     valid=entry.record.valid,
                     applied=entry.applied,
                     reason=entry.record.reason,

@@ -61,16 +61,11 @@ class PatchRecord:
             return self.hook
         return Hook(self.target, self.make)
 
-    def installed(self) -> str | None:
-        """The installed version of the distribution; None where there is none."""
-        try:
-            return version(self.distribution)
-        except PackageNotFoundError:
-            return None
+    def check(self, installed: str | None) -> None:
+        """Raise PatchMismatchError unless the installed target is the one this was written for.
 
-    def check(self) -> None:
-        """Raise PatchMismatchError unless the installed target is the one this was written for."""
-        installed = self.installed()
+        ``installed`` is the version of the distribution, None where it is not installed.
+        """
         if installed is None:
             raise PatchMismatchError(
                 f"{self.distribution} is not installed, wanted {self.valid}; install it"
@@ -105,6 +100,17 @@ class PatchRecord:
             ) from error
 
 
+def installed_version(distribution: str) -> str | None:
+    """The installed version of a distribution; None where there is none.
+
+    It reads and parses a file, which takes milliseconds: ask once for all records.
+    """
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
 def _locate(place: str) -> tuple[Any, str]:
     module, _, path = place.partition(":")
     owner: Any = importlib.import_module(module)
@@ -128,8 +134,10 @@ class PatchSet:
         """
         if self._originals:
             return
+        distributions = {record.distribution for record in self.records}
+        versions = {name: installed_version(name) for name in distributions}
         for record in self.records:
-            record.check()
+            record.check(versions[record.distribution])
         try:
             for record in self.records:
                 seam = record.seam

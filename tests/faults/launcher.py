@@ -1,0 +1,15 @@
+"""The launcher as a script, for a process that a zygote forked: `elaswave run ARGUMENTS`."""
+
+import os
+import sys
+
+from elaswave_plugin.runtime.launch import main
+from elaswave_plugin.runtime.member import CONTROL_FD, SNAPSHOT_FDS
+from elaswave_plugin.runtime.progress import PROGRESS_FD
+
+if __name__ == "__main__":
+    # A zygote hands these to trainers; a launcher that was started by hand has none of them.
+    for name in (CONTROL_FD, PROGRESS_FD, SNAPSHOT_FDS):
+        for number in os.environ.pop(name).split(","):
+            os.close(int(number))
+    sys.exit(main(sys.argv[1:]))
