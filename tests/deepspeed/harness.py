@@ -23,8 +23,14 @@ PRELOAD = (
     # What deepspeed.initialize imports, which takes two seconds in each process.
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.comm.mori",
+    "deepspeed.utils.pin_memory",
     "torch._dynamo",
+    "torch.profiler._cupti_monitor",
     "elaswave_plugin.adapters.deepspeed.attach",
+    "elaswave_plugin.adapters.deepspeed.accelerate",
     "accelerate",
     "transformers.models.llama.modeling_llama",
 )

@@ -29,6 +29,8 @@ from elaswave_plugin.observer import (
 from elaswave_plugin.observer import survivor_pids_unchanged as pids_unchanged
 from elaswave_plugin.state_dump import dumped_steps, hash_state
 from elaswave_plugin.tracking.events import EVENTS_FILE, read_lines
+from tests.faults import warm_launcher
+from tests.faults.warm_launcher import WarmLauncher
 from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +45,13 @@ PRELOAD = (
     "elaswave_plugin.adapters.megatron",
     "megatron.core.datasets.gpt_dataset",
     "megatron.core.models.gpt.gpt_model",
+    # What the script and its first step import.
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.datasets.blended_megatron_dataset_builder",
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "torch.profiler._cupti_monitor",
 )
+Trace = dict[int, tuple[str, str, str]]
 ZYGOTE_START_S = 90.0
 RUN_LIMIT_S = 100.0
 # Beyond the limit of a hang, on two cores that others share: to see it, to recover, one step.
@@ -148,18 +156,28 @@ class Outcome:
     output: str
     seconds: float
     orphans: tuple[int, ...] = field(default=())
+    # What the run left is final: it is read once, and the state hashed once.
+    _files: list[RunFiles] = field(default_factory=list, init=False, repr=False, compare=False)
+    _traces: list[Trace] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def files(self) -> RunFiles:
         """What the run wrote."""
-        return read_run(self.directory)
+        if not self._files:
+            self._files.append(read_run(self.directory))
+        return self._files[0]
 
     def events(self, kind: str) -> tuple[dict[str, Any], ...]:
         """The events of one kind."""
         return self.files.of_kind(kind)
 
-    def trace(self) -> dict[int, tuple[str, str, str]]:
+    def trace(self) -> Trace:
         """Per step: loss and grad norm in hex, and the SHA-256 of the whole state."""
+        if not self._traces:
+            self._traces.append(self._hashed())
+        return self._traces[0]
+
+    def _hashed(self) -> Trace:
         steps = counted_steps(self.files)
         dumped = set(dumped_steps(self.directory))
         return {
@@ -173,35 +191,34 @@ class Outcome:
 
 
 class Zygote:
-    """A running zygote server with the frameworks imported, shared by many launches."""
+    """Two zygotes shared by many launches: of trainers with the frameworks, and of launchers."""
 
     def __init__(self, folder: Path, preload: tuple[str, ...] = PRELOAD) -> None:
         self.socket = folder / "zygote.sock"
-        self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-W",
-                "ignore",
-                "-m",
-                "elaswave_plugin.runtime.zygote",
-                "--socket",
-                str(self.socket),
-                "--preload",
-                ",".join(preload),
-            ],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        self.launchers = folder / "launchers.sock"
+        self._processes = [
+            self._start(self.launchers, (warm_launcher.PRELOAD,)),
+            self._start(self.socket, preload),
+        ]
         deadline_s = time.monotonic() + ZYGOTE_START_S
-        while not self.socket.exists():
-            if self._process.poll() is not None or time.monotonic() > deadline_s:
-                self._process.kill()
-                raise RuntimeError(f"the zygote did not start: {self._process.poll()}")
+        while not (self.socket.exists() and self.launchers.exists()):
+            codes = [process.poll() for process in self._processes]
+            if any(code is not None for code in codes) or time.monotonic() > deadline_s:
+                self.close()
+                raise RuntimeError(f"a zygote did not start: {codes}")
             time.sleep(0.05)
 
+    @staticmethod
+    def _start(socket: Path, preload: tuple[str, ...]) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-W", "ignore", "-m", "elaswave_plugin.runtime.zygote"]
+        command += [f"--socket={socket}", f"--preload={','.join(preload)}"]
+        return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
     def close(self) -> None:
-        """Stop it."""
-        self._process.terminate()
-        self._process.wait(timeout=20)
+        """Stop them."""
+        for process in self._processes:
+            process.terminate()
+            process.wait(timeout=20)
 
 
 def _sabotage(spec: JobSpec) -> str:
@@ -211,14 +228,11 @@ def _sabotage(spec: JobSpec) -> str:
     return spec.sabotage + (AWAIT.format(awaits=dict(spec.awaits)) if spec.awaits else "")
 
 
-def _command(
+def _arguments(
     spec: JobSpec, place: list[str], *, zygote: Zygote, data: Path, directory: Path
 ) -> list[str]:
-    """A launcher's command line; `place`: its options beyond those that all nodes have."""
+    """A launcher's arguments; `place`: its options beyond those that all nodes have."""
     return [
-        sys.executable,
-        "-c",
-        "import sys; from elaswave_plugin.runtime.launch import main; sys.exit(main(sys.argv[1:]))",
         *place,
         f"--zygote={zygote.socket}",
         f"--dir={directory}",
@@ -239,13 +253,13 @@ def _places(spec: JobSpec) -> list[list[str]]:
 
 def open_launcher(
     spec: JobSpec, place: list[str], *, zygote: Zygote, data: Path, directory: Path
-) -> "subprocess.Popen[bytes]":
+) -> WarmLauncher:
     """Start a launcher of a job; its output goes to DIRECTORY/output."""
     with (directory / "output").open("ab") as output:
-        return subprocess.Popen(
-            _command(spec, place, zygote=zygote, data=data, directory=directory),
-            stdout=output,
-            stderr=subprocess.STDOUT,
+        return WarmLauncher(
+            zygote.launchers,
+            _arguments(spec, place, zygote=zygote, data=data, directory=directory),
+            output=output.fileno(),
             cwd=directory,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
@@ -254,10 +268,10 @@ def open_launcher(
 @contextlib.contextmanager
 def started(
     spec: JobSpec, *, zygote: Zygote, data: Path, directory: Path
-) -> Iterator["list[subprocess.Popen[bytes]]"]:
+) -> Iterator[list[WarmLauncher]]:
     """Start a job's launchers, their output in DIRECTORY/output; they are ended on the way out."""
     directory.mkdir(parents=True, exist_ok=True)
-    processes: list[subprocess.Popen[bytes]] = []
+    processes: list[WarmLauncher] = []
     try:
         for place in _places(spec):
             processes.append(
