@@ -63,15 +63,15 @@ def printed_losses(output: str) -> dict[int, float]:
     return {int(step.split()[1]): float(loss.split()[1]) for step, loss, _ in lines}
 
 
-@pytest.mark.parametrize("stage", sampled([1, 3], keep=(0,)))
+@pytest.mark.parametrize(("nproc", "stage"), sampled([(4, 1), (4, 3), (2, 1)], keep=(2,)))
 def test_a_section_that_is_not_enabled_changes_nothing_and_an_enabled_one_no_loss(
-    reference: Launch, tmp_path: Path, stage: int
+    reference: Launch, tmp_path: Path, nproc: int, stage: int
 ) -> None:
     """Without the plugin: torchrun, gloo, DeepSpeed's own loader."""
-    spec = EngineSpec(stage=stage, settings=section(enabled=False))
+    spec = EngineSpec(nproc=nproc, stage=stage, settings=section(enabled=False))
     command = [
         *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", "4", str(SCRIPTS / "no_compiler.py"), spec.script),
+        *("--nproc-per-node", str(nproc), str(SCRIPTS / "no_compiler.py"), spec.script),
         *spec.arguments(tmp_path, tmp_path),
     ]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -79,7 +79,7 @@ def test_a_section_that_is_not_enabled_changes_nothing_and_an_enabled_one_no_los
     assert plain.returncode == 0, plain.stderr[-3000:]
     losses = printed_losses(plain.stdout)
     assert sorted(losses) == list(range(spec.steps))
-    elastic = printed_losses(reference(EngineSpec(stage=stage)).output)
+    elastic = printed_losses(reference(EngineSpec(nproc=nproc, stage=stage)).output)
     assert elastic == pytest.approx(losses, rel=1e-6)
 
 

@@ -32,7 +32,8 @@ def test_torchrun_with_our_module_survives_a_kill(
 def test_the_deepspeed_launcher_with_our_module_survives_a_kill(
     tmp_path: Path, twin: Launch, reference: Launch
 ) -> None:
-    spec = EngineSpec(stage=3, kills=("0@3:backward",))
-    command = (DEEPSPEED, "--num_gpus=4", f"--master_port={free_port()}", "--module")
+    # Two, since each imports the frameworks anew.
+    spec = EngineSpec(nproc=2, stage=3, kills=("0@3:backward",))
+    command = (DEEPSPEED, "--num_gpus=2", f"--master_port={free_port()}", "--module")
     survived = launched((*command, "elaswave_plugin.run"), spec, tmp_path / "run")
     check_recovered(survived, twin=twin(spec), reference=reference(spec))

@@ -39,19 +39,21 @@ def test_torchrun_with_python_exec_survives_a_kill(
     data: Path, tmp_path: Path, reference: Reference
 ) -> None:
     """The launch line is the user's own; only PYTHON_EXEC is in the environment."""
-    spec = JobSpec(kills=("3@2:reduce",))
+    spec = JobSpec(nproc=2, kills=("1@2:reduce",))  # two, since each imports the frameworks anew
     python = str(Path(sys.executable).with_name("elaswave-python"))
     survived = torchrun(spec, data, tmp_path / "run", through=[], PYTHON_EXEC=python)
     check_equal(survived, reference(spec))
 
 
-@pytest.mark.parametrize("per_token", sampled([False, True], keep=(1,)), ids=["mean", "token"])
+@pytest.mark.parametrize(
+    ("nproc", "per_token"), sampled([(4, False), (4, True), (2, True)], keep=(2,))
+)
 def test_without_a_kill_the_losses_are_those_of_the_script_without_the_plugin(
-    data: Path, tmp_path: Path, reference: Reference, per_token: bool
+    data: Path, tmp_path: Path, reference: Reference, nproc: int, per_token: bool
 ) -> None:
     options = ["--attention-dropout=0", "--hidden-dropout=0"]
     options += ["--calculate-per-token-loss"] if per_token else []
-    spec = JobSpec(options=tuple(options), steps=10)
+    spec = JobSpec(nproc=nproc, options=tuple(options), steps=10)
     losses = tmp_path / "losses"
     plain = [one for one in spec.arguments(data, tmp_path) if not one.startswith("--elaswave")]
     subprocess.run(

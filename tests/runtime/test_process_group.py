@@ -1,10 +1,10 @@
 """Every operation of ElasticProcessGroup, against native gloo and against an explicit fold."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
-from itertools import permutations
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -19,35 +19,21 @@ from elaswave_plugin.errors import ConfigurationError, EpochChanged, LinkError
 from elaswave_plugin.runtime import c10d_tables
 from elaswave_plugin.runtime.process_group import ElasticProcessGroup
 from tests.runtime.forked import LIMIT_S, Peer, Workers, run
+from tests.runtime.samples import FOLDS, WORLD, folded, made, sample
 
-WORLD = 4
 SIZES = (0, 1, 3, 1000, 40_003, 600_011)
+CHUNKED = ((2_500_003, torch.float32), (6_000_011, torch.bfloat16))
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-FOLDS: dict[str, tuple[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
-    "SUM": (ReduceOp.SUM, torch.add),
-    "PRODUCT": (ReduceOp.PRODUCT, torch.mul),
-    "MAX": (ReduceOp.MAX, torch.maximum),
-    "MIN": (ReduceOp.MIN, torch.minimum),
-}
+KINDS = (*FLOATS, *INTS, torch.bool)
 
 
-def sample(rank: int, numel: int, dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
-    """The tensor of a rank, the same wherever it is made."""
-    generator = torch.Generator().manual_seed(1000 * salt + rank)
-    if dtype.is_floating_point:
-        values = torch.randn(numel, generator=generator, dtype=torch.float64)
-        return (values * 10.0 ** torch.randint(-3, 4, (numel,), generator=generator)).to(dtype)
-    top = 2 if dtype is torch.bool else 50
-    return torch.randint(0, top, (numel,), generator=generator).to(dtype)
-
-
-def folded(numel: int, dtype: torch.dtype, name: str, salt: int = 0) -> torch.Tensor:
-    """((x0 op x1) op x2) op x3 in the tensors' dtype."""
-    total = sample(0, numel, dtype, salt)
-    for rank in range(1, WORLD):
-        total = FOLDS[name][1](total, sample(rank, numel, dtype, salt))
-    return total
+@pytest.fixture
+def made_before_the_fork() -> Iterator[None]:
+    """What is made here is shared by all workers; it is let go at the end."""
+    yield
+    made.cache_clear()
+    folded.cache_clear()
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -70,7 +56,7 @@ def native_gloo(path: Path, rank: int) -> dist.ProcessGroup:
 def _fold_order(peer: Peer) -> None:
     rank = peer.slot
     for salt, numel in enumerate(SIZES):
-        for dtype in (*FLOATS, *INTS, torch.bool):
+        for dtype in KINDS:
             for name, (op, _) in FOLDS.items():
                 expected = folded(numel, dtype, name, salt)
                 data = sample(rank, numel, dtype, salt)
@@ -87,12 +73,14 @@ def _fold_order(peer: Peer) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_reductions_are_a_left_to_right_fold_in_rank_order() -> None:
+def test_reductions_are_a_left_to_right_fold_in_rank_order(made_before_the_fork: None) -> None:
+    for (salt, numel), dtype, name in product(enumerate(SIZES), KINDS, FOLDS):
+        folded(numel, dtype, name, salt)
     run(WORLD, _fold_order)
 
 
 def _many_chunks(peer: Peer) -> None:
-    for numel, dtype in ((2_500_003, torch.float32), (6_000_011, torch.bfloat16)):
+    for numel, dtype in CHUNKED:
         data, late = sample(peer.slot, numel, dtype), sample(peer.slot, numel, dtype, 1)
         works = [dist.all_reduce(data, async_op=True), dist.all_reduce(late, async_op=True)]
         for work in reversed(works):
@@ -102,7 +90,9 @@ def _many_chunks(peer: Peer) -> None:
         assert same_bits(late, folded(numel, dtype, "SUM", 1))
 
 
-def test_a_large_all_reduce_in_many_chunks_is_the_same_fold() -> None:
+def test_a_large_all_reduce_in_many_chunks_is_the_same_fold(made_before_the_fork: None) -> None:
+    for (numel, dtype), salt in product(CHUNKED, (0, 1)):
+        folded(numel, dtype, "SUM", salt)
     run(WORLD, _many_chunks)
 
 

@@ -4,6 +4,8 @@ import ast
 import json
 import re
 import subprocess
+from collections.abc import Set
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -42,17 +44,18 @@ def section(text: str, title: str) -> str:
     return text.split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
 
 
-def definitions(*folders: str) -> set[str]:
-    """Functions as "name" and methods as "Class.name", in all files of the folders."""
+@cache  # all pages ask for the same two folders, of which one takes a second
+def definitions(folder: str) -> frozenset[str]:
+    """Functions as "name" and methods as "Class.name", in all files of a folder."""
     found: set[str] = set()
-    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+    for path in (ROOT / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.FunctionDef):
                 found.add(node.name)
             elif isinstance(node, ast.ClassDef):
                 methods = [one for one in node.body if isinstance(one, ast.FunctionDef)]
                 found |= {f"{node.name}.{method.name}" for method in methods}
-    return found
+    return frozenset(found)
 
 
 def first_screen_findings(text: str) -> list[str]:
@@ -67,13 +70,13 @@ def first_screen_findings(text: str) -> list[str]:
     return found
 
 
-def named_test_findings(text: str, tests: set[str]) -> list[str]:
+def named_test_findings(text: str, tests: Set[str]) -> list[str]:
     """Every test that a page names exists."""
     named = set(re.findall(r"\btest_[a-z0-9_]+\b(?!\.py)", text))
     return [f"names the test {name}, which does not exist" for name in sorted(named - tests)]
 
 
-def function_findings(text: str, known: set[str]) -> list[str]:
+def function_findings(text: str, known: Set[str]) -> list[str]:
     """Every function that a page names, as `f()` or `Class.f()`, exists."""
     named = set(re.findall(r"`([A-Za-z_][\w.]*)\(\)`", text))
     return [f"names {name}(), which does not exist" for name in sorted(named - known)]
