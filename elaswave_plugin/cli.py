@@ -34,11 +34,13 @@ def _run_typer(argv: list[str]) -> int:
     import typer
 
     from elaswave_plugin.commands import make_command
+    from elaswave_plugin.unwinding import signals_unwind
 
     try:
-        code: Any = make_command().main(
-            argv or ["--help"], prog_name="elaswave", standalone_mode=False
-        )
+        with signals_unwind():
+            code: Any = make_command().main(
+                argv or ["--help"], prog_name="elaswave", standalone_mode=False
+            )
     except typer.Abort:
         raise KeyboardInterrupt from None
     except typer.Exit as stop:

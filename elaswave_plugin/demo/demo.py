@@ -2,13 +2,9 @@
 
 import json
 import shutil
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -70,8 +66,7 @@ def run_demo(options: DemoOptions, text: Path | None, console: Console) -> int:
         shutil.rmtree(out / name, ignore_errors=True)
     logs = out / "logs"
     logs.mkdir()
-    with _signals_unwind():
-        _run_all(options, text, out, logs, console)
+    _run_all(options, text, out, logs, console)
     summary = write_results(options, out)
     show_comparison(console, summary)
     console.print(f"written to {options.out}: {SUMMARY_FILE}, {REPORT_FILE}, {EVENTS_FILE}, ...")
@@ -185,18 +180,3 @@ def _run_all(
             )
             log = logs / f"{run.name}.log"
             jobs.run_job(command, f"the run in {out / run.name}", log, look=screen.look)
-
-
-@contextmanager
-def _signals_unwind() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into an exit that ends every process on the way out."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, action in before.items():
-            signal.signal(number, action)

@@ -1,9 +1,15 @@
 """The throughput benchmark: scenarios, simulated rows, how rows are judged, bad input, a run."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from elaswave_plugin.bench.measured_throughput import summary
@@ -14,6 +20,7 @@ from elaswave_plugin.bench.throughput_report import show_row
 from elaswave_plugin.cli import run_command
 
 COMMAND = ["bench", "throughput"]
+LIMIT_S = 60.0
 SMALLEST = Scenario(pp=2, dp=2, layers=8, slots=4, place="one", losses=1)
 
 
@@ -136,3 +143,17 @@ def test_a_small_run_measures_and_predicts(tmp_path: Path) -> None:
     assert row["cuts"][1] < 12
     busiest_s = 16 * row["cuts"][1] * 3 * 0.010
     assert busiest_s < row["step_s"]["ours"] < row["step_s"]["rerouted"]
+
+
+def test_a_benchmark_that_is_ended_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "elaswave_plugin.cli", *COMMAND, "--only", "measured"]
+    deadline_s = time.monotonic() + LIMIT_S
+    with subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)}) as bench:
+        while not list(tmp_path.glob("elaswave-bench-*/zygote.log")):
+            assert bench.poll() is None and time.monotonic() < deadline_s
+            time.sleep(0.02)  # the file is all that it shows
+        started = psutil.Process(bench.pid).children(recursive=True)
+        bench.send_signal(signal.SIGTERM)
+        assert bench.wait(LIMIT_S) == 143
+    assert started and psutil.wait_procs(started, timeout=LIMIT_S)[1] == []
+    assert list(tmp_path.iterdir()) == []
