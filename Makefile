@@ -19,6 +19,7 @@ test: $(STAMP)
 	$(VENV)/bin/python -m pytest -q $(ARGS)
 
 matrix: $(STAMP)
+	$(VENV)/bin/python -m pytest -q tests/core tests/config --hypothesis-profile=exploring
 	$(VENV)/bin/python -m pytest -q -m slow
 	$(VENV)/bin/python -m tests.matrix $(ARGS)
 

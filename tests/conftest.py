@@ -26,9 +26,11 @@ STDERR = pytest.StashKey[int]()
 def pytest_configure(config: pytest.Config) -> None:
     """Keep the real stderr: during a test descriptor 2 belongs to pytest's capture."""
     config.stash[STDERR] = os.dup(2)
-    # How long an example takes says how busy the machine is, nothing about the product.
-    hypothesis.settings.register_profile("patient", deadline=None)
-    hypothesis.settings.load_profile("patient")
+    # How long an example takes says how busy the machine is, nothing about the product. The same
+    # examples in every run: what fails can be run again. `make matrix` draws others.
+    for name, is_repeatable in (("repeatable", True), ("exploring", False)):
+        hypothesis.settings.register_profile(name, deadline=None, derandomize=is_repeatable)
+    hypothesis.settings.load_profile(config.getoption("hypothesis_profile") or "repeatable")
     # Started in the background, pytest ignores Ctrl-C, and what the tests start would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
