@@ -23,6 +23,7 @@ from elaswave_plugin.runtime.launch_options import script_settings
 from elaswave_plugin.runtime.lifeline import die_with_parent
 from elaswave_plugin.runtime.notice_file import NOTICE_FILE, check_notice_file
 from elaswave_plugin.runtime.rendezvous import Place, listen_at, own_host
+from elaswave_plugin.runtime.reserve import RESERVE, read_reserve
 from elaswave_plugin.runtime.supervisor import Supervisor, SupervisorSpec
 from elaswave_plugin.runtime.supervisor_main import EXIT_CRASHED
 from elaswave_plugin.runtime.trainer_process import Program
@@ -71,8 +72,8 @@ def supervise(
 ) -> int:
     """Run `program` as the worker that `env` describes, under a supervisor in this process.
 
-    Raises ConfigurationError where the environment describes no worker, a port is taken, or the
-    notice file is there already.
+    The reserve is that of ELASWAVE_RESERVE. Raises ConfigurationError where the environment
+    describes no worker, a port is taken, or the notice file is there already.
     """
     place = _place(env, control_port)
     if not program.module and not Path(program.script).is_file():
@@ -80,7 +81,7 @@ def supervise(
     if notice_file := env.get(NOTICE_FILE):
         check_notice_file(notice_file)
     settings = script_settings(program.args, env)
-    trainer_env = dict(env)
+    trainer_env = {**env, RESERVE: str(place.reserve)}
     if settings.run_dir is not None:
         trainer_env["ELASWAVE_DIR"] = str(settings.run_dir)
     listener = _listen(place) if place.slot == 0 else None
@@ -133,6 +134,7 @@ def _place(env: Mapping[str, str], control_port: int | None) -> Place:
             f"{', '.join(missing)} not set: start this with torchrun, "
             "or use `elaswave run` without torchrun"
         )
+    reserve = read_reserve(env)
     try:
         port = control_port or int(env.get("ELASWAVE_CONTROL_PORT", 0))
         first = int(env["MASTER_PORT"]) + 1
@@ -145,6 +147,7 @@ def _place(env: Mapping[str, str], control_port: int | None) -> Place:
             ports=(port,) if port else tuple(range(first, min(first + _PORTS_TRIED, 1 << 16))),
             job="/".join([str(os.getuid()), *(env.get(name, "") for name in _NAMES_OF_A_JOB)]),
             timeout_s=_START_TIMEOUT_S,
+            reserve=reserve,
         )
     except ValueError as error:
         raise ConfigurationError(f"the launcher's environment has no numbers: {error}") from error

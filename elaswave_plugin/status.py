@@ -113,7 +113,8 @@ def merge(answers: Sequence[Record], *, silent: dict[int, str], now_s: float) ->
     """One document of all answers; `silent`: why a supervisor did not answer, by slot.
 
     The newest view that anybody knows holds. Keys: asked_s, view, proposal (or None), layout (or
-    None), workers (one of each slot), standbys (idle supervisors), views (recent, oldest first).
+    None), workers (one of each slot), standbys (idle supervisors), vacant (slots of the reserve in
+    which nobody has been), views (recent, oldest first).
     """
     first = _best(answers)
     by_slot = {answer["slot"]: answer for answer in answers}
@@ -148,6 +149,7 @@ def merge(answers: Sequence[Record], *, silent: dict[int, str], now_s: float) ->
         "layout": _layout(first, answers),
         "workers": workers,
         "standbys": _standbys(answers),
+        "vacant": first["vacant"],
         "views": _views(answers),
     }
 

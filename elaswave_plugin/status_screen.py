@@ -68,6 +68,8 @@ def _headline(status: Record) -> Text:
     if status["standbys"]:
         where = ", ".join(f"pid {one['pid']} of node {one['node']}" for one in status["standbys"])
         text.append(f"; standby: {where}", style="not bold")
+    if status["vacant"]:
+        text.append(f"; {len(status['vacant'])} more may join", style="not bold")
     proposal = status["proposal"]
     if proposal is not None:
         change = f"\nepoch {proposal['epoch']} proposed {proposal['open_s']:.1f} s ago"

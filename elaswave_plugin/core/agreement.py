@@ -535,7 +535,8 @@ class Agreement(OwnTrainer):
             self._quorum_until_s = now_s + self.patience.quorum_wait_s
             self._note("quorum_lost", nodes_heard=heard, of=of)
         elif now_s >= self._quorum_until_s:
-            causes = "; ".join(f"worker {s}: {why}" for s, why in sorted(self._seats.lost.items()))
+            gone = sorted((s, why) for s, why in self._seats.lost.items() if s in short.ranks)
+            causes = "; ".join(f"worker {slot}: {why}" for slot, why in gone)
             self._stop(
                 f"only {len(heard)} of {len(of)} nodes can be reached, which is no majority "
                 f"({causes})",

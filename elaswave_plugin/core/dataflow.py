@@ -38,11 +38,15 @@ Slowness = Mapping[int, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataflow:
-    """The assignment of a step: (slot, micro-batches in order of execution), by slot."""
+    """The assignment of a step: (slot, micro-batches in order of execution), by slot.
+
+    ``beyond``: some of the workers came beyond those of the launch.
+    """
 
     num_microbatches: int
     num_replicas: int
     placement: tuple[tuple[int, tuple[int, ...]], ...]
+    beyond: bool = False
 
     def __str__(self) -> str:
         return " | ".join(f"w{slot}: {' '.join(map(str, ks))}" for slot, ks in self.placement)
@@ -73,11 +77,14 @@ class Dataflow:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether every worker runs exactly one whole replica."""
-        return len(self.placement) == self.num_replicas and all(
-            [part.whole for part in self.contributions(slot)] == [True]
-            for slot, _ in self.placement
-        )
+        """Whether every worker runs exactly one whole replica, that of its rank.
+
+        Who came beyond the launch may have a replica whole, too, but at another rank.
+        """
+        if self.beyond or len(self.placement) != self.num_replicas:
+            return False
+        wholes = ([part.whole for part in self.contributions(slot)] for slot, _ in self.placement)
+        return all(whole == [True] for whole in wholes)
 
 
 def deal(
@@ -89,12 +96,16 @@ def deal(
 ) -> Dataflow:
     """Deal a step's micro-batches over the ``live`` slots; ``homes[d]`` is the slot of replica d.
 
-    Raises ValueError when nobody is alive or there are fewer micro-batches than replicas.
+    Who came beyond the launch has no replica of its own, and gets its share of those of others.
+    Raises ValueError when nobody is alive or there are fewer micro-batches than replicas or than
+    workers.
     """
     if not live:
         raise ValueError("no live worker to run the step")
     if num_microbatches < len(homes):
         raise ValueError(f"{num_microbatches} micro-batches for {len(homes)} replicas")
+    if num_microbatches < len(live):
+        raise ValueError(f"{num_microbatches} micro-batches for {len(live)} workers")
     slots = sorted(live)
     counts = fair_counts(num_microbatches, _seconds(slots, slow))
     room = dict(zip(slots, counts, strict=True))
@@ -116,6 +127,7 @@ def deal(
         num_microbatches=num_microbatches,
         num_replicas=len(homes),
         placement=tuple((slot, tuple(ks)) for slot, ks in load.items()),
+        beyond=not set(slots) <= set(homes),
     )
 
 

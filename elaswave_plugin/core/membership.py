@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from elaswave_plugin.core.reserve import vacant
+
 # The stronger evidence first; each with its verb.
 _KIND_ORDER = ("exit", "lost", "leave")
 _KIND_WORDS = ("exited", "was lost", "left")
@@ -145,12 +147,16 @@ class MembershipView:
 
 
 def first_view(nodes: tuple[int, ...]) -> MembershipView:
-    """The view before the first commit (epoch 0): slot i is rank i on node nodes[i]."""
+    """The view before the first commit (epoch 0): slot i is rank i on node nodes[i].
+
+    Without the slots of the reserve, which come last.
+    """
+    width = len(nodes) - len(vacant(nodes))
     return MembershipView(
         epoch=0,
-        ranks=tuple(range(len(nodes))),
-        incarnations=(0,) * len(nodes),
-        nodes=nodes,
+        ranks=tuple(range(width)),
+        incarnations=(0,) * width,
+        nodes=nodes[:width],
         reason="the job starts",
     )
 

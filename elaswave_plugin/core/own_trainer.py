@@ -72,6 +72,11 @@ class OwnTrainer:
         return self._seats.minority_in(self._seats.living(), [self.committed]) is None
 
     @property
+    def without_supervisor(self) -> dict[int, str]:
+        """The slots that have none, with what was seen of it."""
+        return dict(self._seats.lost)
+
+    @property
     def unused_node(self) -> int:
         """A number that no node of the job has had."""
         return self._seats.first_unused(self.history)

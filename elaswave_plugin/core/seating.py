@@ -148,11 +148,19 @@ class FlatSeating:
         raise LayoutError("a data-parallel job has no stages that layers could come to")
 
     def edits(self, launched: Mapping[str, Sequence[int]], slot: int) -> dict[str, GroupEdit]:
-        """Every group is who is left of it, and who came back, in the order of WORLD."""
-        return {
-            name: GroupEdit(tuple(filter(set(slots).__contains__, self.ranks)))
-            for name, slots in launched.items()
-        }
+        """Every group is who is left of it, and who came back, in the order of WORLD.
+
+        Those of all workers of the launch are of all that there are.
+        """
+        width = len(self.homes)
+
+        def members(slots: Sequence[int]) -> tuple[int, ...]:
+            # Whoever came beyond a launch of several; where it had one, nobody can.
+            if len(slots) == width > 1:
+                return self.ranks
+            return tuple(filter(set(slots).__contains__, self.ranks))
+
+        return {name: GroupEdit(members(slots)) for name, slots in launched.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,14 +13,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from elaswave_plugin.core.membership import MembershipView
+from elaswave_plugin.core.reserve import NOBODY_CAME, vacant
 
 
 class Seats:
-    """``nodes[s]`` is the node of slot s; ``lost``: evidence by slot that has no supervisor."""
+    """``nodes[s]`` is the node of slot s; ``lost``: evidence by slot that has no supervisor.
+
+    Without ``lost``, those of the reserve have none.
+    """
 
     def __init__(self, nodes: tuple[int, ...], lost: dict[int, str] | None = None) -> None:
         self.nodes = nodes
-        self.lost = dict(lost or {})
+        self.lost = dict.fromkeys(vacant(nodes), NOBODY_CAME) if lost is None else dict(lost)
         self.changes = 0
 
     @property

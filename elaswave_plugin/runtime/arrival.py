@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elaswave_plugin.core.agreement_messages import Welcome, from_wire
+from elaswave_plugin.core.reserve import vacant
 from elaswave_plugin.errors import AgreementError
 from elaswave_plugin.runtime.rendezvous import Meeting, Peer
 from elaswave_plugin.runtime.requests import request
@@ -41,6 +42,11 @@ class Roster:
     def free(self) -> tuple[int, ...]:
         """The slots that have no supervisor."""
         return tuple(self.record["lost"])
+
+    @property
+    def vacant(self) -> tuple[int, ...]:
+        """Those of the free slots in which nobody has been: the job's reserve."""
+        return vacant([peer.node for peer in self.peers])
 
     @property
     def living(self) -> tuple[Peer, ...]:

@@ -93,8 +93,8 @@ class Coordinator:
             self.agreement = Agreement(slot=slot, nodes=nodes, patience=patience)
         else:
             self.agreement = Agreement.of_newcomer(meeting.welcome, patience=patience)
-        self.lost: dict[int, str] = {} if meeting.welcome is None else dict(meeting.welcome.lost)
-        """Supervisors that are gone, with what was seen of it."""
+        self.lost: dict[int, str] = self.agreement.without_supervisor
+        """Slots whose supervisors are gone or never came, with what was seen of it."""
         self._hangs = HangWatch(
             reactor,
             agreement=self.agreement,
@@ -259,7 +259,7 @@ class Coordinator:
             say(f"worker {note.fields['slot']} stays: all others leave; end the job instead")
         elif note.kind == "supervisor_admitted":
             slot, node = note.fields["slot"], note.fields["node"]
-            say(f"worker {slot} has a supervisor again, on node {node}")
+            say(f"worker {slot} has a supervisor now, on node {node}")
         elif note.kind == "shut_out":
             say(f"worker {note.fields['slot']} ends: {note.fields['reason']}")
         elif note.kind == "quorum_lost":

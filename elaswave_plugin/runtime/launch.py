@@ -19,6 +19,7 @@ from elaswave_plugin.runtime.newcomer import STANDBY
 from elaswave_plugin.runtime.notice_file import NOTICE_FILE
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.rendezvous import Place, listen_at, own_host
+from elaswave_plugin.runtime.reserve import RESERVE
 from elaswave_plugin.runtime.supervisor import SupervisorSpec
 from elaswave_plugin.runtime.supervisor_main import BOOT, EXIT_CRASHED, spec_to_json
 from elaswave_plugin.runtime.trainer_process import Program
@@ -209,6 +210,7 @@ class _NodeJob:
             ports=(port,),
             job=_job_name(port),
             timeout_s=spec.start_timeout_s,
+            reserve=spec.reserve,
         )
         listener_fd = listener.fileno() if slot == 0 and listener is not None else -1
         env = _trainer_env(spec, local_rank, port, self._port_for_scripts(port))
@@ -429,4 +431,5 @@ def _trainer_env(spec: LaunchSpec, local_rank: int, port: int, scripts_port: int
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "False",
+        RESERVE: str(spec.reserve),
     }

@@ -1,4 +1,4 @@
-"""`elaswave run --join`: which lost slots of a running job a node takes, or why it takes none."""
+"""`elaswave run --join`: which free slots of a running job a node takes, or why it takes none."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from elaswave_plugin.runtime.coordinator import Heartbeat
 from elaswave_plugin.runtime.launch_options import LaunchSpec
 from elaswave_plugin.runtime.reception import describe_program
 from elaswave_plugin.runtime.rendezvous import own_machine
+from elaswave_plugin.runtime.reserve import RESERVE
 from elaswave_plugin.runtime.trainer_process import Program
 
 
@@ -45,8 +46,9 @@ def find_vacancy(spec: LaunchSpec) -> Vacancy:
     if len(free) < spec.nproc_per_node:
         raise ConfigurationError(
             f"{spec.nproc_per_node} workers are brought to a job with {len(free)} of {world_size} "
-            "slots free, and growing beyond the launch width is not carried: wait until a worker "
-            "is gone with its supervisor, or bring fewer (--nproc-per-node)"
+            "slots free: wait until a worker is gone with its supervisor, bring fewer "
+            "(--nproc-per-node), or launch the job with a larger --reserve, which is "
+            f"{roster.record['env'][RESERVE]} and is what lets it grow beyond its launch"
         )
     record = roster.record
     run_dir = spec.run_dir or (Path(record["run_dir"]) if record["run_dir"] else None)

@@ -15,6 +15,7 @@ from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.coordinator import Heartbeat
 from elaswave_plugin.runtime.notice_file import NOTICE_FILE, check_notice_file
+from elaswave_plugin.runtime.reserve import RESERVE, read_reserve
 
 # Fixed at the launch of a job.
 _OF_THE_JOB = (
@@ -23,6 +24,7 @@ _OF_THE_JOB = (
     "master_addr",
     "master_port",
     "standalone",
+    "reserve",
     "quiesce_timeout_s",
     "join_timeout_s",
     "quorum_wait_s",
@@ -36,9 +38,9 @@ _OF_THE_JOB = (
 class LaunchSpec:
     """One node's part of a job. `master_port` 0 picks a free port (one node only).
 
-    `join`: any supervisor of a running job, in which these workers take lost slots. `standby`: so
-    many supervisors wait until a slot has nobody. `notice_file`: tells them to leave, once it is
-    there.
+    `join`: any supervisor of a running job, in which these workers take slots that have nobody.
+    `standby`: so many supervisors wait until one is lost. `reserve`: so many workers may join the
+    job beyond those of its launch. `notice_file`: tells them to leave, once it is there.
     Raises ConfigurationError where the values cannot make a job.
     """
 
@@ -56,6 +58,7 @@ class LaunchSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     join: str | None = None
     standby: int = 0
+    reserve: int = 0
     notice_file: Path | None = None
     start_timeout_s: float = 600.0
     patience: Patience = field(default_factory=Patience)
@@ -66,6 +69,7 @@ class LaunchSpec:
             self.nproc_per_node >= 1, f"--nproc-per-node is {self.nproc_per_node}, wanted >= 1"
         )
         _require(self.standby >= 0, f"--standby is {self.standby}, wanted >= 0")
+        _require(self.reserve >= 0, f"--reserve is {self.reserve}, wanted >= 0")
         _require(
             not (self.join and self.standby),
             "--join takes part at once and --standby waits: give one of them",
@@ -120,6 +124,7 @@ def parse_run_args(argv: Sequence[str]) -> LaunchSpec:
         preload=tuple(filter(None, options.preload.split(","))),
         join=options.join,
         standby=options.standby,
+        reserve=_reserve(options),
         notice_file=Path(notice_file).absolute() if notice_file else None,
         start_timeout_s=options.start_timeout_s,
         patience=Patience(
@@ -215,12 +220,13 @@ def _parser() -> _Parser:
     parser.add_argument(
         "--join",
         metavar="HOST:PORT",
-        help="take lost slots of a running job, of which any supervisor is at HOST:PORT "
-        "(`elaswave status --json` has the addresses); script and arguments as at its launch",
+        help="take lost slots of a running job, then those of its --reserve; any supervisor of it "
+        "is at HOST:PORT (`elaswave status --json` has the addresses); script and arguments as at "
+        "its launch",
     )
-    text = (
-        "so many more, idle until a slot has nobody; each with a device of its own, as LOCAL_RANK"
-    )
+    text = f"workers that may --join beyond those of the launch (default 0, or {RESERVE}); the same"
+    add("reserve", f"{text} on every node; data-parallel jobs of Megatron-Core", type=int)
+    text = "so many more, idle until a worker is lost; each with a device of its own, as LOCAL_RANK"
     add("standby", f"{text} goes on behind that of the workers", type=int, default=0)
     text = "once this file is there, the workers of this node leave, as by SIGTERM; its first line"
     add("notice-file", f"{text} is the reason (default: {NOTICE_FILE} in the environment)")
@@ -260,6 +266,14 @@ def _parser() -> _Parser:
     parser.add_argument("script", help="script, or module with -m")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
     return parser
+
+
+def _reserve(options: argparse.Namespace) -> int:
+    """That of a launch; who joins is told the job's."""
+    if options.join is not None:
+        return 0
+    given: int | None = options.reserve
+    return read_reserve(os.environ) if given is None else given
 
 
 def _check_join(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""A supervisor that comes to a running job: at once, or as a standby once a slot has nobody.
+"""A supervisor that comes to a running job: at once, or as a standby once another one is lost.
 
 Standard library only.
 """
@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 
 from elaswave_plugin.core.ending import EXIT_CONFIGURATION
+from elaswave_plugin.core.reserve import built_among
 from elaswave_plugin.runtime.arrival import Roster, SeatRefusedError, ask_roster
 from elaswave_plugin.runtime.coordinator import say
 from elaswave_plugin.runtime.rendezvous import own_machine
@@ -22,7 +23,10 @@ STANDBY = -1
 
 
 def serve(spec: SupervisorSpec, zygote: socket.socket | None) -> int:
-    """Take the slot of the spec, or as a standby (slot STANDBY) any; returns the exit code."""
+    """Take the slot of the spec, or as a standby (slot STANDBY) a lost one; returns the exit code.
+
+    A standby makes up for losses: the reserve is for those who join.
+    """
     if spec.place.slot == STANDBY:
         return _stand_by(spec, zygote)
     try:
@@ -54,8 +58,9 @@ def _stand_by(spec: SupervisorSpec, zygote: socket.socket | None) -> int:
             continue
         heard_s = time.monotonic()
         contacts = tuple(peer.data for peer in roster.living)
-        if roster.free and roster.record["started"] and not roster.record["ending"]:
-            place = replace(spec.place, slot=roster.free[0])
+        lost = [slot for slot in roster.free if slot not in roster.vacant]
+        if lost and roster.record["started"] and not roster.record["ending"]:
+            place = replace(spec.place, slot=lost[0])
             taken = _in_seat(replace(spec, place=place), roster)
             try:
                 return Supervisor(taken, listener=None, zygote=zygote).run()
@@ -72,8 +77,10 @@ def _in_seat(spec: SupervisorSpec, roster: Roster) -> SupervisorSpec:
     if node not in {peer.node for peer in roster.living}:
         # The first of its node, or all that were left of it have gone.
         node = roster.node_for(own_machine())
-    of_the_place = {"RANK": slot, "ROLE_RANK": slot, "GROUP_RANK": node, "NODE_RANK": node}
     env = {**spec.env, **roster.record["env"]}
+    # A script knows ranks of the launch only.
+    rank = built_among(slot, range(int(env["WORLD_SIZE"]))).index(slot)
+    of_the_place = {"RANK": rank, "ROLE_RANK": rank, "GROUP_RANK": node, "NODE_RANK": node}
     env |= {name: str(value) for name, value in of_the_place.items()}
     contacts = tuple(peer.data for peer in roster.living)
     return replace(spec, place=replace(spec.place, node=node), env=env, joins=contacts)

@@ -206,6 +206,24 @@ class GroupTable:
         return group
 
 
+def check_growing_groups(groups: GroupTable, *, width: int) -> None:
+    """Raise ConfigurationError where it is not plain who is in a group when a worker more joins.
+
+    `width`: workers of the launch.
+    """
+    if groups.has_native_groups:
+        raise ConfigurationError(
+            "--reserve lets workers join, which is not carried with NCCL: set gpu_engine to host, "
+            "or leave --reserve out"
+        )
+    for name, members in groups.launched().items():
+        if len(members) not in (1, width):
+            raise ConfigurationError(
+                f"the group {name!r} has {len(members)} of {width} workers, and with --reserve "
+                "a group is of one worker or of all: leave --reserve out"
+            )
+
+
 def _batch_of(group: Any, tensor: Any) -> Callable[[Any], Any] | None:
     """Who runs a batch of point-to-point calls that begins with this tensor; None: torch."""
     if isinstance(group, DeviceProcessGroup) and tensor.device.type == group.engine.device_type:

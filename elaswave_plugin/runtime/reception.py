@@ -24,10 +24,11 @@ from elaswave_plugin.runtime.coordinator import Coordinator, Heartbeat
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.rendezvous import Peer
 from elaswave_plugin.runtime.requests import in_loop
+from elaswave_plugin.runtime.reserve import RESERVE
 from elaswave_plugin.runtime.trainer_process import Program
 from elaswave_plugin.runtime.wire import Frame, send_frame
 
-# What torchrun's variables say of the job as a whole.
+# What torchrun's variables, and ours, say of the job as a whole.
 _OF_THE_JOB = (
     "WORLD_SIZE",
     "ROLE_WORLD_SIZE",
@@ -39,6 +40,7 @@ _OF_THE_JOB = (
     "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_MAX_RESTARTS",
     "TORCHELASTIC_USE_AGENT_STORE",
+    RESERVE,
 )
 # A standby that has not asked for so long is gone.
 _STANDBY_S = 2.0

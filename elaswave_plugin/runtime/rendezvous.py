@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from elaswave_plugin.core.agreement_messages import Welcome
+from elaswave_plugin.core.reserve import NOWHERE
 from elaswave_plugin.errors import AgreementError, ConfigurationError
 from elaswave_plugin.runtime.wire import receive_frame, send_frame
 
@@ -26,7 +27,7 @@ class Place:
     """Where a job's supervisors meet, and who this one is there.
 
     Slot 0 listens at the first of `ports` that is free; the others look for it at all of them, and
-    know by `job` that it is theirs and no stranger's.
+    know by `job` that it is theirs and no stranger's. `reserve`: slots beyond those that meet.
     """
 
     slot: int
@@ -36,6 +37,7 @@ class Place:
     ports: tuple[int, ...]
     job: str
     timeout_s: float
+    reserve: int = 0
 
     @property
     def where(self) -> str:
@@ -71,7 +73,8 @@ class Peer:
 class Meeting:
     """All supervisors by slot, and an open link to each of the others.
 
-    `welcome`: what a supervisor was told that came later; it has links to those that live.
+    Those of the reserve come last, and nobody is there. `welcome`: what a supervisor was told that
+    came later; it has links to those that live.
     """
 
     peers: tuple[Peer, ...]
@@ -142,11 +145,9 @@ def host_meeting(place: Place, listener: socket.socket, data: str) -> Meeting:
             if left_s <= 0:
                 raise AgreementError(f"workers {missing} did not come within {place.timeout_s:g} s")
             for sock, greeting in door.greetings(left_s):
-                if greeting.get("world_size") != place.world_size or greeting["slot"] in peers:
-                    send_frame(
-                        sock,
-                        {"error": f"this job has {place.world_size} workers, one of each slot"},
-                    )
+                refused = _why_not(greeting, place, taken=greeting["slot"] in peers)
+                if refused is not None:
+                    send_frame(sock, {"error": refused})
                     sock.close()
                     continue
                 peer = Peer(**{key: greeting[key] for key in own.to_json()})
@@ -156,7 +157,25 @@ def host_meeting(place: Place, listener: socket.socket, data: str) -> Meeting:
     token = os.urandom(8).hex()
     for sock in links.values():
         send_frame(sock, {"roster": roster, "token": token})
-    return Meeting(peers=tuple(peers[slot] for slot in sorted(peers)), links=links)
+    return Meeting(peers=(*(peers[slot] for slot in sorted(peers)), *_nobody(place)), links=links)
+
+
+def _why_not(greeting: dict[str, Any], place: Place, *, taken: bool) -> str | None:
+    """Why somebody has no place in the meeting; None for who is awaited."""
+    if greeting.get("world_size") != place.world_size or taken:
+        return f"this job has {place.world_size} workers, one of each slot"
+    if greeting.get("reserve") != place.reserve:
+        return (
+            f"its reserve is {greeting.get('reserve')} and that of worker 0 is {place.reserve}: "
+            "give every node the same --reserve"
+        )
+    return None
+
+
+def _nobody(place: Place) -> Iterator[Peer]:
+    """Who is in the slots of the reserve."""
+    for slot in range(place.world_size, place.world_size + place.reserve):
+        yield Peer(slot=slot, node=NOWHERE, pid=0, control="", data="", machine="")
 
 
 class _Door:
@@ -219,7 +238,8 @@ def join_meeting(place: Place, host: str, data: str) -> Meeting:
         machine=own_machine(),
     )
     try:
-        send_frame(first, {**own.to_json(), "world_size": place.world_size})
+        sizes = {"world_size": place.world_size, "reserve": place.reserve}
+        send_frame(first, {**own.to_json(), **sizes})
         answer = receive_frame(first, deadline_s - time.monotonic())
     except OSError as error:
         raise AgreementError(f"the supervisor of worker 0 went away: {error}") from error
@@ -228,7 +248,7 @@ def join_meeting(place: Place, host: str, data: str) -> Meeting:
     peers = tuple(Peer(**entry) for entry in answer["roster"])
     links = {0: first, **_link_up(place, peers, listener, answer["token"], deadline_s)}
     listener.close()
-    return Meeting(peers=peers, links=links)
+    return Meeting(peers=(*peers, *_nobody(place)), links=links)
 
 
 def _link_up(

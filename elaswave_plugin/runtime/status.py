@@ -10,6 +10,7 @@ from typing import Any
 from elaswave_plugin.core.agreement_messages import Inventory, Ring
 from elaswave_plugin.core.hang import Sample
 from elaswave_plugin.core.membership import MembershipView
+from elaswave_plugin.core.reserve import vacant
 from elaswave_plugin.runtime.rendezvous import Peer
 from elaswave_plugin.runtime.wire import Frame
 
@@ -124,6 +125,7 @@ class StatusBoard:
         `standbys`: idle ones that wait for a slot.
         """
         proposal = self._proposal
+        free = vacant([peer.node for peer in peers])
         return {
             "t": "status",
             "slot": self._slot,
@@ -138,7 +140,12 @@ class StatusBoard:
             "layout": self._layout,
             "slow": self._slow,
             "exited": self._exited,
-            "lost": [{"slot": slot, "evidence": evidence} for slot, evidence in lost.items()],
+            "lost": [
+                {"slot": slot, "evidence": evidence}
+                for slot, evidence in lost.items()
+                if slot not in free
+            ],
+            "vacant": list(free),
             "snapshots": [
                 {key: record.get(key) for key in ("owner", "step", "epoch", "length", "copy")}
                 for record in inventory
@@ -147,5 +154,6 @@ class StatusBoard:
             "peers": [
                 {"slot": peer.slot, "node": peer.node, "pid": peer.pid, "address": peer.data}
                 for peer in peers
+                if peer.slot not in free
             ],
         }

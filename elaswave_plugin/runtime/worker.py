@@ -4,6 +4,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -15,6 +16,7 @@ from elaswave_plugin.core.hang import COMMIT, OUTSIDE
 from elaswave_plugin.core.layer_times import PassTimes, agreed
 from elaswave_plugin.core.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.plan import Flow, RecoveryPlan, copy_targets, make_plan
+from elaswave_plugin.core.reserve import built_among
 from elaswave_plugin.core.seating import Cell, FlatSeating, GridSeating, Seating
 from elaswave_plugin.core.shards import ShardCut
 from elaswave_plugin.core.slow import slowness_told
@@ -25,9 +27,10 @@ from elaswave_plugin.runtime.framework import Framework
 from elaswave_plugin.runtime.links import LinkTable
 from elaswave_plugin.runtime.member import Alone, Commit, Member
 from elaswave_plugin.runtime.phases import Phases
-from elaswave_plugin.runtime.process_group import GroupTable
+from elaswave_plugin.runtime.process_group import GroupTable, check_growing_groups
 from elaswave_plugin.runtime.progress import PhaseClock
 from elaswave_plugin.runtime.recovery_record import RecoveryRecord
+from elaswave_plugin.runtime.reserve import read_reserve
 from elaswave_plugin.runtime.slow_workers import SlowWorkers
 from elaswave_plugin.runtime.snapshot import SnapshotPool, capacity_of
 from elaswave_plugin.runtime.stopwatch import Stopwatch
@@ -55,6 +58,8 @@ class Worker:
         self.member = Member.from_environment(environ)
         self.local_workers = int(environ.get("LOCAL_WORLD_SIZE", "1"))
         self.slot = self.member.slot
+        self.reserve = read_reserve(environ)
+        """So many workers may join beyond those of the launch."""
         directory = config.dir
         self.events = EventLog(directory / "events.jsonl" if directory else None)
         self.ledger = EventLog(directory / "ledger.jsonl" if directory else None)
@@ -103,9 +108,10 @@ class Worker:
 
     def _begin(self, welcome: Commit | Alone) -> None:
         """Take part in the first view, or build alone from what the job remembers."""
-        self.view = welcome.view
         self.homes = welcome.view.ranks
-        self.seating: Seating = FlatSeating(homes=self.homes, ranks=self.homes)
+        # One that came beyond the launch builds as one of the launch does.
+        self.view = replace(welcome.view, ranks=built_among(self.slot, self.homes))
+        self.seating: Seating = FlatSeating(homes=self.homes, ranks=self.view.ranks)
         # What a replacement cannot learn from the others, since it builds alone.
         self.remembered: dict[str, Any] = {}
         if isinstance(welcome, Alone):
@@ -223,13 +229,15 @@ class Worker:
         """Take the framework's state into care: map the snapshot memory for it.
 
         ``deal(**seating.dealt_over)`` says who runs what; it has to be pure. ``seating``: who
-        shares which state; without one, the job is data-parallel.
+        shares which state; without one, the job is data-parallel. Raises ConfigurationError for
+        groups that cannot grow where there is a reserve.
         """
         self.phases.fire("startup")
         self.deal = deal
-        ranks = self.view.ranks
+        if self.reserve:
+            check_growing_groups(self.groups, width=len(self.homes))
         self.seating = seating or FlatSeating(
-            homes=ranks, ranks=ranks, buckets=framework.bucket_lengths()
+            homes=self.homes, ranks=self.view.ranks, buckets=framework.bucket_lengths()
         )
         self.dataflow = deal(**self.seating.dealt_over)
         self._describe_layout()

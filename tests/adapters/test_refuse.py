@@ -22,7 +22,9 @@ from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from elaswave_plugin.adapters.megatron import refuse
+from elaswave_plugin.adapters.megatron.growth import check_growth
 from elaswave_plugin.adapters.megatron.refuse import check_grid, check_supported
+from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
 
 SIZES = (
@@ -194,3 +196,23 @@ def test_an_optimizer_that_is_not_one_distributed_one_is_refused() -> None:
     check_refused(made_model(), plain, "the optimizer is FP32Optimizer")
     two = SimpleNamespace(chained_optimizers=[made_optimizer(), made_optimizer()])
     check_refused(made_model(), two, "DistributedOptimizer, DistributedOptimizer")
+
+
+@pytest.mark.parametrize(
+    ("config", "job", "wanted"),
+    [
+        ({}, {"model_parallel": (2, 1)}, "tensor parallel size 2 and pipeline parallel size 1"),
+        ({}, {"model_parallel": (1, 2)}, "only data-parallel ones can: leave --reserve out"),
+        ({}, {"width": 1}, "launched with 1 worker cannot grow.*launch at least 2"),
+        ({"snapshots": False}, {}, "snapshots are off.*turn snapshots on, or leave --reserve out"),
+        ({}, {"width": 6}, "6 workers and a --reserve of 3 make 9 workers for 8 micro-batches"),
+    ],
+)
+def test_a_job_that_cannot_grow_is_refused(
+    config: dict[str, Any], job: dict[str, Any], wanted: str
+) -> None:
+    sizes: dict[str, Any] = {"width": 4, "model_parallel": (1, 1), "num_microbatches": 8} | job
+    with pytest.raises(ConfigurationError, match=f"(?s){wanted}"):
+        check_growth(ElasticConfig(**config), 3, **sizes)
+    check_growth(ElasticConfig(**config), 0, **sizes)
+    check_growth(ElasticConfig(), 3, width=4, model_parallel=(1, 1), num_microbatches=8)

@@ -48,6 +48,7 @@ from elaswave_plugin.core.agreement_messages import (
 )
 from elaswave_plugin.core.membership import MembershipView
 from elaswave_plugin.core.patience import Patience
+from elaswave_plugin.core.reserve import NOWHERE
 
 GOLDEN = Path(__file__).parent / "golden"
 REGENERATE = "ELASWAVE_REGENERATE_GOLDEN"
@@ -62,11 +63,14 @@ class Cluster:
         self.nodes = list(nodes)
         self.patience = patience
         self.alive = {
-            slot: Agreement(slot=slot, nodes=nodes, patience=patience) for slot in range(len(nodes))
+            slot: Agreement(slot=slot, nodes=nodes, patience=patience)
+            for slot, node in enumerate(nodes)
+            if node != NOWHERE
         }
         self.wires: dict[tuple[int, int], deque[Message]] = {}
         self.order: deque[tuple[int, int]] = deque()
         self.open: dict[int, Ballot] = {}
+        self.launched = frozenset(self.alive)
         self.trainers = set(self.alive)
         self.cut: set[tuple[int, int]] = set()
         # Links that newcomers have opened and that the other end does not use yet.

@@ -1,12 +1,17 @@
 """Random losses, returns and deliveries: supervisors never disagree on a view, and waits end."""
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from elaswave_plugin.core.membership import MembershipView
 from elaswave_plugin.core.patience import Patience
+from elaswave_plugin.core.reserve import NOWHERE
 from tests.core.test_agreement import Cluster
+
+LAUNCHED = ((0, 0, 0, 0), (0, 0, 1, 1, 2, 2), (0, 1, 2), (0, 1, 2, 3, 4))
+GROWING = ((0, 1, 2, NOWHERE), (0, 0, 1, 1, NOWHERE, NOWHERE), (0, 0, 1, 2, NOWHERE))
 
 
 @pytest.mark.parametrize("seed", [*range(600), 3768])
@@ -31,8 +36,27 @@ def test_newcomers_enter_in_random_runs() -> None:
     assert sum(map(bool, entered)) >= 10
 
 
-def random_run(dice: random.Random, *, newcomers: bool = False) -> Cluster:
-    nodes = dice.choice([(0, 0, 0, 0), (0, 0, 1, 1, 2, 2), (0, 1, 2), (0, 1, 2, 3, 4)])
+@pytest.mark.parametrize("seed", range(100))
+def test_no_order_of_events_makes_a_growing_job_disagree(seed: int) -> None:
+    """The same, where the last slots have nobody at the launch."""
+    check_paths(random_run(random.Random(seed), newcomers=True, choices=GROWING))
+
+
+def test_random_runs_grow() -> None:
+    """In many of the runs above somebody beyond the launch is let in."""
+    seeds = map(random.Random, range(100))
+    runs = [random_run(seed, newcomers=True, choices=GROWING) for seed in seeds]
+    assert sum(bool(run.entered - run.launched) for run in runs) >= 15
+
+
+def random_run(
+    dice: random.Random,
+    *,
+    newcomers: bool = False,
+    choices: Sequence[tuple[int, ...]] = LAUNCHED,
+) -> Cluster:
+    """``choices``: the nodes of the slots, of which one is taken."""
+    nodes = dice.choice(choices)
     cluster = Cluster(nodes, Patience(quiesce_timeout_s=1e9, join_timeout_s=1e9))
     cluster.verbose = False
     cluster.do("start")

@@ -54,6 +54,35 @@ def test_fold_any_survivors_has_the_bits_of_the_healthy_sum(
     assert struct.pack("<f", found) == struct.pack("<f", wanted)
 
 
+@given(jobs(), st.data())
+def test_fold_of_a_grown_job_has_the_bits_of_the_healthy_sum(
+    job: tuple[int, list[float], list[int]], data: st.DataObject
+) -> None:
+    """Workers beyond the launch take part, whoever of the launch is left."""
+    replicas, gradients, live = job
+    room = len(gradients) - len(live)
+    beyond = data.draw(st.integers(0, min(3, room)))
+    grown = [*live, *range(replicas, replicas + beyond)]
+    homes = tuple(range(replicas))
+    healthy = deal(num_microbatches=len(gradients), homes=homes, live=homes)
+    flow = deal(num_microbatches=len(gradients), homes=homes, live=grown)
+    wanted = evaluate(dict(healthy.placement), gradients, replicas)
+    assert struct.pack("<f", evaluate(dict(flow.placement), gradients, replicas)) == struct.pack(
+        "<f", wanted
+    )
+    loads = [len(ks) for _, ks in flow.placement]
+    assert min(loads) >= 1 and max(loads) == -(-len(gradients) // len(grown))
+    assert flow.is_healthy == (sorted(grown) == list(homes))
+
+
+def test_a_replica_at_another_rank_is_not_reduced_natively() -> None:
+    """Each of these runs one whole replica, and in rank order they would be added otherwise."""
+    flow = deal(num_microbatches=8, homes=range(4), live=(1, 2, 3, 4))
+    assert str(flow) == "w1: 1 5 | w2: 2 6 | w3: 3 7 | w4: 0 4"
+    assert not flow.is_healthy
+    assert [term.replica for term in flow.fold()] == [0, 1, 2, 3]
+
+
 def test_fold_in_order_of_workers_would_differ() -> None:
     """Negative control: the order matters for these values."""
     gradients = [1.0, fp32(2.0**-24), fp32(2.0**-24), -1.0]
@@ -85,6 +114,11 @@ def test_fold_order_refuses_a_lost_or_doubled_microbatch() -> None:
         fold_order({0: (0,)}, num_replicas=1, num_microbatches=2)
     with pytest.raises(ValueError, match="wanted each of 2 once"):
         fold_order({0: (0, 1), 1: (1,)}, num_replicas=1, num_microbatches=2)
+
+
+def test_deal_refuses_more_workers_than_microbatches() -> None:
+    with pytest.raises(ValueError, match="2 micro-batches for 3 workers"):
+        deal(num_microbatches=2, homes=range(2), live=(0, 1, 2))
 
 
 def test_deal_refuses_an_empty_view_and_too_few_microbatches() -> None:

@@ -35,6 +35,20 @@ def members(seating: GridSeating, slot: int) -> dict[str, tuple[int, ...]]:
     return {name: edit.members for name, edit in seating.edits(GROUPS, slot).items()}
 
 
+def test_a_data_parallel_job_grows_beyond_its_launch() -> None:
+    """Groups of everyone grow; those of one worker, and the replicas of the launch, do not."""
+    launched = {"dp": (0, 1, 2), "tp": (1,)}
+    seating = FlatSeating(homes=(0, 1, 2), ranks=(0, 1, 2), buckets=(10,)).after((0, 1, 2, 3, 4))
+    edits = seating.edits(launched, 1)
+    assert edits["dp"].members == (0, 1, 2, 3, 4) and edits["tp"].members == (1,)
+    # Who came later was built in a world of as many, in the place of the last.
+    edits = seating.edits({"dp": (0, 1, 3), "tp": (3,)}, 3)
+    assert edits["dp"].members == (0, 1, 2, 3, 4) and edits["tp"].members == (3,)
+    assert seating.cells[0].ranks == (0, 1, 2, 3, 4)
+    assert seating.dealt_over["homes"] == (0, 1, 2)
+    assert seating.after((4, 1)).edits(launched, 1)["dp"].members == (4, 1)
+
+
 def test_the_rules_give_back_the_groups_of_the_launch() -> None:
     assert members(grid(), 0) == GROUPS
     assert members(grid(), 7)["pp"] == (3, 7)

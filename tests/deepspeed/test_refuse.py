@@ -7,8 +7,14 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from elaswave_plugin.adapters.deepspeed.refuse import check_configuration, check_engine
+from elaswave_plugin.adapters.deepspeed.refuse import (
+    check_configuration,
+    check_engine,
+    check_reserve,
+)
 from elaswave_plugin.errors import ConfigurationError
+from tests.deepspeed.conftest import Launch
+from tests.deepspeed.harness import EngineSpec
 
 MODEL = torch.nn.Linear(2, 2)
 
@@ -48,6 +54,20 @@ def test_pipelines_and_mpu_are_refused_with_the_reason() -> None:
         check_configuration({}, model=pipeline, mpu=None)
     with pytest.raises(ConfigurationError, match="mpu"):
         check_configuration({}, model=MODEL, mpu=object())
+
+
+def test_growth_beyond_the_launch_is_refused() -> None:
+    check_reserve(0)
+    with pytest.raises(ConfigurationError, match="--reserve is 2, and a DeepSpeed job cannot grow"):
+        check_reserve(2)
+
+
+@pytest.mark.slow
+def test_a_reserve_is_refused(run: Launch) -> None:
+    refused = run(EngineSpec(launcher=("--reserve=1",)))
+    assert refused.returncode == 2
+    assert "--reserve is 1, and a DeepSpeed job cannot grow beyond its launch" in refused.output
+    assert refused.output.count("elaswave: ") == 1 and "Traceback" not in refused.output
 
 
 def test_what_is_carried_passes() -> None:

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from torch.distributed import _functional_collectives as funcol
 from torch.distributed.distributed_c10d import _coalescing_manager as coalescing
 
 from elaswave_plugin.core.membership import fill_holes
-from elaswave_plugin.errors import EpochChanged
+from elaswave_plugin.errors import ConfigurationError, EpochChanged
+from elaswave_plugin.runtime.process_group import check_growing_groups
 from tests.runtime.forked import LIMIT_S, Peer, Workers
 
 LARGE = 4 << 20  # float32 elements: 16 MB
@@ -417,3 +419,21 @@ def test_a_loss_during_the_recovery_supersedes_it() -> None:
             assert workers.hear(slot) == "quiesced"
         workers.commit(3, (0, 2))
         workers.join()
+
+
+@pytest.mark.parametrize(
+    ("native", "members", "wanted"),
+    [
+        (True, (0, 1, 2, 3), "not carried with NCCL: set gpu_engine to host"),
+        (False, (0, 1), "the group 'mine' has 2 of 4 workers, and with --reserve a group is of"),
+    ],
+)
+def test_groups_that_cannot_grow_are_refused(
+    native: bool, members: tuple[int, ...], wanted: str
+) -> None:
+    def table(native: bool, **groups: tuple[int, ...]) -> Any:
+        return SimpleNamespace(has_native_groups=native, launched=lambda: groups)
+
+    with pytest.raises(ConfigurationError, match=wanted):
+        check_growing_groups(table(native, mine=members), width=4)
+    check_growing_groups(table(False, dp=(0, 1, 2, 3), tp=(0,)), width=4)

@@ -140,11 +140,14 @@ def test_what_cannot_join_is_refused_in_a_sentence(tmp_path: Path) -> None:
     script = str(TRAINER)
     with Job(tmp_path, 3).start(nodes=3) as job:
         there = f"--join={address_of(job, 1)}"
-        width = "growing beyond the launch width is not carried"
-        assert f"0 of 3 slots free, and {width}" in refusal(job, there, script)
+        said = refusal(job, there, script)
+        assert "1 workers are brought to a job with 0 of 3 slots free" in said
+        assert "launch the job with a larger --reserve, which is 0 and is what lets it grow" in said
         lose(job, 2, [0, 1])
-        assert f"1 of 3 slots free, and {width}" in refusal(
-            job, there, "--nproc-per-node=2", script
+        said = refusal(job, there, "--nproc-per-node=2", script)
+        assert "2 workers are brought to a job with 1 of 3 slots free" in said
+        assert "--reserve is the job's own: leave it out with --join" in refusal(
+            job, there, "--reserve=2", script
         )
         assert "the job runs 'tiny_trainer.py' and this is 'tiny_trainer.py --lr 1'" in refusal(
             job, there, script, "--lr", "1"
@@ -166,6 +169,59 @@ def test_what_cannot_join_is_refused_in_a_sentence(tmp_path: Path) -> None:
         said = refusal(job, f"--join={nowhere}", script)
         assert f"--join is {nowhere}, where no supervisor of a job answers" in said
         assert "wanted HOST:PORT of a supervisor" in refusal(job, "--join=there", script)
+
+
+def test_a_newcomer_takes_a_slot_of_the_reserve(tmp_path: Path) -> None:
+    """Also one that is told another reserve; the job's other slots stay whose they are."""
+    with Job(tmp_path, 3, ELASWAVE_RESERVE="7").start("--reserve=2", nodes=3) as job:
+        assert ask_job(addresses_in(job.run_dir), WAIT_S)["vacant"] == [3, 4]
+        number = join(job, 1)
+        alone = job.one("alone", 3)
+        names = ("RANK", "WORLD_SIZE", "GROUP_RANK", "ELASWAVE_INCARNATION", "ELASWAVE_RESERVE")
+        # Ranks that a script knows are those of the launch.
+        assert [alone["env"][name] for name in names] == ["2", "3", "3", "1", "2"]
+        assert let_in(job, 3, [0, 1, 2], 2) == [0, 1, 2, 3]
+        shown = ask_job(addresses_in(job.run_dir), WAIT_S)
+        assert shown["vacant"] == [4] and len(shown["workers"]) == 4
+        # A leader that has not led before knows of it, and of the slot that is left.
+        lose(job, 0, [1, 2, 3], epoch=3)
+        join(job, 3, "--nproc-per-node=2")
+        assert job.one("alone", 0)["env"]["RANK"] == "0"
+        assert job.one("alone", 4)["env"]["RANK"] == "2"
+        assert ask_job(addresses_in(job.run_dir), WAIT_S)["vacant"] == []
+        for slot in (1, 2, 3):
+            job.tell(slot, "finish")
+        assert job.code(number) == 0
+    assert read_addresses(job.run_dir) == []
+
+
+@pytest.mark.slow
+def test_a_standby_leaves_the_reserve_to_those_who_join(tmp_path: Path) -> None:
+    with Job(tmp_path, 2).start("--reserve=1", "--standby=1") as job:
+        assert len(shown_standbys(job, 1)) == 1
+        join(job, 0)
+        job.one("alone", 2)
+        assert let_in(job, 2, [0, 1], 2) == [0, 1, 2]
+        assert len(shown_standbys(job, 1)) == 1
+        # From now on it is a slot like any other.
+        os.kill(job.events("worker_started")[-1]["supervisor_pid"], signal.SIGKILL)
+        job.all("commit", [0, 1], epoch=3)
+        assert job.one("alone", 2)["env"]["ELASWAVE_INCARNATION"] == "2"
+        assert let_in(job, 2, [0, 1], 4) == [0, 1, 2]
+        assert shown_standbys(job, 0) == []
+        for slot in range(3):
+            job.tell(slot, "finish")
+        assert job.code() == 0
+
+
+def test_nodes_that_disagree_on_the_reserve_do_not_start(tmp_path: Path) -> None:
+    with Job(tmp_path, 2) as job:
+        port = f"--master-port={free_port()}"
+        job.launch("--node-rank=0", "--nnodes=2", port, "--reserve=2", "--start-timeout-s=5")
+        job.launch("--node-rank=1", "--nnodes=2", port, "--reserve=1", "--start-timeout-s=5")
+        assert job.code(1) == 75
+        said = job.output(1)
+        assert "its reserve is 1 and that of worker 0 is 2: give every node the same" in said
 
 
 def test_a_standby_takes_a_slot_by_itself(tmp_path: Path) -> None:

@@ -270,7 +270,7 @@ def answer(slot: int, **more: object) -> Record:
     view = first_view((0, 0, 0)).to_json()
     peers = [{"slot": s, "node": 0, "pid": 100 + s, "address": f"h:{s}"} for s in range(3)]
     nothing: Record = {"views": [], "proposal": None, "layout": None, "lost": [], "exited": None}
-    nothing |= {"standbys": [], "slow": []}
+    nothing |= {"standbys": [], "slow": [], "vacant": []}
     return {
         "t": "status",
         "slot": slot,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from elaswave_plugin.python_exec import worker_program
+from elaswave_plugin.runtime.address_file import read_addresses
 from tests.ports import free_port
 from tests.runtime import jobs
 from tests.runtime.jobs import TRAINER, Job, environment
@@ -68,6 +69,26 @@ def test_torchrun_does_not_see_the_loss_of_a_trainer(tmp_path: Path, way: str) -
         assert job.left(60.0) == []
 
 
+@pytest.mark.slow
+def test_a_job_of_torchrun_grows(tmp_path: Path) -> None:
+    run_dir = tmp_path / "job" / "run"
+    env = {"ELASWAVE_DIR": str(run_dir), "ELASWAVE_RESERVE": "1"}
+    with Job(tmp_path / "job", 2, **env) as job:
+        words = ["-m", "elaswave_plugin.run", str(TRAINER)]
+        job.launch(command=torchrun(*words, nproc=2, port=free_port()))
+        job.joined()
+        job.launch(f"--join={read_addresses(run_dir)[0]}")
+        alone = job.one("alone", 2)
+        names = ("RANK", "WORLD_SIZE", "ELASWAVE_RESERVE")
+        assert [alone["env"][name] for name in names] == ["1", "2", "1"]
+        for slot in (0, 1):
+            job.tell(slot, "step 1")
+        reports = job.all("commit", [0, 1, 2], epoch=2)
+        assert {tuple(report["ranks"]) for report in reports} == {(0, 1, 2)}
+        assert job.finish([0, 1, 2]) == 0, job.output()
+        assert job.code(1) == 0
+
+
 def test_nothing_is_left_when_torchrun_is_killed(tmp_path: Path) -> None:
     with Job(tmp_path / "job", 2, ELASWAVE_DIR=str(tmp_path / "job" / "run")) as job:
         words = ["-m", "elaswave_plugin.run", "-m", "tests.runtime.tiny_trainer"]
@@ -93,6 +114,11 @@ def test_bad_input_under_torchrun_is_a_sentence(tmp_path: Path) -> None:
             ([str(TRAINER)], {}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"),
             (["--what", "x.py"], worker, "unrecognized arguments: --what"),
             ([str(TRAINER)], {**worker, "RANK": "x"}, "has no numbers"),
+            (
+                [str(TRAINER)],
+                {**worker, "ELASWAVE_RESERVE": "-1"},
+                "run: ELASWAVE_RESERVE is '-1', wanted a number of workers, 0 or more",
+            ),
             (
                 [str(TRAINER)],
                 {**worker, "MASTER_PORT": "65535"},

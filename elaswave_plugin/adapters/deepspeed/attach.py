@@ -14,7 +14,7 @@ import torch.distributed as dist
 from elaswave_plugin.adapters.deepspeed.job import EngineJob
 from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader
 from elaswave_plugin.adapters.deepspeed.monitor import name_wandb_run
-from elaswave_plugin.adapters.deepspeed.refuse import check_configuration
+from elaswave_plugin.adapters.deepspeed.refuse import check_configuration, check_reserve
 from elaswave_plugin.adapters.deepspeed.seams import (
     deepspeed_patches,
     destruction_patches,
@@ -25,6 +25,7 @@ from elaswave_plugin.adapters.deepspeed.section import elastic_config
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.runtime.c10d_tables import BACKEND
 from elaswave_plugin.runtime.refusal import ends_in_a_sentence
+from elaswave_plugin.runtime.reserve import read_reserve
 from elaswave_plugin.runtime.worker import Worker
 from elaswave_plugin.tracking.sinks import check_sinks
 
@@ -50,6 +51,7 @@ def _attach(
     arguments: dict[str, Any],
 ) -> Any:
     check_configuration(config, model=arguments.get("model"), mpu=arguments.get("mpu"))
+    check_reserve(read_reserve(os.environ))
     settings.check_slots(int(os.environ.get("WORLD_SIZE", "1")))
     check_sinks(settings)
     accelerate = _accelerate()

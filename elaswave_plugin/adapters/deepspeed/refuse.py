@@ -47,6 +47,15 @@ _OPTIMIZERS = ("adam", "adamw")
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW, FusedAdam, DeepSpeedCPUAdam)
 
 
+def check_reserve(reserve: int) -> None:
+    """Raise ConfigurationError for a job that is to grow beyond its launch."""
+    if reserve:
+        raise ConfigurationError(
+            f"--reserve is {reserve}, and a DeepSpeed job cannot grow beyond its launch, only "
+            "data-parallel ones of Megatron-Core can: leave --reserve out"
+        )
+
+
 def check_configuration(config: Mapping[str, Any], *, model: Any, mpu: Any) -> None:
     """Raise ConfigurationError naming the first setting that is not carried."""
     for problem in _problems(config, model, mpu):

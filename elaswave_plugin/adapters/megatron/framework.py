@@ -44,15 +44,18 @@ def make_room(
     chunks: Sequence[DistributedDataParallel],
     optimizer: DistributedOptimizer,
     config_overrides: Any = None,
+    *,
+    reserve: int,
 ) -> FlatShard:
-    """Lay out buffers and optimizer so that every smaller width fits; collective over WORLD.
+    """Lay out buffers and optimizer so that every width fits; collective over WORLD.
 
+    The widths up to that of the launch, and ``reserve`` more.
     With pipeline stages every part of the model that may change its stage gets its own bucket.
     What is loaded into the optimizer afterwards is kept.
     """
     group = chunks[0].intra_dp_cp_group
     for chunk in chunks:
-        buffers.lay_out(chunk, list(units_of(chunk).values()), group.size())
+        buffers.lay_out(chunk, list(units_of(chunk).values()), group.size() + reserve)
         buffers.set_width(chunk, group.size(), group.rank())
     shard = FlatShard(optimizer, config_overrides)
     shard.recut()
@@ -88,12 +91,12 @@ class MegatronFramework:
         self._announce = worker.phases.enter
         self._prepare = prepare
         if shard is None:
-            self._shard = make_room(self.chunks, distributed_optimizer)
+            self._shard = make_room(self.chunks, distributed_optimizer, reserve=worker.reserve)
         else:
             self._shard = shard
             self._adopt()
         # Buckets keep room for it.
-        self._launch_width = self._group.size()
+        self._largest_width = self._group.size() + worker.reserve
         self.reduction = GradientReduction(
             self.chunks,
             slot=worker.slot,
@@ -286,7 +289,7 @@ class MegatronFramework:
         for module in (chunk,) if anew else built or ():
             self._prepare(module)
         if anew or built is not None:
-            buffers.lay_out(chunk, list(units_of(chunk).values()), self._launch_width)
+            buffers.lay_out(chunk, list(units_of(chunk).values()), self._largest_width)
         return anew or built is not None
 
     def take_place(self, flow: Flow) -> bool:

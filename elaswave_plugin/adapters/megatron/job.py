@@ -19,6 +19,7 @@ from elaswave_plugin.adapters.megatron.contract import (
 )
 from elaswave_plugin.adapters.megatron.data import KeyedBatches
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
+from elaswave_plugin.adapters.megatron.growth import check_growth
 from elaswave_plugin.adapters.megatron.microbatches import Microbatches
 from elaswave_plugin.adapters.megatron.refuse import check_supported
 from elaswave_plugin.adapters.patching import PatchSet
@@ -29,6 +30,7 @@ from elaswave_plugin.core.groups import Seat
 from elaswave_plugin.core.layout import sizes_of
 from elaswave_plugin.runtime.loop import ElasticLoop, GuardedSteps, StepReport
 from elaswave_plugin.runtime.refusal import ends_in_a_sentence
+from elaswave_plugin.runtime.reserve import read_reserve
 from elaswave_plugin.runtime.worker import Worker
 from elaswave_plugin.tracking.sinks import check_sinks
 
@@ -62,7 +64,15 @@ class ElasticJob:
             micro_batch_size=micro_batch_size,
             width=width,
         )
-        config.check_slots(workers)
+        reserve = read_reserve(os.environ)
+        check_growth(
+            config,
+            reserve,
+            width=width,
+            model_parallel=model_parallel,
+            num_microbatches=self._num_microbatches,
+        )
+        config.check_slots(workers + reserve)
         self._micro_batch_size = micro_batch_size
         self._seed = seed if config.seed is None else config.seed
         check_sinks(config)
@@ -187,9 +197,10 @@ class ElasticJob:
         Losses are summed in ascending order of samples and divided by the tokens.
         """
         worker, count = self._worker, self._microbatches.num_reports
-        # A row for each loss of the step, for the norm, and for each worker of the launch.
-        table = torch.zeros(count + 1 + len(worker.homes), 2, dtype=torch.float64)
-        table[count + 1 + worker.slot, 0] = pace or 0.0
+        ranks = worker.view.ranks
+        # A row for each loss of the step, for the norm, and for each worker.
+        table = torch.zeros(count + 1 + len(ranks), 2, dtype=torch.float64)
+        table[count + 1 + ranks.index(worker.slot), 0] = pace or 0.0
         if self._microbatches.reports_losses:
             for row, pair in zip(self._microbatches.reports, losses, strict=True):
                 table[row] = torch.tensor(pair, dtype=torch.float64)
@@ -197,7 +208,7 @@ class ElasticJob:
         # Every row has one contributor, so that the sum only adds zeros to it.
         dist.all_reduce(table)
         *rows, (norm, _) = table[: count + 1].tolist()
-        paces = enumerate(table[count + 1 :, 0].tolist())
+        paces = zip(ranks, table[count + 1 :, 0].tolist(), strict=True)
         worker.slow_workers.compare({slot: seconds for slot, seconds in paces if seconds})
         total, tokens = 0.0, 0.0
         for loss, count in rows:

@@ -12,6 +12,7 @@ from megatron.core.distributed import finalize_model_grads
 from elaswave_plugin.adapters.megatron import rng
 from elaswave_plugin.adapters.megatron.contract import num_microbatches_of
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework, make_room
+from elaswave_plugin.adapters.megatron.growth import check_growth
 from elaswave_plugin.adapters.megatron.microbatches import Microbatches
 from elaswave_plugin.adapters.megatron.optimizer_state import FlatShard
 from elaswave_plugin.adapters.megatron.refuse import check_supported
@@ -26,6 +27,7 @@ from elaswave_plugin.core.dataflow import Samples
 from elaswave_plugin.core.layout import sizes_of
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.loop import GuardedSteps, StepReport
+from elaswave_plugin.runtime.reserve import read_reserve
 from elaswave_plugin.runtime.script_loop import ScriptLoop
 from elaswave_plugin.runtime.worker import Worker
 from elaswave_plugin.tracking.sinks import check_sinks
@@ -50,7 +52,18 @@ class LmJob:
             micro_batch_size=args.micro_batch_size,
             width=self.width,
         )
-        config.check_slots(workers)
+        reserve = read_reserve(os.environ)
+        check_growth(
+            config,
+            reserve,
+            width=self.width,
+            model_parallel=(
+                args.tensor_model_parallel_size,
+                args.pipeline_model_parallel_size,
+            ),
+            num_microbatches=self._num_microbatches,
+        )
+        config.check_slots(workers + reserve)
         config.check_last_checkpoint("the script writes one where it has --save")
         check_sinks(config)
         if config.wandb != "off" and args.wandb_project:
@@ -87,7 +100,7 @@ class LmJob:
     def take_optimizer(self, chunks: Sequence[Any], optimizer: Any, overrides: Any) -> None:
         """Cut the state anew before a checkpoint is loaded into it."""
         distributed = check_supported(chunks, optimizer, overlaps_param_gather=True)
-        self._shard = make_room(chunks, distributed, overrides)
+        self._shard = make_room(chunks, distributed, overrides, reserve=self.worker.reserve)
 
     def make_loader(
         self, dataset: Any, position: int, make: Callable[[int, int], Any]

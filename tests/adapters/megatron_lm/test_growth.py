@@ -1,0 +1,41 @@
+"""An unmodified pretrain_gpt.py goes on with a worker more than it was launched with."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.adapters.megatron_lm.conftest import Launch
+from tests.adapters.megatron_lm.harness import (
+    EVALUATION,
+    ScriptSpec,
+    needs_repository,
+    printed,
+)
+from tests.adapters.megatron_lm.test_pieces import check_checkpoints
+from tests.faults.harness import Zygote, check_equal
+from tests.faults.test_growth import grow
+
+pytestmark = [needs_repository, pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def saving(name: str) -> ScriptSpec:
+    """A run that evaluates after 3, 6 and 9 steps, and saves after 4, 8 and 9."""
+    save = ("--save", "{data}/" + name, "--save-interval", "4")
+    return ScriptSpec(steps=9, dump="last", options=(*EVALUATION, "--log-interval", "4", *save))
+
+
+def test_a_fifth_worker_joins_pretrain_gpt(
+    script: Path, zygote: Zygote, data: Path, reference: Launch, tmp_path: Path
+) -> None:
+    """Evaluations, saves, the log's averages and the end are those of four workers."""
+    spec = replace(saving("grown"), launcher=("--reserve=1",), awaits=((4, 1),))
+    spec = replace(spec, script=str(script))
+    grown = grow(spec, zygote=zygote, data=data, directory=tmp_path)
+    undisturbed = reference(saving("whole"))
+    check_equal(grown, undisturbed)
+    assert printed(grown) == printed(undisturbed)
+    assert [event["slot"] for event in grown.events("entered")] == [4]
+    assert grown.events("view_committed")[-1]["ranks"] == [0, 1, 2, 3, 4]
+    check_checkpoints(data, "grown", "whole", 4, 8, 9)
+    assert "Traceback" not in grown.output

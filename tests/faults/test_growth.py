@@ -1,0 +1,216 @@
+"""A job that was launched with a reserve grows beyond its launch, bit for bit as one that did not.
+
+The reference is launched without a reserve: neither the number of workers nor the room for more
+enters what is computed.
+"""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elaswave_plugin.runtime.address_file import read_addresses
+from elaswave_plugin.tracking.events import EVENTS_FILE, Tail
+from tests.faults.conftest import Launch, Reference
+from tests.faults.harness import (
+    JobSpec,
+    Outcome,
+    Zygote,
+    check_equal,
+    check_survived,
+    max_relative_difference,
+    open_launcher,
+    started,
+)
+from tests.faults.matrix import OPTIONS
+from tests.faults.test_bad_input import check_refused, check_silent_otherwise
+from tests.faults.test_join import LATER, entered, last_ranks
+
+LIMIT_S = 60.0
+GROWS = JobSpec(steps=10, dump="last", launcher=("--reserve=1",), awaits=((4, 1),))
+
+
+def grow(
+    spec: JobSpec, *, joiners: int = 1, zygote: Zygote, data: Path, directory: Path
+) -> Outcome:
+    """Run a job that so many workers join as soon as it has begun; its outcome."""
+    started_s = time.monotonic()
+    with started(spec, zygote=zygote, data=data, directory=directory) as launchers:
+        events = Tail(directory / EVENTS_FILE)
+        deadline_s = time.monotonic() + LIMIT_S
+        while not any(e["kind"] == "view_committed" for e in events.new()):
+            assert time.monotonic() < deadline_s, (directory / "output").read_text()[-3000:]
+            time.sleep(0.02)  # the file is all that a running job shows
+        place = [f"--join={read_addresses(directory)[0]}", f"--nproc-per-node={joiners}"]
+        launchers.append(open_launcher(spec, place, zygote=zygote, data=data, directory=directory))
+        codes = [launcher.wait(LIMIT_S) for launcher in launchers]
+    output = (directory / "output").read_text()
+    assert not any(codes), output[-4000:]
+    seconds = time.monotonic() - started_s
+    return Outcome(spec=spec, directory=directory, returncode=0, output=output, seconds=seconds)
+
+
+def without_reserve(reference: Reference, spec: JobSpec) -> Outcome:
+    """The undisturbed run of a job that cannot grow."""
+    return reference(replace(spec, launcher=()))
+
+
+def widths(run: Outcome) -> list[int]:
+    """How many workers each view had."""
+    return [len(event["ranks"]) for event in run.events("view_committed")]
+
+
+@pytest.mark.parametrize(
+    "options", [(), *(pytest.param(one, marks=pytest.mark.slow) for one in OPTIONS)], ids=str
+)
+def test_a_fifth_worker_joins_a_job_of_four(
+    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference, options: tuple[str, ...]
+) -> None:
+    spec = replace(GROWS, options=options)
+    run = grow(spec, zygote=zygote, data=data, directory=tmp_path)
+    check_equal(run, without_reserve(reference, spec))
+    assert entered(run) == [(4, 1)]
+    assert widths(run) == [4, 5] and last_ranks(run) == [0, 1, 2, 3, 4]
+    assert read_addresses(tmp_path) == []
+    # Nobody's work is thrown away, and the newcomer has a part of it.
+    assert {e["restored_step"] for e in run.events("recovered") if e["newcomers"]} == {5}
+    assert {e["slot"] for e in run.files.ledger if e["step"] == 9} == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.slow
+def test_a_job_shrinks_is_whole_again_and_grows(
+    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference
+) -> None:
+    """4 -> 3 -> 4 -> 5."""
+    spec = replace(
+        GROWS,
+        steps=12,
+        respawn=10,
+        kills=("2@2:backward",),
+        awaits=((4, 1), (6, 2)),
+        sabotage=LATER.format(slot=4),
+    )
+    run = grow(spec, zygote=zygote, data=data, directory=tmp_path)
+    check_equal(run, without_reserve(reference, spec))
+    assert entered(run) == [(2, 1), (4, 1)]
+    assert widths(run) == [4, 3, 4, 5] and last_ranks(run) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slot", [0, 2, 3])
+def test_a_worker_beyond_the_launch_takes_over_a_replica(
+    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference, slot: int
+) -> None:
+    """4 -> 3 -> 4 workers: as many as at the launch, and others, whose ranks are not its replicas'.
+
+    The trainer that is lost does not come back, but its supervisor keeps the slot.
+    """
+    spec = replace(GROWS, kills=(f"{slot}@2:backward",))
+    run = grow(spec, zygote=zygote, data=data, directory=tmp_path)
+    check_equal(run, without_reserve(reference, spec))
+    assert entered(run) == [(4, 1)]
+    assert widths(run) == [4, 3, 4]
+    assert last_ranks(run) == [one for one in range(5) if one != slot]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["forward", "reduce", "optimizer", "gather"])
+def test_the_worker_beyond_the_launch_is_lost(
+    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference, phase: str
+) -> None:
+    """4 -> 5 -> 4, and it is started again: 5."""
+    spec = replace(GROWS, steps=14, respawn=1, kills=(f"4.1@7:{phase}",), awaits=((4, 1), (10, 2)))
+    run = grow(spec, zygote=zygote, data=data, directory=tmp_path)
+    check_equal(run, without_reserve(reference, spec))
+    assert entered(run) == [(4, 1), (4, 2)]
+    assert widths(run) == [4, 5, 4, 5]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slot", [0, 3])
+def test_a_worker_of_a_grown_job_is_lost(
+    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference, slot: int
+) -> None:
+    """4 -> 5 -> 4 without one of the launch, and nobody comes back."""
+    spec = replace(GROWS, kills=(f"{slot}@7:backward",))
+    run = grow(spec, zygote=zygote, data=data, directory=tmp_path)
+    check_equal(run, without_reserve(reference, spec))
+    assert widths(run) == [4, 5, 4] and 4 in last_ranks(run) and slot not in last_ranks(run)
+
+
+@pytest.mark.slow
+def test_a_newcomer_beyond_the_launch_dies_on_its_way_in(
+    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference
+) -> None:
+    spec = replace(GROWS, steps=12, respawn=10, kills=("4.1@0:move",), awaits=((4, 1), (7, 2)))
+    run = grow(spec, zygote=zygote, data=data, directory=tmp_path)
+    check_equal(run, without_reserve(reference, spec))
+    assert entered(run) == [(4, 2)]
+    assert last_ranks(run) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_a_job_of_two_doubles(
+    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference
+) -> None:
+    spec = replace(GROWS, nproc=2, launcher=("--reserve=2",), awaits=((4, 2),))
+    run = grow(spec, joiners=2, zygote=zygote, data=data, directory=tmp_path)
+    check_equal(run, without_reserve(reference, spec))
+    assert sorted(entered(run)) == [(2, 1), (3, 1)]
+    assert last_ranks(run) == [0, 1, 2, 3]
+
+
+# The supervisor that leads is gone once the job has grown.
+LOSE_LEADER = """
+import json, os, signal
+from elaswave_plugin.runtime.phases import Phases
+enter = Phases.enter
+def die(self, phase):
+    if self._slot == 0 and (self.step, phase) == (7, "backward"):
+        lines = open(self._events.path).read().splitlines()
+        started = [e for e in map(json.loads, lines) if e["kind"] == "worker_started"]
+        (pid,) = [e["supervisor_pid"] for e in started if e["slot"] == 0]
+        os.kill(pid, signal.SIGKILL)
+    enter(self, phase)
+Phases.enter = die
+"""
+
+
+@pytest.mark.slow
+def test_the_leader_of_a_grown_job_is_lost(
+    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference
+) -> None:
+    """Who leads next knows the slots of the reserve, too: one is left."""
+    spec = replace(GROWS, launcher=("--reserve=2",), sabotage=LOSE_LEADER)
+    run = grow(spec, zygote=zygote, data=data, directory=tmp_path)
+    check_equal(run, without_reserve(reference, spec))
+    assert widths(run) == [4, 5, 4] and sorted(last_ranks(run)) == [1, 2, 3, 4]
+    assert [e["by"] for e in run.events("leader_elected")] == [1]
+
+
+@pytest.mark.slow
+def test_fast_mode_grows_with_losses_close_by(
+    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference
+) -> None:
+    spec = replace(GROWS, consistency="fast")
+    run = grow(spec, zygote=zygote, data=data, directory=tmp_path)
+    undisturbed = without_reserve(reference, spec)
+    check_survived(run)
+    assert widths(run) == [4, 5]
+    assert max_relative_difference(run, undisturbed) <= 1e-6
+    # Negative control: the sums are really made in another order.
+    assert run.trace() != undisturbed.trace()
+
+
+@pytest.mark.slow
+def test_a_reserve_changes_nothing_by_itself(run: Launch, reference: Reference) -> None:
+    spec = JobSpec(kills=("1@3:backward",))
+    check_equal(run(replace(spec, launcher=("--reserve=3",))), reference(spec))
+
+
+def test_a_reserve_that_cannot_be_used_is_refused(run: Launch) -> None:
+    refused = run(JobSpec(launcher=("--reserve=5",), dump="never"))
+    seen = "4 workers and a --reserve of 5 make 9 workers for 8 micro-batches a step"
+    check_refused(refused, seen, "at most 4 or a larger global batch")
+    check_silent_otherwise(refused)
