@@ -154,7 +154,8 @@ def test_a_newcomer_beyond_the_launch_dies_on_its_way_in(
 def test_a_job_of_two_doubles(
     zygote: Zygote, data: Path, tmp_path: Path, reference: Reference
 ) -> None:
-    spec = replace(GROWS, nproc=2, launcher=("--reserve=2",), awaits=((4, 2),))
+    # Once one of them asks to be let in, the other comes after the next step.
+    spec = replace(GROWS, nproc=2, launcher=("--reserve=2",), awaits=((4, 1), (6, 2)))
     run = grow(spec, joiners=2, zygote=zygote, data=data, directory=tmp_path)
     check_equal(run, without_reserve(reference, spec))
     assert sorted(entered(run)) == [(2, 1), (3, 1)]

@@ -69,7 +69,7 @@ def test_a_lost_supervisor_comes_back(tmp_path: Path, victim: int) -> None:
 
 
 def test_two_come_at_once_to_one_node(tmp_path: Path) -> None:
-    with Job(tmp_path, 4).start() as job:
+    with Job(tmp_path, 4, TINY_READY="told").start() as job:
         job.kill_supervisor(1, 3)
         while job.one("commit", 0)["ranks"] not in ([0, 2], [2, 0]):
             pass
@@ -173,13 +173,15 @@ def test_what_cannot_join_is_refused_in_a_sentence(tmp_path: Path) -> None:
 
 def test_a_newcomer_takes_a_slot_of_the_reserve(tmp_path: Path) -> None:
     """Also one that is told another reserve; the job's other slots stay whose they are."""
-    with Job(tmp_path, 3, ELASWAVE_RESERVE="7").start("--reserve=2", nodes=3) as job:
+    env = {"ELASWAVE_RESERVE": "7", "TINY_READY": "told"}
+    with Job(tmp_path, 3, **env).start("--reserve=2", nodes=3) as job:
         assert ask_job(addresses_in(job.run_dir), WAIT_S)["vacant"] == [3, 4]
         number = join(job, 1)
         alone = job.one("alone", 3)
         names = ("RANK", "WORLD_SIZE", "GROUP_RANK", "ELASWAVE_INCARNATION", "ELASWAVE_RESERVE")
         # Ranks that a script knows are those of the launch.
         assert [alone["env"][name] for name in names] == ["2", "3", "3", "1", "2"]
+        job.tell(3, "ready")
         assert let_in(job, 3, [0, 1, 2], 2) == [0, 1, 2, 3]
         shown = ask_job(addresses_in(job.run_dir), WAIT_S)
         assert shown["vacant"] == [4] and len(shown["workers"]) == 4
