@@ -76,25 +76,39 @@ Phases.enter = die
 """
 
 
-# Batches that come once so many replacements wait to be let in: at which step is then certain.
+# Batches that come once so many replacements wait to be let in, and replacements that ask for it
+# only once they are awaited: at which step they enter is then certain, however fast they are.
 AWAIT = """
 import json, time
 from elaswave_plugin.runtime.worker import Worker
 from elaswave_plugin.runtime.loop import GuardedSteps
-begin = GuardedSteps.begin
-def wait(self):
-    begin(self)
+begin_now, ask_now = GuardedSteps.begin, Worker.ask_to_enter
+def ready(worker):
+    return sum('"worker_ready"' in line for line in open(worker.events.path))
+def awaited(worker):
+    events = map(json.loads, open(worker.events.path))
+    return max((e["number"] for e in events if e["kind"] == "replacement_awaited"), default=0)
+def begin_when_ready(self):
+    begin_now(self)
     worker, wanted = self.worker, {awaits}.get(self.worker.completed, 0)
+    if wanted:
+        worker.events.emit("replacement_awaited", number=wanted)
     worker.member.announce("a slow batch")
     try:
         deadline_s = time.monotonic() + 60
-        while sum('"worker_ready"' in line for line in open(worker.events.path)) < wanted:
+        while ready(worker) < wanted:
             worker.member.check()
             assert time.monotonic() < deadline_s, "no replacement came"
             time.sleep(0.005)
     finally:
         worker.member.announce(None)
-GuardedSteps.begin = wait
+def ask_when_awaited(self):
+    deadline_s = time.monotonic() + 60
+    while awaited(self) <= ready(self):
+        assert time.monotonic() < deadline_s, "no replacement was awaited"
+        time.sleep(0.005)
+    ask_now(self)
+GuardedSteps.begin, Worker.ask_to_enter = begin_when_ready, ask_when_awaited
 """
 
 
