@@ -1,10 +1,11 @@
 """Launches of DeepSpeed scripts under `elaswave run`, and what a recovery of them promises."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from elaswave_plugin.config import parse_kill
 from tests.faults.harness import (
     ROOT,
     JobSpec,
@@ -101,6 +102,23 @@ class EngineSpec(JobSpec):
             "--seq-length=32",
             *self.options,
         ]
+
+
+def as_it_counted(run: Outcome) -> EngineSpec:
+    """The specification with every loss before the step to which the run rolled back.
+
+    That is one step earlier where somebody had not sealed the last one yet when the fault fired.
+    """
+    assert isinstance(run.spec, EngineSpec)
+    losses = {
+        event["epoch"]: event["restored_step"]
+        for event in run.events("recovered")
+        if not event["newcomers"]
+    }
+    kills = [kill for kill in map(parse_kill, run.spec.kills) if not kill.incarnation]
+    steps = [losses[epoch] for epoch in sorted(losses)][: len(kills)]
+    told = tuple(f"{kill.slot}@{step}" for kill, step in zip(kills, steps, strict=True))
+    return replace(run.spec, kills=told)
 
 
 def check_recovered(run: Outcome, *, twin: Outcome, reference: Outcome) -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 
-from tests.deepspeed.harness import PRELOAD, EngineSpec, check_recovered
+from tests.deepspeed.harness import PRELOAD, EngineSpec, as_it_counted, check_recovered
 from tests.fault_matrix import FaultMatrix, Runs
 from tests.faults.harness import Outcome
 
@@ -22,7 +22,7 @@ def cases() -> tuple[EngineSpec, ...]:
 
 def check(run: Outcome, runs: Runs) -> None:
     """Bit-equal to the planned departure, and close to the run that nothing disturbs."""
-    check_recovered(run, twin=runs.twin(run.spec), reference=runs.reference(run.spec))
+    check_recovered(run, twin=runs.twin(as_it_counted(run)), reference=runs.reference(run.spec))
 
 
 MATRIX = FaultMatrix(

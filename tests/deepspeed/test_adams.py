@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deepspeed.conftest import Launch
+from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
 from tests.tiers import sampled
 
@@ -104,11 +104,11 @@ def compiled_adams(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ),
 )
 def test_its_state_survives(
-    run: Launch, twin: Launch, reference: Launch, spec: EngineSpec, own: str, stage: int
+    run: Launch, twin: Twin, reference: Launch, spec: EngineSpec, own: str, stage: int
 ) -> None:
     spec = replace(spec, stage=stage, kills=("2@3:optimizer",), sabotage=PLAYED + own)
     killed = run(spec)
-    check_recovered(killed, twin=twin(spec), reference=reference(spec))
+    check_recovered(killed, twin=twin(killed), reference=reference(spec))
     counts = [int(count) for count in re.findall(r"updates (\d+)\.", killed.output)]
     assert len(counts) == spec.nproc - 1 and min(counts) >= spec.steps
 
@@ -118,7 +118,7 @@ def test_its_state_survives(
 @pytest.mark.parametrize(("spec", "own"), [(FUSED, ""), (CPU, OWN)], ids=["fused", "cpu"])
 def test_what_is_compiled(
     run: Launch,
-    twin: Launch,
+    twin: Twin,
     reference: Launch,
     compiled_adams: Path,
     spec: EngineSpec,
@@ -126,4 +126,4 @@ def test_what_is_compiled(
 ) -> None:
     own += f"import os; os.environ.update({environment(compiled_adams)!r})"
     spec = replace(spec, stage=2, kills=("1@3:backward",), sabotage=own)
-    check_recovered(run(spec), twin=twin(spec), reference=reference(spec))
+    check_recovered(killed := run(spec), twin=twin(killed), reference=reference(spec))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deepspeed.conftest import Launch
+from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
 from tests.tiers import sampled
 
@@ -29,10 +29,10 @@ def test_a_loader_of_the_script_is_refused_in_words_that_name_ours(run: Launch) 
 
 
 def test_our_loader_over_a_torch_loader_survives_a_kill(
-    run: Launch, twin: Launch, reference: Launch
+    run: Launch, twin: Twin, reference: Launch
 ) -> None:
     spec = EngineSpec(script=OWN_LOADER, options=("--loader",), stage=2, kills=("0@2:forward",))
-    check_recovered(run(spec), twin=twin(spec), reference=reference(spec))
+    check_recovered(killed := run(spec), twin=twin(killed), reference=reference(spec))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.deepspeed.conftest import Launch
+from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import EngineSpec
 from tests.faults.harness import check_survived
 from tests.tiers import sampled
@@ -35,13 +35,13 @@ torch.manual_seed = once
     ),
 )
 def test_with_dropout_a_loss_equals_the_planned_departure(
-    run: Launch, twin: Launch, reference: Launch, stage: int, kills: tuple[str, ...]
+    run: Launch, twin: Twin, reference: Launch, stage: int, kills: tuple[str, ...]
 ) -> None:
     spec = EngineSpec(stage=stage, options=DROPOUT, kills=kills)
     killed = run(spec)
-    for one in (killed, twin(spec)):
+    for one in (killed, twin(killed)):
         check_survived(one)
-    assert killed.trace() == twin(spec).trace()
+    assert killed.trace() == twin(killed).trace()
     ours, undisturbed = killed.trace(), reference(spec).trace()
     lost = int(kills[0][2])
     assert [ours[step] for step in range(lost)] == [undisturbed[step] for step in range(lost)]
@@ -51,7 +51,7 @@ def test_with_dropout_a_loss_equals_the_planned_departure(
     assert all(undisturbed[step] != plain[step] for step in plain)
 
 
-def test_a_running_stream_is_seen(run: Launch, twin: Launch) -> None:
+def test_a_running_stream_is_seen(run: Launch, twin: Twin) -> None:
     """Negative control: survivors have drawn for the step that they redo."""
     spec = EngineSpec(options=DROPOUT, kills=("2@3:gather",), sabotage=RUNNING)
     running = run(spec)

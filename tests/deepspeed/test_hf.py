@@ -13,7 +13,7 @@ pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
 from elaswave_plugin.config import ElasticConfig
-from tests.deepspeed.conftest import Launch
+from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
 from tests.faults.harness import ROOT, Outcome, max_relative_difference
 from tests.tiers import sampled
@@ -61,11 +61,11 @@ def printed(output: str) -> list[tuple[int, float, str]]:
     ),
 )
 def test_a_kill_is_absorbed_and_the_script_counts_each_step_once(
-    run: Launch, twin: Launch, reference: Launch, stage: int, kill: str
+    run: Launch, twin: Twin, reference: Launch, stage: int, kill: str
 ) -> None:
     spec = spec_of(kill, stage=stage)
     killed = run(spec)
-    check_recovered(killed, twin=twin(spec), reference=reference(spec))
+    check_recovered(killed, twin=twin(killed), reference=reference(spec))
     ours, wanted = printed(killed.output), printed(reference(spec).output)
     step = int(kill.split("@")[1][0])
     # Whoever is rank 0 prints, so that a step may be missing where slot 0 died within it.
@@ -78,9 +78,9 @@ def test_a_kill_is_absorbed_and_the_script_counts_each_step_once(
 
 
 @pytest.mark.slow
-def test_two_losses_in_one_run(run: Launch, twin: Launch, reference: Launch) -> None:
+def test_two_losses_in_one_run(run: Launch, twin: Twin, reference: Launch) -> None:
     spec = spec_of("0@1:backward", "3@3:forward", stage=2)
-    check_recovered(run(spec), twin=twin(spec), reference=reference(spec))
+    check_recovered(killed := run(spec), twin=twin(killed), reference=reference(spec))
 
 
 def plain(spec: EngineSpec, folder: Path) -> str:
@@ -115,13 +115,13 @@ def test_without_a_loss_it_is_what_accelerate_does_alone(
 
 @pytest.mark.slow
 def test_boundaries_that_accelerate_sets_early_survive_a_kill(
-    run: Launch, twin: Launch, reference: Launch
+    run: Launch, twin: Twin, reference: Launch
 ) -> None:
     """The third step of each epoch has one iteration; its only one is interrupted."""
     spec = spec_of("1@2:backward", options=("--limit=20",))
     killed = run(spec)
     assert killed.returncode == 0, killed.output[-3000:]
-    assert killed.trace() == twin(spec).trace()
+    assert killed.trace() == twin(killed).trace()
     assert max_relative_difference(killed, reference(spec)) <= 1e-6
     counts = {(line["step"], line["k"]) for line in killed.files.ledger if line["epoch"] > 1}
     assert (2, 0) in counts and (2, 1) not in counts and (3, 1) in counts

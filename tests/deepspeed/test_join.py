@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from elaswave_plugin.config import parse_kill
-from tests.deepspeed.conftest import Launch
+from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
 from tests.deepspeed.test_kill import PHASES
 from tests.deepspeed.test_monitor import check_csv, scalars, settings_of
@@ -32,17 +31,6 @@ def spec_of(stage: int, slot: int, phase: str, **more: object) -> EngineSpec:
     return EngineSpec(
         stage=stage, steps=STEPS, respawn=5, kills=kills, changes=(f"+{slot}@{BACK}",), **more
     )  # type: ignore[arg-type]
-
-
-def as_it_counted(run: Outcome) -> EngineSpec:
-    """The specification with the loss before the step to which it rolled back.
-
-    That is one step earlier where somebody had not sealed the last one yet when the fault fired.
-    """
-    assert isinstance(run.spec, EngineSpec)
-    slot = parse_kill(run.spec.kills[0]).slot
-    step = min(event["restored_step"] for event in run.events("recovered"))
-    return replace(run.spec, kills=(f"{slot}@{step}",))
 
 
 def entered(run: Outcome) -> list[tuple[int, int, int]]:
@@ -68,11 +56,11 @@ def drawn() -> list[tuple[int, int, str, bool]]:
 
 @pytest.mark.parametrize(("stage", "slot", "phase", "bf16"), sampled(drawn(), keep=(3,)))
 def test_a_lost_worker_comes_back_under_every_zero_stage(
-    run: Launch, twin: Launch, reference: Launch, stage: int, slot: int, phase: str, bf16: bool
+    run: Launch, twin: Twin, reference: Launch, stage: int, slot: int, phase: str, bf16: bool
 ) -> None:
     spec = spec_of(stage, slot, phase, bf16=bf16)
     killed = run(spec)
-    check_recovered(killed, twin=twin(as_it_counted(killed)), reference=reference(spec))
+    check_recovered(killed, twin=twin(killed), reference=reference(spec))
     assert entered(killed) == [(slot, 1, BACK)]
     assert sizes(killed) == [4, 3, 4]
     assert killed.events("view_committed")[-1]["ranks"] == [0, 1, 2, 3]
@@ -106,7 +94,7 @@ def files_of(folder: Path, tag: str) -> int:
     ),
 )
 def test_its_loop_over_epochs_arrives_where_the_others_are(
-    run: Launch, twin: Launch, tmp_path: Path, stage: int, kill: str, back: int
+    run: Launch, twin: Twin, tmp_path: Path, stage: int, kill: str, back: int
 ) -> None:
     frozen = ("--frozen",) if stage < 3 else ()
     spec = EngineSpec(
@@ -125,7 +113,7 @@ def test_its_loop_over_epochs_arrives_where_the_others_are(
     check_survived(killed)
     there = [files_of(tmp_path, f"epoch{epoch}") for epoch in range(4)]
     assert there == [3 if int(kill[2]) < 3 * (n + 1) <= back else 4 for n in range(4)]
-    assert killed.trace() == twin(as_it_counted(killed)).trace()
+    assert killed.trace() == twin(killed).trace()
     assert sizes(killed) == [4, 3, 4]
     seen = seen_by(killed)
     (pid,) = [e["pid"] for e in killed.events("worker_started") if e["incarnation"] == 1]
@@ -193,12 +181,12 @@ def test_four_workers_become_two_and_four_again(run: Launch, reference: Launch) 
     ),
 )
 def test_a_newcomer_dies_while_it_is_built_or_enters(
-    run: Launch, twin: Launch, reference: Launch, stage: int, death: str
+    run: Launch, twin: Twin, reference: Launch, stage: int, death: str
 ) -> None:
     spec = spec_of(stage, 1, "backward")
     spec = replace(spec, kills=(*spec.kills, f"1.1@{death}"))
     killed = run(spec)
-    check_recovered(killed, twin=twin(as_it_counted(killed)), reference=reference(spec))
+    check_recovered(killed, twin=twin(killed), reference=reference(spec))
     assert entered(killed)[-1] == (1, 2, BACK)
 
 

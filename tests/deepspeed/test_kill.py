@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.deepspeed.conftest import Launch
+from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import EngineSpec, check_recovered
 from tests.tiers import sampled
 
@@ -44,8 +44,7 @@ def test_the_cover_has_every_pair() -> None:
 # Every slot, phase and stage at least once; every pair of them in `make matrix`.
 @pytest.mark.parametrize("spec", sampled(cover(), keep=range(0, 28, 3)), ids=name_of)
 def test_kill_in_a_phase_of_a_step_equals_the_planned_departure(
-    run: Launch, twin: Launch, reference: Launch, spec: EngineSpec
+    run: Launch, twin: Twin, reference: Launch, spec: EngineSpec
 ) -> None:
     killed = run(spec)
-    check_recovered(killed, twin=twin(spec), reference=reference(spec))
-    assert {event["restored_step"] for event in killed.events("recovered")} == {3}
+    check_recovered(killed, twin=twin(killed), reference=reference(spec))

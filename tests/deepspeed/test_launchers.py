@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deepspeed.conftest import Launch
+from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import EngineSpec, check_recovered
 from tests.faults.foreign_launchers import TORCHRUN, run_under
 from tests.faults.harness import Outcome
@@ -21,19 +21,19 @@ def launched(command: tuple[str, ...], spec: EngineSpec, directory: Path) -> Out
 
 @pytest.mark.slow
 def test_torchrun_with_our_module_survives_a_kill(
-    tmp_path: Path, twin: Launch, reference: Launch
+    tmp_path: Path, twin: Twin, reference: Launch
 ) -> None:
     spec = EngineSpec(stage=2, kills=("0@3:backward",))
     command = (*TORCHRUN, "--nproc-per-node=4", "--nnodes=1", f"--master-port={free_port()}")
     survived = launched((*command, "-m", "elaswave_plugin.run"), spec, tmp_path / "run")
-    check_recovered(survived, twin=twin(spec), reference=reference(spec))
+    check_recovered(survived, twin=twin(survived), reference=reference(spec))
 
 
 def test_the_deepspeed_launcher_with_our_module_survives_a_kill(
-    tmp_path: Path, twin: Launch, reference: Launch
+    tmp_path: Path, twin: Twin, reference: Launch
 ) -> None:
     # Two, since each imports the frameworks anew.
     spec = EngineSpec(nproc=2, stage=3, kills=("0@3:backward",))
     command = (DEEPSPEED, "--num_gpus=2", f"--master_port={free_port()}", "--module")
     survived = launched((*command, "elaswave_plugin.run"), spec, tmp_path / "run")
-    check_recovered(survived, twin=twin(spec), reference=reference(spec))
+    check_recovered(survived, twin=twin(survived), reference=reference(spec))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.deepspeed.conftest import Launch
+from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import FP32_BOUND, EngineSpec, check_recovered
 from tests.faults.harness import check_survived, max_relative_difference
 from tests.tiers import sampled
@@ -31,7 +31,7 @@ EQUAL_WEIGHTS = "from elaswave_plugin.core.dataflow import Shares; Shares.weight
 @pytest.mark.parametrize("stage", sampled([1, 3], keep=(1,)))
 @pytest.mark.parametrize("sabotage", BROKEN_BITS.values(), ids=BROKEN_BITS.keys())
 def test_a_recovery_that_misses_a_part_is_seen(
-    run: Launch, twin: Launch, reference: Launch, stage: int, sabotage: str
+    run: Launch, twin: Twin, reference: Launch, stage: int, sabotage: str
 ) -> None:
     spec = EngineSpec(stage=stage, kills=("2@3:snapshot",), sabotage=sabotage)
     whole = replace(spec, sabotage="")
@@ -48,7 +48,7 @@ def test_equal_weights_of_unequal_shares_are_seen(run: Launch, reference: Launch
     assert max_relative_difference(broken, reference(replace(spec, sabotage=""))) > FP32_BOUND
 
 
-def test_a_missing_kill_is_seen(run: Launch, twin: Launch, reference: Launch) -> None:
+def test_a_missing_kill_is_seen(run: Launch, twin: Twin, reference: Launch) -> None:
     spec = EngineSpec(kills=("2@99:backward",))
     late = run(spec)
     with pytest.raises(AssertionError, match="'fired': False"):

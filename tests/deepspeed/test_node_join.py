@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deepspeed.conftest import Launch
+from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import EngineSpec, check_recovered
 from tests.deepspeed.test_join import BACK, STEPS, entered, sizes
 from tests.faults.harness import Zygote
@@ -19,7 +19,7 @@ from tests.faults.test_node_join import lose_and_join, lose_with_standby
 def test_a_lost_node_of_an_engine_comes_back(
     zygote: Zygote,
     tmp_path: Path,
-    twin: Launch,
+    twin: Twin,
     reference: Launch,
     stage: int,
     slot: int,

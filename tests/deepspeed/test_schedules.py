@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.deepspeed.conftest import Launch
+from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import EngineSpec, check_recovered
 from tests.tiers import sampled
 
@@ -47,7 +47,7 @@ COSINE = {
 )
 def test_schedules_and_clipping_go_on_where_the_step_was(
     run: Launch,
-    twin: Launch,
+    twin: Twin,
     reference: Launch,
     stage: int,
     kill: str,
@@ -57,7 +57,7 @@ def test_schedules_and_clipping_go_on_where_the_step_was(
     settings = json.dumps({"gradient_clipping": clipping, "scheduler": schedule})
     spec = EngineSpec(stage=stage, steps=8, kills=(kill,), settings=settings)
     killed = run(spec)
-    check_recovered(killed, twin=twin(spec), reference=reference(spec))
+    check_recovered(killed, twin=twin(killed), reference=reference(spec))
     assert len({record["lr"] for record in killed.files.steps}) > 4
     if clipping:
         assert all(record["grad_norm"] > clipping for record in killed.files.steps)

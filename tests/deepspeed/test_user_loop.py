@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.deepspeed.conftest import Launch
+from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
 from tests.faults.harness import Outcome, check_survived, max_relative_difference
 from tests.tiers import sampled
@@ -21,11 +21,11 @@ def reports(run: Outcome) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("stage", sampled([0, 1, 2, 3], keep=(0, 3)))
 def test_handles_counters_and_schedules_of_the_script_stay_valid(
-    run: Launch, twin: Launch, reference: Launch, stage: int
+    run: Launch, twin: Twin, reference: Launch, stage: int
 ) -> None:
     spec = EngineSpec(stage=stage, kills=("2@3:backward",), **OWN_OPTIMIZER)
     killed = run(spec)
-    check_recovered(killed, twin=twin(spec), reference=reference(spec))
+    check_recovered(killed, twin=twin(killed), reference=reference(spec))
     assert len(reports(killed)) == 3
     for report in reports(killed):
         assert report["same_objects"]
@@ -39,10 +39,10 @@ def test_handles_counters_and_schedules_of_the_script_stay_valid(
 
 
 @pytest.mark.parametrize("stage", sampled([1, 2, 3], keep=(1,)))
-def test_four_workers_become_one(run: Launch, twin: Launch, reference: Launch, stage: int) -> None:
+def test_four_workers_become_one(run: Launch, twin: Twin, reference: Launch, stage: int) -> None:
     spec = EngineSpec(stage=stage, kills=("0@1:backward", "2@2:forward", "3@4:reduce"))
     killed = run(spec)
-    check_recovered(killed, twin=twin(spec), reference=reference(spec))
+    check_recovered(killed, twin=twin(killed), reference=reference(spec))
     sizes = {
         (line["epoch"], line["slot"]): len(line["samples"])
         for line in killed.files.ledger
@@ -56,7 +56,7 @@ def test_four_workers_become_one(run: Launch, twin: Launch, reference: Launch, s
     "phase", sampled(["detect", "agree", "edit", "move", "rebind", "verify", "replay"], keep=(3, 6))
 )
 def test_second_kill_during_a_recovery(
-    run: Launch, twin: Launch, reference: Launch, stage: int, phase: str
+    run: Launch, twin: Twin, reference: Launch, stage: int, phase: str
 ) -> None:
     spec = EngineSpec(stage=stage, kills=("2@3:backward", f"1@3:{phase}"))
     killed = run(spec)
@@ -68,14 +68,14 @@ def test_second_kill_during_a_recovery(
 
 
 @pytest.mark.parametrize("stage", sampled([1, 3], keep=(1,)))
-def test_kill_in_the_first_step(run: Launch, twin: Launch, reference: Launch, stage: int) -> None:
+def test_kill_in_the_first_step(run: Launch, twin: Twin, reference: Launch, stage: int) -> None:
     spec = EngineSpec(stage=stage, kills=("1@0:backward",))
-    check_recovered(run(spec), twin=twin(spec), reference=reference(spec))
+    check_recovered(killed := run(spec), twin=twin(killed), reference=reference(spec))
 
 
 @pytest.mark.parametrize("accumulation", sampled([1, 2], keep=(1,)))
 def test_uneven_shares_and_the_end_of_an_epoch(
-    run: Launch, twin: Launch, reference: Launch, accumulation: int
+    run: Launch, twin: Twin, reference: Launch, accumulation: int
 ) -> None:
     """Eight samples a step or sixteen, three workers, epochs of five iterations, the last short."""
     spec = EngineSpec(
@@ -88,8 +88,8 @@ def test_uneven_shares_and_the_end_of_an_epoch(
     )
     killed = run(spec)
     check_survived_with_short_batches(killed)
-    check_survived_with_short_batches(twin(spec))
-    assert killed.trace() == twin(spec).trace()
+    check_survived_with_short_batches(twin(killed))
+    assert killed.trace() == twin(killed).trace()
     assert max_relative_difference(killed, reference(spec)) <= 1e-6
     lines = [line for line in killed.files.ledger if line["epoch"] > 1]
     assert {len(line["samples"]) for line in lines} >= {2, 3}

@@ -128,9 +128,11 @@ def test_an_announced_phase_is_waited_for_by_all(run: Launch) -> None:
     assert {event["step"] for event in slow.events("slow")} == {4, 5}
 
 
-# The same without a word: what it takes here, it does not say. A negative control.
-SILENT = ANNOUNCED.replace('phase("download")', "contextlib.nullcontext()").replace(
-    "import time", "import contextlib, time"
+# The same without a word, for longer than any limit. A negative control.
+SILENT = (
+    ANNOUNCED.replace('phase("download")', "contextlib.nullcontext()")
+    .replace("import time", "import contextlib, time")
+    .replace("sleep(3)", "sleep(300)")
 )
 
 

@@ -26,18 +26,23 @@ def test_kill_during_an_evaluation_restarts_it(run: Launch, reference: Reference
 
 
 # A loop without `finally`: an interrupted evaluation leaves the model in evaluation mode. The
-# victim is slow to die in its snapshot, so that the others are inside the evaluation when they
-# have to redo the training step.
+# victim dies in its snapshot when the others are inside the evaluation, and they have to redo the
+# training step.
 CARELESS = """
-import sys, time, torch
+import glob, sys, time, torch
 from elaswave_plugin.runtime.phases import Phases
 train, fire = torch.nn.Module.train, Phases.fire
 torch.nn.Module.train = lambda self, mode=True: (
     self if mode and sys.exc_info()[0] is not None else train(self, mode)
 )
 def slowly(self, phase):
+    if (self.step, phase) == (4, "evaluation"):
+        open(f"inside-{self._slot}", "w").close()
     if self._slot == 1 and (self.step, phase) == (3, "snapshot"):
-        time.sleep(0.5)
+        deadline_s = time.monotonic() + 60
+        while len(glob.glob("inside-*")) < 3:
+            assert time.monotonic() < deadline_s, "the others do not evaluate"
+            time.sleep(0.005)
     fire(self, phase)
 Phases.fire = slowly
 """

@@ -87,10 +87,15 @@ class Job:
         for report in self.all("started", range(self.world)):
             self.pids[report["slot"]] = report["pid"]
             self.watch(report["pid"])
-        for event in self.events("worker_started"):
+        self.all("commit", range(self.world), epoch=1)
+        # A supervisor writes this when it has met the others, and its trainer runs before that.
+        deadline_s = time.monotonic() + WAIT_S
+        while len(begun := self.events("worker_started")) < self.world:
+            assert time.monotonic() < deadline_s, f"no events of {self.world} workers: {begun}"
+            time.sleep(0.005)  # the file is all that shows it
+        for event in begun:
             self.supervisors[event["slot"]] = event["supervisor_pid"]
             self.watch(event["supervisor_pid"])
-        self.all("commit", range(self.world), epoch=1)
         if sealed:
             for slot in range(self.world):
                 self.tell(slot, "seal 0")
