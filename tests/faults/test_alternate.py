@@ -10,6 +10,7 @@ from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, check_survived
 
 STEPS = 32
+PLAIN = JobSpec(nproc=2, steps=STEPS, dump="last")
 SAY_SEALS = """
 from elaswave_plugin.runtime import member, snapshot
 seal, wait = snapshot.SnapshotPool.seal, member.Member.wait_copied
@@ -49,30 +50,28 @@ def told(output: str, word: str) -> list[int]:
 def test_snapshots_are_sealed_and_awaited_in_on_blocks_only(
     run: Launch, reference: Reference
 ) -> None:
-    spec = JobSpec(nproc=2, steps=STEPS, dump="last")
     # On two nodes: within one the buffers are handed over only once.
-    turned = run(replace(spec, nodes=2, alternate="snapshots", sabotage=SAY_SEALS))
+    turned = run(replace(PLAIN, nodes=2, alternate="snapshots", sabotage=SAY_SEALS))
     check_survived(turned)
     # The state after step s is sealed as s + 1: steps 0 to 9, 20 to 29; and the initial one.
     assert told(turned.output, "sealed") == sorted([0, *range(1, 11), *range(21, 31)] * 2)
     assert told(turned.output, "awaited") == sorted([*range(0, 10), *range(21, 30)] * 2)
-    assert turned.trace() == reference(spec).trace()
+    assert turned.trace() == reference(PLAIN).trace()
     times, cpu = step_times_s(turned.files), cpu_times_s(turned.files, "trainer")
     assert (len(times.on), len(times.off)) == (len(cpu.on), len(cpu.off)) == (17, 10)
     supervisors = cpu_times_s(turned.files, "supervisor")
     assert sum(cpu.on) > 0 and sum(cpu.off) > 0 and sum(supervisors.on) > sum(supervisors.off) >= 0
 
 
-def test_the_norm_is_exact_in_on_blocks_only(run: Launch) -> None:
-    turned = run(JobSpec(nproc=2, steps=STEPS, alternate="consistency", sabotage=SAY_NORMS))
+def test_the_norm_is_exact_in_on_blocks_only(run: Launch, reference: Reference) -> None:
+    turned = run(replace(PLAIN, alternate="consistency", sabotage=SAY_NORMS))
     check_survived(turned)
     # Steps 0 to 9, 20 to 29 and 10 to 19, 30 to 31.
     assert len(told(turned.output, "exact")) == 2 * 20
     assert len(told(turned.output, "native")) == 2 * 12
-    plain = run(JobSpec(nproc=2, steps=STEPS))
     norms = [
         [record["grad_norm"] for record in sorted(one.files.steps, key=lambda r: r["step"])]
-        for one in (turned, plain)
+        for one in (turned, reference(PLAIN))
     ]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 

@@ -10,7 +10,7 @@ from elaswave_plugin.observer import read_run
 from elaswave_plugin.runtime.address_file import read_addresses
 from tests.faults.conftest import Reference
 from tests.faults.harness import Outcome, Zygote, check_equal, started
-from tests.faults.test_notice import SPEC
+from tests.faults.test_notice import SPEC, TOLD, UNTIL_TOLD
 from tests.faults.test_signals import LIMIT_S, wait_for_step
 from tests.tiers import sampled
 
@@ -19,11 +19,13 @@ from tests.tiers import sampled
 def test_a_drained_worker_leaves_between_two_steps(
     zygote: Zygote, data: Path, tmp_path: Path, reference: Reference, slot: int
 ) -> None:
-    with started(SPEC, zygote=zygote, data=data, directory=tmp_path) as (launcher,):
+    held = replace(SPEC, sabotage=UNTIL_TOLD)
+    with started(held, zygote=zygote, data=data, directory=tmp_path) as (launcher,):
         wait_for_step(tmp_path, 3)
         other = next(one for one in read_addresses(tmp_path) if one.slot == 3)
         words = ["--connect", other.address, "--reason", "node 7 gets new memory"]
         assert run_command(["drain", str(slot), *words]) == 0
+        (tmp_path / TOLD).touch()
         code = launcher.wait(LIMIT_S * 3)
     output = (tmp_path / "output").read_text()
     run = Outcome(spec=SPEC, directory=tmp_path, returncode=code, output=output, seconds=0)

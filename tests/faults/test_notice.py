@@ -14,7 +14,23 @@ from tests.faults.harness import JobSpec, Outcome, Zygote, check_equal, started
 from tests.faults.test_signals import LIMIT_S, wait_for_step
 from tests.tiers import sampled
 
-SPEC = JobSpec(steps=60, dump="last", respawn=10)
+SPEC = JobSpec(steps=20, dump="last", respawn=10)
+TOLD = "told"
+# Step 6 begins once the test has told whom to go: the others have many steps left then.
+UNTIL_TOLD = f"""
+import time
+from elaswave_plugin.runtime.loop import GuardedSteps
+begin = GuardedSteps.begin
+def wait(self):
+    begin(self)
+    told = self.worker.events.path.with_name("{TOLD}")
+    deadline_s = time.monotonic() + 60
+    while self.worker.completed == 6 and not told.exists():
+        self.worker.member.check()
+        assert time.monotonic() < deadline_s, "nobody was told to go"
+        time.sleep(0.005)
+GuardedSteps.begin = wait
+"""
 
 
 def supervisor_of(directory: Path, slot: int) -> int:
@@ -39,10 +55,12 @@ def test_a_worker_that_is_told_to_go_leaves_between_two_steps(
     slots: tuple[int, ...],
     number: signal.Signals,
 ) -> None:
-    with started(SPEC, zygote=zygote, data=data, directory=tmp_path) as (launcher,):
+    held = replace(SPEC, sabotage=UNTIL_TOLD)
+    with started(held, zygote=zygote, data=data, directory=tmp_path) as (launcher,):
         wait_for_step(tmp_path, 3)
         for slot in slots:
             os.kill(supervisor_of(tmp_path, slot), number)
+        (tmp_path / TOLD).touch()
         code = launcher.wait(LIMIT_S * 3)
     output = (tmp_path / "output").read_text()
     run = Outcome(spec=SPEC, directory=tmp_path, returncode=code, output=output, seconds=0)

@@ -17,7 +17,8 @@ from tests.faults.test_signals import wait_for_step
 from tests.tracking.test_wandb_sink import history, run_ids
 
 # A node each: the others cannot kill it, they can only shut it out.
-SPEC = JobSpec(nproc=4, nodes=4, steps=20, dump="last")
+# When it goes on it sees nobody, and stops after the wait for a majority.
+SPEC = JobSpec(nproc=4, nodes=4, steps=20, dump="last", launcher=("--quorum-wait-s=1",))
 ZOMBIE = 2
 LIMIT_S = 60.0
 
