@@ -47,6 +47,8 @@ from elaswave_plugin.core.schedule import (
     Piece,
     WorkerOps,
     interleaved_ops,
+    peak_in_flight,
+    window_lists,
     window_ops,
     window_sizes,
 )
@@ -204,7 +206,11 @@ class PipelineFlow:
         """The same in greedy order, if layers take its ``times``."""
         predictor, limits = self._predictor()
         costs = predictor.costs
-        room = greedy_room(self.pieces, self.windows, limits)
+        peaks = [
+            max(peak_in_flight(ops, lambda op: op.stop - op.start) for ops in stage)
+            for stage in window_lists(self.pieces, self.windows)
+        ]
+        room = greedy_room(peaks, limits)
         times = self._stage_times(costs)
         lists = greedy_lists(self.pieces, times, costs.link, limits=room, windows=self.windows)
         return replace(self, lists=lists, is_greedy=True)

@@ -19,7 +19,7 @@ from tests.faults.harness import (
     started,
 )
 from tests.faults.hybrid_matrix import TP2_PP2_DP2
-from tests.faults.test_join import entered, last_ranks
+from tests.faults.test_join import check_nothing_thrown_away, entered, last_ranks
 from tests.tiers import sampled
 
 LIMIT_S = 60.0
@@ -96,8 +96,7 @@ def test_a_lost_node_comes_back(
     assert entered(run) == [(slot, 1)]
     assert last_ranks(run) == [0, 1, 2, 3]
     assert read_addresses(tmp_path) == []
-    # Nobody's work is thrown away: the state of the boundary is the newest that there is.
-    assert {e["restored_step"] for e in run.events("recovered") if e["newcomers"]} == {7}
+    check_nothing_thrown_away(run)
 
 
 @pytest.mark.slow

@@ -13,14 +13,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import pairwise
 
-from elaswave_plugin.core.schedule import (
-    FORWARD,
-    Assignment,
-    Op,
-    OpLists,
-    peak_in_flight,
-    window_ops,
-)
+from elaswave_plugin.core.schedule import FORWARD, Assignment, Op, OpLists, window_ops
 from elaswave_plugin.core.step_time import LinkTime, StageTime, op_graph
 
 # What the greedy order may hold, against the window rule: where memory allows it, it is the better
@@ -28,14 +21,8 @@ from elaswave_plugin.core.step_time import LinkTime, StageTime, op_graph
 GREEDY_ROOM = 2
 
 
-def greedy_room(
-    assignment: Assignment, windows: Sequence[int], limits: Sequence[float]
-) -> list[float]:
-    """Samples in flight on a worker by stage: `GREEDY_ROOM` of the windows', within ``limits``."""
-    peaks = [
-        max(peak_in_flight(window_ops(pieces, window=window), _samples) for pieces in stage)
-        for stage, window in zip(assignment, windows, strict=True)
-    ]
+def greedy_room(peaks: Sequence[float], limits: Sequence[float]) -> list[float]:
+    """Samples in flight on a worker by stage, within ``limits``; ``peaks``: by the window rule."""
     return [min(limit, GREEDY_ROOM * peak) for limit, peak in zip(limits, peaks, strict=True)]
 
 

@@ -232,7 +232,9 @@ class Predictor:
     ) -> tuple[OpLists, float]:
         """Lists and seconds in greedy order."""
         assignment = choice.split(seats, self.work).assignment()
-        room = greedy_room(assignment, windows, self.limits(seats, cuts))
+        flow = self._flow(choice, seats)
+        peaks = [flow.peak(stage, window) for stage, window in enumerate(windows)]
+        room = greedy_room(peaks, self.limits(seats, cuts))
         link = self.costs.link
         return greedy_step(assignment, times, link, limits=room, windows=windows)
 
