@@ -9,6 +9,8 @@ from tests.deepspeed.harness import EngineSpec, check_recovered
 from tests.tiers import sampled
 
 PHASES = ("data", "forward", "backward", "reduce", "optimizer", "gather", "snapshot")
+# Of the cover, in `make test`: every slot, every phase, every stage in both dtypes.
+KEPT = (0, 1, 2, 10, 11, 19, 27)
 
 
 def cover() -> list[EngineSpec]:
@@ -39,10 +41,12 @@ def test_the_cover_has_every_pair() -> None:
     for position, count in ((0, 4), (1, 7)):
         assert len({(one[position], one[2].stage) for one in where}) == 3 * count
         assert len({(one[position], one[2].bf16) for one in where}) == 2 * count
+    kept = [where[number] for number in KEPT]
+    assert [len({one[position] for one in kept}) for position in (0, 1)] == [4, 7]
+    assert len({(one[2].stage, one[2].bf16) for one in kept}) == 6
 
 
-# Every slot, phase and stage at least once; every pair of them in `make matrix`.
-@pytest.mark.parametrize("spec", sampled(cover(), keep=range(0, 28, 3)), ids=name_of)
+@pytest.mark.parametrize("spec", sampled(cover(), keep=KEPT), ids=name_of)
 def test_kill_in_a_phase_of_a_step_equals_the_planned_departure(
     run: Launch, twin: Twin, reference: Launch, spec: EngineSpec
 ) -> None:

@@ -28,11 +28,11 @@ from tests.faults.test_fp16 import FP16
 from tests.faults.test_outside_a_step import saved_tensors
 from tests.tiers import sampled
 
-# Every slot once; every phase at both stages.
+# Every slot once; every phase at both stages. Two losses at once have the phases that are not kept.
 SINGLES = [(slot, PHASES[(slot + slot // 4) % 4]) for slot in range(8)]
 
 
-@pytest.mark.parametrize(("slot", "phase"), sampled(SINGLES, keep=(0, 5, 6)))
+@pytest.mark.parametrize(("slot", "phase"), sampled(SINGLES, keep=(0, 5)))
 def test_any_worker_of_tp_pp_dp(run: Launch, reference: Reference, slot: int, phase: str) -> None:
     spec = replace(TP2_PP2_DP2, kills=(f"{slot}@3:{phase}",))
     survived = run(spec)

@@ -32,7 +32,12 @@ def test_kill_in_a_phase_of_a_step_changes_nothing(
         assert not any(one["weights"] for one in in_place)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(options) or "mean")
+# bf16 has losses per token as well.
+@pytest.mark.parametrize(
+    "options",
+    sampled([(one,) for one in OPTIONS], keep=(0, 2, 3, 4)),
+    ids=lambda options: " ".join(options) or "mean",
+)
 def test_kill_under_a_training_option_changes_nothing(
     run: Launch, reference: Reference, options: tuple[str, ...]
 ) -> None:
