@@ -114,7 +114,7 @@ def test_a_newcomer_agrees_to_layers_that_were_moved_by_measured_times(
 ) -> None:
     spec = replace(
         PP2,
-        steps=11,
+        steps=13,
         respawn=1,
         # Of the two lost workers only one comes back: to stages of different widths.
         kills=("3@6:forward", "1@7:backward", "3.1@0:startup"),

@@ -11,6 +11,7 @@ from elaswave_plugin.runtime.address_file import read_addresses
 from tests.faults.conftest import Reference
 from tests.faults.harness import Outcome, Zygote, check_equal, started
 from tests.faults.hybrid_matrix import PP2_DP2
+from tests.faults.test_notice import TOLD, UNTIL_TOLD
 from tests.faults.test_signals import LIMIT_S, wait_for_step
 
 SPEC = replace(PP2_DP2, steps=14, options=(*PP2_DP2.options, "--num-layers=4"))
@@ -24,13 +25,15 @@ def test_layers_move_between_two_steps_and_come_back(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     spec = replace(SPEC, kills=("3@11:backward",))
-    with started(spec, zygote=zygote, data=data, directory=tmp_path) as (launcher,):
+    held = replace(spec, sabotage=UNTIL_TOLD)
+    with started(held, zygote=zygote, data=data, directory=tmp_path) as (launcher,):
         wait_for_step(tmp_path, 2)
         address = read_addresses(tmp_path)[2].address
         command = ["migrate", "--connect", address]
         assert run_command([*command, "--layers", "0-1", "--to", "1"]) == 2
         assert "would leave a stage without layers" in capsys.readouterr().err
         assert run_command([*command, "--layers", "2", "--to", "0", "--reason", "a trial"]) == 0
+        (tmp_path / TOLD).touch()
         code = launcher.wait(LIMIT_S * 3)
     output = (tmp_path / "output").read_text()
     run = Outcome(spec=spec, directory=tmp_path, returncode=code, output=output, seconds=0)
