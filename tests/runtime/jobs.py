@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from elaswave_plugin.tracking.events import EVENTS_FILE, read_lines
 from tests.ports import free_port
 
 Report = dict[str, Any]
@@ -212,9 +213,7 @@ class Job:
 
     def events(self, kind: str) -> list[Report]:
         """The events of a kind in the run directory."""
-        path = self.run_dir / "events.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        events: list[Report] = [json.loads(line) for line in lines]
+        events = read_lines(self.run_dir / EVENTS_FILE)
         return [event for event in events if event["kind"] == kind]
 
     def watch(self, pid: int) -> None:

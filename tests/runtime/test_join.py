@@ -103,7 +103,7 @@ def test_a_newcomer_dies_before_it_enters(tmp_path: Path, what: str) -> None:
 
 
 def test_a_zombie_has_no_part_in_the_job_of_its_successor(tmp_path: Path) -> None:
-    with Job(tmp_path, 3).start("--heartbeat-timeout-s=1", "--quorum-wait-s=0.5", nodes=3) as job:
+    with Job(tmp_path, 3).start("--heartbeat-timeout-s=2", "--quorum-wait-s=0.5", nodes=3) as job:
         job.stop_supervisor(2)
         job.all("commit", [0, 1], epoch=2)
         number = join(job, 1)
