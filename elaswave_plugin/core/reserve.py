@@ -4,9 +4,8 @@ A job of width 4 with a reserve of 2 has the slots 0 to 5. The first view has 0 
 agreement 4 and 5 are slots without a supervisor, as if theirs had been lost. Global batch, gradient
 scale and the order of additions are those of the launch, whatever the reserve.
 
->>> nodes = with_reserve((0, 0, 1), 2)
->>> nodes, vacant(nodes)
-((0, 0, 1, -1, -1), (3, 4))
+>>> vacant((0, 0, 1, NOWHERE, NOWHERE))
+(3, 4)
 >>> built_among(4, (0, 1, 2)), built_among(1, (0, 1, 2))
 ((0, 1, 4), (0, 1, 2))
 """
@@ -18,11 +17,6 @@ from collections.abc import Sequence
 # The node of a slot in which nobody has been.
 NOWHERE = -1
 NOBODY_CAME = "nobody has joined in this slot of the reserve"
-
-
-def with_reserve(nodes: Sequence[int], reserve: int) -> tuple[int, ...]:
-    """The node of every slot, those of the reserve among them."""
-    return (*nodes, *[NOWHERE] * reserve)
 
 
 def vacant(nodes: Sequence[int]) -> tuple[int, ...]:

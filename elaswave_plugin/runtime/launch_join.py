@@ -45,10 +45,10 @@ def find_vacancy(spec: LaunchSpec) -> Vacancy:
     world_size, free = len(roster.peers), roster.free
     if len(free) < spec.nproc_per_node:
         raise ConfigurationError(
-            f"{spec.nproc_per_node} workers are brought to a job with {len(free)} of {world_size} "
-            "slots free: wait until a worker is gone with its supervisor, bring fewer "
-            "(--nproc-per-node), or launch the job with a larger --reserve, which is "
-            f"{roster.record['env'][RESERVE]} and is what lets it grow beyond its launch"
+            f"--nproc-per-node is {spec.nproc_per_node}, and {len(free)} of the job's {world_size} "
+            "slots are free: bring fewer, wait until a worker is gone with its supervisor, or "
+            f"launch the job with a --reserve of more than {roster.record['env'][RESERVE]}, by "
+            "which it may grow beyond its launch"
         )
     record = roster.record
     run_dir = spec.run_dir or (Path(record["run_dir"]) if record["run_dir"] else None)

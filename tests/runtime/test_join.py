@@ -141,11 +141,11 @@ def test_what_cannot_join_is_refused_in_a_sentence(tmp_path: Path) -> None:
     with Job(tmp_path, 3).start(nodes=3) as job:
         there = f"--join={address_of(job, 1)}"
         said = refusal(job, there, script)
-        assert "1 workers are brought to a job with 0 of 3 slots free" in said
-        assert "launch the job with a larger --reserve, which is 0 and is what lets it grow" in said
+        assert "--nproc-per-node is 1, and 0 of the job's 3 slots are free" in said
+        assert "or launch the job with a --reserve of more than 0, by which it may grow" in said
         lose(job, 2, [0, 1])
         said = refusal(job, there, "--nproc-per-node=2", script)
-        assert "2 workers are brought to a job with 1 of 3 slots free" in said
+        assert "--nproc-per-node is 2, and 1 of the job's 3 slots are free" in said
         assert "--reserve is the job's own: leave it out with --join" in refusal(
             job, there, "--reserve=2", script
         )
@@ -219,8 +219,8 @@ def test_a_standby_leaves_the_reserve_to_those_who_join(tmp_path: Path) -> None:
 def test_nodes_that_disagree_on_the_reserve_do_not_start(tmp_path: Path) -> None:
     with Job(tmp_path, 2) as job:
         port = f"--master-port={free_port()}"
-        job.launch("--node-rank=0", "--nnodes=2", port, "--reserve=2", "--start-timeout-s=5")
-        job.launch("--node-rank=1", "--nnodes=2", port, "--reserve=1", "--start-timeout-s=5")
+        job.launch("--node-rank=0", "--nnodes=2", port, "--reserve=2")
+        job.launch("--node-rank=1", "--nnodes=2", port, "--reserve=1")
         assert job.code(1) == 75
         said = job.output(1)
         assert "its reserve is 1 and that of worker 0 is 2: give every node the same" in said

@@ -19,10 +19,12 @@ from elaswave_plugin.core.agreement_messages import Ballot, Ring
 from elaswave_plugin.core.hang import OUTSIDE, Sample
 from elaswave_plugin.core.layout import launch_layout
 from elaswave_plugin.core.membership import first_view
+from elaswave_plugin.core.reserve import NOBODY_CAME, NOWHERE
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.address_file import Address, published, read_addresses
 from elaswave_plugin.runtime.progress import BETWEEN_STEPS
 from elaswave_plugin.runtime.reactor import Reactor
+from elaswave_plugin.runtime.rendezvous import Peer
 from elaswave_plugin.runtime.requests import in_loop
 from elaswave_plugin.runtime.status import StatusBoard
 from elaswave_plugin.status import ask_job, find_job, merge
@@ -304,6 +306,28 @@ def test_the_newest_view_holds_and_its_losses() -> None:
     assert status["view"]["epoch"] == 3 and column(status, "rank") == [None, 1, 0]
     assert column(status, "suspicion") == ["silent", None, None]
     assert column(status, "phase") == ["gone", "training", "training"]
+
+
+def test_the_reserve_is_room_and_no_loss() -> None:
+    board, view = StatusBoard(0), first_view((0, NOWHERE, NOWHERE))
+    lost = {1: NOBODY_CAME, 2: "its connection closed"}
+    peers = [
+        Peer(slot=slot, node=node, pid=0, control="", data="", machine="")
+        for slot, node in enumerate((0, NOWHERE, 0))
+    ]
+    told = board.report(
+        view=view,
+        lost=lost,
+        peers=peers,
+        standbys=[],
+        inventory=[],
+        progress=None,
+        now_s=0.0,
+    )
+    assert [peer["slot"] for peer in told["peers"]] == [0, 2]
+    assert [one["slot"] for one in told["lost"]] == [2] and told["vacant"] == [1]
+    status = merge([told], silent={}, now_s=5.0)
+    assert column(status, "slot") == [0, 2] and "; 1 more may join" in drawn(status)
 
 
 def test_the_leader_has_the_evidence() -> None:
