@@ -107,6 +107,8 @@ class Coordinator:
         self._last_beats: dict[int, tuple[int, float]] = {}
         self._neighbours: dict[int, int] = {}
         self._arriving: set[int] = set()
+        # Those that have said goodbye.
+        self._ending: set[int] = set()
         for peer in self.peers:
             if peer.slot not in self.lost:
                 self._open_neighbour(peer)
@@ -141,9 +143,13 @@ class Coordinator:
         self._held[peer.data] = peer, sock
 
     def finish(self, timeout_s: float) -> None:
-        """Say goodbye on every link, so that no last word is lost, and close."""
+        """Say goodbye on every link, so that no last word is lost, and close.
+
+        Nothing of this worker acts for the job any more: nobody has to kill this process.
+        """
         channels = list(self._channels.values())
         for channel in channels:
+            channel.send({"m": "goodbye"})
             channel.half_close(timeout_s)
         deadline_s = time.monotonic() + timeout_s
         for channel in channels:
@@ -171,6 +177,7 @@ class Coordinator:
             os.close(self._neighbours.pop(slot))
         self.lost.pop(slot, None)
         self._arriving.discard(slot)
+        self._ending.discard(slot)
         self._heard_s.pop(slot, None)
         self._last_beats.pop(slot, None)
         held = self._held.pop(order.address, None)
@@ -192,7 +199,9 @@ class Coordinator:
                 self._open_neighbour(self.peers[peer])
             if peer in self._heard_s:
                 self._heard_s[peer] = now_s
-            if frame["m"] == "beat":
+            if frame["m"] == "goodbye":
+                self._ending.add(peer)
+            elif frame["m"] == "beat":
                 self._hangs.heard(peer, frame)
                 self._take_beat(peer, frame, now_s)
             else:
@@ -238,10 +247,13 @@ class Coordinator:
             self._channels[to].send_encoded(self._last_sent[1])
 
     def _disconnect(self, order: Disconnect) -> None:
-        """Shut a lost supervisor out. On this node it is killed: it may only have been stopped."""
+        """Shut a lost supervisor out. On this node it is killed: it may only have been stopped.
+
+        One that has said goodbye is left to end by itself.
+        """
         self.lost.setdefault(order.slot, "declared lost by the leader")
         pidfd = self._neighbours.get(order.slot)
-        if pidfd is not None and order.kill:
+        if pidfd is not None and order.kill and order.slot not in self._ending:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         if order.slot in self._channels:

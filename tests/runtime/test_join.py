@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from elaswave_plugin.cli import run_command
 from elaswave_plugin.runtime.address_file import read_addresses
 from elaswave_plugin.status import addresses_in, ask_job
 from tests.ports import free_port
@@ -66,6 +67,22 @@ def test_a_lost_supervisor_comes_back(tmp_path: Path, victim: int) -> None:
         assert job.code(rest[0]) == 0
     assert read_addresses(job.run_dir) == []
     assert [event["slot"] for event in job.events("supervisor_admitted")] == [victim]
+
+
+def test_a_newcomer_that_leaves_as_it_was_told_to_ends_well(tmp_path: Path) -> None:
+    """It is of the leader's node, which kills supervisors that are gone to be sure of it."""
+    with Job(tmp_path, 2).start("--reserve=1") as job:
+        number = join(job, 0)
+        job.one("alone", 2)
+        assert let_in(job, 2, [0, 1], 2) == [0, 1, 2]
+        assert run_command(["drain", "2", str(job.run_dir)]) == 0
+        for slot in range(3):
+            job.tell(slot, "step 2")
+        job.all("commit", [0, 1], epoch=3)
+        for slot in (0, 1):
+            job.tell(slot, "release")
+        assert job.code(number) == 0, job.output(number)
+        assert job.finish([0, 1]) == 0
 
 
 def test_two_come_at_once_to_one_node(tmp_path: Path) -> None:
