@@ -21,7 +21,11 @@ from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.rendezvous import Place, listen_at, own_host
 from elaswave_plugin.runtime.reserve import RESERVE
 from elaswave_plugin.runtime.supervisor import SupervisorSpec
-from elaswave_plugin.runtime.supervisor_main import BOOT, EXIT_CRASHED, spec_to_json
+from elaswave_plugin.runtime.supervisor_main import (
+    EXIT_CRASHED,
+    Descriptors,
+    SupervisorProcess,
+)
 from elaswave_plugin.runtime.trainer_process import Program
 from elaswave_plugin.tracking.events import EventLog
 
@@ -77,7 +81,7 @@ class _NodeJob:
         self._host = host
         self._events = events
         self._reactor = Reactor()
-        self._supervisors: dict[int, subprocess.Popen[bytes]] = {}
+        self._supervisors: dict[int, SupervisorProcess] = {}
         self._zygote: subprocess.Popen[bytes] | None = None
         self._codes: list[int] = []
         self._signal: int | None = None
@@ -252,11 +256,10 @@ class _NodeJob:
         zygote: socket.socket | None,
         address_fd: int,
     ) -> None:
-        """A supervisor process; descriptors as `supervisor_main` takes them.
+        """A supervisor process.
 
         It alone keeps its connection to the zygote, which ends its trainers when that closes.
         """
-        fds = (listener_fd, -1 if zygote is None else zygote.fileno(), address_fd)
         spec = self._spec
         supervisor = SupervisorSpec(
             place=place,
@@ -268,17 +271,9 @@ class _NodeJob:
             heartbeat=spec.heartbeat,
             joins=joins,
         )
-        process = subprocess.Popen(
-            [
-                *_boot("supervisor_main"),
-                str(os.getpid()),
-                *map(str, fds),
-                spec_to_json(supervisor),
-            ],
-            env=env,
-            pass_fds=[fd for fd in fds if fd >= 0],
-            process_group=0,
-        )
+        zygote_fd = -1 if zygote is None else zygote.fileno()
+        descriptors = Descriptors(listener=listener_fd, zygote=zygote_fd, address=address_fd)
+        process = SupervisorProcess(supervisor, env=env, descriptors=descriptors)
         if zygote is not None:
             zygote.close()
         pidfd = os.pidfd_open(process.pid)
@@ -292,7 +287,7 @@ class _NodeJob:
         fds = [theirs.fileno() for _, theirs in pairs]
         self._zygote = subprocess.Popen(
             [
-                *_boot("zygote"),
+                *_zygote_command(),
                 f"--parent={os.getpid()}",
                 f"--connections={','.join(map(str, fds))}",
                 f"--preload={','.join(self._spec.preload)}",
@@ -376,10 +371,11 @@ def connect_zygote(path: str | os.PathLike[str]) -> socket.socket:
     return sock
 
 
-def _boot(module: str) -> list[str]:
-    """The command that runs a module of this package, wherever the package was imported from."""
+def _zygote_command() -> list[str]:
+    """The zygote of this package, wherever the package was imported from."""
     root = str(Path(__file__).resolve().parents[2])
-    return [sys.executable, "-c", BOOT.format(root=root, module=module)]
+    code = "from elaswave_plugin.runtime.zygote import main; sys.exit(main(sys.argv[1:]))"
+    return [sys.executable, "-c", f"import sys; sys.path[0] = {root!r}; {code}"]
 
 
 def _job_env(spec: LaunchSpec) -> dict[str, str]:

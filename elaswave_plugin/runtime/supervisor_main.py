@@ -1,92 +1,125 @@
-"""Entry of a supervisor process: reads what it is told, ties itself to its parent, runs."""
+"""A supervisor process: forked from the launcher, tied to its life, and nothing else of it.
+
+The launcher has imported what a supervisor needs: importing it anew takes a fifth of a second.
+"""
 
 from __future__ import annotations
 
-import json
+import contextlib
+import gc
 import os
+import signal
 import socket
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple, NoReturn
 
-from elaswave_plugin.core.patience import Patience
-from elaswave_plugin.runtime.coordinator import Heartbeat
-from elaswave_plugin.runtime.lifeline import die_with_parent
+from elaswave_plugin.runtime.lifeline import die_with_parent, lead_group
 from elaswave_plugin.runtime.newcomer import serve as serve_newcomer
-from elaswave_plugin.runtime.rendezvous import Place
 from elaswave_plugin.runtime.supervisor import Supervisor, SupervisorSpec
-from elaswave_plugin.runtime.trainer_process import Program
 
 EXIT_CRASHED = 70
-BOOT = (
-    "import sys; sys.path[0] = {root!r}; "
-    "from elaswave_plugin.runtime.{module} import main; sys.exit(main(sys.argv[1:]))"
-)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def spec_to_json(spec: SupervisorSpec) -> str:
-    """The spec without its environment, which the process itself carries."""
-    record = asdict(spec)
-    del record["env"]
-    return json.dumps(record)
+class Descriptors(NamedTuple):
+    """What a supervisor inherits, -1 for what it does not.
 
-
-def spec_from_json(text: str, env: Mapping[str, str]) -> SupervisorSpec:
-    """The spec that `spec_to_json` described, for a trainer with this environment."""
-    record: dict[str, Any] = json.loads(text)
-    program = record["program"]
-    return SupervisorSpec(
-        place=Place(**record["place"]),
-        host=record["host"],
-        program=Program(
-            script=program["script"],
-            module=program["module"],
-            args=tuple(program["args"]),
-            options=tuple(program["options"]),
-        ),
-        env=env,
-        run_dir=record["run_dir"],
-        patience=Patience(**record["patience"]),
-        heartbeat=Heartbeat(**record["heartbeat"]),
-        joins=tuple(record["joins"]),
-    )
-
-
-def main(argv: Sequence[str]) -> int:
-    """Arguments: parent pid, three descriptors (or -1), spec.
-
-    The descriptors: the meeting's listener, the zygote, a pipe to which our address is written.
+    The meeting's listener, the zygote, a pipe to which its address is written.
     """
-    parent_pid, listener_fd, zygote_fd, address_fd = map(int, argv[:4])
-    die_with_parent(parent_pid)
-    spec, zygote = spec_from_json(argv[4], dict(os.environ)), _inherited(zygote_fd)
-    if address_fd >= 0:
-        os.set_inheritable(address_fd, False)
+
+    listener: int = -1
+    zygote: int = -1
+    address: int = -1
+
+
+class SupervisorProcess:
+    """A running supervisor, a child of this process, which must have no other thread."""
+
+    def __init__(
+        self, spec: SupervisorSpec, *, env: Mapping[str, str], descriptors: Descriptors
+    ) -> None:
+        """Start it with this environment; of our descriptors it keeps these, and 0 to 2."""
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # else it would write the same once more
+        parent_pid = os.getpid()
+        # A signal for it that comes at once must not ring our bell, which it inherits.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        try:
+            self.pid = os.fork()
+            if self.pid == 0:
+                _become(spec, env, descriptors, parent_pid)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        self._code: int | None = None
+
+    def wait(self) -> int:
+        """Its exit code, -N where signal N ended it."""
+        if self._code is None:
+            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._code
+
+    def send_signal(self, number: int) -> None:
+        """Signal it, unless it was waited for: its number may be another's by now."""
+        if self._code is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it without a word to it."""
+        self.send_signal(signal.SIGKILL)
+
+
+def _become(
+    spec: SupervisorSpec, env: Mapping[str, str], descriptors: Descriptors, parent_pid: int
+) -> NoReturn:
+    """Be the supervisor to the end of this process: nothing of the launcher's runs or is freed."""
+    code = EXIT_CRASHED
+    try:
+        die_with_parent(parent_pid)
+        lead_group()
+        # Whatever is garbage by now would close descriptors whose numbers are given away below.
+        gc.freeze()
+        _close_all_but(descriptors)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        os.environ.clear()
+        os.environ.update(env)
+        code = _supervise(replace(spec, env=dict(env)), descriptors)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        os._exit(code)
+
+
+def _supervise(spec: SupervisorSpec, descriptors: Descriptors) -> int:
+    zygote = _inherited(descriptors.zygote)
 
     def tell(address: str) -> None:
-        if address_fd >= 0:
-            os.write(address_fd, f"{address}\n".encode())
-            os.close(address_fd)
+        if descriptors.address >= 0:
+            os.write(descriptors.address, f"{address}\n".encode())
+            os.close(descriptors.address)
 
-    try:
-        if spec.joins:
-            return serve_newcomer(spec, zygote)
-        supervisor = Supervisor(spec, listener=_inherited(listener_fd), zygote=zygote)
-        return supervisor.run(on_met=tell)
-    except Exception:
-        traceback.print_exc()
-        return EXIT_CRASHED
+    if spec.joins:
+        return serve_newcomer(spec, zygote)
+    supervisor = Supervisor(spec, listener=_inherited(descriptors.listener), zygote=zygote)
+    return supervisor.run(on_met=tell)
 
 
 def _inherited(fd: int) -> socket.socket | None:
-    """A socket handed down to us, which the trainer shall not inherit in turn."""
-    if fd < 0:
-        return None
-    os.set_inheritable(fd, False)
-    return socket.socket(fileno=fd)
+    return None if fd < 0 else socket.socket(fileno=fd)
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def _close_all_but(kept: Descriptors) -> None:
+    for name in os.listdir("/proc/self/fd"):
+        fd = int(name)
+        if fd > 2 and fd not in kept:
+            # One of them is the descriptor of the listing itself, closed by now.
+            with contextlib.suppress(OSError):
+                os.close(fd)
