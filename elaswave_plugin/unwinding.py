@@ -8,12 +8,20 @@ from types import FrameType
 
 @contextmanager
 def signals_unwind() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into SystemExit(128 + number); in the main thread only."""
+    """Turn SIGTERM and SIGHUP into SystemExit(128 + number), but for what is ignored (nohup).
+
+    In the main thread only.
+    """
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heeded = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    ]
+    before = {number: signal.signal(number, leave) for number in heeded}
     try:
         yield
     finally:

@@ -148,8 +148,10 @@ class Coordinator:
         Nothing of this worker acts for the job any more: nobody has to kill this process.
         """
         channels = list(self._channels.values())
+        # Everybody has it before anybody sees a link close, and accuses this one of being gone.
         for channel in channels:
             channel.send({"m": "goodbye"})
+        for channel in channels:
             channel.half_close(timeout_s)
         deadline_s = time.monotonic() + timeout_s
         for channel in channels:

@@ -57,7 +57,7 @@ def run_job(spec: LaunchSpec) -> int:
     host = own_host(spec.master_addr, port, listener=listener, timeout_s=spec.start_timeout_s)
     zygotes = _connect_zygotes(spec)
     if spec.nnodes == 2 and spec.node_rank == 0:
-        say("with 2 nodes the loss of a whole node cannot be survived: one of two is no majority")
+        say("with 2 nodes the loss of node 0 cannot be survived: it is the half that goes on")
     with EventLog(spec.run_dir / "events.jsonl" if spec.run_dir else None) as events:
         job = _NodeJob(spec, events, host)
         return job.run(listener, port, zygotes)

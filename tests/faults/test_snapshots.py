@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 
+import pytest
+
 from tests.faults.conftest import Launch, Reference
-from tests.faults.harness import JobSpec, check_survived
+from tests.faults.harness import JobSpec, check_equal, check_survived
 
 FLIP = """
 from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET
@@ -79,6 +81,19 @@ def test_a_lost_supervisor_is_restored_from_the_copy_of_another_node(
     survived = run(JobSpec(nodes=2, lost_supervisors=(1,)))
     check_survived(survived)
     assert survived.trace() == reference(JobSpec()).trace()
+
+
+@pytest.mark.slow
+def test_the_first_of_two_nodes_goes_on_without_the_other(
+    run: Launch, reference: Reference
+) -> None:
+    """All that the lost node had in memory lies on this one as well."""
+    survived = run(JobSpec(nodes=2, lost_supervisors=(2, 3)))
+    # The launcher of that node has nobody left.
+    assert "no supervisor of node 1 lived to the end of the job" in survived.output
+    assert survived.returncode == 1
+    check_equal(replace(survived, returncode=0), reference(JobSpec()))
+    assert survived.events("view_committed")[-1]["ranks"] == [0, 1]
 
 
 def test_the_leaders_supervisor_is_restored_from_the_copy(

@@ -128,7 +128,7 @@ class LmJob:
         """
         args, worker = self._args, self.worker
         assert self._shard is not None
-        if worker.config.respawn:
+        if worker.config.respawn or worker.reserve or worker.alone:
             check_seals_everything(chunks)
         # As Megatron-LM's train() sets it a moment later.
         chunks[0].config.finalize_model_grads_func = finalize_model_grads
