@@ -58,9 +58,9 @@ def resized(spec: JobSpec) -> JobSpec:
     )
 
 
-def cases() -> tuple[JobSpec, ...]:
-    """Every case of the matrix, in order."""
-    single = [
+def single_losses() -> list[JobSpec]:
+    """Every slot in every phase; both meet both dataflows."""
+    return [
         replace(
             TP2_PP2_DP2,
             kills=(f"{slot}@3:{phase}",),
@@ -68,6 +68,10 @@ def cases() -> tuple[JobSpec, ...]:
         )
         for slot, (index, phase) in itertools.product(range(8), enumerate(PHASES))
     ]
+
+
+def cases() -> tuple[JobSpec, ...]:
+    """Every case of the matrix, in order."""
     # The rest of a TP group is free and runs nothing, so that both of one group die at once.
     pairs = [
         replace(TP2_PP2_DP2, lost_trainers=(first, second))
@@ -89,7 +93,7 @@ def cases() -> tuple[JobSpec, ...]:
         replace(resized(TP2_PP2_DP2), kills=(f"{slot}@3:{phase}",))
         for slot, phase in itertools.product(range(8), PHASES)
     ]
-    return (*single, *pairs, *with_memory, *pipelines, *cut)
+    return (*single_losses(), *pairs, *with_memory, *pipelines, *cut)
 
 
 def check(run: Outcome, runs: Runs) -> None:

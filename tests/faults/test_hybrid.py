@@ -16,28 +16,27 @@ from tests.faults.harness import (
 )
 from tests.faults.hybrid_matrix import (
     ONLY_COPIES,
-    PHASES,
     PP2_DP2,
     PP2_VPP2_DP2,
     PP4_DP2,
     REROUTE,
     TP2_PP2_DP2,
     check_stopped,
+    single_losses,
 )
 from tests.faults.test_fp16 import FP16
 from tests.faults.test_outside_a_step import saved_tensors
 from tests.tiers import sampled
 
-# Every slot once; every phase at both stages. Two losses at once have the phases that are not kept.
-SINGLES = [(slot, PHASES[(slot + slot // 4) % 4]) for slot in range(8)]
 
-
-@pytest.mark.parametrize(("slot", "phase"), sampled(SINGLES, keep=(0, 5)))
-def test_any_worker_of_tp_pp_dp(run: Launch, reference: Reference, slot: int, phase: str) -> None:
-    spec = replace(TP2_PP2_DP2, kills=(f"{slot}@3:{phase}",))
+@pytest.mark.parametrize("spec", single_losses(), ids=lambda spec: spec.kills[0])
+def test_any_worker_of_tp_pp_dp(run: Launch, reference: Reference, spec: JobSpec) -> None:
     survived = run(spec)
-    check_equal(survived, reference(spec))
-    assert len(survived.events("recovered")) == 7
+    check_equal(survived, reference(TP2_PP2_DP2))
+    recoveries = survived.events("recovered")
+    assert len(recoveries) == 7
+    if REROUTE[0] in spec.options:
+        assert {event["dataflow"] for event in recoveries} == {"reroute"}
 
 
 @pytest.mark.parametrize(
