@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ ZYGOTE_LIMIT_S = 180.0
 JOB_LIMIT_S = 900.0
 END_LIMIT_S = 10.0
 LOOK_INTERVAL_S = 0.05
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LAST_LINES = 15
 RESPAWN = 10
 
@@ -37,19 +38,31 @@ def running(command: Sequence[str], log: Path) -> Iterator["subprocess.Popen[byt
     """Run a process that dies with us, its output in a file; ends it on the way out."""
     # One thread a worker: more would fight for the cores and change the order of sums.
     env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=env,
-            preexec_fn=partial(die_with_parent, os.getpid()),
-        )
+    # Python drops what a signal raises in the middle of a fork.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=env,
+                preexec_fn=partial(_begin, os.getpid(), mask),
+            )
+    except BaseException:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        raise
+    try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         yield process
     finally:
         end(process)
+
+
+def _begin(parent_pid: int, mask: Iterable[int]) -> None:
+    die_with_parent(parent_pid)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @contextmanager
