@@ -14,7 +14,8 @@ from tests.faults.harness import JobSpec, Outcome, Zygote, check_equal, started
 from tests.faults.test_signals import LIMIT_S, wait_for_step
 from tests.tiers import sampled
 
-SPEC = JobSpec(steps=20, dump="last", respawn=10)
+# After they were told, others may be told too for a second, before the first of them leaves.
+SPEC = JobSpec(steps=60, dump="last", respawn=10)
 TOLD = "told"
 # Step 6 begins once the test has told whom to go: the others have many steps left then.
 UNTIL_TOLD = f"""
