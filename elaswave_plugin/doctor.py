@@ -84,8 +84,11 @@ def examine(checkout: Path | None) -> tuple[Finding, ...]:
     with redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = []
-        for entry in read_ledger():
-            installed = installed_version(entry.record.distribution)
+        ledger = read_ledger()
+        distributions = {entry.record.distribution for entry in ledger}
+        versions = {name: installed_version(name) for name in distributions}
+        for entry in ledger:
+            installed = versions[entry.record.distribution]
             state, problem = state_of(entry, installed)
             found.append(
                 Finding(
