@@ -194,9 +194,9 @@ class ElasticConfig(BaseModel):
     )
     hang_timeout_s: _Seconds = Field(
         2.0,
-        description="seconds without progress after which a worker for which others wait is killed,"
-        " or three times the median of its phase where that is longer; lower finds hangs sooner,"
-        " higher spares slow workers",
+        description="seconds in which a hang is over, or three times the median of the phase where"
+        " that is longer: a worker for which others wait is killed as much earlier as a recovery"
+        " takes (0.4 s, at most a fifth); lower finds hangs sooner, higher spares slow workers",
     )
     dataflow: Literal["auto", "redeal", "reroute", "resize"] = Field(
         "auto",

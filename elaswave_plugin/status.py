@@ -273,7 +273,7 @@ def _hangs(answers: Iterable[Record], ranks: Sequence[int]) -> dict[int, str]:
         elif sample.stopped:
             found[slot] = "stopped by a signal"
         elif sample.is_late and sample.waits_for == NOBODY:
-            limit = f"(limit {sample.limit_s:.3g} s)"
+            limit = f"(limit {sample.limit_s:.3g} s with a recovery)"
             stands = f"no progress for {sample.stalled_s:.1f} s in {sample.phase}"
             found[slot] = f"{stands} {limit}; nobody waits for it"
     return found

@@ -20,6 +20,11 @@ OUTSIDE = -3
 
 FACTOR = 3.0
 """A phase may take this many times its median."""
+RECOVERY_S, RECOVERY_PART = 0.4, 0.2
+"""So much of a limit is left for the recovery, and no larger part of it.
+
+The others are to be at work again when the limit is over, but for the step that is redone.
+"""
 STEPS_FOR_A_MEDIAN = 3
 STEPS_REMEMBERED = 15
 UNKNOWN_LIMIT_S = 600.0
@@ -80,9 +85,14 @@ class Sample:
     waited_s: float = 0.0
 
     @property
+    def may_stall_s(self) -> float:
+        """How long it may stand still, in seconds: its limit but for a recovery."""
+        return self.limit_s - min(RECOVERY_S, RECOVERY_PART * self.limit_s)
+
+    @property
     def is_late(self) -> bool:
         """Whether it has stood still for longer than it may."""
-        return self.stalled_s >= self.limit_s
+        return self.stalled_s >= self.may_stall_s
 
     def to_json(self) -> list[object]:
         """A list that JSON can carry."""
@@ -146,7 +156,7 @@ def verdict(sample: Sample, waiting: Waiting) -> str | None:
         stopped += f", and {sample.waited_s:.1f} s in which it waited for a processor"
     return (
         f"no progress for {sample.stalled_s:.1f} s in {sample.phase} of step {sample.step}"
-        f"{stopped} (limit {sample.limit_s:.3g} s); {waiting}"
+        f"{stopped} (limit {sample.limit_s:.3g} s with a recovery); {waiting}"
     )
 
 

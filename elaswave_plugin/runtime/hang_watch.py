@@ -120,7 +120,7 @@ class HangWatch:
         if own is not None:
             if own.is_late:
                 self._judge(own)
-            pause_s = max(_SHORTEST_PAUSE_S, min(pause_s, own.limit_s - own.stalled_s))
+            pause_s = max(_SHORTEST_PAUSE_S, min(pause_s, own.may_stall_s - own.stalled_s))
         self._due_s = self._clock() + pause_s
         self._reactor.after(pause_s, self._check)
 

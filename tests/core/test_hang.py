@@ -35,14 +35,15 @@ def verdicts(*samples: Sample, members: int = 4) -> dict[int, str]:
 
 def test_the_one_that_waits_for_nobody_is_the_culprit() -> None:
     assert verdicts(page(0, 1), page(1, 2), page(2), page(3, 0)) == {
-        2: "no progress for 2.5 s in backward of step 7 (limit 2 s); workers 0, 1, 3 wait for it"
+        2: "no progress for 2.5 s in backward of step 7 (limit 2 s with a recovery);"
+        " workers 0, 1, 3 wait for it"
     }
 
 
 def test_a_stopped_worker_that_blocks_another_is_named_as_stopped() -> None:
     assert verdicts(page(0, 1), page(1, stopped=True, phase="data")) == {
-        1: "no progress for 2.5 s in data of step 7, stopped by a signal (limit 2 s); worker 0"
-        " waits for it"
+        1: "no progress for 2.5 s in data of step 7, stopped by a signal"
+        " (limit 2 s with a recovery); worker 0 waits for it"
     }
 
 
@@ -51,8 +52,14 @@ def test_a_worker_for_which_nobody_waits_may_take_its_time() -> None:
 
 
 def test_within_its_limit_nobody_hangs() -> None:
-    assert verdicts(page(0, 1, stalled_s=9.0), page(1, stalled_s=1.9)) == {}
-    assert verdicts(page(0, 1), page(1, stalled_s=20.0, limit_s=21.0)) == {}
+    assert verdicts(page(0, 1, stalled_s=9.0), page(1, stalled_s=1.59)) == {}
+    assert verdicts(page(0, 1), page(1, stalled_s=20.5, limit_s=21.0)) == {}
+
+
+def test_a_limit_has_room_for_the_recovery() -> None:
+    assert list(verdicts(page(0, 1), page(1, stalled_s=1.61))) == [1]
+    assert list(verdicts(page(0, 1), page(1, stalled_s=20.7, limit_s=21.0))) == [1]
+    assert page(1, limit_s=0.5).may_stall_s == 0.4  # a fifth, where that is less
 
 
 def test_whoever_waits_for_a_worker_that_is_at_work_waits_for_nobody_guilty() -> None:
@@ -68,7 +75,8 @@ def test_a_job_that_is_stopped_as_a_whole_does_not_hang() -> None:
 def test_of_a_circle_the_one_behind_has_to_go() -> None:
     found = verdicts(page(0, 1), page(1, 2, operations=39), page(2, 0), page(3, 0))
     assert found == {
-        1: "no progress for 2.5 s in backward of step 7 (limit 2 s); workers 0, 2, 3 wait for it"
+        1: "no progress for 2.5 s in backward of step 7 (limit 2 s with a recovery);"
+        " workers 0, 2, 3 wait for it"
         " in a circle, in which it is the furthest behind"
     }
 

@@ -385,15 +385,15 @@ def check_equal(run: Outcome, reference: Outcome) -> None:
 
 
 def hang_of(run: Outcome) -> dict[str, Any]:
-    """The only hang of a run; its job was whole again within the limit and a recovery."""
+    """The only hang of a run; its worker was killed before its limit, and not long before."""
     (found,) = run.events("hang_found")
     ended = next(e for e in run.events("worker_exited") if e["slot"] == found["slot"])
     assert ended["evidence"].startswith(f"no progress for {found['stalled_s']:.1f} s")
-    # While it waits for a processor it is not known to hang.
-    limit_s = found["limit_s"] + found["waited_s"]
-    assert found["stalled_s"] < limit_s + HANG_SLACK_S
+    may_stall_s = found["limit_s"] - min(0.4, 0.2 * found["limit_s"])
     (recovery,) = recoveries_of(run.files)
-    assert found["limit_s"] <= recovery["mttr_s"] + 0.1 < limit_s + HANG_SLACK_S
+    assert may_stall_s <= found["stalled_s"] <= recovery["mttr_s"] + 0.1
+    # While it waits for a processor it is not known to hang.
+    assert recovery["mttr_s"] < found["limit_s"] + found["waited_s"] + HANG_SLACK_S
     return found
 
 

@@ -345,7 +345,10 @@ def sample(slot: int, **more: Any) -> list[object]:
 def test_a_worker_without_progress_is_suspected_with_who_waits_for_it() -> None:
     pages = [sample(0, waits_for=1), sample(1), sample(2, stalled_s=0.0)]
     status = merge([answer(s, progress=pages[s]) for s in range(3)], silent={}, now_s=5.0)
-    evidence = "no progress for 4.0 s in backward of step 7 (limit 2 s); worker 0 waits for it"
+    evidence = (
+        "no progress for 4.0 s in backward of step 7 (limit 2 s with a recovery);"
+        " worker 0 waits for it"
+    )
     assert column(status, "suspicion") == [None, evidence, None]
     assert column(status, "phase") == ["backward"] * 3 and column(status, "step") == [7] * 3
     assert column(status, "waits_for") == [1, None, None]
@@ -368,7 +371,10 @@ def test_a_slow_worker_is_suspected_unless_something_is_worse() -> None:
 @pytest.mark.parametrize(
     ("page", "words"),
     [
-        (sample(1), "no progress for 4.0 s in backward (limit 2 s); nobody waits for it"),
+        (
+            sample(1),
+            "no progress for 4.0 s in backward (limit 2 s with a recovery); nobody waits for it",
+        ),
         (sample(1, waits_for=OUTSIDE), None),
         (sample(1, stalled_s=0.1, stopped=True), "stopped by a signal"),
     ],
