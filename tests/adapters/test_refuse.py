@@ -47,6 +47,8 @@ MODEL_SETTINGS: tuple[tuple[str, Any], ...] = (
     ("delay_wgrad_compute", True),
     ("deterministic_mode", True),
     ("fp8", "e4m3"),
+    ("fp4", "e2m1"),
+    ("tp_comm_overlap", True),
     ("defer_embedding_wgrad_compute", True),
     ("variable_seq_lengths", True),
     ("pipeline_model_parallel_layout", "Et|tL"),

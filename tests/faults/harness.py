@@ -207,7 +207,12 @@ class Outcome:
 class Zygote:
     """Two zygotes shared by many launches: of trainers with the frameworks, and of launchers."""
 
-    def __init__(self, folder: Path, preload: tuple[str, ...] = PRELOAD) -> None:
+    def __init__(
+        self, folder: Path, preload: tuple[str, ...] = PRELOAD, *, path: tuple[Path, ...] = ()
+    ) -> None:
+        """``path``: where modules are looked for first."""
+        known = os.environ.get("PYTHONPATH")
+        self._path = os.pathsep.join([*map(str, path), *([known] if known else [])])
         self.socket = folder / "zygote.sock"
         self.launchers = folder / "launchers.sock"
         self._processes = [
@@ -222,11 +227,13 @@ class Zygote:
                 raise RuntimeError(f"a zygote did not start: {codes}")
             time.sleep(0.05)
 
-    @staticmethod
-    def _start(socket: Path, preload: tuple[str, ...]) -> "subprocess.Popen[bytes]":
+    def _start(self, socket: Path, preload: tuple[str, ...]) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-W", "ignore", "-m", "elaswave_plugin.runtime.zygote"]
         command += [f"--socket={socket}", f"--preload={','.join(preload)}"]
-        return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if self._path:
+            environ["PYTHONPATH"] = self._path
+        return subprocess.Popen(command, env=environ)
 
     def close(self) -> None:
         """Stop them."""

@@ -16,6 +16,7 @@ from elaswave_plugin.adapters.megatron import buffers, stage_layers, stage_parts
 from elaswave_plugin.adapters.megatron.layer_timer import watch_passes
 from elaswave_plugin.adapters.megatron.optimizer_state import FlatShard
 from elaswave_plugin.adapters.megatron.reduction import GradientReduction
+from elaswave_plugin.adapters.megatron.te_groups import forget_groups
 from elaswave_plugin.adapters.megatron.units import units_of
 from elaswave_plugin.core.dataflow import Dataflow, Shares
 from elaswave_plugin.core.pipeline_flow import PipelineFlow
@@ -249,6 +250,7 @@ class MegatronFramework:
             if getattr(parallel_state, name) is not None:
                 members = dist.get_process_group_ranks(getattr(parallel_state, group))
                 setattr(parallel_state, name, members)
+        forget_groups()
         if self.take_place(plan.dataflow):
             if isinstance(plan.dataflow, PipelineFlow):
                 self._take_stage(plan.dataflow)

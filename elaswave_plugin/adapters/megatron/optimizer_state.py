@@ -16,6 +16,7 @@ from megatron.core.distributed.param_and_grad_buffer import partition_buckets
 from megatron.core.optimizer import _get_param_groups
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from elaswave_plugin.adapters.megatron import adam
 from elaswave_plugin.core.shards import MOMENTS, padded_size
 from elaswave_plugin.errors import ConfigurationError
 
@@ -100,6 +101,7 @@ class FlatShard:
             outer.gbuf_ranges, outer.model_param_gbuf_map, outer.opt_group_ranges, outer.config
         )
         inner.param_groups = [group["orig_group"] for group in outer.opt_group_ranges]
+        adam.fit_groups(inner)
         before = self._own
         self._flatten()
         self._in_place = dict(in_place or {})
@@ -141,7 +143,7 @@ class FlatShard:
                 main.data = flat_master
             views = {name: self._own[n][number][span] for n, name in enumerate(MOMENTS)}
             self._views[param] = views
-            inner.state[main] = {"step": torch.tensor(0.0), **views}
+            inner.state[main] = adam.fresh_state(inner, views)
 
     @torch.no_grad()
     def adopt(self) -> int:
@@ -149,17 +151,17 @@ class FlatShard:
 
         0 where this worker owns no parameter, and where nothing was loaded.
         """
-        inner, applied = self._optimizer.optimizer, 0
+        inner = self._optimizer.optimizer
         for param, views in self._views.items():
             state = inner.state[self.main_of(param)]
-            applied = max(applied, int(state["step"]))
-            # Loading gives all of them one tensor, which each update would count on.
-            state["step"] = state["step"].clone()
+            if "step" in state:
+                # Loading gives all of them one tensor, which each update would count on.
+                state["step"] = state["step"].clone()
             for name, view in views.items():
                 if state[name].data_ptr() != view.data_ptr():
                     view.copy_(state[name])
                     state[name] = view
-        return applied
+        return adam.applied_steps(inner)
 
     @property
     def _is_16_bit(self) -> bool:
@@ -208,8 +210,7 @@ class FlatShard:
 
     def set_applied_steps(self, count: int) -> None:
         """Set Adam's step count of every piece."""
-        for state in self._optimizer.optimizer.state.values():
-            state["step"].fill_(float(count))
+        adam.set_applied_steps(self._optimizer.optimizer, count)
 
 
 def _kinds(

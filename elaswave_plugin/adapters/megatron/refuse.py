@@ -4,13 +4,13 @@ import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
+from elaswave_plugin.adapters.megatron import adam, rng
 from elaswave_plugin.errors import ConfigurationError
 
 
@@ -72,6 +72,8 @@ def why_whole_pieces(chunks: Sequence[DistributedDataParallel]) -> str | None:
     names = {type(core).__name__ for core in cores if not isinstance(core, DotProductAttention)}
     if config.attention_dropout and names:
         return f"{' and '.join(sorted(names))} draws its attention_dropout by itself"
+    if rng.keeps_generators():
+        return "the RNG tracker (te_rng_tracker) keeps generators, whose draws cannot be cut"
     return None
 
 
@@ -120,6 +122,8 @@ def _model_problems(model: Any, overlaps_param_gather: bool) -> Iterator[str]:
         ("delay_wgrad_compute", config.delay_wgrad_compute, False),
         ("deterministic_mode", config.deterministic_mode, False),
         ("fp8", config.fp8, None),
+        ("fp4", config.fp4, None),
+        ("tp_comm_overlap", config.tp_comm_overlap, False),
         ("defer_embedding_wgrad_compute", config.defer_embedding_wgrad_compute, False),
         ("variable_seq_lengths", config.variable_seq_lengths, False),
         ("pipeline_model_parallel_layout", config.pipeline_model_parallel_layout, None),
@@ -130,10 +134,7 @@ def _model_problems(model: Any, overlaps_param_gather: bool) -> Iterator[str]:
 
 
 def _optimizer_problems(optimizer: DistributedOptimizer) -> Iterator[str]:
-    inner = optimizer.optimizer
-    if not isinstance(inner, (torch.optim.AdamW, torch.optim.Adam)):
-        yield _unsupported("the inner optimizer", type(inner).__name__, "torch Adam and AdamW")
-    elif any(group.get("fused") or group.get("amsgrad") for group in inner.param_groups):
-        yield _unsupported("fused or amsgrad Adam", True, False)
+    for setting, seen, carried in adam.problems(optimizer.optimizer):
+        yield _unsupported(setting, seen, carried)
     if optimizer.config.use_precision_aware_optimizer:
         yield _unsupported("use_precision_aware_optimizer", True, False)

@@ -44,7 +44,7 @@ def settle(seed: int, step: int) -> None:
         tracker.states_.pop(name, None)
     tp = parallel_state.get_tensor_model_parallel_rank()
     for number, name in enumerate(sorted(tracker.states_)):
-        tracker.states_[name] = _state_of(draw_key(seed, step, number, tp))
+        tracker.states_[name] = _kept(draw_key(seed, step, number, tp))
     torch.cuda.manual_seed(draw_key(seed, step))
     torch.default_generator.manual_seed(draw_key(seed, step))
 
@@ -53,10 +53,22 @@ def settle(seed: int, step: int) -> None:
 def undone_draws() -> Iterator[None]:
     """What is drawn inside, as by a constructor, leaves no trace in any generator."""
     tracker = megatron_random.get_cuda_rng_tracker()
-    states = tracker.get_states()
+    states = {
+        name: kept.clone_state() if isinstance(kept, torch.Generator) else kept
+        for name, kept in tracker.get_states().items()
+    }
     with torch.random.fork_rng():
         yield
     tracker.set_states(states)
+
+
+def keeps_generators() -> bool:
+    """Whether the tracker keeps generators where others keep their states.
+
+    Transformer Engine's does (te_rng_tracker), and Megatron-Core's own for CUDA graphs.
+    """
+    states = megatron_random.get_cuda_rng_tracker().states_
+    return any(isinstance(kept, torch.Generator) for kept in states.values())
 
 
 def install_keyed_draws(model: torch.nn.Module, seed: int) -> None:
@@ -84,7 +96,7 @@ def _reseed(seed: int) -> Callable[[torch.nn.Module, Any], None]:
         first = rows[0].microbatch
         torch.cuda.manual_seed(key(first, _REPLICATED))
         name = megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME
-        tracker.states_[name] = _state_of(key(first, _MODEL_PARALLEL))
+        tracker.states_[name] = _kept(key(first, _MODEL_PARALLEL))
         if is_cut:
             tracker.states_[_STREAMS] = _Streams(
                 tracker._current_state_name,
@@ -147,7 +159,19 @@ def _keyed(states: Mapping[str, Any]) -> tuple[int, tuple[Rows, ...], bool]:
     return step, rows, len(rows) > 1 or stop - start < size
 
 
-def _state_of(key: int) -> torch.Tensor:
+def _generator(key: int) -> torch.Generator:
     generator = torch.Generator(device="cuda" if torch.cuda.is_available() else "cpu")
-    generator.manual_seed(key)
-    return generator.get_state()
+    return generator.manual_seed(key)
+
+
+def _state_of(key: int) -> torch.Tensor:
+    return _generator(key).get_state()
+
+
+def _kept(key: int) -> torch.Tensor | torch.Generator:
+    """What the tracker keeps for a stream.
+
+    Always another generator, where it keeps these: entering a stream takes the one that is kept by
+    reference, and whoever is in the stream now goes back to his.
+    """
+    return _generator(key) if keeps_generators() else _state_of(key)

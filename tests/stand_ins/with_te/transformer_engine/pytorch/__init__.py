@@ -1,0 +1,51 @@
+"""Stands in for transformer_engine.pytorch: its norm, and the names of layers that need a GPU."""
+
+from types import SimpleNamespace
+
+import torch
+
+from transformer_engine.pytorch import distributed, fp8, optimizers
+
+__all__ = ["distributed", "fp8", "optimizers"]
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """Megatron-Core uses it behind the last layer, whatever the layers are made of."""
+
+    def __init__(
+        self,
+        hidden_size,
+        eps=1e-5,
+        sequence_parallel=False,
+        params_dtype=None,
+        zero_centered_gamma=False,
+        device="cpu",
+    ):
+        assert not zero_centered_gamma
+        super().__init__(hidden_size, eps=eps, device=device, dtype=params_dtype)
+        for param in self.parameters():
+            param.sequence_parallel = sequence_parallel
+
+
+class _NeedsGpu(torch.nn.Module):
+    def __init__(self, *args, **kwargs):
+        raise NotImplementedError(f"{type(self).__name__} has no stand-in")
+
+
+class Linear(_NeedsGpu):
+    """No stand-in."""
+
+
+class LayerNormLinear(_NeedsGpu):
+    """No stand-in."""
+
+
+class GroupedLinear(_NeedsGpu):
+    """No stand-in."""
+
+
+class DotProductAttention(_NeedsGpu):
+    """No stand-in."""
+
+
+ops = SimpleNamespace(Sequential=_NeedsGpu, FusibleOperation=_NeedsGpu)
