@@ -12,9 +12,10 @@ from elaswave_plugin.core.layout import ParallelLayout, launch_layout, sizes_of
 from elaswave_plugin.core.planner.costs import CostModel, uniform_costs
 from elaswave_plugin.core.planner.dvfs import ClockTable
 from elaswave_plugin.core.planner.executable import plan_seats
-from elaswave_plugin.core.planner.joint import JointPlan, PlanRules, joint_plan
+from elaswave_plugin.core.planner.joint import JointPlan, joint_plan
 from elaswave_plugin.core.planner.microbatch_split import POLICIES
 from elaswave_plugin.core.planner.prediction import StepWork
+from elaswave_plugin.core.planner.rules import PlanRules
 from elaswave_plugin.core.step_time import LinkTime
 from elaswave_plugin.errors import ConfigurationError
 

@@ -12,8 +12,11 @@ from typing import Any
 from elaswave_plugin.bench.scenarios import Scenario
 from elaswave_plugin.core.planner.costs import CostModel, uniform_costs
 from elaswave_plugin.core.planner.dvfs import ClockTable
-from elaswave_plugin.core.planner.joint import PlanRules, joint_plan
+from elaswave_plugin.core.planner.joint import joint_plan
+from elaswave_plugin.core.planner.microbatch_split import REROUTE
 from elaswave_plugin.core.planner.prediction import DataflowChoice, Predictor
+from elaswave_plugin.core.planner.rules import PlanRules
+from elaswave_plugin.core.planner.search import EXTRA_WINDOWS
 from elaswave_plugin.core.step_time import LinkTime
 
 # Long enough that every move pays: what is compared is the steady state.
@@ -65,6 +68,7 @@ def ratios(facts: dict[str, Any], step_s: Seconds) -> dict[str, float | None]:
             name: None if share is None else share / facts["live_share"]
             for name, share in shares.items()
         },
+        "over_rerouting_by_windows": over("rerouted_by_windows", "ours"),
         "over_rerouting_both_split": over("rerouted_split", "ours_split"),
         "over_split_rerouting": over("rerouted_split", "ours"),
     }
@@ -73,7 +77,7 @@ def ratios(facts: dict[str, Any], step_s: Seconds) -> dict[str, float | None]:
 def simulated_steps(scenario: Scenario, stage: int | None, costs: CostModel) -> Seconds:
     """Seconds of a step by each rule; None where it has nobody for a stage, or no replica."""
     routed: dict[str, Any] = {
-        "policies": ("reroute",),
+        "policies": (REROUTE,),
         "move_layers": False,
         "move_workers": False,
     }
@@ -90,10 +94,22 @@ def simulated_steps(scenario: Scenario, stage: int | None, costs: CostModel) -> 
             rules=PlanRules(**rules),
         ).seconds
 
+    def by_windows() -> float:
+        """In the orders of the window rule alone, as rerouting was judged when bars were set."""
+        layout = scenario.layout()
+        stages = layout.without(scenario.dead(stage)).stages
+        seats = tuple(tuple(group.replica for group in groups) for groups in stages)
+        choice, predictor = DataflowChoice(REROUTE, scenario.dp), Predictor(costs, scenario.work)
+        return min(
+            predictor.predict(choice, seats, layout.cuts, extra=extra).seconds
+            for extra in EXTRA_WINDOWS
+        )
+
     return {
         "healthy": rectangular_step(scenario, scenario.dp, costs),
         "ours": planned(**ours),
         "rerouted": planned(**routed) if fills_gaps else None,
+        "rerouted_by_windows": by_windows() if fills_gaps else None,
         "dropped": (
             rectangular_step(scenario, scenario.whole_replicas, costs)
             if scenario.whole_replicas

@@ -1,7 +1,7 @@
 """`elaswave bench throughput`: a step after losses, ours against rerouting and dropping replicas.
 
 Small shapes in real processes, and all shapes through the planner's own step simulation, each
-marked as what it is. Every row has its ceilings: the live share, rho and Gmax.
+marked as what it is. Every row has the live share, rho and Gmax beside it.
 """
 
 from __future__ import annotations

@@ -37,9 +37,11 @@ from elaswave_plugin.core.planner.costs import CostModel
 from elaswave_plugin.core.planner.dvfs import ClockTable
 from elaswave_plugin.core.planner.executable import plan_split
 from elaswave_plugin.core.planner.greedy import greedy_lists, greedy_room
-from elaswave_plugin.core.planner.joint import JointPlan, PlanRules, joint_plan, slowness_of
+from elaswave_plugin.core.planner.joint import JointPlan, joint_plan
 from elaswave_plugin.core.planner.microbatch_split import REDEAL, REROUTE, RESIZE
 from elaswave_plugin.core.planner.prediction import Predictor, StepWork
+from elaswave_plugin.core.planner.rules import PlanRules
+from elaswave_plugin.core.planner.search import slowness_of
 from elaswave_plugin.core.planner.weight_placement import with_weights_in_bubbles
 from elaswave_plugin.core.schedule import (
     Assignment,

@@ -20,9 +20,10 @@ from elaswave_plugin.core.planner.executable import (
     worker_ops,
 )
 from elaswave_plugin.core.planner.fluid_time import Flow, fluid_seconds
-from elaswave_plugin.core.planner.joint import JointPlan, PlanRules, joint_plan
+from elaswave_plugin.core.planner.joint import JointPlan, joint_plan
 from elaswave_plugin.core.planner.microbatch_split import redeal, resize
 from elaswave_plugin.core.planner.prediction import DataflowChoice, Predictor, StepWork
+from elaswave_plugin.core.planner.rules import PlanRules
 from elaswave_plugin.core.planner.slot_time import slot_flow
 from elaswave_plugin.core.planner.width_moves import width_candidates, width_moves
 from elaswave_plugin.core.schedule import peak_in_flight, window_sizes
@@ -65,29 +66,41 @@ def test_two_losses_in_one_stage_as_text() -> None:
     layout = launch_layout(tp=1, pp=4, dp=4, num_layers=24)
     plan = plan_for(layout, [4, 5], rules=PlanRules(policies=("redeal", "reroute")))
     assert str(plan).splitlines() == [
-        "TP1 x PP4 x DP4, 24 layers, widths 4 3 4 3",
-        "stage 0, layers 0-6: r0 w0 | r1 w1 | r2 w2 | r3 w3",
-        "stage 1, layers 7-11: r0 w15 | r2 w6 | r3 w7",
-        "stage 2, layers 12-18: r0 w8 | r1 w9 | r2 w10 | r3 w11",
-        "stage 3, layers 19-23: r0 w12 | r1 w13 | r2 w14",
+        "TP1 x PP4 x DP4, 24 layers, widths 4 2 4 4",
+        "stage 0, layers 0-7: r0 w0 | r1 w1 | r2 w2 | r3 w3",
+        "stage 1, layers 8-10: r2 w6 | r3 w7",
+        "stage 2, layers 11-17: r0 w8 | r1 w9 | r2 w10 | r3 w11",
+        "stage 3, layers 18-23: r0 w12 | r1 w13 | r2 w14 | r3 w15",
         "14 of 16 replicas are live (0.875), mean over narrowest stage rho = 1.75",
         "dataflow: redeal 4, window +1, takes 600.6 s, rerouting 600.6 s",
-        "layers: cuts 0 7 10 17 24 take 400.9 s",
+        "layers: cuts 0 8 11 18 24 take 392 s",
         "workers: 1 that change stage take 394.9 s",
-        "chosen: moves 9537 MiB with a pause of 0 s; gains 205.5 of the next 600 s",
-        "predicted step 394.9 s, 352.2 s at launch: 0.892 of its throughput, 1.019 of the live"
-        " share",
+        "chosen: moves 1.144e+04 MiB with a pause of 0 s; gains 208.4 of the next 600 s",
+        "predicted step 392 s, 352.2 s at launch: 0.898 of its throughput, 1.027 of the live share",
     ]
 
 
 def test_a_stage_too_short_to_help_says_so() -> None:
-    layout = launch_layout(tp=1, pp=8, dp=12, num_layers=48)
-    plan = plan_for(layout, [12])
+    layout = launch_layout(tp=1, pp=2, dp=12, num_layers=12)
+    plan = plan_for(layout, [0])
     assert plan.layout.cuts == layout.cuts
     assert plan.chosen.choice.policy == "redeal"
     assert (
-        "layers: stay; one less helps stage 1 only if its 6 are more than (live 11) / (lost 1) = 11"
+        "layers: stay; one less evens the load only if the 6 of stage 0 are more than (live 11) /"
+        " (lost 1) = 11"
     ) in plan.reasons
+
+
+def test_a_late_stage_gives_layers_to_an_early_one() -> None:
+    """It need not wait for others' first forward, nor for their last backward."""
+    layout = launch_layout(tp=1, pp=4, dp=4, num_layers=24)
+    for stage in range(4):
+        plan = plan_for(layout, [4 * stage])
+        layers = [stop - start for start, stop in pairwise(plan.layout.cuts)]
+        assert layers.pop(stage) < 6
+        assert layers == sorted(layers, reverse=True) and layers[0] == 7
+        # More than the live share: the launch has as many layers in every stage.
+        assert plan.seconds < plan.healthy_s / (15 / 16)
 
 
 def test_a_healthy_layout_keeps_everything() -> None:

@@ -56,6 +56,7 @@ def random_case(
             speed=dice.choice([1.0, 0.8]),
             in_flight=dice.randint(1, 4),
             joiners=dice.randint(0, 1),
+            fill=dice.choice([0.0, 0.5, 2.0]),
         )
         for _ in range(stages)
     ]
@@ -75,8 +76,11 @@ def brute_seconds(costs: CostModel, loads: list[StageLoad], cuts: tuple[int, ...
         )
         if held > costs.memory_bytes * (1 + 1e-9):
             return float("inf")
-        seconds = sum(unit.forward_s + unit.backward_s + unit.weights_s for unit in own)
-        worst = max(worst, seconds * load.samples / load.speed)
+        seconds, before = (
+            sum(unit.forward_s + unit.backward_s + unit.weights_s for unit in units)
+            for units in (own, costs.units[:start])
+        )
+        worst = max(worst, seconds * load.samples / load.speed + before * load.fill)
     return worst
 
 

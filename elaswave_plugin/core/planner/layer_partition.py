@@ -1,12 +1,13 @@
 """Which layers each stage owns: minimax over contiguous partitions, then few bytes to move.
 
-    cost[p][k, l] = (T[l] - T[k]) load_p / speed_p      infinite where k..l does not fit in memory
+    cost[p][k, l] = (T[l] - T[k]) load_p / speed_p + T[k] fill_p      infinite where k..l do not fit
     pass 1   F[p + 1][l] = min_k max(F[p][k], cost[p][k, l])             the best time, F[P][L]
     pass 2   G[p + 1][l] = min_k G[p][k] + received_bytes[p][k, l]       over cost <= (1 + slack) F
 
 T: seconds of a sample in front of each cut; load_p: samples of the stage's busiest worker in a
-step. Both passes are exact; ties go to the earliest cut. The time does not depend on the number of
-workers.
+step; fill_p: samples that go through all stages in front of it before it can begin, and back after
+it has ended. Both passes are exact; ties go to the earliest cut. The time does not depend on the
+number of workers.
 
 >>> from elaswave_plugin.core.planner.costs import uniform_costs
 >>> costs = uniform_costs(num_layers=6, forward_s=1.0, backward_s=2.0)
@@ -32,7 +33,8 @@ class StageLoad:
     """What a stage has to do and with whom.
 
     ``samples``: those of its busiest worker in a step; ``in_flight``: the most of them at once;
-    ``joiners``: workers that come from elsewhere and so need all weights of the stage.
+    ``joiners``: workers that come from elsewhere and so need all weights of the stage; ``fill``:
+    samples that pass through all stages in front before it has work, and after its last.
     """
 
     samples: float
@@ -40,6 +42,7 @@ class StageLoad:
     speed: float = 1.0
     in_flight: float = 0.0
     joiners: int = 0
+    fill: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +174,7 @@ def _stage_seconds(costs: CostModel, load: StageLoad) -> Amounts:
     """[k, l]: the busiest worker's seconds with units k..l, infinite where that is impossible."""
     seconds = costs.sample_seconds()
     table = (seconds[None, :] - seconds[:, None]) * (load.samples / load.speed)
+    table += seconds[:, None] * load.fill
     kept = (
         costs.totals("resident_bytes")
         + costs.totals("optimizer_bytes") / load.width

@@ -25,7 +25,10 @@ def concentration(layout: ParallelLayout) -> tuple[float, float]:
 
 
 def most_gain(layout: ParallelLayout, *, microbatches_each: float) -> float:
-    """Gmax = (m D0 / min n + P - 1) / (m / live + P - 1): what can be gained over rerouting."""
+    """Gmax = (m D0 / min n + P - 1) / (m / live + P - 1): what level stages gain over rerouting.
+
+    Early stages that have more to do than late ones save some of the P - 1, and so gain more.
+    """
     live, _ = concentration(layout)
     fill = len(layout.stages) - 1
     slowest = microbatches_each * layout.dp / min(layout.widths)
@@ -76,8 +79,8 @@ def layers_reason(
         (start, stop), lost = layout.layers(stage)[0], layout.dp - width
         if lost and not layers_can_help(layers=stop - start, launch_width=layout.dp, lost=lost):
             return (
-                f"layers: stay; one less helps stage {stage} only if its {stop - start} are more"
-                f" than (live {width}) / (lost {lost}) = {width / lost:.3g}"
+                f"layers: stay; one less evens the load only if the {stop - start} of stage {stage}"
+                f" are more than (live {width}) / (lost {lost}) = {width / lost:.3g}"
             )
     return "layers: stay; other cuts are no faster" if stay else "layers: no cuts fit"
 

@@ -1,0 +1,344 @@
+"""The candidates of one change, each simulated: widths, layers, dataflows and orders of operations.
+
+First one dataflow with every pair of widths and cuts. The widths are those on the way from the
+live ones to level ones. The cuts are the present ones and minimax ones, which count not only what a
+stage has to do, but also how long the first micro-batch takes to reach it and the last one to go
+back: early stages can do with more layers than late ones. Then, for the best of these, the other
+dataflows and windows; and the greedy order for those that could be the fastest, which windows do
+not show.
+"""
+
+from collections.abc import Sequence
+from math import ceil
+
+from elaswave_plugin.core.dataflow import Slowness as SlowSlots
+from elaswave_plugin.core.fair_shares import fair_width, slowest_seconds
+from elaswave_plugin.core.layout import ParallelLayout
+from elaswave_plugin.core.planner.candidate import Candidate
+from elaswave_plugin.core.planner.costs import CostModel
+from elaswave_plugin.core.planner.layer_partition import (
+    StageLoad,
+    behind_seconds,
+    evaluate,
+    moved_bytes,
+    partitions,
+    pause_seconds,
+)
+from elaswave_plugin.core.planner.microbatch_split import REDEAL, REROUTE, RESIZE, Slowness
+from elaswave_plugin.core.planner.prediction import DataflowChoice, Predictor, Seats, StepWork
+from elaswave_plugin.core.planner.rules import PlanRules
+from elaswave_plugin.core.planner.width_moves import WidthMove, width_candidates
+from elaswave_plugin.errors import ConfigurationError
+
+# How much of filling and draining the pipeline the cuts count: windows hide a part of it.
+FILLS = (0.5, 1.0, 0.0)
+# Of several cuts, the ones that move less are kept as well: they cost less pause.
+PLAN_SLACKS = (0.0, 0.005, 0.02)
+EXTRA_WINDOWS = (1, 0, 2)
+GREEDY = None
+# So many plans are tried in all orders and dataflows, more where they are cheap to simulate.
+LEAST_REFINED, MOST_REFINED = 3, 8
+LEAST_GREEDY, MOST_GREEDY = 3, 8
+CHEAP_PASSES = 6_000
+MOST_SMALL_PASSES = 4_000
+MOST_SINGLE_PASSES = 1_000
+
+Moves = tuple[WidthMove, ...]
+Cuts = tuple[int, ...]
+
+
+class Search:
+    """The candidates of one change, and what is needed to simulate more of them."""
+
+    def __init__(
+        self,
+        before: ParallelLayout,
+        after: ParallelLayout,
+        costs: CostModel,
+        work: StepWork,
+        rules: PlanRules,
+        speeds: Sequence[float] | None,
+        slow: SlowSlots,
+    ) -> None:
+        self.before, self.after = before, after
+        self.slow = {slot: factor for slot, factor in slow.items() if factor != 1.0}
+        self.costs, self.work, self.rules = costs, work, rules
+        num_stages = len(after.stages)
+        self.speeds = tuple(speeds) if speeds is not None else (1.0,) * num_stages
+        self.predictor = Predictor(costs, work, vpp=after.vpp)
+        self.is_exact = self.predictor.is_exact(num_stages)
+        self.knows_split = self.predictor.knows_split(num_stages)
+        # All candidates only where each is cheap, so that a plan takes under half a second.
+        self._passes = work.num_microbatches * num_stages
+        self._is_small = self._passes <= MOST_SMALL_PASSES
+        self._new_groups = tuple(
+            0 if new is old else len(set(new) - set(old))
+            for new, old in zip(after.stages, before.stages, strict=True)
+        )
+        self._rejected: list[str] = []
+
+    def candidates(self) -> list[Candidate]:
+        """Simulate them in rounds. Raises ConfigurationError where none is possible."""
+        found = self._first_round()
+        if not found:
+            raise ConfigurationError(self._rejected[0])
+        most = max(LEAST_REFINED, min(MOST_REFINED, CHEAP_PASSES // self._passes))
+        for one in sorted(found, key=order_of)[:most] + found[:1]:
+            found += self._refined(one, {key_of(other) for other in found})
+        return found + self._greedy(sorted(found, key=order_of))
+
+    def stays(self, one: Candidate) -> bool:
+        """Whether neither workers nor layers move."""
+        return not one.moves and one.cuts == self.before.cuts
+
+    def seconds(self, one: Candidate, speeds: Sequence[float], *, splits: bool = False) -> float:
+        """Simulate a candidate at other speeds, or with split backwards."""
+        seats = self._seats(one.moves)
+        if splits:
+            return self.predictor.split_backward(
+                one.choice, seats, one.cuts, extra=one.extra, speeds=speeds
+            )[0]
+        slowness = self.slowness(one.moves)
+        return self.predictor.predict(
+            one.choice, seats, one.cuts, extra=one.extra, speeds=speeds, slowness=slowness
+        ).seconds
+
+    def level(self, ordered: Sequence[Candidate]) -> list[Candidate]:
+        """The widths and cuts of the most even load, by the first candidate of each dataflow."""
+        least = {plan: self._least_seconds(plan, 0.0) for plan in map(_plan_of, ordered)}
+        moves, cuts = min(least, key=lambda one: least[one])
+        firsts: dict[DataflowChoice, Candidate] = {}
+        for one in ordered:
+            if (one.moves, one.cuts) == (moves, cuts) and one.choice in self._widest(moves):
+                firsts.setdefault(one.choice, one)
+        return list(firsts.values())
+
+    # ---- what the moves of workers make of the layout -----------------------------------------
+
+    def widths(self, moves: Sequence[WidthMove]) -> tuple[int, ...]:
+        """Replicas of each stage after ``moves``."""
+        widths = list(self.after.widths)
+        for source, target in moves:
+            widths[source] -= 1
+            widths[target] += 1
+        return tuple(widths)
+
+    def moved(self, moves: Sequence[WidthMove]) -> ParallelLayout:
+        """The layout after ``moves``, with the cuts of the launch."""
+        layout = self.after
+        for source, target in moves:
+            layout = layout.moved(source=source, target=target)
+        return layout
+
+    def slowness(self, moves: Sequence[WidthMove]) -> Slowness:
+        """Of each replica, by stage; nothing where nobody is slow."""
+        if not self.slow:
+            return ()
+        return slowness_of(self.moved(moves), self.slow)
+
+    def loads(self, moves: Sequence[WidthMove], *, fill: float = 0.0) -> list[StageLoad]:
+        """What each stage's busiest worker has to do; ``fill``: the part of it that counts."""
+        size, widths = self.work.microbatch_size, self.widths(moves)
+        if REDEAL in self.rules.policies or REROUTE in self.rules.policies:
+            samples = [size * busiest for busiest in self._busiest(moves)]
+        else:
+            samples = [size * self.work.num_microbatches / width for width in widths]
+        slot_width, fair = min(widths), self._fair_widths(moves)
+        loads = []
+        for stage, width in enumerate(widths):
+            joiners = self._new_groups[stage] + sum(move.target == stage for move in moves)
+            loads.append(
+                StageLoad(
+                    samples=samples[stage],
+                    width=width,
+                    speed=self.speeds[stage],
+                    in_flight=(len(widths) - stage) * size * ceil(slot_width / fair[stage]),
+                    joiners=joiners,
+                    fill=fill * size,
+                )
+            )
+        return loads
+
+    def _fair_widths(self, moves: Sequence[WidthMove]) -> Sequence[float]:
+        """How many usual workers each stage is worth."""
+        return [fair_width(stage) for stage in self.slowness(moves)] or self.widths(moves)
+
+    def _busiest(self, moves: Sequence[WidthMove]) -> list[float]:
+        """What the last worker of each stage is done after, in micro-batches of a usual one."""
+        count, slowness = self.work.num_microbatches, self.slowness(moves)
+        if self.is_exact and slowness:
+            return [slowest_seconds(count, stage) for stage in slowness]
+        return [float(ceil(count / width)) for width in self._fair_widths(moves)]
+
+    def _seats(self, moves: Sequence[WidthMove]) -> Seats:
+        """The replica seats of each stage after ``moves``, as `ParallelLayout.moved` gives them."""
+        if not self.is_exact:
+            return tuple(map(range, self.widths(moves)))
+        seats = [[group.replica for group in groups] for groups in self.after.stages]
+        for source, target in moves:
+            seats[source].pop()
+            vacant = set(range(self.after.dp)).difference(seats[target])
+            seats[target] = sorted([*seats[target], min(vacant)])
+        return tuple(map(tuple, seats))
+
+    # ---- rounds -------------------------------------------------------------------------------
+
+    def _first_round(self) -> list[Candidate]:
+        """One dataflow with every pair of widths and cuts; what stays as it is comes first."""
+        found: list[Candidate] = []
+        moves_allowed = self.rules.move_workers and self.after.vpp == 1
+        ways = width_candidates(self.after.widths, most=4 if self._is_small else 2)
+        for moves, _ in ways if moves_allowed else ways[:1]:
+            choice = self._choices(moves)[0]
+            for cuts in self._cuts(moves):
+                self._add(found, choice, moves, cuts, extra=EXTRA_WINDOWS[0])
+        return found
+
+    def _refined(self, base: Candidate, known: set[tuple[object, ...]]) -> list[Candidate]:
+        """The other dataflows and windows for the widths and cuts of ``base``."""
+        found: list[Candidate] = []
+        for choice in self._choices(base.moves):
+            for extra in EXTRA_WINDOWS if self.after.vpp == 1 else EXTRA_WINDOWS[:1]:
+                if (choice, base.moves, base.cuts, extra) not in known:
+                    self._add(found, choice, base.moves, base.cuts, extra=extra)
+        return found
+
+    def _greedy(self, ordered: Sequence[Candidate]) -> list[Candidate]:
+        """In greedy order, the widths and cuts that promise most, and the fastest that stays.
+
+        Only where that gains: the window rule goes by no prediction.
+        """
+        found: list[Candidate] = []
+        if not self.predictor.knows_greedy(len(self.after.stages)) or self.slow:
+            return found
+        by_windows: dict[tuple[Moves, Cuts], float] = {}
+        for one in ordered:
+            by_windows.setdefault(_plan_of(one), one.seconds)
+        most = max(LEAST_GREEDY, min(MOST_GREEDY, CHEAP_PASSES // self._passes))
+        # Neither measure alone is as good a guess: windows and waits hide a part of the filling.
+        promising = sorted(
+            by_windows,
+            key=lambda plan: self._least_seconds(plan, 0.5) + self._least_seconds(plan, 1.0),
+        )[:most]
+        tried = [
+            (choice, moves, cuts) for moves, cuts in promising for choice in self._widest(moves)
+        ]
+        stay = [one for one in ordered if self.stays(one)]
+        routed = [one for one in stay if one.choice.policy == REROUTE]
+        tried += [(one.choice, one.moves, one.cuts) for one in [*stay[:1], *routed[:1]]]
+        for choice, moves, cuts in dict.fromkeys(tried):
+            self._add(found, choice, moves, cuts, extra=GREEDY)
+        least = 1 - self.rules.least_gain
+        return [one for one in found if one.seconds < least * by_windows[_plan_of(one)]]
+
+    def _least_seconds(self, plan: tuple[Moves, Cuts], fill: float) -> float:
+        """What the stage takes that is done last, if no other makes it wait."""
+        moves, cuts = plan
+        loads = self.loads(moves, fill=fill) * self.after.vpp
+        return evaluate(self.costs, loads, cuts, now=self.before.cuts).seconds
+
+    def _choices(self, moves: Sequence[WidthMove]) -> list[DataflowChoice]:
+        """The dataflows allowed; first the one that holds least in flight."""
+        choices = []
+        widths = self.widths(moves)
+        if REDEAL in self.rules.policies:
+            # Fluids know no slots that are wider than the weakest stage.
+            fluid = max(1, int(min(self._fair_widths(moves))))
+            slots = [min(widths) if self.is_exact else fluid]
+            if self.is_exact:
+                slots += [max(widths), round(sum(widths) / len(widths))]
+            choices += [DataflowChoice(REDEAL, width) for width in dict.fromkeys(slots)]
+        # Cutting single samples gains next to nothing, and is the costliest to simulate.
+        is_worth = self.work.microbatch_size > 1 or self._passes <= MOST_SINGLE_PASSES
+        if RESIZE in self.rules.policies and (is_worth or not choices):
+            choices.append(DataflowChoice(RESIZE, self.work.launch_width))
+        if REROUTE in self.rules.policies and self.is_exact:
+            choices.append(DataflowChoice(REROUTE, self.work.launch_width))
+        if not choices:
+            raise ConfigurationError(
+                f"{sum(widths)} replicas are too many to simulate rerouting; allow {REDEAL} as well"
+            )
+        return choices
+
+    def _widest(self, moves: Sequence[WidthMove]) -> list[DataflowChoice]:
+        """The dataflows allowed, of those by dealing the one with the fewest slots to wait for."""
+        choices = self._choices(moves)
+        most = max((one.slot_width for one in choices if one.policy == REDEAL), default=0)
+        return [one for one in choices if one.policy != REDEAL or one.slot_width == most]
+
+    def _cuts(self, moves: Sequence[WidthMove]) -> tuple[Cuts, ...]:
+        """The present cuts, and those by minimax."""
+        now = self.before.cuts
+        found = [now]
+        if self.rules.move_layers and self.after.vpp == 1:
+            slacks = PLAN_SLACKS if self._is_small else PLAN_SLACKS[1:]
+            for fill in FILLS if self._is_small else FILLS[:1]:
+                loads = self.loads(moves, fill=fill)
+                try:
+                    options = partitions(self.costs, loads, now=now, slacks=slacks)
+                except ConfigurationError as error:
+                    self._rejected.append(str(error))
+                    continue
+                found += [option.cuts for option in options[: len(slacks) if fill else 1]]
+        return tuple(dict.fromkeys(found))
+
+    def _add(
+        self,
+        found: list[Candidate],
+        choice: DataflowChoice,
+        moves: Moves,
+        cuts: Cuts,
+        *,
+        extra: int | None,
+    ) -> None:
+        """Simulate one candidate and keep it, or the reason why it is impossible."""
+        try:
+            predicted = self.predictor.predict(
+                choice,
+                self._seats(moves),
+                cuts,
+                extra=extra,
+                speeds=self.speeds,
+                slowness=self.slowness(moves),
+            )
+        except ConfigurationError as error:
+            self._rejected.append(str(error))
+            return
+        # Chunk by chunk where the pipeline is interleaved: virtual stages take turns.
+        loads = self.loads(moves) * self.after.vpp
+        now = self.before.cuts
+        found.append(
+            Candidate(
+                choice=choice,
+                moves=moves,
+                cuts=cuts,
+                extra=extra,
+                windows=predicted.windows,
+                seconds=predicted.seconds,
+                moved_bytes=moved_bytes(self.costs, loads, cuts, now=now),
+                pause_s=pause_seconds(self.costs, loads, cuts, now=now),
+                behind_s=behind_seconds(self.costs, loads, cuts, now=now),
+            )
+        )
+
+
+def slowness_of(layout: ParallelLayout, slow: SlowSlots) -> Slowness:
+    """Of each replica, by stage, that of its slowest worker: it waits for all of its tp group."""
+    return tuple(
+        tuple(max(slow.get(slot, 1.0) for slot in group.slots) for group in groups)
+        for groups in layout.stages
+    )
+
+
+def _plan_of(one: Candidate) -> tuple[Moves, Cuts]:
+    return one.moves, one.cuts
+
+
+def order_of(one: Candidate) -> tuple[float, float, int]:
+    """Candidates by time, and by what they move where that is equal."""
+    return one.seconds, one.moved_bytes, len(one.moves)
+
+
+def key_of(one: Candidate) -> tuple[object, ...]:
+    """What a candidate is, whatever it costs."""
+    return one.choice, one.moves, one.cuts, one.extra
