@@ -14,7 +14,7 @@ parallel group. A data-parallel job is one cell; a TP x PP x DP job has one a st
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -307,15 +307,22 @@ class GridSeating:
             )
 
     def edits(self, launched: Mapping[str, Sequence[int]], slot: int) -> dict[str, GroupEdit]:
-        """Every group by its rule; identities follow from rule and members."""
-        edits, alike = {}, Counter[GroupRule]()
-        for name in launched:
-            rule = self.rules[name]
-            members = members_of(rule, self.layout, slot)
-            # Frameworks make several groups of the same workers, on all of them in one order.
-            alike[rule] += 1
-            edits[name] = GroupEdit(members, f"{rule}, number {alike[rule]}: {members}")
-        return edits
+        """Every group by its rule."""
+        return edits_by_rule(self.rules, launched, layout=self.layout, slot=slot)
+
+
+def edits_by_rule(
+    rules: Mapping[str, GroupRule], launched: Iterable[str], *, layout: ParallelLayout, slot: int
+) -> dict[str, GroupEdit]:
+    """What becomes of the groups that ``slot`` holds; identities follow from rule and members."""
+    edits, alike = {}, Counter[GroupRule]()
+    for name in launched:
+        rule = rules[name]
+        members = members_of(rule, layout, slot)
+        # Frameworks make several groups of the same workers, on all of them in one order.
+        alike[rule] += 1
+        edits[name] = GroupEdit(members, f"{rule}, number {alike[rule]}: {members}")
+    return edits
 
 
 def _of(ranks: Sequence[int], slow: Slowness | None) -> Slowness:

@@ -86,11 +86,19 @@ def _read(
     (masters,), fetched_bytes = read_parts(
         plan, WEIGHTS, slot=slot, pool=pool, timeout_s=timeout_s, check=check
     )
-    everything = [source for sources in plan.sources for source in sources]
-    nearest = next((s for s in everything if s.holder == slot), everything[0])
+    nearest = _nearest_capsule(plan, slot)
     with _open(nearest, slot=slot, pool=pool, timeout_s=timeout_s, check=check) as reader:
         capsule = reader.read_capsule()
     return RestoredState(plan=plan, masters=masters, capsule=capsule, fetched_bytes=fetched_bytes)
+
+
+def _nearest_capsule(plan: RecoveryPlan, slot: int) -> SealedShard:
+    """A source of the own cell, whose capsule may differ from those of others; here, if any is."""
+    number = plan.cell_of(slot)
+    key = None if number is None else plan.cells[number].key
+    everything = [source for sources in plan.sources for source in sources]
+    own = [source for source in everything if source.cell == key] or everything
+    return next((source for source in own if source.holder == slot), own[0])
 
 
 def read_parts(

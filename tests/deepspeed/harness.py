@@ -47,12 +47,15 @@ class EngineSpec(JobSpec):
     bf16: bool = False
     consistency: str = "fast"
     accumulation: int = 2
+    # Pipeline stages.
+    stages: int = 1
     settings: str = ""
     script: str = str(EXAMPLE)
 
     def config(self, directory: Path) -> dict[str, Any]:
         """The DeepSpeed configuration; ``settings`` is JSON on top of it, null takes a key out."""
-        micro_batch_size = self.global_batch // (self.accumulation * self.nproc)
+        width = self.nproc // self.stages
+        micro_batch_size = self.global_batch // (self.accumulation * width)
         config = {
             "train_batch_size": self.global_batch,
             "train_micro_batch_size_per_gpu": micro_batch_size,

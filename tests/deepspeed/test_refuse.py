@@ -11,6 +11,7 @@ from elaswave_plugin.adapters.deepspeed.refuse import (
     check_configuration,
     check_engine,
     check_reserve,
+    check_stages,
 )
 from elaswave_plugin.errors import ConfigurationError
 from tests.deepspeed.conftest import Launch
@@ -46,14 +47,29 @@ def test_a_setting_that_is_not_carried_is_named(config: dict[str, Any], named: s
         check_configuration(config, model=MODEL, mpu=None)
 
 
-def test_pipelines_and_mpu_are_refused_with_the_reason() -> None:
+def pipeline(*axes: str) -> Any:
+    """A PipelineModule of which only the topology is there."""
     from deepspeed.pipe import PipelineModule
+    from deepspeed.runtime.pipe.topology import ProcessTopology
 
-    pipeline = PipelineModule.__new__(PipelineModule)
-    with pytest.raises(ConfigurationError, match="full grid"):
-        check_configuration({}, model=pipeline, mpu=None)
+    module = PipelineModule.__new__(PipelineModule)
+    torch.nn.Module.__init__(module)
+    module._topo = ProcessTopology(axes=list(axes), dims=[2] * len(axes))
+    return module
+
+
+def test_an_mpu_is_refused_with_the_reason() -> None:
     with pytest.raises(ConfigurationError, match="mpu"):
         check_configuration({}, model=MODEL, mpu=object())
+
+
+def test_of_pipelines_ragged_ones_are_refused_with_the_reason() -> None:
+    check_configuration({}, model=pipeline("pipe", "data"), mpu=None)
+    with pytest.raises(ConfigurationError, match="axes pipe, data, model"):
+        check_configuration({}, model=pipeline("pipe", "data", "model"), mpu=None)
+    check_stages({"elaswave": {"move_layers": "never"}})
+    with pytest.raises(ConfigurationError, match="a pipeline that loses a worker is lost"):
+        check_stages({"elaswave": {"move_layers": "always"}})
 
 
 def test_growth_beyond_the_launch_is_refused() -> None:
@@ -86,7 +102,7 @@ class Engine:
     module = MODEL
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.basic_optimizer = optimizer
+        self.basic_optimizer = self.optimizer = optimizer
 
     def zero_optimization_stage(self) -> int:
         return 1
@@ -98,3 +114,15 @@ def test_other_optimizers_are_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match="FusedAdam of apex"):
         check_engine(Engine(kind(MODEL.parameters(), lr=0.1)))
     check_engine(Engine(torch.optim.AdamW(MODEL.parameters())))
+
+
+@pytest.mark.parametrize("kind", ["BF16_Optimizer", "FP16_Optimizer"])
+def test_wrappers_with_other_masters_are_refused_by_name(kind: str) -> None:
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+
+    engine = Engine(torch.optim.AdamW(MODEL.parameters()))
+    wrapper = {"BF16_Optimizer": BF16_Optimizer, "FP16_Optimizer": FP16_Optimizer}[kind]
+    engine.optimizer = wrapper.__new__(wrapper)
+    with pytest.raises(ConfigurationError, match=kind):
+        check_engine(engine)

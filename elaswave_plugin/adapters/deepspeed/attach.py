@@ -10,11 +10,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.dataloader import RepeatingLoader
 
+from elaswave_plugin.adapters.deepspeed.attached import AttachedEngine
 from elaswave_plugin.adapters.deepspeed.job import EngineJob
 from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader
 from elaswave_plugin.adapters.deepspeed.monitor import name_wandb_run
-from elaswave_plugin.adapters.deepspeed.refuse import check_configuration, check_reserve
+from elaswave_plugin.adapters.deepspeed.pipeline_grid import make_groups_again
+from elaswave_plugin.adapters.deepspeed.pipeline_job import PipelineJob
+from elaswave_plugin.adapters.deepspeed.refuse import (
+    check_configuration,
+    check_reserve,
+    check_stages,
+)
 from elaswave_plugin.adapters.deepspeed.seams import (
     deepspeed_patches,
     destruction_patches,
@@ -38,6 +47,8 @@ def initialize(
     native: Callable[..., Any], config: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> Any:
     """``deepspeed.initialize`` with a configuration that has the section."""
+    if isinstance(arguments.get("model"), PipelineModule):
+        check_stages(config)
     settings = elastic_config(config)
     if settings is None:
         return native(**arguments)
@@ -58,11 +69,20 @@ def _attach(
     if accelerate is not None:
         accelerate.check_script()
         settings = accelerate.without_respawn(settings)
+    module = arguments.get("model")
+    is_pipeline = isinstance(module, PipelineModule)
+    if is_pipeline:
+        settings = settings.without_respawn(
+            "DeepSpeed's PipelineModule meets the other workers before a replacement could be let "
+            "in beside the training"
+        )
     launch_patches().apply()
     patches = deepspeed_patches()
     patches.apply()
     worker = Worker(config=settings, environ=os.environ)
     _install_groups(worker)
+    if is_pipeline:
+        make_groups_again(module)
     name_wandb_run(settings, config, worker.run_id)
     seed = _agreed_seed(worker)
     training_data = arguments.pop("training_data", None)
@@ -72,16 +92,20 @@ def _attach(
     engine, optimizer, _, scheduler = native(**arguments)
     if beside is not None:
         beside.undo()
-    job = EngineJob(worker, engine, patches=patches, seed=seed)
+    kind = PipelineJob if is_pipeline else EngineJob
+    job = kind(worker, engine, patches=patches, seed=seed)
     object.__setattr__(engine, _JOB, job)
     if accelerate is not None:
         accelerate.attach(job, engine)
     _leave_at_exit(job)
     _leave_with_the_groups(job)
     if training_data is not None:
-        engine.training_dataloader = loader_of(
-            engine, training_data, collate_fn=arguments.get("collate_fn")
-        )
+        collate_fn = arguments.get("collate_fn")
+        if is_pipeline:
+            loader = loader_of(engine, training_data, collate_fn=collate_fn, shuffle=False)
+            engine.set_dataloader(RepeatingLoader(loader))
+        else:
+            engine.training_dataloader = loader_of(engine, training_data, collate_fn=collate_fn)
     return engine, optimizer, engine.training_dataloader, scheduler
 
 
@@ -111,7 +135,7 @@ def _agreed_seed(worker: Worker) -> int:
     return int(seed)
 
 
-def _leave_at_exit(job: EngineJob) -> None:
+def _leave_at_exit(job: AttachedEngine) -> None:
     """Leave with the others when the script ends, unless an exception ends it."""
     show = sys.excepthook
 
@@ -123,7 +147,7 @@ def _leave_at_exit(job: EngineJob) -> None:
     atexit.register(job.leave)
 
 
-def _leave_with_the_groups(job: EngineJob) -> None:
+def _leave_with_the_groups(job: AttachedEngine) -> None:
     """Leave with the others before the script destroys the groups that this takes."""
 
     def leaving_first(native: Callable[..., None]) -> Callable[..., None]:
@@ -153,7 +177,7 @@ def loader_of(
 
     Without the section it is DeepSpeed's own.
     """
-    job: EngineJob | None = getattr(engine, _JOB, None) if hasattr(engine, _JOB) else None
+    job: AttachedEngine | None = getattr(engine, _JOB, None) if hasattr(engine, _JOB) else None
     if isinstance(data, torch.utils.data.DataLoader):
         collate_fn = collate_fn or data.collate_fn
         shuffle = not isinstance(data.sampler, torch.utils.data.SequentialSampler)
@@ -173,10 +197,10 @@ def loader_of(
 
 def run_in(engine: Any, work: Callable[[], Any], *, phase: str) -> Any:
     """Call ``work()``, and again after a loss; without the section it is just called."""
-    job: EngineJob | None = getattr(engine, _JOB, None) if hasattr(engine, _JOB) else None
+    job: AttachedEngine | None = getattr(engine, _JOB, None) if hasattr(engine, _JOB) else None
     return work() if job is None else job.run(work, phase=phase)
 
 
 @ends_in_a_sentence
-def _make_loader(job: EngineJob, data: Any, **options: Any) -> ElasticLoader:
+def _make_loader(job: AttachedEngine, data: Any, **options: Any) -> ElasticLoader:
     return job.make_loader(data, **options)

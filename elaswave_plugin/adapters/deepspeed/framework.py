@@ -20,6 +20,16 @@ from elaswave_plugin.runtime.state_dump import NamedPiece
 
 # Counters of the engine that belong to a step (deepspeed/runtime/engine.py).
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+# Of an optimizer: what `override_loss_scale` sets.
+_SCALE_OF_SCRIPT = ("custom_loss_scaler", "external_loss_scale")
+
+
+def _loss_scaler_of(optimizer: Any) -> Any:
+    """What keeps the loss scale of a 16-bit optimizer; None of an fp32 one.
+
+    ZeRO's optimizers have an object of its own for it, those of stage 0 a data class.
+    """
+    return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
 
 
 def state_of(engine: Any) -> ZeroState:
@@ -72,10 +82,12 @@ class DeepSpeedFramework:
         modules' hooks. Group handles need nothing: the groups were edited in place.
         """
         engine = self._engine
-        rank, width = dist.get_rank(), dist.get_world_size()
-        engine.world_size = engine.dp_world_size = engine.seq_dp_world_size = width
+        rank = dist.get_rank()
+        engine.world_size = dist.get_world_size()
+        engine.dp_world_size = dist.get_world_size(engine.data_parallel_group)
+        engine.seq_dp_world_size = dist.get_world_size(engine.seq_data_parallel_group)
         engine.global_rank = rank
-        engine._config.world_size, engine._config.global_rank = width, rank
+        engine._config.world_size, engine._config.global_rank = engine.world_size, rank
         self._state.recut()
         engine.save_zero_checkpoint = engine.save_non_zero_checkpoint = False
         engine._configure_checkpointing()
@@ -105,13 +117,18 @@ class DeepSpeedFramework:
     def read_capsule(self) -> bytes:
         """Counters, scheduler, loss scaler, what schedules set in the groups, place in the data."""
         engine = self._engine
-        scheduler, scaler = engine.lr_scheduler, getattr(engine.optimizer, "loss_scaler", None)
+        scheduler, scaler = engine.lr_scheduler, _loss_scaler_of(engine.optimizer)
         return pickle.dumps(
             {
                 "applied_steps": zero.applied_steps(self._inner),
                 "counters": {name: getattr(engine, name) for name in COUNTERS},
                 "scheduler": None if scheduler is None else scheduler.state_dict(),
                 "loss_scaler": None if scaler is None else dict(vars(scaler)),
+                "scale_of_script": {
+                    name: vars(engine.optimizer)[name]
+                    for name in _SCALE_OF_SCRIPT
+                    if name in vars(engine.optimizer)
+                },
                 "param_groups": [
                     {key: value for key, value in group.items() if key != "params"}
                     for group in self._inner.param_groups
@@ -123,17 +140,24 @@ class DeepSpeedFramework:
     def write_capsule(self, capsule: bytes) -> None:
         """Install what ``read_capsule`` returned."""
         engine, state = self._engine, pickle.loads(capsule)
+        self._write_progress(state)
+        scaler = _loss_scaler_of(engine.optimizer)
+        if scaler is not None:
+            vars(scaler).update(state["loss_scaler"])
+        vars(engine.optimizer).update(state["scale_of_script"])
+        for group, values in zip(self._inner.param_groups, state["param_groups"], strict=True):
+            group.update(values)
+        zero.set_applied_steps(self._inner, state["applied_steps"])
+
+    def _write_progress(self, state: dict[str, Any]) -> None:
+        """Counters, scheduler and the place in the data, which are alike on every worker."""
+        engine = self._engine
         for name, value in state["counters"].items():
             setattr(engine, name, value)
         if engine.lr_scheduler is not None:
             engine.lr_scheduler.load_state_dict(state["scheduler"])
-        if state["loss_scaler"] is not None:
-            vars(engine.optimizer.loss_scaler).update(state["loss_scaler"])
-        for group, values in zip(self._inner.param_groups, state["param_groups"], strict=True):
-            group.update(values)
         if self.loader is not None:
             self.loader.position = Position(**(state["data"] or {}))
-        zero.set_applied_steps(self._inner, state["applied_steps"])
 
     @torch.no_grad()
     def sync_weights(self) -> int:

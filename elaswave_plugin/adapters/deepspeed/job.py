@@ -3,67 +3,42 @@
 The engine object stays the user's; three of its methods, and the loader, go through ``UserLoop``.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial, wraps
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from elaswave_plugin.adapters.deepspeed.attached import AttachedEngine, abandoning
 from elaswave_plugin.adapters.deepspeed.checkpoint import save_whole
 from elaswave_plugin.adapters.deepspeed.framework import COUNTERS, DeepSpeedFramework
-from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader, GlobalOrder, Order
+from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader, Reader, tokens_of
 from elaswave_plugin.adapters.deepspeed.monitor import ElasticMonitor, Holders
 from elaswave_plugin.adapters.deepspeed.newcomer import News, check_together
 from elaswave_plugin.adapters.deepspeed.refuse import check_engine
 from elaswave_plugin.adapters.deepspeed.stand_in import StandIn, detached
 from elaswave_plugin.adapters.patching import PatchSet
-from elaswave_plugin.adapters.recording import Recording, tracker_of
 from elaswave_plugin.core.dataflow import Shares, share
 from elaswave_plugin.core.rng import draw_key
-from elaswave_plugin.errors import ConfigurationError, ElasWaveError
+from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.loop import GuardedSteps, StepReport
-from elaswave_plugin.runtime.refusal import ends_in_a_sentence
 from elaswave_plugin.runtime.user_loop import UserLoop
 from elaswave_plugin.runtime.worker import Worker
 
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
 
-
-def _abandoning(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """End in a sentence, and do not wait for the others at the process's exit then."""
-    guarded = ends_in_a_sentence(function)
-
-    @wraps(function)
-    def guarded_call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        try:
-            return guarded(*args, **kwargs)
-        except SystemExit as end:
-            if isinstance(end.__cause__, ElasWaveError):
-                job: Any = getattr(function, "__self__", None) or args[0]
-                job.abandon()
-            raise
-
-    return guarded_call
-
-
-class EngineJob:
+class EngineJob(AttachedEngine):
     """One worker's engine in an elastic job."""
 
     def __init__(self, worker: Worker, engine: Any, *, patches: PatchSet, seed: int) -> None:
         """Take the engine into care and seal its state; raises ConfigurationError."""
         check_engine(engine)
-        self._worker = worker
-        self._engine = engine
-        self._seed = seed
-        self._width = len(worker.homes)
-        self._micro_batch_size = int(engine.train_micro_batch_size_per_gpu())
-        self._framework = DeepSpeedFramework(engine)
-        pieces = self._framework.named_pieces
-        self._recording = Recording(worker, tracker_of(worker), pieces=pieces)
+        framework = DeepSpeedFramework(engine)
+        super().__init__(
+            worker, engine, framework, width=len(worker.homes), patches=patches, seed=seed
+        )
         num_samples = self._micro_batch_size * self._width
-        worker.bind(self._framework, deal=partial(share, num_samples=num_samples))
+        worker.bind(framework, deal=partial(share, num_samples=num_samples))
         self._loop = UserLoop(
             GuardedSteps(
                 worker,
@@ -75,27 +50,29 @@ class EngineJob:
         )
         # Called on every worker after each recovery.
         self.reactions: list[Callable[[], None]] = []
-        # Called once everyone leaves.
-        self.at_leave: list[Callable[[], None]] = [patches.undo]
         self._stand_in = StandIn()
         self._inputs: Any = None
         self._weight = 1.0
         self._losses: list[torch.Tensor] = []
         self._tokens = 0
-        self._left = False
         self._iterations = 0
         self._sealed = False
         self._working = False
         self._monitor = engine.monitor = ElasticMonitor(engine, self._loop)
         self._news = News(worker, self._framework, monitor=self._monitor, stand_in=self._stand_in)
         self._framework.watch(self._announce, self._check)
-        self._take_over()
-        if worker.config.last_checkpoint_dir is not None:
-            worker.member.saves_last()
-        self._recording.attached(
-            num_microbatches=self._width * int(engine.gradient_accumulation_steps()),
-            micro_batch_size=self._micro_batch_size,
+        self._take_over(
+            {
+                "forward": self._forward,
+                "backward": self._backward,
+                "step": self._step,
+                "save_checkpoint": self._save_checkpoint,
+                "save_16bit_model": self._save,
+                "load_checkpoint": self._load,
+                "destroy": self._destroy,
+            }
         )
+        self._attached()
 
     @property
     def loop(self) -> UserLoop:
@@ -118,19 +95,6 @@ class EngineJob:
             self._worker.member.check()
 
     # ---- the engine's methods -------------------------------------------------------------------
-
-    def _take_over(self) -> None:
-        engine = self._engine
-        for name, take in (
-            ("forward", self._forward),
-            ("backward", self._backward),
-            ("step", self._step),
-            ("save_checkpoint", self._save_checkpoint),
-            ("save_16bit_model", self._save),
-            ("load_checkpoint", self._load),
-            ("destroy", self._destroy),
-        ):
-            setattr(engine, name, partial(_abandoning(take), getattr(engine, name)))
 
     def _forward(self, native: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Any:
         if self._engine.module.training and self._loop.iteration == 0 and not self._loop.dead:
@@ -227,23 +191,13 @@ class EngineJob:
         self._loop.complete_step(update)
         self._end_where_all_leave()
 
-    def _end_where_all_leave(self) -> None:
-        """With every worker told to leave: a last checkpoint, then the end of the script."""
-        folder = self._worker.config.last_checkpoint_dir
-        if folder is None or not self._worker.last_call:
-            return
-        if self._engine.save_checkpoint(str(folder)) is None:
-            return  # the step was rolled back, and the loop comes here again
-        self.leave()
-        raise SystemExit(0)
-
     def _save_checkpoint(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._save(partial(save_whole, native, self._engine), *args, **kwargs)
 
     def _save(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._run(lambda: native(*args, **kwargs), phase="save")
 
-    @_abandoning
+    @abandoning
     def run(self, work: Callable[[], Any], *, phase: str) -> Any:
         """Work between steps that every worker calls; it starts again after a loss."""
         return self._run(self._monitor.restarting(work), phase=phase)
@@ -285,52 +239,14 @@ class EngineJob:
 
     # ---- the data -------------------------------------------------------------------------------
 
-    def make_loader(
-        self,
-        dataset: Any,
-        *,
-        collate: Callable[[Sequence[Any]], Any] | None,
-        shuffle: bool = True,
-        seed: int = 0,
-        drop_last: bool = False,
-    ) -> ElasticLoader:
-        """The loader of the job in DeepSpeed's order; raises ConfigurationError."""
-        return self.take_order(
-            dataset,
-            lambda: GlobalOrder(
-                len(dataset),
-                num_replicas=self._width,
-                micro_batch_size=self._micro_batch_size,
-                shuffle=shuffle,
-                seed=seed,
-                drop_last=drop_last,
-            ),
-            collate=collate,
-        )
+    @property
+    def _reader(self) -> Reader:
+        return self
 
-    def take_order(
-        self,
-        dataset: Any,
-        order: Callable[[], Order],
-        *,
-        collate: Callable[[Sequence[Any]], Any] | None,
-    ) -> ElasticLoader:
-        """The loader of the job; raises ConfigurationError for a second one."""
-        if self._framework.loader is not None:
-            raise ConfigurationError(
-                "the job has a training loader already, and a second one was asked for; train "
-                "from one loader, over a concatenation of the datasets"
-            )
-        if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-            raise ConfigurationError(
-                f"the dataset is a {type(dataset).__name__}, wanted one with __getitem__ and "
-                "__len__: whoever redoes a step has to read its samples again"
-            )
-        self._framework.loader = ElasticLoader(self, dataset, order(), collate=collate)
-        self._news.expect(self._framework.loader)
-        return self._framework.loader
+    def _took_loader(self, loader: ElasticLoader) -> None:
+        self._news.expect(loader)
 
-    @_abandoning
+    @abandoning
     def next_batch(self, loader: ElasticLoader) -> Any:
         """The next batch of this worker's share; the first one is preceded by the first seal."""
         if not self._sealed:
@@ -359,7 +275,7 @@ class EngineJob:
         torch.manual_seed(draw_key(self._seed, step, iteration, interval[0]))
         self._engine.tput_timer.start()
         mine, batch = loader.read(items, interval)
-        self._tokens += _tokens_of(batch, len(mine.items))
+        self._tokens += tokens_of(batch, len(mine.items))
         worker.ledger.emit(
             "consumed",
             slot=worker.slot,
@@ -378,38 +294,12 @@ class EngineJob:
         if self._framework.loader is not None:
             self._news.remember_epoch(self._framework.loader.epoch)
 
-    @_abandoning
-    def leave(self) -> None:
-        """Leave with the others, once."""
-        if self._left:
-            return
-        self._left = True
-        if not self._worker.alone:
-            self._loop.complete_state()
-            if self._worker.config.dump_state == "last" and self._worker.completed:
-                self._recording.dump(self._worker.completed - 1)
-            self._monitor.await_closed()
-            self._loop.finish(before_leaving=self._close_files)
-        self._worker.groups.uninstall()
-        for undo in self.at_leave:
-            undo()
+    def _leave_together(self) -> None:
+        self._loop.complete_state()
+        self._dump_last()
+        self._monitor.await_closed()
+        self._loop.finish(before_leaving=self._close_files)
 
     def _close_files(self) -> None:
         self._monitor.close()
         self._recording.tracker.close()
-
-    def abandon(self) -> None:
-        """The script fails: leave without waiting for anyone."""
-        self._left = True
-
-    def _destroy(self, native: Callable[[], None]) -> None:
-        self.leave()
-        native()
-
-
-def _tokens_of(batch: Any, num_samples: int) -> int:
-    """Elements of the first tensor of integers, as of token ids; else the number of samples."""
-    values = list(batch.values()) if isinstance(batch, dict) else batch
-    tensors = [values] if torch.is_tensor(values) else [v for v in values if torch.is_tensor(v)]
-    first = next((t for t in tensors if not t.is_floating_point() and t.dim() > 1), None)
-    return num_samples if first is None else first.numel()

@@ -214,14 +214,29 @@ class ElasticLoader:
 
     def read(self, items: Sequence[int], interval: tuple[int, int]) -> tuple[Share, Any]:
         """The share [start, stop) of an iteration's ``items``, and its batch; moves on."""
-        here, (start, stop) = self.position, interval
-        share = Share(
-            items=tuple(items[start:stop]),
-            ids=tuple(range(here.served + start, here.served + stop)),
-        )
-        batch = self._collate([self.dataset[item] for item in share.items])
+        start, stop = interval
+        first = self.position.served
+        share = Share(items=tuple(items[start:stop]), ids=tuple(range(first + start, first + stop)))
+        batch = self.batch(share.items)
+        self.advance(len(items))
+        return share, batch
+
+    def batch(self, items: Sequence[int]) -> Any:
+        """These items of the dataset, collated."""
+        return self._collate([self.dataset[item] for item in items])
+
+    def advance(self, count: int) -> None:
+        """An iteration of so many samples has been served."""
+        here = self.position
         self._has_read = True
         self.position = Position(
-            epoch=here.epoch, iteration=here.iteration + 1, served=here.served + len(items)
+            epoch=here.epoch, iteration=here.iteration + 1, served=here.served + count
         )
-        return share, batch
+
+
+def tokens_of(batch: Any, num_samples: int) -> int:
+    """Elements of the first tensor of integers, as of token ids; else the number of samples."""
+    values = list(batch.values()) if isinstance(batch, dict) else batch
+    tensors = [values] if torch.is_tensor(values) else [v for v in values if torch.is_tensor(v)]
+    first = next((t for t in tensors if not t.is_floating_point() and t.dim() > 1), None)
+    return num_samples if first is None else first.numel()

@@ -6,7 +6,11 @@ from typing import Any
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from elaswave_plugin.adapters.deepspeed.pipeline_grid import has_other_axes
 from elaswave_plugin.errors import ConfigurationError
 
 # (path of the key, value that is carried, what to do)
@@ -56,6 +60,17 @@ def check_reserve(reserve: int) -> None:
         )
 
 
+def check_stages(config: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError where the stages of a pipeline are to differ."""
+    moved = _lookup(config, "elaswave.move_layers", "auto")
+    if moved not in ("auto", "never"):
+        raise ConfigurationError(
+            f"elaswave.move_layers is {moved!r}, and DeepSpeed's pipelines have as many workers at "
+            "every stage, which keeps its layers: a pipeline that loses a worker is lost as a "
+            "whole; leave it out, or use Megatron-Core, whose stages may differ"
+        )
+
+
 def check_configuration(config: Mapping[str, Any], *, model: Any, mpu: Any) -> None:
     """Raise ConfigurationError naming the first setting that is not carried."""
     for problem in _problems(config, model, mpu):
@@ -63,11 +78,9 @@ def check_configuration(config: Mapping[str, Any], *, model: Any, mpu: Any) -> N
 
 
 def _problems(config: Mapping[str, Any], model: Any, mpu: Any) -> Iterator[str]:
-    if isinstance(model, PipelineModule):
-        yield (
-            "the model is a PipelineModule, wanted a plain module: DeepSpeed's pipeline topology "
-            "is a full grid, so a stage cannot go on with fewer workers; Megatron-Core is carried"
-        )
+    if isinstance(model, PipelineModule) and has_other_axes(model):
+        axes = ", ".join(model.topology().get_axis_names())
+        yield f"the topology has the axes {axes}, and elaswave_plugin carries pipe and data only"
     if mpu is not None:
         yield "mpu is given, and elaswave_plugin carries data parallelism only; leave it out"
     for path, carried, advice in _CARRIED:
@@ -99,6 +112,20 @@ def check_engine(engine: Any) -> None:
         raise ConfigurationError(problem)
 
 
+def check_pipeline(engine: Any) -> None:
+    """Raise ConfigurationError for what is carried elsewhere, and not of a pipeline."""
+    if type(engine) is not PipelineEngine:
+        raise ConfigurationError(
+            f"the engine is a {type(engine).__name__}, and of pipelines elaswave_plugin carries "
+            "PipelineEngine only; use PipelineModule"
+        )
+    if engine.monitor.enabled:
+        raise ConfigurationError(
+            "a monitor of DeepSpeed's is enabled, and of a pipeline none goes on after the loss of "
+            'rank 0; use "wandb" or "tensorboard" in the section elaswave'
+        )
+
+
 def _engine_problems(engine: Any) -> Iterator[str]:
     inner = engine.basic_optimizer
     if not isinstance(inner, _ADAMS):
@@ -109,6 +136,19 @@ def _engine_problems(engine: Any) -> Iterator[str]:
         )
     elif any(group.get("fused") or group.get("amsgrad") for group in inner.param_groups):
         yield "fused or amsgrad is set in Adam, and elaswave_plugin carries neither; unset it"
+    outer = engine.optimizer
+    if isinstance(outer, BF16_Optimizer):
+        yield (
+            "DeepSpeed takes its BF16_Optimizer for this configuration, and elaswave_plugin carries"
+            " bf16 in the others; leave data_types.grad_accum_dtype out, and give a pipeline "
+            "zero_optimization.stage 1"
+        )
+    if isinstance(outer, FP16_Optimizer):
+        yield (
+            "DeepSpeed takes its FP16_Optimizer for FusedAdam in 16 bits without ZeRO, and "
+            "elaswave_plugin does not carry its flat masters; set zero_optimization.stage to 1, or "
+            "torch_adam in the optimizer's params"
+        )
     if engine.has_moe_layers:
         yield "the model has MoE layers, and elaswave_plugin carries dense models only"
     for name, module in engine.module.named_modules():

@@ -25,6 +25,7 @@ class ReplicatedState:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._inner = engine.basic_optimizer
+        self._group = engine.seq_data_parallel_group
         outer = engine.optimizer
         self._masters = [p for group in self._inner.param_groups for p in group["params"]]
         self.params = list(self._masters)
@@ -36,7 +37,7 @@ class ReplicatedState:
         return tuple(master.numel() for master in self._masters)
 
     def _sizes(self) -> tuple[int, ...]:
-        cut = ShardCut(buckets=self.lengths(), width=dist.get_world_size(), alignment=1)
+        cut = ShardCut(buckets=self.lengths(), width=dist.get_world_size(self._group), alignment=1)
         return cut.shard_sizes
 
     def prepare(self) -> None:
@@ -52,8 +53,9 @@ class ReplicatedState:
         ]
 
     def _piece(self, whole: torch.Tensor) -> Iterator[torch.Tensor]:
-        size = -(-whole.numel() // dist.get_world_size())
-        piece = whole[dist.get_rank() * size : (dist.get_rank() + 1) * size]
+        rank, width = dist.get_rank(self._group), dist.get_world_size(self._group)
+        size = -(-whole.numel() // width)
+        piece = whole[rank * size : (rank + 1) * size]
         yield piece
         if piece.numel() < size:
             yield piece.new_zeros(size - piece.numel())
@@ -83,8 +85,8 @@ class ReplicatedState:
 
     def _exchanged(self, shard: torch.Tensor) -> Iterator[torch.Tensor]:
         """From everyone's [parts, shard_numel] the whole [parts, numel] of each master."""
-        everyone = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, shard)
+        everyone = [torch.empty_like(shard) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(everyone, shard, group=self._group)
         offset = 0
         for master, size in zip(self._masters, self._sizes(), strict=True):
             pieces = [one[:, offset : offset + size] for one in everyone]

@@ -1,0 +1,177 @@
+"""Who is in which pipeline, where stages stay equally wide: whole replicas only.
+
+A pipeline that has lost a worker cannot compute. Its survivors are free, and a free worker of each
+stage together are a whole pipeline again: every worker stays in the stage of its launch.
+
+>>> seating = ReplicaSeating.at_launch(((0, 2), (1, 3)), groups={}, buckets=((10,), (20,)))
+>>> after = seating.after((0, 1, 3))
+>>> after.replicas, after.free, [str(cell) for cell in after.cells]
+(((1, 3),), (0,), ['stage 0 tp 0: w1', 'stage 1 tp 0: w3'])
+>>> print(deal_replicas(num_microbatches=4, homes=after.homes, replicas=after.replicas))
+w1: 1 3 0 2 | w3: 1 3 0 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+from elaswave_plugin.core.dataflow import Dataflow, Slowness, deal
+from elaswave_plugin.core.groups import GroupRule, rule_of
+from elaswave_plugin.core.layer_times import LayerTimes
+from elaswave_plugin.core.layout import ParallelLayout, TpGroup
+from elaswave_plugin.core.seating import Cell, GroupEdit, edits_by_rule
+from elaswave_plugin.errors import LayoutError
+
+# The slot at each stage of one pipeline.
+Replica = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSeating:
+    """A PP x DP job that has one pipeline or more at any time.
+
+    ``homes``: the pipelines of the launch; ``ranks``: slots of all live workers, in rank order;
+    ``buckets``: unpadded lengths by stage, in elements; ``rules`` of the groups by name.
+    """
+
+    homes: tuple[Replica, ...]
+    ranks: tuple[int, ...]
+    buckets: tuple[tuple[int, ...], ...]
+    rules: Mapping[str, GroupRule]
+
+    @classmethod
+    def at_launch(
+        cls,
+        homes: Sequence[Replica],
+        *,
+        groups: Mapping[str, Sequence[int]],
+        buckets: Sequence[Sequence[int]],
+    ) -> ReplicaSeating:
+        """The seating of the launch; ``groups``: members by name.
+
+        Raises ConfigurationError for a group that follows no axis.
+        """
+        layout = _layout_of(tuple(homes), width=len(homes))
+        return cls(
+            homes=tuple(homes),
+            ranks=tuple(slot for stage in zip(*homes, strict=True) for slot in stage),
+            buckets=tuple(map(tuple, buckets)),
+            rules={name: rule_of(slots, layout) for name, slots in groups.items()},
+        )
+
+    @property
+    def replicas(self) -> tuple[Replica, ...]:
+        """The present pipelines, by the slot of their first stage.
+
+        Those of the launch stay together; the survivors of broken ones are matched in slot order.
+        """
+        live = set(self.ranks)
+        whole = [replica for replica in self.homes if live.issuperset(replica)]
+        together = {slot for replica in whole for slot in replica}
+        survivors = (
+            sorted(slot for slot in stage if slot in live - together)
+            for stage in zip(*self.homes, strict=True)
+        )
+        return tuple(sorted([*whole, *zip(*survivors, strict=False)]))
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        """Live workers that are in no pipeline."""
+        busy = {slot for replica in self.replicas for slot in replica}
+        return tuple(sorted(set(self.ranks) - busy))
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """One for every stage."""
+        firsts = accumulate(map(len, self.buckets), initial=0)
+        stages = zip(*self.replicas, strict=True)
+        return tuple(
+            Cell(stage=stage, ranks=ranks, units=tuple(range(first, last)), buckets=lengths)
+            for stage, (ranks, (first, last), lengths) in enumerate(
+                zip(stages, pairwise(firsts), self.buckets, strict=True)
+            )
+        )
+
+    @property
+    def largest(self) -> tuple[int, ...]:
+        """The buckets of the largest stage, since nobody changes stage."""
+        return max(self.buckets, key=sum)
+
+    @property
+    def dealt_over(self) -> dict[str, Any]:
+        """The pipelines of the launch and the present ones."""
+        return {"homes": self.homes, "replicas": self.replicas}
+
+    def place_of(self, slot: int) -> tuple[int, int] | None:
+        """(stage, order of the pipeline) of a worker; None for a free one."""
+        for order, replica in enumerate(self.replicas):
+            if slot in replica:
+                return replica.index(slot), order
+        return None
+
+    def cell_of(self, slot: int) -> Cell | None:
+        """The cell of a worker; None for a free one."""
+        return next((cell for cell in self.cells if slot in cell.ranks), None)
+
+    def after(
+        self, ranks: Sequence[int], times: LayerTimes | None = None, slow: Slowness | None = None
+    ) -> ReplicaSeating:
+        """The same with other members; LayoutError where no pipeline is whole any more."""
+        seating = replace(self, ranks=tuple(ranks))
+        if not seating.replicas:
+            stages = zip(*self.homes, strict=True)
+            empty = next(n for n, stage in enumerate(stages) if set(stage).isdisjoint(ranks))
+            raise LayoutError(
+                f"stage {empty} has no worker left, and in DeepSpeed's pipelines nobody can change"
+                " stage; restart from the last checkpoint"
+            )
+        return seating
+
+    def told(self) -> dict[str, Any]:
+        """Nothing: the members say all."""
+        return {}
+
+    def as_told(self, told: Mapping[str, Any]) -> ReplicaSeating:
+        """The same."""
+        return self
+
+    def recut(self, cuts: Sequence[int]) -> ReplicaSeating:
+        """Raises LayoutError."""
+        raise LayoutError("layers of DeepSpeed's pipelines cannot change their stage")
+
+    def edits(self, launched: Mapping[str, Sequence[int]], slot: int) -> dict[str, GroupEdit]:
+        """Every group by its rule; a free worker is in none but its own."""
+        layout = _layout_of(self.replicas, width=len(self.homes))
+        return edits_by_rule(self.rules, launched, layout=layout, slot=slot)
+
+
+def _layout_of(replicas: Sequence[Replica], *, width: int) -> ParallelLayout:
+    """The places of the pipelines, for the rules of groups: a stage counts as one layer."""
+    stages = tuple(zip(*replicas, strict=True))
+    return ParallelLayout(
+        tp=1,
+        dp=width,
+        cuts=tuple(range(len(stages) + 1)),
+        stages=tuple(
+            tuple(TpGroup(order, (slot,)) for order, slot in enumerate(stage)) for stage in stages
+        ),
+    )
+
+
+def deal_replicas(
+    *, num_microbatches: int, homes: Sequence[Replica], replicas: Sequence[Replica]
+) -> Dataflow:
+    """Deal the micro-batches of a step over pipelines; all stages of one run the same ones.
+
+    A pipeline counts as that of the launch whose first stage it has.
+    """
+    flow = deal(
+        num_microbatches=num_microbatches,
+        homes=[replica[0] for replica in homes],
+        live=[replica[0] for replica in replicas],
+    )
+    placement = sorted((slot, flow.microbatches(one[0])) for one in replicas for slot in one)
+    return replace(flow, placement=tuple(placement))

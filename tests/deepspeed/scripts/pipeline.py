@@ -1,0 +1,127 @@
+"""A stock script that trains a small GPT with DeepSpeed's PipelineModule; no line of the plugin."""
+
+import argparse
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.utils import RepeatingLoader
+from torch import nn
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
+from train_deepspeed import VOCABULARY_SIZE, Block, TextDataset
+
+
+class Embedding(nn.Module):
+    """Tokens [batch, time] to [batch, time, hidden]."""
+
+    def __init__(self, hidden: int, length: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY_SIZE, hidden)
+        self.positions = nn.Embedding(length, hidden)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.tokens.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+
+
+class Head(nn.Module):
+    """The logits [batch, time, vocabulary]."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.head = nn.Linear(hidden, VOCABULARY_SIZE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(x))
+
+
+def logits_of(embedding: Embedding, x: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, embedding.weight)
+
+
+def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.float().view(-1, VOCABULARY_SIZE), labels.reshape(-1))
+
+
+def layers_of(args: argparse.Namespace) -> list[LayerSpec]:
+    hidden, length = args.hidden_size, args.seq_length
+    embedding, head = LayerSpec(Embedding, hidden, length), LayerSpec(Head, hidden)
+    if args.tied:
+        tied = partial(TiedLayerSpec, "embedding", Embedding, hidden, length)
+        embedding, head = tied(), tied(forward_fn=logits_of)
+    blocks = [LayerSpec(Block, hidden, 4, args.dropout) for _ in range(args.num_layers)]
+    return [embedding, *blocks, head]
+
+
+def main() -> None:
+    """Train, and leave what the script saw."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--deepspeed_config")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--num-layers", type=int, default=2)
+    parser.add_argument("--hidden-size", type=int, default=64)
+    parser.add_argument("--seq-length", type=int, default=32)
+    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--limit", type=int, default=None)
+    parser.add_argument("--tied", action="store_true")
+    parser.add_argument("--data-iter", action="store_true")
+    parser.add_argument("--own-loader", action="store_true")
+    parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--save-at", type=int, default=None)
+    parser.add_argument("--evaluate-at", type=int, nargs="*", default=())
+    parser.add_argument("--load", default=None)
+    args, _ = parser.parse_known_args()
+    deepspeed.init_distributed()
+    torch.manual_seed(1234)
+    module = PipelineModule(
+        layers_of(args),
+        num_stages=args.stages,
+        loss_fn=mean_loss,
+        activation_checkpoint_interval=int(args.recompute),
+    )
+    engine, optimizer, loader, scheduler = deepspeed.initialize(
+        model=module,
+        model_parameters=[p for p in module.parameters() if p.requires_grad],
+        config=args.deepspeed_config,
+        training_data=TextDataset(None, args.seq_length, args.limit),
+    )
+    folder = Path(args.deepspeed_config).parent
+    if args.load:
+        engine.load_checkpoint(args.load)
+    held_out = TextDataset(None, args.seq_length, 16)
+    batches = iter(RepeatingLoader(loader)) if args.data_iter else None
+    if args.own_loader:
+        batches = iter(torch.utils.data.DataLoader(held_out, batch_size=2))
+    seen, evaluations = [], []
+    while engine.global_steps < args.steps:
+        if engine.global_steps in args.evaluate_at:
+            # Every pipeline has the same batches.
+            read = torch.utils.data.DataLoader(held_out, batch_size=2)
+            evaluations.append(float(engine.eval_batch(iter(read))))
+        if engine.global_steps == args.save_at:
+            engine.save_checkpoint(str(folder / "checkpoints"))
+        loss = engine.train_batch(data_iter=batches)
+        seen.append((engine.global_steps, engine.global_samples, float(loss)))
+    told = {
+        "seen": seen,
+        "evaluations": evaluations,
+        "lr": engine.get_lr(),
+        "same_objects": engine.optimizer is optimizer and engine.lr_scheduler is scheduler,
+    }
+    (folder / f"seen-{os.getpid()}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()
