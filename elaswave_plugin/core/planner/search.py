@@ -41,7 +41,7 @@ LEAST_REFINED, MOST_REFINED = 3, 8
 LEAST_GREEDY, MOST_GREEDY = 3, 8
 CHEAP_PASSES = 6_000
 MOST_SMALL_PASSES = 4_000
-MOST_SINGLE_PASSES = 1_000
+CHEAP_TO_TRY_ALL = 1_000
 
 Moves = tuple[WidthMove, ...]
 Cuts = tuple[int, ...]
@@ -109,7 +109,7 @@ class Search:
         moves, cuts = min(least, key=lambda one: least[one])
         firsts: dict[DataflowChoice, Candidate] = {}
         for one in ordered:
-            if (one.moves, one.cuts) == (moves, cuts) and one.choice in self._widest(moves):
+            if (one.moves, one.cuts) == (moves, cuts) and one.choice in self._few(moves):
                 firsts.setdefault(one.choice, one)
         return list(firsts.values())
 
@@ -220,9 +220,7 @@ class Search:
             by_windows,
             key=lambda plan: self._least_seconds(plan, 0.5) + self._least_seconds(plan, 1.0),
         )[:most]
-        tried = [
-            (choice, moves, cuts) for moves, cuts in promising for choice in self._widest(moves)
-        ]
+        tried = [(choice, moves, cuts) for moves, cuts in promising for choice in self._few(moves)]
         stay = [one for one in ordered if self.stays(one)]
         routed = [one for one in stay if one.choice.policy == REROUTE]
         tried += [(one.choice, one.moves, one.cuts) for one in [*stay[:1], *routed[:1]]]
@@ -249,7 +247,7 @@ class Search:
                 slots += [max(widths), round(sum(widths) / len(widths))]
             choices += [DataflowChoice(REDEAL, width) for width in dict.fromkeys(slots)]
         # Cutting single samples gains next to nothing, and is the costliest to simulate.
-        is_worth = self.work.microbatch_size > 1 or self._passes <= MOST_SINGLE_PASSES
+        is_worth = self.work.microbatch_size > 1 or self._passes <= CHEAP_TO_TRY_ALL
         if RESIZE in self.rules.policies and (is_worth or not choices):
             choices.append(DataflowChoice(RESIZE, self.work.launch_width))
         if REROUTE in self.rules.policies and self.is_exact:
@@ -260,9 +258,11 @@ class Search:
             )
         return choices
 
-    def _widest(self, moves: Sequence[WidthMove]) -> list[DataflowChoice]:
-        """The dataflows allowed, of those by dealing the one with the fewest slots to wait for."""
+    def _few(self, moves: Sequence[WidthMove]) -> list[DataflowChoice]:
+        """The dataflows to try in costly ways: of those by dealing, the one of the fewest slots."""
         choices = self._choices(moves)
+        if self._passes <= CHEAP_TO_TRY_ALL:
+            return choices
         most = max((one.slot_width for one in choices if one.policy == REDEAL), default=0)
         return [one for one in choices if one.policy != REDEAL or one.slot_width == most]
 
