@@ -219,6 +219,12 @@ class ElasticConfig(BaseModel):
         " stay the same, activations are held longer; auto: where the simulated step gains; above"
         " 2,500 micro-batches x stages of a step none does",
     )
+    activation_room: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = Field(
+        None,
+        description="how many times the activations that a worker of the first pipeline stage holds"
+        " at launch a worker may hold after a loss; 1 always has a plan, more room a faster one; by"
+        " default 1 on GPUs, and on CPUs one slot more than the narrowest stage needs for it",
+    )
     slow_workers: Literal["act", "name"] = Field(
         "act",
         description="what becomes of a worker that takes 1.3 times as long for its layers as those"
@@ -294,6 +300,7 @@ class ElasticConfig(BaseModel):
             "move_layers": ("auto", "never"),
             "split_backward": ("auto", "never"),
             "clocks": ("off",),
+            "activation_room": (None,),
         }
         for name, values in idle.items():
             if getattr(self, name) not in values:
@@ -320,6 +327,16 @@ class ElasticConfig(BaseModel):
                 f"respawn is {self.respawn}, and {why}; set it to 0 or leave it out"
             )
         return self.model_copy(update={"respawn": 0})
+
+    @model_validator(mode="after")
+    def _dealing_needs_least_room(self) -> "ElasticConfig":
+        """What stays with its peers or its round comes to some worker twice at once."""
+        if self.activation_room is not None and self.dataflow in ("reroute", "resize"):
+            raise ValueError(
+                f"activation_room is {self.activation_room:g} and dataflow is {self.dataflow},"
+                " which holds what it holds; leave one of them out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _resize_is_fast(self) -> "ElasticConfig":

@@ -86,6 +86,7 @@ class PipelineFlow:
     slow: tuple[tuple[int, float], ...] = ()
     reasons: tuple[str, ...] = field(default=(), repr=False, compare=False)
     times: LayerTimes = field(default_factory=LayerTimes, repr=False, compare=False)
+    activation_room: float | None = field(default=None, repr=False)
     compute_s: float | None = field(default=None, repr=False, compare=False)
     lists: OpLists = field(default=(), compare=False)
     is_greedy: bool = field(default=False, compare=False)
@@ -234,12 +235,8 @@ class PipelineFlow:
     def _predictor(self) -> tuple[Predictor, list[int]]:
         """With the samples that workers of each stage may hold."""
         layout = self.layout
-        work = StepWork(
-            num_microbatches=self.num_microbatches,
-            microbatch_size=self.micro_batch_size,
-            launch_width=layout.dp,
-        )
-        costs = _costs(layout, work, self.times, dict(self.slow))
+        work = _work(layout, self.num_microbatches, self.micro_batch_size)
+        costs = _costs(layout, work, self.times, dict(self.slow), self.activation_room)
         predictor = Predictor(costs, work, vpp=layout.vpp)
         return predictor, predictor.limits(tuple(map(range, layout.widths)), layout.cuts)
 
@@ -273,6 +270,7 @@ def flow_of(
     slow: Slowness | None = None,
     clocks: ClockTable | None = None,
     power_cap_w: float = float("inf"),
+    activation_room: float | None = None,
 ) -> PipelineFlow:
     """Deal a step's micro-batches over the live replicas of every stage, by simulated time.
 
@@ -281,7 +279,7 @@ def flow_of(
     ``may_resize``: whether auto may cut micro-batches; ``split_backward``: auto where that gains.
     ``slow``: how many times as long single workers take, by slot. With ``clocks``, stages may run
     at others than 1 where one is narrower than at launch or has a slow worker; all workers together
-    draw at most ``power_cap_w``.
+    draw at most ``power_cap_w``. ``activation_room``: see `_costs`.
 
     Raises ConfigurationError where nothing fits in flight.
     """
@@ -289,11 +287,7 @@ def flow_of(
     launch = _as_at_launch(layout, num_microbatches, micro_batch_size, times)
     if layout.is_rectangular and not slow:
         return launch
-    work = StepWork(
-        num_microbatches=num_microbatches,
-        microbatch_size=micro_batch_size,
-        launch_width=layout.dp,
-    )
+    work = _work(layout, num_microbatches, micro_batch_size)
     # A plan counts TP groups.
     rules = replace(
         _rules(policy, may_resize=may_resize, split_backward=split_backward),
@@ -301,7 +295,7 @@ def flow_of(
         power_cap_w=power_cap_w / layout.tp,
     )
     try:
-        plan = _planned(layout, work, times, rules, slow)
+        plan = _planned(layout, work, times, rules, slow, activation_room)
     except ConfigurationError:
         if not slow:
             raise
@@ -309,7 +303,7 @@ def flow_of(
         slow = {}
         if layout.is_rectangular:
             return launch
-        plan = _planned(layout, work, times, rules, slow)
+        plan = _planned(layout, work, times, rules, slow, activation_room)
     pieces = plan_split(plan, work).assignment()
     chosen = () if plan.clocks is None else plan.clocks.clocks
     stays = layout.is_rectangular and set(chosen) <= {1.0}
@@ -326,6 +320,7 @@ def flow_of(
         slow=tuple(sorted(slow.items())),
         reasons=plan.reasons,
         times=times,
+        activation_room=activation_room,
         compute_s=plan.seconds if times.is_measured else None,
     )
     flow = flow.in_greedy_order() if plan.chosen.is_greedy else flow
@@ -344,6 +339,7 @@ def level_layers(
     policy: Policy,
     may_resize: bool = False,
     move_workers: bool,
+    activation_room: float | None = None,
 ) -> ParallelLayout:
     """The same workers, with layers moved away from stages that have lost some or have slow ones.
 
@@ -353,11 +349,7 @@ def level_layers(
     """
     if layout.is_rectangular and not slow:
         return layout.recut(launch_cuts)
-    work = StepWork(
-        num_microbatches=num_microbatches,
-        microbatch_size=micro_batch_size,
-        launch_width=layout.dp,
-    )
+    work = _work(layout, num_microbatches, micro_batch_size)
     rules = _rules(
         policy,
         may_resize=may_resize,
@@ -366,14 +358,13 @@ def level_layers(
         move_workers=move_workers,
     )
     try:
-        return _planned(layout, work, times, rules, slow or {}).layout
+        return _planned(layout, work, times, rules, slow or {}, activation_room).layout
     except ConfigurationError:
         if not slow:
             raise
-        whole = layout.is_rectangular
-        return (
-            layout.recut(launch_cuts) if whole else _planned(layout, work, times, rules, {}).layout
-        )
+        if layout.is_rectangular:
+            return layout.recut(launch_cuts)
+        return _planned(layout, work, times, rules, {}, activation_room).layout
 
 
 def _rules(
@@ -394,30 +385,44 @@ def _rules(
     )
 
 
+def _work(layout: ParallelLayout, num_microbatches: int, micro_batch_size: int) -> StepWork:
+    return StepWork(
+        num_microbatches=num_microbatches,
+        microbatch_size=micro_batch_size,
+        launch_width=layout.dp,
+    )
+
+
 def _planned(
-    layout: ParallelLayout, work: StepWork, times: LayerTimes, rules: PlanRules, slow: Slowness
+    layout: ParallelLayout,
+    work: StepWork,
+    times: LayerTimes,
+    rules: PlanRules,
+    slow: Slowness,
+    room: float | None,
 ) -> JointPlan:
     """The best dataflow and windows for equal layers."""
-    costs = _costs(layout, work, times, slow)
+    costs = _costs(layout, work, times, slow, room)
     return joint_plan(before=layout, after=layout, costs=costs, work=work, rules=rules, slow=slow)
 
 
-def _costs(layout: ParallelLayout, work: StepWork, times: LayerTimes, slow: Slowness) -> CostModel:
+def _costs(
+    layout: ParallelLayout, work: StepWork, times: LayerTimes, slow: Slowness, room: float | None
+) -> CostModel:
     """What a plan goes by.
 
-    A worker may hold the activations of one slot more than the first stage of the launch, a slot
-    being what a usual worker of the weakest stage runs of one micro-batch a replica.
+    A worker may hold ``room`` times the activations that the first stage of the launch holds, which
+    is a slot for each stage. None: one slot more, a slot being what a usual worker of the weakest
+    stage runs of one micro-batch a replica.
     """
     num_stages = len(layout.stages)
-    slot = ceil(layout.dp / min(map(fair_width, slowness_of(layout, slow))))
+    if room is None:
+        slot = ceil(layout.dp / min(map(fair_width, slowness_of(layout, slow))))
+        room = slot * (num_stages + 1) / num_stages
     return times.costs(
         num_layers=layout.num_layers,
         activation_bytes=1.0,
-        memory_bytes=work.microbatch_size
-        * (num_stages + 1)
-        * slot
-        * layout.num_layers
-        / num_stages,
+        memory_bytes=room * work.microbatch_size * layout.num_layers,
     )
 
 

@@ -20,6 +20,7 @@ from elaswave_plugin.config import (
 from elaswave_plugin.errors import ConfigurationError
 
 KEYS = (
+    "activation_room",
     "change",
     "clock_table",
     "clocks",
@@ -135,6 +136,11 @@ def test_config_values_from_the_command_line_have_their_types() -> None:
         ({"power_cap_w": 900}, ["power_cap_w is 900 and clocks is off"]),
         ({"clock_table": "0.5 1"}, ["clock_table is '0.5 1' and clocks is off"]),
         ({"power_cap_w": 0}, ["'power_cap_w' is 0", "greater than 0"]),
+        ({"activation_room": 0.9}, ["'activation_room' is 0.9", "greater than or equal to 1"]),
+        (
+            {"activation_room": 2, "dataflow": "reroute"},
+            ["activation_room is 2 and dataflow is reroute", "leave one of them out"],
+        ),
     ],
 )
 def test_config_bad_section_costs_one_sentence(

@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 from elaswave_plugin.core.dataflow import Samples
 from elaswave_plugin.core.layer_times import LayerTimes
 from elaswave_plugin.core.layout import ParallelLayout, launch_layout
-from elaswave_plugin.core.pipeline_flow import PipelineFlow, Policy, SplitBackward, flow_of
-from elaswave_plugin.core.schedule import BACKWARD, FORWARD, WEIGHTS
+from elaswave_plugin.core.pipeline_flow import (
+    PipelineFlow,
+    Policy,
+    SplitBackward,
+    flow_of,
+    level_layers,
+)
+from elaswave_plugin.core.schedule import BACKWARD, FORWARD, WEIGHTS, peak_in_flight
 from elaswave_plugin.core.step_time import LinkTime, StageTime, simulate
 
 
@@ -103,6 +109,52 @@ def test_every_step_is_complete_and_runs(
         ).seconds
         > 0
     )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([(1, 2, 2), (1, 4, 2), (1, 3, 4), (2, 2, 4), (1, 4, 4)]),
+    st.lists(st.integers(0, 15), min_size=1, max_size=4, unique=True),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.sampled_from([1.0, 1.5]),
+    st.booleans(),
+    st.sampled_from(["never", "auto"]),
+)
+def test_nobody_holds_more_than_there_is_room_for(
+    sizes: tuple[int, int, int],
+    losses: Sequence[int],
+    rounds: int,
+    size: int,
+    room: float,
+    moves: bool,
+    split: SplitBackward,
+) -> None:
+    """With room for what the first stage holds at launch there always is a plan."""
+    tp, pp, dp = sizes
+    layout = after_losses(tp=tp, pp=pp, dp=dp, losses=losses)
+    assume(layout is not None and not layout.is_rectangular)
+    assert layout is not None
+    work = {"num_microbatches": rounds * dp, "micro_batch_size": size, "activation_room": room}
+    if moves:
+        layout = level_layers(
+            layout, LayerTimes(), launch_cuts=layout.cuts, policy="auto", move_workers=True, **work
+        )
+    flow = flow_of(layout=layout, split_backward=split, **work)
+    for stage, groups in enumerate(layout.stages):
+        start, stop = layout.layers(stage)[0]
+        for slot in (group.slots[0] for group in groups):
+            held = peak_in_flight(flow.ops(slot), lambda op: op.stop - op.start)
+            assert held * (stop - start) <= room * size * layout.num_layers
+
+
+def test_more_room_is_used() -> None:
+    layout = launch_layout(tp=1, pp=4, dp=4, num_layers=8).without([0, 1])
+    one, two, usual = (
+        flow_of(layout=layout, num_microbatches=32, activation_room=room) for room in (1, 2, None)
+    )
+    assert one.simulated(LayerTimes(), {}).seconds > two.simulated(LayerTimes(), {}).seconds
+    assert two.simulated(LayerTimes(), {}).seconds >= usual.simulated(LayerTimes(), {}).seconds
 
 
 def test_a_rectangular_layout_is_healthy() -> None:

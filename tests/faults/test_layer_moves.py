@@ -58,6 +58,18 @@ def test_layers_of_a_deep_pipeline_in_bf16(run: Launch, reference: Reference) ->
     assert cuts_after(survived) == [[0, 4, 8, 9, 12]]
 
 
+@pytest.mark.slow
+def test_layers_of_a_deep_pipeline_with_no_more_room_than_at_launch(
+    run: Launch, reference: Reference
+) -> None:
+    spec = replace(PP4_DP2, options=(*PP4_DP2.options, "--num-layers=12"))
+    option = "--elaswave-activation-room=1"
+    survived = run(replace(spec, options=(*spec.options, option), kills=("5@3:backward",)))
+    check_equal(survived, reference(spec))
+    # With more room the first stage takes four layers, in four micro-batches and more at once.
+    assert cuts_after(survived) == [[0, 3, 7, 9, 12]]
+
+
 def test_layers_go_back_when_the_worker_comes_back(run: Launch, reference: Reference) -> None:
     spec = replace(
         PP2,

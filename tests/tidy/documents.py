@@ -20,6 +20,7 @@ HOW = "python -m tests.tidy.documents"
 WIDTH = 100
 # Shown, commented out, where a key has no default.
 EXAMPLES = (
+    ("activation_room", 1.5),
     ("power_cap_w", 12000.0),
     ("dir", "out/run"),
     ("last_checkpoint_dir", "out/last"),

@@ -77,6 +77,9 @@ class Grid:
                 worker.config, why_whole or why_whole_pieces(chunks), micro_batch_size
             ),
         }
+        gpu = _gpu_of(chunks[0])
+        room = _activation_room(worker.config, self.layout, on_gpu=gpu is not None)
+        work["activation_room"] = room
         whole = next((one.whole for one in stages if one.whole), None)
         splits = _split_backward(worker.config, whole)
         partition = None
@@ -96,7 +99,6 @@ class Grid:
             why_layers_stay=_why_layers_stay(worker.config, framework.why_layers_stay()),
         )
         more = _clock_limits(worker.config, workers=len(self.layout.workers))
-        gpu = _gpu_of(chunks[0])
         worker.stopwatch.clocks = clocks_for(worker.config, gpu)
         if gpu is None and not worker.alone:
             worker.stopwatch.times.link_rate = measure_link()
@@ -162,6 +164,21 @@ def _resizes(config: ElasticConfig, why_whole: str | None, micro_batch_size: int
             " to auto"
         )
     return config.consistency == "fast" and micro_batch_size > 1 and not why_whole
+
+
+def _activation_room(
+    config: ElasticConfig, layout: ParallelLayout, *, on_gpu: bool
+) -> float | None:
+    """What a worker may hold, by what the first stage holds at launch; None: by its slots."""
+    if config.activation_room is not None and layout.vpp > 1:
+        raise ConfigurationError(
+            f"activation_room is {config.activation_room:g}, and the pipeline is interleaved (vpp"
+            f" {layout.vpp}), whose one order of operations holds what it holds; leave it out"
+        )
+    deals = config.dataflow in ("auto", "redeal")
+    if config.activation_room is None and on_gpu and deals and layout.vpp == 1:
+        return 1.0
+    return config.activation_room
 
 
 def _split_backward(config: ElasticConfig, why_whole: str | None) -> SplitBackward:
