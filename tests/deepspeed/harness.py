@@ -36,7 +36,7 @@ PRELOAD = (
     "transformers.models.llama.modeling_llama",
 )
 # Largest relative difference of a loss after a loss of workers: sums in another order.
-FP32_BOUND, BF16_BOUND = 1e-6, 1e-3
+FP32_BOUND, BITS_16_BOUND = 1e-6, 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,11 @@ class EngineSpec(JobSpec):
     stages: int = 1
     settings: str = ""
     script: str = str(EXAMPLE)
+
+    @property
+    def has_16_bits(self) -> bool:
+        """Whether the weights are in bf16 or fp16."""
+        return self.bf16 or '"fp16"' in self.settings
 
     def config(self, directory: Path) -> dict[str, Any]:
         """The DeepSpeed configuration; ``settings`` is JSON on top of it, null takes a key out."""
@@ -130,7 +135,7 @@ def check_recovered(run: Outcome, *, twin: Outcome, reference: Outcome) -> None:
     check_survived(run)
     check_survived(twin)
     assert run.trace() == twin.trace()
-    bound = BF16_BOUND if run.spec.bf16 else FP32_BOUND
+    bound = BITS_16_BOUND if run.spec.has_16_bits else FP32_BOUND
     assert max_relative_difference(run, reference) <= bound
     assert rates(run) == rates(reference)
 

@@ -5,7 +5,9 @@ Whole micro-batches move: a pipeline that is lost leaves its own to the others, 
 its part of the step through DeepSpeed's own schedule.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -144,25 +146,27 @@ class PipelineJob(AttachedEngine):
             self._engine.data_iterator = self._batches()
             self._result = native()
         else:
-            self._look_on()
-        loss, tokens = self._agreed
+            self._begin_update()
         norm = torch.tensor([framework.grad_norm()], dtype=torch.float64)
-        return StepReport(
-            loss=loss,
+        report = StepReport(
+            loss=self._agreed[0],
             grad_norm=float(self._tell_free(norm)),
             lr=framework.learning_rate(),
-            tokens=tokens,
+            tokens=self._agreed[1],
         )
+        return report if framework.is_busy else self._looked_on(report)
 
-    def _look_on(self) -> None:
+    def _looked_on(self, report: StepReport) -> StepReport:
         """The step of a worker without a pipeline: its script counts it as the others' do."""
-        self._begin_update()
         engine = self._engine
         engine.global_steps += 1
         engine.global_samples += engine.train_batch_size()
-        if engine.lr_scheduler is not None:
+        if math.isinf(report.grad_norm):
+            engine.skipped_steps += 1
+        elif engine.lr_scheduler is not None:
             engine.lr_scheduler.step()
-        self._result = torch.tensor(self._agreed[0], dtype=torch.float32, device=engine.device)
+        self._result = torch.tensor(report.loss, dtype=torch.float32, device=engine.device)
+        return replace(report, lr=self._framework.learning_rate())
 
     def _begin_update(self) -> None:
         """All state is here and safe, and everyone has come here; see ``await_copies``."""
