@@ -45,7 +45,8 @@ setup(
         "xxhash",
     ],
     extras_require={
-        "megatron": ["megatron-core>=0.16.1,<0.17"],
+        # From 0.17 on for Python 3.12, without the scripts of Megatron-LM.
+        "megatron": ["megatron-core>=0.16.1,<0.20"],
         "deepspeed": ["deepspeed>=0.19.8,<0.20"],
         "wandb": ["wandb"],
         # Megatron-Core also uses apex when it finds it. Its kernels are built from source (the

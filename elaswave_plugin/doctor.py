@@ -126,12 +126,13 @@ def _version_of(distribution: str, module: str, kernels: str | None = None) -> s
 
 
 def verdict(findings: Sequence[Finding]) -> str | None:
-    """The first record that does not fit and the number of others, in a sentence; None: all do."""
+    """The first record that does not fit, how many more, and the jobs of these; None: all fit."""
     problems = [one.problem for one in findings if one.problem is not None]
     if not problems:
         return None
     others = f" (and {len(problems) - 1} more records do not fit)" if len(problems) > 1 else ""
-    return problems[0] + others
+    jobs = "; ".join(sorted({one.applied for one in findings if one.problem is not None}))
+    return f"{problems[0]}{others}; refused are jobs that apply them: {jobs}"
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:

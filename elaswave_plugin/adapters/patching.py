@@ -36,7 +36,8 @@ class PatchRecord:
 
     ``target`` is "module:attribute.path"; ``make`` builds the replacement from what is there;
     ``parameters`` is the fingerprint: the names in the target's signature, None where it has none;
-    ``hook`` is set in place of the replacement where the source has it.
+    ``elsewhere`` has those of ranges of versions in which it is another one; ``hook`` is set in
+    place of the replacement where the source has it.
     """
 
     target: str
@@ -45,6 +46,7 @@ class PatchRecord:
     valid: str
     make: Callable[[Any], Any]
     parameters: tuple[str, ...] | None = None
+    elsewhere: tuple[tuple[str, tuple[str, ...]], ...] = ()
     hook: Hook | None = None
 
     def __str__(self) -> str:
@@ -75,13 +77,16 @@ class PatchRecord:
                 f"{self.distribution} {installed} is installed and the patch of {self.target} was "
                 f"written for {self.valid}; install a version in that range"
             )
-        found = self._found(installed)
-        if self.parameters is not None:
+        found, wanted = self._found(installed), self.parameters
+        for versions, parameters in self.elsewhere:
+            if SpecifierSet(versions).contains(installed, prereleases=True):
+                wanted = parameters
+        if wanted is not None:
             seen = tuple(inspect.signature(found).parameters)
-            if seen != self.parameters:
+            if seen != wanted:
                 raise PatchMismatchError(
                     f"{self.target} takes {seen} in {self.distribution} {installed}, "
-                    f"wanted {self.parameters}; look at the upstream change of this function"
+                    f"wanted {wanted}; look at the upstream change of this function"
                 )
         seam = self.seam
         if seam is self.hook and (taken := getattr(*_locate(seam.place))) is not None:

@@ -5,13 +5,16 @@ import os
 import subprocess
 import sys
 import types
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from elaswave_plugin.adapters import ledger
 from elaswave_plugin.adapters.ledger import Entry
+from elaswave_plugin.adapters.megatron_lm.records import record
 from elaswave_plugin.adapters.patching import Hook, PatchRecord
 from elaswave_plugin.cli import run_command
 from tests.adapters.megatron_lm.harness import REPOSITORY, needs_repository
@@ -24,16 +27,34 @@ def states(done: "subprocess.CompletedProcess[str]") -> dict[str, set[str]]:
     assert said["holds"] is True
     assert set(said["extensions"]) == {"transformer-engine", "apex"}
     found: dict[str, set[str]] = {}
-    for record in said["records"]:
-        found.setdefault(record["distribution"], set()).add(record["state"])
+    for one in said["records"]:
+        found.setdefault(one["distribution"], set()).add(one["state"])
     return found
 
 
 def test_every_record_fits_what_is_installed(doctor: "subprocess.CompletedProcess[str]") -> None:
+    if not scripts_fit():
+        pytest.skip("the scripts of Megatron-LM are carried with an earlier megatron-core only")
     found = states(doctor)
     assert {"torch", "megatron-core", "deepspeed", "accelerate"} == set(found)
     assert found.pop("megatron-core") == {"fits", "no checkout"}
     assert set.union(*found.values()) == {"fits"}
+
+
+def test_beyond_the_scripts_every_record_fits(doctor: "subprocess.CompletedProcess[str]") -> None:
+    records = json.loads(doctor.stdout)["records"]
+    ours = [one for one in records if not one["applied"].endswith("Megatron-LM")]
+    assert {one["state"] for one in ours} <= {"fits", "not installed"}
+    assert "megatron-core" in {one["distribution"] for one in ours if one["state"] == "fits"}
+    if not scripts_fit():
+        assert doctor.returncode == 2
+        assert "refused are jobs that apply them: elastic, Megatron-LM\n" in doctor.stderr
+
+
+def scripts_fit() -> bool:
+    """Whether the records of Megatron-LM's scripts are for the installed megatron-core."""
+    known = record("", lambda native: native, "").valid
+    return SpecifierSet(known).contains(version("megatron-core"))
 
 
 @needs_repository

@@ -71,6 +71,18 @@ def test_apply_changes_nothing_when_one_record_does_not_fit(
     assert target.Thing.inherited is original
 
 
+def test_a_range_of_versions_may_have_a_fingerprint_of_its_own(target: Any) -> None:
+    one = record(
+        "function",
+        parameters=("first",),
+        elsewhere=((">=3,<4", ("first", "third")), (">=4", ("first", "second"))),
+    )
+    one.check("4.1")
+    for version, wanted in (("2.0", r"\('first',\)"), ("3.9", r"\('first', 'third'\)")):
+        with pytest.raises(PatchMismatchError, match=f"in pytest {version}, wanted {wanted}"):
+            one.check(version)
+
+
 def test_a_hook_that_the_source_has_is_set_and_nothing_is_replaced(target: Any) -> None:
     hook = Hook("some_framework:function_hook", lambda native: ("hook for", native))
     patches, original = PatchSet([record("function", hook=hook)]), target.function

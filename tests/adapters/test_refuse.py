@@ -126,6 +126,19 @@ def test_a_setting_of_the_model_is_refused(owner: str, name: str, value: Any) ->
     check_refused(model, made_optimizer(), f"{name} is {value}")
 
 
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        ("ddp_config", "param_name_patterns_for_fp32_local_accumulation", ("all",)),
+        ("config", "gtp_weight_remat_size", 2),
+    ],
+)
+def test_a_setting_of_later_versions_is_refused(owner: str, name: str, value: Any) -> None:
+    model = made_model()
+    setattr(getattr(model, owner), name, value)
+    check_refused(model, made_optimizer(), f"{name} is {value}")
+
+
 def test_parameters_of_two_dtypes_are_refused() -> None:
     model = made_model()
     model.buffers.append(SimpleNamespace(param_dtype=torch.bfloat16))
@@ -188,9 +201,11 @@ def test_another_inner_optimizer_is_refused() -> None:
     check_refused(made_model(), made_optimizer(inner), "the inner optimizer is SGD", "Adam")
 
 
-def test_a_precision_aware_optimizer_is_refused() -> None:
-    optimizer = made_optimizer(use_precision_aware_optimizer=True)
-    check_refused(made_model(), optimizer, "use_precision_aware_optimizer is True")
+@pytest.mark.parametrize("name", ["use_precision_aware_optimizer", "optimizer_cuda_graph"])
+def test_an_optimizer_that_keeps_its_state_otherwise_is_refused(name: str) -> None:
+    optimizer = made_optimizer()
+    setattr(optimizer.config, name, True)
+    check_refused(made_model(), optimizer, f"{name} is True")
 
 
 def test_an_optimizer_that_is_not_one_distributed_one_is_refused() -> None:

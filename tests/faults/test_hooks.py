@@ -48,6 +48,8 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     installed, root = Path(spec.origin).parents[2], tmp_path_factory.mktemp("patched")
     shutil.copytree(installed / "megatron" / "core", root / "megatron" / "core")
     tree = find_tree(root)
+    if tree.families[0] not in {diff.family for diff in read_series()}:
+        pytest.skip(f"there are no diffs for {tree.families[0]}")
     assert apply(tree) == read_series()
     yield root
     assert revert(tree) == read_series()

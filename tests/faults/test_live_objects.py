@@ -15,6 +15,8 @@ KNOWN = {
     r"ddp/buffers/\d+/param_index_map": "buckets reserve room",
     r".*/offset$": "buckets reserve room",
     r".*gbuf_world/(start|end)": "buckets reserve room",
+    r"ddp/full_param_layout/": "what DDP made its buffers from; later nobody asks for it",
+    r"optimizer/_has_grad_norm_group_cache/mtp": "asked in a step, and MTP is refused",
     r".*gradient_scaling_factor": "the gradient scale is that of the launch, whoever is left",
     r".*(is_first_batch|per_param_grad_ready_counts)": "the live ones have trained",
     r"modules/.*/current_microbatch": "the live ones have trained",

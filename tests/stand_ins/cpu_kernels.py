@@ -30,6 +30,11 @@ def multi_tensor_scale(chunk_size, overflow_flag, tensor_lists, scale):
         target.copy_(source * scale)
 
 
+def multi_tensor_scale_tensor(chunk_size, overflow_flag, tensor_lists, scale):
+    """As above, the scale in a tensor."""
+    multi_tensor_scale(chunk_size, overflow_flag, tensor_lists, scale)
+
+
 def multi_tensor_l2norm(chunk_size, overflow_flag, tensor_lists, per_tensor):
     """The norm of all of them; no norms of each."""
     (tensors,) = tensor_lists

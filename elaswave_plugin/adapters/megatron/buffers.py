@@ -15,6 +15,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket, partition_buckets
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from elaswave_plugin.adapters.megatron.versions import new_bucket
 from elaswave_plugin.core.shards import padded_size, reserved_size
 
 # Every parameter starts at a multiple of so many elements of its bucket, as in Megatron-Core.
@@ -56,7 +57,8 @@ def lay_out(model: DistributedDataParallel, parts: Parts, max_width: int) -> Non
             buffer.param_index_map[param] = (start, stop, index)
         span = slice(offsets[index], offsets[index] + sizes[index])
         buffer.buckets.append(
-            _ParamAndGradBucket(
+            new_bucket(
+                buffer,
                 params=list(params),
                 param_data=param_data[span],
                 grad_data=grad_data[span],
@@ -72,6 +74,8 @@ def lay_out(model: DistributedDataParallel, parts: Parts, max_width: int) -> Non
     buffer.bucket_indices = list(zip(offsets, accumulate(sizes), strict=True))
     buffer.param_data, buffer.grad_data = param_data, grad_data
     buffer.numel, buffer.numel_unpadded = numel, sum(lengths)
+    if hasattr(buffer, "grad_numel"):  # 0.17 and 0.18
+        buffer.grad_numel = numel
     _group_buckets(model)
 
 
@@ -116,6 +120,8 @@ def set_width(model: DistributedDataParallel, width: int, rank: int) -> None:
     """
     for buffer in model.buffers:
         buffer.data_parallel_world_size = width
+        if hasattr(buffer, "num_optimizer_shards"):  # from 0.19 on
+            buffer.num_optimizer_shards = width
         for bucket in buffer.buckets:
             stop = bucket.offset + padded_size(bucket.numel_unpadded, width)
             bucket.param_data = buffer.param_data[bucket.offset : stop]

@@ -2,8 +2,8 @@
 
 Megatron-Core has no device abstraction: it asks torch.cuda for the current device and writes
 device="cuda" literally (call sites: tensor_parallel/random.py, optimizer/clip_grads.py,
-pipeline_parallel/schedules.py and others of 0.16.x). Each record answers one such symbol with its
-CPU meaning. On a machine with a GPU none of them is applied.
+pipeline_parallel/schedules.py and others). Each record answers one such symbol with its CPU
+meaning. On a machine with a GPU none of them is applied.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from elaswave_plugin.adapters.megatron.versions import VALID
 from elaswave_plugin.adapters.patching import PatchRecord, PatchSet
 
 _FACTORIES = ("tensor", "zeros", "empty", "ones", "full", "arange", "zeros_like", "empty_like")
@@ -119,7 +120,7 @@ def _record(target: str, make: Callable[[Any], Any], reason: str, *parameters: s
         target=target,
         reason=reason,
         distribution="megatron-core" if of_megatron else "torch",
-        valid=">=0.16.1,<0.17" if of_megatron else ">=2.13,<2.15",
+        valid=VALID if of_megatron else ">=2.13,<2.15",
         make=make,
         parameters=parameters or None,
     )

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
 
 from elaswave_plugin.adapters.megatron.reduction import GradientReduction
+from elaswave_plugin.adapters.megatron.versions import backward_step
 from elaswave_plugin.core.dataflow import Dataflow, Samples
 from elaswave_plugin.core.exact import Contribution
 from elaswave_plugin.core.pipeline_flow import PipelineFlow
@@ -85,7 +85,7 @@ def run_contributions(
                     current_microbatch=order,
                 )
                 num_tokens += tokens
-                schedules.backward_step(None, output, None, ModelType.encoder_or_decoder, config)
+                backward_step(None, output, None, config)
         if reduction.keeps_contributions_apart:
             reduction.ship(contribution)
     if config.finalize_model_grads_func is not None:

@@ -18,6 +18,7 @@ from elaswave_plugin.adapters.megatron.optimizer_state import FlatShard
 from elaswave_plugin.adapters.megatron.reduction import GradientReduction
 from elaswave_plugin.adapters.megatron.te_groups import forget_groups
 from elaswave_plugin.adapters.megatron.units import units_of
+from elaswave_plugin.adapters.megatron.versions import ask_again
 from elaswave_plugin.core.dataflow import Dataflow, Shares
 from elaswave_plugin.core.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.plan import Flow, RecoveryPlan
@@ -38,6 +39,9 @@ _RANK_LISTS = (
     ("_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP", "_DATA_PARALLEL_GROUP_WITH_CP"),
     ("_CONTEXT_PARALLEL_GLOBAL_RANKS", "_CONTEXT_PARALLEL_GROUP"),
     ("_EXPERT_MODEL_PARALLEL_RANKS", "_EXPERT_MODEL_PARALLEL_GROUP"),
+    # From 0.19 on.
+    ("_GTP_WEIGHT_REMAT_GLOBAL_RANKS", "_GTP_WEIGHT_REMAT_GROUP"),
+    ("_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS", "_EXPERT_GTP_WEIGHT_REMAT_GROUP"),
 )
 
 
@@ -107,6 +111,11 @@ class MegatronFramework:
         for chunk in self.chunks:
             prepare(chunk)
             chunk.start_param_sync = self._gathering(chunk.start_param_sync)
+        gathering = "start_param_sync_for_bucket_group_subset"
+        if hasattr(distributed_optimizer, gathering):
+            # From 0.18 on the optimizer gathers by itself, not through the chunks.
+            native = getattr(distributed_optimizer, gathering)
+            setattr(distributed_optimizer, gathering, self._gathering(native))
         self._watched: list[Any] = []
         worker.stopwatch.on_gpu = next(self.chunks[0].parameters()).is_cuda
         self._watch_layers()
@@ -247,10 +256,11 @@ class MegatronFramework:
         handles need nothing: the groups were edited in place.
         """
         for name, group in _RANK_LISTS:
-            if getattr(parallel_state, name) is not None:
+            if getattr(parallel_state, name, None) is not None:
                 members = dist.get_process_group_ranks(getattr(parallel_state, group))
                 setattr(parallel_state, name, members)
         forget_groups()
+        ask_again(self._optimizer, self._distributed)
         if self.take_place(plan.dataflow):
             if isinstance(plan.dataflow, PipelineFlow):
                 self._take_stage(plan.dataflow)

@@ -13,7 +13,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import partition_buckets
-from megatron.core.optimizer import _get_param_groups
+from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from elaswave_plugin.adapters.megatron import adam
@@ -37,6 +37,8 @@ class FlatShard:
             )
         self._optimizer = optimizer
         self._own: list[tuple[torch.Tensor, ...]] = []
+        if config_overrides is None:
+            config_overrides = get_standard_config_overrides(optimizer.config)
         groups = _get_param_groups(optimizer.model_chunks, optimizer.config, config_overrides)
         dense = [group for group in groups if not group["is_expert_parallel"]]
         self._group_params = [list(group["params"]) for group in dense]

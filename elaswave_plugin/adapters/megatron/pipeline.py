@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -23,6 +22,7 @@ from elaswave_plugin.adapters.megatron.accumulators import GradAccumulators
 from elaswave_plugin.adapters.megatron.buffers import layer_numbers
 from elaswave_plugin.adapters.megatron.reduction import GradientReduction
 from elaswave_plugin.adapters.megatron.tied_embeddings import TiedWeight, add_other_stage
+from elaswave_plugin.adapters.megatron.versions import backward_step
 from elaswave_plugin.adapters.megatron.weight_gradients import WeightGradients
 from elaswave_plugin.core.dataflow import Crossing
 from elaswave_plugin.core.exact import Contribution
@@ -177,9 +177,7 @@ class RaggedPipeline:
         part = self._part_of(op)
         gradient = self._receive(op, part + 1) if part < self._last else None
         arrived, output = self._held.pop((op.chunk, op.start))
-        input_gradient = schedules.backward_step(
-            arrived, output, gradient, ModelType.encoder_or_decoder, self._config
-        )
+        input_gradient = backward_step(arrived, output, gradient, self._config)
         if input_gradient is not None:
             self._send(input_gradient, op, part - 1)
 

@@ -128,13 +128,26 @@ def _model_problems(model: Any, overlaps_param_gather: bool) -> Iterator[str]:
         ("variable_seq_lengths", config.variable_seq_lengths, False),
         ("pipeline_model_parallel_layout", config.pipeline_model_parallel_layout, None),
     ]
-    for setting, seen, carried in wanted:
+    for setting, seen, carried in (*wanted, *_later_settings(model)):
         if seen != carried:
             yield _unsupported(setting, seen, carried)
+
+
+def _later_settings(model: DistributedDataParallel) -> Iterator[tuple[str, object, object]]:
+    """Settings that came with 0.17 and 0.19, where they are there: name, seen, carried."""
+    accumulated = "param_name_patterns_for_fp32_local_accumulation"
+    for owner, name, carried in (
+        (model.ddp_config, accumulated, ()),
+        (model.config, "gtp_weight_remat_size", 1),
+    ):
+        if hasattr(owner, name):
+            yield name, getattr(owner, name), carried
 
 
 def _optimizer_problems(optimizer: DistributedOptimizer) -> Iterator[str]:
     for setting, seen, carried in adam.problems(optimizer.optimizer):
         yield _unsupported(setting, seen, carried)
-    if optimizer.config.use_precision_aware_optimizer:
-        yield _unsupported("use_precision_aware_optimizer", True, False)
+    for name in ("use_precision_aware_optimizer", "optimizer_cuda_graph"):
+        # The second is there from 0.17 on.
+        if getattr(optimizer.config, name, False):
+            yield _unsupported(name, True, False)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from elaswave_plugin.adapters.constructed import remember, remembering
+from elaswave_plugin.adapters.megatron.versions import VALID
 from elaswave_plugin.adapters.patching import Hook, PatchRecord, PatchSet
 from elaswave_plugin.runtime.reduce import canonical_norm
 
@@ -84,7 +85,7 @@ def _record(
         target=target,
         reason=reason,
         distribution="megatron-core",
-        valid=">=0.16.1,<0.17",
+        valid=VALID,
         parameters=parameters or None,
         make=make,
         hook=hook,

@@ -6,6 +6,7 @@ product to ``main_grad`` when its turn comes. Biases, norms, embedding and head 
 """
 
 import functools
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from megatron.core.utils import (
     prepare_input_tensors_for_wgrad_compute,
 )
 
+from elaswave_plugin.adapters.megatron.versions import VALID
 from elaswave_plugin.adapters.patching import Hook, PatchRecord, PatchSet
 
 # A model chunk and the first sample of what it runs.
@@ -82,6 +84,9 @@ class WeightGradients:
     def _late_or_whole(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """What stands in the place of the function that a linear layer calls."""
         late = self._late(original)
+        known = inspect.signature(LinearWithGradAccumulationAndAsyncCommunication.forward)
+        # From 0.19 on a weight may be cut over yet another group, which is refused.
+        whole = (1,) if "gtp_remat_size" in known.parameters else ()
 
         @functools.wraps(original)
         def linear(
@@ -97,7 +102,7 @@ class WeightGradients:
         ) -> Any:
             how = gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel
             group = get_tensor_model_parallel_group_if_none(tp_group)
-            output = late(input, weight, bias, *how, None, 0, group)
+            output = late(input, weight, bias, *how, None, 0, group, *whole)
             if output is not None:
                 return output
             return original(input, weight, bias, *how, *more, tp_group=tp_group, **named)
@@ -127,7 +132,8 @@ def _apart(add_later: Callable[[Callable[[], None]], None]) -> Any:
         def backward(ctx: Any, gradient: torch.Tensor) -> Any:
             add_later(_product(ctx, gradient))
             bias = gradient.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
-            return None, _input_gradient(ctx, gradient), None, bias, *(None,) * 6
+            none = (None,) * (len(ctx.needs_input_grad) - 4)
+            return None, _input_gradient(ctx, gradient), None, bias, *none
 
     return Apart
 
@@ -188,15 +194,19 @@ def _product(ctx: Any, gradient: torch.Tensor) -> Callable[[], None]:
 
 
 def _record(make: Callable[[Any], Any], hook: Callable[[Any], Any]) -> PatchRecord:
+    taken = (
+        *("input", "weight", "bias", "gradient_accumulation_fusion", "allreduce_dgrad"),
+        *("sequence_parallel", "grad_output_buffer", "wgrad_deferral_limit"),
+    )
     return PatchRecord(
         target="megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce",
         reason="weight gradients fill the time in which a worker of a ragged pipeline would wait",
         distribution="megatron-core",
-        valid=">=0.16.1,<0.17",
-        parameters=(
-            *("input", "weight", "bias", "gradient_accumulation_fusion", "allreduce_dgrad"),
-            *("sequence_parallel", "grad_output_buffer", "wgrad_deferral_limit"),
-            *("async_grad_allreduce", "tp_group"),
+        valid=VALID,
+        parameters=(*taken, "async_grad_allreduce", "tp_group"),
+        elsewhere=(
+            (">=0.17,<0.19", (*taken, "tp_group")),
+            (">=0.19", (*taken, "tp_group", "gtp_remat_size")),
         ),
         make=make,
         hook=Hook("megatron.core.tensor_parallel.layers:linear_hook", hook),

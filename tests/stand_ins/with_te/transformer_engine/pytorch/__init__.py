@@ -14,15 +14,18 @@ class LayerNorm(torch.nn.LayerNorm):
 
     def __init__(
         self,
-        hidden_size,
+        normalized_shape=None,
         eps=1e-5,
         sequence_parallel=False,
         params_dtype=None,
         zero_centered_gamma=False,
         device="cpu",
+        hidden_size=None,
     ):
         assert not zero_centered_gamma
-        super().__init__(hidden_size, eps=eps, device=device, dtype=params_dtype)
+        super().__init__(
+            normalized_shape or hidden_size, eps=eps, device=device, dtype=params_dtype
+        )
         for param in self.parameters():
             param.sequence_parallel = sequence_parallel
 
@@ -37,6 +40,10 @@ class Linear(_NeedsGpu):
 
 
 class LayerNormLinear(_NeedsGpu):
+    """No stand-in."""
+
+
+class RMSNorm(_NeedsGpu):
     """No stand-in."""
 
 

@@ -18,6 +18,12 @@ def fp8_autocast(enabled=False, **kwargs):
     return nullcontext()
 
 
+def fp8_model_init(enabled=False, **kwargs):
+    """Nothing to do where it is off."""
+    assert not enabled
+    return nullcontext()
+
+
 def __getattr__(name):
     """The class that tells the state of fp8, by its name there."""
     if name == "FP8GlobalStateManager":

@@ -1,6 +1,11 @@
 """Stands in for transformer_engine.pytorch.optimizers."""
 
-from cpu_kernels import multi_tensor_applier, multi_tensor_l2norm, multi_tensor_scale
+from cpu_kernels import (
+    multi_tensor_applier,
+    multi_tensor_l2norm,
+    multi_tensor_scale,
+    multi_tensor_scale_tensor,
+)
 from torch.optim import SGD as FusedSGD
 
 from transformer_engine.pytorch.optimizers.fused_adam import FusedAdam
@@ -11,4 +16,5 @@ __all__ = [
     "multi_tensor_applier",
     "multi_tensor_l2norm",
     "multi_tensor_scale",
+    "multi_tensor_scale_tensor",
 ]

@@ -1,0 +1,44 @@
+"""Which versions of Megatron-Core are carried, and in what they differ for us.
+
+A difference is looked up in the function itself, not in a version: what is there is what is called.
+"""
+
+import inspect
+from typing import Any
+
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel import schedules
+
+# The records of what a script of Megatron-LM calls are for the first of these only.
+VALID = ">=0.16.1,<0.20"
+
+
+def new_bucket(buffer: Any, **named: Any) -> _ParamAndGradBucket:
+    """A bucket of a buffer with these arguments of 0.16."""
+    known = inspect.signature(_ParamAndGradBucket).parameters
+    # 0.17: where a parameter lies, which 0.16 reckons itself without the alignment, and the
+    # parameters with gradients of another precision than the buffer's, which are refused.
+    more = {"param_index_map": buffer.param_index_map, "params_with_extra_main_grads": []}
+    return _ParamAndGradBucket(
+        **named, **{name: value for name, value in more.items() if name in known}
+    )
+
+
+def backward_step(arrived: Any, output: Any, gradient: Any, config: Any) -> Any:
+    """Megatron-Core's backward pass of one piece; the gradient of what arrived."""
+    kind = (ModelType.encoder_or_decoder,)
+    # 0.17: without the type of the model.
+    takes_kind = "model_type" in inspect.signature(schedules.backward_step).parameters
+    return schedules.backward_step(arrived, output, gradient, *(kind if takes_kind else ()), config)
+
+
+def ask_again(*optimizers: Any) -> None:
+    """Have what an optimizer asks of all workers once be asked in the next step.
+
+    From 0.19 on, for which parameters the norm is taken apart. Whoever is new has not asked yet,
+    and whoever was interrupted may have no answer; all have to ask together.
+    """
+    for one in optimizers:
+        if hasattr(one, "_has_grad_norm_group_cache"):
+            one._has_grad_norm_group_cache = None
