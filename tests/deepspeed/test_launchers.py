@@ -10,6 +10,7 @@ from tests.deepspeed.harness import EngineSpec, check_recovered
 from tests.faults.foreign_launchers import TORCHRUN, run_under
 from tests.faults.harness import Outcome
 from tests.ports import free_port
+from tests.tiers import sampled
 
 DEEPSPEED = str(Path(sys.executable).with_name("deepspeed"))
 pytestmark = pytest.mark.timeout(240)
@@ -29,11 +30,12 @@ def test_torchrun_with_our_module_survives_a_kill(
     check_recovered(survived, twin=twin(survived), reference=reference(spec))
 
 
+# By default two, since each imports the frameworks anew.
+@pytest.mark.parametrize("nproc", sampled([2, 4], keep=(0,)))
 def test_the_deepspeed_launcher_with_our_module_survives_a_kill(
-    tmp_path: Path, twin: Twin, reference: Launch
+    tmp_path: Path, twin: Twin, reference: Launch, nproc: int
 ) -> None:
-    # Two, since each imports the frameworks anew.
-    spec = EngineSpec(nproc=2, stage=3, kills=("0@3:backward",))
-    command = (DEEPSPEED, "--num_gpus=2", f"--master_port={free_port()}", "--module")
+    spec = EngineSpec(nproc=nproc, stage=3, kills=("0@3:backward",))
+    command = (DEEPSPEED, f"--num_gpus={nproc}", f"--master_port={free_port()}", "--module")
     survived = launched((*command, "elaswave_plugin.run"), spec, tmp_path / "run")
     check_recovered(survived, twin=twin(survived), reference=reference(spec))

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests.deepspeed.conftest import Launch
 from tests.deepspeed.harness import EngineSpec
+from tests.deepspeed.test_pipeline import PP2_DP2
 from tests.faults.harness import ROOT, Outcome, check_survived
 from tests.tiers import sampled
 
@@ -28,6 +30,14 @@ KNOWN_LATER = {
     # Read by the constructor only (stage3.py), which ran before the schedule was there.
     r"optimizer/trainable_param_groups/\d+/lr": "the rate at which it was built",
 }
+# The same of a pipeline, whose micro-batches become more, and not larger.
+KNOWN_PIPELINE = {
+    r"(engine/(_)?config|optimizer(/.*)?)/gradient_accumulation_steps": "the launch stays",
+    r"module/micro_offset": "it counts the micro-batches of a pipeline of the launch",
+    r"module/local_rank": "the device and the place on the node are those of the launch",
+    r"optimizer/.*/backward_active_depth": "it grows with every pass since the constructor ran",
+}
+SPEC = EngineSpec(global_batch=12, accumulation=1)
 STALE = """
 from elaswave_plugin.adapters.deepspeed.framework import DeepSpeedFramework
 rebind = DeepSpeedFramework.rebind
@@ -39,18 +49,18 @@ DeepSpeedFramework.rebind = forgetful
 """
 
 
-def walked(run: Launch, folder: Path, *, sabotage: str = "", **more: Any) -> Outcome:
+def walked(
+    run: Launch,
+    folder: Path,
+    *,
+    spec: EngineSpec = SPEC,
+    sabotage: str = "",
+    **more: Any,
+) -> Outcome:
     folder.mkdir()
     watch = f"from tests.deepspeed.walk_live_objects import watch; watch({str(folder)!r})"
-    spec = EngineSpec(
-        steps=4,
-        global_batch=12,
-        accumulation=1,
-        sabotage=f"import sys; sys.path.append({str(ROOT)!r}); {watch}\n{sabotage}",
-        dump="never",
-        **more,
-    )
-    return run(spec)
+    sabotage = f"import sys; sys.path.append({str(ROOT)!r}); {watch}\n{sabotage}"
+    return run(replace(spec, steps=4, sabotage=sabotage, dump="never", **more))
 
 
 def differences(
@@ -99,6 +109,22 @@ def test_live_objects_after_a_return_equal_fresh_ones(
         assert len(live) > 1000
         known = [*KNOWN, *KNOWN_LATER] if place == slot else KNOWN
         assert not differences(live, fresh, known)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1])
+def test_live_objects_of_a_pipeline_equal_fresh_ones(
+    run: Launch, tmp_path: Path, stage: int
+) -> None:
+    """Both workers of a pipeline are lost, so that the others have the ranks of a fresh job."""
+    lost = {"kills": ("1@1:backward", "3@2:data"), "accumulation": 2}
+    check_survived(walked(run, tmp_path / "live", spec=PP2_DP2, stage=stage, **lost))
+    fresh = {"nproc": 2, "accumulation": 4}
+    check_survived(walked(run, tmp_path / "fresh", spec=PP2_DP2, stage=stage, **fresh))
+    both = zip(pictures(tmp_path / "live", 2), pictures(tmp_path / "fresh", 2), strict=True)
+    for live, fresh in both:
+        assert len(live) > 1000
+        assert not differences(live, fresh, [*KNOWN, *KNOWN_PIPELINE])
 
 
 def test_a_stale_size_is_found(run: Launch, tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ WAYS = (
     ("--recompute", {"pipeline": {"use_reentrant": False}}),
     # The same masks, on whichever pipeline runs a micro-batch.
     ("--dropout=0.1", {}),
+    ("--seed-layers", {}),
     # Epochs of nine micro-batches a pipeline: a step goes over the end of one.
     ("--limit=37", {"dataloader_drop_last": True}),
 )

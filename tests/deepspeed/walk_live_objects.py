@@ -113,14 +113,14 @@ def roots_of(engine: Any) -> dict[str, Any]:
 
 def watch(folder: str) -> None:
     """Have every job of this process write its picture before it leaves: FOLDER/walk-RANK.json."""
-    from elaswave_plugin.adapters.deepspeed.job import EngineJob
+    from elaswave_plugin.adapters.deepspeed.attached import AttachedEngine
 
-    leave = EngineJob.leave
+    leave = AttachedEngine.leave
 
-    def look_and_leave(job: EngineJob) -> None:
+    def look_and_leave(job: AttachedEngine) -> None:
         if not job._left:
             place = Path(folder, f"walk-{dist.get_rank()}.json")
             place.write_text(json.dumps(picture(roots_of(job._engine))))
         leave(job)
 
-    EngineJob.leave = look_and_leave  # type: ignore[method-assign]
+    AttachedEngine.leave = look_and_leave  # type: ignore[method-assign]

@@ -87,7 +87,7 @@ class DeepSpeedFramework:
         engine.dp_world_size = dist.get_world_size(engine.data_parallel_group)
         engine.seq_dp_world_size = dist.get_world_size(engine.seq_data_parallel_group)
         engine.global_rank = rank
-        engine._config.world_size, engine._config.global_rank = engine.world_size, rank
+        engine._config.world_size, engine._config.global_rank = engine.dp_world_size, rank
         self._state.recut()
         engine.save_zero_checkpoint = engine.save_non_zero_checkpoint = False
         engine._configure_checkpointing()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 from deepspeed import comm
+from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 from elaswave_plugin.core.replicas import Replica
@@ -62,6 +63,9 @@ def edit_grid(module: Any, replicas: Sequence[Sequence[int]]) -> None:
         for order, one in enumerate(ranks)
     ]
     grid.slice_group = [rank]
+    for spec in module._layer_specs:
+        if isinstance(spec, LayerSpec):
+            spec.global_rank = rank
     for tied in module.tied_comms.values():
         tied["ranks"] = dist.get_process_group_ranks(tied["group"])
 

@@ -215,9 +215,12 @@ class PipelineJob(AttachedEngine):
         """Whoever runs this stage of this micro-batch in this step draws the same."""
         if not self._engine.module.training:
             return
-        worker = self._worker
+        worker, engine = self._worker, self._engine
         number = self._own_microbatches()[self._passes]
-        torch.manual_seed(draw_key(self._seed, worker.completed, number, self._engine.stage_id))
+        torch.manual_seed(draw_key(self._seed, worker.completed, number, engine.stage_id))
+        # What `seed_layers` goes by: micro-batches that this pipeline of the launch has run.
+        accumulation = self._num_microbatches // self._width
+        engine.module.micro_offset = worker.completed * accumulation + number // self._width
         self._passes += 1
 
     def _own_microbatches(self) -> tuple[int, ...]:

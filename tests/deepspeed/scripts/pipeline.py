@@ -60,8 +60,16 @@ def layers_of(args: argparse.Namespace) -> list[LayerSpec]:
     if args.tied:
         tied = partial(TiedLayerSpec, "embedding", Embedding, hidden, length)
         embedding, head = tied(), tied(forward_fn=logits_of)
-    blocks = [LayerSpec(Block, hidden, 4, args.dropout) for _ in range(args.num_layers)]
+    blocks = [
+        LayerSpec(Block, hidden, 4, args.dropout or 0.1 * args.seed_layers)
+        for _ in range(args.num_layers)
+    ]
     return [embedding, *blocks, head]
+
+
+def seed_with(number: int) -> None:
+    # DeepSpeed's own function fails here: it gets one of numpy's integers.
+    torch.manual_seed(int(number))
 
 
 def main() -> None:
@@ -76,6 +84,7 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--limit", type=int, default=None)
     parser.add_argument("--tied", action="store_true")
+    parser.add_argument("--seed-layers", action="store_true")
     parser.add_argument("--data-iter", action="store_true")
     parser.add_argument("--own-loader", action="store_true")
     parser.add_argument("--recompute", action="store_true")
@@ -89,6 +98,8 @@ def main() -> None:
         layers_of(args),
         num_stages=args.stages,
         loss_fn=mean_loss,
+        seed_layers=args.seed_layers,
+        seed_fn=seed_with,
         activation_checkpoint_interval=int(args.recompute),
     )
     engine, optimizer, loader, scheduler = deepspeed.initialize(
