@@ -32,10 +32,11 @@ def test_handles_counters_and_schedules_of_the_script_stay_valid(
         assert report["global_steps"] == report["scheduler"] == spec.steps
         assert report["global_samples"] == spec.steps * spec.global_batch
         assert report["lr"] == [rate * (1 / (1 + spec.steps)) for rate in (1e-2, 1e-3)]
-        # The interrupted step is counted once, with one batch more than it needs.
+        # The interrupted step is counted once, with batches more than it needs; none on a worker
+        # that had not begun it: without ZeRO nobody meets anybody before the last backward.
         steps = [step for step, _, _ in report["seen"]]  # type: ignore[attr-defined]
         assert steps == sorted(steps)
-        assert 2 * spec.steps < len(steps) <= 2 * spec.steps + 2
+        assert 2 * spec.steps + (stage == 3) <= len(steps) <= 2 * spec.steps + 2
 
 
 @pytest.mark.parametrize("stage", sampled([1, 2, 3], keep=(1,)))
