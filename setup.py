@@ -45,7 +45,7 @@ setup(
         "xxhash",
     ],
     extras_require={
-        # From 0.17 on for Python 3.12, without the scripts of Megatron-LM.
+        # From 0.17 on for Python 3.12; the scripts of Megatron-LM with 0.16 and 0.17.
         "megatron": ["megatron-core>=0.16.1,<0.20"],
         "deepspeed": ["deepspeed>=0.19.8,<0.20"],
         "wandb": ["wandb"],

@@ -19,9 +19,10 @@ from elaswave_plugin.errors import ConfigurationError, PatchMismatchError
 
 CHECKOUT = "MEGATRON_LM_PATH"
 # What becomes of a record: replaced at run time, a hook that the source has, or not at all.
-FITS, HOOK, ABSENT, NO_CHECKOUT, MISMATCH = (
+FITS, HOOK, GONE, ABSENT, NO_CHECKOUT, MISMATCH = (
     "fits",
     "hook",
+    "not needed",
     "not installed",
     "no checkout",
     "mismatch",
@@ -68,6 +69,8 @@ def examine(checkout: Path | None) -> tuple[Finding, ...]:
             return ABSENT, None
         if entry.needs_checkout and checkout is None:
             return NO_CHECKOUT, None
+        if record.is_gone(installed):
+            return GONE, None
         try:
             record.check(installed)
         except PatchMismatchError as error:

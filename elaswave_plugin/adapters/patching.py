@@ -36,8 +36,9 @@ class PatchRecord:
 
     ``target`` is "module:attribute.path"; ``make`` builds the replacement from what is there;
     ``parameters`` is the fingerprint: the names in the target's signature, None where it has none;
-    ``elsewhere`` has those of ranges of versions in which it is another one; ``hook`` is set in
-    place of the replacement where the source has it.
+    ``elsewhere`` has those of ranges of versions in which it is another one; versions in ``gone``
+    have no such target and need no patch; ``hook`` is set in place of the replacement where the
+    source has it.
     """
 
     target: str
@@ -47,6 +48,7 @@ class PatchRecord:
     make: Callable[[Any], Any]
     parameters: tuple[str, ...] | None = None
     elsewhere: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    gone: str | None = None
     hook: Hook | None = None
 
     def __str__(self) -> str:
@@ -62,6 +64,12 @@ class PatchRecord:
         if self.hook is not None and hasattr(*_locate(self.hook.place)):
             return self.hook
         return Hook(self.target, self.make)
+
+    def is_gone(self, installed: str | None) -> bool:
+        """Whether the installed version has no such target and needs no patch."""
+        if self.gone is None or installed is None:
+            return False
+        return SpecifierSet(self.gone).contains(installed, prereleases=True)
 
     def check(self, installed: str | None) -> None:
         """Raise PatchMismatchError unless the installed target is the one this was written for.
@@ -141,10 +149,11 @@ class PatchSet:
             return
         distributions = {record.distribution for record in self.records}
         versions = {name: installed_version(name) for name in distributions}
-        for record in self.records:
+        there = [one for one in self.records if not one.is_gone(versions[one.distribution])]
+        for record in there:
             record.check(versions[record.distribution])
         try:
-            for record in self.records:
+            for record in there:
                 seam = record.seam
                 owner, name = _locate(seam.place)
                 replacement = seam.make(getattr(*record.locate()))

@@ -83,6 +83,15 @@ def test_a_range_of_versions_may_have_a_fingerprint_of_its_own(target: Any) -> N
             one.check(version)
 
 
+def test_a_target_that_is_gone_is_left_out(target: Any) -> None:
+    patches = PatchSet([record("absent", gone=">=1"), record("function", gone="<1")])
+    patches.apply()
+    assert target.function(1) == "patched" and not hasattr(target, "absent")
+    patches.undo()
+    with pytest.raises(PatchMismatchError, match="does not exist"):
+        PatchSet([record("absent", gone="<1")]).apply()
+
+
 def test_a_hook_that_the_source_has_is_set_and_nothing_is_replaced(target: Any) -> None:
     hook = Hook("some_framework:function_hook", lambda native: ("hook for", native))
     patches, original = PatchSet([record("function", hook=hook)]), target.function

@@ -10,7 +10,7 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
 
-# The records of what a script of Megatron-LM calls are for the first of these only.
+# The records of what a script of Megatron-LM calls are for 0.16 and 0.17 only.
 VALID = ">=0.16.1,<0.20"
 
 

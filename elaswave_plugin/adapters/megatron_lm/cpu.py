@@ -110,6 +110,6 @@ def lm_cpu_patches() -> PatchSet:
                 "older GPUs need CUDA_DEVICE_MAX_CONNECTIONS",
             ),
             record("megatron.training.training:set_jit_fusion_options", _nothing, kernels),
-            record("megatron.legacy.fused_kernels:load", _nothing, kernels, "args"),
+            record("megatron.legacy.fused_kernels:load", _nothing, kernels, "args", gone=">=0.17"),
         ]
     )
