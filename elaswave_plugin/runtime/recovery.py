@@ -1,8 +1,11 @@
 """The main path: one function, one call a phase, from an interrupted step to its replay."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
+from elaswave_plugin.core.hang import OUTSIDE
 from elaswave_plugin.core.plan import RecoveryPlan
 from elaswave_plugin.errors import ElasWaveError, EpochChanged
 from elaswave_plugin.runtime.framework import Framework
@@ -51,6 +54,8 @@ def take_state(worker: Worker, framework: Framework, commit: Commit) -> Restored
                 plan_without=worker.planner(commit, trusts_memory=trusts_memory),
                 timeout_s=worker.config.transfer_timeout_s,
                 check=worker.member.check,
+                # Who reads waits for supervisors: the others, who wait for it, are to be patient.
+                reading=partial(worker.member.progress_page.waiting, OUTSIDE),
             )
         with phases.timed("rebind"):
             worker.leave_seal()

@@ -7,7 +7,7 @@ then an older step, then the job stops with the gap named.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -37,11 +37,13 @@ def restore(
     plan_without: Callable[[frozenset[tuple[int, int, int]]], RecoveryPlan],
     timeout_s: float,
     check: Callable[[], None] | None = None,
+    reading: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> RestoredState:
     """Read and verify the weights of ``slot``; collective over WORLD.
 
     ``plan_without`` makes the plan that avoids the rejected (holder, owner, step). ``check`` is
-    called all the time while bytes are awaited; it may raise EpochChanged.
+    called all the time while bytes are awaited; it may raise EpochChanged. ``reading`` is entered
+    around that, which may take ``timeout_s`` for each source.
     Raises PlanDigestError, SnapshotGapError.
     """
     rejected: frozenset[tuple[int, int, int]] = frozenset()
@@ -51,7 +53,8 @@ def restore(
         found: tuple[int, int, int] | None = None
         state = None
         try:
-            state = _read(plan, slot=slot, pool=pool, timeout_s=timeout_s, check=check)
+            with reading():
+                state = _read(plan, slot=slot, pool=pool, timeout_s=timeout_s, check=check)
         except SnapshotUnreadableError as error:
             found = (error.holder, error.owner, error.step)
         everyone = _exchange(found)

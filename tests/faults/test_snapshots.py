@@ -49,6 +49,35 @@ def test_a_flipped_bit_in_the_memory_of_one_node_falls_back_to_the_older_step(
     assert survived.trace() == reference(JobSpec()).trace()
 
 
+# What a supervisor that does not deliver looks like, to worker 0.
+UNDELIVERED = """
+import os, time
+from elaswave_plugin.errors import LinkError
+from elaswave_plugin.runtime.fetch import Fetcher
+fetch, done = Fetcher.fetch, []
+def undelivered(self, **request):
+    if done or os.environ["RANK"] != "0":
+        return fetch(self, **request)
+    done.append(True)
+    deadline_s = time.monotonic() + request["timeout_s"]
+    while time.monotonic() < deadline_s:
+        self._check()
+        time.sleep(0.01)
+    raise LinkError("nothing came")
+Fetcher.fetch = undelivered
+"""
+
+
+def test_who_waits_for_a_shard_does_not_hang(run: Launch, reference: Reference) -> None:
+    """It gives up by itself, and reads another copy; the limit of a hang is no longer than that."""
+    options = ("--elaswave-transfer-timeout-s=1", "--elaswave-hang-timeout-s=1")
+    survived = run(JobSpec(kills=("2@3:backward",), sabotage=UNDELIVERED, options=options, nodes=2))
+    check_survived(survived)
+    assert not survived.events("hang_found")
+    assert max(event["phases_s"]["move"] for event in survived.events("recovered")) > 1
+    assert survived.trace() == reference(JobSpec()).trace()
+
+
 def test_a_flipped_bit_without_a_copy_falls_back_to_the_older_step(
     run: Launch, reference: Reference
 ) -> None:

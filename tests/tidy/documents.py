@@ -58,6 +58,8 @@ def kind_of(field: Mapping[str, Any]) -> str:
         return f"{field['minimum']} to {field['maximum']}"
     if field["type"] == "integer":
         return f"from {field['minimum']}"
+    if field["type"] == "number" and "minimum" in field:
+        return f"from {field['minimum']:g}"
     words = {"boolean": "on, off", "number": "above 0", "array": "a list", "string": "text"}
     return words[field["type"]]
 
