@@ -186,6 +186,34 @@ def test_a_kill_in_an_evaluation(run: Launch, twin: Twin, reference: Launch, slo
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("option", ["--with-logits", "--guarded"])
+@pytest.mark.parametrize("kill", ["1@2:backward", "1@3:evaluation"])
+def test_evaluations_of_other_kinds(
+    run: Launch, twin: Twin, reference: Launch, kill: str, option: str
+) -> None:
+    """Three stages, whose middle one reads no data; logits; inside of other guarded work."""
+    options = ("--num-layers=4", "--stages=3", "--evaluate-at", "1", "3", "5")
+    spec = replace(PP2_DP2, nproc=6, stages=3, stage=1, options=(*options, option), kills=(kill,))
+    killed = run(spec)
+    check_pipeline(killed, twin, reference)
+    (wanted,) = {tuple(one["evaluations"]) for one in seen_by(reference(spec))}
+    (found,) = {tuple(one["evaluations"]) for one in seen_by(killed)}
+    assert len(found) == 3 and found == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_the_rate_of_who_looks_on_is_that_of_the_others(run: Launch, reference: Launch) -> None:
+    """Also where the schedule goes on from the rate of the last step, not from its number."""
+    settings = json.dumps({"scheduler": None})
+    spec = replace(PP2_DP2, stage=1, options=("--halving",), settings=settings)
+    killed = run(replace(spec, kills=("2@3:gather",)))
+    check_survived(killed)
+    rates = [report["lr"] for report in seen_by(killed)]
+    assert len(rates) == 3 and len({tuple(rate) for rate in rates}) == 1  # type: ignore[arg-type]
+    assert rates[0] == seen_by(reference(spec))[0]["lr"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("kill", ["2@3:save", "1@2:backward"])
 def test_a_checkpoint_after_a_loss_loads_in_a_smaller_job(

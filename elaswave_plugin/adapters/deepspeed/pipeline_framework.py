@@ -83,8 +83,13 @@ class PipelineFramework(DeepSpeedFramework):
         """Install what ``read_capsule`` returned; without a place, what all have alike."""
         if self.is_busy:
             super().write_capsule(capsule)
-        else:
-            self._write_progress(pickle.loads(capsule))
+            return
+        state = pickle.loads(capsule)
+        self._write_progress(state)
+        # Some schedulers go on from the rate of the last step. Another stage may have more groups.
+        groups = self._inner.param_groups
+        for group, values in zip(groups, state["param_groups"], strict=False):
+            group["lr"] = values["lr"]
 
     def sync_weights(self) -> int:
         """Gather the weights of this worker's stage; returns the digest of all of them."""

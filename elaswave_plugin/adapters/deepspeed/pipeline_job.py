@@ -47,8 +47,9 @@ class Microbatch(NamedTuple):
 class Rereading:
     """An iterator whose items can be had again from the first on."""
 
-    def __init__(self, items: Iterator[Any]) -> None:
-        self._items = iter(items)
+    def __init__(self, items: Iterator[Any] | None) -> None:
+        """None: a stage in the middle of a pipeline reads none."""
+        self._items: Iterator[Any] = iter(()) if items is None else iter(items)
         self._read: list[Any] = []
 
     def from_the_first(self) -> Iterator[Any]:
@@ -81,7 +82,7 @@ class PipelineJob(AttachedEngine):
             worker, framework, on_commit=self._record, on_recovered=self._recording.recovered
         )
         self._loop = ElasticLoop(steps)
-        self._sealed = self._evaluating = False
+        self._sealed = self._evaluating = self._working = False
         self._data: Any = None
         # Of the present attempt of a step.
         self._step: list[Microbatch] = []
@@ -312,7 +313,7 @@ class PipelineJob(AttachedEngine):
     def _eval_batch(
         self,
         native: Callable[..., Any],
-        data_iter: Iterator[Any],
+        data_iter: Iterator[Any] | None,
         return_logits: bool = False,
         compute_loss: bool = True,
         reduce_output: str | None = "avg",
@@ -328,7 +329,8 @@ class PipelineJob(AttachedEngine):
             self._evaluating = True
             try:
                 if not self._pipeline.is_busy:
-                    return self._look_on_evaluation(batches.from_the_first(), count, told_to_all)
+                    seen = self._look_on_evaluation(batches.from_the_first(), count, told_to_all)
+                    return (seen, None) if return_logits else seen
                 result = native(
                     batches.from_the_first(),
                     return_logits,
@@ -344,8 +346,7 @@ class PipelineJob(AttachedEngine):
             finally:
                 self._evaluating = False
 
-        self._begin()
-        return self._loop.run(work, phase="evaluation", alone=None)
+        return self._between_steps(work, phase="evaluation")
 
     def _look_on_evaluation(self, batches: Iterator[Any], count: int, told: bool) -> Any:
         """Without a pipeline: what native code does with everyone, and as many batches."""
@@ -374,11 +375,26 @@ class PipelineJob(AttachedEngine):
     @abandoning
     def run(self, work: Callable[[], Any], *, phase: str) -> Any:
         """Work between steps that every worker calls; it starts again after a loss."""
-        return self._loop.run(work, phase=phase, alone=None)
+        return self._between_steps(work, phase=phase)
 
     def _save_checkpoint(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         save = partial(save_whole, native, self._engine, *args, **kwargs)
-        return self._loop.run(save, phase="save", alone=None)
+        return self._between_steps(save, phase="save")
+
+    def _between_steps(self, work: Callable[[], Any], *, phase: str) -> Any:
+        """Inside of other such work a part of that, which starts again as a whole."""
+        if self._working:
+            return work()
+
+        def whole() -> Any:
+            self._working = True
+            try:
+                return work()
+            finally:
+                self._working = False
+
+        self._begin()
+        return self._loop.run(whole, phase=phase, alone=None)
 
     def _load(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._sealed:

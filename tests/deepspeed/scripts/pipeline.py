@@ -6,6 +6,7 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
@@ -67,9 +68,30 @@ def layers_of(args: argparse.Namespace) -> list[LayerSpec]:
     return [embedding, *blocks, head]
 
 
+def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.ExponentialLR:
+    """It goes by the rate of the step before."""
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
 def seed_with(number: int) -> None:
     # DeepSpeed's own function fails here: it gets one of numpy's integers.
     torch.manual_seed(int(number))
+
+
+def evaluated(engine: deepspeed.PipelineEngine, data: TextDataset | None, args: Any) -> float:
+    """The loss over the data, of which a stage in the middle has none."""
+
+    def work() -> float:
+        batches = None if data is None else iter(torch.utils.data.DataLoader(data, batch_size=2))
+        found = engine.eval_batch(batches, return_logits=args.with_logits)
+        loss, _ = found if args.with_logits else (found, None)
+        return float(loss)
+
+    if not args.guarded:
+        return work()
+    from elaswave_plugin.deepspeed import run
+
+    return run(engine, work)
 
 
 def main() -> None:
@@ -90,6 +112,9 @@ def main() -> None:
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--save-at", type=int, default=None)
     parser.add_argument("--evaluate-at", type=int, nargs="*", default=())
+    parser.add_argument("--with-logits", action="store_true")
+    parser.add_argument("--halving", action="store_true")
+    parser.add_argument("--guarded", action="store_true")
     parser.add_argument("--load", default=None)
     args, _ = parser.parse_known_args()
     deepspeed.init_distributed()
@@ -106,6 +131,7 @@ def main() -> None:
         model=module,
         model_parameters=[p for p in module.parameters() if p.requires_grad],
         config=args.deepspeed_config,
+        lr_scheduler=halving if args.halving else None,
         training_data=TextDataset(None, args.seq_length, args.limit),
     )
     folder = Path(args.deepspeed_config).parent
@@ -119,8 +145,8 @@ def main() -> None:
     while engine.global_steps < args.steps:
         if engine.global_steps in args.evaluate_at:
             # Every pipeline has the same batches.
-            read = torch.utils.data.DataLoader(held_out, batch_size=2)
-            evaluations.append(float(engine.eval_batch(iter(read))))
+            reads = engine.is_first_stage() or engine.is_last_stage()
+            evaluations.append(evaluated(engine, held_out if reads else None, args))
         if engine.global_steps == args.save_at:
             engine.save_checkpoint(str(folder / "checkpoints"))
         loss = engine.train_batch(data_iter=batches)
