@@ -54,6 +54,8 @@ class TrainerSide(Protocol):
 
     def deliver(self, committed: Committed, path: tuple[MembershipView, ...]) -> None: ...
 
+    def started(self) -> None: ...
+
     def dismiss(self) -> None: ...
 
     def fence(self, evidence: str) -> None: ...
@@ -93,6 +95,8 @@ class Coordinator:
             self.agreement = Agreement(slot=slot, nodes=nodes, patience=patience)
         else:
             self.agreement = Agreement.of_newcomer(meeting.welcome, patience=patience)
+        # Newcomers come to a job that has.
+        self._told_start = self.agreement.started
         self.lost: dict[int, str] = self.agreement.without_supervisor
         """Slots whose supervisors are gone or never came, with what was seen of it."""
         self._hangs = HangWatch(
@@ -131,6 +135,9 @@ class Coordinator:
         while effects := self.agreement.settle(time.monotonic()):
             for effect in effects:
                 self._carry_out(effect)
+        if self.agreement.started and not self._told_start:
+            self._told_start = True
+            self._trainer_side.started()
         self._set_alarm()
 
     def hold(self, peer: Peer, sock: socket.socket) -> None:

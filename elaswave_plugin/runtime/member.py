@@ -106,6 +106,7 @@ class Member:
         self._begun_step = -1
         self._arrivals: tuple[int, ...] = ()
         self._alone: Alone | None = None
+        self._started = False
         self.told_to_leave = False
         self._commits: list[Commit] = []
         self._stop_reason: str | None = None
@@ -283,6 +284,17 @@ class Member:
                 late = f"{min(copies.missing)} within {timeout_s:g} s"
                 self._wait(deadline_s, f"the copy of step {step} at worker {late}")
 
+    def wait_started(self, timeout_s: float) -> None:
+        """Wait until the own supervisor knows that every worker has sealed its first snapshot.
+
+        A loss before that ends the job. Raises EpochChanged meanwhile, AgreementError when late.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        with self.progress_page.waiting(OUTSIDE), self._changed:
+            while not self._started:
+                self.check()
+                self._wait(deadline_s, f"the first snapshots of all within {timeout_s:g} s")
+
     def await_proposal(self, timeout_s: float) -> NoReturn:
         """Wait for the next view to be proposed: raises EpochChanged, AgreementError when late."""
         deadline_s = time.monotonic() + timeout_s
@@ -454,6 +466,8 @@ class Member:
         with self._changed:
             if frame["t"] == "commit":
                 self._commits.append(_read_commit(frame))
+            elif frame["t"] == "started":
+                self._started = True
             elif frame["t"] == "copied":
                 self._on_copied(frame["step"], frame["epoch"], frame["slot"])
             elif frame["t"] == "alone":

@@ -304,13 +304,12 @@ class Supervisor:
             path = tuple(self._agreement.history[1:])
         trainer.delivered = True
         self._board.committed(path, time.time())
-        trainer.send(
-            {
-                "t": "commit",
-                "path": [view.to_json() for view in path],
-                "payload": committed.payload,
-            }
-        )
+        views = [view.to_json() for view in path]
+        trainer.send({"t": "commit", "path": views, "payload": committed.payload})
+
+    def started(self) -> None:
+        """Every trainer has sealed its first snapshot, and everyone may know it."""
+        self._trainer.send({"t": "started"})
 
     def dismiss(self) -> None:
         """A view without the trainer is committed, as it was told to leave."""

@@ -288,9 +288,14 @@ class Worker:
         return ShardCut(buckets=buckets, width=width, alignment=self._alignment)
 
     def seal_initial(self, framework: Framework) -> None:
-        """Seal the state before the first step, once."""
+        """Seal the state before the first step, once, and wait for the others'.
+
+        Whose supervisor does not know of them yet would end the job at a loss in the first step.
+        """
         if not self._has_sealed:
             self.seal(framework)
+        if self.config.snapshots:
+            self.member.wait_started(self.config.transfer_timeout_s)
 
     def seal(self, framework: Framework) -> None:
         """Seal the state after ``completed`` steps and have other supervisors hold it.

@@ -78,6 +78,34 @@ def test_who_waits_for_a_shard_does_not_hang(run: Launch, reference: Reference) 
     assert survived.trace() == reference(JobSpec()).trace()
 
 
+# A supervisor that hears late of its worker's first snapshot, as on a busy machine.
+LATE_SEAL = """
+import os, threading
+from elaswave_plugin.runtime.member import Member
+sealed = Member.sealed
+def late(self, record, copy_to):
+    if os.environ["RANK"] == "3" and record["step"] == 0:
+        send, self._send = self._send, lambda frame: None
+        sealed(self, record, copy_to)
+        self._send = send
+        frame = {"t": "sealed", "record": record, "copy_to": copy_to}
+        threading.Timer(0.5, self._send, [frame]).start()
+    else:
+        sealed(self, record, copy_to)
+Member.sealed = late
+"""
+
+
+def test_a_loss_in_the_first_step_finds_a_job_that_can_go_on(
+    run: Launch, reference: Reference
+) -> None:
+    """Nobody begins it before all supervisors know of all first snapshots."""
+    survived = run(JobSpec(kills=("1@0:data",), sabotage=LATE_SEAL))
+    check_survived(survived)
+    assert restored_steps(survived) == {0}
+    assert survived.trace() == reference(JobSpec()).trace()
+
+
 def test_a_flipped_bit_without_a_copy_falls_back_to_the_older_step(
     run: Launch, reference: Reference
 ) -> None:
