@@ -1,7 +1,7 @@
 """Throughput after losses by the planner's own step simulation: nothing here is measured.
 
 Of equal layers whose times are assumed, or of those that a running job has measured. Against
-rerouting only (ReCycle's rule, the same orders of operations) and against dropping every hit
+rerouting only (ReCycle's rule, the same choice of orders) and against dropping every hit
 replica (torchft's rule, global batch kept), coupled backward on both sides, and split on both.
 """
 
