@@ -279,7 +279,8 @@ def flow_of(
     ``may_resize``: whether auto may cut micro-batches; ``split_backward``: auto where that gains.
     ``slow``: how many times as long single workers take, by slot. With ``clocks``, stages may run
     at others than 1 where one is narrower than at launch or has a slow worker; all workers together
-    draw at most ``power_cap_w``. ``activation_room``: see `_costs`.
+    draw at most ``power_cap_w``. ``activation_room``: how much a worker may hold, by
+    what the first stage holds at launch.
 
     Raises ConfigurationError where nothing fits in flight.
     """

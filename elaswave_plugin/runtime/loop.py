@@ -57,6 +57,7 @@ class GuardedSteps:
         if not self.worker.alone:
             self.worker.seal_initial(self._framework)
             dist.barrier()
+            self.worker.await_start()
 
     def enter(self) -> None:
         """A worker that replaces a lost one enters the job, before its first step."""

@@ -288,12 +288,15 @@ class Worker:
         return ShardCut(buckets=buckets, width=width, alignment=self._alignment)
 
     def seal_initial(self, framework: Framework) -> None:
-        """Seal the state before the first step, once, and wait for the others'.
-
-        Whose supervisor does not know of them yet would end the job at a loss in the first step.
-        """
+        """Seal the state before the first step, once."""
         if not self._has_sealed:
             self.seal(framework)
+
+    def await_start(self) -> None:
+        """Wait until the supervisors know that everyone has sealed, as everyone has by now.
+
+        Until they do, a loss ends the job: it would in the first step, on a busy machine.
+        """
         if self.config.snapshots:
             self.member.wait_started(self.config.transfer_timeout_s)
 
