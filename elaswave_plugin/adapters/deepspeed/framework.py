@@ -168,6 +168,10 @@ class DeepSpeedFramework:
             digest.update(flat)
         return digest.intdigest() >> 1
 
+    def resume(self) -> None:
+        """Take up what was learnt in the passes before the change (collective over WORLD)."""
+        self._state.resume()
+
     # ---- what the loop asks -------------------------------------------------------------------
 
     def watch(self, announce: Callable[[str], None], check: Callable[[], None]) -> None:

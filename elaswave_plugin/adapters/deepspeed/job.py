@@ -130,6 +130,7 @@ class EngineJob(AttachedEngine):
     def _recovered(self) -> None:
         self._news.exchange()
         self._learn_output()
+        self._framework.resume()
         for react in self.reactions:
             react()
 

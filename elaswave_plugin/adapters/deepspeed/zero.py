@@ -44,6 +44,9 @@ class ZeroState(Protocol):
     def sync_weights(self) -> Iterator[torch.Tensor]:
         """Gather the weights from their shards; yields those that every worker now holds."""
 
+    def resume(self) -> None:
+        """Take up what was learnt in the passes before the change (collective over WORLD)."""
+
     def named_pieces(self) -> Iterator[NamedPiece]:
         """This worker's pieces of the state, by global parameter name."""
 

@@ -98,6 +98,9 @@ class ReplicatedState:
         for param in self.params:
             yield param.detach().reshape(-1)
 
+    def resume(self) -> None:
+        """Nothing is learnt in passes."""
+
     def named_pieces(self) -> Iterator[NamedPiece]:
         """Every parameter whole."""
         for param, master in zip(self.params, self._masters, strict=True):

@@ -104,6 +104,9 @@ class PartitionedState:
         for flat, length in zip(optimizer.bit16_groups_flat, self.lengths(), strict=True):
             yield flat[:length]
 
+    def resume(self) -> None:
+        """Nothing is learnt in passes."""
+
     def named_pieces(self) -> Iterator[NamedPiece]:
         """Where the partitions of this worker lie in the parameters."""
         for order, master in enumerate(self._masters):

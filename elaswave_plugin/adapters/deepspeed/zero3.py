@@ -15,6 +15,7 @@ from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus, f
 
 from elaswave_plugin.adapters.deepspeed import zero
 from elaswave_plugin.adapters.deepspeed.seams import constructor_arguments
+from elaswave_plugin.adapters.deepspeed.zero3_order import FetchOrder
 from elaswave_plugin.core.shards import MOMENTS, padded_size
 from elaswave_plugin.runtime.state_dump import NamedPiece
 
@@ -46,6 +47,7 @@ class PartitionedWeightsState:
         self._groups: list[list[Any]] = [[] for _ in self._inner.param_groups]
         for order, params in enumerate(self._zero.fp16_groups):
             self._groups[self._zero.sub_group_to_group_id[order]].extend(params)
+        self._order = FetchOrder()
         self._hooks = {
             name: getattr(self._zero, name) for name in _HOOKS if hasattr(self._zero, name)
         }
@@ -74,6 +76,8 @@ class PartitionedWeightsState:
 
     def drop(self) -> None:
         """Release what an interrupted forward or backward pass had gathered."""
+        if "parameter_offload" in self._zero.__dict__:
+            self._order.keep(self._zero.parameter_offload)
         parameter_offload.FWD_MODULE_STACK.clear()
         self._engine.module.ds_inflight_param_registry.clear()
         for param in self._engine.module.parameters():
@@ -149,6 +153,10 @@ class PartitionedWeightsState:
             persistent[0].all_gather(persistent)
         for param in persistent:
             yield param.detach().reshape(-1)
+
+    def resume(self) -> None:
+        """Fetch ahead in the redone step, in the order of the passes before the change."""
+        self._order.give(self._zero.parameter_offload)
 
     def named_pieces(self) -> Iterator[NamedPiece]:
         """This worker's partition of every parameter."""
