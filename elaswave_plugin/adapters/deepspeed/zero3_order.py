@@ -2,8 +2,8 @@
 
 DeepSpeed's coordinator records in one pass which module follows which, and from then on fetches
 ahead and keeps what is used again soon (partitioned_param_coordinator.py). The order has nothing to
-do with the number of workers. A coordinator without it gathers each parameter when it is needed, and
-compares its record between the workers.
+do with the number of workers. A coordinator without it gathers each parameter when it is needed
+and compares its record between the workers.
 """
 
 from typing import Any
