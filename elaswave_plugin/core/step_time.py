@@ -7,7 +7,7 @@ its gradients. Any lists may be given: what cannot run is reported, and by whom 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from elaswave_plugin.core.schedule import BACKWARD, FORWARD, WEIGHTS, Op, OpLists, show_ops
 
@@ -79,11 +79,6 @@ class OpGraph:
     first: list[int] = field(default_factory=list)
     place: list[tuple[int, int]] = field(default_factory=list)
 
-    def wait(self, *, source: int, target: int, delay_s: float) -> None:
-        """Let ``target`` wait until ``delay_s`` after the end of ``source``."""
-        self.targets[source].append((target, delay_s))
-        self.missing[target] += 1
-
 
 def simulate(
     lists: OpLists,
@@ -121,20 +116,18 @@ def simulate(
     return _step_time(graph, lists, times, free, head)
 
 
-def op_graph(
-    lists: OpLists, times: Sequence[StageTime], link: LinkTime, *, is_split: bool | None = None
-) -> OpGraph:
+def op_graph(lists: OpLists, times: Sequence[StageTime], link: LinkTime) -> OpGraph:
     """Number the operations and link each to what waits for it.
 
-    ``is_split`` says whether a backward leaves the weight gradients out; None: where the lists have
-    weight gradients of their own. Raises ValueError where forwards or backwards miss samples.
+    A backward leaves the weight gradients out where a list has weight gradients of its own.
+    Raises ValueError where forwards or backwards miss samples.
     """
     num_stages = len(lists)
     graph = OpGraph()
     rows: dict[tuple[str, int], list[tuple[int, int, int]]] = {}
     for stage, workers in enumerate(lists):
         for index, ops in enumerate(workers):
-            split = any(op.kind == WEIGHTS for op in ops) if is_split is None else is_split
+            split = any(op.kind == WEIGHTS for op in ops)
             graph.first.append(len(graph.ops))
             graph.place.append((stage, index))
             for op in ops:
@@ -159,8 +152,21 @@ def op_graph(
         for kind_rows in (backward, rows.get((WEIGHTS, virtual), [])):
             before = forward if kind_rows is backward else backward
             for early, late in zip(before, kind_rows, strict=False):
-                graph.wait(source=early[2], target=late[2], delay_s=0.0)
+                graph.targets[early[2]].append((late[2], 0.0))
+                graph.missing[late[2]] += 1
     return graph
+
+
+def retimed(graph: OpGraph, times: Sequence[StageTime], *, is_split: bool = False) -> OpGraph:
+    """The same operations where stages take other ``times``; ``is_split``: without the
+    weight gradients, which are no operations of the graph.
+    """
+    num_stages = 1 + graph.place[-1][0]
+    seconds = [
+        times[op.chunk * num_stages + graph.place[worker][0]].seconds(op, is_split=is_split)
+        for op, worker in zip(graph.ops, graph.worker, strict=True)
+    ]
+    return replace(graph, seconds=seconds)
 
 
 def _join(
@@ -171,6 +177,7 @@ def _join(
 ) -> None:
     """Let each of ``late`` wait for the ``early`` ones that overlap its samples; both ascend."""
     position = 0
+    targets, missing = graph.targets, graph.missing
     for start, stop, target in late:
         reached = start
         while position < len(early) and early[position][1] <= start:
@@ -178,7 +185,8 @@ def _join(
         scan = position
         while reached < stop and scan < len(early) and early[scan][0] <= reached:
             overlap = min(stop, early[scan][1]) - reached
-            graph.wait(source=early[scan][2], target=target, delay_s=link.seconds(overlap))
+            targets[early[scan][2]].append((target, link.seconds(overlap)))
+            missing[target] += 1
             reached += overlap
             scan += 1
         if reached < stop:

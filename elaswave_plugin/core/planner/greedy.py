@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import pairwise
 
-from elaswave_plugin.core.schedule import FORWARD, Assignment, Op, OpLists, window_ops
-from elaswave_plugin.core.step_time import LinkTime, StageTime, op_graph
+from elaswave_plugin.core.schedule import BACKWARD, FORWARD, Assignment, Op, OpLists
+from elaswave_plugin.core.step_time import LinkTime, OpGraph, StageTime, op_graph, retimed
 
 # What the greedy order may hold, against the window rule: where memory allows it, it is the better
 # order because it may hold more.
 GREEDY_ROOM = 2
+_KINDS = (FORWARD, BACKWARD)
 
 
 def greedy_room(peaks: Sequence[float], limits: Sequence[float]) -> list[float]:
@@ -39,23 +40,31 @@ def greedy_lists(
     ``windows``: of the window rule by which a worker chooses. Raises ValueError where a limit is
     below a worker's largest slot.
     """
-    return greedy_step(assignment, times, link, limits=limits, windows=windows)[0]
+    graph = greedy_graph(assignment, times, link)
+    return greedy_step(graph, times, limits=limits, windows=windows)[0]
+
+
+def greedy_graph(assignment: Assignment, times: Sequence[StageTime], link: LinkTime) -> OpGraph:
+    """The operations of all workers, on each the forwards before the backwards, in slot order."""
+    lists = tuple(
+        tuple(tuple(Op(kind, 0, *piece) for kind in _KINDS for piece in sorted(own)) for own in one)
+        for one in assignment
+    )
+    return op_graph(lists, times, link)
 
 
 def greedy_step(
-    assignment: Assignment,
+    graph: OpGraph,
     times: Sequence[StageTime],
-    link: LinkTime,
     *,
     limits: Sequence[float],
     windows: Sequence[int],
 ) -> tuple[OpLists, float]:
-    """The lists and the seconds of the step that they take, as `simulate` would find."""
-    for stage, (workers, limit) in enumerate(zip(assignment, limits, strict=True)):
-        largest = max(map(_largest_slot, workers))
-        if largest > limit:
-            raise ValueError(f"stage {stage} holds {largest} samples a slot, limit {limit}")
-    greedy = _Greedy(assignment, times, link, limits, windows)
+    """The lists and the seconds of the step that they take, as `simulate` would find.
+
+    ``graph``: by `greedy_graph`, whatever the times it was made with.
+    """
+    greedy = _Greedy(retimed(graph, times), limits, windows)
     lists = greedy.run()
     seconds = max(
         free + times[stage].reduce_s
@@ -64,48 +73,36 @@ def greedy_step(
     return lists, seconds
 
 
-def _samples(op: Op) -> int:
-    return op.stop - op.start
-
-
-def _largest_slot(pieces: Sequence[tuple[int, int, int]]) -> int:
-    sizes: dict[int, int] = {}
-    for slot, start, stop in pieces:
-        sizes[slot] = sizes.get(slot, 0) + stop - start
-    return max(sizes.values(), default=0)
-
-
 class _Greedy:
     """The state of the simulation: what is ready where, and what was started in which order."""
 
-    def __init__(
-        self,
-        assignment: Assignment,
-        times: Sequence[StageTime],
-        link: LinkTime,
-        limits: Sequence[float],
-        windows: Sequence[int],
-    ) -> None:
-        # The lists only carry the operations; forwards before backwards, each in slot order.
-        everything = 2 + max(one.slot for stage in assignment for own in stage for one in own)
-        lists = tuple(
-            tuple(window_ops(pieces, window=everything) for pieces in stage) for stage in assignment
-        )
-        self.graph = op_graph(lists, times, link)
-        self.num_stages = len(assignment)
-        count = len(self.graph.place)
-        self.limits = [limits[stage] for stage, _ in self.graph.place]
-        self.windows = [windows[stage] for stage, _ in self.graph.place]
-        self.missing = list(self.graph.missing)
-        self.ready = [0.0] * len(self.graph.ops)
+    def __init__(self, graph: OpGraph, limits: Sequence[float], windows: Sequence[int]) -> None:
+        self.graph = graph
+        count = len(graph.place)
+        self.limits = [limits[stage] for stage, _ in graph.place]
+        self.windows = [windows[stage] for stage, _ in graph.place]
+        self.sizes = [op.stop - op.start for op in graph.ops]
+        self._check_limits()
+        self.missing = list(graph.missing)
+        self.ready = [0.0] * len(graph.ops)
         # The next forward and the next backward of each worker.
-        self.forward = self.graph.first[:-1]
-        self.backward = [(a + b) // 2 for a, b in pairwise(self.graph.first)]
+        self.forward = graph.first[:-1]
+        self.backward = [(a + b) // 2 for a, b in pairwise(graph.first)]
         self.forwards_end = tuple(self.backward)
         self.free = [0.0] * count
         self.held = [0] * count
         self.started: list[list[Op]] = [[] for _ in range(count)]
         self.events = [(0.0, worker) for worker in range(count)]
+
+    def _check_limits(self) -> None:
+        slots: dict[tuple[int, int], int] = {}
+        for op, worker, size in zip(self.graph.ops, self.graph.worker, self.sizes, strict=True):
+            if op.kind == FORWARD:
+                slots[worker, op.slot] = slots.get((worker, op.slot), 0) + size
+        for (worker, _), size in slots.items():
+            if size > self.limits[worker]:
+                stage, limit = self.graph.place[worker][0], self.limits[worker]
+                raise ValueError(f"stage {stage} holds {size} samples a slot, limit {limit}")
 
     def run(self) -> OpLists:
         """Work off the events in the order of time."""
@@ -116,42 +113,48 @@ class _Greedy:
             op = self._choose(worker, now)
             if op is not None:
                 self._start(worker, op, now)
-        result: list[list[tuple[Op, ...]]] = [[] for _ in range(self.num_stages)]
+        result: list[list[tuple[Op, ...]]] = [[] for _ in range(1 + self.graph.place[-1][0])]
         for (stage, _), ops in zip(self.graph.place, self.started, strict=True):
             result[stage].append(tuple(ops))
         return tuple(map(tuple, result))
 
     def _choose(self, worker: int, now: float) -> int | None:
+        """What the worker starts, if anything."""
         forward, backward = self.forward[worker], self.backward[worker]
-        ops = self.graph.ops
+        missing, ready, ops = self.missing, self.ready, self.graph.ops
         may_forward = (
             forward < self.forwards_end[worker]
-            and self._is_ready(forward, now)
-            and self.held[worker] + _samples(ops[forward]) <= self.limits[worker]
+            and not missing[forward]
+            and ready[forward] <= now
+            and self.held[worker] + self.sizes[forward] <= self.limits[worker]
         )
-        may_backward = backward < self.graph.first[worker + 1] and self._is_ready(backward, now)
+        may_backward = (
+            backward < self.graph.first[worker + 1]
+            and not missing[backward]
+            and ready[backward] <= now
+        )
         if may_forward and may_backward:
             may_forward = ops[forward].slot < ops[backward].slot + self.windows[worker]
-            may_backward = not may_forward
         if may_forward:
             self.forward[worker] += 1
+            self.held[worker] += self.sizes[forward]
             return forward
         if may_backward:
             self.backward[worker] += 1
+            self.held[worker] -= self.sizes[backward]
             return backward
         return None
 
-    def _is_ready(self, op: int, now: float) -> bool:
-        return not self.missing[op] and self.ready[op] <= now
-
     def _start(self, worker: int, op: int, now: float) -> None:
-        task = self.graph.ops[op]
-        self.held[worker] += _samples(task) if task.kind == FORWARD else -_samples(task)
-        self.started[worker].append(task)
+        """Run it, and wake whoever has waited for it alone."""
+        self.started[worker].append(self.graph.ops[op])
+        missing, ready = self.missing, self.ready
         self.free[worker] = end = now + self.graph.seconds[op]
         heappush(self.events, (end, worker))
         for target, delay_s in self.graph.targets[op]:
-            self.missing[target] -= 1
-            self.ready[target] = max(self.ready[target], end + delay_s)
-            if not self.missing[target]:
-                heappush(self.events, (self.ready[target], self.graph.worker[target]))
+            arrived = end + delay_s
+            if arrived > ready[target]:
+                ready[target] = arrived
+            missing[target] -= 1
+            if not missing[target]:
+                heappush(self.events, (ready[target], self.graph.worker[target]))

@@ -11,7 +11,7 @@ from math import ceil
 from elaswave_plugin.core.fair_shares import fair_width
 from elaswave_plugin.core.planner.costs import CostModel
 from elaswave_plugin.core.planner.fluid_time import Flow, fluid_seconds
-from elaswave_plugin.core.planner.greedy import greedy_room, greedy_step
+from elaswave_plugin.core.planner.greedy import greedy_graph, greedy_room, greedy_step
 from elaswave_plugin.core.planner.microbatch_split import (
     REDEAL,
     REROUTE,
@@ -23,7 +23,7 @@ from elaswave_plugin.core.planner.microbatch_split import (
     resize,
 )
 from elaswave_plugin.core.planner.slot_time import SlotFlow, slot_flow
-from elaswave_plugin.core.planner.weight_placement import with_weights_in_bubbles
+from elaswave_plugin.core.planner.weight_placement import split_step
 from elaswave_plugin.core.schedule import (
     Op,
     OpLists,
@@ -33,7 +33,7 @@ from elaswave_plugin.core.schedule import (
     window_lists,
     window_sizes,
 )
-from elaswave_plugin.core.step_time import StageTime, simulate
+from elaswave_plugin.core.step_time import OpGraph, StageTime, op_graph, simulate
 from elaswave_plugin.errors import ConfigurationError
 
 # Seats of the replicas, by stage; only rerouting asks which they are, the others for their number.
@@ -114,13 +114,15 @@ class Prediction:
 
 
 class Predictor:
-    """Predicts plans of one job; remembers how each dataflow splits, which costs the most."""
+    """Predicts plans of one job; remembers what takes long: dataflows, and greedy orders."""
 
     def __init__(self, costs: CostModel, work: StepWork, *, vpp: int = 1) -> None:
         self.costs = costs
         self.work = work
         self.vpp = vpp
         self._flows: dict[tuple[DataflowChoice, Seats, Slowness], SlotFlow] = {}
+        self._graphs: dict[tuple[DataflowChoice, Seats], OpGraph] = {}
+        self._greedy_steps: dict[tuple[object, ...], tuple[OpLists, float]] = {}
 
     def is_exact(self, num_stages: int) -> bool:
         """Whether every worker is simulated."""
@@ -213,8 +215,13 @@ class Predictor:
         times = self._times(cuts, speeds)
         lists = self.lists(choice, seats, cuts, extra=extra, speeds=speeds)
         limits = [float(limit) for limit in self.limits(seats, cuts)]
-        filled = with_weights_in_bubbles(lists, times, self.costs.link, limits=limits)
-        return simulate(filled, times, self.costs.link).seconds, filled
+        graph = (
+            self._graph(choice, seats, times)
+            if self.vpp == 1
+            else op_graph(lists, times, self.costs.link)
+        )
+        filled, seconds = split_step(lists, graph, times, limits=limits)
+        return seconds, filled
 
     def _greedy_windows(
         self, choice: DataflowChoice, seats: Seats, cuts: Sequence[int]
@@ -231,12 +238,20 @@ class Predictor:
         windows: Sequence[int],
     ) -> tuple[OpLists, float]:
         """Lists and seconds in greedy order."""
-        assignment = choice.split(seats, self.work).assignment()
-        flow = self._flow(choice, seats)
-        peaks = [flow.peak(stage, window) for stage, window in enumerate(windows)]
-        room = greedy_room(peaks, self.limits(seats, cuts))
-        link = self.costs.link
-        return greedy_step(assignment, times, link, limits=room, windows=windows)
+        key = (choice, seats, tuple(cuts), tuple(times))
+        if key not in self._greedy_steps:
+            flow = self._flow(choice, seats)
+            peaks = [flow.peak(stage, window) for stage, window in enumerate(windows)]
+            room = greedy_room(peaks, self.limits(seats, cuts))
+            graph = self._graph(choice, seats, times)
+            self._greedy_steps[key] = greedy_step(graph, times, limits=room, windows=windows)
+        return self._greedy_steps[key]
+
+    def _graph(self, choice: DataflowChoice, seats: Seats, times: Sequence[StageTime]) -> OpGraph:
+        if (choice, seats) not in self._graphs:
+            assignment = choice.split(seats, self.work).assignment()
+            self._graphs[choice, seats] = greedy_graph(assignment, times, self.costs.link)
+        return self._graphs[choice, seats]
 
     def _times(self, cuts: Sequence[int], speeds: Sequence[float] | None) -> tuple[StageTime, ...]:
         every = None if speeds is None else [*speeds] * self.vpp

@@ -7,6 +7,7 @@ are one array. This is what makes it affordable to simulate every candidate of a
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -33,24 +34,30 @@ class _Overlap:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Node:
-    """The pieces of one slot at one stage: their workers and sizes, and the order on a worker.
+    """The pieces of one slot at one stage: their workers, and the order on a worker.
 
     ``rounds[r]`` are the pieces that are their worker's r-th of the slot; ``before`` is how they
     meet the stage before, None where both stages cut the slot alike.
     """
 
     worker: Numbers
-    samples: Numbers
     rounds: tuple[Numbers, ...]
     before: _Overlap | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SlotFlow:
-    """A split made ready for simulation with any times and windows."""
+    """A split made ready for simulation with any times and windows.
+
+    By stage: ``samples`` of a worker in a slot, ``sizes`` of all pieces and their ``workers``, and
+    ``spans``, where the pieces of each slot are.
+    """
 
     widths: tuple[int, ...]
     samples: tuple[Numbers, ...]
+    sizes: tuple[Numbers, ...]
+    workers: tuple[Numbers, ...]
+    spans: tuple[tuple[slice, ...], ...]
     nodes: tuple[tuple[_Node, ...], ...]
     slowness: tuple[Seconds, ...] = ()
 
@@ -80,29 +87,34 @@ class _Run:
         num_slots = len(flow.nodes[0])
         self.forward: list[list[Seconds | None]] = [[None] * num_slots for _ in flow.widths]
         self.backward: list[list[Seconds | None]] = [[None] * num_slots for _ in flow.widths]
+        # Of all slots together: small arrays cost as much as large ones.
+        stages = range(len(times))
+        self.forward_s = [self._durations(one, times[one].forward_s) for one in stages]
+        self.backward_s = [
+            self._durations(one, times[one].backward_s + times[one].weights_s) for one in stages
+        ]
+        self.delays = [self._by_slot(one, self._delay(flow.sizes[one])) for one in stages]
+
+    def _durations(self, stage: int, each_s: float) -> list[Seconds]:
+        """Of the pieces of each slot."""
+        durations = np.asarray(self.flow.sizes[stage] * each_s, dtype=np.float64)
+        durations += self.times[stage].fixed_s
+        if self.flow.slowness:
+            durations = durations * self.flow.slowness[stage][self.flow.workers[stage]]
+        return self._by_slot(stage, durations)
+
+    def _delay(self, samples: Numbers) -> Seconds:
+        """Of messages of so many samples."""
+        return np.asarray(self.link.latency_s + samples * self.link.sample_s, dtype=np.float64)
+
+    def _by_slot(self, stage: int, pieces: Seconds) -> list[Seconds]:
+        return [pieces[span] for span in self.flow.spans[stage]]
 
     def node(self, stage: int, *, is_forward: bool, slot: int) -> None:
         """Run the pieces of a slot at a stage."""
         node = self.flow.nodes[stage][slot]
-        time = self.times[stage]
-        if is_forward:
-            arrived = None if stage == 0 else self.forward[stage - 1][slot]
-            ready = self._after(arrived, node.before, node.samples)
-            each_s = time.forward_s
-        else:
-            own = self.forward[stage][slot]
-            assert own is not None
-            arrived = None
-            if stage + 1 < len(self.times):
-                arrived = self.backward[stage + 1][slot]
-            after = None
-            if stage + 1 < len(self.times):
-                after = self.flow.nodes[stage + 1][slot].before
-            ready = self._before(arrived, after, node.samples)
-            each_s = time.backward_s + time.weights_s
-        duration = time.fixed_s + node.samples * each_s
-        if self.flow.slowness:
-            duration = duration * self.flow.slowness[stage][node.worker]
+        ready = self._after(stage, slot) if is_forward else self._before(stage, slot)
+        duration = (self.forward_s if is_forward else self.backward_s)[stage][slot]
         free = self.free[stage]
         if len(node.rounds) == 1:
             done = np.maximum(free[node.worker], ready) + duration
@@ -123,24 +135,28 @@ class _Run:
             for free, time in zip(self.free, self.times, strict=True)
         )
 
-    def _after(self, early: Seconds | None, overlap: _Overlap | None, samples: Numbers) -> Seconds:
+    def _after(self, stage: int, slot: int) -> Seconds:
         """When activations of the stage before have arrived."""
-        if early is None:
-            return np.zeros(len(samples))
+        if stage == 0:
+            return np.zeros(len(self.delays[0][slot]))
+        early, overlap = self.forward[stage - 1][slot], self.flow.nodes[stage][slot].before
+        assert early is not None
         if overlap is None:
-            return early + (self.link.latency_s + samples * self.link.sample_s)
-        delay = self.link.latency_s + overlap.samples * self.link.sample_s
-        arrived: Seconds = np.maximum.reduceat(early[overlap.early] + delay, overlap.of_late)
+            return early + self.delays[stage][slot]
+        ready = early[overlap.early] + self._delay(overlap.samples)
+        arrived: Seconds = np.maximum.reduceat(ready, overlap.of_late)
         return arrived
 
-    def _before(self, late: Seconds | None, overlap: _Overlap | None, samples: Numbers) -> Seconds:
+    def _before(self, stage: int, slot: int) -> Seconds:
         """When gradients of the stage after have arrived."""
-        if late is None:
-            return np.zeros(len(samples))
+        if stage + 1 == len(self.times):
+            return np.zeros(len(self.delays[stage][slot]))
+        late, overlap = self.backward[stage + 1][slot], self.flow.nodes[stage + 1][slot].before
+        assert late is not None
         if overlap is None:
-            return late + (self.link.latency_s + samples * self.link.sample_s)
-        delay = self.link.latency_s + overlap.samples * self.link.sample_s
-        arrived: Seconds = np.maximum.reduceat(late[overlap.late] + delay, overlap.of_early)
+            return late + self.delays[stage][slot]
+        ready = late[overlap.late] + self._delay(overlap.samples)
+        arrived: Seconds = np.maximum.reduceat(ready, overlap.of_early)
         return arrived
 
 
@@ -162,6 +178,12 @@ def slot_flow(split: MicrobatchSplit) -> SlotFlow:
     return SlotFlow(
         widths=tuple(pieces.width for pieces in split.stages),
         samples=tuple(pieces.samples() for pieces in split.stages),
+        sizes=tuple(np.diff(pieces.cuts) for pieces in split.stages),
+        workers=tuple(pieces.worker for pieces in split.stages),
+        spans=tuple(
+            tuple(slice(*span) for span in pairwise(pieces.first.tolist()))
+            for pieces in split.stages
+        ),
         nodes=tuple(nodes),
         slowness=tuple(map(np.array, split.slowness)),
     )
@@ -182,7 +204,7 @@ def _node(
     overlap = None
     if before is not None:
         overlap = _overlap(before.cuts[before.first[slot] : before.first[slot + 1] + 1], cuts)
-    return _Node(worker=worker, samples=cuts[1:] - cuts[:-1], rounds=known[key], before=overlap)
+    return _Node(worker=worker, rounds=known[key], before=overlap)
 
 
 def _rounds(worker: Numbers) -> tuple[Numbers, ...]:

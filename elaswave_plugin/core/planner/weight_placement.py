@@ -7,9 +7,10 @@ gradients, so the new lists cannot block where the old ones do not.
 from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
+from itertools import pairwise
 
 from elaswave_plugin.core.schedule import FORWARD, WEIGHTS, Op, OpLists
-from elaswave_plugin.core.step_time import LinkTime, StageTime, op_graph
+from elaswave_plugin.core.step_time import LinkTime, OpGraph, StageTime, op_graph, retimed
 
 
 def with_weights_in_bubbles(
@@ -25,9 +26,23 @@ def with_weights_in_bubbles(
     once a chunk, until their weight gradients are done), weight gradients go first.
     Raises ValueError for lists that deadlock.
     """
-    filling = _Filling(lists, times, link, limits or [float("inf")] * len(lists))
+    return split_step(lists, op_graph(lists, times, link), times, limits=limits)[0]
+
+
+def split_step(
+    lists: OpLists,
+    graph: OpGraph,
+    times: Sequence[StageTime],
+    *,
+    limits: Sequence[float] | None = None,
+) -> tuple[OpLists, float]:
+    """The split lists and the seconds of the step that they take, as `simulate` would find.
+
+    ``graph`` has the operations of ``lists``, in any order and made with any times.
+    """
+    filling = _Filling(lists, graph, times, limits or [float("inf")] * len(lists))
     filling.run()
-    return filling.lists()
+    return filling.lists(), filling.seconds()
 
 
 class _Filling:
@@ -36,16 +51,24 @@ class _Filling:
     def __init__(
         self,
         lists: OpLists,
+        graph: OpGraph,
         times: Sequence[StageTime],
-        link: LinkTime,
         limits: Sequence[float],
     ) -> None:
-        self.graph = op_graph(lists, times, link, is_split=True)
+        self.graph = retimed(graph, times, is_split=True)
         self.times = times
         self.limits = limits
         self.num_stages = len(lists)
         count = len(self.graph.place)
-        self.head = self.graph.first[:-1]
+        numbers = [
+            {self.graph.ops[number]: number for number in range(*span)}
+            for span in pairwise(self.graph.first)
+        ]
+        every = (ops for stage in lists for ops in stage)
+        # What each worker has yet to run, the next one last.
+        self.todo = [
+            [known[op] for op in reversed(ops)] for known, ops in zip(numbers, every, strict=True)
+        ]
         self.missing = list(self.graph.missing)
         self.ready = [0.0] * len(self.graph.ops)
         self.free = [0.0] * count
@@ -62,19 +85,18 @@ class _Filling:
             if now < self.free[worker]:
                 continue  # it was woken while it worked; the end of that work comes later
             self.asleep[worker] = False
-            op = self.head[worker]
-            if op == self.graph.first[worker + 1]:
-                self.filled[worker] += self.pending[worker]
-                self.pending[worker].clear()
-            elif self.pending[worker] and self._weights_first(worker, op, now):
+            op = self.todo[worker][-1] if self.todo[worker] else None
+            if self.pending[worker] and (op is None or self._weights_first(worker, op, now)):
                 self._run_weights(worker, now)
+            elif op is None:
+                continue
             elif self.missing[op]:
                 self.asleep[worker] = True
             elif self.ready[op] > now:
                 heappush(self.events, (self.ready[op], worker))
             else:
                 self._run_listed(worker, op, now)
-        if any(op < stop for op, stop in zip(self.head, self.graph.first[1:], strict=True)):
+        if any(self.todo):
             raise ValueError("the lists deadlock")
 
     def lists(self) -> OpLists:
@@ -83,6 +105,13 @@ class _Filling:
         for (stage, _), ops in zip(self.graph.place, self.filled, strict=True):
             result[stage].append(tuple(ops))
         return tuple(map(tuple, result))
+
+    def seconds(self) -> float:
+        """When the last stage has reduced its gradients, those of all its chunks."""
+        return max(
+            free + sum(time.reduce_s for time in self.times[stage :: self.num_stages])
+            for free, (stage, _) in zip(self.free, self.graph.place, strict=True)
+        )
 
     def _weights_first(self, worker: int, op: int, now: float) -> bool:
         if self.missing[op] or self.ready[op] > now:
@@ -102,7 +131,7 @@ class _Filling:
 
     def _run_listed(self, worker: int, op: int, now: float) -> None:
         task = self.graph.ops[op]
-        self.head[worker] += 1
+        self.todo[worker].pop()
         self.filled[worker].append(task)
         self.free[worker] = now + self.graph.seconds[op]
         heappush(self.events, (self.free[worker], worker))
@@ -114,5 +143,5 @@ class _Filling:
             self.missing[target] -= 1
             self.ready[target] = max(self.ready[target], self.free[worker] + delay_s)
             other = self.graph.worker[target]
-            if not self.missing[target] and self.asleep[other] and self.head[other] == target:
+            if not self.missing[target] and self.asleep[other] and self.todo[other][-1] == target:
                 heappush(self.events, (self.ready[target], other))
