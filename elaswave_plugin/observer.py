@@ -78,21 +78,22 @@ def disagreeing_steps(run: RunFiles) -> list[int]:
     ]
 
 
-def audit_samples(run: RunFiles, *, steps: int, global_batch: int) -> tuple[int, int]:
-    """Return (samples lost, samples repeated) over steps 0..steps-1.
+def audit_samples(run: RunFiles, *, batches: Sequence[int]) -> tuple[int, int]:
+    """Return (samples lost, samples repeated) over all steps; ``batches``: the size of each.
 
-    Step s has to consume the samples s*B .. s*B+B-1 once each, B = global batch. Only the ledger
-    lines of the attempt that counts are its consumption; a sample that belongs to another step
-    counts as repeated, and all samples of a step that was not completed as lost.
+    A step has to consume as many samples once each, from where the one before ended. Only the
+    ledger lines of the attempt that counts are its consumption; a sample that belongs to another
+    step counts as repeated, and all samples of a step that was not completed as lost.
     """
     epochs = {step: records[0]["epoch"] for step, records in counted_steps(run).items()}
-    consumed: dict[int, Counter[int]] = {step: Counter() for step in range(steps)}
+    consumed: dict[int, Counter[int]] = {step: Counter() for step in range(len(batches))}
     for line in run.ledger:
         if line["step"] in consumed and epochs.get(line["step"]) == line["epoch"]:
             consumed[line["step"]].update(line["samples"])
     lost = repeated = 0
     for step, got in consumed.items():
-        wanted = Counter(range(step * global_batch, (step + 1) * global_batch))
+        first = sum(batches[:step])
+        wanted = Counter(range(first, first + batches[step]))
         lost += (wanted - got).total()
         repeated += (got - wanted).total()
     return lost, repeated
@@ -269,7 +270,7 @@ def summarize(
     losses = losses_of(run)
     others = losses_of(reference) if reference else {}
     common = sorted(set(losses) & set(others))
-    lost, repeated = audit_samples(run, steps=steps, global_batch=global_batch)
+    lost, repeated = audit_samples(run, batches=steps * [global_batch])
     return {
         "steps": len(losses),
         "losses": [losses[step] for step in sorted(losses)],

@@ -41,8 +41,11 @@ class LoopState(Protocol):
         """What a worker has to learn that comes into the loop later, alike on all; picklable."""
         ...
 
-    def follow(self, step: int, told: Any) -> None:
-        """Have the loop begin with this step, as it goes on for those who told."""
+    def follow(self, step: int, told: Any, before: Any) -> None:
+        """Have the loop begin with this step, as it goes on for those who told.
+
+        ``before``: what they had kept before that step, as ``shared`` has it.
+        """
         ...
 
 
@@ -191,7 +194,7 @@ class ScriptLoop:
         if not self._is_told:
             self._reached, self._told, variables = told
             self._is_told = True
-            self._state.follow(self._reached, variables)
+            self._state.follow(self._reached, variables, self._told[self._reached])
 
     def _take_up(self) -> None:
         """What the others had before their last steps is what there was here."""

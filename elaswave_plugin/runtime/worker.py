@@ -228,9 +228,10 @@ class Worker:
     def bind(self, framework: Framework, *, deal: Deal, seating: Seating | None = None) -> None:
         """Take the framework's state into care: map the snapshot memory for it.
 
-        ``deal(**seating.dealt_over)`` says who runs what; it has to be pure. ``seating``: who
-        shares which state; without one, the job is data-parallel. Raises ConfigurationError for
-        groups that cannot grow where there is a reserve.
+        ``deal(**seating.dealt_over)`` says who runs what; it has to be pure, and may be asked for
+        another ``num_microbatches``. ``seating``: who shares which state; without one, the job is
+        data-parallel. Raises ConfigurationError for groups that cannot grow where there is a
+        reserve.
         """
         self.phases.fire("startup")
         self.deal = deal
@@ -240,6 +241,8 @@ class Worker:
             homes=self.homes, ranks=self.view.ranks, buckets=framework.bucket_lengths()
         )
         self.dataflow = deal(**self.seating.dealt_over)
+        # Of batches with fewer micro-batches than a view is planned for.
+        self._smaller: dict[int, Flow] = {}
         self._describe_layout()
         self._alignment = framework.shard_alignment
         if self.config.snapshots:
@@ -437,9 +440,9 @@ class Worker:
         self.completed = self.phases.step = plan.restore_step
         self.phases.replaying = True
         self.dataflow = plan.dataflow
-        self.stopwatch.times.compared = self._compared_passes()
+        self._smaller = {}
         self._describe_layout()
-        self._set_clock()
+        self.begin_flow(plan.dataflow)
         if self._entering:
             self._entering = False
             self.events.emit(
@@ -453,17 +456,34 @@ class Worker:
                 fetched_bytes=fetched_bytes,
             )
 
-    def _compared_passes(self) -> int | None:
+    def flow_of(self, num_microbatches: int) -> Flow:
+        """What the workers of this view run of a batch of so many micro-batches, alike on all.
+
+        A view is planned for the whole batch; while its size ramps up, fewer are dealt likewise.
+        """
+        flow, over = self.dataflow, self.seating.dealt_over
+        if not isinstance(flow, Shares) and num_microbatches == flow.num_microbatches:
+            return flow
+        if num_microbatches not in self._smaller:
+            self._smaller[num_microbatches] = self.deal(**over, num_microbatches=num_microbatches)
+        return self._smaller[num_microbatches]
+
+    def begin_flow(self, flow: Flow) -> None:
+        """From now on steps are run by ``flow``: at its clock, and paces are compared by it."""
+        self.stopwatch.times.compared = self._compared_passes(flow)
+        self._set_clock(flow)
+
+    def _compared_passes(self, flow: Flow) -> int | None:
         """Forward passes in a step of whoever has the fewest of those with the same layers."""
-        cell, flow = self.seating.cell_of(self.slot), self.dataflow
+        cell = self.seating.cell_of(self.slot)
         if cell is None or isinstance(flow, Shares):
             return None
         counts = [len(flow.microbatches(slot)) for slot in cell.ranks]
         return min(counts) * (flow.layout.vpp if isinstance(flow, PipelineFlow) else 1)
 
-    def _set_clock(self) -> None:
+    def _set_clock(self, flow: Flow) -> None:
         """Run at the clock that the dataflow gives to this worker."""
-        flow, clocks = self.dataflow, self.stopwatch.clocks
+        clocks = self.stopwatch.clocks
         clock = flow.clock(self.slot) if isinstance(flow, PipelineFlow) else 1.0
         if clock != clocks.clock:
             clocks.set(clock)

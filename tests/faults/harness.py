@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,6 +136,11 @@ class JobSpec:
     alternate: str = ""
     launcher: tuple[str, ...] = ()
     script: str = str(SCRIPT)
+
+    @property
+    def batches(self) -> Sequence[int]:
+        """Samples of each step."""
+        return self.steps * [self.global_batch]
 
     def arguments(self, data: Path, directory: Path) -> list[str]:
         """The script's arguments."""
@@ -378,10 +383,7 @@ def check_survived(run: Outcome) -> None:
     assert pids_unchanged(run.files)
     assert not disagreeing_steps(run.files)
     assert not run.orphans
-    assert audit_samples(run.files, steps=run.spec.steps, global_batch=run.spec.global_batch) == (
-        0,
-        0,
-    )
+    assert audit_samples(run.files, batches=run.spec.batches) == (0, 0)
     assert len(run.trace()) == run.spec.steps
 
 

@@ -36,18 +36,23 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 class Order(NamedTuple):
-    """What a worker runs, in the order of its forwards: the samples, and which loss it reports."""
+    """What a worker runs, in the order of its forwards: the samples, and which loss it reports.
+
+    ``num_reports``: losses that all workers together report.
+    """
 
     pieces: tuple[Samples, ...]
     reports: tuple[int, ...]
+    num_reports: int
 
 
 def order_of(flow: Dataflow | PipelineFlow, slot: int, *, micro_batch_size: int) -> Order:
     """The pieces of a worker; losses are counted by micro-batch, or by resized piece."""
     if isinstance(flow, PipelineFlow):
-        return Order(flow.samples(slot), flow.reports(slot))
+        return Order(flow.samples(slot), flow.reports(slot), flow.num_reports)
     ks = tuple(k for part in flow.contributions(slot) for k in part.microbatches)
-    return Order(tuple(Samples.of(k, size=micro_batch_size) for k in ks), ks)
+    pieces = tuple(Samples.of(k, size=micro_batch_size) for k in ks)
+    return Order(pieces, ks, flow.num_microbatches)
 
 
 def run_contributions(

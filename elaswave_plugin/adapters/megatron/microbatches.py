@@ -38,16 +38,18 @@ class Microbatches:
     ) -> None:
         """Bind the worker to the framework and its deal; collective over WORLD.
 
-        ``why_whole``: why the script gives whole micro-batches only, if so.
+        ``num_microbatches`` of the whole batch, for which views are planned; ``why_whole``: why the
+        script gives whole micro-batches only, if so.
         Raises ConfigurationError for what tensor and pipeline parallel jobs do not carry.
         """
         self._worker = worker
         self._framework = framework
-        self.num_microbatches = num_microbatches
+        self._num_microbatches = num_microbatches
         self._micro_batch_size = micro_batch_size
-        # What was run last, and which losses of the step its reports are.
+        # What was run last, which losses of the batch its reports are, and how many there are.
         self.executed: tuple[Samples, ...] = ()
         self.reports: tuple[int, ...] = ()
+        self.num_reports = 0
         self._cut_patches = cut_patches()
         self._weight_gradients = WeightGradients()
         self._tied: dict[int, TiedWeight] = {}
@@ -67,6 +69,7 @@ class Microbatches:
             )
             self._tied = grid.tied
             worker.bind(framework, deal=grid.deal, seating=grid.seating)
+        self._placed = worker.dataflow
         framework.take_place(worker.dataflow)
 
     @property
@@ -91,12 +94,6 @@ class Microbatches:
         last = len(flow.layout.stages) - 1 if isinstance(flow, PipelineFlow) else 0
         return seat is not None and (seat.stage, seat.tp) == (last, 0)
 
-    @property
-    def num_reports(self) -> int:
-        """Losses that all workers together report of a step."""
-        flow = self.flow
-        return flow.num_reports if isinstance(flow, PipelineFlow) else self.num_microbatches
-
     def consume(self, step: int, microbatch: int, ids: tuple[int, ...]) -> None:
         """Write to the ledger that the samples of a micro-batch are about to be used."""
         seat = self.seat
@@ -115,18 +112,29 @@ class Microbatches:
             )
 
     def forward_backward(
-        self, function: ForwardBackward, begin: Begin, *, forward_only: bool, **kwargs: Any
+        self,
+        function: ForwardBackward,
+        begin: Begin,
+        *,
+        forward_only: bool,
+        num_microbatches: int | None = None,
+        **kwargs: Any,
     ) -> list[Any]:
         """Healthy: Megatron-Core's own ``function``. After a loss: what this worker has to run.
 
-        ``kwargs`` are the function's, without the number of micro-batches. Returns the reported
-        losses, one for each of ``reports``, where they are known, else none.
+        ``num_microbatches``: of all replicas, if not the whole batch; ``kwargs``: the function's
+        others. Returns the reported losses, one for each of ``reports``, where they are known, else
+        none.
         """
-        worker, flow = self._worker, self.flow
+        worker, flow = self._worker, self._dealt(num_microbatches)
         executor.check_arguments(kwargs)
         self._forward_only = forward_only
         self._patch(flow)
-        self.executed, self.reports = executor.order_of(
+        if not forward_only and flow is not self._placed:
+            self._framework.take_place(flow)
+            worker.begin_flow(flow)
+            self._placed = flow
+        self.executed, self.reports, self.num_reports = executor.order_of(
             flow, worker.slot, micro_batch_size=self._micro_batch_size
         )
 
@@ -147,8 +155,13 @@ class Microbatches:
             forward_step_func=kwargs["forward_step_func"],
             data_iterator=kwargs["data_iterator"],
             model=self._framework.chunks[0],
-            replica_microbatches=self.num_microbatches // flow.num_replicas,
+            replica_microbatches=flow.num_microbatches // flow.num_replicas,
         )
+
+    def _dealt(self, num_microbatches: int | None) -> Dataflow | PipelineFlow:
+        flow = self._worker.flow_of(num_microbatches or self._num_microbatches)
+        assert isinstance(flow, Dataflow | PipelineFlow)
+        return flow
 
     def finish(self) -> None:
         """Nothing is run any more."""

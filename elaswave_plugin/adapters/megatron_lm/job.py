@@ -16,6 +16,7 @@ from elaswave_plugin.adapters.megatron.growth import check_growth
 from elaswave_plugin.adapters.megatron.microbatches import Microbatches
 from elaswave_plugin.adapters.megatron.optimizer_state import FlatShard
 from elaswave_plugin.adapters.megatron.refuse import check_supported
+from elaswave_plugin.adapters.megatron_lm.batch_size import global_batch_sizes
 from elaswave_plugin.adapters.megatron_lm.loader import MicrobatchLoader
 from elaswave_plugin.adapters.megatron_lm.losses import LossTotals
 from elaswave_plugin.adapters.megatron_lm.newcomer import LoopVariables, check_seals_everything
@@ -47,11 +48,13 @@ class LmJob:
         self.width = sizes_of(
             workers, tp=args.tensor_model_parallel_size, pp=args.pipeline_model_parallel_size
         )
-        self._num_microbatches = num_microbatches_of(
-            global_batch_size=args.global_batch_size,
-            micro_batch_size=args.micro_batch_size,
-            width=self.width,
-        )
+        counts = [
+            num_microbatches_of(
+                global_batch_size=size, micro_batch_size=args.micro_batch_size, width=self.width
+            )
+            for size in global_batch_sizes(args)
+        ]
+        self._num_microbatches = counts[-1]
         reserve = read_reserve(os.environ)
         check_growth(
             config,
@@ -61,7 +64,7 @@ class LmJob:
                 args.tensor_model_parallel_size,
                 args.pipeline_model_parallel_size,
             ),
-            num_microbatches=self._num_microbatches,
+            num_microbatches=counts[0],
         )
         config.check_slots(workers + reserve)
         config.check_last_checkpoint("the script writes one where it has --save")
@@ -78,7 +81,9 @@ class LmJob:
         self._loaders: list[MicrobatchLoader] = []
         self._shard: FlatShard | None = None
         self._loop: ScriptLoop | None = None
+        # What the last training step has read: so many samples of each of these.
         self._trained_from: list[MicrobatchLoader] = []
+        self._trained_samples = 0
         self.variables = LoopVariables(args)
 
     def take_writers(self, openers: Mapping[str, Callable[[Any], None]]) -> None:
@@ -182,7 +187,7 @@ class LmJob:
             # The last rank logs them, and need not be in the last stage after a loss.
             results.append((losses or self._losses.means, *others))
             for loader in self._trained_from:
-                loader.advance(self._args.global_batch_size)
+                loader.advance(self._trained_samples)
             grad_norm = results[-1][5]
             return StepReport(
                 loss=self._losses.loss,
@@ -199,12 +204,14 @@ class LmJob:
     def forward_backward(self, native: Callable[..., Any], **kwargs: Any) -> list[Any]:
         """Megatron-Core's forward-backward function, for whatever this worker runs now."""
         forward_only = kwargs.pop("forward_only", False)
-        kwargs.pop("num_microbatches")
+        # It is asked for those of one replica of the launch.
+        num_microbatches = self.width * kwargs.pop("num_microbatches")
+        samples = num_microbatches * self._args.micro_batch_size
         iterators = kwargs["data_iterator"]
         iterators = iterators if isinstance(iterators, list) else [iterators]
         loaders = [_loader_of(one) for one in iterators]
         if not forward_only:
-            self._trained_from = loaders
+            self._trained_from, self._trained_samples = loaders, samples
         step = self.worker.completed
 
         def begin(iterator: Any, chunk: Any, samples: Samples) -> None:
@@ -214,10 +221,14 @@ class LmJob:
             rng.set_key(step, samples, size=size)
 
         reports = self._microbatches.forward_backward(
-            native, begin, forward_only=forward_only, **kwargs
+            native,
+            begin,
+            forward_only=forward_only,
+            num_microbatches=num_microbatches,
+            **kwargs,
         )
         for loader in loaders if forward_only else ():
-            loader.advance(self._args.global_batch_size)
+            loader.advance(samples)
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         pace = None if forward_only else self.worker.stopwatch.times.pace
         agreed = list(self._losses.agree(reports, group, pace=pace))

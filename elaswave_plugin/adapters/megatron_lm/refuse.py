@@ -15,7 +15,6 @@ _WANTED: tuple[tuple[str, object], ...] = (
     ("ckpt_format", "torch_dist"),
     ("async_save", False),
     ("non_persistent_save_interval", None),
-    ("rampup_batch_size", None),
     ("iterations_to_skip", None),
     ("phase_transition_iterations", None),
     ("dataloader_type", ("single", "cyclic")),

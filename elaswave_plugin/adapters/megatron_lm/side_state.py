@@ -1,7 +1,7 @@
 """What a piece of Megatron-LM's loop changes besides model and optimizer, and how to put it back.
 
-Timers, counters of samples, the rerun state machine and the positions of the data loaders: a piece
-that is interrupted and run again must find them as they were.
+Timers, counters of samples, the size of the batch, the rerun state machine and the positions of the
+data loaders: a piece that is interrupted and run again must find them as they were.
 """
 
 import copy
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
+from elaswave_plugin.adapters.megatron_lm.batch_size import go_back_to, present_batch
 from elaswave_plugin.adapters.megatron_lm.loader import MicrobatchLoader
 from elaswave_plugin.adapters.megatron_lm.newcomer import LoopVariables, Told
 
@@ -28,9 +29,10 @@ _SHARED = ("current_iteration", "first_iteration_complete", "large_value_counts"
 
 
 class Kept(NamedTuple):
-    """What there was: counters, fields of each timer, of the rerun machine, loader positions."""
+    """What there was: counters, batch, fields of each timer, of the rerun machine, positions."""
 
     counters: dict[str, Any]
+    batch: dict[str, Any]
     timers: dict[str, dict[str, Any]]
     reruns: dict[str, Any]
     positions: list[int]
@@ -51,6 +53,7 @@ class SideState:
         args = training.get_args()
         return Kept(
             counters={name: getattr(args, name) for name in _COUNTERS if hasattr(args, name)},
+            batch=present_batch(),
             timers={
                 name: {field: getattr(timer, field) for field in _TIMER}
                 for name, timer in training.get_timers()._timers.items()
@@ -67,6 +70,7 @@ class SideState:
         """Make it as it was kept."""
         training = import_module("megatron.training")
         vars(training.get_args()).update(kept.counters)
+        go_back_to(kept.batch)
         timers = training.get_timers()._timers
         for name, fields in kept.timers.items():
             if name in timers:
@@ -79,6 +83,9 @@ class SideState:
         """What holds for every worker."""
         return kept._replace(reruns={name: kept.reruns[name] for name in _SHARED})
 
-    def follow(self, step: int, told: Told) -> None:
-        """Have train() begin with this step."""
+    def follow(self, step: int, told: Told, before: Kept) -> None:
+        """Have train() begin with this step, before which there was ``before``."""
         self._variables.follow(step, told)
+        # train() saves where a batch is larger than the last one: it takes this one for that.
+        vars(import_module("megatron.training").get_args()).update(before.counters)
+        go_back_to(before.batch)

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,10 +57,17 @@ class ScriptSpec(JobSpec):
     """One launch: DP4 with the distributed optimizer and both overlaps, dropout on."""
 
     steps: int = 6
+    # Samples of each step, where they are not alike.
+    ramp: tuple[int, ...] = ()
     global_batch: int = 8
     options: tuple[str, ...] = NO_EVALUATION
     script: str = "pretrain_gpt.py"
     elastic: bool = True
+
+    @property
+    def batches(self) -> Sequence[int]:
+        """Samples of each step."""
+        return self.ramp or self.steps * [self.global_batch]
 
     def arguments(self, data: Path, directory: Path) -> list[str]:
         """The script's arguments; where the options name a folder {data}, this is it."""
@@ -76,7 +84,11 @@ class ScriptSpec(JobSpec):
             *MODEL,
             *TRAINING,
             *("--micro-batch-size", "1", "--global-batch-size", str(self.global_batch)),
-            *("--train-iters", str(self.steps)),
+            *(
+                ("--train-samples", str(sum(self.ramp)))
+                if self.ramp
+                else ("--train-iters", str(self.steps))
+            ),
             *(option.replace("{data}", str(data)) for option in self.options),
             *(ours if self.elastic else ()),
         ]

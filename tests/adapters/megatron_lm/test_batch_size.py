@@ -1,0 +1,77 @@
+"""The size of a growing batch is put back with everything else, with the wheel's own calculator."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+from megatron.core import num_microbatches_calculator as calculator
+from megatron.core import rerun_state_machine
+
+from elaswave_plugin.adapters.megatron_lm.batch_size import global_batch_sizes
+from elaswave_plugin.adapters.megatron_lm.newcomer import LoopVariables, Told
+from elaswave_plugin.adapters.megatron_lm.side_state import SideState
+
+
+@pytest.fixture
+def args(monkeypatch: pytest.MonkeyPatch) -> Iterator[argparse.Namespace]:
+    """Batches of 4 to 12 samples on two replicas; a stand-in for the package with the arguments."""
+    given = argparse.Namespace(
+        rampup_batch_size=["4", "4", "16"], global_batch_size=12, consumed_train_samples=0
+    )
+    training = SimpleNamespace(
+        get_args=lambda: given,
+        get_timers=lambda: SimpleNamespace(_timers={}),
+        _TRAIN_START_TIME=0.0,
+        _LEGACY_TRAIN_START_TIME=0.0,
+    )
+    for name in ("megatron.training", "megatron.training.training"):
+        monkeypatch.setitem(sys.modules, name, training)
+    monkeypatch.setattr(
+        "elaswave_plugin.adapters.megatron_lm.side_state.get_rerun_state_machine",
+        lambda: rerun_state_machine.RerunStateMachine(mode=rerun_state_machine.RerunMode.DISABLED),
+    )
+    calculator.unset_num_microbatches_calculator()
+    calculator.init_num_microbatches_calculator(0, [4, 4, 16], 12, 1, 2)
+    yield given
+    calculator.unset_num_microbatches_calculator()
+
+
+def consume(args: argparse.Namespace, samples: int) -> int:
+    """As train() does before a step; returns the micro-batches of a replica."""
+    args.consumed_train_samples = samples
+    calculator.update_num_microbatches(samples)
+    count: int = calculator.get_num_microbatches()
+    return count
+
+
+def test_every_size_is_known_before_the_job_is_joined(args: argparse.Namespace) -> None:
+    assert global_batch_sizes(args) == (4, 8, 12)
+    args.rampup_batch_size = None
+    assert global_batch_sizes(args) == (12,)
+
+
+def test_a_step_back_is_one_to_the_smaller_batch(args: argparse.Namespace) -> None:
+    state = SideState([], LoopVariables(args))
+    assert consume(args, 4) == 2
+    before = state.keep()
+    assert consume(args, 8) == 4
+    state.put_back(before)
+    assert calculator.get_num_microbatches() == 2
+    assert calculator.get_current_global_batch_size() == 4
+    assert calculator.get_current_running_global_batch_size() == 4
+
+
+def test_a_worker_that_comes_later_begins_with_the_batch_of_the_others(
+    args: argparse.Namespace,
+) -> None:
+    """Its train() compares the batch with what it finds, and saves where they differ."""
+    state = SideState([], LoopVariables(args))
+    consume(args, 16)
+    told = state.shared(state.keep())
+    consume(args, 0)
+    everything = Told({}, {}, 0.0, None, True, False)
+    state.follow(3, everything, told)
+    assert calculator.get_num_microbatches() == 6
+    assert consume(args, args.consumed_train_samples) == 6
