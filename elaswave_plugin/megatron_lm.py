@@ -11,6 +11,7 @@ from typing import Any
 __all__ = ["install", "prepare"]
 
 _MARK = "__elaswave__"
+_HOOK = "pretrain_hook"
 _FLAG = "--elaswave"
 _ADAPTER = "elaswave_plugin.adapters.megatron_lm"
 
@@ -22,10 +23,16 @@ def prepare() -> None:
 
 
 def install() -> None:
-    """Let ``pretrain`` know our options; with --elaswave in the arguments, it joins the job."""
-    for name in ("megatron.training", "megatron.training.training"):
-        module = import_module(name)
-        module.__dict__["pretrain"] = _elastic(module.__dict__["pretrain"])
+    """Let ``pretrain`` know our options; with --elaswave in the arguments, it joins the job.
+
+    Where a diff of ``patches/`` gave it a hook, nothing is replaced.
+    """
+    training = vars(import_module("megatron.training.training"))
+    if _HOOK in training:
+        training[_HOOK] = _elastic(inspect.unwrap(training["pretrain"]))
+        return
+    for module in (training, vars(import_module("megatron.training"))):
+        module["pretrain"] = _elastic(module["pretrain"])
 
 
 def _elastic(native: Callable[..., Any]) -> Callable[..., Any]:

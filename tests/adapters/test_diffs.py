@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,8 +12,11 @@ import pytest
 
 from elaswave_plugin.adapters.megatron.seams import elastic_patches
 from elaswave_plugin.adapters.megatron.weight_gradients import WeightGradients
+from elaswave_plugin.adapters.megatron_lm.hooks import Hooks
+from elaswave_plugin.adapters.megatron_lm.seams import lm_patches
 from elaswave_plugin.cli import run_command
-from elaswave_plugin.diffs import Diff, find_tree, read_series
+from elaswave_plugin.diffs import Diff, diffs_for, find_tree, read_series
+from tests.adapters.megatron_lm.harness import REPOSITORY, needs_repository
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_ADDED_LINES = 10
@@ -23,25 +27,36 @@ def sources(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    """A copy of those files of the installed megatron-core that the diffs change."""
+def installed_core() -> Path:
+    """The folder that has the installed megatron-core."""
     spec = find_spec("megatron.core")
     assert spec is not None and spec.origin is not None
-    installed = Path(spec.origin).parents[2]
-    version = find_tree(installed).families[0]
+    return Path(spec.origin).parents[2]
+
+
+@pytest.fixture(
+    params=["wheel", pytest.param("checkout", marks=needs_repository)],
+)
+def tree(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A copy of the files that the diffs change: of the installed core, or of a checkout."""
+    source = installed_core() if request.param == "wheel" else Path(REPOSITORY)
+    version = find_tree(source).families[0]
     if version not in {diff.family for diff in read_series()}:
         pytest.skip(f"there are no diffs for {version}")
     root = tmp_path / "site-packages"
-    changed = {name for diff in read_series() for name in diff.files}
+    changed = {name for diff in diffs_for(find_tree(source)) for name in diff.files}
     for name in ("megatron/core/package_info.py", *changed):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(installed / name, root / name)
+        shutil.copy(source / name, root / name)
     return root
 
 
-@pytest.mark.parametrize("diff", read_series(), ids=lambda diff: diff.name)
-def test_a_diff_is_short_and_cannot_land_in_a_wrong_place(diff: Diff, tree: Path) -> None:
+def test_every_diff_is_short_and_cannot_land_in_a_wrong_place(tree: Path) -> None:
+    for diff in diffs_for(find_tree(tree)):
+        check_is_short(diff, tree)
+
+
+def check_is_short(diff: Diff, tree: Path) -> None:
     assert diff.summary and all(diff.field(name) for name in ("Reason", "Valid", "Upstream"))
     (name,) = diff.files
     source = (tree / name).read_text()
@@ -53,11 +68,30 @@ def test_a_diff_is_short_and_cannot_land_in_a_wrong_place(diff: Diff, tree: Path
     assert sum(line.startswith("+") for line in "".join(hunks).splitlines()) <= MAX_ADDED_LINES
 
 
-def test_every_hook_has_its_record_and_every_elastic_record_its_hook() -> None:
-    records = (*elastic_patches(exact=True).records, *WeightGradients().patches.records)
+def test_every_hook_has_its_record_and_every_elastic_record_its_hook(tree: Path) -> None:
+    diffs = diffs_for(find_tree(tree))
+    scripts = lm_patches(Hooks(lambda config: None)).records
+    records = (*elastic_patches(exact=True).records, *WeightGradients().patches.records, *scripts)
     assert all(record.hook is not None for record in records)
-    hooks = [record.hook.place for record in records if record.hook is not None]
-    assert sorted(hooks) == sorted(diff.field("Hook") for diff in read_series())
+    hooks = {record.hook.place for record in records if record.hook is not None}
+    core = {diff.field("Hook") for diff in diffs if diff.family.startswith("megatron-core/")}
+    of_scripts = {place for place in hooks if place.startswith("megatron.training.")}
+    assert core == hooks - of_scripts
+    if (tree / "megatron" / "training").exists():
+        # pretrain's is set when Megatron-LM is imported, before there are records.
+        entry = "megatron.training.training:pretrain_hook"
+        assert run_command(["patch", "apply", str(tree)]) == 0
+        assert set(replaceable_in(tree)) == {*of_scripts, entry}
+
+
+def replaceable_in(tree: Path) -> Iterator[str]:
+    """The hooks that the patched scripts have."""
+    for path in (tree / "megatron" / "training").glob("*.py"):
+        text = path.read_text()
+        names = re.findall(r'^replaceable\(globals\(\), "(\w+)"\)', text, re.MULTILINE)
+        for loop in re.findall(r"^for _name in \((.*?)^\)\.split", text, re.MULTILINE | re.DOTALL):
+            names += loop.replace('"', "").split()
+        yield from (f"megatron.training.{path.stem}:{name}_hook" for name in names)
 
 
 def test_apply_and_revert_leave_the_bytes_that_were_there(
@@ -67,7 +101,7 @@ def test_apply_and_revert_leave_the_bytes_that_were_there(
         assert run_command(["patch", verb, str(folder)]) == 0
         return capsys.readouterr().out.splitlines()
 
-    before, names = sources(tree), [diff.name for diff in read_series()]
+    before, names = sources(tree), [diff.name for diff in diffs_for(find_tree(tree))]
     core = tree / "megatron" / "core"
     assert say("check", core) == [f"{name}: not applied, fits" for name in names]
     assert say("apply", core) == [f"applied {name}" for name in names]
@@ -96,7 +130,7 @@ def test_a_repository_around_the_tree_has_no_say(
 def test_a_file_that_differs_is_named_and_nothing_is_changed(
     tree: Path, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
-    last = read_series()[-1]
+    last = diffs_for(find_tree(tree))[-1]
     path = tree / last.files[0]
     taken = next(line[1:] for line in reversed(last.text.splitlines()) if line.startswith("-"))
     path.write_text(path.read_text().replace(f"\n{taken}\n", f"\n{taken}  # mine\n"))

@@ -26,6 +26,7 @@ def run(train: Callable[[], Any]) -> Any:
         def apply(patches: PatchSet) -> None:
             stack.callback(patches.undo)
             patches.apply()
+            hooks.places += patches.places
 
         def joining(config: ElasticConfig) -> None:
             apply(elastic_patches(exact=config.consistency == "exact"))

@@ -37,6 +37,8 @@ class Hooks:
         """``on_join(config)`` is called before the job is joined."""
         self._on_join = on_join
         self.job: LmJob | None = None
+        # What the patch records of the run have set.
+        self.places: list[str] = []
         self._openers: dict[str, Native] = {}
 
     @property
@@ -139,7 +141,7 @@ class Hooks:
             *args: Any,
             **kwargs: Any,
         ) -> Any:
-            self._joined.bind(model, optimizer, opt_param_scheduler)
+            self._joined.bind(model, optimizer, opt_param_scheduler, patched=self.places)
             return native(forward_step_func, model, optimizer, opt_param_scheduler, *args, **kwargs)
 
         return train
@@ -259,12 +261,15 @@ class Hooks:
 
         @wraps(native)
         def start_or_stop(timer: Any, barrier: bool = False) -> None:
-            if barrier and self.job is not None:
-                self.job.run(lambda: dist.barrier(group=timer._barrier_group))
-                barrier = False
-            native(timer, barrier=barrier)
+            if barrier:
+                self.meet(timer._barrier_group)
+            native(timer)
 
         return start_or_stop
+
+    def meet(self, group: Any) -> None:
+        """A barrier is a piece of the loop."""
+        self.piece(dist.barrier)(group=group)
 
     def leave_detector(self, native: Native) -> Native:
         """An interrupted step is no error to be shown."""
@@ -328,12 +333,19 @@ class Hooks:
 
         @wraps(native)
         def compile_where_missing() -> None:
-            try:
-                import megatron.core.datasets.helpers_cpp  # noqa: F401
-            except ImportError:
+            if not has_index_builder():
                 native()
 
         return compile_where_missing
+
+
+def has_index_builder() -> bool:
+    """Whether the helpers of the datasets are built."""
+    try:
+        import megatron.core.datasets.helpers_cpp  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 class _Width(Answering):

@@ -125,10 +125,13 @@ class LmJob:
     def _consume(self, microbatch: int, ids: Sequence[int]) -> None:
         self._microbatches.consume(self.worker.completed, microbatch, tuple(ids))
 
-    def bind(self, chunks: list[Any], optimizer: Any, scheduler: Any) -> None:
+    def bind(
+        self, chunks: list[Any], optimizer: Any, scheduler: Any, *, patched: Sequence[str]
+    ) -> None:
         """Take what was built into care and seal it: training begins.
 
         A worker that replaces a lost one enters here, and gets the state of the others.
+        ``patched``: what the patch records have set, for the events.
         Raises ConfigurationError for a model that it could not get.
         """
         args, worker = self._args, self.worker
@@ -168,6 +171,7 @@ class LmJob:
             worker.member.saves_last()
         self._loop.start()
         args.rank, args.world_size = dist.get_rank(), dist.get_world_size()
+        self._recording.patched(patched)
         self._recording.attached(
             num_microbatches=self._num_microbatches, micro_batch_size=args.micro_batch_size
         )

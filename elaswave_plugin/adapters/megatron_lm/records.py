@@ -1,9 +1,10 @@
 """A patch record of Megatron-LM or Megatron-Core, for the versions that are known."""
 
 from collections.abc import Callable
+from inspect import unwrap
 from typing import Any
 
-from elaswave_plugin.adapters.patching import PatchRecord
+from elaswave_plugin.adapters.patching import Hook, PatchRecord
 
 
 def record(
@@ -12,10 +13,11 @@ def record(
     reason: str,
     *parameters: str,
     gone: str | None = None,
+    hook: Hook | None = None,
 ) -> PatchRecord:
     """Replace ``target`` by what ``make`` makes of it; ``parameters``: those it has to have.
 
-    ``gone``: versions that have no such target.
+    ``gone``: versions that have no such target; ``hook``: set where the source has it.
     """
     return PatchRecord(
         target=target,
@@ -25,4 +27,13 @@ def record(
         make=make,
         parameters=parameters or None,
         gone=gone,
+        hook=hook,
     )
+
+
+def by_name(target: str, make: Callable[[Any], Any]) -> Hook:
+    """The hook that ``replaceable`` of patches/megatron-lm gives to a function of a module.
+
+    The function there asks the hook, which is to call the one below it.
+    """
+    return Hook(f"{target}_hook", lambda function: make(unwrap(function)))

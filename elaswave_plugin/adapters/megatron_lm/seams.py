@@ -1,13 +1,17 @@
 """The patch records of a Megatron-LM script in an elastic job, on any device."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
-from elaswave_plugin.adapters.megatron_lm.hooks import Hooks
-from elaswave_plugin.adapters.megatron_lm.records import record
+from elaswave_plugin.adapters.megatron_lm.hooks import Hooks, has_index_builder
+from elaswave_plugin.adapters.megatron_lm.records import by_name, record
 from elaswave_plugin.adapters.megatron_lm.script_writers import TENSORBOARD, WANDB
-from elaswave_plugin.adapters.patching import PatchRecord, PatchSet
+from elaswave_plugin.adapters.patching import Hook, PatchRecord, PatchSet
+from elaswave_plugin.errors import EpochChanged
 
 _TRAINING = "megatron.training.training"
+_DATASETS = "megatron.core.datasets"
 _LOOP = ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler")
 
 
@@ -16,27 +20,32 @@ def lm_patches(hooks: Hooks) -> PatchSet:
     return PatchSet([*_start(hooks), *_steps(hooks), *_pieces(hooks), *_checkpoints(hooks)])
 
 
+def _record(target: str, make: Callable[[Any], Any], reason: str, *parameters: str) -> PatchRecord:
+    """Of a function of megatron.training."""
+    return record(target, make, reason, *parameters, hook=by_name(target, make))
+
+
 def _start(hooks: Hooks) -> list[PatchRecord]:
     return [
-        record(
+        _record(
             "megatron.training.initialize:_initialize_distributed",
             hooks.initialize_distributed,
             "WORLD and all groups are ours; it finds them made",
             *("get_embedding_ranks", "get_position_embedding_ranks", "store"),
         ),
-        record(
+        _record(
             "megatron.training.global_vars:_set_tensorboard_writer",
             partial(hooks.open_writer, name=TENSORBOARD),
             "whoever is the last rank goes on with it",
             "args",
         ),
-        record(
+        _record(
             "megatron.training.global_vars:_set_wandb_writer",
             partial(hooks.open_writer, name=WANDB),
             "its run goes on when the worker that opened it is lost, and our rows go to it",
             "args",
         ),
-        record(
+        _record(
             f"{_TRAINING}:get_megatron_optimizer",
             hooks.make_optimizer,
             "buffers and optimizer get room for every width before a checkpoint is loaded",
@@ -44,24 +53,28 @@ def _start(hooks: Hooks) -> list[PatchRecord]:
             *("pg_collection", "dump_param_to_param_group_map"),
         ),
         record(
-            "megatron.core.datasets.blended_megatron_dataset_builder:"
-            "BlendedMegatronDatasetBuilder.__init__",
+            f"{_DATASETS}.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder.__init__",
             hooks.build_datasets,
             "a worker may come to a place where data is read",
             *("self", "cls", "sizes", "is_built_on_rank", "config"),
+            hook=Hook(
+                f"{_DATASETS}.blended_megatron_dataset_builder:built_on_rank_hook",
+                lambda constructor: lambda: True,
+            ),
         ),
         record(
-            "megatron.core.datasets.utils:compile_helpers",
+            f"{_DATASETS}.utils:compile_helpers",
             hooks.compile_index_builder,
             "the wheel brings them built, and no Makefile",
+            hook=Hook(f"{_DATASETS}.utils:has_helpers_hook", lambda function: has_index_builder),
         ),
-        record(
+        _record(
             f"{_TRAINING}:build_pretraining_data_loader",
             hooks.make_loader,
             "whoever runs a micro-batch reads its samples, by their samplers",
             *("dataset", "consumed_samples"),
         ),
-        record(
+        _record(
             f"{_TRAINING}:cyclic_iter", hooks.cycle, "our loader starts its epochs itself", "iter"
         ),
     ]
@@ -69,7 +82,7 @@ def _start(hooks: Hooks) -> list[PatchRecord]:
 
 def _steps(hooks: Hooks) -> list[PatchRecord]:
     return [
-        record(
+        _record(
             f"{_TRAINING}:train",
             hooks.train,
             "what was built is taken into care and sealed",
@@ -77,13 +90,13 @@ def _steps(hooks: Hooks) -> list[PatchRecord]:
             *("train_data_iterator", "valid_data_iterator", "process_non_loss_data_func"),
             *("config", "checkpointing_context", "non_loss_data_func", "inference_model"),
         ),
-        record(
+        _record(
             f"{_TRAINING}:train_step",
             hooks.train_step,
             "an interrupted step is recovered and run again",
             *(*_LOOP, "config", "forward_backward_func", "iteration"),
         ),
-        record(
+        _record(
             f"{_TRAINING}:get_forward_backward_func",
             hooks.forward_backward,
             "the flow of the view says which micro-batches a worker runs",
@@ -93,9 +106,13 @@ def _steps(hooks: Hooks) -> list[PatchRecord]:
             f"{_TRAINING}:mpu",
             hooks.count_samples,
             "samples are counted by the replicas of the launch: the global batch stays",
+            hook=Hook(
+                f"{_TRAINING}:count_replicas_hook",
+                lambda mpu: hooks.count_samples(mpu).get_data_parallel_world_size,
+            ),
         ),
         *(
-            record(
+            _record(
                 f"{_TRAINING}:{name}",
                 hooks.over_everyone,
                 "free workers learn it too, and stages may be unequally wide",
@@ -113,12 +130,11 @@ def _pieces(hooks: Hooks) -> list[PatchRecord]:
     again = "it contains collectives, and starts again after a recovery"
     evaluation = partial(hooks.piece, phase="evaluation")
     save = partial(hooks.piece, phase="save")
-    timer = "its barrier starts again after a recovery"
     return [
-        record(
+        _record(
             f"{_TRAINING}:training_log", hooks.training_log, again, *_parameters_of_training_log()
         ),
-        record(
+        _record(
             f"{_TRAINING}:evaluate_and_print_results",
             evaluation,
             again,
@@ -126,8 +142,8 @@ def _pieces(hooks: Hooks) -> list[PatchRecord]:
             *("process_non_loss_data_func", "config", "verbose", "write_to_tensorboard"),
             "non_loss_data_func",
         ),
-        record(f"{_TRAINING}:save_checkpoint_and_time", save, again),
-        record(
+        _record(f"{_TRAINING}:save_checkpoint_and_time", save, again),
+        _record(
             f"{_TRAINING}:checkpoint_and_decide_exit",
             hooks.decide_exit,
             again,
@@ -135,26 +151,35 @@ def _pieces(hooks: Hooks) -> list[PatchRecord]:
             *("num_floating_point_operations_so_far", "checkpointing_context"),
             "train_data_iterator",
         ),
-        record(f"{_TRAINING}:print_datetime", hooks.piece, again, "string", "override_timestamp"),
-        record(
+        _record(f"{_TRAINING}:print_datetime", hooks.piece, again, "string", "override_timestamp"),
+        _record(
             f"{_TRAINING}:disable_forward_pre_hook",
             hooks.disable_forward_pre_hook,
             "it gathers the weights, which starts again after a recovery",
             *("model_chunks", "param_sync"),
         ),
-        record(
+        _record(
             f"{_TRAINING}:enable_forward_pre_hook",
             hooks.enable_forward_pre_hook,
             "a worker that comes back gathers weights in its first step, as the others do",
             "model_chunks",
         ),
-        record("megatron.core.timers:Timer.start", hooks.timer, timer, "self", "barrier"),
-        record("megatron.core.timers:Timer.stop", hooks.timer, timer, "self", "barrier"),
+        *(
+            record(
+                f"megatron.core.timers:Timer.{name}",
+                hooks.timer,
+                "its barrier starts again after a recovery",
+                *("self", "barrier"),
+                hook=Hook("megatron.core.timers:barrier_hook", lambda method: hooks.meet),
+            )
+            for name in ("start", "stop")
+        ),
         record(
             "megatron.core.utils:StragglerDetector.__exit__",
             hooks.leave_detector,
             "it shows the stack of whatever passes it, and an interrupted step is no error",
             *("self", "ex_type", "ex_val", "ex_tb"),
+            hook=Hook("megatron.core.utils:no_error_hook", lambda method: EpochChanged),
         ),
     ]
 
@@ -170,7 +195,7 @@ def _parameters_of_training_log() -> tuple[str, ...]:
 def _checkpoints(hooks: Hooks) -> list[PatchRecord]:
     checkpointing = "megatron.training.checkpointing"
     return [
-        record(
+        _record(
             f"{_TRAINING}:load_checkpoint",
             hooks.load,
             "a worker that comes back gets the state of the others",
@@ -178,13 +203,13 @@ def _checkpoints(hooks: Hooks) -> list[PatchRecord]:
             *("checkpointing_context", "skip_load_to_model_and_opt", "tp_group", "pp_group"),
             "dp_cp_group",
         ),
-        record(f"{_TRAINING}:save_checkpoint", hooks.save, "a save starts again after a recovery"),
-        record(
+        _record(f"{_TRAINING}:save_checkpoint", hooks.save, "a save starts again after a recovery"),
+        _record(
             f"{checkpointing}:generate_state_dict",
             hooks.state_to_save,
             "a worker without a place has nothing of its own to save",
         ),
-        record(
+        _record(
             f"{checkpointing}:get_rng_state",
             hooks.rng_state,
             "what is saved does not depend on who ran which micro-batch last",

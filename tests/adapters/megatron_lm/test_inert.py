@@ -35,12 +35,27 @@ print("heavy", heavy)
 """
 
 
-def run_script(folder: Path, imports: str, *words: str) -> subprocess.CompletedProcess[str]:
+# The same with the hook that a diff of patches/ adds.
+HOOKED = """
+import functools
+
+def replaceable(function):
+    call = lambda *args, **kwargs: (pretrain_hook or function)(*args, **kwargs)
+    return functools.wraps(function)(call)
+
+pretrain_hook = None
+pretrain = known = replaceable(pretrain)
+"""
+
+
+def run_script(
+    folder: Path, imports: str, *words: str, source: str = PRETRAIN
+) -> subprocess.CompletedProcess[str]:
     """Run a script of the stand-in package; the plugin is there as torch's entry point has it."""
     package = folder / "megatron" / "training"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("from .training import pretrain\n")
-    (package / "training.py").write_text(PRETRAIN)
+    (package / "training.py").write_text(source)
     (folder / "script.py").write_text(SCRIPT.format(imports=imports))
     return subprocess.run(
         [sys.executable, str(folder / "script.py"), *words],
@@ -67,6 +82,14 @@ def test_their_help_lists_our_group(tmp_path: Path) -> None:
     assert "elaswave:" in done.stdout
     for key in ElasticConfig.model_fields:
         assert option_of(key) in done.stdout
+
+
+def test_a_hook_of_theirs_is_set_and_nothing_replaced(tmp_path: Path) -> None:
+    imports = "import torch\nfrom megatron.training import training as module\n"
+    asked = f"{imports}print('is theirs', module.pretrain is module.known)"
+    done = run_script(tmp_path, asked, "--help", source=PRETRAIN + HOOKED)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "is theirs True" in done.stdout and "elaswave:" in done.stdout
 
 
 def test_an_option_without_the_flag_is_refused_and_not_ignored(tmp_path: Path) -> None:
