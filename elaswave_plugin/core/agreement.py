@@ -26,19 +26,12 @@ from elaswave_plugin.core.agreement_messages import (
     Ballot,
     Begun,
     Committed,
-    Connect,
-    Deliver,
-    Disconnect,
-    Dismiss,
     Done,
-    Effect,
     Facts,
-    Fence,
     FirstSeal,
     Inventory,
     Message,
     Notice,
-    Over,
     Prepare,
     Promise,
     Proposal,
@@ -48,7 +41,6 @@ from elaswave_plugin.core.agreement_messages import (
     Refuse,
     Replan,
     Report,
-    Ring,
     Settled,
     Severed,
     Starts,
@@ -56,15 +48,22 @@ from elaswave_plugin.core.agreement_messages import (
     Stop,
     StopBefore,
     Welcome,
-    pack_payload,
 )
+from elaswave_plugin.core.agreement_orders import (
+    Connect,
+    Deliver,
+    Disconnect,
+    Dismiss,
+    Effect,
+    Fence,
+    Over,
+    Ring,
+)
+from elaswave_plugin.core.agreement_wire import pack_payload
 from elaswave_plugin.core.due import boundary_of, due_view
 from elaswave_plugin.core.election import outcome_of
 from elaswave_plugin.core.ending import EXIT_FAILED, ending_of
-from elaswave_plugin.core.membership import (
-    MembershipView,
-    WorkerId,
-)
+from elaswave_plugin.core.membership import MembershipView, WorkerId
 from elaswave_plugin.core.own_trainer import OwnTrainer
 from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.core.seats import Seats

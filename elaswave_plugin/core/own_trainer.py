@@ -9,21 +9,19 @@ from typing import TypeGuard
 
 from elaswave_plugin.core.agreement_messages import (
     Done,
-    Effect,
     FirstSeal,
     Message,
     News,
-    Note,
     Notice,
     Ready,
     Replan,
     Report,
-    Send,
     Settled,
     Severed,
     Starts,
     Stays,
 )
+from elaswave_plugin.core.agreement_orders import Effect, Note, Send
 from elaswave_plugin.core.membership import (
     Arrival,
     FailureEvent,

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elaswave_plugin.core.agreement_messages import Welcome, from_wire
+from elaswave_plugin.core.agreement_messages import Welcome
+from elaswave_plugin.core.agreement_wire import from_wire
 from elaswave_plugin.core.reserve import vacant
 from elaswave_plugin.errors import AgreementError
 from elaswave_plugin.runtime.rendezvous import Meeting, Peer

@@ -12,22 +12,20 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from elaswave_plugin.core.agreement import Agreement
-from elaswave_plugin.core.agreement_messages import (
-    Committed,
+from elaswave_plugin.core.agreement_messages import Committed, Message
+from elaswave_plugin.core.agreement_orders import (
     Connect,
     Deliver,
     Disconnect,
     Dismiss,
     Effect,
     Fence,
-    Message,
     Note,
     Over,
     Ring,
     Send,
-    from_wire,
-    to_wire,
 )
+from elaswave_plugin.core.agreement_wire import from_wire, to_wire
 from elaswave_plugin.core.hang import Sample
 from elaswave_plugin.core.lease import Lease
 from elaswave_plugin.core.membership import MembershipView

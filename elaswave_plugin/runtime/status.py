@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elaswave_plugin.core.agreement_messages import Inventory, Ring
+from elaswave_plugin.core.agreement_messages import Inventory
+from elaswave_plugin.core.agreement_orders import Ring
 from elaswave_plugin.core.hang import Sample
 from elaswave_plugin.core.membership import MembershipView
 from elaswave_plugin.core.reserve import vacant

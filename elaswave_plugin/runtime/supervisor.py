@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from elaswave_plugin.core.agreement_messages import Ballot, Committed, Facts, Ring
+from elaswave_plugin.core.agreement_messages import Ballot, Committed, Facts
+from elaswave_plugin.core.agreement_orders import Ring
 from elaswave_plugin.core.ending import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_REQUEUE
 from elaswave_plugin.core.hang import Sample
 from elaswave_plugin.core.layout import why_impossible

@@ -19,16 +19,8 @@ from elaswave_plugin.core.agreement_messages import (
     Ballot,
     Begun,
     Committed,
-    Connect,
-    Deliver,
-    Disconnect,
-    Dismiss,
     Done,
-    Effect,
-    Fence,
     Message,
-    Note,
-    Over,
     Prepare,
     Promise,
     Propose,
@@ -36,16 +28,24 @@ from elaswave_plugin.core.agreement_messages import (
     Ready,
     Refuse,
     Report,
-    Ring,
-    Send,
     Starts,
     Stop,
     StopBefore,
     Welcome,
-    from_wire,
-    to_wire,
-    unpack_payload,
 )
+from elaswave_plugin.core.agreement_orders import (
+    Connect,
+    Deliver,
+    Disconnect,
+    Dismiss,
+    Effect,
+    Fence,
+    Note,
+    Over,
+    Ring,
+    Send,
+)
+from elaswave_plugin.core.agreement_wire import from_wire, to_wire, unpack_payload
 from elaswave_plugin.core.membership import MembershipView
 from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.core.reserve import NOWHERE

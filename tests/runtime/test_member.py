@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from elaswave_plugin.core.agreement_messages import pack_payload
+from elaswave_plugin.core.agreement_wire import pack_payload
 from elaswave_plugin.core.membership import FailureEvent, MembershipView, first_view, next_view
 from elaswave_plugin.errors import (
     AgreementError,

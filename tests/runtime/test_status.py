@@ -15,7 +15,8 @@ import pytest
 from rich.console import Console
 
 from elaswave_plugin.cli import run_command
-from elaswave_plugin.core.agreement_messages import Ballot, Ring
+from elaswave_plugin.core.agreement_messages import Ballot
+from elaswave_plugin.core.agreement_orders import Ring
 from elaswave_plugin.core.hang import OUTSIDE, Sample
 from elaswave_plugin.core.layout import launch_layout
 from elaswave_plugin.core.membership import first_view
