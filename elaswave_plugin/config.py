@@ -225,6 +225,12 @@ class ElasticConfig(BaseModel):
         " at launch a worker may hold after a loss; 1 always has a plan, more room a faster one; by"
         " default 1 on GPUs, and on CPUs one slot more than the narrowest stage needs for it",
     )
+    memory_limit_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None,
+        description="GiB that a plan may have a worker of a pipeline hold in weights, gradients,"
+        " optimizer state and activations, as measured in the running job; none: on GPUs what the"
+        " device has for the job, on CPUs no limit",
+    )
     slow_workers: Literal["act", "name"] = Field(
         "act",
         description="what becomes of a worker that takes 1.3 times as long for its layers as those"
@@ -301,6 +307,7 @@ class ElasticConfig(BaseModel):
             "split_backward": ("auto", "never"),
             "clocks": ("off",),
             "activation_room": (None,),
+            "memory_limit_gib": (None,),
         }
         for name, values in idle.items():
             if getattr(self, name) not in values:

@@ -4,7 +4,8 @@ Seconds are of one sample, and of the clock 1: a forward pass and a backward pas
 transformer layer, of what is in front of the layers (embedding), of what is behind (head, loss).
 Where backwards are split, those of a layer come as input gradients and weight gradients. Beside the
 passes: what an operation (a forward or a backward of a micro-batch) takes between two of them, what
-a step takes around all of them (update, snapshot), and a message between two stages.
+a step takes around all of them (update, snapshot), and a message between two stages. And the bytes
+that a sample holds in each part from its forward until its backward pass.
 
 >>> mine = PassTimes(wanted_steps=1)
 >>> mine.note(LAYER, FORWARD, 0.00402)
@@ -17,17 +18,19 @@ a step takes around all of them (update, snapshot), and a message between two st
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
 from elaswave_plugin.core.planner.costs import CostModel, UnitCost
+from elaswave_plugin.core.planner.state_bytes import StateBytes
 from elaswave_plugin.core.step_time import LinkTime
 
 FRONT, LAYER, BEHIND = "front", "layer", "behind"
 FORWARD, BACKWARD = "forward", "backward"
 SPLIT = INPUTS, WEIGHTS = "inputs", "weights"
 OPERATION, AROUND, LINK = "operation", "around", "link"
+HELD = "held"
 STEPS_FOR_COSTS = 5
 """Fewer steps say little: the first ones compile and fill caches."""
 STEPS_REMEMBERED = 15
@@ -35,6 +38,7 @@ DIGITS = 2
 """Significant digits: what noise changes below them must not change a plan."""
 
 Passes = tuple[float, float]
+PARTS = (FRONT, LAYER, BEHIND)
 _PAIRS = (FRONT, LAYER, BEHIND, LINK)
 _NUMBERS = ("weights", "operation_s", "around_s", "scale")
 
@@ -47,6 +51,7 @@ class LayerTimes:
     ``operation_s`` of each operation and ``around_s`` of a step, beside the passes; ``link``:
     seconds of a message between stages, and of each sample in it. ``scale``: by how much a layer
     takes longer than ``layer``, which is rounded so that noise does not change plans.
+    ``held_bytes`` of a sample in front, in a layer and behind; none before they are measured.
     """
 
     layer: Passes = (1.0, 2.0)
@@ -57,44 +62,51 @@ class LayerTimes:
     around_s: float = 0.0
     link: Passes = (0.0, 0.0)
     scale: float = 1.0
+    held_bytes: tuple[float, ...] = ()
     is_measured: bool = False
 
     def to_json(self) -> dict[str, list[float]]:
         """A dict that JSON can carry, by part."""
         pairs = {part: list(getattr(self, part)) for part in _PAIRS}
-        return {**pairs, **{name: [getattr(self, name)] for name in _NUMBERS}}
+        numbers = {name: [getattr(self, name)] for name in _NUMBERS}
+        return {**pairs, **numbers, "held_bytes": list(self.held_bytes)}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Sequence[float]]) -> "LayerTimes":
         """The measured times that `to_json` described."""
         parts: dict[str, Any] = {part: (record[part][0], record[part][1]) for part in _PAIRS}
         parts |= {name: record[name][0] for name in _NUMBERS}
-        return cls(is_measured=True, **parts)
+        return cls(is_measured=True, held_bytes=tuple(record["held_bytes"]), **parts)
 
     def step_s(self, simulated_s: float) -> float:
         """A step of which the operations take ``simulated_s`` by `costs`."""
         return self.scale * simulated_s + self.around_s
 
     def costs(
-        self, *, num_layers: int, activation_bytes: float = 0.0, memory_bytes: float = float("inf")
+        self, *, num_layers: int, most_held: float = float("inf"), state: StateBytes | None = None
     ) -> CostModel:
         """Equal layers, the first with what is in front and the last with what is behind.
 
-        ``activation_bytes`` of a layer and sample, ``memory_bytes`` of a worker.
+        ``most_held``: samples in flight times layers of a worker. Bytes count with ``state`` only,
+        those of activations once they are measured.
         """
-        layers = [
-            _unit(f"layer {number}", self.layer, self.weights, activation_bytes)
-            for number in range(num_layers)
-        ]
-        units = (_unit(FRONT, self.front), *layers, _unit(BEHIND, self.behind))
+        every = [LAYER] * num_layers
+        units = [_unit(FRONT, self.front), *(_unit(one, self.layer, self.weights) for one in every)]
+        units.append(_unit(BEHIND, self.behind))
+        if state is not None:
+            front, layer, behind = self.held_bytes or (0.0, 0.0, 0.0)
+            held = [front, *(layer for _ in every), behind]
+            elements = state.elements(num_layers)
+            units = [_kept(*one, state) for one in zip(units, held, elements, strict=True)]
         bounds = (0, *range(2, num_layers + 1), num_layers + 2)
         latency_s, sample_s = self.link
         return CostModel(
-            units=units,
+            units=tuple(units),
             bounds=bounds,
             link=LinkTime(latency_s=latency_s, sample_s=sample_s),
             fixed_s=self.operation_s,
-            memory_bytes=memory_bytes,
+            memory_bytes=float("inf") if state is None else state.limit_bytes,
+            most_held=most_held,
         )
 
 
@@ -110,6 +122,8 @@ class PassTimes:
         # Seconds of a message between stages and of each byte in it, bytes of a sample, once known.
         self.link_rate: Passes | None = None
         self.sample_bytes: float | None = None
+        # Bytes that a sample holds, by part.
+        self._held: dict[str, float] = {}
         self._paces: list[float] = []
         # Seconds per token of the fastest forward pass of a layer in the last complete step: of so
         # many, as many as all have who are compared. Of more, the fastest would be faster.
@@ -121,6 +135,14 @@ class PassTimes:
         self._step.setdefault((part, which), []).append(seconds)
         if tokens and (part, which) == (LAYER, FORWARD):
             self._paces.append(seconds / tokens)
+
+    def note_held(self, part: str, sample_bytes: float) -> None:
+        """A sample holds so much in a part, from its forward pass on."""
+        self._held[part] = sample_bytes
+
+    def lacks_held(self, parts: Sequence[str]) -> bool:
+        """Whether what one of them holds is to be measured; the first step is not like others."""
+        return bool(self._known) and not self._held.keys() >= set(parts)
 
     def note_beside(self, operation_s: float, around_s: float) -> None:
         """Beside its passes a step took so much for each operation, and around all of them."""
@@ -145,7 +167,9 @@ class PassTimes:
         if self.link_rate is not None and self.sample_bytes is not None:
             message_s, byte_s = self.link_rate
             found[LINK] = [message_s, byte_s * self.sample_bytes]
-        kinds = dict.fromkeys((FRONT, LAYER, BEHIND), (FORWARD, BACKWARD))
+        if LAYER in self._held:
+            found[HELD] = [self._held.get(part, 0.0) for part in PARTS]
+        kinds = dict.fromkeys(PARTS, (FORWARD, BACKWARD))
         for part, each in {**kinds, OPERATION: (OPERATION,), AROUND: (AROUND,)}.items():
             passes = [self._known.get((part, which), ()) for which in each]
             if all(len(steps) >= self._wanted for steps in passes):
@@ -167,14 +191,16 @@ class PassTimes:
 def agreed(told: Mapping[int, Mapping[str, Sequence[float]]]) -> LayerTimes:
     """The medians over all workers (by slot) of what `PassTimes.medians` told, alike on everyone.
 
-    A layer is as assumed, and nothing else counts, where nobody has measured one.
+    A layer is as assumed, and no other times count, where nobody has measured one.
     """
     every: dict[str, list[Sequence[float]]] = {}
     for _, one in sorted(told.items()):
         for part, seconds in one.items():
             every.setdefault(part, []).append(seconds)
+    # No plan may hold more than whoever holds most; who has not measured a part told 0.
+    held = tuple(map(max, zip(*every.pop(HELD, ()), strict=True)))
     if LAYER not in every:
-        return LayerTimes()
+        return LayerTimes(held_bytes=held)
     exact = {part: [*map(median, zip(*each, strict=True))] for part, each in every.items()}
     found: dict[str, Any] = {
         part: tuple(map(_rounded, exact[part])) for part in _PAIRS if part in exact
@@ -188,16 +214,14 @@ def agreed(told: Mapping[int, Mapping[str, Sequence[float]]]) -> LayerTimes:
         found["around_s"] = min(seconds[0] for seconds in every[AROUND])
     if sum(found[LAYER]):
         found["scale"] = sum(exact[LAYER]) / sum(found[LAYER])
-    return LayerTimes(is_measured=True, **found)
+    return LayerTimes(is_measured=True, held_bytes=held, **found)
 
 
 def _rounded(seconds: float) -> float:
     return float(f"{seconds:.{DIGITS}g}")
 
 
-def _unit(
-    name: str, passes: Passes, weights: float = 0.0, activation_bytes: float = 0.0
-) -> UnitCost:
+def _unit(name: str, passes: Passes, weights: float = 0.0) -> UnitCost:
     """``weights``: the share of the backward pass that may come later."""
     forward_s, backward_s = passes
     return UnitCost(
@@ -205,5 +229,15 @@ def _unit(
         forward_s=forward_s,
         backward_s=backward_s * (1 - weights),
         weights_s=backward_s * weights,
-        activation_bytes=activation_bytes,
+    )
+
+
+def _kept(unit: UnitCost, held_bytes: float, elements: int, state: StateBytes) -> UnitCost:
+    """The same with its bytes."""
+    return replace(
+        unit,
+        activation_bytes=held_bytes,
+        weight_bytes=elements * state.weight_bytes,
+        resident_bytes=elements * (state.weight_bytes + state.gradient_bytes),
+        optimizer_bytes=elements * state.optimizer_bytes,
     )

@@ -42,6 +42,7 @@ from elaswave_plugin.core.planner.microbatch_split import REDEAL, REROUTE, RESIZ
 from elaswave_plugin.core.planner.prediction import Predictor, StepWork
 from elaswave_plugin.core.planner.rules import PlanRules
 from elaswave_plugin.core.planner.search import slowness_of
+from elaswave_plugin.core.planner.state_bytes import StateBytes
 from elaswave_plugin.core.planner.weight_placement import with_weights_in_bubbles
 from elaswave_plugin.core.schedule import (
     Assignment,
@@ -87,6 +88,7 @@ class PipelineFlow:
     reasons: tuple[str, ...] = field(default=(), repr=False, compare=False)
     times: LayerTimes = field(default_factory=LayerTimes, repr=False, compare=False)
     activation_room: float | None = field(default=None, repr=False)
+    state: StateBytes | None = field(default=None, repr=False, compare=False)
     compute_s: float | None = field(default=None, repr=False, compare=False)
     lists: OpLists = field(default=(), compare=False)
     is_greedy: bool = field(default=False, compare=False)
@@ -236,7 +238,8 @@ class PipelineFlow:
         """With the samples that workers of each stage may hold."""
         layout = self.layout
         work = _work(layout, self.num_microbatches, self.micro_batch_size)
-        costs = _costs(layout, work, self.times, dict(self.slow), self.activation_room)
+        slow, room = dict(self.slow), self.activation_room
+        costs = _costs(layout, work, self.times, slow, room, self.state)
         predictor = Predictor(costs, work, vpp=layout.vpp)
         return predictor, predictor.limits(tuple(map(range, layout.widths)), layout.cuts)
 
@@ -271,16 +274,16 @@ def flow_of(
     clocks: ClockTable | None = None,
     power_cap_w: float = float("inf"),
     activation_room: float | None = None,
+    state: StateBytes | None = None,
 ) -> PipelineFlow:
     """Deal a step's micro-batches over the live replicas of every stage, by simulated time.
 
     A whole layout with nobody slow, or none so slow that it is to have less, goes on as at launch.
-
     ``may_resize``: whether auto may cut micro-batches; ``split_backward``: auto where that gains.
     ``slow``: how many times as long single workers take, by slot. With ``clocks``, stages may run
     at others than 1 where one is narrower than at launch or has a slow worker; all workers together
-    draw at most ``power_cap_w``. ``activation_room``: how much a worker may hold, by
-    what the first stage holds at launch.
+    draw at most ``power_cap_w``. ``activation_room``: what a worker may hold, by what the first
+    stage does at launch; ``state``: all of it by bytes.
 
     Raises ConfigurationError where nothing fits in flight.
     """
@@ -296,7 +299,7 @@ def flow_of(
         power_cap_w=power_cap_w / layout.tp,
     )
     try:
-        plan = _planned(layout, work, times, rules, slow, activation_room)
+        plan = _planned(layout, work, times, rules, slow, activation_room, state)
     except ConfigurationError:
         if not slow:
             raise
@@ -304,7 +307,7 @@ def flow_of(
         slow = {}
         if layout.is_rectangular:
             return launch
-        plan = _planned(layout, work, times, rules, slow, activation_room)
+        plan = _planned(layout, work, times, rules, slow, activation_room, state)
     pieces = plan_split(plan, work).assignment()
     chosen = () if plan.clocks is None else plan.clocks.clocks
     stays = layout.is_rectangular and set(chosen) <= {1.0}
@@ -322,6 +325,7 @@ def flow_of(
         reasons=plan.reasons,
         times=times,
         activation_room=activation_room,
+        state=state,
         compute_s=plan.seconds if times.is_measured else None,
     )
     flow = flow.in_greedy_order() if plan.chosen.is_greedy else flow
@@ -341,6 +345,7 @@ def level_layers(
     may_resize: bool = False,
     move_workers: bool,
     activation_room: float | None = None,
+    state: StateBytes | None = None,
 ) -> ParallelLayout:
     """The same workers, with layers moved away from stages that have lost some or have slow ones.
 
@@ -359,13 +364,13 @@ def level_layers(
         move_workers=move_workers,
     )
     try:
-        return _planned(layout, work, times, rules, slow or {}, activation_room).layout
+        return _planned(layout, work, times, rules, slow or {}, activation_room, state).layout
     except ConfigurationError:
         if not slow:
             raise
         if layout.is_rectangular:
             return layout.recut(launch_cuts)
-        return _planned(layout, work, times, rules, {}, activation_room).layout
+        return _planned(layout, work, times, rules, {}, activation_room, state).layout
 
 
 def _rules(
@@ -401,14 +406,20 @@ def _planned(
     rules: PlanRules,
     slow: Slowness,
     room: float | None,
+    state: StateBytes | None,
 ) -> JointPlan:
     """The best dataflow and windows for equal layers."""
-    costs = _costs(layout, work, times, slow, room)
+    costs = _costs(layout, work, times, slow, room, state)
     return joint_plan(before=layout, after=layout, costs=costs, work=work, rules=rules, slow=slow)
 
 
 def _costs(
-    layout: ParallelLayout, work: StepWork, times: LayerTimes, slow: Slowness, room: float | None
+    layout: ParallelLayout,
+    work: StepWork,
+    times: LayerTimes,
+    slow: Slowness,
+    room: float | None,
+    state: StateBytes | None,
 ) -> CostModel:
     """What a plan goes by.
 
@@ -422,8 +433,8 @@ def _costs(
         room = slot * (num_stages + 1) / num_stages
     return times.costs(
         num_layers=layout.num_layers,
-        activation_bytes=1.0,
-        memory_bytes=room * work.microbatch_size * layout.num_layers,
+        most_held=room * work.microbatch_size * layout.num_layers,
+        state=state,
     )
 
 

@@ -1,18 +1,20 @@
 """How long passes through parts of the model take: on a CPU, on a GPU by events of its stream.
 
 Reading an event that has not happened would stop the host until it has: events are read at the end
-of a later step, when they have. On a CPU also what a step takes beside the passes.
+of a later step, when they have. On a CPU also what a step takes beside the passes. And, once, what
+a sample holds in these parts.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from elaswave_plugin.core.layer_times import BACKWARD, INPUTS, LAYER, PassTimes
 from elaswave_plugin.runtime.frequency import Clocks, FixedClocks
+from elaswave_plugin.runtime.held_bytes import HeldBytes
 
 # A point in time: seconds of the clock, or an event of the device's stream.
 Mark = Any
@@ -83,6 +85,7 @@ class Stopwatch:
         self.times = times
         self.on_gpu = on_gpu
         self._open: deque[tuple[str, str, Mark, Mark, float, int]] = deque()
+        self._held: HeldBytes | None = None
 
     def mark(self) -> Mark:
         """This moment of the work."""
@@ -108,6 +111,23 @@ class Stopwatch:
         self.times.note(part, which, scale * (last - first), tokens=tokens)
         return last
 
+    def begin_holding(self, model: torch.nn.Module, parts: Sequence[str]) -> None:
+        """A forward pass of ``model`` begins: count what it holds where that is not known."""
+        self.end_holding()
+        if self.times.lacks_held(parts):
+            self._held = HeldBytes(model, on_gpu=self.on_gpu)
+
+    def holds(self, part: str, *, count: int) -> None:
+        """The forward pass is through a part, of so many samples and like parts in it."""
+        if self._held is not None:
+            self.times.note_held(part, self._held.take() / count)
+
+    def end_holding(self) -> None:
+        """The forward pass is over."""
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+
     def step_over(self) -> None:
         """A step is complete: count it, and what has become known of the one before."""
         beside = self.operations.seconds()
@@ -121,5 +141,6 @@ class Stopwatch:
 
     def drop_step(self) -> None:
         """The step was interrupted; events of an aborted stream may never happen."""
+        self.end_holding()
         self._open.clear()
         self.times.drop_step()

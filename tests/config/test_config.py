@@ -32,6 +32,7 @@ KEYS = (
     "hang_timeout_s",
     "kill",
     "last_checkpoint_dir",
+    "memory_limit_gib",
     "move_layers",
     "power_cap_w",
     "quiesce_timeout_s",
@@ -136,6 +137,7 @@ def test_config_values_from_the_command_line_have_their_types() -> None:
         ({"power_cap_w": 900}, ["power_cap_w is 900 and clocks is off"]),
         ({"clock_table": "0.5 1"}, ["clock_table is '0.5 1' and clocks is off"]),
         ({"power_cap_w": 0}, ["'power_cap_w' is 0", "greater than 0"]),
+        ({"memory_limit_gib": 0}, ["'memory_limit_gib' is 0", "greater than 0"]),
         ({"activation_room": 0.9}, ["'activation_room' is 0.9", "greater than or equal to 1"]),
         (
             {"activation_room": 2, "dataflow": "reroute"},

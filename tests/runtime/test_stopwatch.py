@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from elaswave_plugin.core.layer_times import BACKWARD, FORWARD, LAYER, PassTimes
+from elaswave_plugin.core.layer_times import BACKWARD, BEHIND, FORWARD, HELD, LAYER, PassTimes
 from elaswave_plugin.runtime import stopwatch
 from elaswave_plugin.runtime.stopwatch import Operations, Stopwatch
 
@@ -108,3 +108,40 @@ def test_an_operation_whose_end_is_not_seen_counts_for_nothing() -> None:
     for _ in range(3):
         operations.enter()
     assert operations.seconds() is None
+
+
+def in_its_second_step(*, on_gpu: bool = False) -> Stopwatch:
+    watch = Stopwatch(PassTimes(wanted_steps=1), on_gpu=on_gpu)
+    watch.times.note(LAYER, FORWARD, 1.0)
+    watch.times.step_over()
+    return watch
+
+
+def test_what_is_saved_for_the_backward_pass_is_counted_once() -> None:
+    """Also after a pass that was interrupted, which says nothing."""
+    watch, model = in_its_second_step(), torch.nn.Linear(4, 4)
+    inputs = torch.ones(8, 4)
+    watch.begin_holding(model, [LAYER])
+    model(inputs).exp()
+    watch.drop_step()
+    torch.ones(999, requires_grad=True).exp()
+    assert watch.times.lacks_held([LAYER])
+    for _ in range(2):
+        watch.begin_holding(model, [LAYER])
+        # The inputs by both layers, each result by what squares it, weights by neither.
+        (model(inputs) ** 2 + model(inputs) ** 2).sum().backward()
+        watch.holds(LAYER, count=2)
+        watch.end_holding()
+        inputs = torch.ones(80, 4)
+    assert watch.times.medians()[HELD] == [0.0, 3 * inputs[:8].nbytes / 2, 0.0]
+
+
+def test_on_a_gpu_the_allocator_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = iter([1000, 1600, 1500])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(taken))
+    watch = in_its_second_step(on_gpu=True)
+    watch.begin_holding(torch.nn.Linear(4, 4), [LAYER, BEHIND])
+    watch.holds(LAYER, count=3)
+    watch.holds(BEHIND, count=1)
+    watch.end_holding()
+    assert watch.times.medians()[HELD] == [0.0, 200.0, 0.0]

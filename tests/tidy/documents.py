@@ -21,6 +21,7 @@ WIDTH = 100
 # Shown, commented out, where a key has no default.
 EXAMPLES = (
     ("activation_room", 1.5),
+    ("memory_limit_gib", 60.0),
     ("power_cap_w", 12000.0),
     ("dir", "out/run"),
     ("last_checkpoint_dir", "out/last"),

@@ -20,6 +20,7 @@ from elaswave_plugin.config import ElasticConfig, parse_clocks
 from elaswave_plugin.core.layout import ParallelLayout, launch_layout
 from elaswave_plugin.core.pipeline_flow import SplitBackward, flow_of, level_layers
 from elaswave_plugin.core.planner.dvfs import ClockTable
+from elaswave_plugin.core.planner.state_bytes import StateBytes
 from elaswave_plugin.core.seating import GridSeating
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.frequency import clocks_for
@@ -29,7 +30,8 @@ from elaswave_plugin.runtime.worker import Worker
 class Stage(NamedTuple):
     """What one pipeline stage holds: elements by unit, the shared embedding, optimizer groups.
 
-    ``whole``: why its backwards cannot be split, if so.
+    ``whole``: why its backwards cannot be split, if so. ``element_bytes``: of weights, gradients
+    and optimizer state; ``device_bytes``: what its GPU has for the job, 0 on a CPU.
     """
 
     stage: int
@@ -37,6 +39,8 @@ class Stage(NamedTuple):
     tied: TiedWeight | None
     groups: dict[str, int]
     whole: str | None
+    element_bytes: tuple[int, int, int]
+    device_bytes: int
 
 
 class Grid:
@@ -78,6 +82,8 @@ class Grid:
             ),
         }
         gpu = _gpu_of(chunks[0])
+        units = {unit: length for one in stages for unit, length in one.units.items()}
+        work["state"] = _state(worker.config, stages, units, self.layout)
         room = _activation_room(worker.config, self.layout, on_gpu=gpu is not None)
         work["activation_room"] = room
         whole = next((one.whole for one in stages if one.whole), None)
@@ -93,7 +99,7 @@ class Grid:
         self.seating = GridSeating.at_launch(
             self.layout,
             groups=worker.groups.members(),
-            units={unit: length for one in stages for unit, length in one.units.items()},
+            units=units,
             partition=partition,
             why_workers_stay=framework.why_workers_stay(),
             why_layers_stay=_why_layers_stay(worker.config, framework.why_layers_stay()),
@@ -113,21 +119,74 @@ def _stages(worker: Worker, framework: MegatronFramework) -> list[Stage]:
         find_tied_weight(framework.chunks),
         framework.parameter_groups,
         why_whole_backward(framework.chunks),
+        _element_bytes(framework.chunks[0]),
+        _device_bytes(framework.chunks[0]),
     )
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     if worker.alone:
         return [
-            Stage(stage, dict(units), None if tied is None else TiedWeight(*tied), groups, whole)
-            for stage, units, tied, groups, whole in worker.remembered["stages"]
+            Stage(
+                stage,
+                dict(units),
+                None if tied is None else TiedWeight(*tied),
+                groups,
+                whole,
+                tuple(each),
+                device_bytes,
+            )
+            for stage, units, tied, groups, whole, each, device_bytes in worker.remembered["stages"]
         ]
-    stages = list({one.stage: one for one in everyone}.values())
-    worker.remember(
-        stages=[
-            [one.stage, list(one.units.items()), one.tied, one.groups, one.whole] for one in stages
-        ]
-    )
+    least = min(one.device_bytes for one in everyone)
+    stages = [
+        one._replace(device_bytes=least) for one in {one.stage: one for one in everyone}.values()
+    ]
+    worker.remember(stages=[[*one[:1], list(one.units.items()), *one[2:]] for one in stages])
     return stages
+
+
+def _element_bytes(chunk: DistributedDataParallel) -> tuple[int, int, int]:
+    """Of weights and gradients on every worker, and of the optimizer state that they share.
+
+    Adam has two moments in float32, and masters where weights are kept in fewer bits.
+    """
+    buffer = chunk.buffers[0]
+    weights, gradients = buffer.param_dtype.itemsize, buffer.grad_dtype.itemsize
+    float_bytes = torch.float32.itemsize
+    return weights, gradients, (2 if weights == float_bytes else 3) * float_bytes
+
+
+def _device_bytes(chunk: DistributedDataParallel) -> int:
+    """What the GPU of a chunk has for this process: what it uses, and what nobody does."""
+    device = next(chunk.parameters()).device
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+
+
+def _state(
+    config: ElasticConfig, stages: Sequence[Stage], units: dict[int, int], layout: ParallelLayout
+) -> StateBytes:
+    """What a plan counts by bytes; raises ConfigurationError where the launch does not fit."""
+    weight_bytes, gradient_bytes, optimizer_bytes = stages[0].element_bytes
+    limit_bytes: float = stages[0].device_bytes or float("inf")
+    if config.memory_limit_gib is not None:
+        limit_bytes = config.memory_limit_gib * 2**30
+    each = weight_bytes + gradient_bytes + optimizer_bytes / layout.dp
+    needed = each * max(sum(one.units.values()) for one in stages)
+    if needed > limit_bytes:
+        raise ConfigurationError(
+            f"memory_limit_gib is {limit_bytes / 2**30:.3g}, and weights, gradients and optimizer"
+            f" state of a worker take {needed / 2**30:.3g} GiB at launch; wanted more than that,"
+            " or leave it out"
+        )
+    return StateBytes(
+        units=units,
+        weight_bytes=weight_bytes,
+        gradient_bytes=gradient_bytes,
+        optimizer_bytes=optimizer_bytes,
+        limit_bytes=limit_bytes,
+    )
 
 
 def _check_layers(chunks: Sequence[DistributedDataParallel], layout: ParallelLayout) -> None:

@@ -1,4 +1,4 @@
-"""Times the forward and backward passes of the layers of a model chunk, and of what is around them.
+"""Times the passes through the layers of a model chunk and what is around them, and what they hold.
 
 Marks are set where the hidden states enter and leave Megatron-Core's transformer block, forward by
 module hooks, backward by hooks of these tensors. No message is awaited between two marks of a pass:
@@ -37,6 +37,11 @@ class LayerTimer:
         count = self._rows[which] * (len(self._block.layers) if part == LAYER else 1)
         return self._stopwatch.lap(part, which, first, count=count, tokens=tokens)
 
+    def _parts(self) -> list[str]:
+        """What the chunk has."""
+        front, behind = self._block.pre_process, self._block.post_process
+        return [*([FRONT] if front else []), LAYER, *([BEHIND] if behind else [])]
+
     # ---- forward --------------------------------------------------------------------------------
 
     def enter_model(self, model: torch.nn.Module, inputs: Any) -> None:
@@ -45,6 +50,7 @@ class LayerTimer:
         self._forward = self._stopwatch.mark() if counts else None
         if counts:
             self._stopwatch.operations.enter()
+            self._stopwatch.begin_holding(model, self._parts())
 
     def enter_layers(self, block: torch.nn.Module, inputs: Any, keywords: Any) -> None:
         """The hidden states are there."""
@@ -57,6 +63,7 @@ class LayerTimer:
             self._rows[FORWARD] = hidden.shape[1]
             self._stopwatch.times.sample_bytes = hidden.nbytes / hidden.shape[1]
         if self._block.pre_process:
+            self._stopwatch.holds(FRONT, count=self._rows[FORWARD])
             self._forward = self._pass(FRONT, FORWARD, self._forward)
         else:
             self._forward = self._stopwatch.mark()
@@ -68,6 +75,7 @@ class LayerTimer:
         if self._forward is None:
             return
         hidden = output[0] if isinstance(output, tuple) else output
+        self._stopwatch.holds(LAYER, count=self._rows[FORWARD] * len(self._block.layers))
         self._forward = self._pass(LAYER, FORWARD, self._forward, tokens=hidden.shape[0])
         if hidden.requires_grad:
             hidden.register_hook(self._enter_layers_backward)
@@ -77,6 +85,9 @@ class LayerTimer:
         if self._forward is None:
             return
         self._stopwatch.operations.leave()
+        if self._block.post_process:
+            self._stopwatch.holds(BEHIND, count=self._rows[FORWARD])
+        self._stopwatch.end_holding()
         if not self._block.post_process:
             return
         self._pass(BEHIND, FORWARD, self._forward)

@@ -51,7 +51,8 @@ class CostModel:
 
     ``bounds`` [boundaries + 1]: units before which a stage may begin, from 0 to the number of
     units; cuts are indices into it, so with whole layers cut l is in front of layer l.
-    ``memory_bytes`` of a worker; ``transfer_bytes_per_s`` into a worker; ``rebind_s``: the fixed
+    ``memory_bytes`` of a worker; ``most_held``: samples in flight, times the layers of its stage,
+    that it may hold in any case; ``transfer_bytes_per_s`` into a worker; ``rebind_s``: the fixed
     pause of a move; ``slowdown``: share of a step that is lost while state moves behind it.
     Raises ConfigurationError for amounts that are negative or no numbers.
     """
@@ -61,6 +62,7 @@ class CostModel:
     link: LinkTime = field(default_factory=LinkTime)
     fixed_s: float = 0.0
     memory_bytes: float = float("inf")
+    most_held: float = float("inf")
     transfer_bytes_per_s: float = float("inf")
     rebind_s: float = 0.0
     slowdown: float = 0.0

@@ -180,8 +180,9 @@ def _stage_seconds(costs: CostModel, load: StageLoad) -> Amounts:
         + costs.totals("optimizer_bytes") / load.width
         + costs.totals("activation_bytes") * load.in_flight
     )
-    misfit = kept[None, :] - kept[:, None] > costs.memory_bytes * (1 + 1e-12)
-    table[misfit] = np.inf
+    layers = np.arange(len(seconds)) * load.in_flight
+    for amount, most in ((kept, costs.memory_bytes), (layers, costs.most_held)):
+        table[amount[None, :] - amount[:, None] > most * (1 + 1e-12)] = np.inf
     table[np.tril_indices(len(seconds))] = np.inf
     return table
 

@@ -6,6 +6,7 @@ as fluids (fluid_time.py), which only fits slots that are no wider than the narr
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import ceil
 
 from elaswave_plugin.core.fair_shares import fair_width
@@ -278,14 +279,18 @@ class Predictor:
         widths = [len(stage) for stage in seats]
         resident = self.costs.resident_bytes(cuts, widths * self.vpp)
         activations = self.costs.activation_bytes(cuts)
+        layers = [stop - start for start, stop in pairwise(cuts)]
         limits = []
         for stage in range(num_stages):
             left = self.costs.memory_bytes - sum(resident[stage::num_stages])
-            # Chunks are alike but for embedding and head: the largest one is charged.
-            largest = max(activations[stage::num_stages])
             everything = self.work.num_microbatches * self.work.microbatch_size * self.vpp
-            fits = left >= 0 and largest * everything > left
-            limits.append(int(left // largest) if fits else everything if left >= 0 else 0)
+            limit = everything if left >= 0 else 0
+            # Chunks are alike but for embedding and head: the largest one is charged.
+            largest = max(activations[stage::num_stages]), max(layers[stage::num_stages])
+            for each, most in zip(largest, (left, self.costs.most_held), strict=True):
+                if limit and each * limit > most:
+                    limit = int(most // each)
+            limits.append(limit)
         return limits
 
     def _fitted(

@@ -1,0 +1,110 @@
+"""Plans by bytes: nobody holds more state and activations than there is memory for."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import assume, given, reject, settings
+from hypothesis import strategies as st
+
+from elaswave_plugin.core.layer_times import HELD, LAYER, LayerTimes, PassTimes, agreed
+from elaswave_plugin.core.layout import ParallelLayout, launch_layout
+from elaswave_plugin.core.pipeline_flow import SplitBackward, flow_of, level_layers
+from elaswave_plugin.core.planner.state_bytes import StateBytes
+from elaswave_plugin.core.schedule import peak_in_flight
+from elaswave_plugin.errors import ConfigurationError
+from tests.core.test_pipeline_flow import after_losses
+
+TIMES = LayerTimes(held_bytes=(5.0, 100.0, 300.0))
+
+
+def state_of(num_layers: int, limit_bytes: float) -> StateBytes:
+    """An embedding of 40 elements, layers of 20, a norm and a head of 10 and 30."""
+    units = {0: 40, **{number + 1: 20 for number in range(num_layers)}}
+    return StateBytes(
+        units=units | {num_layers + 1: 10, num_layers + 2: 30},
+        weight_bytes=2,
+        gradient_bytes=4,
+        optimizer_bytes=12,
+        limit_bytes=limit_bytes,
+    )
+
+
+def most_bytes(layout: ParallelLayout, size: int, limit: float, **more: object) -> float:
+    """Of any worker, by its own list: counted here from the numbers of `state_of` and `TIMES`."""
+    split: SplitBackward = "auto" if more.pop("splits", False) else "never"
+    work = {"num_microbatches": 4 * layout.dp, "micro_batch_size": size}
+    state = state_of(layout.num_layers, limit)
+    layout = level_layers(
+        layout,
+        TIMES,
+        launch_cuts=layout.cuts,
+        policy="auto",
+        move_workers=True,
+        state=state,
+        **work,
+    )
+    flow = flow_of(layout=layout, times=TIMES, split_backward=split, state=state, **work)
+    most = 0.0
+    for stage, groups in enumerate(layout.stages):
+        start, stop = layout.layers(stage)[0]
+        first, last = start == 0, stop == layout.num_layers
+        elements = 20 * (stop - start) + 40 * first + 40 * last
+        sample = 100 * (stop - start) + 5 * first + 300 * last
+        for slot in (group.slots[0] for group in groups):
+            held = peak_in_flight(flow.ops(slot), lambda op: op.stop - op.start)
+            most = max(most, elements * (6 + 12 / len(groups)) + held * sample)
+    return most
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.sampled_from([(1, 2, 2), (1, 2, 4), (1, 4, 2), (1, 3, 4)]),
+    st.lists(st.integers(0, 15), min_size=1, max_size=4, unique=True),
+    st.integers(1, 3),
+    st.floats(2000, 12000),
+    st.booleans(),
+)
+def test_nobody_holds_more_bytes_than_the_limit(
+    sizes: tuple[int, int, int], losses: Sequence[int], size: int, limit: float, splits: bool
+) -> None:
+    tp, pp, dp = sizes
+    layout = after_losses(tp=tp, pp=pp, dp=dp, losses=losses)
+    assume(layout is not None and not layout.is_rectangular)
+    assert layout is not None
+    try:
+        held = most_bytes(layout, size, limit, splits=splits)
+    except ConfigurationError:
+        reject()
+    assert held <= limit
+
+
+def test_without_a_limit_they_would_and_below_some_limit_there_is_no_plan() -> None:
+    """The control: what the limit keeps out is what would be chosen."""
+    layout = launch_layout(tp=1, pp=2, dp=2, num_layers=8).without([0])
+    free = most_bytes(layout, 2, float("inf"))
+    assert 0.6 * free < most_bytes(layout, 2, 0.8 * free) <= 0.8 * free
+    with pytest.raises(ConfigurationError, match="fits into"):
+        most_bytes(layout, 2, 0.2 * free)
+
+
+def test_state_counts_alone_until_activations_are_measured() -> None:
+    state = state_of(4, 1e6)
+    units = LayerTimes().costs(num_layers=4, state=state).units
+    assert [unit.activation_bytes for unit in units] == [0] * 6
+    assert [unit.resident_bytes for unit in units] == [240, 120, 120, 120, 120, 240]
+    assert [unit.optimizer_bytes for unit in units] == [480, 240, 240, 240, 240, 480]
+    held = [unit.activation_bytes for unit in TIMES.costs(num_layers=4, state=state).units]
+    assert held == [5, 100, 100, 100, 100, 300]
+
+
+def test_whoever_holds_most_counts_and_the_first_step_does_not() -> None:
+    times = PassTimes()
+    assert not times.lacks_held([LAYER])
+    times.note(LAYER, "forward", 1.0)
+    times.step_over()
+    assert times.lacks_held([LAYER])
+    times.note_held(LAYER, 100.0)
+    assert not times.lacks_held([LAYER]) and times.medians() == {HELD: [0.0, 100.0, 0.0]}
+    told = {0: times.medians(), 1: {HELD: [0.0, 101.0, 7.0]}, 2: {}}
+    assert agreed(told) == LayerTimes(held_bytes=(0.0, 101.0, 7.0))
+    assert agreed(dict(reversed(told.items()))) == agreed(told)
