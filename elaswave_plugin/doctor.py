@@ -59,7 +59,11 @@ def find_checkout(path: Path | None) -> Path | None:
 
 
 def examine(checkout: Path | None) -> tuple[Finding, ...]:
-    """Check every record as attaching does; a checkout goes first on the path of this process."""
+    """Check every record as attaching does; a checkout goes first on the path of this process.
+
+    Raises ConfigurationError where a framework, or what the checkout brings of one, cannot be
+    imported.
+    """
     from elaswave_plugin.adapters.ledger import Entry, read_ledger
     from elaswave_plugin.adapters.patching import installed_version
 
@@ -87,7 +91,14 @@ def examine(checkout: Path | None) -> tuple[Finding, ...]:
     with redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = []
-        ledger = read_ledger()
+        try:
+            ledger = read_ledger()
+        except ImportError as error:
+            where = "the frameworks" if checkout is None else f"the frameworks with {checkout} first"
+            raise ConfigurationError(
+                f"{where} cannot be imported: {error}; install what is missing, or name another "
+                f"checkout of Megatron-LM with --megatron-lm or {CHECKOUT}"
+            ) from error
         distributions = {entry.record.distribution for entry in ledger}
         versions = {name: installed_version(name) for name in distributions}
         for entry in ledger:

@@ -126,6 +126,18 @@ def test_a_record_that_does_not_fit_is_named_with_exit_code_2(
     assert json.loads(shown.out)["holds"] is False
 
 
+def test_a_checkout_that_cannot_be_imported_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "megatron" / "training").mkdir(parents=True)
+    core = tmp_path / "megatron" / "core"
+    core.mkdir()
+    (core / "__init__.py").write_text("import a_module_of_a_newer_release")
+    command = [sys.executable, "-m", "elaswave_plugin.cli", "doctor", "--megatron-lm"]
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert f"with {tmp_path} first cannot be imported: No module named 'a_module_of" in done.stderr
+
+
 def test_a_folder_that_is_no_checkout_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
