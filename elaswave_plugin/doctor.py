@@ -94,10 +94,10 @@ def examine(checkout: Path | None) -> tuple[Finding, ...]:
         try:
             ledger = read_ledger()
         except ImportError as error:
-            where = "the frameworks" if checkout is None else f"the frameworks with {checkout} first"
+            where = "" if checkout is None else f" with {checkout} first"
             raise ConfigurationError(
-                f"{where} cannot be imported: {error}; install what is missing, or name another "
-                f"checkout of Megatron-LM with --megatron-lm or {CHECKOUT}"
+                f"the frameworks{where} cannot be imported: {error}; install what is missing, or "
+                f"name another checkout of Megatron-LM with --megatron-lm or {CHECKOUT}"
             ) from error
         distributions = {entry.record.distribution for entry in ledger}
         versions = {name: installed_version(name) for name in distributions}

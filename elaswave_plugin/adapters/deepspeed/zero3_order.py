@@ -12,43 +12,43 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-# Private to their class: what a complete record consists of.
-_MODULES = "_PartitionedParameterCoordinator__submodule_order"
-_USES = "_PartitionedParameterCoordinator__param_order"
+# Private to their class: that a record is complete, and what it consists of.
+_MODE, _MODULES, _USES = (
+    f"_PartitionedParameterCoordinator__{name}"
+    for name in ("trace_mode", "submodule_order", "param_order")
+)
 
 
 class FetchOrder:
-    """The coordinator that was the last to have a complete record; none before the first."""
+    """The last complete record that this worker has seen; none before the first."""
 
     def __init__(self) -> None:
-        self._coordinator: Any = None
+        self._record: dict[str, Any] = {}
 
     def keep(self, offload: Any) -> None:
-        """Keep the coordinator of a ``DeepSpeedZeRoOffload``, if its record is complete."""
+        """Keep the record of a ``DeepSpeedZeRoOffload``, if it is complete."""
         coordinator = offload.get_param_coordinator()
         if coordinator.is_complete_trace():
-            self._coordinator = coordinator
+            self._record = {name: getattr(coordinator, name) for name in (_MODE, _MODULES, _USES)}
 
     def give(self, offload: Any) -> None:
-        """Have the kept coordinator go on in another offload (collective over WORLD).
+        """Give the record to a new offload (collective over WORLD).
 
-        Only if everyone has the same record: a loss may have come when some had completed it and
-        others had not, and a worker that comes later has none.
+        Only if everyone has the same one: a loss may have come when some had completed it and
+        others had not, and a worker that comes later has none. The coordinator stays the new one:
+        what an old one has derived from its record depends on how far its worker had come.
         """
         mine = self._digest()
         extremes = torch.tensor([mine, -mine], dtype=torch.int64)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
         largest, smallest = int(extremes[0]), -int(extremes[1])
         if largest == smallest != 0:
-            # What an interrupted backward pass had begun in it.
-            self._coordinator.release_backward_leftovers()
-            offload.param_coordinator = self._coordinator
+            vars(offload.get_param_coordinator()).update(self._record)
 
     def _digest(self) -> int:
         """Of the record, alike on every worker that has the same; 0 of none."""
-        coordinator = self._coordinator
-        if coordinator is None or not coordinator.is_complete_trace():
+        if not self._record:
             return 0
-        modules = [module.ds_id for module in getattr(coordinator, _MODULES)]
-        uses = [(use.param.ds_id, use.step_id_last_used_at) for use in getattr(coordinator, _USES)]
+        modules = [module.ds_id for module in self._record[_MODULES]]
+        uses = [(use.param.ds_id, use.step_id_last_used_at) for use in self._record[_USES]]
         return (xxhash.xxh3_64_intdigest(repr((modules, uses)).encode()) >> 1) | 1
