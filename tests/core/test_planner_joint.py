@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -457,3 +458,36 @@ def test_costs_have_to_be_those_of_the_layout() -> None:
     layout = launch_layout(tp=1, pp=2, dp=2, num_layers=4)
     with pytest.raises(ConfigurationError, match="costs are given for 6 layers and the layout has"):
         plan_for(layout, [0], costs=costs_of(6))
+
+
+@pytest.mark.parametrize(
+    ("dead", "twice"),
+    [
+        (range(6), 0),
+        (range(12, 18), 1),
+        (range(24, 30), 2),
+        ((0, 13, 26, 39, 52, 65), 5),
+    ],
+    ids=["stage 0", "stage 1", "stage 2", "spread"],
+)
+def test_no_order_is_faster_than_the_greedy_one_for_its_cuts(
+    dead: Sequence[int], twice: int
+) -> None:
+    """Each worker of the last stage runs its share after the first forward has come there.
+
+    Their last backwards go back together, and at stage ``twice``, of fewer workers, one runs two.
+    """
+    layout = launch_layout(tp=1, pp=8, dp=12, num_layers=48)
+    costs = costs_of(48, weight_bytes=0.0)
+    plan = joint_plan(
+        before=layout, after=layout.without(dead), costs=costs, work=work_of(layout, 16)
+    )
+    times, link_s = costs.stage_times(plan.chosen.cuts), LINK.seconds(1)
+    widths = plan.layout.widths
+    assert plan.chosen.is_greedy and widths[7] == 12 and 6 <= widths[twice] < 12
+    there_s = sum(time.forward_s + link_s for time in times[:7])
+    back_s = sum(time.backward_s + time.weights_s + link_s for time in times[:7])
+    each_s = [time.forward_s + time.backward_s + time.weights_s for time in times]
+    again_s = times[twice].backward_s + times[twice].weights_s
+    bound_s = there_s + 16 * each_s[7] + back_s + again_s + times[0].reduce_s
+    assert plan.seconds == pytest.approx(bound_s)
