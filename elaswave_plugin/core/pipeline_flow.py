@@ -425,15 +425,21 @@ def _costs(
 
     A worker may hold ``room`` times the activations that the first stage of the launch holds, which
     is a slot for each stage. None: one slot more, a slot being what a usual worker of the weakest
-    stage runs of one micro-batch a replica.
+    stage runs of one micro-batch a replica; with interleaved stages at least what their order holds,
+    which cannot be cut short.
     """
-    num_stages = len(layout.stages)
+    num_stages, vpp = len(layout.stages), layout.vpp
+    at_launch = work.microbatch_size * layout.num_layers
     if room is None:
         slot = ceil(layout.dp / min(map(fair_width, slowness_of(layout, slow))))
-        room = slot * (num_stages + 1) / num_stages
+        # Chunks: one of each for every stage, and what the warm-up of the last one adds.
+        chunks = num_stages * vpp + max(vpp, num_stages - 1)
+        most_held = slot * chunks * at_launch / (num_stages * vpp)
+    else:
+        most_held = room * at_launch
     return times.costs(
         num_layers=layout.num_layers,
-        most_held=room * work.microbatch_size * layout.num_layers,
+        most_held=most_held,
         state=state,
     )
 

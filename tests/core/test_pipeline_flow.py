@@ -18,6 +18,7 @@ from elaswave_plugin.core.pipeline_flow import (
     flow_of,
     level_layers,
 )
+from elaswave_plugin.core.planner.microbatch_split import REDEAL, REROUTE, RESIZE
 from elaswave_plugin.core.schedule import BACKWARD, FORWARD, WEIGHTS, peak_in_flight
 from elaswave_plugin.core.step_time import LinkTime, StageTime, simulate
 
@@ -274,7 +275,7 @@ def test_the_reasons_are_not_compared() -> None:
 
 @pytest.mark.parametrize(
     ("tp", "pp", "dp", "num_layers", "slow"),
-    [(2, 2, 3, 12, {2: 6.0, 8: 1.7, 4: 3.0}), (1, 4, 3, 8, {0: 4.0, 1: 3.0})],
+    [(2, 2, 3, 12, {2: 6.0, 8: 1.7, 4: 3.0}), (1, 4, 4, 8, {0: 6.0, 1: 6.0, 2: 6.0})],
 )
 def test_a_deal_that_spares_the_slow_but_does_not_fit_is_not_made(
     tp: int, pp: int, dp: int, num_layers: int, slow: dict[int, float]
@@ -282,6 +283,16 @@ def test_a_deal_that_spares_the_slow_but_does_not_fit_is_not_made(
     layout = launch_layout(tp=tp, pp=pp, dp=dp, num_layers=num_layers, vpp=2)
     flow = flow_of(layout=layout, num_microbatches=48, slow=slow)
     assert flow == flow_of(layout=layout, num_microbatches=48)
+
+
+@pytest.mark.parametrize("policy", [REDEAL, REROUTE, RESIZE])
+@pytest.mark.parametrize(("pp", "vpp"), [(2, 2), (3, 2), (4, 2), (4, 3), (6, 4), (8, 2)])
+def test_interleaved_stages_go_on_after_any_loss(pp: int, vpp: int, policy: Policy) -> None:
+    """Nobody set a limit, so that none may end the job; what stage 0 holds at launch is more."""
+    layout = launch_layout(tp=1, pp=pp, dp=2, num_layers=pp * vpp, vpp=vpp)
+    for lost in layout.workers:
+        flow = flow_of(layout=layout.without([lost]), num_microbatches=4 * pp, policy=policy)
+        assert flow.policy == policy
 
 
 def test_nobody_waits_for_a_narrow_first_stage_where_that_gains() -> None:

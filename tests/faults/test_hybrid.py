@@ -100,6 +100,18 @@ def test_interleaved_stages(run: Launch, reference: Reference, kill: str) -> Non
     check_equal(run(spec), reference(spec))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), REROUTE], ids=["redeal", "reroute"])
+def test_a_deep_interleaved_pipeline_loses_its_first_worker(
+    run: Launch, reference: Reference, options: tuple[str, ...]
+) -> None:
+    """Its order holds more samples at launch than one without interleaving ever does."""
+    interleaved = ("--num-virtual-stages-per-pipeline-rank=2", "--num-layers=8")
+    deep = replace(PP4_DP2, options=(*PP4_DP2.options, *interleaved))
+    spec = replace(deep, kills=("0@2:backward",), options=(*deep.options, *options))
+    check_equal(run(spec), reference(deep))
+
+
 def test_recomputation_and_evaluation(run: Launch, reference: Reference) -> None:
     options = (*PP2_DP2.options, "--recompute-granularity=full", "--eval-interval=2")
     spec = replace(PP2_DP2, options=options, kills=("1@4:evaluation",))
