@@ -425,8 +425,8 @@ def _costs(
 
     A worker may hold ``room`` times the activations that the first stage of the launch holds, which
     is a slot for each stage. None: one slot more, a slot being what a usual worker of the weakest
-    stage runs of one micro-batch a replica; with interleaved stages at least what their order holds,
-    which cannot be cut short.
+    stage runs of one micro-batch a replica; with interleaved stages at least what their order
+    holds, which cannot be cut short.
     """
     num_stages, vpp = len(layout.stages), layout.vpp
     at_launch = work.microbatch_size * layout.num_layers
