@@ -29,7 +29,7 @@ from elaswave_plugin.core.step_time import LinkTime
 FRONT, LAYER, BEHIND = "front", "layer", "behind"
 FORWARD, BACKWARD = "forward", "backward"
 SPLIT = INPUTS, WEIGHTS = "inputs", "weights"
-OPERATION, AROUND, LINK = "operation", "around", "link"
+OPERATION, AROUND, LINK, BYTE = "operation", "around", "link", "byte"
 HELD = "held"
 STEPS_FOR_COSTS = 5
 """Fewer steps say little: the first ones compile and fill caches."""
@@ -40,7 +40,7 @@ DIGITS = 2
 Passes = tuple[float, float]
 PARTS = (FRONT, LAYER, BEHIND)
 _PAIRS = (FRONT, LAYER, BEHIND, LINK)
-_NUMBERS = ("weights", "operation_s", "around_s", "scale")
+_NUMBERS = ("weights", "operation_s", "around_s", "byte_s", "scale")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +49,9 @@ class LayerTimes:
 
     ``weights``: the share of a layer's backward pass that weight gradients take, half if not known.
     ``operation_s`` of each operation and ``around_s`` of a step, beside the passes; ``link``:
-    seconds of a message between stages, and of each sample in it. ``scale``: by how much a layer
-    takes longer than ``layer``, which is rounded so that noise does not change plans.
+    seconds of a message between stages, and of each sample in it; ``byte_s`` of each byte, which is
+    how fast state moves. ``scale``: by how much a layer takes longer than ``layer``, which is
+    rounded so that noise does not change plans.
     ``held_bytes`` of a sample in front, in a layer and behind; none before they are measured.
     """
 
@@ -61,6 +62,7 @@ class LayerTimes:
     operation_s: float = 0.0
     around_s: float = 0.0
     link: Passes = (0.0, 0.0)
+    byte_s: float = 0.0
     scale: float = 1.0
     held_bytes: tuple[float, ...] = ()
     is_measured: bool = False
@@ -107,6 +109,7 @@ class LayerTimes:
             fixed_s=self.operation_s,
             memory_bytes=float("inf") if state is None else state.limit_bytes,
             most_held=most_held,
+            transfer_bytes_per_s=1 / self.byte_s if self.byte_s else float("inf"),
         )
 
 
@@ -167,6 +170,7 @@ class PassTimes:
         if self.link_rate is not None and self.sample_bytes is not None:
             message_s, byte_s = self.link_rate
             found[LINK] = [message_s, byte_s * self.sample_bytes]
+            found[BYTE] = [byte_s]
         if LAYER in self._held:
             found[HELD] = [self._held.get(part, 0.0) for part in PARTS]
         kinds = dict.fromkeys(PARTS, (FORWARD, BACKWARD))
@@ -207,8 +211,9 @@ def agreed(told: Mapping[int, Mapping[str, Sequence[float]]]) -> LayerTimes:
     }
     if WEIGHTS in exact:
         found["weights"] = _rounded(exact[WEIGHTS][0])
-    if OPERATION in exact:
-        found["operation_s"] = _rounded(exact[OPERATION][0])
+    for part, name in ((OPERATION, "operation_s"), (BYTE, "byte_s")):
+        if part in exact:
+            found[name] = _rounded(exact[part][0])
     if AROUND in every:
         # Who begins first and ends last has waited for nobody.
         found["around_s"] = min(seconds[0] for seconds in every[AROUND])

@@ -8,6 +8,7 @@ from elaswave_plugin.core.layer_times import (
     AROUND,
     BACKWARD,
     BEHIND,
+    BYTE,
     FORWARD,
     FRONT,
     INPUTS,
@@ -57,7 +58,8 @@ def test_what_a_step_takes_beside_its_passes_is_told_with_them() -> None:
         times.note_beside(seconds, 10 * seconds)
         times.step_over()
     told = times.medians()
-    assert told == {LINK: [0.001, 0.01], LAYER: [1.0, 2.0], OPERATION: [0.2], AROUND: [2.0]}
+    link = {LINK: [0.001, 0.01], BYTE: [0.0001]}
+    assert told == link | {LAYER: [1.0, 2.0], OPERATION: [0.2], AROUND: [2.0]}
     waits = {**told, OPERATION: [0.3], AROUND: [7.0]}
     got = agreed({0: told, 1: waits, 2: waits})
     # Whoever begins first and ends last has waited for nobody.
@@ -65,6 +67,7 @@ def test_what_a_step_takes_beside_its_passes_is_told_with_them() -> None:
     assert LayerTimes.from_json(got.to_json()) == got
     costs = got.costs(num_layers=2)
     assert costs.fixed_s == 0.3 and costs.link == LinkTime(latency_s=0.001, sample_s=0.01)
+    assert costs.transfer_bytes_per_s == pytest.approx(1e4)
 
 
 def test_a_prediction_knows_what_rounding_took_away() -> None:

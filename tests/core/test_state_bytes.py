@@ -108,3 +108,23 @@ def test_whoever_holds_most_counts_and_the_first_step_does_not() -> None:
     told = {0: times.medians(), 1: {HELD: [0.0, 101.0, 7.0]}, 2: {}}
     assert agreed(told) == LayerTimes(held_bytes=(0.0, 101.0, 7.0))
     assert agreed(dict(reversed(told.items()))) == agreed(told)
+
+
+def test_layers_whose_weights_take_too_long_to_move_stay() -> None:
+    """Ten minutes at a gain of a third are 200 s, the pause counts twice: once the way back."""
+
+    def cuts(byte_s: float) -> tuple[int, ...]:
+        layout = launch_layout(tp=1, pp=2, dp=2, num_layers=8).without([0])
+        times = LayerTimes(byte_s=byte_s, is_measured=True)
+        return level_layers(
+            layout,
+            times,
+            launch_cuts=layout.cuts,
+            policy="auto",
+            move_workers=False,
+            num_microbatches=16,
+            state=state_of(8, float("inf")),
+        ).cuts
+
+    # 40 bytes of weights a layer.
+    assert cuts(0.0) == cuts(0.1) == (0, 3, 8) and cuts(3.0) == (0, 4, 8)
