@@ -48,6 +48,10 @@ MODEL_SETTINGS: tuple[tuple[str, Any], ...] = (
     ("deterministic_mode", True),
     ("fp8", "e4m3"),
     ("fp4", "e2m1"),
+    ("quant_recipe", "of each layer"),
+    ("use_kitchen", True),
+    ("symmetric_ar_type", "two_shot"),
+    ("cpu_offloading", True),
     ("tp_comm_overlap", True),
     ("defer_embedding_wgrad_compute", True),
     ("variable_seq_lengths", True),
@@ -131,6 +135,7 @@ def test_a_setting_of_the_model_is_refused(owner: str, name: str, value: Any) ->
     [
         ("ddp_config", "param_name_patterns_for_fp32_local_accumulation", ("all",)),
         ("config", "gtp_weight_remat_size", 2),
+        ("config", "use_transformer_engine_op_fuser", True),
     ],
 )
 def test_a_setting_of_later_versions_is_refused(owner: str, name: str, value: Any) -> None:

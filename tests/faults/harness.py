@@ -248,10 +248,11 @@ class Zygote:
 
 
 def _sabotage(spec: JobSpec) -> str:
+    found = spec.sabotage + (AWAIT.format(awaits=dict(spec.awaits)) if spec.awaits else "")
     for key, slots in (("pid", spec.lost_trainers), ("supervisor_pid", spec.lost_supervisors)):
         if slots:
-            return LOSE.format(slots=list(slots), last=slots[-1], key=key)
-    return spec.sabotage + (AWAIT.format(awaits=dict(spec.awaits)) if spec.awaits else "")
+            found += LOSE.format(slots=list(slots), last=slots[-1], key=key)
+    return found
 
 
 def _arguments(

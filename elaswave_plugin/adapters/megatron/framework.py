@@ -13,6 +13,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from elaswave_plugin.adapters.megatron import buffers, stage_layers, stage_parts, unplaced
+from elaswave_plugin.adapters.megatron.fused_gradients import add_in_one_sum
 from elaswave_plugin.adapters.megatron.layer_timer import watch_passes
 from elaswave_plugin.adapters.megatron.optimizer_state import FlatShard
 from elaswave_plugin.adapters.megatron.reduction import GradientReduction
@@ -109,6 +110,7 @@ class MegatronFramework:
             announce=self._announce,
         )
         for chunk in self.chunks:
+            add_in_one_sum(chunk)
             prepare(chunk)
             chunk.start_param_sync = self._gathering(chunk.start_param_sync)
         gathering = "start_param_sync_for_bucket_group_subset"
@@ -299,6 +301,7 @@ class MegatronFramework:
         if gathers_in_forward:
             chunk.enable_forward_pre_hook()
         for module in (chunk,) if anew else built or ():
+            add_in_one_sum(module)
             self._prepare(module)
         if anew or built is not None:
             buffers.lay_out(chunk, list(units_of(chunk).values()), self._largest_width)

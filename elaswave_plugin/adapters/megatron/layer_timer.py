@@ -12,6 +12,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.transformer_block import TransformerBlock
 
+from elaswave_plugin.adapters.megatron.fused_gradients import fuses
 from elaswave_plugin.core.layer_times import BACKWARD, BEHIND, FORWARD, FRONT, LAYER
 from elaswave_plugin.runtime.stopwatch import Mark, Stopwatch
 
@@ -50,7 +51,9 @@ class LayerTimer:
         self._forward = self._stopwatch.mark() if counts else None
         if counts:
             self._stopwatch.operations.enter()
-            self._stopwatch.begin_holding(model, self._parts())
+            # Counted on a CPU, saved weights come back as other tensors, without ``main_grad``.
+            if self._stopwatch.on_gpu or not fuses(self._block.config):
+                self._stopwatch.begin_holding(model, self._parts())
 
     def enter_layers(self, block: torch.nn.Module, inputs: Any, keywords: Any) -> None:
         """The hidden states are there."""

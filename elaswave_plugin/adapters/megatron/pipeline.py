@@ -20,6 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from elaswave_plugin.adapters.megatron.accumulators import GradAccumulators
 from elaswave_plugin.adapters.megatron.buffers import layer_numbers
+from elaswave_plugin.adapters.megatron.fused_gradients import fuses
 from elaswave_plugin.adapters.megatron.reduction import GradientReduction
 from elaswave_plugin.adapters.megatron.tied_embeddings import TiedWeight, add_other_stage
 from elaswave_plugin.adapters.megatron.versions import backward_step
@@ -104,6 +105,9 @@ class RaggedPipeline:
                 if len(self._chunks) > 1:
                     parallel_state.set_virtual_pipeline_model_parallel_rank(op.chunk)
                 if op.kind == FORWARD:
+                    if fuses(self._config) and not forward_only:
+                        # What is added to in the backward is found in the forward.
+                        self._select(op, accumulators)
                     self._forward(op, forward_step_func, iterators[op.chunk], losses, forward_only)
                 elif not forward_only:
                     self._accumulate(op, accumulators)
@@ -153,10 +157,7 @@ class RaggedPipeline:
 
     def _accumulate(self, op: Op, accumulators: GradAccumulators) -> None:
         """Run a backward, or the weight gradients that it put off."""
-        microbatch = op.start // self._flow.micro_batch_size
-        contribution = next((one for one in self._parts if microbatch in one.microbatches), None)
-        if contribution is not None:
-            accumulators.select(contribution.microbatches[0])
+        contribution = self._select(op, accumulators)
         piece = op.chunk, op.start
         if op.kind == WEIGHTS:
             self._stopwatch.operations.enter()
@@ -172,6 +173,14 @@ class RaggedPipeline:
             self._backward(op)
         if contribution is not None and op.kind == self._last_kind:
             self._ship_when_complete(contribution, accumulators)
+
+    def _select(self, op: Op, accumulators: GradAccumulators) -> Contribution | None:
+        """Have gradients added to the contribution that an operation is part of, if to one."""
+        microbatch = op.start // self._flow.micro_batch_size
+        contribution = next((one for one in self._parts if microbatch in one.microbatches), None)
+        if contribution is not None:
+            accumulators.select(contribution.microbatches[0])
+        return contribution
 
     def _backward(self, op: Op) -> None:
         part = self._part_of(op)

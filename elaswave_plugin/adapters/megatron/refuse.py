@@ -123,6 +123,10 @@ def _model_problems(model: Any, overlaps_param_gather: bool) -> Iterator[str]:
         ("deterministic_mode", config.deterministic_mode, False),
         ("fp8", config.fp8, None),
         ("fp4", config.fp4, None),
+        ("quant_recipe", config.quant_recipe, None),
+        ("use_kitchen", config.use_kitchen, False),
+        ("symmetric_ar_type", config.symmetric_ar_type, None),
+        ("cpu_offloading", config.cpu_offloading, False),
         ("tp_comm_overlap", config.tp_comm_overlap, False),
         ("defer_embedding_wgrad_compute", config.defer_embedding_wgrad_compute, False),
         ("variable_seq_lengths", config.variable_seq_lengths, False),
@@ -134,11 +138,12 @@ def _model_problems(model: Any, overlaps_param_gather: bool) -> Iterator[str]:
 
 
 def _later_settings(model: DistributedDataParallel) -> Iterator[tuple[str, object, object]]:
-    """Settings that came with 0.17 and 0.19, where they are there: name, seen, carried."""
+    """Settings that came with 0.17 to 0.19, where they are there: name, seen, carried."""
     accumulated = "param_name_patterns_for_fp32_local_accumulation"
     for owner, name, carried in (
         (model.ddp_config, accumulated, ()),
         (model.config, "gtp_weight_remat_size", 1),
+        (model.config, "use_transformer_engine_op_fuser", False),
     ):
         if hasattr(owner, name):
             yield name, getattr(owner, name), carried

@@ -6,6 +6,7 @@ same object as it was called, but for the stage (megatron/core/models/gpt/gpt_mo
 
 import inspect
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -57,6 +58,7 @@ def take_stage(chunk: DistributedDataParallel, *, first: bool, last: bool) -> bo
 
 def move_to_tp_position(model: torch.nn.Module) -> None:
     """Have the modules believe the tp position that the groups tell now."""
+    module: Any
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding):
             group = module.tp_group
@@ -65,3 +67,6 @@ def move_to_tp_position(model: torch.nn.Module) -> None:
                     module.num_embeddings, group.rank(), group.size()
                 )
             )
+        elif hasattr(module, "tp_rank") and hasattr(module, "_tp_group"):
+            # Megatron-Core's layers on top of Transformer Engine's.
+            module.tp_rank = module._tp_group.rank()

@@ -1,12 +1,20 @@
-"""Stands in for transformer_engine.pytorch: its norm, and the names of layers that need a GPU."""
+"""Stands in for transformer_engine.pytorch: its norm and layers, and names of others."""
 
 from types import SimpleNamespace
 
 import torch
 
 from transformer_engine.pytorch import distributed, fp8, optimizers
+from transformer_engine.pytorch.layers import DotProductAttention, LayerNormLinear, Linear
 
-__all__ = ["distributed", "fp8", "optimizers"]
+__all__ = [
+    "DotProductAttention",
+    "LayerNormLinear",
+    "Linear",
+    "distributed",
+    "fp8",
+    "optimizers",
+]
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -35,23 +43,11 @@ class _NeedsGpu(torch.nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no stand-in")
 
 
-class Linear(_NeedsGpu):
-    """No stand-in."""
-
-
-class LayerNormLinear(_NeedsGpu):
-    """No stand-in."""
-
-
 class RMSNorm(_NeedsGpu):
     """No stand-in."""
 
 
 class GroupedLinear(_NeedsGpu):
-    """No stand-in."""
-
-
-class DotProductAttention(_NeedsGpu):
     """No stand-in."""
 
 
