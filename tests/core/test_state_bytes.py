@@ -1,6 +1,8 @@
 """Plans by bytes: nobody holds more state and activations than there is memory for."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import assume, given, reject, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from elaswave_plugin.core.layer_times import HELD, LAYER, LayerTimes, PassTimes, agreed
 from elaswave_plugin.core.layout import ParallelLayout, launch_layout
 from elaswave_plugin.core.pipeline_flow import SplitBackward, flow_of, level_layers
-from elaswave_plugin.core.planner.state_bytes import StateBytes
+from elaswave_plugin.core.planner.state_bytes import StateBytes, within_memory
 from elaswave_plugin.core.schedule import peak_in_flight
 from elaswave_plugin.errors import ConfigurationError
 from tests.core.test_pipeline_flow import after_losses
@@ -85,6 +87,18 @@ def test_without_a_limit_they_would_and_below_some_limit_there_is_no_plan() -> N
     assert 0.6 * free < most_bytes(layout, 2, 0.8 * free) <= 0.8 * free
     with pytest.raises(ConfigurationError, match="fits into"):
         most_bytes(layout, 2, 0.2 * free)
+
+
+@pytest.mark.parametrize("plan", [flow_of, level_layers])
+def test_what_a_device_is_thought_to_have_ends_no_job(plan: Callable[..., object]) -> None:
+    layout = launch_layout(tp=1, pp=2, dp=2, num_layers=8).without([0])
+    moves = {"launch_cuts": layout.cuts, "move_workers": False} if plan is level_layers else {}
+    planned = partial(plan, layout=layout, times=TIMES, num_microbatches=8, policy="auto", **moves)
+    small = state_of(8, 100)
+    with pytest.raises(ConfigurationError):
+        within_memory(small, planned)
+    free = within_memory(replace(small, is_estimate=True), planned)
+    assert free == planned(state=state_of(8, float("inf")))
 
 
 def test_state_counts_alone_until_activations_are_measured() -> None:

@@ -20,7 +20,7 @@ from elaswave_plugin.config import ElasticConfig, parse_clocks
 from elaswave_plugin.core.layout import ParallelLayout, launch_layout
 from elaswave_plugin.core.pipeline_flow import SplitBackward, flow_of, level_layers
 from elaswave_plugin.core.planner.dvfs import ClockTable
-from elaswave_plugin.core.planner.state_bytes import StateBytes
+from elaswave_plugin.core.planner.state_bytes import StateBytes, within_memory
 from elaswave_plugin.core.seating import GridSeating
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.frequency import clocks_for
@@ -83,7 +83,7 @@ class Grid:
         }
         gpu = _gpu_of(chunks[0])
         units = {unit: length for one in stages for unit, length in one.units.items()}
-        work["state"] = _state(worker.config, stages, units, self.layout)
+        state = _state(worker.config, stages, units, self.layout)
         room = _activation_room(worker.config, self.layout, on_gpu=gpu is not None)
         work["activation_room"] = room
         whole = next((one.whole for one in stages if one.whole), None)
@@ -91,6 +91,8 @@ class Grid:
         partition = None
         if _moves_layers(worker.config, framework.why_layers_stay()):
             partition = partial(
+                within_memory,
+                state,
                 level_layers,
                 launch_cuts=self.layout.cuts,
                 **work,
@@ -108,7 +110,7 @@ class Grid:
         worker.stopwatch.clocks = clocks_for(worker.config, gpu)
         if gpu is None and not worker.alone:
             worker.stopwatch.times.link_rate = measure_link()
-        self.deal = partial(flow_of, **work, split_backward=splits, **more)
+        self.deal = partial(within_memory, state, flow_of, **work, split_backward=splits, **more)
 
 
 def _stages(worker: Worker, framework: MegatronFramework) -> list[Stage]:
@@ -167,25 +169,26 @@ def _device_bytes(chunk: DistributedDataParallel) -> int:
 def _state(
     config: ElasticConfig, stages: Sequence[Stage], units: dict[int, int], layout: ParallelLayout
 ) -> StateBytes:
-    """What a plan counts by bytes; raises ConfigurationError where the launch does not fit."""
+    """What a plan counts by bytes; raises ConfigurationError for a limit below the launch."""
     weight_bytes, gradient_bytes, optimizer_bytes = stages[0].element_bytes
     limit_bytes: float = stages[0].device_bytes or float("inf")
     if config.memory_limit_gib is not None:
         limit_bytes = config.memory_limit_gib * 2**30
-    each = weight_bytes + gradient_bytes + optimizer_bytes / layout.dp
-    needed = each * max(sum(one.units.values()) for one in stages)
-    if needed > limit_bytes:
-        raise ConfigurationError(
-            f"memory_limit_gib is {limit_bytes / 2**30:.3g}, and weights, gradients and optimizer"
-            f" state of a worker take {needed / 2**30:.3g} GiB at launch; wanted more than that,"
-            " or leave it out"
-        )
+        each = weight_bytes + gradient_bytes + optimizer_bytes / layout.dp
+        needed = each * max(sum(one.units.values()) for one in stages)
+        if needed > limit_bytes:
+            raise ConfigurationError(
+                f"memory_limit_gib is {config.memory_limit_gib:.3g}, and weights, gradients and"
+                f" optimizer state of a worker take {needed / 2**30:.3g} GiB at launch; wanted"
+                " more than that, or leave it out"
+            )
     return StateBytes(
         units=units,
         weight_bytes=weight_bytes,
         gradient_bytes=gradient_bytes,
         optimizer_bytes=optimizer_bytes,
         limit_bytes=limit_bytes,
+        is_estimate=config.memory_limit_gib is None,
     )
 
 

@@ -1,7 +1,12 @@
 """What a worker keeps of each part of the model, and how much memory it has for a plan."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from elaswave_plugin.errors import ConfigurationError
+
+Planned = TypeVar("Planned")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -11,6 +16,7 @@ class StateBytes:
     ``units``: elements of each part of the model, as in `GridSeating`: layers by number from 1,
     what is in front of them below, what follows them above. Of each element a worker keeps
     ``weight_bytes`` and ``gradient_bytes``; its stage's workers share ``optimizer_bytes`` out.
+    ``is_estimate``: nobody has set the limit, it is what the devices have.
     """
 
     units: Mapping[int, int]
@@ -18,9 +24,26 @@ class StateBytes:
     gradient_bytes: float
     optimizer_bytes: float
     limit_bytes: float = float("inf")
+    is_estimate: bool = False
 
     def elements(self, num_layers: int) -> list[int]:
         """Of what is in front of the layers, of each layer, and of what follows them."""
         front = sum(length for unit, length in self.units.items() if unit < 1)
         behind = sum(length for unit, length in self.units.items() if unit > num_layers)
         return [front, *(self.units.get(number + 1, 0) for number in range(num_layers)), behind]
+
+
+def within_memory(
+    state: StateBytes, plan: Callable[..., Planned], *args: object, **more: object
+) -> Planned:
+    """``plan`` with this ``state``; without the limit where nothing fits one that is an estimate.
+
+    What a plan takes is not known to the byte, and a job that nobody limits goes on.
+    Raises ConfigurationError where nothing fits a limit that was set.
+    """
+    try:
+        return plan(*args, state=state, **more)
+    except ConfigurationError:
+        if not state.is_estimate:
+            raise
+    return plan(*args, state=replace(state, limit_bytes=float("inf")), **more)
