@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from elaswave_plugin.core.layer_times import HELD, LAYER, LayerTimes, PassTimes, agreed
 from elaswave_plugin.core.layout import ParallelLayout, launch_layout
-from elaswave_plugin.core.pipeline_flow import SplitBackward, flow_of, level_layers
+from elaswave_plugin.core.pipeline_flow import PipelineFlow, SplitBackward, flow_of, level_layers
 from elaswave_plugin.core.planner.state_bytes import StateBytes, within_memory
 from elaswave_plugin.core.schedule import peak_in_flight
 from elaswave_plugin.errors import ConfigurationError
@@ -87,6 +87,47 @@ def test_without_a_limit_they_would_and_below_some_limit_there_is_no_plan() -> N
     assert 0.6 * free < most_bytes(layout, 2, 0.8 * free) <= 0.8 * free
     with pytest.raises(ConfigurationError, match="fits into"):
         most_bytes(layout, 2, 0.2 * free)
+
+
+@pytest.mark.parametrize(("pp", "vpp", "dp"), [(2, 2, 2), (2, 4, 3), (4, 2, 2), (4, 4, 2)])
+def test_interleaved_chunks_count_as_they_are(pp: int, vpp: int, dp: int) -> None:
+    """The head's chunk holds four times what another does; what truly fits is planned as it is."""
+    layout = launch_layout(tp=1, pp=pp, dp=dp, num_layers=pp * vpp, vpp=vpp)
+    for lost in (0, pp * dp - 1):
+        work = {"layout": layout.without([lost]), "num_microbatches": 4 * pp * dp}
+        planned = partial(flow_of, times=TIMES, **work)
+        free = planned()
+        need = most_chunk_bytes(free)
+        assert planned(state=state_of(pp * vpp, need)) == free
+        for part in (0.99, 0.8, 0.6):
+            try:
+                less = planned(state=state_of(pp * vpp, part * need))
+            except ConfigurationError:
+                continue
+            assert most_chunk_bytes(less) <= part * need
+        with pytest.raises(ConfigurationError):
+            planned(state=state_of(pp * vpp, 0.3 * need))
+
+
+def most_chunk_bytes(flow: PipelineFlow) -> float:
+    """Of any worker."""
+    return max(
+        chunk_bytes(flow, stage, group.slots[0])
+        for stage, groups in enumerate(flow.layout.stages)
+        for group in groups
+    )
+
+
+def chunk_bytes(flow: PipelineFlow, stage: int, slot: int) -> float:
+    """State and samples of a worker of interleaved stages, chunk by chunk."""
+    layout = flow.layout
+    elements, samples = 0, []
+    for start, stop in layout.layers(stage):
+        first, last = start == 0, stop == layout.num_layers
+        elements += 20 * (stop - start) + 40 * first + 40 * last
+        samples.append(100 * (stop - start) + 5 * first + 300 * last)
+    held = peak_in_flight(flow.ops(slot), lambda op: (op.stop - op.start) * samples[op.chunk])
+    return elements * (6 + 12 / layout.widths[stage]) + held
 
 
 @pytest.mark.parametrize("plan", [flow_of, level_layers])

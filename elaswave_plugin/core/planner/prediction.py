@@ -6,6 +6,7 @@ as fluids (fluid_time.py), which only fits slots that are no wider than the narr
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from math import ceil
 
@@ -191,17 +192,16 @@ class Predictor:
     ) -> OpLists:
         """The op lists of all workers. Raises ConfigurationError where they do not fit."""
         assignment = choice.split(seats, self.work, slowness).assignment()
-        limits = self.limits(seats, cuts)
         if self.vpp > 1:
             lists = interleaved_lists(assignment, num_chunks=self.vpp)
-            self._check_chunks(lists, limits)
+            self._check_chunks(lists, seats, cuts)
             return lists
         if extra is None:
             windows = self._greedy_windows(choice, seats, cuts)
             return self._greedy(choice, seats, cuts, self._times(cuts, speeds), windows)[0]
         wanted = window_sizes(len(seats), extra=extra)
         flow = self._flow(choice, seats, slowness)
-        return window_lists(assignment, self._fitted(flow, wanted, limits))
+        return window_lists(assignment, self._fitted(flow, wanted, self.limits(seats, cuts)))
 
     def split_backward(
         self,
@@ -274,18 +274,16 @@ class Predictor:
         )
 
     def limits(self, seats: Seats, cuts: Sequence[int]) -> list[int]:
-        """Samples that the workers of each stage have memory for; chunks of a stage together."""
+        """Samples that the workers of each stage have memory for; chunks of a stage together.
+
+        Chunks are charged as the largest one: with embedding or head it is larger than the others.
+        """
         num_stages = len(seats)
-        widths = [len(stage) for stage in seats]
-        resident = self.costs.resident_bytes(cuts, widths * self.vpp)
-        activations = self.costs.activation_bytes(cuts)
-        layers = [stop - start for start, stop in pairwise(cuts)]
+        activations, layers = self.costs.activation_bytes(cuts), _layers(cuts)
         limits = []
-        for stage in range(num_stages):
-            left = self.costs.memory_bytes - sum(resident[stage::num_stages])
+        for stage, left in enumerate(self._left(seats, cuts)):
             everything = self.work.num_microbatches * self.work.microbatch_size * self.vpp
             limit = everything if left >= 0 else 0
-            # Chunks are alike but for embedding and head: the largest one is charged.
             largest = max(activations[stage::num_stages]), max(layers[stage::num_stages])
             for each, most in zip(largest, (left, self.costs.most_held), strict=True):
                 if limit and each * limit > most:
@@ -305,14 +303,34 @@ class Predictor:
             slots.append(fitting)
         return fit_windows(windows, slots)
 
-    def _check_chunks(self, lists: OpLists, limits: Sequence[int]) -> None:
-        def samples(op: Op) -> int:
-            return op.stop - op.start
+    def _left(self, seats: Seats, cuts: Sequence[int]) -> list[float]:
+        """Bytes that a worker of each stage has beside its state; below 0: not even for that."""
+        widths = [len(stage) for stage in seats]
+        resident = self.costs.resident_bytes(cuts, widths * self.vpp)
+        stages = range(len(seats))
+        return [self.costs.memory_bytes - sum(resident[stage :: len(seats)]) for stage in stages]
 
-        for stage, limit in enumerate(limits):
-            peak = max(peak_in_flight(ops, samples) for ops in lists[stage])
-            if peak > limit:
-                raise ConfigurationError(
-                    f"stage {stage} would hold {peak:.0f} samples (times chunks) in flight and has"
-                    f" memory for {limit}; raise the memory limit or lower vpp"
-                )
+    def _check_chunks(self, lists: OpLists, seats: Seats, cuts: Sequence[int]) -> None:
+        """Raises ConfigurationError where what the chunks of a stage hold together does not fit."""
+        num_stages = len(seats)
+        activations, layers = self.costs.activation_bytes(cuts), _layers(cuts)
+        for stage, left in enumerate(self._left(seats, cuts)):
+            for each, most, what in (
+                (activations, left, "bytes"),
+                (layers, self.costs.most_held, "samples times layers"),
+            ):
+                held = partial(_held, by_chunk=each[stage::num_stages])
+                peak = max(peak_in_flight(ops, held) for ops in lists[stage])
+                if peak > most:
+                    raise ConfigurationError(
+                        f"stage {stage} would hold {peak:.4g} {what} in flight and has room for"
+                        f" {most:.4g}; raise the memory limit or lower vpp"
+                    )
+
+
+def _layers(cuts: Sequence[int]) -> list[int]:
+    return [stop - start for start, stop in pairwise(cuts)]
+
+
+def _held(op: Op, *, by_chunk: Sequence[float]) -> float:
+    return (op.stop - op.start) * by_chunk[op.chunk]
