@@ -230,13 +230,20 @@ class Connection:
         else:
             raise LinkError(f"control frame {header.kind} while {self.state.value}")
 
+    def _discard_unread(self) -> None:
+        # Closed with unread bytes, a socket resets its peer, who then loses our last messages too.
+        for _ in range(_TURN_BYTES // _STAGING_BYTES):
+            if not self.sock.recv_into(self._staged):
+                return
+
     def close(self, why: str) -> None:
-        """Close the socket; the queue stays for whoever takes over."""
+        """Close the socket; the queue stays for whoever takes over, and what was sent arrives."""
         if self.state is not State.CLOSED:
             self.state = State.CLOSED
             self.why_closed = why
             # A forked child (a data loader) may hold the descriptor too: end the connection itself.
             with suppress(OSError):
                 self.sock.shutdown(socket.SHUT_RDWR)
+                self._discard_unread()
             self.sock.close()
             self.inbound = None

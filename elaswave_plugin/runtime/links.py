@@ -505,6 +505,10 @@ class LinkTable:
     def _write(self, link: Connection) -> None:
         try:
             link.write()
+        except (BrokenPipeError, ConnectionResetError):
+            # The peer has gone. What it sent before is still to be read, and its end comes after.
+            self._watch(link, _READ)
+            return
         except OSError as error:
             self._lost(link, error)
             return

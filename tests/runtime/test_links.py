@@ -12,6 +12,7 @@ import pytest
 from elaswave_plugin.errors import EpochChanged, LinkError
 from elaswave_plugin.runtime import doors
 from elaswave_plugin.runtime.collectives import receive, send
+from elaswave_plugin.runtime.connection import Connection, State
 from elaswave_plugin.runtime.frames import HEADER_BYTES, FrameHeader, Hello, Kind, control_header
 from elaswave_plugin.runtime.links import LinkTable
 from elaswave_plugin.runtime.operation import Operation, Place
@@ -431,3 +432,37 @@ def test_close_joins_the_thread_and_leaks_no_descriptor() -> None:
             _send(tables[0], b"x")
     assert descriptors() == before
     assert link_threads() == []
+
+
+def test_last_words_arrive_though_their_sender_has_not_read_everything(
+    pair: tuple[LinkTable, LinkTable],
+) -> None:
+    """A worker that gives up tells the others, and may end at once: a Unix socket is reset then."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        ours.setblocking(False)
+        theirs.sendall(b"unread")
+        ours.send(b"last words")
+        Connection(pair[0], ours, State.OPEN).close("the worker ends")
+        theirs.settimeout(LIMIT_S)
+        assert theirs.recv(64) == b"last words"
+        assert theirs.recv(64) == b""
+
+
+def test_what_a_peer_sent_before_it_went_is_read_although_nothing_can_be_sent_to_it(
+    pair: tuple[LinkTable, LinkTable],
+) -> None:
+    """A worker that comes late to a collective sends first, and others may have given up."""
+    here, there = pair
+    here.wait(_send(here, b"first"))
+    there.wait(_receive(there, 5)[0])
+    with here._lock:
+        here._poller = -1  # its progress thread leaves the sockets alone, as while somebody waits
+    there.wait(_send(there, b"last", tag=1))
+    there.close()
+    _send(here, b"unheard", tag=2)
+    with here._lock:
+        here._poller = 0
+    got, into = _receive(here, 4, tag=1)
+    here.wait(got)
+    assert into == b"last"
