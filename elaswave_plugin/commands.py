@@ -154,7 +154,7 @@ def report(
     global_batch: GlobalBatch = None,
 ) -> int:
     """Judge a run by its files: draw report.png and print the summary."""
-    from elaswave_plugin.observer import largest_batch, read_run, summarize
+    from elaswave_plugin.observer import read_run, summarize
     from elaswave_plugin.report import draw_report
 
     run_files = read_run(directory)
@@ -163,7 +163,7 @@ def report(
         run_files,
         other,
         steps=1 + max((record["step"] for record in run_files.steps), default=-1),
-        global_batch=global_batch or largest_batch(run_files),
+        global_batch=global_batch,
     )
     text = json.dumps(summary, indent=2)
     if json_file is not None:

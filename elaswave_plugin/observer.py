@@ -99,12 +99,15 @@ def audit_samples(run: RunFiles, *, batches: Sequence[int]) -> tuple[int, int]:
     return lost, repeated
 
 
-def largest_batch(run: RunFiles) -> int:
-    """Return the number of different samples that the fullest step of the ledger took."""
-    samples: dict[int, set[int]] = {}
+def batch_sizes(run: RunFiles, steps: int) -> list[int]:
+    """Return how far each step came in the order of the samples; sizes may ramp up."""
+    ends: dict[int, int] = {}
     for line in run.ledger:
-        samples.setdefault(line["step"], set()).update(line["samples"])
-    return max((len(ids) for ids in samples.values()), default=0)
+        ends[line["step"]] = max([ends.get(line["step"], 0), *(one + 1 for one in line["samples"])])
+    sizes: list[int] = []
+    for step in range(steps):
+        sizes.append(max(0, ends.get(step, 0) - sum(sizes)))
+    return sizes
 
 
 def kills_of(run: RunFiles, wanted: Iterable[Kill] | None = None) -> list[Record]:
@@ -261,16 +264,20 @@ def summarize(
     reference: RunFiles | None,
     *,
     steps: int,
-    global_batch: int,
+    global_batch: int | None,
     kills: Sequence[Kill] | None = None,
     snapshot_overhead_ratio: float | None = None,
     snapshot_overhead_reason: str = "not measured in this run",
 ) -> Record:
-    """Build the summary of a run against its reference; every field comes from the files."""
+    """Build the summary of a run against its reference; every field comes from the files.
+
+    ``global_batch``: None where it is not known or not the same in every step.
+    """
     losses = losses_of(run)
     others = losses_of(reference) if reference else {}
     common = sorted(set(losses) & set(others))
-    lost, repeated = audit_samples(run, batches=steps * [global_batch])
+    batches = batch_sizes(run, steps) if global_batch is None else steps * [global_batch]
+    lost, repeated = audit_samples(run, batches=batches)
     return {
         "steps": len(losses),
         "losses": [losses[step] for step in sorted(losses)],

@@ -242,3 +242,22 @@ def test_state_hash_agreeing_overlap_is_no_error(tmp_path: Path) -> None:
     for end in ("npz", "json"):
         (target / f"slot-7.{end}").write_bytes((whole / f"slot-0.{end}").read_bytes())
     assert hash_state(tmp_path / "b").sha256 == hash_state(tmp_path / "a").sha256
+
+
+@pytest.mark.parametrize("missing", [None, 5, 11])
+def test_batches_that_ramp_up_are_counted_by_where_each_ends(
+    tmp_path: Path, missing: int | None
+) -> None:
+    sizes = (4, 8, *(STEPS - 2) * (GLOBAL_BATCH,))
+
+    def ramp(name: str, record: dict[str, Any]) -> dict[str, Any]:
+        if name != "ledger":
+            return record
+        step = record["step"]
+        places = [one - step * GLOBAL_BATCH for one in record["samples"]]
+        ids = [sum(sizes[:step]) + place for place in places if place < sizes[step]]
+        return {**record, "samples": [one for one in ids if one != missing]}
+
+    run = read_run(make_run(tmp_path / "run", killed=True, change=ramp))
+    got = summarize(run, None, steps=STEPS, global_batch=None)
+    assert (got["samples_lost"], got["samples_repeated"]) == (int(missing is not None), 0)
