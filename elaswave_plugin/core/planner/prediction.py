@@ -323,7 +323,7 @@ class Predictor:
                 peak = max(peak_in_flight(ops, held) for ops in lists[stage])
                 if peak > most:
                     raise ConfigurationError(
-                        f"stage {stage} would hold {peak:.4g} {what} in flight and has room for"
+                        f"stage {stage} would hold {peak:.4g} {what} in flight and has memory for"
                         f" {most:.4g}; raise the memory limit or lower vpp"
                     )
 
