@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -91,8 +92,8 @@ def audit_samples(run: RunFiles, *, batches: Sequence[int]) -> tuple[int, int]:
         if line["step"] in consumed and epochs.get(line["step"]) == line["epoch"]:
             consumed[line["step"]].update(line["samples"])
     lost = repeated = 0
-    for step, got in consumed.items():
-        first = sum(batches[:step])
+    firsts = accumulate(batches, initial=0)
+    for (step, got), first in zip(consumed.items(), firsts, strict=False):
         wanted = Counter(range(first, first + batches[step]))
         lost += (wanted - got).total()
         repeated += (got - wanted).total()
@@ -104,10 +105,8 @@ def batch_sizes(run: RunFiles, steps: int) -> list[int]:
     ends: dict[int, int] = {}
     for line in run.ledger:
         ends[line["step"]] = max([ends.get(line["step"], 0), *(one + 1 for one in line["samples"])])
-    sizes: list[int] = []
-    for step in range(steps):
-        sizes.append(max(0, ends.get(step, 0) - sum(sizes)))
-    return sizes
+    reached = accumulate((ends.get(step, 0) for step in range(steps)), max, initial=0)
+    return [end - start for start, end in pairwise(reached)]
 
 
 def kills_of(run: RunFiles, wanted: Iterable[Kill] | None = None) -> list[Record]:
