@@ -310,6 +310,28 @@ def test_split_backward_that_cannot_be_simulated_says_so() -> None:
     assert "backward: stays whole, too many workers to place weight gradients" in plan.reasons
 
 
+@pytest.mark.parametrize("splits", [False, True])
+def test_no_plan_is_slower_than_rerouting_in_place(splits: bool) -> None:
+    """Also with the same backwards: filled bubbles can make up for what rerouting lacks."""
+    dice = random.Random(5)
+    jobs = [(8, 12, 16, 48, [*range(0, 96, 13)]), (4, 5, 4, 24, [8]), (3, 5, 4, 15, [4])]
+    jobs.append((4, 6, 8, 20, [11, 4, 13]))
+    for _ in range(40):
+        pp, dp = dice.randint(2, 4), dice.randint(2, 5)
+        dead = dice.sample(range(pp * dp), dice.randint(1, pp * dp // 4))
+        jobs.append((pp, dp, dice.choice([2, 4, 8]), pp * dice.randint(1, 6), dead))
+    for pp, dp, slots, layers, dead in jobs:
+        layout = launch_layout(tp=1, pp=pp, dp=dp, num_layers=layers)
+        if not all(layout.without(dead).widths):
+            continue
+        free = PlanRules(split_backward=splits, horizon_s=1e9)
+        held = PlanRules(
+            policies=("reroute",), move_layers=False, move_workers=False, split_backward=splits
+        )
+        ours, rerouted = (plan_for(layout, dead, slots=slots, rules=one) for one in (free, held))
+        assert ours.seconds <= rerouted.seconds * (1 + 1e-9), (pp, dp, slots, layers, dead)
+
+
 def random_rules(dice: random.Random) -> PlanRules:
     every = ("redeal", "reroute", "resize")
     return PlanRules(

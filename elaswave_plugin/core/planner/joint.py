@@ -23,7 +23,7 @@ from elaswave_plugin.core.planner.dvfs import (
     total_watts,
 )
 from elaswave_plugin.core.planner.layer_partition import benefit_seconds
-from elaswave_plugin.core.planner.microbatch_split import REDEAL, Slowness
+from elaswave_plugin.core.planner.microbatch_split import REDEAL, REROUTE, Slowness
 from elaswave_plugin.core.planner.prediction import DataflowChoice, Seats, StepWork
 from elaswave_plugin.core.planner.rules import PlanRules
 from elaswave_plugin.core.planner.search import (
@@ -153,7 +153,9 @@ class _Choice:
         search = self._search
         if not self._rules.split_backward or not search.knows_split or search.slow:
             return None
-        best = [rated[0], *search.level(rated), *([] if stay is None else [stay])]
+        # Weight gradients in its bubbles can make up for what rerouting lacks.
+        routed = [one for one in rated if search.stays(one) and one.choice.policy == REROUTE][:1]
+        best = [rated[0], *search.level(rated), *([] if stay is None else [stay]), *routed]
         found = [
             replace(one, seconds=search.seconds(one, search.speeds, splits=True))
             for one in {key_of(one): one for one in best}.values()

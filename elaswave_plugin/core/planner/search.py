@@ -212,8 +212,10 @@ class Search:
         if not self.predictor.knows_greedy(len(self.after.stages)) or self.slow:
             return found
         by_windows: dict[tuple[Moves, Cuts], float] = {}
+        of_dataflow: dict[tuple[DataflowChoice, Moves, Cuts], float] = {}
         for one in ordered:
             by_windows.setdefault(_plan_of(one), one.seconds)
+            of_dataflow.setdefault((one.choice, *_plan_of(one)), one.seconds)
         most = max(LEAST_GREEDY, min(MOST_GREEDY, CHEAP_PASSES // self._passes))
         # Neither measure alone is as good a guess: windows and waits hide a part of the filling.
         promising = sorted(
@@ -227,7 +229,13 @@ class Search:
         for choice, moves, cuts in dict.fromkeys(tried):
             self._add(found, choice, moves, cuts, extra=GREEDY)
         least = 1 - self.rules.least_gain
-        return [one for one in found if one.seconds < least * by_windows[_plan_of(one)]]
+        # Of the same dataflow: one that loses whole may be the best of all with split backwards.
+        return [
+            one
+            for one in found
+            if one.seconds
+            < least * of_dataflow.get((one.choice, *_plan_of(one)), by_windows[_plan_of(one)])
+        ]
 
     def _least_seconds(self, plan: tuple[Moves, Cuts], fill: float) -> float:
         """What the stage takes that is done last, if no other makes it wait."""
