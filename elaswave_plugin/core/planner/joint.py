@@ -34,6 +34,9 @@ from elaswave_plugin.core.planner.search import (
 )
 from elaswave_plugin.errors import ConfigurationError
 
+# So many of the best plans are simulated with split backwards too: it is not always the first.
+MOST_SPLIT = 3
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointPlan:
@@ -155,7 +158,12 @@ class _Choice:
             return None
         # Weight gradients in its bubbles can make up for what rerouting lacks.
         routed = [one for one in rated if search.stays(one) and one.choice.policy == REROUTE][:1]
-        best = [rated[0], *search.level(rated), *([] if stay is None else [stay]), *routed]
+        best = [
+            *rated[:MOST_SPLIT],
+            *search.level(rated),
+            *([] if stay is None else [stay]),
+            *routed,
+        ]
         found = [
             replace(one, seconds=search.seconds(one, search.speeds, splits=True))
             for one in {key_of(one): one for one in best}.values()

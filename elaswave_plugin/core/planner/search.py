@@ -31,14 +31,14 @@ from elaswave_plugin.core.planner.width_moves import WidthMove, width_candidates
 from elaswave_plugin.errors import ConfigurationError
 
 # How much of filling and draining the pipeline the cuts count: windows hide a part of it.
-FILLS = (0.5, 1.0, 0.0)
+FILLS = (0.5, 1.0, 0.0, 0.25, 0.75)
 # Of several cuts, the ones that move less are kept as well: they cost less pause.
 PLAN_SLACKS = (0.0, 0.005, 0.02)
 EXTRA_WINDOWS = (1, 0, 2)
 GREEDY = None
 # So many plans are tried in all orders and dataflows, more where they are cheap to simulate.
 LEAST_REFINED, MOST_REFINED = 3, 8
-LEAST_GREEDY, MOST_GREEDY = 3, 8
+LEAST_GREEDY, MOST_GREEDY = 5, 8
 CHEAP_PASSES = 6_000
 MOST_SMALL_PASSES = 4_000
 CHEAP_TO_TRY_ALL = 1_000
