@@ -322,7 +322,7 @@ def flow_of(
         windows=plan.chosen.windows,
         clocks=chosen,
         slow=tuple(sorted(slow.items())),
-        reasons=plan.reasons,
+        reasons=(*plan.reasons, *(() if state is None else state.reasons())),
         times=times,
         activation_room=activation_room,
         state=state,

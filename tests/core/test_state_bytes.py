@@ -142,6 +142,18 @@ def test_what_a_device_is_thought_to_have_ends_no_job(plan: Callable[..., object
     assert free == planned(state=state_of(8, float("inf")))
 
 
+def test_a_plan_says_that_it_counts_no_limit() -> None:
+    layout = launch_layout(tp=1, pp=2, dp=2, num_layers=8).without([0])
+    planned = partial(flow_of, layout=layout, times=TIMES, num_microbatches=8)
+    thought = replace(state_of(8, 2.0**20), is_estimate=True)
+    fits = within_memory(thought, planned)
+    assert not any(reason.startswith("memory") for reason in fits.reasons)
+    tight = within_memory(replace(thought, limit_bytes=100.0), planned)
+    assert tight.reasons[-1].startswith(
+        "memory: counted without a limit, since nothing fits the 9."
+    )
+
+
 def test_state_counts_alone_until_activations_are_measured() -> None:
     state = state_of(4, 1e6)
     units = LayerTimes().costs(num_layers=4, state=state).units

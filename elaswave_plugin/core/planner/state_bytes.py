@@ -16,7 +16,8 @@ class StateBytes:
     ``units``: elements of each part of the model, as in `GridSeating`: layers by number from 1,
     what is in front of them below, what follows them above. Of each element a worker keeps
     ``weight_bytes`` and ``gradient_bytes``; its stage's workers share ``optimizer_bytes`` out.
-    ``is_estimate``: nobody has set the limit, it is what the devices have.
+    ``is_estimate``: nobody has set the limit, it is what the devices have; ``left_out_bytes``: such
+    a limit that no plan fits, so that none counts.
     """
 
     units: Mapping[int, int]
@@ -25,6 +26,20 @@ class StateBytes:
     optimizer_bytes: float
     limit_bytes: float = float("inf")
     is_estimate: bool = False
+    left_out_bytes: float = 0.0
+
+    def without_limit(self) -> "StateBytes":
+        """The same for a plan that counts no limit."""
+        return replace(self, limit_bytes=float("inf"), left_out_bytes=self.limit_bytes)
+
+    def reasons(self) -> tuple[str, ...]:
+        """What has to be said of a plan that was made with this, as sentences."""
+        if not self.left_out_bytes:
+            return ()
+        return (
+            "memory: counted without a limit, since nothing fits the"
+            f" {self.left_out_bytes / 2**30:.3g} GiB that the devices seem to have",
+        )
 
     def elements(self, num_layers: int) -> list[int]:
         """Of what is in front of the layers, of each layer, and of what follows them."""
@@ -46,4 +61,4 @@ def within_memory(
     except ConfigurationError:
         if not state.is_estimate:
             raise
-    return plan(*args, state=replace(state, limit_bytes=float("inf")), **more)
+    return plan(*args, state=state.without_limit(), **more)
