@@ -44,10 +44,12 @@ def published(
     try:
         yield
     finally:
-        written = {one.slot: one.pid for one in read_addresses(run_dir)}
         for slot, pid in ((address.slot, address.pid), *lost()):
-            if written.get(slot) == pid:
-                _path(run_dir, slot).unlink(missing_ok=True)
+            path = _path(run_dir, slot)
+            # What became of a job does not hang on a file system that answers no more.
+            with contextlib.suppress(OSError):
+                if (found := _read(path)) is not None and found.pid == pid:
+                    path.unlink(missing_ok=True)
 
 
 def clear_addresses(run_dir: str | None) -> None:
@@ -68,12 +70,16 @@ def _write(run_dir: str, address: Address) -> None:
 
 def read_addresses(run_dir: str | os.PathLike[str]) -> list[Address]:
     """All addresses in the directory, by slot; raises OSError where one may not be read."""
-    found = []
-    for path in Path(run_dir).glob(_NAME.format(slot="*")):
-        # Its supervisor may end while we read.
-        with contextlib.suppress(FileNotFoundError):
-            found.append(Address(**json.loads(path.read_text())))
-    return sorted(found, key=lambda one: one.slot)
+    found = map(_read, Path(run_dir).glob(_NAME.format(slot="*")))
+    return sorted((one for one in found if one is not None), key=lambda one: one.slot)
+
+
+def _read(path: Path) -> Address | None:
+    """None where it is gone by now, or is no address: losing power tears files."""
+    try:
+        return Address(**json.loads(path.read_text()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
 
 
 def _path(run_dir: str, slot: int) -> Path:

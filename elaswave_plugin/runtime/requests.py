@@ -8,6 +8,7 @@ Standard library only.
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
@@ -22,13 +23,18 @@ ANSWER_S = 2.0
 def in_loop(reactor: Reactor, answer: Answer) -> Answer:
     """`answer`, to be called from any thread; it runs in the thread of the reactor.
 
-    Where it fails, or the loop does not come to it within ANSWER_S, the result is {"error": why}.
+    Where it fails, or the loop does not come to it within ANSWER_S, the result is {"error": why};
+    in the second case it is not called any more.
     """
 
     def ask(request: Frame) -> Frame:
         result: SimpleQueue[Frame] = SimpleQueue()
+        # For whoever is first: the loop, which answers, or who asked, and gives up.
+        turn = threading.Lock()
 
         def work() -> None:
+            if not turn.acquire(blocking=False):
+                return
             try:
                 result.put(answer(request))
             except Exception as error:  # whoever only asks must not bring a worker down
@@ -38,7 +44,12 @@ def in_loop(reactor: Reactor, answer: Answer) -> Answer:
         try:
             return result.get(timeout=ANSWER_S)
         except Empty:
-            return {"error": f"its control loop did not answer within {ANSWER_S:g} s"}
+            if turn.acquire(blocking=False):
+                return {"error": f"its control loop did not answer within {ANSWER_S:g} s"}
+        try:
+            return result.get(timeout=ANSWER_S)
+        except Empty:
+            return {"error": f"its control loop has begun and not ended within {ANSWER_S:g} s"}
 
     return ask
 

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from elaswave_plugin.core.layout import launch_layout
 from elaswave_plugin.core.membership import first_view
 from elaswave_plugin.core.reserve import NOBODY_CAME, NOWHERE
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.runtime import requests
 from elaswave_plugin.runtime.address_file import Address, published, read_addresses
 from elaswave_plugin.runtime.progress import BETWEEN_STEPS
 from elaswave_plugin.runtime.reactor import Reactor
@@ -486,3 +488,45 @@ def test_an_answer_that_fails_is_told_and_leaves_the_supervisor_alone() -> None:
     thread.join(WAIT_S)
     reactor.close()
     assert answers == [{"error": "OSError: no such descriptor"}]
+
+
+def test_what_the_loop_comes_to_too_late_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "ANSWER_S", 0.05)
+    reactor, done = Reactor(), []
+    ask = in_loop(reactor, lambda request: done.append(request) or {})  # type: ignore[func-returns-value]
+    answer = ask({"t": "drain"})  # nobody runs the loop
+    reactor.post(reactor.stop)
+    reactor.run()
+    reactor.close()
+    assert answer == {"error": "its control loop did not answer within 0.05 s"}
+    assert done == []
+
+
+def test_what_the_loop_has_begun_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "ANSWER_S", 0.5)
+    reactor, begun = Reactor(), threading.Event()
+
+    def slowly(request: Record) -> Record:
+        begun.set()
+        time.sleep(0.7)
+        return {"done": request["t"]}
+
+    loop = threading.Thread(target=reactor.run)
+    loop.start()
+    answer = in_loop(reactor, slowly)({"t": "drain"})
+    reactor.post(reactor.stop)
+    loop.join(WAIT_S)
+    reactor.close()
+    assert begun.is_set() and answer == {"done": "drain"}
+
+
+def test_a_torn_address_file_is_nobodys_and_harms_nobody(tmp_path: Path) -> None:
+    (tmp_path / "supervisor-7.json").write_text("")
+    (tmp_path / "supervisor-8.json").write_text('{"slot": 8}')
+    mine = Address(slot=3, node=0, pid=1, address="127.0.0.1:1")
+    with published(str(tmp_path), mine, lambda: [(7, 5)]):
+        assert read_addresses(tmp_path) == [mine]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "supervisor-7.json",
+        "supervisor-8.json",
+    ]
