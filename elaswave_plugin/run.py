@@ -135,13 +135,20 @@ def _place(env: Mapping[str, str], control_port: int | None) -> Place:
             "or use `elaswave run` without torchrun"
         )
     reserve = read_reserve(env)
+    # torchrun's name of the node's rank, and the DeepSpeed launcher's.
+    node = env.get("GROUP_RANK", env.get("CROSS_RANK"))
+    if node is None and env["WORLD_SIZE"] not in ("1", env.get("LOCAL_WORLD_SIZE")):
+        raise ConfigurationError(
+            f"GROUP_RANK not set, and WORLD_SIZE {env['WORLD_SIZE']} is not LOCAL_WORLD_SIZE: set"
+            " it to the number of this worker's node, such as SLURM_NODEID, since workers of one"
+            " node are killed and copied to in other ways than those of others"
+        )
     try:
         port = control_port or int(env.get("ELASWAVE_CONTROL_PORT", 0))
         first = int(env["MASTER_PORT"]) + 1
         place = Place(
             slot=int(env["RANK"]),
-            # torchrun's name of the node's rank, and the DeepSpeed launcher's.
-            node=int(env.get("GROUP_RANK", env.get("CROSS_RANK", "0"))),
+            node=int(node or 0),
             world_size=int(env["WORLD_SIZE"]),
             host=env["MASTER_ADDR"],
             ports=(port,) if port else tuple(range(first, min(first + _PORTS_TRIED, 1 << 16))),

@@ -112,6 +112,11 @@ def test_bad_input_under_torchrun_is_a_sentence(tmp_path: Path) -> None:
         for words, env, complaint in (
             (["nowhere.py"], worker, "script 'nowhere.py' is no file"),
             ([str(TRAINER)], {}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"),
+            (
+                [str(TRAINER)],
+                {**worker, "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"},
+                "run: GROUP_RANK not set, and WORLD_SIZE 16 is not LOCAL_WORLD_SIZE",
+            ),
             (["--what", "x.py"], worker, "unrecognized arguments: --what"),
             ([str(TRAINER)], {**worker, "RANK": "x"}, "has no numbers"),
             (
