@@ -15,7 +15,7 @@ from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.coordinator import say
 from elaswave_plugin.runtime.launch_join import Vacancy, find_vacancy
 from elaswave_plugin.runtime.launch_options import LaunchSpec, parse_run_args
-from elaswave_plugin.runtime.newcomer import STANDBY
+from elaswave_plugin.runtime.newcomer import EXIT_UNUSED, STANDBY
 from elaswave_plugin.runtime.notice_file import NOTICE_FILE
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.rendezvous import Place, listen_at, own_host
@@ -332,7 +332,11 @@ class _NodeJob:
         """That of the job, as the supervisors that lived to its end tell it."""
         if self._signal is not None:
             return 128 + self._signal
-        told = [code for code in self._codes if code >= 0 and code != EXIT_CRASHED]
+        if set(self._codes) == {EXIT_UNUSED}:
+            return 0  # standbys alone, of which none was needed
+        told = [
+            code for code in self._codes if code >= 0 and code not in (EXIT_CRASHED, EXIT_UNUSED)
+        ]
         if not told:
             say(f"no supervisor of node {node} lived to the end of the job")
             return 1

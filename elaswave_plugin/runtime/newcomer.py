@@ -10,7 +10,7 @@ import socket
 import time
 from dataclasses import replace
 
-from elaswave_plugin.core.ending import EXIT_CONFIGURATION
+from elaswave_plugin.core.ending import EXIT_CONFIGURATION, EXIT_REQUEUE
 from elaswave_plugin.core.reserve import built_among
 from elaswave_plugin.runtime.arrival import Roster, SeatRefusedError, ask_roster
 from elaswave_plugin.runtime.coordinator import say
@@ -20,6 +20,8 @@ from elaswave_plugin.runtime.supervisor import Supervisor, SupervisorSpec
 # How soon a standby sees that a slot has nobody.
 _LOOK_EVERY_S = 0.2
 STANDBY = -1
+# What a standby ends with that was never needed: no code of the job.
+EXIT_UNUSED = 71
 
 
 def serve(spec: SupervisorSpec, zygote: socket.socket | None) -> int:
@@ -38,11 +40,11 @@ def serve(spec: SupervisorSpec, zygote: socket.socket | None) -> int:
         return Supervisor(_in_seat(spec, roster), listener=None, zygote=zygote).run()
     except SeatRefusedError as error:
         say(f"worker {spec.place.slot} does not join: {error}")
-        return EXIT_CONFIGURATION
+        return EXIT_REQUEUE  # as another that was faster: started anew, it finds what is free then
 
 
 def _stand_by(spec: SupervisorSpec, zygote: socket.socket | None) -> int:
-    """Wait for a slot that has nobody, and take it; 0 where the job ends before."""
+    """Wait for a slot that has nobody, and take it; EXIT_UNUSED where the job ends before."""
     heard_s = time.monotonic()
     who = {"machine": own_machine(), "pid": os.getpid(), "node": spec.place.node}
     contacts = spec.joins
@@ -51,7 +53,7 @@ def _stand_by(spec: SupervisorSpec, zygote: socket.socket | None) -> int:
         try:
             roster = ask_roster(contacts, standby=who, timeout_s=spec.heartbeat.timeout_s)
         except ConnectionRefusedError:
-            return 0
+            return EXIT_UNUSED
         except OSError:
             # All of them are gone, or one is just being lost: which of the two, time tells.
             time.sleep(_LOOK_EVERY_S)
@@ -68,7 +70,7 @@ def _stand_by(spec: SupervisorSpec, zygote: socket.socket | None) -> int:
                 pass  # somebody else was faster, or the job is ending
             heard_s = time.monotonic()
         time.sleep(_LOOK_EVERY_S)
-    return 0
+    return EXIT_UNUSED
 
 
 def _in_seat(spec: SupervisorSpec, roster: Roster) -> SupervisorSpec:

@@ -285,6 +285,15 @@ def test_idle_standbys_end_with_the_job(tmp_path: Path) -> None:
         assert job.left(WAIT_S) == []
 
 
+def test_a_standby_that_was_not_needed_does_not_speak_for_its_node(tmp_path: Path) -> None:
+    """Nobody was left to make up for the loss: the job has failed."""
+    with Job(tmp_path, 1).start("--standby=1") as job:
+        shown_standbys(job, 1)
+        job.kill_supervisor(0)
+        assert job.code() == 1
+        assert "no supervisor of node 0 lived to the end of the job" in job.output()
+
+
 def shown_standbys(job: Job, count: int) -> list[dict[str, object]]:
     """The idle supervisors in the status, once there are so many."""
     deadline_s = time.monotonic() + WAIT_S
