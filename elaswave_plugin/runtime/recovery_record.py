@@ -15,6 +15,8 @@ class RecoveryRecord:
 
     def __init__(self, *, slot: int, events: EventLog, phases: Phases) -> None:
         self._slot, self._events, self._phases = slot, events, phases
+        # By the wall clock, for outside readers, and by one that nobody sets, for durations.
+        self._rung_at_s = 0.0
         self._started_s = 0.0
         self._replay_started_s = 0.0
         # What is known when work begins again; None once the event is written.
@@ -27,7 +29,7 @@ class RecoveryRecord:
 
     def begin(self) -> None:
         """A step is interrupted."""
-        self._started_s = time.time()
+        self._rung_at_s, self._started_s = time.time(), time.monotonic()
         self._phases.seconds = {}
         self.followed = Followed()
 
@@ -49,12 +51,12 @@ class RecoveryRecord:
         self._change = _layout_change(self._left_flow, plan.dataflow)
         self._fetched_bytes = fetched_bytes
         self._replay_started_s = time.monotonic()
-        pause_s = time.time() - self._started_s
+        pause_s = self._replay_started_s - self._started_s
         self._fields = {
             "epoch": plan.epoch,
             "restored_step": plan.restore_step,
             "interrupted_step": interrupted_step,
-            "rung_at_s": self._started_s,
+            "rung_at_s": self._rung_at_s,
             "newcomers": newcomers,
             "pause_s": pause_s,
             "in_place": plan.in_place(self._slot),
@@ -65,11 +67,11 @@ class RecoveryRecord:
         """Work was completed: write the event of the recovery that led to it, if one did."""
         if self._fields is None or self._plan is None:
             return None
-        replay_s = time.monotonic() - self._replay_started_s
+        now_s = time.monotonic()
         fields: dict[str, object] = {
             **self._fields,
-            "mttr_s": time.time() - self._started_s,
-            "phases_s": {**self._phases.seconds, "replay": replay_s},
+            "mttr_s": now_s - self._started_s,
+            "phases_s": {**self._phases.seconds, "replay": now_s - self._replay_started_s},
             "bytes_moved": self._plan.bytes_moved(),
             "fetched_bytes": self._fetched_bytes + self.followed.fetched_bytes,
             "followed_s": self.followed.seconds,
