@@ -46,7 +46,7 @@ from elaswave_plugin.runtime.status import StatusBoard
 from elaswave_plugin.runtime.trainer_process import Program, ZygoteTrainer
 from elaswave_plugin.runtime.trainer_session import TrainerSession, start_session
 from elaswave_plugin.runtime.wire import Frame
-from elaswave_plugin.tracking.events import EventLog
+from elaswave_plugin.tracking.behind_log import BehindLog
 
 GRACE_S = 2.0
 GOODBYE_S = 1.0
@@ -86,7 +86,7 @@ class Supervisor:
         self._reactor = Reactor()
         self._store = SnapshotStore(self._slot)
         self._copiers: dict[int, SnapshotCopier] = {}
-        self._events = EventLog(f"{spec.run_dir}/events.jsonl" if spec.run_dir else None)
+        self._events = BehindLog(f"{spec.run_dir}/events.jsonl" if spec.run_dir else None)
         self._board = StatusBoard(self._slot)
         self._ballot: Ballot | None = None
         self._awaited_epoch = 0
@@ -143,6 +143,7 @@ class Supervisor:
             self._reactor.run()
         self._kill_orphans()
         self._coordinator.finish(GOODBYE_S)
+        self._events.close()
         return EXIT_FAILED if self._exit_code is None else self._exit_code
 
     # ---- start --------------------------------------------------------------------------------
