@@ -13,7 +13,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -24,6 +23,7 @@ from elaswave_plugin.core.pipeline_flow import flow_of
 from elaswave_plugin.core.plan import RecoveryPlan, SealedShard, make_plan
 from elaswave_plugin.core.seating import Cell, GridSeating
 from elaswave_plugin.core.shards import MOMENTS, PARTS, WEIGHTS, ShardCut
+from elaswave_plugin.runtime.free_memory import available_bytes
 from elaswave_plugin.runtime.restore import read_parts
 from elaswave_plugin.runtime.snapshot import SnapshotPool, capacity_of
 
@@ -87,7 +87,7 @@ class Migrations:
             slot=self._slot,
             capacity_bytes=capacity_of(2 * whole),
             needed_bytes=2 * whole,
-            available_bytes=psutil.virtual_memory().available,
+            available_bytes=available_bytes(),
         )
         self._live = torch.stack([state_of(self._ranges(mine), part) for part in PARTS])
         self._seal(INTERLEAVED, self._before, self._ranges(mine))

@@ -59,9 +59,11 @@ class SnapshotPool:
         """Map ``fds`` (anonymous shared memory made by the supervisor) at ``capacity_bytes`` each.
 
         The memory is taken as it is used. ``needed_bytes`` is what all snapshots of this node will
-        use; raises ConfigurationError when ``available_bytes`` are fewer.
+        use; raises ConfigurationError when ``available_bytes`` are fewer. A replacement finds the
+        buffers of its predecessor, which have their memory.
         """
-        if needed_bytes > available_bytes:
+        is_there = all(os.fstat(fd).st_size == capacity_bytes for fd in fds)
+        if needed_bytes > available_bytes and not is_there:
             raise ConfigurationError(
                 f"the snapshots of this node need {needed_bytes} bytes of shared memory and "
                 f"{available_bytes} are available; free memory, use fewer workers a node or fewer "

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import psutil
-
 from elaswave_plugin.config import ElasticConfig, parse_kill
 from elaswave_plugin.core.dataflow import Shares
 from elaswave_plugin.core.due import LAST_CALL
@@ -24,6 +22,7 @@ from elaswave_plugin.errors import SnapshotUnreadableError
 from elaswave_plugin.runtime.behind import MomentsBehind
 from elaswave_plugin.runtime.broken_links import BrokenLinks
 from elaswave_plugin.runtime.framework import Framework
+from elaswave_plugin.runtime.free_memory import available_bytes
 from elaswave_plugin.runtime.links import LinkTable
 from elaswave_plugin.runtime.member import Alone, Commit, Member
 from elaswave_plugin.runtime.phases import Phases
@@ -252,7 +251,7 @@ class Worker:
                 slot=self.slot,
                 capacity_bytes=capacity_of(whole + CAPSULE_ROOM_BYTES),
                 needed_bytes=self.local_workers * self.snapshot_bytes,
-                available_bytes=psutil.virtual_memory().available,
+                available_bytes=available_bytes(),
             )
 
     def _describe_layout(self) -> None:
