@@ -12,7 +12,7 @@ _OWN = Path("/proc/self/cgroup")
 
 def available_bytes(groups: Path = _GROUPS, own: Path = _OWN) -> int:
     """The least of what the machine has and what each control group (version 2) above leaves."""
-    found = [psutil.virtual_memory().available]
+    found = [int(psutil.virtual_memory().available)]
     for line in own.read_text().splitlines() if own.exists() else []:
         hierarchy, _, path = line.split(":", 2)
         if hierarchy == "0":
