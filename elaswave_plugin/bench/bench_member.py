@@ -79,12 +79,9 @@ class BenchMember:
         self.groups.edit_all(self.view.ranks, before - set(self.view.ranks))
         return commit
 
-    def wait_for_change(
-        self, work: Callable[[], object], *, after: Callable[[], object] = lambda: None
-    ) -> None:
-        """Work, after something that comes first, until a proposal interrupts it."""
+    def wait_for_change(self, work: Callable[[], object]) -> None:
+        """Work until a proposal interrupts it."""
         try:
-            after()
             while True:
                 work()
         except EpochChanged:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ import torch.distributed as dist
 from elaswave_plugin.bench.bench_member import own_groups
 
 LIMIT_S = 60.0
-LOOK_INTERVAL_S = 0.002
 
 
 def prefixed(prefix: str, store: Any) -> Any:
@@ -28,6 +28,12 @@ def gloo_backend(store: Any, rank: int, size: int) -> Any:
     return make(store, rank, size, timedelta(seconds=LIMIT_S))
 
 
+def native_threads() -> int:
+    """How many threads of gloo's transport this process has."""
+    tasks = Path("/proc/self/task").glob("*/comm")
+    return sum(task.read_text().startswith("gloo") for task in tasks)
+
+
 class NativeGroups:
     """Gloo groups of one worker, over a store that outlives every worker."""
 
@@ -37,13 +43,14 @@ class NativeGroups:
         self._made = 0
 
     def wait_for(self, name: str, count: int) -> None:
-        """Wait until so many workers are here."""
-        self._store.add(name, 1)
-        deadline_s = time.monotonic() + LIMIT_S
-        while self._store.add(name, 0) < count:
-            if time.monotonic() > deadline_s:
-                raise TimeoutError(f"{name}: not {count} workers within {LIMIT_S:g} s")
-            time.sleep(LOOK_INTERVAL_S)
+        """Wait until so many workers are here, asleep: to ask again and again delays the others."""
+        self.arrive(name, count)
+        self._store.wait([f"{name}/all"], timedelta(seconds=LIMIT_S))
+
+    def arrive(self, name: str, count: int) -> None:
+        """Be here, and go on; the last of `count` workers wakes those that wait."""
+        if self._store.add(name, 1) == count:
+            self._store.set(f"{name}/all", "")
 
     def make(self, name: str, ranks: Sequence[int], groups: dict[str, tuple[int, ...]]) -> Any:
         """WORLD over these slots and every group; returns the own ones."""
@@ -59,22 +66,21 @@ class NativeGroups:
     def rebuild_all(
         self, name: str, ranks: Sequence[int], groups: dict[str, tuple[int, ...]]
     ) -> tuple[float, float]:
-        """Destroy and make everything; seconds without and with a verification of every group."""
+        """Destroy and make everything; seconds for that, and to verify every group."""
         started_s = time.monotonic()
         dist.destroy_process_group()
         own = self.make(name, ranks, groups)
         made_s = time.monotonic() - started_s
-        verify(own)
-        return made_s, time.monotonic() - started_s
+        self.wait_for(f"{name}/made", len(ranks))
+        return made_s, verify(own)
 
     def rebuild_touched(
         self,
         name: str,
-        own: Sequence[Any],
         touched: dict[str, tuple[int, ...]],
         untouched: Sequence[Any],
     ) -> tuple[float, float]:
-        """Make only the `touched` groups (members without the victim), WORLD among them.
+        """Make only the `touched` groups (members without the victim), "world" among them.
 
         torch's new_group needs every rank of the old world, and its local synchronisation hangs in
         such layouts, so that the backends are made directly, under names of our own.
@@ -86,16 +92,20 @@ class NativeGroups:
                 store = prefixed(f"{name}/{group_name}", self._store)
                 fresh.append(gloo_backend(store, members.index(self._slot), len(members)))
         made_s = time.monotonic() - started_s
+        self.wait_for(f"{name}/made", len(touched["world"]))
+        started_s = time.monotonic()
         for backend in fresh:
             backend.allreduce([torch.ones(1)]).wait()
         verify(untouched)
         return made_s, time.monotonic() - started_s
 
 
-def verify(groups: Sequence[Any]) -> None:
-    """An all-reduce on every group. Raises RuntimeError where one is wrong."""
+def verify(groups: Sequence[Any]) -> float:
+    """An all-reduce on every group; seconds. Raises RuntimeError where one is wrong."""
+    started_s = time.monotonic()
     for group in groups:
         total = torch.ones(1)
         dist.all_reduce(total, group=group)
         if int(total) != dist.get_world_size(group):
             raise RuntimeError(f"an all-reduce gave {int(total)}, not {dist.get_world_size(group)}")
+    return time.monotonic() - started_s

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from elaswave_plugin.bench.bench_member import BenchMember
 from elaswave_plugin.bench.group_list import Layout
-from elaswave_plugin.bench.native_groups import NativeGroups, verify
+from elaswave_plugin.bench.native_groups import NativeGroups, native_threads, verify
 
 WARM_UP = 200
 KILL_NUMEL = 1 << 18
@@ -54,18 +54,31 @@ class Departures:
 
     def run(self, number: int, victim: int) -> None:
         """Measure the loss of `victim`, who leaves for good at the end."""
-        member, native = self._member, self._native
-        live = tuple(sorted(member.view.ranks))
-        survivors = tuple(slot for slot in live if slot != victim)
+        live = tuple(sorted(self._member.view.ranks))
         groups = remaining(self._all_groups, live)
+        self._rebuild(number, victim, live, groups)
+        # Each wakes a hundred times a second, which would be charged to the edit.
+        if threads := native_threads():
+            raise RuntimeError(f"{threads} threads of native groups that are gone still run")
+        self._edit(number, victim, groups)
+
+    def _rebuild(
+        self,
+        number: int,
+        victim: int,
+        live: tuple[int, ...],
+        groups: dict[str, tuple[int, ...]],
+    ) -> None:
+        member, native = self._member, self._native
+        survivors = tuple(slot for slot in live if slot != victim)
         after = remaining(groups, survivors)
         is_victim = member.slot == victim
 
         self._native_resources(number, live, groups)
         native.wait_for(f"{number}/full", len(live))
         if not is_victim:
-            full_s, verified_s = native.rebuild_all(f"{number}/b", survivors, after)
-            member.write(what="full", run=number, made_s=full_s, verified_s=verified_s)
+            made_s, verify_s = native.rebuild_all(f"{number}/b", survivors, after)
+            member.write(what="full", run=number, made_s=made_s, verify_s=verify_s)
         dist.destroy_process_group()
         native.wait_for(f"{number}/full done", len(live))
 
@@ -76,8 +89,6 @@ class Departures:
             self._partial(number, victim, own, groups, after, survivors)
         dist.destroy_process_group()
         native.wait_for(f"{number}/partial done", len(live))
-
-        self._edit(number, victim, groups)
 
     def _native_resources(
         self, number: int, live: tuple[int, ...], groups: dict[str, tuple[int, ...]]
@@ -100,11 +111,11 @@ class Departures:
         touched = {"world": survivors}
         touched |= {name: after[name] for name in after if victim in groups[name]}
         untouched = [handles[name] for name in mine if victim not in groups[name]]
-        made_s, verified_s = self._native.rebuild_touched(f"{number}/p", own, touched, untouched)
-        self._member.write(what="partial", run=number, made_s=made_s, verified_s=verified_s)
+        made_s, verify_s = self._native.rebuild_touched(f"{number}/p", touched, untouched)
+        self._member.write(what="partial", run=number, made_s=made_s, verify_s=verify_s)
 
     def _edit(self, number: int, victim: int, groups: dict[str, tuple[int, ...]]) -> None:
-        member = self._member
+        member, native, live = self._member, self._native, len(self._member.view.ranks)
         before = resources()
         own = member.install(groups)
         verify(own)
@@ -112,21 +123,17 @@ class Departures:
             member.write(what="elastic resources", run=0, before=before, after=resources())
         gc.collect()
         if member.slot == victim:
-            dist.barrier()
+            native.wait_for(f"{number}/edit", live)
             member.leave()
         gone = member.view.ranks.index(victim)
-        member.wait_for_change(lambda: dist.recv(torch.ones(1), gone), after=dist.barrier)
+        native.arrive(f"{number}/edit", live)
+        member.wait_for_change(lambda: dist.recv(torch.ones(1), gone))
         member.follow()
         made_at_s = time.monotonic()
-        verify(own)
-        verified_at_s = time.monotonic()
-        member.write(
-            what="edit",
-            run=number,
-            victim=victim,
-            made_at_s=made_at_s,
-            verified_at_s=verified_at_s,
-        )
+        native.wait_for(f"{number}/edited", live - 1)
+        verify_s = verify(own)
+        figures = {"victim": victim, "made_at_s": made_at_s, "verify_s": verify_s}
+        member.write(what="edit", run=number, **figures)
         member.uninstall()
 
 
