@@ -322,7 +322,7 @@ class Agreement(OwnTrainer):
         self._reports.entered(proposal.view)
         self._applied_epoch = proposal.view.epoch
         me = WorkerId(slot=self.slot, incarnation=self.incarnation)
-        if me in proposal.view.workers:
+        if me in proposal.view:
             self._effects.append(Deliver(committed=message, skipped=skipped))
         elif self._was_told_to_leave(me):
             self._dismissed = True

@@ -102,18 +102,17 @@ class Reports:
         """See what has become due by itself."""
         if self.leave_at_s is not None and now_s >= self.leave_at_s:
             # A new leader is told of those that have left long since as well.
-            told = not self.notices.keys().isdisjoint(view.workers)
+            told = any(worker in view for worker in self.notices)
             self.leave_at_s, self._leaving = None, told
 
     def entered(self, view: MembershipView) -> None:
         """A view is committed: whoever is in it waits no more."""
         self.severed = self.replan = None
-        if self.notices.keys().isdisjoint(view.workers):
+        if not any(worker in view for worker in self.notices):
             self.leave_at_s, self._leaving = None, False
-        for worker in view.workers:
-            waiting = self.arrivals.get(worker.slot)
-            if waiting is not None and waiting.worker == worker:
-                del self.arrivals[worker.slot]
+        for slot, waiting in list(self.arrivals.items()):
+            if waiting.worker in view:
+                del self.arrivals[slot]
 
     def replaced(self, worker: WorkerId) -> None:
         """Another supervisor has the slot: what the trainers before this one asked for is void."""
@@ -142,17 +141,16 @@ class Reports:
 
     def failed_in(self, view: MembershipView) -> list[Report]:
         """The failures of members of a view that had not finished their work, as they came."""
-        members = view.workers
         return [
             report
             for worker, report in self.failures.items()
-            if worker in members and worker.slot not in self.done
+            if worker in view and worker.slot not in self.done
         ]
 
     def gone_from(self, view: MembershipView, lost: Iterable[int]) -> set[int]:
         """The slots of a view whose trainer or supervisor is gone."""
-        failed = {worker.slot for worker in view.workers if worker in self.failures}
-        return failed | (set(view.ranks) & set(lost))
+        failed = {worker.slot for worker in self.failures if worker in view}
+        return failed | {slot for slot in lost if slot in view.ranks}
 
     def events(
         self, view: MembershipView, lost: Mapping[int, str], now_s: float
@@ -198,7 +196,7 @@ class Reports:
         return [
             event_of(view, worker.slot, "leave", evidence, now_s)
             for worker, evidence in self.notices.items()
-            if worker in view.workers
+            if worker in view
         ]
 
 

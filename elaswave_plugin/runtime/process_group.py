@@ -141,8 +141,9 @@ class GroupTable:
         for name, edit in edits.items():
             self._groups[name].edit(edit.members, edit.identity)
         c10d_tables.forget_coalescing(self.groups)
+        rank_of = {slot: rank for rank, slot in enumerate(world)}
         c10d_tables.update_ranks(
-            {group: [world.index(slot) for slot in group.members] for group in self.groups},
+            {group: [rank_of[slot] for slot in group.members] for group in self.groups},
             self.world,
         )
 

@@ -85,6 +85,13 @@ def test_an_event_about_an_earlier_incarnation_does_not_count() -> None:
     assert next_view(view, [exited(1)], 9.0) is None
 
 
+def test_a_view_contains_workers_and_not_their_other_incarnations() -> None:
+    view = MembershipView(epoch=1, ranks=(4, 2), incarnations=(0, 3), nodes=(1, 0), reason="")
+    everyone = {WorkerId(slot=slot, incarnation=n) for slot in range(6) for n in range(4)}
+    assert {worker for worker in everyone if worker in view} == view.workers
+    assert view.workers == {WorkerId(slot=4, incarnation=0), WorkerId(slot=2, incarnation=3)}
+
+
 def test_all_may_go() -> None:
     view = next_view(first_view((0, 0)), [exited(0), exited(1)], 9.0)
     assert view is not None and view.ranks == ()
