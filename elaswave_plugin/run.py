@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.runtime.descriptors import allow_descriptors
 from elaswave_plugin.runtime.launch import connect_zygote
 from elaswave_plugin.runtime.launch_options import script_settings
 from elaswave_plugin.runtime.lifeline import die_with_parent
@@ -76,6 +77,7 @@ def supervise(
     describes no worker, a port is taken, or the notice file is there already.
     """
     place = _place(env, control_port)
+    allow_descriptors(place.world_size + place.reserve)
     if not program.module and not Path(program.script).is_file():
         raise ConfigurationError(f"script {program.script!r} is no file")
     if notice_file := env.get(NOTICE_FILE):

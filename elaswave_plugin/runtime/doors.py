@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import socket
+import time
 from collections.abc import Iterator
 
 _BACKLOG = 1024
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_NO_ROOM_PAUSE_S = 0.001
 _SEND_BUFFER_BYTES = 1 << 20
 # A Unix socket takes a fifth of a frame by default: each frame would be many writes.
 
@@ -32,12 +36,20 @@ class Doors:
         self.descriptors = (self._far.fileno(), self._near.fileno())
 
     def accept_all(self) -> Iterator[socket.socket]:
-        """Everybody who is waiting at either door."""
+        """Everybody who is waiting at either door and for whom there is a descriptor."""
         for listener in (self._far, self._near):
             while True:
                 try:
                     sock, _ = listener.accept()
                 except (BlockingIOError, InterruptedError):
+                    break
+                except ConnectionAbortedError:
+                    continue
+                except OSError as error:
+                    if error.errno not in _NO_ROOM:
+                        raise
+                    # They go on waiting, and the door stays readable: not at a core's full speed.
+                    time.sleep(_NO_ROOM_PAUSE_S)
                     break
                 yield _ready(sock)
 

@@ -171,7 +171,9 @@ def _start_guard(uuid: str) -> "subprocess.Popen[str]":
         text=True,
     )
     assert guard.stdout is not None
-    told, _, _ = select.select([guard.stdout], [], [], GUARD_READY_S)
+    poll = select.poll()
+    poll.register(guard.stdout, select.POLLIN)
+    told = poll.poll(1000 * GUARD_READY_S)
     if told and guard.stdout.readline() == "watching\n":
         return guard
     if not told:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.coordinator import say
+from elaswave_plugin.runtime.descriptors import allow_descriptors
 from elaswave_plugin.runtime.launch_join import Vacancy, find_vacancy
 from elaswave_plugin.runtime.launch_options import LaunchSpec, parse_run_args
 from elaswave_plugin.runtime.newcomer import EXIT_UNUSED, STANDBY
@@ -52,6 +53,7 @@ def run_job(spec: LaunchSpec) -> int:
     """
     if spec.join is not None:
         return _join_job(spec)
+    allow_descriptors(spec.nnodes * spec.nproc_per_node + spec.reserve)
     listener = _listen(spec) if spec.node_rank == 0 else None
     port = spec.master_port if listener is None else listener.getsockname()[1]
     host = own_host(spec.master_addr, port, listener=listener, timeout_s=spec.start_timeout_s)
@@ -66,6 +68,7 @@ def run_job(spec: LaunchSpec) -> int:
 def _join_job(spec: LaunchSpec) -> int:
     vacancy = find_vacancy(spec)
     spec = vacancy.spec
+    allow_descriptors(vacancy.world_size)
     contact, _, port = vacancy.contacts[0].rpartition(":")
     host = own_host(contact, int(port), listener=None, timeout_s=spec.start_timeout_s)
     zygotes = _connect_zygotes(spec)

@@ -19,6 +19,7 @@ from elaswave_plugin.runtime.wire import Frame, receive_frame, receive_into, sen
 Taker = Callable[[Frame, socket.socket], None]
 STALL_S = 30.0
 IDLE_S = 86400.0
+ACCEPT_AGAIN_S = 0.05
 _SENDFILE_BYTES = 1 << 24
 
 
@@ -41,6 +42,7 @@ class SnapshotServer:
         self._takers = dict(takers or {})
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=256)
+        self._closed = threading.Event()
         self.address = f"{host}:{self._listener.getsockname()[1]}"
 
     def start(self) -> None:
@@ -49,18 +51,21 @@ class SnapshotServer:
 
     def close(self) -> None:
         """Accept nobody any more."""
+        self._closed.set()
         self._listener.shutdown(socket.SHUT_RDWR)
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed.is_set():
             try:
                 sock, _ = self._listener.accept()
             except OSError:
-                self._listener.close()
-                return
+                # Not only where it is closed: a process may be out of descriptors for a moment.
+                self._closed.wait(ACCEPT_AGAIN_S)
+                continue
             threading.Thread(
                 target=self._serve, args=(sock,), name="snapshot-peer", daemon=True
             ).start()
+        self._listener.close()
 
     def _serve(self, sock: socket.socket) -> None:
         with sock:

@@ -99,7 +99,11 @@ class Channel:
 
     def drain(self) -> None:
         """Deliver everything that has arrived, for a peer that is known to have died."""
-        while not self.closed and select.select([self._sock], [], [], 0)[0]:
+        if self.closed:
+            return
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        while not self.closed and poll.poll(0):
             self._read()
 
     def half_close(self, timeout_s: float) -> None:
