@@ -20,6 +20,7 @@ Taker = Callable[[Frame, socket.socket], None]
 STALL_S = 30.0
 IDLE_S = 86400.0
 ACCEPT_AGAIN_S = 0.05
+COPY_AGAIN_S = 0.2
 _SENDFILE_BYTES = 1 << 24
 
 
@@ -145,9 +146,9 @@ class SnapshotCopier:
 
     A supervisor of another node gets a copy of each. One of the same node gets descriptors of the
     two buffers, once: they keep the memory alive when this worker and its supervisor are gone.
-    `on_copied(step, epoch)` is called for each. A connection that breaks is opened once more for
-    the snapshot that did not arrive, and then not before the next one is sealed; `on_broken(why)`
-    is called each time.
+    `on_copied(step, epoch)` is called for each. Everybody waits for a copy before the next snapshot
+    is sealed, so it is tried again until it arrives, is overwritten, or `close` is called;
+    `on_broken(why)` is called where the reason is another one than that of the last try.
     """
 
     def __init__(
@@ -166,6 +167,7 @@ class SnapshotCopier:
         self._on_broken = on_broken
         self._sock: socket.socket | None = None
         self._queue: SimpleQueue[Record | None] = SimpleQueue()
+        self._closed = threading.Event()
         threading.Thread(target=self._run, name="snapshot-copier", daemon=True).start()
 
     def send(self, record: Record) -> None:
@@ -173,7 +175,8 @@ class SnapshotCopier:
         self._queue.put(record)
 
     def close(self) -> None:
-        """End after the copies that are queued."""
+        """End after one more try of each copy that is queued."""
+        self._closed.set()
         self._queue.put(None)
 
     def _run(self) -> None:
@@ -183,29 +186,28 @@ class SnapshotCopier:
 
     def _deliver(self, record: Record) -> None:
         """Over a new connection where there is none or where the old one breaks."""
-        if not self._store.is_sealed(record):
-            return  # overwritten before its turn came: a newer one is queued behind it
-        if self._sock is not None:
+        told = None
+        # Where it is overwritten, a newer one is queued behind it.
+        while self._store.is_sealed(record):
+            is_new = self._sock is None
             try:
+                if self._sock is None:
+                    self._sock = self._connect()
                 self._hand_over(self._sock, record)
                 return
             except OSError as error:
-                self._break(error)
-        try:
-            self._sock = self._connect()
-            self._hand_over(self._sock, record)
-        except OSError as error:
-            self._break(error)
+                self._disconnect()
+                if str(error) != told:
+                    told = str(error)
+                    self._on_broken(told)
+            if is_new and self._closed.wait(COPY_AGAIN_S):
+                return
 
     def _connect(self) -> socket.socket:
         host, _, port = self._address.rpartition(":")
         sock = socket.create_connection((host, int(port)), timeout=STALL_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return sock
-
-    def _break(self, error: OSError) -> None:
-        self._disconnect()
-        self._on_broken(str(error))
 
     def _disconnect(self) -> None:
         if self._sock is not None:
