@@ -343,14 +343,16 @@ def level_layers(
     micro_batch_size: int = 1,
     policy: Policy,
     may_resize: bool = False,
+    split_backward: SplitBackward = "never",
     move_workers: bool,
     activation_room: float | None = None,
     state: StateBytes | None = None,
 ) -> ParallelLayout:
     """The same workers, with layers moved away from stages that have lost some or have slow ones.
 
-    Where ``move_workers``, replicas of wide stages may come to narrow ones too. Everything stays
-    where moving gains nothing, and layers go back when every stage is whole and nobody slow again.
+    Where ``move_workers``, replicas of wide stages may come to narrow ones too. ``split_backward``
+    as in `flow_of`: other layers may be best with it than without. Everything stays where moving
+    gains nothing, and layers go back when every stage is whole and nobody slow again.
     Raises ConfigurationError where nothing fits in flight.
     """
     if layout.is_rectangular and not slow:
@@ -359,7 +361,7 @@ def level_layers(
     rules = _rules(
         policy,
         may_resize=may_resize,
-        split_backward="never",
+        split_backward=split_backward,
         move_layers=True,
         move_workers=move_workers,
     )

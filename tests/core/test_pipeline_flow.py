@@ -139,7 +139,13 @@ def test_nobody_holds_more_than_there_is_room_for(
     work = {"num_microbatches": rounds * dp, "micro_batch_size": size, "activation_room": room}
     if moves:
         layout = level_layers(
-            layout, LayerTimes(), launch_cuts=layout.cuts, policy="auto", move_workers=True, **work
+            layout,
+            LayerTimes(),
+            launch_cuts=layout.cuts,
+            policy="auto",
+            split_backward=split,
+            move_workers=True,
+            **work,
         )
     flow = flow_of(layout=layout, split_backward=split, **work)
     for stage, groups in enumerate(layout.stages):
@@ -156,6 +162,35 @@ def test_more_room_is_used() -> None:
     )
     assert one.simulated(LayerTimes(), {}).seconds > two.simulated(LayerTimes(), {}).seconds
     assert two.simulated(LayerTimes(), {}).seconds >= usual.simulated(LayerTimes(), {}).seconds
+
+
+@pytest.mark.parametrize(
+    ("pp", "dp", "layers", "rounds", "lost", "gain"),
+    [(4, 4, 24, 16, (4, 5), 1.08), (4, 4, 32, 8, (0,), 1.06), (2, 2, 24, 8, (1,), 1.0)],
+)
+def test_layers_move_as_split_backwards_want_it(
+    pp: int, dp: int, layers: int, rounds: int, lost: tuple[int, ...], gain: float
+) -> None:
+    """Where weight gradients fill the waits, other layers are best than where nothing does."""
+    launch = launch_layout(tp=1, pp=pp, dp=dp, num_layers=layers)
+    times = LayerTimes(layer=(0.02, 0.04), link=(0.0005, 0.0005), is_measured=True)
+    seconds = []
+    for splits in ("never", "auto"):
+        layout = level_layers(
+            launch.without(lost),
+            times,
+            launch_cuts=launch.cuts,
+            num_microbatches=dp * rounds,
+            policy="auto",
+            split_backward=splits,
+            move_workers=True,
+        )
+        flow = flow_of(
+            layout=layout, num_microbatches=dp * rounds, times=times, split_backward="auto"
+        )
+        assert flow.compute_s is not None
+        seconds.append(flow.compute_s)
+    assert seconds[0] >= gain * seconds[1] and flow.is_split
 
 
 def test_a_rectangular_layout_is_healthy() -> None:

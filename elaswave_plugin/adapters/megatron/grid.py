@@ -96,6 +96,7 @@ class Grid:
                 level_layers,
                 launch_cuts=self.layout.cuts,
                 **work,
+                split_backward=splits,
                 move_workers=framework.why_workers_stay() is None,
             )
         self.seating = GridSeating.at_launch(
