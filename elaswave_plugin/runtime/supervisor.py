@@ -26,9 +26,9 @@ from elaswave_plugin.errors import AgreementError
 from elaswave_plugin.runtime.address_file import Address, clear_addresses, published
 from elaswave_plugin.runtime.arrival import SeatRefusedError, arrive
 from elaswave_plugin.runtime.coordinator import Coordinator, Heartbeat, say
-from elaswave_plugin.runtime.lifeline import signal_group
 from elaswave_plugin.runtime.member import HOST, SLOT
 from elaswave_plugin.runtime.notice_file import NOTICE_FILE, watch_notice_file
+from elaswave_plugin.runtime.orphans import Orphans
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.reception import Reception, take_link
 from elaswave_plugin.runtime.rendezvous import (
@@ -90,7 +90,7 @@ class Supervisor:
         self._board = StatusBoard(self._slot)
         self._ballot: Ballot | None = None
         self._awaited_epoch = 0
-        self._orphans: set[int] = set()
+        self._orphans = Orphans(self._reactor, grace_s=GRACE_S)
         self._exit_code: int | None = None
         self._told = self._signalled = False
         self._zygote = zygote
@@ -141,7 +141,7 @@ class Supervisor:
         with published(self._spec.run_dir, self._address(), self._lost_supervisors):
             on_met(self._data_address)
             self._reactor.run()
-        self._kill_orphans()
+        self._orphans.kill()
         self._coordinator.finish(GOODBYE_S)
         self._events.close()
         return EXIT_FAILED if self._exit_code is None else self._exit_code
@@ -164,6 +164,7 @@ class Supervisor:
             on_frame=self._on_trainer_frame,
             on_start=self._on_start,
             on_exit=self._on_exit,
+            on_late_exit=self._on_late_exit,
         )
 
     def _meet(self) -> Meeting:
@@ -324,7 +325,7 @@ class Supervisor:
     def fence(self, evidence: str) -> None:
         """Kill the trainer; its exit is reported with this evidence."""
         self._trainer.fence_evidence = evidence
-        self._trainer.process.send_signal(signal.SIGKILL)
+        self._trainer.kill()
 
     def peer_replaced(self, slot: int) -> None:
         """Another supervisor has a slot: copies go there from now on."""
@@ -433,7 +434,7 @@ class Supervisor:
         if self._trainer.lives:
             grace_s = self._spec.patience.finish_grace_s
             say(f"worker {self._slot} had finished and did not exit within {grace_s:g} s: killed")
-            self._trainer.process.send_signal(signal.SIGKILL)
+            self._trainer.kill()
 
     def _tell_that_it_is_awaited(self, phase: str) -> None:
         """Once a proposal: an announced phase may keep everyone waiting for minutes."""
@@ -477,7 +478,6 @@ class Supervisor:
         assert trainer.control is not None
         trainer.control.drain()
         trainer.control.close()
-        trainer.lives = False
         evidence = trainer.fence_evidence or status
         self._board.exited(evidence)
         self._events.emit(
@@ -499,13 +499,24 @@ class Supervisor:
             if exit_code == 0:
                 evidence = "exit code 0 before its work was finished"
             self._agreement.trainer_failed(evidence, exit_code, time.monotonic())
-            self._replace(exit_code)
-        elif trainer.returns:
+            # Another one would not find the device free, nor the memory.
+            (self._give_seat_back if trainer.undead else self._replace)(exit_code)
+        elif trainer.returns and not trainer.undead:
             self._start_again()
         if self._ballot is not None:
             self._answer(None)
         if exit_code != 0:
-            self._end_orphans_of(trainer.process.pid)
+            self._orphans.end(trainer.process.pid)
+
+    def _on_late_exit(self, trainer: TrainerSession, status: str, exit_code: int | None) -> None:
+        """One that did not die, and counts as gone, has ended after all."""
+        fields = {"slot": self._slot, "incarnation": trainer.incarnation}
+        self._events.emit("worker_exited_late", status=status, **fields)
+        self._orphans.end(trainer.process.pid)
+        if trainer.returns:
+            self._start_again()
+        elif not (trainer.finished or trainer.left):
+            self._replace(exit_code)
 
     def _replace(self, exit_code: int | None) -> None:
         """Start another trainer in the place of the one that failed, where that is sensible."""
@@ -582,19 +593,5 @@ class Supervisor:
         else:
             self._reactor.stop()
 
-    def _end_orphans_of(self, pid: int) -> None:
-        """End what a trainer that died had started (a checkpoint writer, a data loader).
-
-        Only a group that still has members is signalled again, so that its number is not reused.
-        """
-        if pid and signal_group(pid, signal.SIGTERM):
-            self._orphans.add(pid)
-            self._reactor.after(GRACE_S, self._kill_orphans)
-
-    def _kill_orphans(self) -> None:
-        while self._orphans:
-            signal_group(self._orphans.pop(), signal.SIGKILL)
-
     def _kill_after_grace(self) -> None:
-        kill = partial(self._trainer.process.send_signal, signal.SIGKILL)
-        self._reactor.after(GRACE_S, kill)
+        self._reactor.after(GRACE_S, self._trainer.kill)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,12 +19,17 @@ from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.trainer_process import ExecTrainer, Program, ZygoteTrainer
 from elaswave_plugin.runtime.wire import Channel, Frame
 
+# The end of a process that holds much memory, or a device, takes seconds as it is.
+DIES_WITHIN_S = 5.0
+OnExit = Callable[["TrainerSession", str, int | None], None]
+
 
 @dataclass(slots=True, kw_only=True)
 class TrainerSession:
     """One incarnation; its `control` channel exists once it is attached.
 
-    `facts`: it has joined, or waits to be let in; `delivered`: a view was delivered to it.
+    `facts`: it has joined, or waits to be let in; `delivered`: a view was delivered to it;
+    `undead`: it counts as gone, and its process is still there.
     """
 
     incarnation: int
@@ -38,8 +44,12 @@ class TrainerSession:
     saves_last: bool = False
     returns: bool = False
     lives: bool = True
+    undead: bool = False
     fence_evidence: str | None = None
     waits: ProcessorWaits = field(default_factory=ProcessorWaits)
+    _reactor: Reactor = field(init=False)
+    _on_exit: OnExit = field(init=False)
+    _on_late_exit: OnExit = field(init=False)
 
     @property
     def works(self) -> bool:
@@ -72,15 +82,42 @@ class TrainerSession:
         *,
         on_frame: Callable[[TrainerSession, Frame], None],
         on_start: Callable[[TrainerSession, int], None],
-        on_exit: Callable[[TrainerSession, str, int | None], None],
+        on_exit: OnExit,
+        on_late_exit: OnExit,
     ) -> None:
-        """Have the reactor call these as it speaks, begins and ends."""
+        """Have the reactor call these as it speaks, begins and ends.
+
+        `on_late_exit`: it has ended after all, once `on_exit` had said that it does not.
+        """
+        self._reactor, self._on_exit, self._on_late_exit = reactor, on_exit, on_late_exit
         self.control = Channel(
             reactor, self.sock, on_frame=partial(on_frame, self), on_close=_its_end_comes
         )
-        self.process.attach(
-            reactor, on_start=partial(on_start, self), on_exit=partial(on_exit, self)
-        )
+        self.process.attach(reactor, on_start=partial(on_start, self), on_exit=self._ended)
+
+    def kill(self) -> None:
+        """End it by SIGKILL; one that does not die of that counts as gone after a while.
+
+        A thread that is stuck in the kernel (a file system, a driver) may stay there for ever. No
+        thread of it returns to its program, so that it is as good as dead: only the call that is
+        under way may still finish. Snapshots do not suffer: what is sealed has checksums. A file
+        that it was writing may. And what it holds, such as a device, is not free before it ends.
+        """
+        self.process.send_signal(signal.SIGKILL)
+        self._reactor.after(DIES_WITHIN_S, self._give_up)
+
+    def _give_up(self) -> None:
+        if self.lives:
+            self.lives, self.undead = False, True
+            status = f"SIGKILL has not ended it within {DIES_WITHIN_S:g} s"
+            if self.fence_evidence is not None:
+                self.fence_evidence += f"; {status}"
+            self._on_exit(self, status, None)
+
+    def _ended(self, status: str, exit_code: int | None) -> None:
+        told = self._on_late_exit if self.undead else self._on_exit
+        self.lives = self.undead = False
+        told(self, status, exit_code)
 
 
 def start_session(

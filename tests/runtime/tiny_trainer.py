@@ -84,7 +84,8 @@ class Trainer:
         facts = {"n": self.slot * 10}
         self.member.start(self.ring)
         self.tell("started", pid=os.getpid(), parent=os.getppid(), host=self.member.host)
-        welcome = self.member.join(facts, WAIT_S)
+        respawn = int(os.environ.get("TINY_RESPAWN", "0"))
+        welcome = self.member.join(facts, WAIT_S, respawn=respawn)
         if isinstance(welcome, Alone):
             self.tell("alone", remembered=welcome.remembered, env=dict(os.environ))
             # Once one asks to be let in, nobody else comes before the others' next boundary.
