@@ -14,7 +14,13 @@ from queue import SimpleQueue
 from elaswave_plugin.runtime.requests import Answer
 from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET, Record
 from elaswave_plugin.runtime.snapshot_store import SnapshotStore
-from elaswave_plugin.runtime.wire import Frame, receive_frame, receive_into, send_frame
+from elaswave_plugin.runtime.wire import (
+    Frame,
+    probe_when_silent,
+    receive_frame,
+    receive_into,
+    send_frame,
+)
 
 Taker = Callable[[Frame, socket.socket], None]
 STALL_S = 30.0
@@ -22,6 +28,7 @@ IDLE_S = 86400.0
 ACCEPT_AGAIN_S = 0.05
 COPY_AGAIN_S = 0.2
 _SENDFILE_BYTES = 1 << 24
+_PIECE_BYTES = 1 << 20
 
 
 class SnapshotServer:
@@ -71,6 +78,7 @@ class SnapshotServer:
     def _serve(self, sock: socket.socket) -> None:
         with sock:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            probe_when_silent(sock)
             try:
                 while True:
                     request = receive_frame(sock, IDLE_S)
@@ -129,7 +137,9 @@ class SnapshotServer:
             os.ftruncate(fd, BODY_OFFSET + length)
             # Not closed by hand: where the peer breaks off, the error still refers to it.
             memory = memoryview(mmap.mmap(fd, BODY_OFFSET + length))[BODY_OFFSET:]
-            receive_into(sock, memory, time.monotonic() + STALL_S + length / 1e6)
+            for start in range(0, length, _PIECE_BYTES):
+                piece = memory[start : start + _PIECE_BYTES]
+                receive_into(sock, piece, time.monotonic() + STALL_S)
             still_sealed = receive_frame(sock, STALL_S)["sealed"]
         except BaseException:
             os.close(fd)

@@ -20,6 +20,9 @@ Check = Callable[[], None]
 CHECK_EVERY_S = 0.01
 LENGTH = struct.Struct("!I")
 LONGEST_FRAME_BYTES = 1 << 30
+PROBE_AFTER_S = 30
+PROBE_EVERY_S = 10
+PROBES = 9
 _READ_BYTES = 1 << 16
 
 
@@ -250,6 +253,18 @@ def connect(address: str, timeout_s: float, check: Check | None = None) -> socke
         sock.close()
         raise
     return sock
+
+
+def probe_when_silent(sock: socket.socket) -> None:
+    """Have the kernel ask a silent peer whether it is there; one that vanished ends in two minutes.
+
+    It also keeps an idle connection known to firewalls on the way.
+    """
+    if sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_AFTER_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_EVERY_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
 
 
 def has_ended(sock: socket.socket) -> bool:

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from elaswave_plugin.errors import EpochChanged, LinkError
+from elaswave_plugin.runtime import snapshot_server, wire
 from elaswave_plugin.runtime.fetch import Fetcher, fetch
 from elaswave_plugin.runtime.sealed_memory import pack_record
 from elaswave_plugin.runtime.snapshot_server import SnapshotCopier, SnapshotServer
 from elaswave_plugin.runtime.snapshot_store import SnapshotStore
-from elaswave_plugin.runtime.wire import send_frame
+from elaswave_plugin.runtime.wire import receive_frame, send_frame
 from tests.runtime.jobs import Job
 
 LONG_S = 10.0
@@ -76,6 +77,19 @@ def seal(store: SnapshotStore, content: bytes, *, buffer: int = 0, step: int = 5
     record["length"] = len(content)
     os.pwrite(store.fds[buffer], pack_record(record) + content, 0)
     return record
+
+
+TCP_REPAIR = 19
+
+
+def vanish(sock: socket.socket) -> None:
+    """Close without a FIN or an RST."""
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, TCP_REPAIR, 1)
+    except PermissionError:
+        sock.close()
+        pytest.skip("only root can close a connection without a word")
+    sock.close()
 
 
 def test_many_fetches_over_one_connection(served: tuple[SnapshotStore, str]) -> None:
@@ -158,6 +172,46 @@ def test_half_a_copy_never_replaces_a_whole_one(served: tuple[SnapshotStore, str
     fetch(address, owner=8, step=5, epoch=1, offset=0, into=memoryview(into), timeout_s=LONG_S)
     assert into == content
     copier.close()
+
+
+def test_a_copy_may_be_slow_but_not_stand_still(
+    served: tuple[SnapshotStore, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its length: a sender that vanished would keep its memory for hours."""
+    monkeypatch.setattr(snapshot_server, "STALL_S", 0.5)
+    store, address = served
+    host, _, port = address.rpartition(":")
+    piece = bytes(1 << 20)
+    record = {"owner": 8, "buffer": 0, "step": 5, "epoch": 1, "length": 3 << 20}
+    with socket.create_connection((host, int(port)), timeout=LONG_S) as sock:
+        send_frame(sock, {"t": "copy", "record": record})
+        for _ in range(3):
+            time.sleep(0.3)  # together longer than the limit
+            sock.sendall(piece)
+        send_frame(sock, {"sealed": True})
+        assert receive_frame(sock, LONG_S)["held"]
+        send_frame(sock, {"t": "copy", "record": {**record, "buffer": 1, "length": 64 << 20}})
+        sock.sendall(piece)
+        assert sock.recv(1) == b""
+    assert [one["step"] for one in store.inventory(address)] == [5]
+
+
+def test_a_peer_that_vanished_is_noticed(
+    served: tuple[SnapshotStore, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a FIN, as when its machine loses power: nothing would come for a day."""
+    monkeypatch.setattr(wire, "PROBE_AFTER_S", 1)
+    _, address = served
+    host, _, port = address.rpartition(":")
+    others = set(threading.enumerate())
+    sock = socket.create_connection((host, int(port)), timeout=LONG_S)
+    send_frame(sock, {"t": "fetch", "owner": 1, "step": 1, "epoch": 1})
+    assert "error" in receive_frame(sock, LONG_S)
+    (peer,) = set(threading.enumerate()) - others
+    assert peer.name == "snapshot-peer"
+    vanish(sock)
+    peer.join(LONG_S)
+    assert not peer.is_alive()
 
 
 def test_what_is_held_outlives_its_owner_until_it_is_released(
