@@ -325,9 +325,25 @@ def copy_targets(
     """Slots that keep a copy of ``slot``'s snapshot: other nodes, then its peers, then the next.
 
     ``nodes[i]`` is the node of ``ranks[i]``; ``peers``: who shares its state. Fewer targets than
-    ``copies`` when fewer are alive.
+    ``copies`` when fewer are alive. The next is who has the same place on its node, so that those
+    of a node do not all choose the same one.
     """
     mine = ranks.index(slot)
+    sharing = {slot, *peers}
+    all_of: dict[int, list[int]] = {}
+    peers_of: dict[int, list[int]] = {}
+    for one, node in sorted(zip(ranks, nodes, strict=True)):
+        all_of.setdefault(node, []).append(one)
+        if one in sharing:
+            peers_of.setdefault(node, []).append(one)
+
+    def preference(rank: int) -> tuple[bool, bool, bool, int]:
+        is_near, is_peer = nodes[rank] == nodes[mine], ranks[rank] in sharing
+        places = peers_of if is_peer else all_of
+        theirs, own = places[nodes[rank]], places[nodes[mine]]
+        away = theirs.index(ranks[rank]) - own.index(slot)
+        return is_near, not is_peer, away != 0, away % len(theirs)
+
     others = [(mine + distance) % len(ranks) for distance in range(1, len(ranks))]
-    others.sort(key=lambda rank: (nodes[rank] == nodes[mine], ranks[rank] not in peers))
+    others.sort(key=preference)
     return tuple(ranks[rank] for rank in others[:copies])

@@ -1,5 +1,7 @@
 """The restore point, its sources and the plan's digest."""
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -147,6 +149,72 @@ def test_copy_targets_prefer_another_node() -> None:
     assert copy_targets(0, ranks=(0,), nodes=(0,), copies=1) == ()
     assert copy_targets(0, ranks=RANKS, nodes=(0, 0, 0, 0), copies=1, peers=(0, 2)) == (2,)
     assert copy_targets(0, ranks=RANKS, nodes=(0, 1, 0, 1), copies=1, peers=(0, 2)) == (1,)
+
+
+def holders(
+    sizes: list[int],
+    *,
+    ranks: tuple[int, ...] | None = None,
+    copies: int,
+    width: int | None = None,
+    sharing: bool = True,
+    apart: bool = True,
+) -> Counter[int]:
+    """How many copies each slot holds, of nodes of so many workers; `apart`: none on its own node.
+
+    Every ``width`` workers of a node share their state with those of the same places elsewhere.
+    """
+    nodes = [node for node, size in enumerate(sizes) for _ in range(size)]
+    places = [place for size in sizes for place in range(size)]
+    ranks = ranks or tuple(range(len(nodes)))
+    groups = [0 if width is None else place // width for place in places]
+    held: Counter[int] = Counter()
+    for slot in ranks:
+        targets = copy_targets(
+            slot,
+            ranks=ranks,
+            nodes=[nodes[one] for one in ranks],
+            copies=copies,
+            peers=[one for one in ranks if groups[one] == groups[slot]] if sharing else (),
+        )
+        assert len(set(targets)) == copies
+        assert not apart or all(nodes[one] != nodes[slot] for one in targets)
+        held.update(targets)
+    return held
+
+
+@given(st.integers(2, 6), st.integers(1, 8), st.data())
+def test_on_equal_nodes_everybody_holds_as_many_copies_as_it_gives(
+    nodes: int, size: int, data: st.DataObject
+) -> None:
+    """With ZeRO over all workers, and with stages of so many workers a node, or of one."""
+    copies = data.draw(st.integers(1, nodes - 1))
+    width = data.draw(st.sampled_from([None, *(w for w in range(1, size + 1) if size % w == 0)]))
+    everybody = dict.fromkeys(range(nodes * size), copies)
+    assert holders([size] * nodes, copies=copies, width=width) == everybody
+    assert holders([size] * nodes, copies=copies, sharing=False) == everybody
+
+
+@given(st.lists(st.integers(1, 8), min_size=2, max_size=6), st.data())
+def test_on_unequal_nodes_nobody_holds_many_more_copies_than_others(
+    sizes: list[int], data: st.DataObject
+) -> None:
+    """As after losses, where the last rank has taken the place of one that went."""
+    copies = data.draw(st.integers(1, len(sizes) - 1))
+    ranks = tuple(data.draw(st.permutations(range(sum(sizes)))))
+    held = holders(sizes, ranks=ranks, copies=copies)
+    assert max(held.values()) <= copies * math.ceil(max(sizes) / min(sizes))
+
+
+@given(st.integers(2, 9), st.booleans())
+def test_on_one_node_everybody_holds_the_snapshot_of_another(size: int, sharing: bool) -> None:
+    held = holders([size], copies=1, sharing=sharing, apart=False)
+    assert held == dict.fromkeys(range(size), 1)
+
+
+def test_sixteen_nodes_of_eight() -> None:
+    """The first of a node once held the copies of all eight of the one before."""
+    assert set(holders([8] * 16, copies=1).values()) == {1}
 
 
 def in_place_of(plan: Any) -> list[tuple[int, int]]:
