@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from elaswave_plugin.bench.bench_member import own_groups
 
 LIMIT_S = 60.0
+LOOK_INTERVAL_S = 0.001
 
 
 def prefixed(prefix: str, store: Any) -> Any:
@@ -28,10 +30,21 @@ def gloo_backend(store: Any, rank: int, size: int) -> Any:
     return make(store, rank, size, timedelta(seconds=LIMIT_S))
 
 
-def native_threads() -> int:
-    """How many threads of gloo's transport this process has."""
-    tasks = Path("/proc/self/task").glob("*/comm")
-    return sum(task.read_text().startswith("gloo") for task in tasks)
+def await_end_of_threads(limit_s: float = LIMIT_S) -> None:
+    """Wait until no thread of a gloo group is left. Raises TimeoutError: somebody holds a group."""
+    deadline_s = time.monotonic() + limit_s
+    while count := _native_threads():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"{count} threads of native groups run: somebody holds one")
+        time.sleep(LOOK_INTERVAL_S)  # a thread that was joined is listed for a moment
+
+
+def _native_threads() -> int:
+    count = 0
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            count += (task / "comm").read_text().startswith("gloo")
+    return count
 
 
 class NativeGroups:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from elaswave_plugin.bench.bench_member import BenchMember
 from elaswave_plugin.bench.group_list import Layout
-from elaswave_plugin.bench.native_groups import NativeGroups, native_threads, verify
+from elaswave_plugin.bench.native_groups import NativeGroups, await_end_of_threads, verify
 
 WARM_UP = 200
 KILL_NUMEL = 1 << 18
@@ -58,8 +58,7 @@ class Departures:
         groups = remaining(self._all_groups, live)
         self._rebuild(number, victim, live, groups)
         # Each wakes a hundred times a second, which would be charged to the edit.
-        if threads := native_threads():
-            raise RuntimeError(f"{threads} threads of native groups that are gone still run")
+        await_end_of_threads()
         self._edit(number, victim, groups)
 
     def _rebuild(

@@ -10,7 +10,7 @@ import torch
 from elaswave_plugin.bench.communicator import check_options, opened
 from elaswave_plugin.bench.communicator_report import draw
 from elaswave_plugin.bench.group_list import Layout, default_layout, parse_layout
-from elaswave_plugin.bench.native_groups import gloo_backend, native_threads
+from elaswave_plugin.bench.native_groups import await_end_of_threads, gloo_backend
 from elaswave_plugin.cli import run_command
 from elaswave_plugin.errors import ConfigurationError
 
@@ -62,9 +62,10 @@ def test_bad_input_of_the_command_exits_with_2(capsys: pytest.CaptureFixture[str
 def test_a_native_group_has_threads_as_long_as_somebody_holds_it() -> None:
     make: Any = torch._C._distributed_c10d.HashStore
     group = gloo_backend(make(), 0, 1)
-    assert native_threads() > 0
+    with pytest.raises(TimeoutError, match="threads of native groups run: somebody holds one"):
+        await_end_of_threads(0.05)
     del group
-    assert native_threads() == 0
+    await_end_of_threads()
 
 
 def test_a_loss_is_measured_in_three_ways_and_a_kill_once(tmp_path: Path) -> None:
