@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import itertools
 import os
 import selectors
@@ -20,6 +22,8 @@ from elaswave_plugin.runtime.wire import receive_frame, send_frame
 _FIRST_FRAME_S = 5.0
 _REDIAL_S = 0.05
 _ANY = ("", "0.0.0.0", "::")
+# An address that nobody has (RFC 5737): the way there is the way out of this machine.
+_OUTSIDE = "192.0.2.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,13 +96,17 @@ def own_host(host: str, port: int, *, listener: socket.socket | None, timeout_s:
     """The address of this machine at which the other workers of the job reach it.
 
     That is where slot 0 listens; elsewhere, and where slot 0 listens on all its addresses, it is
-    this end of the way to slot 0 at `host`. No packet is sent for it.
+    this end of the way to slot 0 at `host`, and for a name that this machine gives itself alone, of
+    the way out of it. No packet is sent for it.
     Raises ConfigurationError where `host` is not known within `timeout_s`.
     """
     if listener is not None and listener.getsockname()[0] not in _ANY:
         return str(listener.getsockname()[0])
     if host in _ANY:
         return socket.gethostbyname(socket.gethostname())
+    if _is_own_name(host):
+        with contextlib.suppress(OSError):  # without a way out there are no other machines
+            return _way_to(_OUTSIDE, port)
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
@@ -111,6 +119,24 @@ def own_host(host: str, port: int, *, listener: socket.socket | None, timeout_s:
                 ) from error
         # Nothing can be waited for: the name of node 0 may become known after its start.
         time.sleep(_REDIAL_S)
+
+
+def _is_own_name(host: str) -> bool:
+    """Whether it is a name, not a number, for an address that other machines cannot reach.
+
+    Debian's /etc/hosts gives the machine's own name 127.0.1.1, and torchrun names node 0 by it.
+    """
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        pass
+    else:
+        return False
+    try:
+        found = {str(address[0]) for *_, address in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return host != "localhost" and all(ipaddress.ip_address(one).is_loopback for one in found)
 
 
 def _way_to(host: str, port: int) -> str:
@@ -299,7 +325,11 @@ def _greeting(sock: socket.socket) -> dict[str, Any] | None:
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """A listener of a meeting; an OSError it raises has the plain reason as strerror."""
+    """A listener of a meeting; an OSError it raises has the plain reason as strerror.
+
+    On all addresses where `host` is a name that others know by another one.
+    """
+    host = "" if host and _is_own_name(host) else host
     try:
         family = socket.getaddrinfo(host or "0.0.0.0", port)[0][0]
         return socket.create_server((host, port), family=family, backlog=1024)

@@ -15,6 +15,7 @@ import pytest
 
 from elaswave_plugin.config import from_toml
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.runtime import rendezvous
 from elaswave_plugin.runtime.launch import parse_run_args
 from elaswave_plugin.runtime.launch_options import script_settings
 from elaswave_plugin.runtime.rendezvous import listen_at, own_host
@@ -270,6 +271,26 @@ def test_the_own_address_is_that_of_the_way_to_node_0() -> None:
     assert own_host("127.0.0.1", 1, listener=None, timeout_s=1) == "127.0.0.1"
     with pytest.raises(ConfigurationError, match=r"the address of node 0 is 'nowhere\.invalid'"):
         own_host("nowhere.invalid", 1, listener=None, timeout_s=0.1)
+
+
+def test_a_machine_that_calls_itself_127_0_1_1_is_reached_from_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Debian's /etc/hosts has it for the name by which torchrun calls node 0."""
+    known, resolve = {"node-0": "127.0.1.1", "node-1": "127.0.0.1"}, socket.getaddrinfo
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, *rest, **more: resolve(known.get(host, host), *rest, **more),
+    )
+    ways = {"node-0": "127.0.1.1", "192.0.2.1": "10.0.0.7"}
+    monkeypatch.setattr(rendezvous, "_way_to", lambda host, port: ways[host])
+    with listen_at("node-0", 0) as listener:
+        assert listener.getsockname()[0] == "0.0.0.0"
+        assert own_host("node-0", 1, listener=listener, timeout_s=1) == "10.0.0.7"
+    for told in ("127.0.0.1", "localhost"):
+        with listen_at(told, 0) as listener:
+            assert own_host(told, 1, listener=listener, timeout_s=1) == "127.0.0.1"
 
 
 def test_two_nodes_lose_a_trainer_each(tmp_path: Path) -> None:
