@@ -131,6 +131,13 @@ _ClocksText = Annotated[str, AfterValidator(_checked_clocks)]
 _ChangeText = Annotated[str, AfterValidator(_checked_change)]
 
 
+_OF_THE_JOB = {
+    *("consistency", "snapshots", "snapshot_copies", "change", "respawn", "seed", "gpu_engine"),
+    *("dataflow", "move_layers", "split_backward", "activation_room", "memory_limit_gib"),
+    *("slow_workers", "clocks", "clock_table", "power_cap_w"),
+}
+
+
 class ElasticConfig(BaseModel):
     """All settings of the plugin; frozen, unknown keys are errors."""
 
@@ -299,6 +306,10 @@ class ElasticConfig(BaseModel):
             return self.respawn == 0
         return self.move_layers == "always"
 
+    def of_the_job(self) -> dict[str, Any]:
+        """What all workers have to be given alike, for JSON: their plans and sums depend on it."""
+        return self.model_dump(mode="json", include=_OF_THE_JOB)
+
     def check_without_stages(self) -> None:
         """Raise ConfigurationError for settings that do something in other kinds of jobs only."""
         idle = {
@@ -383,6 +394,18 @@ class ElasticConfig(BaseModel):
                 raise ConfigurationError(
                     f"{name} names worker {slot}, wanted 0 to {width - 1}: the job has {width} "
                     "workers"
+                )
+
+
+def check_given(given: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise ConfigurationError, alike for everybody, where what some were given differs."""
+    (first, wanted), *others = given.items()
+    for who, found in others:
+        for name, value in wanted.items():
+            if found.get(name) != value:
+                raise ConfigurationError(
+                    f"{name} is {value!r} for {first} and {found.get(name)!r} for {who}: give every"
+                    " worker of a job the same settings and the same version"
                 )
 
 

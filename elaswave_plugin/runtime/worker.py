@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from elaswave_plugin.config import ElasticConfig, parse_kill
+from elaswave_plugin import __version__
+from elaswave_plugin.config import ElasticConfig, check_given, parse_kill
 from elaswave_plugin.core.dataflow import Shares
 from elaswave_plugin.core.due import LAST_CALL
 from elaswave_plugin.core.hang import COMMIT, OUTSIDE
@@ -103,7 +104,9 @@ class Worker:
         self._started_s = time.time()
         self.member.start(self._ring)
         respawn = config.respawn if config.snapshots else 0
-        self._begin(self.member.join(self._facts(), timeout_s=JOIN_TIMEOUT_S, respawn=respawn))
+        self._given = {"elaswave_plugin": __version__, **config.of_the_job()}
+        facts = {**self._facts(), "given": self._given}
+        self._begin(self.member.join(facts, timeout_s=JOIN_TIMEOUT_S, respawn=respawn))
 
     def _begin(self, welcome: Commit | Alone) -> None:
         """Take part in the first view, or build alone from what the job remembers."""
@@ -114,15 +117,18 @@ class Worker:
         # What a replacement cannot learn from the others, since it builds alone.
         self.remembered: dict[str, Any] = {}
         if isinstance(welcome, Alone):
+            check_given({"the job": welcome.remembered["given"], "who comes": self._given})
             self.alone = self.links.alone = True
             self.remembered = welcome.remembered
             self.run_id = str(self.remembered["run_id"])
         else:
             self.alone = False
+            facts = sorted(welcome.facts.items())
+            check_given({f"worker {slot}": held["given"] for slot, held in facts})
             self._open_links(welcome)
             # One run id over the whole job: the one that the first owner of rank 0 proposed.
             self.run_id = str(welcome.facts[self.homes[0]]["run_id"])
-            self.remember(run_id=self.run_id)
+            self.remember(run_id=self.run_id, given=self._given)
 
     # ---- the view -----------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from elaswave_plugin import config
 from elaswave_plugin.config import (
     Change,
     ElasticConfig,
+    check_given,
     from_namespace,
     from_section,
     from_toml,
@@ -196,3 +197,13 @@ def test_config_without_respawn_refuses_only_what_the_user_asked_for() -> None:
     assert from_section({"respawn": 0}).without_respawn("it cannot").respawn == 0
     with pytest.raises(ConfigurationError, match="respawn is 3, and it cannot; set it to 0"):
         from_section({"respawn": 3}).without_respawn("it cannot")
+
+
+def test_what_workers_were_given_has_to_be_alike() -> None:
+    mine = ElasticConfig().of_the_job()
+    assert set(mine) < set(KEYS)
+    check_given({"worker 0": mine, "worker 1": ElasticConfig(hang_timeout_s=9).of_the_job()})
+    other = ElasticConfig(consistency="fast").of_the_job()
+    with pytest.raises(ConfigurationError) as caught:
+        check_given({"worker 0": mine, "worker 1": mine, "worker 2": other})
+    assert "consistency is 'exact' for worker 0 and 'fast' for worker 2" in str(caught.value)

@@ -33,6 +33,13 @@ distributed.DistributedDataParallelConfig = partial(
     distributed.DistributedDataParallelConfig, average_in_collective=True
 )
 """
+OTHER_SETTINGS = """
+import os
+from elaswave_plugin.config import ElasticConfig
+given = ElasticConfig.of_the_job
+if os.environ["RANK"] == "2":
+    ElasticConfig.of_the_job = lambda self: {**given(self), "dataflow": "reroute"}
+"""
 
 # what is wrong: (the job, the value seen, what to do)
 BAD: dict[str, tuple[JobSpec, str, str]] = {
@@ -77,6 +84,11 @@ BAD: dict[str, tuple[JobSpec, str, str]] = {
         JobSpec(sabotage=CP_OF_TWO),
         "context_parallel_size is 2",
         "carries 1; change it",
+    ),
+    "settings of one worker": (
+        JobSpec(sabotage=OTHER_SETTINGS),
+        "dataflow is 'auto' for worker 0 and 'reroute' for worker 2",
+        "give every worker of a job the same settings",
     ),
     "setting of the DDP": (
         JobSpec(sabotage=DDP_SETTING),

@@ -241,6 +241,23 @@ def test_the_limit_of_respawn(run: Launch) -> None:
 
 
 @pytest.mark.slow
+def test_a_newcomer_with_other_settings_is_not_let_in(run: Launch) -> None:
+    """It alone ends: its plans would not be those of the others."""
+    other = """
+import os
+from elaswave_plugin.config import ElasticConfig
+given = ElasticConfig.of_the_job
+if os.environ["ELASWAVE_INCARNATION"] != "0":
+    ElasticConfig.of_the_job = lambda self: {**given(self), "dataflow": "reroute"}
+"""
+    spec = replace(BACK, steps=200, kills=("2@3:backward",), awaits=(), sabotage=other)
+    survived = run(spec)
+    check_survived(survived)
+    assert "dataflow is 'auto' for the job and 'reroute' for who comes" in survived.output
+    assert entered(survived) == [] and last_ranks(survived) == [0, 1, 3]
+
+
+@pytest.mark.slow
 def test_a_slot_that_keeps_dying_at_one_step_is_given_up(run: Launch) -> None:
     """A broken device: what is started in the place of the lost worker dies before it is built."""
     kills = ("2@3:backward", "2.1@0:startup", "2.2@0:startup")
