@@ -36,6 +36,9 @@ from elaswave_plugin.runtime.rendezvous import Meeting, Peer
 from elaswave_plugin.runtime.wire import Channel, Frame, encode, has_ended
 from elaswave_plugin.tracking.events import EventLog
 
+_ASKS = 2
+"""So often somebody beside a silent leader was asked, at least, before it is lost with it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
@@ -118,6 +121,8 @@ class Coordinator:
         self._channels: dict[int, Channel] = {}
         now_s = time.monotonic()
         self._heard_s: dict[int, float] = {}
+        # How often those beside a silent leader were asked since they were last heard.
+        self._asked: dict[int, int] = {}
         self._last_sent: tuple[Message | None, bytes] = (None, b"")
         self._beat_due_s = now_s
         self._alarm_s: float | None = None
@@ -186,6 +191,7 @@ class Coordinator:
         self._arriving.discard(slot)
         self._ending.discard(slot)
         self._heard_s.pop(slot, None)
+        self._asked.pop(slot, None)
         self._last_beats.pop(slot, None)
         held = self._held.pop(order.address, None)
         if held is None:
@@ -206,8 +212,13 @@ class Coordinator:
                 self._open_neighbour(self.peers[peer])
             if peer in self._heard_s:
                 self._heard_s[peer] = now_s
+            self._asked.pop(peer, None)
             if frame["m"] == "goodbye":
                 self._ending.add(peer)
+            elif frame["m"] == "ask":
+                self._channels[peer].send({"m": "here"})
+            elif frame["m"] == "here":
+                pass  # it has been heard: that is all
             elif frame["m"] == "beat":
                 self._hangs.heard(peer, frame)
                 self._take_beat(peer, frame, now_s)
@@ -288,7 +299,9 @@ class Coordinator:
     def _beat(self) -> None:
         """Send heartbeats and look for supervisors that have been silent too long.
 
-        The leader and each other one watch each other; whoever leads next begins with that.
+        The leader and each other one watch each other; whoever leads next begins with that. Where
+        the leader is silent, its node may be gone: those beside it are asked whether they are
+        there, so that not each of them leads, and is waited for, in turn.
         """
         now_s = time.monotonic()
         late_s = now_s - self._beat_due_s
@@ -303,18 +316,39 @@ class Coordinator:
             heard, at_s = self._last_beats.get(peer, (0, now_s))
             beat = {"m": "beat", "n": number, "heard": heard, "left": self._lease.left_s(at_s)}
             self._channels[peer].send({**beat, **self._hangs.outgoing(peer)})
-        for peer, heard_s in self._heard_s.items():
-            if late_s > self._heartbeat.every_s:
-                # It is this process that did not run: what the others sent is still unread.
-                self._heard_s[peer] = max(heard_s, now_s - self._heartbeat.every_s)
-            elif now_s - heard_s > self._heartbeat.timeout_s and not self._channels[peer].closed:
-                pid = self.peers[peer].pid
-                self._lose(
-                    peer,
-                    f"its supervisor (pid {pid}) was silent for {self._heartbeat.timeout_s:g} s",
-                )
+        if late_s > self._heartbeat.every_s:
+            # It is this process that did not run: what the others sent is still unread.
+            since_s = now_s - self._heartbeat.every_s
+            self._heard_s = {peer: max(at_s, since_s) for peer, at_s in self._heard_s.items()}
+            self._asked.clear()
+        else:
+            self._lose_the_silent(leader, now_s)
         self._beat_due_s = now_s + self._heartbeat.every_s
         self._reactor.after(self._heartbeat.every_s, self._beat)
+
+    def _lose_the_silent(self, leader: int, now_s: float) -> None:
+        silent_s = {peer: now_s - at_s for peer, at_s in self._heard_s.items()}
+        missed = silent_s.get(leader, 0.0) > 2 * self._heartbeat.every_s
+        beside = self._beside(leader) if missed else []
+        self._asked = {peer: self._asked.get(peer, 0) for peer in beside}
+        lost = [peer for peer in silent_s if silent_s[peer] > self._heartbeat.timeout_s]
+        for peer in lost:
+            if not self._channels[peer].closed:
+                was = f"was silent for {self._heartbeat.timeout_s:g} s"
+                self._lose(peer, f"its supervisor (pid {self.peers[peer].pid}) {was}")
+        for peer, count in self._asked.items():
+            if leader in lost and count >= _ASKS:
+                was = f"did not answer when worker {leader} of its node was silent"
+                self._lose(peer, f"its supervisor (pid {self.peers[peer].pid}) {was}")
+            else:
+                self._asked[peer] += 1
+                self._channels[peer].send({"m": "ask"})
+
+    def _beside(self, leader: int) -> list[int]:
+        """Those on the node of the leader, which is another one, to which a link stands."""
+        links = [slot for slot, channel in self._channels.items() if not channel.closed]
+        node = self.peers[leader].node
+        return [slot for slot in links if slot != leader and self.peers[slot].node == node]
 
     def _take_beat(self, peer: int, beat: Frame, now_s: float) -> None:
         """What another one has heard of this one is for how long it may count on being in."""
