@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,14 +18,16 @@ class EventLog:
     """Appends one JSON object a line to a file that many processes may share; no path drops all.
 
     Each line goes out in a single write on an O_APPEND descriptor, so lines of different processes
-    never mix and a SIGKILL leaves whole lines only. Writing never raises into training: a line
-    that the disk refuses is counted in `lost_lines`. Opening does raise (OSError), since a wrong
-    directory is a mistake to report at the start.
+    never mix and a SIGKILL leaves whole lines only (of one machine: NFS does not append so).
+    Writing never raises into training: a line that the disk refuses is counted in `lost_lines`,
+    and the first one said on stderr. Opening does raise (OSError), since a wrong directory is a
+    mistake to report at the start.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         self.path = None if path is None else Path(path)
         self.lost_lines = 0
+        self._is_torn = False
         self._fd = -1
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,12 +43,19 @@ class EventLog:
         if fd < 0:
             return
         line = json.dumps(dict(record), separators=(",", ":"), default=_plain).encode() + b"\n"
+        # What a full disk took of a line must not spoil the next one.
+        line = b"\n" + line if self._is_torn else line
+        written, why = 0, "the disk is full"
         try:
             written = os.write(fd, line)
-        except OSError:
-            written = 0
+        except OSError as error:
+            why = str(error)
+        if written:
+            self._is_torn = written != len(line)
         if written != len(line):
             self.lost_lines += 1
+            if self.lost_lines == 1:
+                print(f"elaswave: lines of {self.path} are lost ({why})", file=sys.stderr)
 
     def close(self) -> None:
         """Close the file; later lines are dropped."""

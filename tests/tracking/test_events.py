@@ -54,6 +54,22 @@ def test_event_log_keeps_floats_exactly_and_writes_unknown_values_as_text(tmp_pa
     assert second["time_s"] > 1e9
 
 
+def test_a_line_that_a_full_disk_cut_short_spoils_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write, path = os.write, tmp_path / "events.jsonl"
+    with EventLog(path) as log:
+        log.emit("first")
+        with monkeypatch.context() as full:
+            full.setattr(os, "write", lambda fd, data: write(fd, data[: len(data) // 2]))
+            log.emit("torn")
+        log.emit("second")
+        log.emit("third")
+    assert [line["kind"] for line in read_lines(path)] == ["first", "second", "third"]
+    assert log.lost_lines == 1
+    assert f"lines of {path} are lost (the disk is full)" in capfd.readouterr().err
+
+
 def test_event_log_on_a_full_disk_counts_the_lost_line_and_goes_on() -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("this system has no /dev/full")
