@@ -131,11 +131,11 @@ _ClocksText = Annotated[str, AfterValidator(_checked_clocks)]
 _ChangeText = Annotated[str, AfterValidator(_checked_change)]
 
 
-_OF_THE_JOB = {
+_OF_THE_JOB = (
     *("consistency", "snapshots", "snapshot_copies", "change", "respawn", "seed", "gpu_engine"),
     *("dataflow", "move_layers", "split_backward", "activation_room", "memory_limit_gib"),
     *("slow_workers", "clocks", "clock_table", "power_cap_w"),
-}
+)
 
 
 class ElasticConfig(BaseModel):
@@ -308,7 +308,7 @@ class ElasticConfig(BaseModel):
 
     def of_the_job(self) -> dict[str, Any]:
         """What all workers have to be given alike, for JSON: their plans and sums depend on it."""
-        return self.model_dump(mode="json", include=_OF_THE_JOB)
+        return self.model_dump(mode="json", include=set(_OF_THE_JOB))
 
     def check_without_stages(self) -> None:
         """Raise ConfigurationError for settings that do something in other kinds of jobs only."""
