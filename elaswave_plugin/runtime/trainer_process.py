@@ -37,28 +37,34 @@ class Program:
         return [sys.executable, *self.options, *how, *self.args]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What a trainer inherits: environment, control link, snapshot memory, progress page."""
+
+    env: Mapping[str, str]
+    control: socket.socket
+    snapshot_fds: Sequence[int]
+    progress_fd: int
+
+    @property
+    def fds(self) -> list[int]:
+        """All descriptors, in the order in which a zygote hands them on."""
+        return [self.control.fileno(), self.progress_fd, *self.snapshot_fds]
+
+
 class ExecTrainer:
     """A trainer in a fresh interpreter, a child of this process."""
 
-    def __init__(
-        self,
-        program: Program,
-        *,
-        env: Mapping[str, str],
-        control: socket.socket,
-        snapshot_fds: Sequence[int],
-        progress_fd: int,
-    ) -> None:
-        given = {
-            CONTROL_FD: str(control.fileno()),
-            PROGRESS_FD: str(progress_fd),
-            SNAPSHOT_FDS: ",".join(map(str, snapshot_fds)),
+    def __init__(self, program: Program, given: Given) -> None:
+        names = {
+            CONTROL_FD: str(given.control.fileno()),
+            PROGRESS_FD: str(given.progress_fd),
+            SNAPSHOT_FDS: ",".join(map(str, given.snapshot_fds)),
         }
         self._parent_pid = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
-            fds = [control.fileno(), progress_fd, *snapshot_fds]
-            self._exec(program, {**env, **given}, fds)
+            self._exec(program, {**given.env, **names}, given.fds)
         self._pidfd = os.pidfd_open(self.pid)
 
     def attach(self, reactor: Reactor, *, on_start: OnStart, on_exit: OnExit) -> None:
@@ -96,19 +102,11 @@ class ExecTrainer:
 class ZygoteTrainer:
     """A trainer forked by a zygote, which tells how it ended.
 
-    One at a time uses the connection, which stays open for the next.
+    One at a time uses the connection, which stays open for the next. Raises OSError where there
+    is no zygote any more.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        *,
-        env: Mapping[str, str],
-        control: socket.socket,
-        snapshot_fds: Sequence[int],
-        progress_fd: int,
-        zygote: socket.socket,
-    ) -> None:
+    def __init__(self, program: Program, given: Given, *, zygote: socket.socket) -> None:
         self.pid = 0
         self.zygote_lives = True
         self._zygote = zygote
@@ -120,13 +118,12 @@ class ZygoteTrainer:
             "script": program.script,
             "args": list(program.args),
             "module": program.module,
-            "env": dict(env),
+            "env": dict(given.env),
             "cwd": os.getcwd(),
             "fds": 7,
         }
         data = encode(request)
-        fds = [0, 1, 2, control.fileno(), progress_fd, *snapshot_fds]
-        sent = socket.send_fds(zygote, [data], fds)
+        sent = socket.send_fds(zygote, [data], [0, 1, 2, *given.fds])
         zygote.sendall(data[sent:])
 
     def attach(self, reactor: Reactor, *, on_start: OnStart, on_exit: OnExit) -> None:
@@ -148,7 +145,10 @@ class ZygoteTrainer:
             reactor.after(_STATUS_WAIT_S, lambda: end("gone (its zygote did not say how)", None))
 
         def read() -> None:
-            data, fds, _, _ = socket.recv_fds(self._zygote, 4096, 4)
+            try:
+                data, fds, _, _ = socket.recv_fds(self._zygote, 4096, 4)
+            except ConnectionError:  # it ended with a request unread
+                data, fds = b"", []
             if fds:
                 self._pidfd = fds[0]
                 reactor.watch(self._pidfd, gone)
@@ -162,7 +162,7 @@ class ZygoteTrainer:
                     if self._pending_signal:
                         self.send_signal(self._pending_signal)
                 elif "error" in frame:
-                    end(f"not started: {frame['error']}", 1)
+                    end(f"not started: {frame['error']}", frame["exit_code"])
                 elif frame["pid_ended"] == self.pid:  # and not that of an earlier trainer
                     end(*describe_status(frame["status"]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -16,7 +17,12 @@ from elaswave_plugin.runtime.member import INCARNATION
 from elaswave_plugin.runtime.processor_waits import ProcessorWaits
 from elaswave_plugin.runtime.progress import ProgressPage, create_page
 from elaswave_plugin.runtime.reactor import Reactor
-from elaswave_plugin.runtime.trainer_process import ExecTrainer, Program, ZygoteTrainer
+from elaswave_plugin.runtime.trainer_process import (
+    ExecTrainer,
+    Given,
+    Program,
+    ZygoteTrainer,
+)
 from elaswave_plugin.runtime.wire import Channel, Frame
 
 # The end of a process that holds much memory, or a device, takes seconds as it is.
@@ -128,24 +134,18 @@ def start_session(
     snapshot_fds: Sequence[int],
     zygote: socket.socket | None,
 ) -> TrainerSession:
-    """Start a trainer, from the zygote where there is one."""
+    """Start a trainer, from the zygote where there is one still."""
     own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     page_fd = create_page()
     env = {**env, INCARNATION: str(incarnation)}
-    process: ExecTrainer | ZygoteTrainer
-    if zygote is None:
-        process = ExecTrainer(
-            program, env=env, control=theirs, snapshot_fds=snapshot_fds, progress_fd=page_fd
-        )
-    else:
-        process = ZygoteTrainer(
-            program,
-            env=env,
-            control=theirs,
-            snapshot_fds=snapshot_fds,
-            progress_fd=page_fd,
-            zygote=zygote,
-        )
+    given = Given(env=env, control=theirs, snapshot_fds=snapshot_fds, progress_fd=page_fd)
+    process: ExecTrainer | ZygoteTrainer | None = None
+    if zygote is not None:
+        # Nobody looks at the connection while no trainer of it lives.
+        with contextlib.suppress(OSError):
+            process = ZygoteTrainer(program, given, zygote=zygote)
+    if process is None:
+        process = ExecTrainer(program, given)
     theirs.close()
     page = ProgressPage(page_fd)
     os.close(page_fd)

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NoReturn
 
+from elaswave_plugin.core.ending import EXIT_CONFIGURATION
 from elaswave_plugin.runtime.lifeline import die_with_parent, lead_group
 from elaswave_plugin.runtime.member import CONTROL_FD, SNAPSHOT_FDS
 from elaswave_plugin.runtime.progress import PROGRESS_FD
@@ -48,8 +49,14 @@ class Zygote:
     """Serves fork requests; `serve` returns the request in the child, None at the end."""
 
     def __init__(
-        self, listener: socket.socket | None, connections: Sequence[socket.socket]
+        self,
+        listener: socket.socket | None,
+        connections: Sequence[socket.socket],
+        *,
+        refusal: str | None = None,
     ) -> None:
+        """`refusal`: why it cannot fork trainers, which is its answer to every request then."""
+        self._refusal = refusal
         self._pid = os.getpid()
         self._selector = selectors.DefaultSelector()
         self._listener = listener
@@ -107,7 +114,10 @@ class Zygote:
             return None
         for request in supervisor.buffer.feed(data):
             given, supervisor.fds = supervisor.fds[:_FDS_A_REQUEST], supervisor.fds[_FDS_A_REQUEST:]
-            if self._fork(supervisor, given):
+            if self._refusal is not None:
+                _refuse(supervisor, self._refusal, EXIT_CONFIGURATION)
+                _close_all(given)
+            elif self._fork(supervisor, given):
                 return {**request, "given": given}
         return None
 
@@ -118,7 +128,7 @@ class Zygote:
         try:
             pid = os.fork()
         except OSError as error:
-            supervisor.sock.sendall(encode({"error": f"fork failed: {error}"}))
+            _refuse(supervisor, f"fork failed: {error}", 1)
             pid = -1
         if pid == 0:
             die_with_parent(self._pid)
@@ -129,8 +139,7 @@ class Zygote:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _OWN_SIGNALS)
         if pid == 0:
             return True
-        for fd in given:
-            os.close(fd)
+        _close_all(given)
         if pid > 0:
             pidfd = os.pidfd_open(pid)
             supervisor.children[pid] = pidfd
@@ -157,23 +166,31 @@ class Zygote:
         self._supervisors.remove(supervisor)
         for pidfd in supervisor.children.values():
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        for fd in supervisor.fds:
-            os.close(fd)
+        _close_all(supervisor.fds)
 
     def _close(self) -> None:
         """Close everything of the zygote's own (in a child: nothing of it stays open)."""
         signal.set_wakeup_fd(-1)
         pidfds = [key.fd for key in self._selector.get_map().values() if type(key.data) is tuple]
         self._selector.close()
-        for fd in pidfds:
-            os.close(fd)
+        _close_all(pidfds)
         for supervisor in self._supervisors:
             supervisor.sock.close()
-            for fd in supervisor.fds:
-                os.close(fd)
+            _close_all(supervisor.fds)
         for sock in (self._listener, self._wake_read, self._wake_write):
             if sock is not None:
                 sock.close()
+
+
+def _refuse(supervisor: _Supervisor, why: str, exit_code: int) -> None:
+    # Where it is gone, the reading side cleans up.
+    with contextlib.suppress(OSError):
+        supervisor.sock.sendall(encode({"error": why, "exit_code": exit_code}))
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def become_trainer(request: Frame) -> None:
@@ -244,22 +261,35 @@ def main(argv: Sequence[str]) -> int:
     if options.parent:
         die_with_parent(options.parent)
     _close_all_but(connections)
-    for module in filter(None, options.preload.split(",")):
-        importlib.import_module(module)
-    if threading.active_count() > 1:
-        names = ", ".join(thread.name for thread in threading.enumerate()[1:])
-        print(f"elaswave zygote: importing started threads ({names})", file=sys.stderr)
-        return 1
+    refusal = _preload([name for name in options.preload.split(",") if name])
+    if refusal is not None and not connections:
+        print(f"elaswave zygote: {refusal}", file=sys.stderr)
+        return EXIT_CONFIGURATION
     gc.collect()
     gc.freeze()
     listener = _listen(options.socket) if options.socket else None
     inherited = [socket.socket(fileno=fd) for fd in connections]
-    request = Zygote(listener, inherited).serve()
+    request = Zygote(listener, inherited, refusal=refusal).serve()
     if request is None:
         if options.socket:
             os.unlink(options.socket)
         return 0
     _leave(_run({**request, "base_path": base_path}))
+
+
+def _preload(modules: Sequence[str]) -> str | None:
+    """Import them; in words why trainers cannot be forked then, None where they can."""
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            return f"--preload names {name!r}, which cannot be imported ({said}); leave it out"
+    if threading.active_count() > 1:
+        names = ", ".join(thread.name for thread in threading.enumerate()[1:])
+        what = ",".join(modules)
+        return f"--preload is {what!r}: importing started threads ({names}); leave out what does"
+    return None
 
 
 def _leave(code: int) -> NoReturn:

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from tests.ports import free_port
 from tests.runtime.jobs import LAUNCH, WAIT_S, Job, environment
 
 START_S = 30.0
@@ -196,6 +198,61 @@ def test_the_job_ends_when_its_zygote_is_killed(tmp_path: Path) -> None:
     assert "gone with its zygote" in job.output()
 
 
+def test_a_trainer_starts_without_its_zygote_when_that_is_gone(tmp_path: Path) -> None:
+    """The zygote ends after a trainer of it has, and before the next one: nobody looks then."""
+    with Job(tmp_path, 2, f"--master-port={free_port()}", TINY_RESPAWN="10") as job:
+        for node, options in enumerate(((), ("--preload=json",))):
+            job.launch("--nproc-per-node=1", "--nnodes=2", f"--node-rank={node}", *options)
+        job.joined()
+        zygote = psutil.Process(job.pids[1]).parent()
+        assert zygote is not None and "zygote" in " ".join(zygote.cmdline())
+        job.kill(1)
+        job.one("commit", 0, epoch=2)
+        zygote.kill()
+        assert job.ended(job.pids[1])
+        started = job.one("started", 1)
+        job.watch(started["pid"])
+        assert started["parent"] == job.supervisors[1]
+        assert job.one("alone", 1)
+        assert job.finish([0]) == 0
+        assert job.left(WAIT_S) == []
+    assert "Traceback" not in job.outputs()
+
+
+def test_a_zygote_that_cannot_fork_outlives_whoever_asked(tmp_path: Path) -> None:
+    """The others' trainers live on with it."""
+    code = (
+        "import os, signal, socket\n"
+        "from elaswave_plugin.runtime.wire import encode\n"
+        "from elaswave_plugin.runtime.zygote import Zygote\n"
+        "ours, theirs = socket.socketpair()\n"
+        "def fork():\n"
+        "    ours.close()\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    raise BlockingIOError('as told')\n"
+        "os.fork = fork\n"
+        "ours.sendall(encode({'script': 's.py'}))\n"
+        "print(Zygote(None, [theirs]).serve())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.stdout, done.returncode) == ("None\n", 0), done.stderr
+
+
+def test_a_preload_that_does_not_exist_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
+    with Job(tmp_path, 2) as job:
+        job.launch("--nproc-per-node=2", "--preload=json,no_such_module")
+        assert job.code() == 2
+    sentence = "--preload names 'no_such_module', which cannot be imported (ModuleNotFoundError: "
+    assert job.output().count(sentence) == 1
+    assert "Traceback" not in job.output()
+
+
 def test_a_preload_that_starts_a_thread_is_refused(tmp_path: Path) -> None:
     (tmp_path / "threaded.py").write_text(
         "import threading\n"
@@ -215,6 +272,6 @@ def test_a_preload_that_starts_a_thread_is_refused(tmp_path: Path) -> None:
         text=True,
         timeout=60,
     )
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "importing started threads (loader)" in done.stderr
     assert not (tmp_path / "z.sock").exists()
