@@ -18,10 +18,10 @@ from elaswave_plugin.core.hang import (
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.address_file import Address, read_addresses
 from elaswave_plugin.runtime.requests import request
+from elaswave_plugin.runtime.status import RECENT_VIEWS
 
 Record = dict[str, Any]
 MOST_AT_ONCE = 64
-RECENT_VIEWS = 20
 UNKNOWN = -1
 
 

@@ -95,7 +95,6 @@ class MembershipView:
     ranks: tuple[int, ...]
     incarnations: tuple[int, ...]
     nodes: tuple[int, ...]
-    standby: tuple[int, ...] = ()
     reason: str
 
     def __post_init__(self) -> None:
@@ -114,8 +113,7 @@ class MembershipView:
                 self.ranks, self.incarnations, self.nodes, strict=True
             )
         )
-        standby = f" standby [{','.join(map(str, self.standby))}]" if self.standby else ""
-        return f"epoch {self.epoch} [{members}]{standby}: {self.reason}"
+        return f"epoch {self.epoch} [{members}]: {self.reason}"
 
     def __contains__(self, worker: WorkerId) -> bool:
         """Whether a worker is a member: quicker than `workers`, asked once."""
@@ -136,7 +134,6 @@ class MembershipView:
             "ranks": list(self.ranks),
             "incarnations": list(self.incarnations),
             "nodes": list(self.nodes),
-            "standby": list(self.standby),
             "reason": self.reason,
         }
 
@@ -148,7 +145,6 @@ class MembershipView:
             ranks=tuple(record["ranks"]),
             incarnations=tuple(record["incarnations"]),
             nodes=tuple(record["nodes"]),
-            standby=tuple(record["standby"]),
             reason=record["reason"],
         )
 
@@ -186,7 +182,6 @@ def next_view(
         ranks=order,
         incarnations=tuple(view.incarnations[position[slot]] for slot in order),
         nodes=tuple(view.nodes[position[slot]] for slot in order),
-        standby=view.standby,
         reason="; ".join(
             _sentence(causes[slot], view.nodes[position[slot]]) for slot in sorted(causes)
         ),
@@ -209,7 +204,6 @@ def grown_view(view: MembershipView, arrivals: Iterable[Arrival]) -> MembershipV
         ranks=order,
         incarnations=tuple(members[slot][0] for slot in order),
         nodes=tuple(members[slot][1] for slot in order),
-        standby=view.standby,
         reason="; ".join(str(new[slot]) for slot in sorted(new)),
     )
 

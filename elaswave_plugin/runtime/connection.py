@@ -16,8 +16,8 @@ _STAGING_BYTES = 64 << 10
 _DIRECT_BYTES = 16 << 10
 _TURN_BYTES = 4 << 20
 _DISCARD_BYTES = 256 << 10
+# So much behind the rest of a large frame is read with the same call: the next header, mostly.
 _PEEK_BYTES = 4 << 10
-# Behind the rest of a large frame the next header is read with the same call.
 
 
 class State(Enum):

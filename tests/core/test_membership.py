@@ -99,12 +99,11 @@ def test_all_may_go() -> None:
 
 def test_nodes_and_incarnations_stay_with_their_slots() -> None:
     view = MembershipView(
-        epoch=3, ranks=(4, 2, 9), incarnations=(1, 0, 2), nodes=(7, 5, 6), standby=(8,), reason=""
+        epoch=3, ranks=(4, 2, 9), incarnations=(1, 0, 2), nodes=(7, 5, 6), reason=""
     )
     after = next_view(view, [FailureEvent(**{**exited(4).to_json(), "incarnation": 1})], 9.0)
     assert after is not None
     assert (after.ranks, after.incarnations, after.nodes) == ((9, 2), (2, 0), (6, 5))
-    assert after.standby == (8,)
 
 
 def test_views_and_events_refuse_nonsense() -> None:
@@ -132,9 +131,7 @@ def test_all_at_once_or_one_after_the_other_leave_the_same_members(
 
 
 def test_json_round_trips() -> None:
-    view = MembershipView(
-        epoch=3, ranks=(4, 2), incarnations=(1, 0), nodes=(7, 5), standby=(8, 9), reason="why"
-    )
+    view = MembershipView(epoch=3, ranks=(4, 2), incarnations=(1, 0), nodes=(7, 5), reason="why")
     assert MembershipView.from_json(view.to_json()) == view
     event = FailureEvent(kind="leave", slot=1, detected_at_s=2.5, evidence="e", incarnation=3)
     assert FailureEvent.from_json(event.to_json()) == event
@@ -142,4 +139,4 @@ def test_json_round_trips() -> None:
     assert WorkerId.from_json(worker.to_json()) == worker
     assert str(worker) == "3.2"
     assert str(event) == "leave of worker 1.3: e"
-    assert str(view) == "epoch 3 [4.1@7,2.0@5] standby [8,9]: why"
+    assert str(view) == "epoch 3 [4.1@7,2.0@5]: why"

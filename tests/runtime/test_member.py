@@ -111,7 +111,7 @@ def view_of(epoch: int) -> MembershipView:
 
 
 def _fields(view: MembershipView) -> dict[str, Any]:
-    names = ("epoch", "ranks", "incarnations", "nodes", "standby", "reason")
+    names = ("epoch", "ranks", "incarnations", "nodes", "reason")
     return {name: getattr(view, name) for name in names}
 
 
