@@ -32,7 +32,7 @@ from elaswave_plugin.tracking.events import EventLog
 
 __all__ = ["LaunchSpec", "main", "parse_run_args", "run_job"]
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # Beyond the time in which workers that were told to go may leave between two steps.
 _LAST_RESORT_S = 10.0
 

@@ -17,6 +17,7 @@ from elaswave_plugin.core.membership import MembershipView, WorkerId
 from elaswave_plugin.errors import AgreementError, ConfigurationError, EpochChanged, JobStopped
 from elaswave_plugin.runtime.continuing import await_lease, guard_continuing
 from elaswave_plugin.runtime.progress import ANNOUNCED_LIMIT_S, ProgressPage, page_fd
+from elaswave_plugin.runtime.shared_signals import outlive_shared_signals
 from elaswave_plugin.runtime.wire import Frame, FrameBuffer, encode
 
 CONTROL_FD = "ELASWAVE_CONTROL_FD"
@@ -143,11 +144,12 @@ class Member:
 
         It is called once more when the job is told to stop, so that blocked work unwinds: every
         method raises JobStopped from then on. After a stop (SIGCONT) the main thread does nothing
-        before it may act for the job again.
+        before it may act for the job again. Signals to all processes of a job do not end this one.
         """
         self._on_propose = on_propose
         threading.Thread(target=self._listen, name="elaswave-doorbell", daemon=True).start()
         guard_continuing(self.progress_page, lambda: self._stopped() if self._stop_reason else None)
+        outlive_shared_signals(self.progress_page)
 
     def join(self, facts: dict[str, Any], timeout_s: float, *, respawn: int = 0) -> Commit | Alone:
         """Report ready, and wait for the first view; in a job that runs, for what to build from.

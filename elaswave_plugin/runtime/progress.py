@@ -35,6 +35,7 @@ _WAITS_FOR = 6
 _LIMIT_NS = 7
 _DEPTH = 8
 _LENT_UNTIL_NS = 9
+_TOLD_TO_END = 10
 # Texts: the phase, then the announced ones, which may be nested.
 _TEXTS = 1024
 _TEXT_BYTES = 64
@@ -131,6 +132,10 @@ class ProgressPage:
         """Until then, on the monotonic clock, the trainer may act for the job."""
         self._words[_LENT_UNTIL_NS] = max(1, int(max(0.0, until_s) * _NS))
 
+    def tell_to_end(self) -> None:
+        """The next signal that asks to end means this trainer."""
+        self._words[_TOLD_TO_END] = 1
+
     # ---- what everyone reads ------------------------------------------------------------------
 
     @property
@@ -143,6 +148,11 @@ class ProgressPage:
         """Whether the trainer may act for the job; also where nobody has ever said until when."""
         until_ns = self._words[_LENT_UNTIL_NS]
         return not until_ns or time.monotonic_ns() < until_ns
+
+    @property
+    def is_told_to_end(self) -> bool:
+        """Whether a signal that asks to end comes from the supervisor."""
+        return bool(self._words[_TOLD_TO_END])
 
     @property
     def announced(self) -> str | None:

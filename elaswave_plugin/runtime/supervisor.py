@@ -50,6 +50,8 @@ from elaswave_plugin.tracking.behind_log import BehindLog
 
 GRACE_S = 2.0
 GOODBYE_S = 1.0
+# Who signals all processes of a node is heard twice: the launcher says so as well.
+AGAIN_S = 2.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -92,7 +94,8 @@ class Supervisor:
         self._awaited_epoch = 0
         self._orphans = Orphans(self._reactor, grace_s=GRACE_S)
         self._exit_code: int | None = None
-        self._told = self._signalled = False
+        self._told = False
+        self._signalled_s: float | None = None
         self._zygote = zygote
         self._deaths: Deaths | None = None
         self._remembered: dict[str, object] = {}
@@ -320,7 +323,7 @@ class Supervisor:
         self._board.dismissed()
         reason = "it has left the job, as it was told to"
         self._trainer.send({"t": "stop", "reason": reason, "exit_code": 0})
-        self._kill_after_grace()
+        self._reactor.after(GRACE_S, self._trainer.kill)
 
     def fence(self, evidence: str) -> None:
         """Kill the trainer; its exit is reported with this evidence."""
@@ -350,8 +353,8 @@ class Supervisor:
             return
         trainer.send({"t": "stop", "reason": reason, "exit_code": EXIT_FAILED})
         if trainer.facts is None:
-            trainer.process.send_signal(signal.SIGTERM)  # it does not listen to us yet
-        self._kill_after_grace()
+            trainer.ask_to_end(signal.SIGTERM)  # it does not listen to us yet
+        self._reactor.after(GRACE_S, self._trainer.kill)
 
     # ---- what the trainer says ----------------------------------------------------------------
 
@@ -557,17 +560,20 @@ class Supervisor:
         self._reactor.post(partial(self._take_signal, number, reason))
 
     def _take_signal(self, number: int, reason: str) -> None:
-        at_once = number == signal.SIGINT or self._signalled
-        self._signalled = True
-        (self._leave if at_once else self._heed)(number, reason)
+        now_s = time.monotonic()
+        if self._signalled_s is None:
+            self._signalled_s = now_s
+        again = now_s - self._signalled_s >= AGAIN_S
+        (self._leave if again or number == signal.SIGINT else self._heed)(number, reason)
 
     def _heed(self, number: int, reason: str) -> None:
         """End between two steps where there are any; a scheduler may say so in two ways."""
-        if not (self._trainer.works and self._trainer.delivered):
+        if not (self._trainer.lives and self._trainer.delivered):
             self._leave(number, reason)
         elif not self._told:
             self._told = True
-            self.drain(reason)
+            if self._trainer.works:  # else it is about to end by itself
+                self.drain(reason)
             limit_s = self._spec.patience.notice_timeout_s
             self._reactor.after(limit_s, partial(self._leave, number, reason))
 
@@ -588,10 +594,7 @@ class Supervisor:
         self._exit_code = 128 + number
         self._agreement.leave(reason, time.monotonic())
         if self._trainer.lives:
-            self._trainer.process.send_signal(number)
-            self._kill_after_grace()
+            self._trainer.ask_to_end(number)
+            self._reactor.after(GRACE_S, self._trainer.kill)
         else:
             self._reactor.stop()
-
-    def _kill_after_grace(self) -> None:
-        self._reactor.after(GRACE_S, self._trainer.kill)

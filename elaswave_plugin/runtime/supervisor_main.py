@@ -21,7 +21,7 @@ from elaswave_plugin.runtime.newcomer import serve as serve_newcomer
 from elaswave_plugin.runtime.supervisor import Supervisor, SupervisorSpec
 
 EXIT_CRASHED = 70
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Descriptors(NamedTuple):
@@ -83,7 +83,7 @@ def _become(
         gc.freeze()
         _close_all_but(descriptors)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        for number in (signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         os.environ.clear()

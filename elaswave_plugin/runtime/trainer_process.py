@@ -20,6 +20,7 @@ from elaswave_plugin.runtime.wire import Frame, FrameBuffer, encode
 OnExit = Callable[[str, int | None], None]
 OnStart = Callable[[int], None]
 _STATUS_WAIT_S = 0.5
+_OF_THE_SUPERVISOR = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +91,7 @@ class ExecTrainer:
             lead_group()
             for fd in fds:
                 os.set_inheritable(fd, True)
-            for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in (*_OF_THE_SUPERVISOR, signal.SIGPIPE):
                 signal.signal(number, signal.SIG_DFL)
             os.execve(sys.executable, program.command(), env)
         except BaseException:

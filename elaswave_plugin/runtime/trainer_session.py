@@ -101,6 +101,11 @@ class TrainerSession:
         )
         self.process.attach(reactor, on_start=partial(on_start, self), on_exit=self._ended)
 
+    def ask_to_end(self, number: int) -> None:
+        """End it by this signal, unless its script handles that."""
+        self.page.tell_to_end()
+        self.process.send_signal(number)
+
     def kill(self) -> None:
         """End it by SIGKILL; one that does not die of that counts as gone after a while.
 

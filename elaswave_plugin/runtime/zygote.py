@@ -34,7 +34,7 @@ from elaswave_plugin.runtime.progress import PROGRESS_FD
 from elaswave_plugin.runtime.wire import Frame, FrameBuffer, encode
 
 _FDS_A_REQUEST = 7
-_OWN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_OWN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass(slots=True)
@@ -71,16 +71,19 @@ class Zygote:
             self._add(sock)
 
     def serve(self) -> Frame | None:
-        """Until a signal asks to end; returns the request in each forked child."""
+        """Until a signal asks to end and no trainer is left; the request in each forked child.
+
+        The trainers die with the zygote, and such a signal may be one to all processes of a job.
+        """
         signal.set_wakeup_fd(self._wake_write.fileno())
         for number in _OWN_SIGNALS:
             signal.signal(number, _only_wake)
-        while True:
+        told = False
+        while not told or any(supervisor.children for supervisor in self._supervisors):
             for key, _ in self._selector.select():
                 if key.fileobj is self._wake_read:
-                    self._close()
-                    return None
-                if key.fileobj is self._listener:
+                    told = bool(self._wake_read.recv(4096))
+                elif key.fileobj is self._listener:
                     self._accept()
                 elif isinstance(key.data, _Supervisor):
                     request = self._read(key.data)
@@ -88,6 +91,8 @@ class Zygote:
                         return request
                 elif key.fd in self._selector.get_map():
                     self._reap(*key.data, pidfd=key.fd)
+        self._close()
+        return None
 
     def _accept(self) -> None:
         assert self._listener is not None

@@ -6,6 +6,7 @@ TINY_FOLDER/SLOT. Standard library only, so that a job of many starts in a fract
 
 import json
 import mmap
+import multiprocessing
 import os
 import select
 import signal
@@ -166,7 +167,7 @@ class Trainer:
                 sum(range(1 << 60))  # never lets another thread run
             case "abandon":
                 self.member.abandon("shards 3 and 4 are gone", 1)
-            case "step" | "remember" | "release" | "ready":
+            case "step" | "remember" | "release" | "ready" | "saves_last" | "told" | "children":
                 self.live(order, *words)
             case "fetch":
                 address, owner, step, epoch = words[0], *map(int, words[1:])
@@ -193,6 +194,20 @@ class Trainer:
             case "step":
                 # At the boundary before this step it waits until the view is to change.
                 self.member.begin_step(int(words[0]), awaits_arrival=True)
+            case "saves_last":
+                self.member.saves_last()
+                self.tell("saves_last")
+            case "told":
+                self.tell("told", to_leave=self.member.told_to_leave)
+            case "children":
+                fork = multiprocessing.get_context("fork")
+                children = [fork.Process(target=time.sleep, args=(60,)) for _ in range(20)]
+                for child in children:
+                    child.start()
+                    child.terminate()
+                for child in children:
+                    child.join(1)
+                self.tell("children", codes=[child.exitcode for child in children])
             case "ready":
                 self.member.ready({"n": self.slot * 10})
             case "remember":
