@@ -265,7 +265,7 @@ class Agreement(OwnTrainer):
         promise = Promise(
             ballot=message.ballot,
             applied_epoch=self._applied_epoch,
-            history=tuple(self.history),
+            newer=tuple(view for view in self.history if view.epoch > message.epoch),
             accepted=self._accepted,
             lost=tuple(self._seats.lost),
             news=tuple(self._news),
@@ -358,7 +358,9 @@ class Agreement(OwnTrainer):
             self._election = self._promised = Ballot(epoch, self.slot)
             self._promises = {}
             self._effects += [Disconnect(slot=slot, kill=True) for slot in self._seats.lost]
-            self._broadcast(Prepare(ballot=self._election, lost=tuple(self._seats.lost)))
+            lost = tuple(self._seats.lost)
+            known = self.committed.epoch
+            self._broadcast(Prepare(ballot=self._election, epoch=known, lost=lost))
         if all(slot in self._promises for slot in self._seats.living() if slot != self.slot):
             self._win(self._election, now_s)
 

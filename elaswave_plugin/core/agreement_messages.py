@@ -46,9 +46,13 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepare:
-    """A would-be leader asks for the promise to refuse lower ballots."""
+    """A would-be leader asks for the promise to refuse lower ballots.
+
+    `epoch`: that of the newest view that it knows to be committed.
+    """
 
     ballot: Ballot
+    epoch: int
     lost: tuple[int, ...]
 
 
@@ -56,12 +60,13 @@ class Prepare:
 class Promise:
     """The answer to `Prepare`: what this member knows, has accepted, and has told its trainer.
 
-    `news` is what it had told the leader before.
+    `newer`: committed views that who asks does not know; `news` is what it had told the leader
+    before.
     """
 
     ballot: Ballot
     applied_epoch: int
-    history: tuple[MembershipView, ...]
+    newer: tuple[MembershipView, ...]
     accepted: Proposal | None
     lost: tuple[int, ...]
     news: tuple[News, ...] = ()

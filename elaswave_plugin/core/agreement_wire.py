@@ -44,13 +44,14 @@ def to_wire(message: Message) -> dict[str, Any]:
     """The message as a dict that JSON can carry."""
     match message:
         case Prepare():
-            return {"m": "prepare", "b": _ballot(message.ballot), "lost": list(message.lost)}
+            told = {"epoch": message.epoch, "lost": list(message.lost)}
+            return {"m": "prepare", "b": _ballot(message.ballot), **told}
         case Promise():
             return {
                 "m": "promise",
                 "b": _ballot(message.ballot),
                 "applied_epoch": message.applied_epoch,
-                "history": [view.to_json() for view in message.history],
+                "newer": [view.to_json() for view in message.newer],
                 "accepted": message.accepted and _proposal(message.accepted),
                 "lost": list(message.lost),
                 "news": [to_wire(one) for one in message.news],
@@ -114,12 +115,13 @@ def from_wire(record: Mapping[str, Any]) -> Message:
     """The message that `to_wire` described; raises ValueError for an unknown one."""
     match record["m"]:
         case "prepare":
-            return Prepare(ballot=Ballot(*record["b"]), lost=tuple(record["lost"]))
+            ballot, lost = Ballot(*record["b"]), tuple(record["lost"])
+            return Prepare(ballot=ballot, epoch=record["epoch"], lost=lost)
         case "promise":
             return Promise(
                 ballot=Ballot(*record["b"]),
                 applied_epoch=record["applied_epoch"],
-                history=tuple(map(MembershipView.from_json, record["history"])),
+                newer=tuple(map(MembershipView.from_json, record["newer"])),
                 accepted=record["accepted"] and _read_proposal(record["accepted"]),
                 lost=tuple(record["lost"]),
                 news=tuple(map(_read_news, record["news"])),

@@ -29,10 +29,9 @@ def outcome_of(
     The highest view that anybody accepted may have been committed somewhere, so it is adopted.
     """
     behind_epoch = min([applied_epoch, *(promise.applied_epoch for promise in promises)])
-    views: tuple[MembershipView, ...] = ()
-    best = max(promises, key=lambda promise: promise.history[-1].epoch, default=None)
-    if best is not None:
-        views = tuple(view for view in best.history if view.epoch > committed.epoch)
+    told = [promise.newer for promise in promises if promise.newer]
+    most = max(told, key=lambda newer: newer[-1].epoch, default=())
+    views = tuple(view for view in most if view.epoch > committed.epoch)
     proposals = [promise.accepted for promise in promises if promise.accepted is not None]
     if accepted is not None:
         proposals.append(accepted)

@@ -456,7 +456,9 @@ def describe(message: Message) -> str:
             return f"prepare {message.ballot} lost={list(message.lost)}"
         case Promise():
             accepted = message.accepted.ballot if message.accepted else None
-            return f"promise {message.ballot}, applied {message.applied_epoch}, has {accepted}"
+            newer = f", knows {[view.epoch for view in message.newer]}" if message.newer else ""
+            applied = message.applied_epoch
+            return f"promise {message.ballot}, applied {applied}, has {accepted}{newer}"
         case Propose():
             return f"propose {message.proposal}"
         case Quiesced():

@@ -1,0 +1,54 @@
+"""What a new leader is told, and what it builds on."""
+
+from elaswave_plugin.core.agreement import Agreement
+from elaswave_plugin.core.agreement_messages import Ballot, Prepare, Promise, Welcome
+from elaswave_plugin.core.agreement_orders import Send
+from elaswave_plugin.core.election import outcome_of
+from elaswave_plugin.core.membership import MembershipView, WorkerId, first_view
+from elaswave_plugin.core.patience import Patience
+
+NODES = (0, 1, 2)
+
+
+def views(count: int) -> tuple[MembershipView, ...]:
+    """The first one, and others with the same members."""
+    start = first_view(NODES)
+    more = (
+        MembershipView(epoch=epoch, ranks=(0, 1, 2), incarnations=(0,) * 3, nodes=NODES, reason="")
+        for epoch in range(1, count)
+    )
+    return (start, *more)
+
+
+def promised(known: int) -> Promise:
+    """What a member that knows 100 views answers to one that knows fewer."""
+    welcome = Welcome(
+        ballot=Ballot(99, 0),
+        worker=WorkerId(slot=2, incarnation=1),
+        nodes=NODES,
+        history=views(100),
+        accepted=None,
+        lost={},
+        incarnations={},
+    )
+    member = Agreement.of_newcomer(welcome, patience=Patience())
+    member.settle(0.0)
+    member.receive(1, Prepare(ballot=Ballot(100, 1), epoch=known, lost=()), 0.0)
+    (promise,) = (
+        effect.message
+        for effect in member.settle(0.0)
+        if isinstance(effect, Send) and isinstance(effect.message, Promise)
+    )
+    return promise
+
+
+def test_a_promise_tells_only_what_who_asks_does_not_know() -> None:
+    """Else a leader of a thousand workers reads each view of the job from each of them."""
+    assert promised(99).newer == ()
+    assert [view.epoch for view in promised(96).newer] == [97, 98, 99]
+
+
+def test_a_new_leader_adopts_the_views_that_it_has_missed() -> None:
+    promises = [promised(99), promised(97), promised(98)]
+    found = outcome_of(promises, applied_epoch=97, accepted=None, committed=views(98)[-1])
+    assert [view.epoch for view in found.views] == [98, 99]
