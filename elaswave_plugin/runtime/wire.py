@@ -78,6 +78,7 @@ class Channel:
         sock.setblocking(False)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        probe_when_silent(sock)
         reactor.watch(sock.fileno(), self._read)
 
     def send(self, frame: Frame) -> None:

@@ -17,6 +17,7 @@ from elaswave_plugin.tracking.events import EventLog
 
 # A node of eight, and two of one worker each.
 NODES = (0, 0, 0, 0, 0, 0, 0, 0, 1, 2)
+APART = (0, 1, 2, 3, 4)
 BEAT = Heartbeat(every_s=0.1, timeout_s=0.6)
 LONG_S = 10.0
 
@@ -42,8 +43,10 @@ class Links:
 class Member:
     """The coordinator of one slot, in a thread of its own."""
 
-    def __init__(self, slot: int, links: dict[int, socket.socket]) -> None:
+    def __init__(self, slot: int, links: dict[int, socket.socket], nodes: tuple[int, ...]) -> None:
         self.slot = slot
+        self._nodes = nodes
+        self.says_goodbye = True
         self.lost_s: dict[int, float] = {}
         self._reactor = Reactor()
         self._links = links
@@ -55,7 +58,7 @@ class Member:
     def _run(self) -> None:
         peers = tuple(
             Peer(slot=slot, node=node, pid=1 << 22, control="", data="", machine="")
-            for slot, node in enumerate(NODES)
+            for slot, node in enumerate(self._nodes)
         )
         trainer: Any = NoTrainer()
         coordinator = Coordinator(
@@ -78,7 +81,11 @@ class Member:
         self._reactor.after_round = after_round
         self._ready.set()
         self._reactor.run()
-        coordinator.finish(0.0)
+        if self.says_goodbye:
+            coordinator.finish(0.0)
+        # The next to lead hears of it last.
+        for _, sock in sorted(self._links.items(), reverse=True):
+            sock.close()
         self._reactor.close()
 
     def until_it_lost(self, slots: set[int]) -> float:
@@ -89,8 +96,19 @@ class Member:
             time.sleep(BEAT.every_s / 10)
         return max(self.lost_s[slot] for slot in slots)
 
+    def cut(self, other: int) -> None:
+        """Break the link to another slot, which both ends see."""
+        self._links[other].shutdown(socket.SHUT_RDWR)
+
+    def kill(self) -> None:
+        """It does nothing any more, and then its links break."""
+        self.says_goodbye = False
+        self.end()
+
     def end(self) -> None:
-        """Stop the thread."""
+        """Stop the thread, once."""
+        if not self._thread.is_alive():
+            return
         self._reactor.post(self._reactor.stop)
         self._thread.join(LONG_S)
 
@@ -99,10 +117,10 @@ class Member:
 def start() -> Iterator[Callable[..., list[Member]]]:
     """Members of these slots; all the others are there and silent, as after a loss of power."""
     with ExitStack() as stack:
-        links = Links(stack, len(NODES))
 
-        def start_members(*slots: int) -> list[Member]:
-            members = [Member(slot, links.of[slot]) for slot in slots]
+        def start_members(*slots: int, nodes: tuple[int, ...] = NODES) -> list[Member]:
+            links = Links(stack, len(nodes))
+            members = [Member(slot, links.of[slot], nodes) for slot in slots]
             for member in members:
                 stack.callback(member.end)
             return members
@@ -131,3 +149,50 @@ def test_who_answers_beside_a_silent_leader_is_not_lost(
     for member in members:
         assert set(member.lost_s) == {0, 1, 3, 4, 5, 6, 7}
         assert member.agreement.leader == 2
+
+
+# ---- a broken link between two that live ---------------------------------------------------------
+
+
+def test_a_broken_link_between_two_others_costs_nobody(start: Callable[..., list[Member]]) -> None:
+    members = start(*range(5), nodes=APART)
+    members[2].cut(3)
+    time.sleep(2 * BEAT.timeout_s)
+    assert [member.lost_s for member in members] == [{}] * 5
+    members[0].kill()
+    for member in members[1:]:
+        member.until_it_lost({0})
+    time.sleep(2 * BEAT.timeout_s)
+    assert [set(member.lost_s) for member in members[1:]] == [{0}] * 4
+    assert {member.agreement.leader for member in members[1:]} == {1}
+
+
+@pytest.mark.parametrize("other", [2, 3])
+def test_who_comes_to_lead_without_a_link_shuts_the_other_one_out(
+    start: Callable[..., list[Member]], other: int
+) -> None:
+    """And not both: whoever is cut off from the next leader does not lead beside it."""
+    members = start(*range(5), nodes=APART)
+    members[1].cut(other)
+    time.sleep(2 * BEAT.timeout_s)
+    members[0].kill()
+    rest = [member for member in members[1:] if member.slot != other]
+    for member in rest:
+        member.until_it_lost({0, other})
+    time.sleep(3 * BEAT.timeout_s)
+    assert [set(member.lost_s) for member in rest] == [{0, other}] * 3
+    assert {member.agreement.leader for member in rest} == {1}
+
+
+def test_a_leader_and_the_next_that_die_together_are_lost_at_once(
+    start: Callable[..., list[Member]],
+) -> None:
+    """That the link to the next one breaks first says nothing about who lives."""
+    members = start(*range(5), nodes=APART)
+    began_s = time.monotonic()
+    for slot in (2, 3, 4):
+        members[1].cut(slot)
+    members[0].kill()
+    for member in members[2:]:
+        assert member.until_it_lost({0, 1}) - began_s < BEAT.timeout_s / 2
+        assert set(member.lost_s) == {0, 1}
