@@ -115,17 +115,10 @@ def from_wire(record: Mapping[str, Any]) -> Message:
     """The message that `to_wire` described; raises ValueError for an unknown one."""
     match record["m"]:
         case "prepare":
-            ballot, lost = Ballot(*record["b"]), tuple(record["lost"])
-            return Prepare(ballot=ballot, epoch=record["epoch"], lost=lost)
+            epoch, lost = record["epoch"], tuple(record["lost"])
+            return Prepare(ballot=Ballot(*record["b"]), epoch=epoch, lost=lost)
         case "promise":
-            return Promise(
-                ballot=Ballot(*record["b"]),
-                applied_epoch=record["applied_epoch"],
-                newer=tuple(map(MembershipView.from_json, record["newer"])),
-                accepted=record["accepted"] and _read_proposal(record["accepted"]),
-                lost=tuple(record["lost"]),
-                news=tuple(map(_read_news, record["news"])),
-            )
+            return _read_promise(record)
         case "propose":
             return Propose(proposal=_read_proposal(record["p"]))
         case "quiesced":
@@ -208,6 +201,17 @@ def _newcomer_to_wire(message: Starts | Admit | Welcome) -> dict[str, Any]:
                 "lost": list(message.lost.items()),
                 "incarnations": list(message.incarnations.items()),
             }
+
+
+def _read_promise(record: Mapping[str, Any]) -> Promise:
+    return Promise(
+        ballot=Ballot(*record["b"]),
+        applied_epoch=record["applied_epoch"],
+        newer=tuple(map(MembershipView.from_json, record["newer"])),
+        accepted=record["accepted"] and _read_proposal(record["accepted"]),
+        lost=tuple(record["lost"]),
+        news=tuple(map(_read_news, record["news"])),
+    )
 
 
 def _newcomer_from_wire(record: Mapping[str, Any]) -> Starts | Admit | Welcome:
