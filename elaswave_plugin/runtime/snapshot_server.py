@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 
+from elaswave_plugin.runtime.coordinator import say
 from elaswave_plugin.runtime.requests import Answer
 from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET, Record
 from elaswave_plugin.runtime.snapshot_store import SnapshotStore
@@ -22,11 +23,13 @@ from elaswave_plugin.runtime.wire import (
     send_frame,
 )
 
+_MALFORMED = (ArithmeticError, LookupError, TypeError, ValueError, RecursionError)
 Taker = Callable[[Frame, socket.socket], None]
 STALL_S = 30.0
 IDLE_S = 86400.0
 ACCEPT_AGAIN_S = 0.05
 COPY_AGAIN_S = 0.2
+_REQUEST_BYTES = 1 << 20
 _SENDFILE_BYTES = 1 << 24
 _PIECE_BYTES = 1 << 20
 
@@ -81,7 +84,7 @@ class SnapshotServer:
             probe_when_silent(sock)
             try:
                 while True:
-                    request = receive_frame(sock, IDLE_S)
+                    request = receive_frame(sock, IDLE_S, longest_bytes=_REQUEST_BYTES)
                     if request["t"] == "fetch":
                         self._answer_fetch(sock, request)
                     elif request["t"] == "hold":
@@ -97,6 +100,9 @@ class SnapshotServer:
                         return
             except OSError:
                 return  # the peer is gone or stuck; an unfinished copy has never become a record
+            except _MALFORMED as error:
+                # A stranger (a port scan, another program): no supervisor says such a thing.
+                say(f"what came to {self.address} is no request: {error!r:.200}")
 
     def _answer_fetch(self, sock: socket.socket, request: Frame) -> None:
         found = self._store.open(request)
@@ -130,13 +136,14 @@ class SnapshotServer:
     def _take_copy(self, sock: socket.socket, request: Frame) -> None:
         record: Record = request["record"]
         length = int(record["length"])
-        if not self._store.make_room(record):
-            raise ConnectionAbortedError(f"worker {record['owner']} has sealed in a newer epoch")
         fd = os.memfd_create(f"elaswave-copy-of-{record['owner']}", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, BODY_OFFSET + length)
             # Not closed by hand: where the peer breaks off, the error still refers to it.
             memory = memoryview(mmap.mmap(fd, BODY_OFFSET + length))[BODY_OFFSET:]
+            # Before the bytes come: memory for a third copy of a worker is not reckoned with.
+            if not self._store.make_room(record):
+                raise ConnectionAbortedError(f"worker {record['owner']} sealed in a newer epoch")
             for start in range(0, length, _PIECE_BYTES):
                 piece = memory[start : start + _PIECE_BYTES]
                 receive_into(sock, piece, time.monotonic() + STALL_S)
@@ -205,7 +212,7 @@ class SnapshotCopier:
                     self._sock = self._connect()
                 self._hand_over(self._sock, record)
                 return
-            except OSError as error:
+            except (OSError, *_MALFORMED) as error:
                 self._disconnect()
                 if str(error) != told:
                     told = str(error)

@@ -195,16 +195,25 @@ def send_frame(sock: socket.socket, frame: Frame) -> None:
     sock.sendall(encode(frame))
 
 
-def receive_frame(sock: socket.socket, timeout_s: float, check: Check | None = None) -> Frame:
+def receive_frame(
+    sock: socket.socket,
+    timeout_s: float,
+    check: Check | None = None,
+    *,
+    longest_bytes: int = LONGEST_FRAME_BYTES,
+) -> Frame:
     """The next frame of a blocking socket; reads not a byte more.
 
-    Raises TimeoutError, ConnectionError where the peer closes, and what `check` raises.
+    Raises TimeoutError, ConnectionError where the peer closes or announces a longer one, ValueError
+    where the bytes are no frame, and what `check` raises.
     """
     deadline_s = time.monotonic() + timeout_s
     (length,) = LENGTH.unpack(_receive(sock, LENGTH.size, deadline_s, check))
-    if length > LONGEST_FRAME_BYTES:
+    if length > longest_bytes:
         raise ConnectionError(f"frame of {length} bytes on a control connection")
-    frame: Frame = json.loads(_receive(sock, length, deadline_s, check))
+    frame = json.loads(_receive(sock, length, deadline_s, check))
+    if not isinstance(frame, dict):
+        raise ValueError(f"a frame is an object, not {frame!r:.100}")
     return frame
 
 

@@ -1,6 +1,7 @@
 """Sealed snapshots: served, copied, fetched, and what breaks on the way."""
 
 import itertools
+import json
 import os
 import signal
 import socket
@@ -19,7 +20,7 @@ from elaswave_plugin.runtime.fetch import Fetcher, fetch
 from elaswave_plugin.runtime.sealed_memory import pack_record
 from elaswave_plugin.runtime.snapshot_server import SnapshotCopier, SnapshotServer
 from elaswave_plugin.runtime.snapshot_store import SnapshotStore
-from elaswave_plugin.runtime.wire import receive_frame, send_frame
+from elaswave_plugin.runtime.wire import LENGTH, receive_frame, send_frame
 from tests.runtime.jobs import Job
 
 LONG_S = 10.0
@@ -194,6 +195,69 @@ def test_a_copy_may_be_slow_but_not_stand_still(
         sock.sendall(piece)
         assert sock.recv(1) == b""
     assert [one["step"] for one in store.inventory(address)] == [5]
+
+
+COPY = {"owner": 8, "buffer": 0, "step": 6, "epoch": 9}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{}",
+        b"[",
+        b"1",
+        b"\xff",
+        b"[" * 100_000,
+        b'{"t": "fetch"}',
+        b'{"t": []}',
+        json.dumps({"t": "copy", "record": {**COPY, "length": 1 << 80}}).encode(),
+    ],
+    ids=range(8),
+)
+def test_what_is_no_request_ends_its_connection_in_one_line(
+    served: tuple[SnapshotStore, str], body: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    store, address = served
+    store.add_copy({**COPY, "epoch": 1, "length": 4}, os.memfd_create("copy"))
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=LONG_S) as sock:
+        sock.sendall(LENGTH.pack(len(body)) + body)
+        assert sock.recv(1) == b""
+    complaint = capfd.readouterr().err
+    assert complaint.startswith(f"elaswave: what came to {address} is no request: ")
+    assert complaint.count("\n") == 1 and len(complaint) < 300
+    assert [one["epoch"] for one in store.inventory(address)] == [1]
+
+
+def test_a_long_request_is_not_waited_for(served: tuple[SnapshotStore, str]) -> None:
+    """Nor is memory reserved for what four bytes announce."""
+    _, address = served
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=LONG_S) as sock:
+        sock.sendall(LENGTH.pack(1 << 29))
+        assert sock.recv(1) == b""
+
+
+def test_an_answer_that_is_none_ends_no_copier() -> None:
+    """Another program may have the port of a supervisor that is gone."""
+    owner = SnapshotStore(8)
+    told: SimpleQueue[str] = SimpleQueue()
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        copier = SnapshotCopier(
+            owner,
+            f"127.0.0.1:{stranger.getsockname()[1]}",
+            same_node=True,
+            on_copied=lambda step, epoch: told.put("copied"),
+            on_broken=told.put,
+        )
+        copier.send(seal(owner, b"x"))
+        stranger.settimeout(LONG_S)
+        for _ in range(2):  # it is tried again
+            with stranger.accept()[0] as sock:
+                sock.sendall(LENGTH.pack(1) + b"1")
+                receive_frame(sock, LONG_S)
+    assert "not 1" in told.get(timeout=LONG_S)
+    copier.close()
 
 
 def test_a_peer_that_vanished_is_noticed(
