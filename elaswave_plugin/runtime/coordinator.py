@@ -211,14 +211,16 @@ class Coordinator:
         self._trainer_side.peer_replaced(slot)
 
     def _add_link(self, peer: int, sock: socket.socket) -> None:
+        def heard() -> None:
+            if peer in self._heard_s:
+                self._heard_s[peer] = time.monotonic()
+            self._asked.pop(peer, None)
+
         def frame_came(frame: Frame) -> None:
             now_s = time.monotonic()
             if peer in self._arriving:
                 self._arriving.discard(peer)
                 self._open_neighbour(self.peers[peer])
-            if peer in self._heard_s:
-                self._heard_s[peer] = now_s
-            self._asked.pop(peer, None)
             if frame["m"] == "goodbye":
                 self._ending.add(peer)
             elif frame["m"] == "ask":
@@ -235,7 +237,9 @@ class Coordinator:
             evidence = f"its supervisor (pid {self.peers[peer].pid}) is gone: {evidence}"
             self._cut[peer] = evidence, time.monotonic()
 
-        self._channels[peer] = Channel(self._reactor, sock, on_frame=frame_came, on_close=closed)
+        self._channels[peer] = Channel(
+            self._reactor, sock, on_frame=frame_came, on_close=closed, on_bytes=heard
+        )
 
     def _lose(self, peer: int, evidence: str) -> None:
         self.lost.setdefault(peer, evidence)

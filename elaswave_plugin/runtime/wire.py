@@ -57,7 +57,10 @@ class FrameBuffer:
 
 
 class Channel:
-    """A control connection on a reactor: sends without blocking, calls back for each frame."""
+    """A control connection on a reactor: sends without blocking, calls back for each frame.
+
+    `on_bytes` is called whenever anything arrives: a long frame is a sign of life before its end.
+    """
 
     def __init__(
         self,
@@ -66,11 +69,13 @@ class Channel:
         *,
         on_frame: Callable[[Frame], None],
         on_close: Callable[[str], None],
+        on_bytes: Callable[[], None] = lambda: None,
     ) -> None:
         self._reactor = reactor
         self._sock = sock
         self._on_frame = on_frame
         self._on_close = on_close
+        self._on_bytes = on_bytes
         self._buffer = FrameBuffer()
         self._unsent = bytearray()
         self._waits_to_write = False
@@ -149,6 +154,7 @@ class Channel:
         if not data:
             self._lose("its connection closed")
             return
+        self._on_bytes()
         for frame in self._buffer.feed(data):
             if not self.closed:
                 self._on_frame(frame)

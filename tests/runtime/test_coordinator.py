@@ -13,6 +13,7 @@ from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.runtime.coordinator import Coordinator, Heartbeat
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.rendezvous import Meeting, Peer
+from elaswave_plugin.runtime.wire import LENGTH
 from elaswave_plugin.tracking.events import EventLog
 
 # A node of eight, and two of one worker each.
@@ -149,6 +150,21 @@ def test_who_answers_beside_a_silent_leader_is_not_lost(
     for member in members:
         assert set(member.lost_s) == {0, 1, 3, 4, 5, 6, 7}
         assert member.agreement.leader == 2
+
+
+def test_who_sends_a_long_frame_slowly_is_not_silent() -> None:
+    """Its beats wait behind a commit of many megabytes."""
+    with ExitStack() as stack:
+        ends = Links(stack, 3).of
+        leader = Member(0, ends[0], (0, 1, 2))
+        stack.callback(leader.end)
+        ends[1][0].sendall(LENGTH.pack(1 << 20))
+        until_s = time.monotonic() + 3 * BEAT.timeout_s
+        while time.monotonic() < until_s:
+            ends[1][0].sendall(b" " * 100)
+            time.sleep(BEAT.every_s)
+        assert set(leader.lost_s) == {2}
+        leader.until_it_lost({1})
 
 
 # ---- a broken link between two that live ---------------------------------------------------------
