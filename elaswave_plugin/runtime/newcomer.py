@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from elaswave_plugin.core.ending import EXIT_CONFIGURATION, EXIT_REQUEUE
@@ -24,26 +25,32 @@ STANDBY = -1
 EXIT_UNUSED = 71
 
 
-def serve(spec: SupervisorSpec, zygote: socket.socket | None) -> int:
+def serve(
+    spec: SupervisorSpec, zygote: socket.socket | None, *, on_trainer: Callable[[int], None]
+) -> int:
     """Take the slot of the spec, or as a standby (slot STANDBY) a lost one; returns the exit code.
 
-    A standby makes up for losses: the reserve is for those who join.
+    A standby makes up for losses: the reserve is for those who join. `on_trainer`: as for
+    `Supervisor.run`.
     """
     if spec.place.slot == STANDBY:
-        return _stand_by(spec, zygote)
+        return _stand_by(spec, zygote, on_trainer)
     try:
         roster = ask_roster(spec.joins)
     except OSError as error:
         say(f"worker {spec.place.slot} does not join: no supervisor of the job answers ({error})")
         return EXIT_CONFIGURATION
     try:
-        return Supervisor(_in_seat(spec, roster), listener=None, zygote=zygote).run()
+        supervisor = Supervisor(_in_seat(spec, roster), listener=None, zygote=zygote)
+        return supervisor.run(on_trainer=on_trainer)
     except SeatRefusedError as error:
         say(f"worker {spec.place.slot} does not join: {error}")
         return EXIT_REQUEUE  # as another that was faster: started anew, it finds what is free then
 
 
-def _stand_by(spec: SupervisorSpec, zygote: socket.socket | None) -> int:
+def _stand_by(
+    spec: SupervisorSpec, zygote: socket.socket | None, on_trainer: Callable[[int], None]
+) -> int:
     """Wait for a slot that has nobody, and take it; EXIT_UNUSED where the job ends before."""
     heard_s = time.monotonic()
     who = {"machine": own_machine(), "pid": os.getpid(), "node": spec.place.node}
@@ -65,7 +72,8 @@ def _stand_by(spec: SupervisorSpec, zygote: socket.socket | None) -> int:
             place = replace(spec.place, slot=lost[0])
             taken = _in_seat(replace(spec, place=place), roster)
             try:
-                return Supervisor(taken, listener=None, zygote=zygote).run()
+                supervisor = Supervisor(taken, listener=None, zygote=zygote)
+                return supervisor.run(on_trainer=on_trainer)
             except SeatRefusedError:
                 pass  # somebody else was faster, or the job is ending
             heard_s = time.monotonic()

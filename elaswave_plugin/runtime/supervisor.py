@@ -105,11 +105,18 @@ class Supervisor:
             # Before anything else: its imports take longest, and no thread runs here yet.
             self._trainer = self._start_trainer(0)
 
-    def run(self, *, on_met: Callable[[str], None] = lambda address: None) -> int:
-        """Supervise until the job is over; `on_met` is told where this supervisor answers.
+    def run(
+        self,
+        *,
+        on_met: Callable[[str], None] = lambda address: None,
+        on_trainer: Callable[[int], None] = lambda pid: None,
+    ) -> int:
+        """Supervise until the job is over. Raises SeatRefusedError, and nothing is left of it then.
 
-        Raises SeatRefusedError where it is not let in; nothing is left of it then.
+        `on_met` is told where this supervisor answers, `on_trainer` the process id of each trainer
+        and 0 at its end.
         """
+        self._on_trainer = on_trainer
         for number in _SIGNALS:
             signal.signal(number, self._on_early_signal)
         self._server.start()
@@ -139,8 +146,7 @@ class Supervisor:
             signal.signal(number, self._on_signal)
         self._attach(self._trainer)
         if notice_file := self._spec.env.get(NOTICE_FILE):
-            heed = partial(self._heed, signal.SIGTERM)
-            watch_notice_file(self._reactor, notice_file, heed)
+            watch_notice_file(self._reactor, notice_file, partial(self._heed, signal.SIGTERM))
         with published(self._spec.run_dir, self._address(), self._lost_supervisors):
             on_met(self._data_address)
             self._reactor.run()
@@ -467,30 +473,21 @@ class Supervisor:
 
     def _on_start(self, trainer: TrainerSession, pid: int) -> None:
         self._board.started(pid, trainer.incarnation)
-        self._events.emit(
-            "worker_started",
-            slot=self._slot,
-            incarnation=trainer.incarnation,
-            pid=pid,
-            supervisor_pid=os.getpid(),
-            node=self._spec.place.node,
-            address=self._data_address,
-        )
+        self._on_trainer(pid)
+        who = {"slot": self._slot, "incarnation": trainer.incarnation, "pid": pid}
+        where = {"node": self._spec.place.node, "address": self._data_address}
+        self._events.emit("worker_started", **who, supervisor_pid=os.getpid(), **where)
 
     def _on_exit(self, trainer: TrainerSession, status: str, exit_code: int | None) -> None:
         assert trainer.control is not None
         trainer.control.drain()
         trainer.control.close()
+        self._on_trainer(0)
         evidence = trainer.fence_evidence or status
         self._board.exited(evidence)
-        self._events.emit(
-            "worker_exited",
-            slot=self._slot,
-            incarnation=trainer.incarnation,
-            pid=trainer.process.pid,
-            status=status,
-            evidence=evidence,
-        )
+        pid = trainer.process.pid
+        who = {"slot": self._slot, "incarnation": trainer.incarnation, "pid": pid}
+        self._events.emit("worker_exited", **who, status=status, evidence=evidence)
         if self._exit_code is not None:
             self._reactor.stop()
         elif trainer.finished:
@@ -509,7 +506,7 @@ class Supervisor:
         if self._ballot is not None:
             self._answer(None)
         if exit_code != 0:
-            self._orphans.end(trainer.process.pid)
+            self._orphans.end(pid)
 
     def _on_late_exit(self, trainer: TrainerSession, status: str, exit_code: int | None) -> None:
         """One that did not die, and counts as gone, has ended after all."""

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple, NoReturn
 
-from elaswave_plugin.runtime.lifeline import die_with_parent, lead_group
+from elaswave_plugin.runtime.lifeline import die_with_parent, lead_group, signal_group
 from elaswave_plugin.runtime.newcomer import serve as serve_newcomer
 from elaswave_plugin.runtime.supervisor import Supervisor, SupervisorSpec
 
@@ -27,12 +27,14 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 class Descriptors(NamedTuple):
     """What a supervisor inherits, -1 for what it does not.
 
-    The meeting's listener, the zygote, a pipe to which its address is written.
+    The meeting's listener, the zygote, pipes to which its address and its trainers' process ids
+    are written.
     """
 
     listener: int = -1
     zygote: int = -1
     address: int = -1
+    trainers: int = -1
 
 
 class SupervisorProcess:
@@ -45,13 +47,15 @@ class SupervisorProcess:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # else it would write the same once more
         parent_pid = os.getpid()
+        self._trainers_fd, theirs = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         # A signal for it that comes at once must not ring our bell, which it inherits.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             self.pid = os.fork()
             if self.pid == 0:
-                _become(spec, env, descriptors, parent_pid)
+                _become(spec, env, descriptors._replace(trainers=theirs), parent_pid)
         finally:
+            os.close(theirs)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         self._code: int | None = None
 
@@ -59,6 +63,9 @@ class SupervisorProcess:
         """Its exit code, -N where signal N ended it."""
         if self._code is None:
             self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            if self._code < 0 or self._code == EXIT_CRASHED:
+                self._end_trainer()
+            os.close(self._trainers_fd)
         return self._code
 
     def send_signal(self, number: int) -> None:
@@ -69,6 +76,15 @@ class SupervisorProcess:
     def kill(self) -> None:
         """End it without a word to it."""
         self.send_signal(signal.SIGKILL)
+        if self._code is None:
+            self._end_trainer()
+
+    def _end_trainer(self) -> None:
+        """What a trainer has started outlives it, and the supervisor cannot end that any more."""
+        with contextlib.suppress(BlockingIOError):
+            told = os.read(self._trainers_fd, 1 << 16).split()
+            if told and int(told[-1]):
+                signal_group(int(told[-1]), signal.SIGKILL)
 
 
 def _become(
@@ -106,10 +122,13 @@ def _supervise(spec: SupervisorSpec, descriptors: Descriptors) -> int:
             os.write(descriptors.address, f"{address}\n".encode())
             os.close(descriptors.address)
 
+    def tell_trainer(pid: int) -> None:
+        os.write(descriptors.trainers, f"{pid}\n".encode())
+
     if spec.joins:
-        return serve_newcomer(spec, zygote)
+        return serve_newcomer(spec, zygote, on_trainer=tell_trainer)
     supervisor = Supervisor(spec, listener=_inherited(descriptors.listener), zygote=zygote)
-    return supervisor.run(on_met=tell)
+    return supervisor.run(on_met=tell, on_trainer=tell_trainer)
 
 
 def _inherited(fd: int) -> socket.socket | None:
