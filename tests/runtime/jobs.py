@@ -101,6 +101,10 @@ class Job:
             for slot in range(self.world):
                 self.tell(slot, "seal 0")
             self.all("copied", range(self.world), step=0)
+            # A leader that was lost before the others know this would end the job.
+            for slot in range(self.world):
+                self.tell(slot, "await_start")
+            self.all("job_started", range(self.world))
         return self
 
     def __enter__(self) -> "Job":

@@ -198,6 +198,9 @@ class Trainer:
             case "saves_last":
                 self.member.saves_last()
                 self.tell("saves_last")
+            case "await_start":
+                self.member.wait_started(WAIT_S)
+                self.tell("job_started")
             case "start":
                 self.tell("start", pid=subprocess.Popen(["sleep", "60"]).pid)
             case "told":
