@@ -86,8 +86,15 @@ def supervise(
     trainer_env = {**env, RESERVE: str(place.reserve)}
     if settings.run_dir is not None:
         trainer_env["ELASWAVE_DIR"] = str(settings.run_dir)
-    listener = _listen(place) if place.slot == 0 else None
-    host = own_host(place.host, place.ports[0], listener=listener, timeout_s=place.timeout_s)
+    several = env.get("LOCAL_WORLD_SIZE") != env["WORLD_SIZE"]
+    listener = _listen(place, several=several) if place.slot == 0 else None
+    host = own_host(
+        place.host,
+        place.ports[0],
+        listener=listener,
+        timeout_s=place.timeout_s,
+        several=several,
+    )
     zygote = zygote or env.get("ELASWAVE_ZYGOTE")
     connection = connect_zygote(zygote) if zygote else None
     die_with_parent(os.getppid())
@@ -141,9 +148,9 @@ def _place(env: Mapping[str, str], control_port: int | None) -> Place:
     node = env.get("GROUP_RANK", env.get("CROSS_RANK"))
     if node is None and env["WORLD_SIZE"] not in ("1", env.get("LOCAL_WORLD_SIZE")):
         raise ConfigurationError(
-            f"GROUP_RANK not set, and WORLD_SIZE {env['WORLD_SIZE']} is not LOCAL_WORLD_SIZE: set"
-            " it to the number of this worker's node, such as SLURM_NODEID, since workers of one"
-            " node are killed and copied to in other ways than those of others"
+            f"GROUP_RANK not set, and WORLD_SIZE is {env['WORLD_SIZE']} where LOCAL_WORLD_SIZE is"
+            f" {env.get('LOCAL_WORLD_SIZE', 'not set')}: set GROUP_RANK to the number of this"
+            " worker's node, such as SLURM_NODEID, or LOCAL_WORLD_SIZE where there is one node"
         )
     try:
         port = control_port or int(env.get("ELASWAVE_CONTROL_PORT", 0))
@@ -168,11 +175,11 @@ def _place(env: Mapping[str, str], control_port: int | None) -> Place:
     return place
 
 
-def _listen(place: Place) -> socket.socket:
+def _listen(place: Place, *, several: bool) -> socket.socket:
     """On the address of node 0; on all addresses where that name is not one of this machine's."""
     for port, host in itertools.product(place.ports, (place.host, "")):
         try:
-            return listen_at(host, port)
+            return listen_at(host, port, several=several)
         except OSError as error:
             complaint = error.strerror
     raise ConfigurationError(

@@ -36,8 +36,9 @@ from elaswave_plugin.runtime.rendezvous import Meeting, Peer
 from elaswave_plugin.runtime.wire import Channel, Frame, encode, has_ended
 from elaswave_plugin.tracking.events import EventLog
 
-_ASKS = 2
-"""So often somebody beside a silent leader was asked, at least, before it is lost with it."""
+_ASKS = 3
+"""So often somebody beside a silent leader was asked in vain, before it is lost with it: half of
+the default timeout, since these were not watched before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

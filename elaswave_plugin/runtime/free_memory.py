@@ -11,7 +11,7 @@ _OWN = Path("/proc/self/cgroup")
 
 
 def available_bytes(groups: Path = _GROUPS, own: Path = _OWN) -> int:
-    """The least of what the machine has and what each control group (version 2) above leaves."""
+    """The least of what the machine has and what each visible control group (version 2) leaves."""
     found = [int(psutil.virtual_memory().available)]
     for line in own.read_text().splitlines() if own.exists() else []:
         hierarchy, _, path = line.split(":", 2)
@@ -28,8 +28,8 @@ def _left_bytes(group: Path) -> int | None:
         limit = (group / "memory.max").read_text().strip()
         used = int((group / "memory.current").read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except FileNotFoundError:
-        return None
+    except OSError:
+        return None  # no group of this version, or one that may not be looked into
     if limit == "max":
         return None
-    return max(0, int(limit) - used + int(stat["inactive_file"]))
+    return max(0, int(limit) - used + int(stat.get("inactive_file", 0)))

@@ -56,7 +56,13 @@ def run_job(spec: LaunchSpec) -> int:
     allow_descriptors(spec.nnodes * spec.nproc_per_node + spec.reserve)
     listener = _listen(spec) if spec.node_rank == 0 else None
     port = spec.master_port if listener is None else listener.getsockname()[1]
-    host = own_host(spec.master_addr, port, listener=listener, timeout_s=spec.start_timeout_s)
+    host = own_host(
+        spec.master_addr,
+        port,
+        listener=listener,
+        timeout_s=spec.start_timeout_s,
+        several=spec.nnodes > 1,
+    )
     zygotes = _connect_zygotes(spec)
     if spec.nnodes == 2 and spec.node_rank == 0:
         say("with 2 nodes the loss of node 0 cannot be survived: it is the half that goes on")
@@ -350,7 +356,7 @@ def _listen(spec: LaunchSpec) -> socket.socket:
     """The meeting point of the supervisors, bound here so that a taken port is told at once."""
     where = f"{spec.master_addr}:{spec.master_port}"
     try:
-        return listen_at(spec.master_addr, spec.master_port)
+        return listen_at(spec.master_addr, spec.master_port, several=spec.nnodes > 1)
     except OSError as error:
         raise ConfigurationError(
             f"cannot listen at {where} ({error.strerror}): give node 0's own address as "

@@ -92,19 +92,26 @@ def own_machine() -> str:
     return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
-def own_host(host: str, port: int, *, listener: socket.socket | None, timeout_s: float) -> str:
+def own_host(
+    host: str,
+    port: int,
+    *,
+    listener: socket.socket | None,
+    timeout_s: float,
+    several: bool = False,
+) -> str:
     """The address of this machine at which the other workers of the job reach it.
 
     That is where slot 0 listens; elsewhere, and where slot 0 listens on all its addresses, it is
-    this end of the way to slot 0 at `host`, and for a name that this machine gives itself alone, of
-    the way out of it. No packet is sent for it.
+    this end of the way to slot 0 at `host`; of `several` machines, for a name that this one gives
+    itself alone, of the way out of it. No packet is sent for it.
     Raises ConfigurationError where `host` is not known within `timeout_s`.
     """
     if listener is not None and listener.getsockname()[0] not in _ANY:
         return str(listener.getsockname()[0])
     if host in _ANY:
         return socket.gethostbyname(socket.gethostname())
-    if _is_own_name(host):
+    if several and _is_own_name(host):
         with contextlib.suppress(OSError):  # without a way out there are no other machines
             return _way_to(_OUTSIDE, port)
     deadline_s = time.monotonic() + timeout_s
@@ -136,7 +143,7 @@ def _is_own_name(host: str) -> bool:
         found = {str(address[0]) for *_, address in socket.getaddrinfo(host, None)}
     except OSError:
         return False
-    return host != "localhost" and all(ipaddress.ip_address(one).is_loopback for one in found)
+    return host != "localhost" and all(one.startswith("127.") for one in found)
 
 
 def _way_to(host: str, port: int) -> str:
@@ -324,12 +331,12 @@ def _greeting(sock: socket.socket) -> dict[str, Any] | None:
     return greeting if "slot" in greeting else None
 
 
-def listen_at(host: str, port: int) -> socket.socket:
+def listen_at(host: str, port: int, *, several: bool = False) -> socket.socket:
     """A listener of a meeting; an OSError it raises has the plain reason as strerror.
 
-    On all addresses where `host` is a name that others know by another one.
+    On all addresses where `several` machines meet and others know `host` by another one.
     """
-    host = "" if host and _is_own_name(host) else host
+    host = "" if several and host and _is_own_name(host) else host
     try:
         family = socket.getaddrinfo(host or "0.0.0.0", port)[0][0]
         return socket.create_server((host, port), family=family, backlog=1024)

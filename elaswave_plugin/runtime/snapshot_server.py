@@ -73,9 +73,13 @@ class SnapshotServer:
                 # Not only where it is closed: a process may be out of descriptors for a moment.
                 self._closed.wait(ACCEPT_AGAIN_S)
                 continue
-            threading.Thread(
+            peer = threading.Thread(
                 target=self._serve, args=(sock,), name="snapshot-peer", daemon=True
-            ).start()
+            )
+            try:
+                peer.start()
+            except RuntimeError:  # no more threads: the peer asks again
+                sock.close()
         self._listener.close()
 
     def _serve(self, sock: socket.socket) -> None:

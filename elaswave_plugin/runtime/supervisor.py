@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -147,12 +148,13 @@ class Supervisor:
         self._attach(self._trainer)
         if notice_file := self._spec.env.get(NOTICE_FILE):
             watch_notice_file(self._reactor, notice_file, partial(self._heed, signal.SIGTERM))
-        with published(self._spec.run_dir, self._address(), self._lost_supervisors):
+        address = published(self._spec.run_dir, self._address(), self._lost_supervisors)
+        # Also where it crashes: its last events say most.
+        with closing(self._events), address:
             on_met(self._data_address)
             self._reactor.run()
         self._orphans.kill()
         self._coordinator.finish(GOODBYE_S)
-        self._events.close()
         return EXIT_FAILED if self._exit_code is None else self._exit_code
 
     # ---- start --------------------------------------------------------------------------------

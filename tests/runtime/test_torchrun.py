@@ -115,7 +115,7 @@ def test_bad_input_under_torchrun_is_a_sentence(tmp_path: Path) -> None:
             (
                 [str(TRAINER)],
                 {**worker, "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"},
-                "run: GROUP_RANK not set, and WORLD_SIZE 16 is not LOCAL_WORLD_SIZE",
+                "run: GROUP_RANK not set, and WORLD_SIZE is 16 where LOCAL_WORLD_SIZE is 8",
             ),
             (["--what", "x.py"], worker, "unrecognized arguments: --what"),
             ([str(TRAINER)], {**worker, "RANK": "x"}, "has no numbers"),
