@@ -1,8 +1,9 @@
 """Throughput after losses by the planner's own step simulation: nothing here is measured.
 
 Of equal layers whose times are assumed, or of those that a running job has measured. Against
-rerouting only (ReCycle's rule, the same choice of orders) and against dropping every hit
-replica (torchft's rule, global batch kept), coupled backward on both sides, and split on both.
+rerouting only (ReCycle's rule; by the window rule, and in orders chosen as ours) and against
+dropping every hit replica (torchft's rule, global batch kept), coupled backward on both sides, and
+split on both.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def ratios(facts: dict[str, Any], step_s: Seconds) -> dict[str, float | None]:
             name: None if share is None else share / facts["live_share"]
             for name, share in shares.items()
         },
-        "over_rerouting_by_windows": over("rerouted_by_windows", "ours"),
+        "over_rerouting_in_our_orders": over("rerouted_in_our_orders", "ours"),
         "over_rerouting_both_split": over("rerouted_split", "ours_split"),
         "over_split_rerouting": over("rerouted_split", "ours"),
     }
@@ -95,7 +96,7 @@ def simulated_steps(scenario: Scenario, stage: int | None, costs: CostModel) -> 
         ).seconds
 
     def by_windows() -> float:
-        """In the orders of the window rule alone, as rerouting was judged when bars were set."""
+        """In the orders of the window rule alone: what the bars were set by (bench/README.md)."""
         layout = scenario.layout()
         stages = layout.without(scenario.dead(stage)).stages
         seats = tuple(tuple(group.replica for group in groups) for groups in stages)
@@ -108,8 +109,8 @@ def simulated_steps(scenario: Scenario, stage: int | None, costs: CostModel) -> 
     return {
         "healthy": rectangular_step(scenario, scenario.dp, costs),
         "ours": planned(**ours),
-        "rerouted": planned(**routed) if fills_gaps else None,
-        "rerouted_by_windows": by_windows() if fills_gaps else None,
+        "rerouted": by_windows() if fills_gaps else None,
+        "rerouted_in_our_orders": planned(**routed) if fills_gaps else None,
         "dropped": (
             rectangular_step(scenario, scenario.whole_replicas, costs)
             if scenario.whole_replicas

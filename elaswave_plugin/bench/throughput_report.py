@@ -18,9 +18,11 @@ def show_row(row: Row, echo: Callable[[str], None]) -> None:
     """Print one row: ratios beside their ceilings; of a measured one its predictions as well."""
     kind = "simulated" if row["simulated"] else "measured"
     where = "" if row["stage"] is None else f" of stage {row['stage']}"
+    same = row.get("over_rerouting_in_our_orders")
+    beside = "" if same is None else f"{_times(same)} in our orders, "
     echo(
         f"{kind:9} {row['scenario']}{where}: rerouting {_times(row['over_rerouting'])}"
-        f" (Gmax {_number(row['gmax'])}, rho {_number(row['rho'])}), dropping"
+        f" ({beside}Gmax {_number(row['gmax'])}, rho {_number(row['rho'])}), dropping"
         f" {_times(row['over_dropping'])}, {row['of_live_share']:.3f} of the live share"
     )
     if row["simulated"]:

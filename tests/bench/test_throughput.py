@@ -44,7 +44,7 @@ def test_simulated_rows_beside_their_ceilings() -> None:
         assert seconds["ours_split"] <= seconds["ours"] <= seconds["rerouted"]
         assert seconds["ours_clocks_1.1"] < seconds["ours"] < seconds["dropped"]
         assert 1 < row["over_rerouting"] == seconds["rerouted"] / seconds["ours"]
-        assert seconds["rerouted_by_windows"] >= seconds["rerouted"]
+        assert seconds["ours"] <= seconds["rerouted_in_our_orders"] <= seconds["rerouted"]
         # Somebody computes an even share: 4 slots x 4 layers of 3 at launch.
         assert seconds["ours"] >= 4 * 4 * 3 / 0.75
     # A first stage that does more than the second saves filling, which Gmax has in full.
@@ -133,6 +133,7 @@ def test_the_command_prints_writes_and_draws(
     assert picture.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert "simulated pp2dp2-m8-one-1 of stage 1: rerouting 1.469" in printed
+    assert printed.count("x in our orders") == 2
     assert "holds  simulated pp2dp2-m8-one-1" in printed
 
 
