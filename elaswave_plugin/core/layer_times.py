@@ -214,9 +214,10 @@ def agreed(told: Mapping[int, Mapping[str, Sequence[float]]]) -> LayerTimes:
     for part, name in ((OPERATION, "operation_s"), (BYTE, "byte_s")):
         if part in exact:
             found[name] = _rounded(exact[part][0])
-    if AROUND in every:
-        # Who begins first and ends last has waited for nobody.
-        found["around_s"] = min(seconds[0] for seconds in every[AROUND])
+    # The first stage begins first and ends last; others wait for the pipeline to fill and drain.
+    around_s = [one[AROUND][0] for one in told.values() if AROUND in one and FRONT in one]
+    if around_s:
+        found["around_s"] = min(around_s)
     if sum(found[LAYER]):
         found["scale"] = sum(exact[LAYER]) / sum(found[LAYER])
     return LayerTimes(is_measured=True, held_bytes=held, **found)

@@ -60,9 +60,8 @@ def test_what_a_step_takes_beside_its_passes_is_told_with_them() -> None:
     told = times.medians()
     link = {LINK: [0.001, 0.01], BYTE: [0.0001]}
     assert told == link | {LAYER: [1.0, 2.0], OPERATION: [0.2], AROUND: [2.0]}
-    waits = {**told, OPERATION: [0.3], AROUND: [7.0]}
-    got = agreed({0: told, 1: waits, 2: waits})
-    # Whoever begins first and ends last has waited for nobody.
+    waits = {**told, OPERATION: [0.3], AROUND: [1.0]}
+    got = agreed({0: {**told, FRONT: [0.0, 0.0]}, 1: waits, 2: waits})
     assert (got.operation_s, got.around_s, got.link) == (0.3, 2.0, (0.001, 0.01))
     assert LayerTimes.from_json(got.to_json()) == got
     costs = got.costs(num_layers=2)
@@ -70,8 +69,14 @@ def test_what_a_step_takes_beside_its_passes_is_told_with_them() -> None:
     assert costs.transfer_bytes_per_s == pytest.approx(1e4)
 
 
+def test_a_wait_for_the_first_stage_is_not_what_a_step_takes_around_its_passes() -> None:
+    """Where nobody of the first stage is left, the others' waits for it are all that is known."""
+    waited = {LAYER: [1.0, 2.0], AROUND: [7.0]}
+    assert agreed({1: waited, 2: waited}).around_s == 0.0
+
+
 def test_a_prediction_knows_what_rounding_took_away() -> None:
-    times = agreed({0: {LAYER: [1.049, 2.049], AROUND: [0.5]}})
+    times = agreed({0: {FRONT: [0, 0], LAYER: [1.049, 2.049], AROUND: [0.5]}})
     assert times.layer == (1.0, 2.0)
     flow = flow_of(layout=LAYOUT.without([0]), num_microbatches=8, times=times)
     assert flow.compute_s is not None
