@@ -9,11 +9,14 @@ from elaswave_plugin.errors import (
     ElasWaveError,
     EpochChanged,
     JobStopped,
+    LayoutError,
     LinkError,
     PatchMismatchError,
+    PeerError,
     PlanDigestError,
     SnapshotGapError,
     SnapshotUnreadableError,
+    WeightsDifferError,
 )
 
 if TYPE_CHECKING:
@@ -29,11 +32,14 @@ __all__ = [
     "ElasticConfig",
     "EpochChanged",
     "JobStopped",
+    "LayoutError",
     "LinkError",
     "PatchMismatchError",
+    "PeerError",
     "PlanDigestError",
     "SnapshotGapError",
     "SnapshotUnreadableError",
+    "WeightsDifferError",
     "phase",
 ]
 

@@ -251,9 +251,19 @@ def plan(
     ] = None,
     microbatches: Annotated[int, typer.Option(help="Micro-batches of a replica.")] = 16,
     microbatch_size: Annotated[int, typer.Option(help="Samples of a micro-batch.")] = 1,
+    consistency: Annotated[str, typer.Option(help="exact or fast, as in the job.")] = "exact",
+    respawn: Annotated[
+        int, typer.Option(help="As in the job; 0: lost workers do not come back, so layers move.")
+    ] = 10,
     dataflow: Annotated[
-        str, typer.Option(help="best, or one of redeal, reroute, resize.")
-    ] = "best",
+        str, typer.Option(help="auto, or one of redeal, reroute, resize, as in the job.")
+    ] = "auto",
+    move_layers: Annotated[
+        str, typer.Option(help="auto, always or never, as in the job; workers move with them.")
+    ] = "auto",
+    split_backward: Annotated[
+        str, typer.Option(help="auto, always or never, as in the job: weight gradients in bubbles.")
+    ] = "auto",
     forward_ms: Annotated[float, typer.Option(help="Forward of a layer, one sample.")] = 10.0,
     backward_ms: Annotated[float, typer.Option(help="Backward of a layer, one sample.")] = 20.0,
     latency_ms: Annotated[float, typer.Option(help="Latency between stages.")] = 0.5,
@@ -265,9 +275,6 @@ def plan(
     ] = None,
     link_gbytes: Annotated[float, typer.Option(help="GB/s into a worker.")] = 25.0,
     horizon_s: Annotated[float, typer.Option(help="How long the plan is to last.")] = 600.0,
-    move_layers: Annotated[bool, typer.Option(help="Let layers change stage.")] = True,
-    move_workers: Annotated[bool, typer.Option(help="Let workers change stage.")] = True,
-    split_backward: Annotated[bool, typer.Option(help="Weight gradients in bubbles.")] = False,
     clocks: Annotated[
         str | None,
         typer.Option(help="Clocks to choose from, as in 0.9,1,1.1.", show_default="unchanged"),
@@ -282,8 +289,33 @@ def plan(
 
     from elaswave_plugin.planning import PlanOptions, run_plan
 
-    given = {name: value for name, value in locals().items() if name in PlanOptions.__annotations__}
-    options = PlanOptions(**{**given, "dead": tuple(dead or ())})
+    options = PlanOptions(
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        workers=workers,
+        vpp=vpp,
+        layers=layers,
+        dead=tuple(dead or ()),
+        microbatches=microbatches,
+        microbatch_size=microbatch_size,
+        consistency=consistency,
+        respawn=respawn,
+        dataflow=dataflow,
+        move_layers=move_layers,
+        split_backward=split_backward,
+        forward_ms=forward_ms,
+        backward_ms=backward_ms,
+        latency_ms=latency_ms,
+        sample_ms=sample_ms,
+        weights_mib=weights_mib,
+        activation_mib=activation_mib,
+        memory_gib=memory_gib,
+        link_gbytes=link_gbytes,
+        horizon_s=horizon_s,
+        clocks=clocks,
+        power_cap_w=power_cap_w,
+    )
     return run_plan(options, json_file, Console())
 
 

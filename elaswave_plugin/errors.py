@@ -5,6 +5,7 @@ ElasWaveError                      anything that can happen in a run
 │   └── PatchMismatchError         the installed framework is not that of a patch record
 ├── AgreementError                 the members cannot agree on a view (majority lost, late)
 ├── PlanDigestError                workers computed different plans from one commit
+├── WeightsDifferError             replicas hold other weights after a recovery, read anew as well
 ├── LayoutError                    the live workers do not make a layout any more
 ├── SnapshotGapError               state is lost with all its copies; the missing shards are named
 ├── SnapshotUnreadableError        sealed bytes do not arrive, or not as they were sealed
@@ -34,6 +35,10 @@ class AgreementError(ElasWaveError):
 
 class PlanDigestError(ElasWaveError):
     """Workers computed different plans from the same commit."""
+
+
+class WeightsDifferError(ElasWaveError):
+    """Replicas hold different weights after a recovery, also when all of it was read anew."""
 
 
 class LayoutError(ElasWaveError):

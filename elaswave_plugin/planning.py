@@ -1,4 +1,7 @@
-"""`elaswave plan`: what would be done about lost workers, predicted from costs that one gives."""
+"""`elaswave plan`: what a job would do about lost workers, predicted from costs that one gives.
+
+Settings of the job have its names and defaults; the costs are those of equal layers.
+"""
 
 import json
 import math
@@ -8,12 +11,13 @@ from typing import Any
 
 from rich.console import Console
 
+from elaswave_plugin.config import ElasticConfig, from_section
 from elaswave_plugin.core.layout import ParallelLayout, launch_layout, sizes_of
 from elaswave_plugin.core.planner.costs import CostModel, uniform_costs
 from elaswave_plugin.core.planner.dvfs import ClockTable
 from elaswave_plugin.core.planner.executable import plan_seats
 from elaswave_plugin.core.planner.joint import JointPlan, joint_plan
-from elaswave_plugin.core.planner.microbatch_split import POLICIES
+from elaswave_plugin.core.planner.microbatch_split import REDEAL, REROUTE, RESIZE
 from elaswave_plugin.core.planner.prediction import StepWork
 from elaswave_plugin.core.planner.rules import PlanRules
 from elaswave_plugin.core.step_time import LinkTime
@@ -37,7 +41,11 @@ class PlanOptions:
     dead: tuple[str, ...]
     microbatches: int
     microbatch_size: int
+    consistency: str
+    respawn: int
     dataflow: str
+    move_layers: str
+    split_backward: str
     forward_ms: float
     backward_ms: float
     latency_ms: float
@@ -47,15 +55,13 @@ class PlanOptions:
     memory_gib: float | None
     link_gbytes: float
     horizon_s: float
-    move_layers: bool
-    move_workers: bool
-    split_backward: bool
     clocks: str | None
     power_cap_w: float | None
 
 
 def run_plan(options: PlanOptions, json_file: Path | None, console: Console) -> int:
-    """Plan, print and write; raises ConfigurationError and JobStopped."""
+    """Plan, print and write; raises ConfigurationError and LayoutError."""
+    settings = _settings(options)
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise ConfigurationError(f"--json is {str(json_file)!r}, whose folder does not exist")
     before = _layout(options)
@@ -65,10 +71,17 @@ def run_plan(options: PlanOptions, json_file: Path | None, console: Console) -> 
         microbatch_size=options.microbatch_size,
         launch_width=before.dp,
     )
-    plan = joint_plan(
-        before=before, after=after, costs=_costs(options), work=work, rules=_rules(options)
-    )
+    rules = _rules(options, settings)
+    plan = joint_plan(before=before, after=after, costs=_costs(options), work=work, rules=rules)
     _print(before, plan, console)
+    if not settings.moves_layers and settings.move_layers == "auto" and not after.is_rectangular:
+        console.print(
+            f"layers and workers keep their stages, since lost workers come back (respawn is"
+            f" {settings.respawn}); --respawn 0 shows what is done where they do not",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
     if json_file is not None:
         text = json.dumps(plan_record(before, plan, work), indent=1)
         json_file.write_text(text + "\n", encoding="utf-8")
@@ -164,7 +177,13 @@ def _costs(options: PlanOptions) -> CostModel:
     )
 
 
-def _rules(options: PlanOptions) -> PlanRules:
+def _settings(options: PlanOptions) -> ElasticConfig:
+    """The job's settings that plans depend on; raises ConfigurationError."""
+    names = ("consistency", "respawn", "dataflow", "move_layers", "split_backward")
+    return from_section({name: getattr(options, name) for name in names}, source="elaswave plan")
+
+
+def _rules(options: PlanOptions, settings: ElasticConfig) -> PlanRules:
     if options.power_cap_w is not None and options.clocks is None:
         raise ConfigurationError("--power-cap-w is given without --clocks; give the clocks as well")
     table = None
@@ -177,11 +196,12 @@ def _rules(options: PlanOptions) -> PlanRules:
             raise ConfigurationError(
                 f"--clocks is {options.clocks!r}, wanted rising numbers, as in 0.9,1,1.1"
             ) from None
+    every = (REDEAL, REROUTE, RESIZE) if settings.consistency == "fast" else (REDEAL, REROUTE)
     return PlanRules(
-        policies=POLICIES if options.dataflow == "best" else (options.dataflow,),
-        move_layers=options.move_layers,
-        move_workers=options.move_workers,
-        split_backward=options.split_backward,
+        policies=every if settings.dataflow == "auto" else (settings.dataflow,),
+        move_layers=settings.moves_layers,
+        move_workers=settings.moves_layers,
+        split_backward=settings.split_backward != "never",
         horizon_s=options.horizon_s,
         clocks=table,
         power_cap_w=math.inf if options.power_cap_w is None else options.power_cap_w,

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from elaswave_plugin.core.hang import OUTSIDE
 from elaswave_plugin.core.plan import RecoveryPlan
-from elaswave_plugin.errors import ElasWaveError, EpochChanged
+from elaswave_plugin.errors import EpochChanged, WeightsDifferError
 from elaswave_plugin.runtime.framework import Framework
 from elaswave_plugin.runtime.member import Commit
 from elaswave_plugin.runtime.restore import RestoredState, restore
@@ -20,7 +20,7 @@ def recover(worker: Worker, framework: Framework) -> None:
     The optimizer state follows while that step computes; `Worker.complete_state` waits for it.
     A proposal that arrives at any point supersedes the attempt and starts it again: until the new
     layout is sealed, nothing that an attempt reads from is overwritten.
-    Raises SnapshotGapError, PlanDigestError, JobStopped.
+    Raises SnapshotGapError, PlanDigestError, WeightsDifferError, JobStopped.
     """
     phases = worker.phases
     phases.fire("detect")
@@ -66,7 +66,11 @@ def take_state(worker: Worker, framework: Framework, commit: Commit) -> Restored
             differing = compare_weights(framework, state.plan)
         if differing is None:
             return state
-    raise ElasWaveError(f"weights differ between replicas after a recovery: {differing}")
+    raise WeightsDifferError(
+        f"replicas hold different weights after the recovery of view {commit.view.epoch}, although"
+        f" all of them were read anew: {differing}; start from the last checkpoint, and look at the"
+        " memory of these workers' nodes"
+    )
 
 
 def compare_weights(framework: Framework, plan: RecoveryPlan) -> str | None:

@@ -13,13 +13,17 @@ from elaswave_plugin.errors import (
     LayoutError,
     PlanDigestError,
     SnapshotGapError,
+    WeightsDifferError,
 )
 from elaswave_plugin.runtime.member import CONTROL_FD, INCARNATION, SLOT, Member
 
 EXIT_CONFIGURATION = 2
 EXIT_FAILURE = 1
 # Errors that every worker meets alike.
-_OF_THE_JOB = (ConfigurationError, LayoutError, PlanDigestError, SnapshotGapError)
+_OF_THE_JOB = (
+    *(ConfigurationError, LayoutError, PlanDigestError, SnapshotGapError),
+    WeightsDifferError,
+)
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -30,9 +34,9 @@ def ends_in_a_sentence(
 ) -> Callable[Parameters, Result]:
     """Turn an ElasWaveError that leaves ``function`` into a sentence and the process's end.
 
-    What everybody sees alike (bad input, lost state or stages, different plans) stops the whole
-    job, and its leader prints the reason once; anything else is the loss of this worker, and so is
-    everything that ends one which replaces a lost one. Exit code 2 for bad input, 0 for a worker
+    What everybody sees alike (bad input, lost state or stages, different plans or weights) stops
+    the whole job, and its leader prints the reason once; anything else is the loss of this worker,
+    and so is everything that ends one which replaces a lost one. Exit code 2 for bad input, 0 for a worker
     that has left as it was told to, 1 for the rest.
     """
 

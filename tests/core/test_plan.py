@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -96,6 +97,17 @@ def test_digest_is_a_function_of_the_facts_not_of_their_order() -> None:
     assert plan.digest == plan_of(list(reversed(inventory))).digest
     assert plan.digest != plan_of(inventory, ranks=(0, 2, 3)).digest
     assert 0 <= plan.digest < 2**63
+
+
+def test_digest_covers_every_field_of_every_source() -> None:
+    plan = plan_of([record(slot, 9) for slot in RANKS])
+    first, *others = plan.sources[0]
+    for field in fields(SealedShard):
+        value = getattr(first, field.name)
+        more: Any = (7,) if isinstance(value, tuple) else "?" if isinstance(value, str) else 1
+        changed = replace(first, **{field.name: value + more})
+        other = replace(plan, sources=((changed, *others),))
+        assert other.digest != plan.digest, field.name
 
 
 def test_bytes_moved_counts_only_what_travels() -> None:

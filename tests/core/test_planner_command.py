@@ -16,7 +16,9 @@ def test_plan_shows_before_after_and_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "plan.json"
-    assert run_command([*SMALL, "--dead", "0", "--dead", "6", "--json", str(file)]) == 0
+    stays_away = ["--respawn", "0", "--split-backward", "never"]
+    lost = ["--dead", "0", "--dead", "6"]
+    assert run_command([*SMALL, *stays_away, *lost, "--json", str(file)]) == 0
     printed = capsys.readouterr().out
     assert "stage 0, layers 0-1: r0 w0+w1 | r1 w2+w3" in printed
     assert "stage 0, layers 0-2: r0 w7+w1 | r1 w2+w3" in printed, "two broken groups made one"
@@ -33,6 +35,23 @@ def test_plan_shows_before_after_and_why(
     assert plan["reasons"] and len(plan["candidates"]) > 10
 
 
+def test_plan_shows_what_a_job_does_by_default(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lost workers come back, so layers stay; micro-batches stay whole for the same bits."""
+    file = tmp_path / "plan.json"
+    assert run_command([*SMALL, "--dead", "5", "--json", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert "since lost workers come back (respawn is 10); --respawn 0 shows" in printed
+    plan = json.loads(file.read_text())["plan"]
+    assert plan["bytes_to_move"] == 0 and plan["width_moves"] == []
+    assert f"dataflow: {plan['dataflow']}, {plan['order']}, takes" in printed
+    assert not any("resize" in candidate for candidate in plan["candidates"])
+    assert run_command([*SMALL, "--dead", "5", "--consistency=fast", "--json", str(file)]) == 0
+    plan = json.loads(file.read_text())["plan"]
+    assert any("resize" in candidate for candidate in plan["candidates"])
+
+
 def test_plan_of_many_workers_is_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--pp", "8", "--workers", "8000", "--dead", "0-9", "--layers", "24"]
     assert run_command(arguments) == 0
@@ -44,13 +63,13 @@ def test_plan_of_many_workers_is_a_summary(capsys: pytest.CaptureFixture[str]) -
 def test_plan_obeys_what_is_forced(tmp_path: Path) -> None:
     for policy in ("redeal", "reroute", "resize"):
         file = tmp_path / f"{policy}.json"
-        held = ["--no-move-layers", "--no-move-workers", "--dataflow", policy]
+        held = ["--move-layers=never", "--consistency=fast", "--dataflow", policy]
         assert run_command([*SMALL, *held, "--dead", "5", "--json", str(file)]) == 0
         plan = json.loads(file.read_text())["plan"]
         assert plan["dataflow"].split()[0] == policy
         assert plan["bytes_to_move"] == 0 and plan["width_moves"] == []
     file = tmp_path / "clocks.json"
-    clocks = ["--clocks", "0.9,1,1.1", "--split-backward"]
+    clocks = ["--clocks", "0.9,1,1.1", "--split-backward=auto", "--respawn=0"]
     deep = ["plan", "--pp", "4", "--dp", "2", "--layers", "8", "--microbatches", "4"]
     assert run_command([*deep, *clocks, "--dead", "5", "--json", str(file)]) == 0
     plan = json.loads(file.read_text())["plan"]
@@ -62,11 +81,16 @@ def test_plan_obeys_what_is_forced(tmp_path: Path) -> None:
     [
         (["--tp", "2", "--pp", "2", "--workers", "10"], "10 workers do not factor into tp 2 x pp"),
         (["--pp", "4", "--dp", "2", "--layers", "3"], "3 layers for 4 stages"),
-        (["--pp", "2", "--dp", "2", "--memory-gib", "1"], "no partition of 24 layers over 2"),
+        (["--pp", "2", "--dp", "2", "--memory-gib", "1", "--respawn=0"], "no partition of 24"),
         (["--pp", "2"], "--dp is None and --workers is None, wanted exactly one"),
         (["--dp", "2", "--dead", "x"], "--dead is 'x', wanted a slot or a range"),
         (["--dp", "2", "--dead", "9"], "worker 9 is not in the layout, wanted one of 0-1"),
-        (["--dp", "2", "--dataflow", "deal"], "dataflow is 'deal', wanted redeal, reroute"),
+        (
+            ["--dp", "2", "--dataflow", "deal"],
+            "key 'dataflow' is 'deal', wanted 'auto', 'red",
+        ),
+        (["--dp", "2", "--dataflow", "resize"], "dataflow is resize and consistency is exact"),
+        (["--dp", "2", "--respawn", "-1"], "key 'respawn' is -1, wanted"),
         (["--dp", "2", "--clocks", "fast"], "--clocks is 'fast', wanted rising numbers"),
         (["--dp", "2", "--clocks", "1,0.9"], r"clocks are \(1.0, 0.9\), wanted rising"),
         (["--dp", "2", "--power-cap-w", "9"], "--power-cap-w is given without --clocks"),

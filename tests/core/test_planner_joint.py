@@ -76,7 +76,8 @@ def test_two_losses_in_one_stage_as_text() -> None:
         "dataflow: redeal 4, window +1, takes 600.6 s, rerouting 600.6 s",
         "layers: cuts 0 8 11 18 24 take 392 s",
         "workers: 1 that change stage take 394.9 s",
-        "chosen: moves 1.144e+04 MiB with a pause of 0 s; gains 208.4 of the next 600 s",
+        "chosen: redeal 4, greedy, moves 1.144e+04 MiB with a pause of 0 s; gains 208.4 of the next"
+        " 600 s",
         "predicted step 392 s, 352.2 s at launch: 0.898 of its throughput, 1.027 of the live share",
     ]
 
@@ -268,7 +269,8 @@ def test_moves_are_made_only_where_they_pay() -> None:
     slow = costs_of(24, transfer_bytes_per_s=1e6)
     stays = plan_for(layout, [4, 5], costs=slow, rules=PlanRules(horizon_s=600))
     assert stays.layout.cuts == layout.cuts and not stays.chosen.moves
-    assert "chosen: nothing moves; no move pays within 600 s" in stays.reasons
+    what = f"chosen: {stays.chosen.choice}, {stays.chosen.order}, nothing moves"
+    assert f"{what}; no move pays within 600 s" in stays.reasons
     moves = plan_for(layout, [4, 5], costs=slow, rules=PlanRules(horizon_s=1e6))
     assert moves.layout.cuts != layout.cuts and moves.chosen.benefit_s > 0
     held = plan_for(layout, [4, 5], rules=PlanRules(move_layers=False, move_workers=False))

@@ -95,12 +95,13 @@ def workers_reason(candidates: Sequence[Candidate]) -> str | None:
 
 
 def payback_reason(chosen: Candidate, *, stays: bool, horizon_s: float) -> str:
-    """Whether moving pays over the horizon."""
+    """What is done, and whether moving pays over the horizon."""
+    what = f"{chosen.choice}, {chosen.order}"
     if stays:
-        return f"chosen: nothing moves; no move pays within {horizon_s:g} s"
+        return f"chosen: {what}, nothing moves; no move pays within {horizon_s:g} s"
     return (
-        f"chosen: moves {chosen.moved_bytes / 2**20:.4g} MiB with a pause of {chosen.pause_s:.3g}"
-        f" s; gains {chosen.benefit_s:.4g} of the next {horizon_s:g} s"
+        f"chosen: {what}, moves {chosen.moved_bytes / 2**20:.4g} MiB with a pause of"
+        f" {chosen.pause_s:.3g} s; gains {chosen.benefit_s:.4g} of the next {horizon_s:g} s"
     )
 
 

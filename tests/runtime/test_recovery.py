@@ -1,0 +1,80 @@
+"""What a recovery does where replicas do not hold the same weights, and how the job ends then."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elaswave_plugin.errors import WeightsDifferError
+from elaswave_plugin.runtime import recovery, refusal
+from elaswave_plugin.runtime.member import CONTROL_FD, INCARNATION
+
+
+class _Phases:
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        yield
+
+
+def _worker(asked: list[bool]) -> Any:
+    return SimpleNamespace(
+        slot=0,
+        phases=_Phases(),
+        pool=None,
+        config=SimpleNamespace(transfer_timeout_s=1.0),
+        member=SimpleNamespace(check=None, progress_page=SimpleNamespace(waiting=lambda _: None)),
+        planner=lambda commit, trusts_memory: asked.append(trusts_memory),
+        leave_seal=lambda: None,
+    )
+
+
+def _framework() -> Any:
+    nothing = lambda *_: None  # noqa: E731
+    return SimpleNamespace(rebind=nothing, write_weights=nothing, write_capsule=nothing)
+
+
+@pytest.fixture
+def commit(monkeypatch: pytest.MonkeyPatch) -> Any:
+    state = SimpleNamespace(plan=None, masters=None, capsule=None)
+    monkeypatch.setattr(recovery, "restore", lambda **_: state)
+    return SimpleNamespace(view=SimpleNamespace(epoch=3))
+
+
+def test_weights_that_differ_are_read_anew_and_then_end_the_job(
+    commit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdicts = ["cell 0 has digests {0: 1, 1: 2}", None]
+    monkeypatch.setattr(recovery, "compare_weights", lambda *_: verdicts.pop(0))
+    asked: list[bool] = []
+    recovery.take_state(_worker(asked), _framework(), commit)
+    assert (asked, verdicts) == ([True, False], [])
+    monkeypatch.setattr(recovery, "compare_weights", lambda *_: "cell 0 has digests {0: 1, 1: 2}")
+    with pytest.raises(WeightsDifferError, match=r"view 3, although .* anew: cell 0 has digests"):
+        recovery.take_state(_worker([]), _framework(), commit)
+
+
+def test_they_stop_the_whole_job_with_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every worker meets them alike: none of them is a lost worker."""
+    told: list[tuple[str, int]] = []
+
+    class Abandoned:
+        def abandon(self, reason: str, *, exit_code: int) -> None:
+            told.append((reason, exit_code))
+
+    monkeypatch.setattr(refusal.Member, "from_environment", lambda environ: Abandoned())
+    reader, writer = os.pipe()
+    monkeypatch.setenv(CONTROL_FD, str(reader))
+    monkeypatch.setenv(INCARNATION, "0")
+
+    @refusal.ends_in_a_sentence
+    def fails() -> None:
+        raise WeightsDifferError("replicas hold different weights")
+
+    with pytest.raises(SystemExit) as end:
+        fails()
+    os.close(reader)
+    os.close(writer)
+    assert (told, end.value.code) == ([("replicas hold different weights", 1)], 1)
