@@ -285,38 +285,14 @@ def plan(
     json_file: JsonFile = None,
 ) -> int:
     """Show what would be done about lost workers, predicted by simulation from the given costs."""
+    given = {**locals(), "dead": tuple(dead or ())}
+    del given["json_file"]
+
     from rich.console import Console
 
     from elaswave_plugin.planning import PlanOptions, run_plan
 
-    options = PlanOptions(
-        tp=tp,
-        pp=pp,
-        dp=dp,
-        workers=workers,
-        vpp=vpp,
-        layers=layers,
-        dead=tuple(dead or ()),
-        microbatches=microbatches,
-        microbatch_size=microbatch_size,
-        consistency=consistency,
-        respawn=respawn,
-        dataflow=dataflow,
-        move_layers=move_layers,
-        split_backward=split_backward,
-        forward_ms=forward_ms,
-        backward_ms=backward_ms,
-        latency_ms=latency_ms,
-        sample_ms=sample_ms,
-        weights_mib=weights_mib,
-        activation_mib=activation_mib,
-        memory_gib=memory_gib,
-        link_gbytes=link_gbytes,
-        horizon_s=horizon_s,
-        clocks=clocks,
-        power_cap_w=power_cap_w,
-    )
-    return run_plan(options, json_file, Console())
+    return run_plan(PlanOptions(**given), json_file, Console())
 
 
 def doctor(
