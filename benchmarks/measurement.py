@@ -2,13 +2,8 @@
 
 import argparse
 import json
-import os
-import platform
-import shlex
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,23 +79,6 @@ def bench(
         )
         with jobs.prepared(options, None, data=folder / "data" / "text", logs=folder) as path:
             yield Bench(options=options, folder=folder, socket_path=path)
-
-
-def circumstances(module: str) -> dict[str, Any]:
-    """Where, when and how this is measured; the load is that of the last minutes before it."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-    ).stdout.strip()
-    return {
-        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": commit,
-        "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}, no GPU",
-        "load_average_before": [round(load, 2) for load in os.getloadavg()],
-    }
 
 
 def options_parser(description: str | None) -> argparse.ArgumentParser:

@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import platform
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from elaswave_plugin.bench.circumstances import circumstances
 from elaswave_plugin.bench.group_list import Layout, default_layout, parse_layout
 from elaswave_plugin.demo.jobs import run_job, running, wait_until_ready
 from elaswave_plugin.errors import ConfigurationError
@@ -181,9 +179,7 @@ def opened() -> Iterator[Bench]:
 def measure(options: CommunicatorOptions, tell: Any) -> dict[str, Any]:
     """Measure everything; `tell(text)` hears what is going on. Raises JobFailed."""
     result: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d"),
-        "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}, no GPU, loopback",
-        "load_average_before": [round(load, 2) for load in os.getloadavg()],
+        **circumstances(),
         "rows": [],
         "collectives": [],
         "kill_to_verified_ms": [],

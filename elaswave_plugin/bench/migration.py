@@ -9,14 +9,12 @@ worker's begin to the last worker's gathered weights; nothing computes meanwhile
 
 from __future__ import annotations
 
-import os
-import platform
-import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from elaswave_plugin.bench.circumstances import circumstances
 from elaswave_plugin.bench.communicator import Rows, opened, percentile
 from elaswave_plugin.errors import ConfigurationError
 
@@ -50,7 +48,7 @@ def measure(
     *, dp: int, layers: int, layer_mib: int, moved: int, rounds: int, tell: Callable[[str], None]
 ) -> dict[str, Any]:
     """Measure; ``layer_mib``: fp32 weights of a layer. Raises JobFailed."""
-    load = [round(one, 2) for one in os.getloadavg()]
+    found = circumstances()
     tell(f"{2 * dp} workers, {layers} layers of {layer_mib} MiB of weights, {moved} of them move")
     with opened() as bench:
         sizes = (dp, layers, layer_mib << 18, moved, rounds)
@@ -58,9 +56,7 @@ def measure(
     pauses = {way: [_span_s(rows, way, run, "paused_s") for run in range(rounds)] for way in WAYS}
     typical = {way: median(values) for way, values in pauses.items()}
     return {
-        "date": time.strftime("%Y-%m-%d"),
-        "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}, no GPU, loopback",
-        "load_average_before": load,
+        **found,
         "layout": f"PP2 x DP{dp}",
         "layers": layers,
         "moved": moved,

@@ -2,8 +2,6 @@
 
 import gc
 import json
-import os
-import platform
 import random
 import time
 from collections.abc import Callable
@@ -11,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elaswave_plugin.bench.circumstances import circumstances
 from elaswave_plugin.core.layout import launch_layout
 from elaswave_plugin.core.planner.costs import CostModel, uniform_costs
 from elaswave_plugin.core.planner.executable import worker_ops
@@ -57,9 +56,7 @@ def measure(measured: tuple[Job, ...] | None = None, *, repeat: int = 3) -> dict
     """One row a job: the median of ``repeat`` plans, each for other random losses."""
     return {
         "what": "seconds from the losses to the plan and one worker's op list, one process",
-        "date": time.strftime("%Y-%m-%d"),
-        "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}",
-        "load_average_before": [round(load, 2) for load in os.getloadavg()],
+        **circumstances(),
         "layers": LAYERS,
         "microbatches_per_replica": SLOTS,
         "rows": [_row(job, repeat) for job in measured or jobs()],

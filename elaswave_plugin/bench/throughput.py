@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import math
 import os
-import platform
-import shlex
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from elaswave_plugin.bench import measured_throughput, simulated_throughput
+from elaswave_plugin.bench.circumstances import circumstances
 from elaswave_plugin.bench.scenarios import Scenario, chosen, judged, scenarios
 from elaswave_plugin.errors import ConfigurationError
 
@@ -96,10 +93,7 @@ def measure(
 ) -> dict[str, Any]:
     """Simulate, then measure; ``show`` gets each row, ``tell`` what goes on. Raises JobFailed."""
     result = {
-        "command": shlex.join(["elaswave", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-        "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}, no GPU, loopback",
-        "load_average_before": [round(load, 2) for load in os.getloadavg()],
+        **circumstances(),
         "layer_ms": options.layer_ms,
         "emulated": "of measured rows, the compute of layers is asleep; the rest is real",
         "model": f"of simulated rows: {simulated_throughput.MODEL}",

@@ -250,3 +250,22 @@ def test_generated_block_control_finds_a_change() -> None:
     assert again == page("configs/README.md")
     with pytest.raises(ValueError, match="no block 'absent'"):
         documents.block_of(text, "absent")
+
+
+def lacking(result: dict[str, object]) -> set[str]:
+    """What a result file does not say of how it was made, whole or in each of its slices."""
+    parts = result.get("slices", [result])
+    assert isinstance(parts, list)
+    wanted = {"command", "date", "commit", "hardware"}
+    return set().union(*(wanted - {key for key, value in part.items() if value} for part in parts))
+
+
+def test_every_result_file_says_how_it_was_made() -> None:
+    assert lacking({"command": "x", "date": "y", "commit": None, "hardware": "z"}) == {"commit"}
+    assert lacking({"slices": [{"command": "x"}]}) == {"date", "commit", "hardware"}
+    files = sorted((ROOT / "benchmarks").glob("*.json"))
+    found = {file.name: lacking(json.loads(file.read_text("utf-8"))) for file in files}
+    assert files and not any(found.values()), found
+    told = page("benchmarks/README.md")
+    recorded = {*re.findall(r"`([a-z0-9_]+\.json)`", told)}
+    assert recorded <= set(found), recorded - set(found)
