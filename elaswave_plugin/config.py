@@ -145,8 +145,9 @@ class ElasticConfig(BaseModel):
 
     consistency: Literal["exact", "fast"] = Field(
         "exact",
-        description="exact: results equal, bit for bit, those of the run that lost nobody, for one"
-        " bucket of receive space; fast: they differ by summation order, native reduction",
+        description="exact: results are bit for bit those of a run without a loss, for one more"
+        " gradient bucket of memory; fast: gradients are summed by the native reduction, whose"
+        " order, and so the last bits, change with the number of workers",
     )
     snapshots: bool = Field(
         True,
@@ -172,15 +173,15 @@ class ElasticConfig(BaseModel):
     )
     kill: tuple[_KillText, ...] = Field(
         (),
-        description="test fault SLOT[.INCARNATION]@STEP[:PHASE[:HOW]], in that phase (default"
-        " backward); kill, the default: SIGKILL; loop, gil, stop: it hangs, in Python, in C with"
-        " the interpreter's lock, or by SIGSTOP",
+        description="for tests: a fault SLOT[.INCARNATION]@STEP[:PHASE[:HOW]]; PHASE is backward"
+        " by default; HOW is kill (SIGKILL, the default), loop (an endless loop in Python), gil"
+        " (blocked in C with the interpreter's lock held) or stop (SIGSTOP)",
     )
     change: tuple[_ChangeText, ...] = Field(
         (),
-        description="planned departure SLOT@STEP: the worker leaves before that step, nobody is"
-        " killed; makes the twin of a run with a kill. +SLOT@STEP: a lost worker comes back before"
-        " that step, neither earlier nor later; the others wait for it",
+        description="for tests: SLOT@STEP, the worker leaves before that step without being killed,"
+        " for a run to compare a kill with; +SLOT@STEP, a lost worker comes back exactly before"
+        " that step, and the others wait for it",
     )
     transfer_timeout_s: _Seconds = Field(
         60.0,
@@ -201,9 +202,15 @@ class ElasticConfig(BaseModel):
     )
     hang_timeout_s: _Seconds = Field(
         2.0,
-        description="seconds in which a hang is over, or three times the median of the phase where"
-        " that is longer: a worker for which others wait is killed as much earlier as a recovery"
-        " takes (0.4 s, at most a fifth); lower finds hangs sooner, higher spares slow workers",
+        description="a worker that makes no progress while others wait for it is killed so early"
+        " that they work again within these seconds, or three times the median of the phase where"
+        " that is longer (0.4 s, at most a fifth, are left for the recovery); lower finds hangs"
+        " sooner, higher spares slow workers",
+    )
+    data_timeout_s: _Seconds = Field(
+        30.0,
+        description="the same in seconds for the phase in which a step reads its data, where"
+        " hang_timeout_s is lower: storage may stall for all workers of a stage at once",
     )
     dataflow: Literal["auto", "redeal", "reroute", "resize"] = Field(
         "auto",
@@ -216,21 +223,22 @@ class ElasticConfig(BaseModel):
     move_layers: Literal["auto", "always", "never"] = Field(
         "auto",
         description="whether layers change pipeline stage after a loss, so that a stage with fewer"
-        " workers left has fewer of them; auto: where respawn is 0, since a worker that comes back"
-        " soon would have them moved twice",
+        " workers left has fewer of them; auto: only where respawn is 0, since for a worker that"
+        " comes back soon they would move twice",
     )
     split_backward: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="whether, after a loss, a pipeline's workers compute the weight gradients of"
-        " their layers apart from the rest of the backward pass, while they would wait; the numbers"
-        " stay the same, activations are held longer; auto: where the simulated step gains; above"
-        " 2,500 micro-batches x stages of a step none does",
+        description="whether weight gradients are computed apart after a loss, to fill the bubbles"
+        " of the pipeline; results stay the same, activations are held longer; auto: where the"
+        " simulated step gains; with more than 2,500 micro-batches x stages in a step it is never"
+        " done",
     )
     activation_room: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = Field(
         None,
-        description="how many times the activations that a worker of the first pipeline stage holds"
-        " at launch a worker may hold after a loss; 1 always has a plan, more room a faster one; by"
-        " default 1 on GPUs, and on CPUs one slot more than the narrowest stage needs for it",
+        description="activation memory that a worker may use after a loss, in multiples of what a"
+        " worker of the first pipeline stage holds at launch; with 1 there always is a plan, with"
+        " more there may be a faster one; by default 1 on GPUs, and on CPUs one slot more than the"
+        " narrowest stage needs for it",
     )
     memory_limit_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None,
@@ -240,9 +248,9 @@ class ElasticConfig(BaseModel):
     )
     slow_workers: Literal["act", "name"] = Field(
         "act",
-        description="what becomes of a worker that takes 1.3 times as long for its layers as those"
-        " with the same ones; act: it gets fewer micro-batches, and its stage fewer layers where"
-        " these may move, as soon as that pays; name: events and elaswave status tell of it",
+        description="what is done about a worker whose layers take 1.3 times as long as on the"
+        " other workers of its stage; act: it gets fewer micro-batches, and its stage fewer layers"
+        " where these may move, as soon as that pays; name: events and elaswave status tell of it",
     )
     clocks: Literal["off", "nvml", "emulated"] = Field(
         "off",

@@ -25,6 +25,8 @@ RECOVERY_S, RECOVERY_PART = 0.4, 0.2
 
 The others are to be at work again when the limit is over, but for the step that is redone.
 """
+DATA = "data"
+"""The phase that waits for storage, whose stalls are nobody's hang."""
 STEPS_FOR_A_MEDIAN = 3
 STEPS_REMEMBERED = 15
 UNKNOWN_LIMIT_S = 600.0
@@ -34,8 +36,10 @@ UNKNOWN_LIMIT_S = 600.0
 class PhaseLimits:
     """How long each phase of a step may go on without progress, by how long it has taken so far."""
 
-    def __init__(self, floor_s: float) -> None:
+    def __init__(self, floor_s: float, *, data_floor_s: float | None = None) -> None:
+        """No limit is below ``floor_s``; ``data_floor_s``: nor that of reading data below this."""
         self._floor_s = floor_s
+        self._data_floor_s = floor_s if data_floor_s is None else max(floor_s, data_floor_s)
         self._this_step: dict[str, float] = {}
         self._longest: dict[str, deque[float]] = {}
         self._limits: dict[str, float] = {}
@@ -51,7 +55,8 @@ class PhaseLimits:
             known = self._longest.setdefault(phase, deque(maxlen=STEPS_REMEMBERED))
             known.append(seconds)
             if len(known) >= STEPS_FOR_A_MEDIAN:
-                self._limits[phase] = max(self._floor_s, FACTOR * median(known))
+                floor_s = self._data_floor_s if phase == DATA else self._floor_s
+                self._limits[phase] = max(floor_s, FACTOR * median(known))
         self._this_step = {}
 
     def drop_step(self) -> None:

@@ -23,6 +23,7 @@ LOOK_INTERVAL_S = 0.05
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LAST_LINES = 15
 RESPAWN = 10
+DATA_TIMEOUT_S = 2.0
 
 
 class JobFailed(ElasWaveError):
@@ -136,6 +137,8 @@ def job_command(
         "dump_state": "last",
         "wandb": wandb,
         "respawn": RESPAWN if options.respawn else 0,
+        # Its data is in memory: who does not get it hangs, as in any other phase.
+        "data_timeout_s": DATA_TIMEOUT_S,
         "kill": [str(one) for one in options.kills] if kill else [],
         "change": [f"{one.slot}@{one.step}" for one in options.kills] if change else [],
     }

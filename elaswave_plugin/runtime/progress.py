@@ -248,10 +248,20 @@ def phase(name: str) -> Iterator[None]:
 class PhaseClock:
     """Times the phases of a trainer, and tells its page how long each may take."""
 
-    def __init__(self, page: ProgressPage, *, floor_s: float, recovery_s: float) -> None:
-        """No phase is late before `floor_s`, no phase of a recovery before `recovery_s`."""
+    def __init__(
+        self,
+        page: ProgressPage,
+        *,
+        floor_s: float,
+        recovery_s: float,
+        data_floor_s: float | None = None,
+    ) -> None:
+        """No phase is late before `floor_s`, no phase of a recovery before `recovery_s`.
+
+        ``data_floor_s``: nor is the reading of data before this.
+        """
         self._page = page
-        self._limits = PhaseLimits(floor_s)
+        self._limits = PhaseLimits(floor_s, data_floor_s=data_floor_s)
         self._recovery_s = max(floor_s, recovery_s)
         self._phase: str | None = None
         self._entered_ns = 0

@@ -83,7 +83,10 @@ class Worker:
             check=self.member.check,
             page=page,
             clock=PhaseClock(
-                page, floor_s=config.hang_timeout_s, recovery_s=config.transfer_timeout_s
+                page,
+                floor_s=config.hang_timeout_s,
+                recovery_s=config.transfer_timeout_s,
+                data_floor_s=config.data_timeout_s,
             ),
         )
         self.last_call = False  # whether all were told to leave, by the newest commit

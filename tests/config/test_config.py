@@ -26,6 +26,7 @@ KEYS = (
     "clock_table",
     "clocks",
     "consistency",
+    "data_timeout_s",
     "dataflow",
     "dir",
     "dump_state",

@@ -166,6 +166,17 @@ def test_a_phase_has_a_limit_once_it_is_known() -> None:
     assert limits.of("optimizer") == UNKNOWN_LIMIT_S
 
 
+def test_reading_data_may_stall_for_longer() -> None:
+    """Storage stalls for all workers of a stage at once, and all later stages wait for them."""
+    limits = PhaseLimits(2.0, data_floor_s=30.0)
+    for _ in range(STEPS_FOR_A_MEDIAN):
+        limits.note("forward", 0.1)
+        limits.note("data", 0.1)
+        limits.step_over()
+    assert (limits.of("forward"), limits.of("data")) == (2.0, 30.0)
+    assert PhaseLimits(60.0, data_floor_s=30.0)._data_floor_s == 60.0
+
+
 def test_a_compilation_does_not_make_the_limit_of_all_later_steps() -> None:
     limits = PhaseLimits(2.0)
     for seconds in (300.0, 1.0, 1.0):

@@ -93,6 +93,8 @@ class EngineSpec(JobSpec):
                 "kill": list(self.kills),
                 "change": list(self.changes),
                 "respawn": self.respawn,
+                # As soon as in the other phases: no storage stalls here.
+                "data_timeout_s": 2.0,
             },
             **json.loads(self.settings or "{}"),
         }

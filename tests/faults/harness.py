@@ -160,6 +160,8 @@ class JobSpec:
             f"--elaswave-dump-state={self.dump}",
             f"--elaswave-respawn={self.respawn}",
             f"--elaswave-slow-workers={self.slow_workers}",
+            # As soon as in the other phases: no storage stalls here.
+            "--elaswave-data-timeout-s=2",
         ]
         arguments += [f"--elaswave-kill={kill}" for kill in self.kills]
         return arguments + [f"--elaswave-change={change}" for change in self.changes]
