@@ -24,7 +24,7 @@ TEST = (
 setup(
     name="elaswave_plugin",
     version="0.1.0",
-    description="Keeps Megatron-Core jobs training through the loss of workers",
+    description="Keeps Megatron-Core and DeepSpeed jobs training through the loss of workers",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
@@ -38,6 +38,7 @@ setup(
         "torch>=2.13,<2.15",
         "numpy",
         "matplotlib",
+        "packaging",
         "psutil",
         "pydantic>=2",
         "rich",

@@ -41,9 +41,9 @@ class Recording:
         if worker.owns_rank_0 and worker.config.snapshots:
             mib = worker.snapshot_bytes / 2**20
             one_node = len(set(worker.view.nodes)) == 1
-            where = ", all on one node, whose loss ends the job" if one_node else ""
+            where = "; all copies are on one node: losing it ends the job" if one_node else ""
             print(
-                f"elaswave: snapshots take {mib:.1f} MiB of shared memory a worker{where}",
+                f"elaswave: snapshots use {mib:.1f} MiB of shared memory per worker{where}",
                 file=sys.stderr,
             )
         worker.events.emit(

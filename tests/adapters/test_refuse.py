@@ -45,7 +45,6 @@ MODEL_SETTINGS: tuple[tuple[str, Any], ...] = (
     ("mtp_num_layers", 1),
     ("cuda_graph_impl", "local"),
     ("delay_wgrad_compute", True),
-    ("deterministic_mode", True),
     ("fp8", "e4m3"),
     ("fp4", "e2m1"),
     ("quant_recipe", "of each layer"),
@@ -100,6 +99,17 @@ def check_refused(model: Any, optimizer: Any, *words: str) -> None:
     message = str(caught.value)
     assert all(word in message for word in words), message
     assert "\n" not in message and ("change it to attach" in message or "set " in message)
+
+
+def test_deterministic_mode_is_carried_with_torchs_own_switch() -> None:
+    model, optimizer = made_model(), made_optimizer()
+    model.config.deterministic_mode = True
+    check_refused(model, optimizer, "carries it with torch.use_deterministic_algorithms")
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert check_supported([model], optimizer) is optimizer
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_control_a_carried_job_is_let_through() -> None:

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from tests.faults.conftest import Launch, Reference
-from tests.faults.harness import JobSpec, check_equal
+from tests.faults.harness import JobSpec, check_equal, check_survived
 from tests.tiers import sampled
 
 PHASES = ("data", "forward", "backward", "reduce", "optimizer", "gather", "snapshot")
@@ -94,3 +94,23 @@ def test_second_kill_during_a_recovery_changes_nothing(
 ) -> None:
     spec = JobSpec(kills=("2@3:backward", f"1@3:{phase}"))
     check_equal(run(spec), reference(spec))
+
+
+DETERMINISTIC = """
+import torch
+from megatron.core.transformer import TransformerConfig
+torch.use_deterministic_algorithms(True)
+check = TransformerConfig.__post_init__
+def deterministic(self):
+    check(self)
+    self.deterministic_mode = True
+TransformerConfig.__post_init__ = deterministic
+"""
+
+
+@pytest.mark.slow
+def test_kill_in_deterministic_mode_changes_nothing(run: Launch) -> None:
+    undisturbed = run(JobSpec(sabotage=DETERMINISTIC))
+    killed = run(JobSpec(sabotage=DETERMINISTIC, kills=("2@3:backward",)))
+    check_survived(killed)
+    assert killed.events("killed") and killed.trace() == undisturbed.trace()

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -120,7 +121,6 @@ def _model_problems(model: Any, overlaps_param_gather: bool) -> Iterator[str]:
         ("mtp_num_layers", config.mtp_num_layers, None),
         ("cuda_graph_impl", config.cuda_graph_impl, "none"),
         ("delay_wgrad_compute", config.delay_wgrad_compute, False),
-        ("deterministic_mode", config.deterministic_mode, False),
         ("fp8", config.fp8, None),
         ("fp4", config.fp4, None),
         ("quant_recipe", config.quant_recipe, None),
@@ -132,6 +132,11 @@ def _model_problems(model: Any, overlaps_param_gather: bool) -> Iterator[str]:
         ("variable_seq_lengths", config.variable_seq_lengths, False),
         ("pipeline_model_parallel_layout", config.pipeline_model_parallel_layout, None),
     ]
+    if config.deterministic_mode and not torch.are_deterministic_algorithms_enabled():
+        # It takes a gradient whose sums only torch's own switch puts in order.
+        yield _unsupported(
+            "deterministic_mode", True, "it with torch.use_deterministic_algorithms(True)"
+        )
     for setting, seen, carried in (*wanted, *_later_settings(model)):
         if seen != carried:
             yield _unsupported(setting, seen, carried)
