@@ -6,6 +6,7 @@ python -m elaswave_plugin.runtime.clock_guard PID UUID
 import contextlib
 import os
 import select
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -14,6 +15,9 @@ def main(arguments: Sequence[str]) -> None:
     """Wait until process PID is gone, and unlock the clocks of the GPU UUID."""
     import pynvml
 
+    # A scheduler signals every process of a job; this one has something to do after the trainer.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     pid, uuid = int(arguments[0]), arguments[1]
     pynvml.nvmlInit()
     gpu = pynvml.nvmlDeviceGetHandleByUUID(uuid)

@@ -7,11 +7,13 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.frequency import EmulatedClocks, NvmlClocks, clocks_for
+from tests.runtime.jobs import WAIT_S, Job
 
 ROOT = Path(__file__).resolve().parents[2]
 UUID = "GPU-1234"
@@ -99,6 +101,43 @@ def test_clocks_are_given_back_however_the_process_ends(log: Path, end: str, cod
     assert run(f"clocks = {clocks}\nclocks.set(1.1)\n{end}") == code
     orderly = ["reset"] if code in (0, 4) else []
     awaited(log, ["lock 2000", "lock 2200", *orderly, "reset"])
+
+
+@pytest.mark.parametrize(
+    ("whom", "number"),
+    [
+        ("the trainer's group", signal.SIGTERM),
+        ("every process", signal.SIGTERM),
+        ("every process", signal.SIGINT),
+        ("the supervisor", signal.SIGKILL),
+        ("the launcher", signal.SIGINT),
+    ],
+)
+def test_clocks_are_given_back_whoever_of_a_job_is_signalled(
+    log: Path, tmp_path: Path, whom: str, number: signal.Signals
+) -> None:
+    """What ends a trainer's children may not end the guard, which is one of them, before it."""
+    with Job(tmp_path / "job", 1).start() as job:
+        job.tell(0, f"lock_clocks {UUID}")
+        job.one("lock_clocks", 0)
+        (guard,) = psutil.Process(job.pids[0]).children()
+        job.watch(guard.pid)
+        assert log.read_text() == "lock 2000\n"
+        match whom:
+            case "the trainer's group":
+                os.killpg(job.pids[0], number)
+                job.kill(0)  # to trainers alone the signal is no order to end
+            case "every process":
+                os.kill(guard.pid, number)
+                job.kill(0)  # before it can unlock by itself
+            case "the supervisor":
+                job.kill_supervisor(0)
+            case _:
+                job.launchers[0].send_signal(number)
+        job.code()
+        assert job.left(WAIT_S) == []
+    # An orderly end unlocks first, by itself.
+    assert log.read_text() in ("lock 2000\nreset\n", "lock 2000\nreset\nreset\n")
 
 
 def test_closing_gives_clocks_back_at_once(log: Path) -> None:

@@ -203,6 +203,11 @@ class Trainer:
                 self.tell("job_started")
             case "start":
                 self.tell("start", pid=subprocess.Popen(["sleep", "60"]).pid)
+            case "lock_clocks":
+                from elaswave_plugin.runtime.frequency import NvmlClocks
+
+                NvmlClocks(words[0], lowest=0.5, highest=1.1)
+                self.tell("lock_clocks")
             case "told":
                 self.tell("told", to_leave=self.member.told_to_leave)
             case "children":
