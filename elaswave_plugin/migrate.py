@@ -1,5 +1,6 @@
 """Has layers of a running job change their pipeline stage between two steps."""
 
+import re
 from collections.abc import Sequence
 
 from elaswave_plugin.core.layout import ParallelLayout
@@ -38,10 +39,7 @@ def migrate_layers(
 
 
 def _parse(layers: str) -> tuple[int, int]:
-    first, _, last = layers.partition("-")
-    try:
-        return int(first), int(last or first)
-    except ValueError:
-        raise ConfigurationError(
-            f"--layers is {layers!r}, wanted a number or a range such as 4-5"
-        ) from None
+    found = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", layers)
+    if found is None:
+        raise ConfigurationError(f"--layers is {layers!r}, wanted a number or a range such as 4-5")
+    return int(found[1]), int(found[2] or found[1])

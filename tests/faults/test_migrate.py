@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 
 from elaswave_plugin.cli import run_command
-from elaswave_plugin.observer import read_run
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.migrate import migrate_layers
+from elaswave_plugin.observer import counted_steps, read_run
 from elaswave_plugin.runtime.address_file import read_addresses
+from elaswave_plugin.status import ask_job
 from tests.faults.conftest import Reference
 from tests.faults.harness import Outcome, Zygote, check_equal, started
 from tests.faults.hybrid_matrix import PP2_DP2
@@ -15,6 +18,49 @@ from tests.faults.test_notice import TOLD, UNTIL_TOLD
 from tests.faults.test_signals import LIMIT_S, wait_for_step
 
 SPEC = replace(PP2_DP2, steps=14, options=(*PP2_DP2.options, "--num-layers=4"))
+
+
+# What is asked for, and what the sentence says.
+BAD = {
+    "no such stage": ("2", "99", "there is no stage 99, wanted one of 0 to 1"),
+    "no range": ("1,2", "1", "--layers is '1,2', wanted a number or a range"),
+    "an open range": ("1-", "1", "--layers is '1-', wanted a number or a range"),
+    "a range from nowhere": ("-1", "1", "--layers is '-1', wanted a number or a range"),
+    "two ranges": ("1-2-3", "1", "--layers is '1-2-3', wanted a number or a range"),
+    "no number": ("one", "1", "--layers is 'one', wanted a number or a range"),
+    "backwards": ("3-2", "0", "layers are 3-2, wanted some of 0-3"),
+    "no such layer": ("4-6", "0", "layers are 4-6, wanted some of 0-3"),
+    "a gap": ("3", "0", "with layers that are not contiguous (stage 0: 0-1, stage 1: 2-3)"),
+    "nothing left": ("0-1", "1", "would leave a stage without layers"),
+    "there already": ("2-3", "1", "layers 2-3 are at stage 1 already"),
+}
+
+
+def test_a_bad_move_costs_one_sentence_and_nothing_moves(
+    zygote: Zygote, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a running job, which ends as it began: in its first view, by its first cuts."""
+    held = replace(SPEC, steps=8, sabotage=UNTIL_TOLD)
+    with started(held, zygote=zygote, data=data, directory=tmp_path) as (launcher,):
+        wait_for_step(tmp_path, 2)
+        address = read_addresses(tmp_path)[2].address
+        for name, (layers, stage, words) in BAD.items():
+            command = ["migrate", "--connect", address, f"--layers={layers}", f"--to={stage}"]
+            assert run_command(command) == 2, name
+            said = capsys.readouterr()
+            assert said.out == "" and said.err.count("\n") == 1 and words in said.err, said
+        status = ask_job(read_addresses(tmp_path), 5)
+        assert status["layout"]["cuts"] == [0, 2, 4]
+        (tmp_path / TOLD).touch()
+        assert launcher.wait(LIMIT_S) == 0
+    events = read_run(tmp_path)
+    assert len(events.of_kind("view_committed")) == 1 and not events.of_kind("recovered")
+    assert len(counted_steps(events)) == held.steps
+
+
+def test_a_range_that_is_none_is_refused_before_anyone_is_asked() -> None:
+    with pytest.raises(ConfigurationError, match="--layers is '4-'"):
+        migrate_layers([], layers="4-", stage=0, reason="", timeout_s=1)
 
 
 def test_layers_move_between_two_steps_and_come_back(
