@@ -13,6 +13,8 @@ import struct
 import zlib
 from typing import Any
 
+from elaswave_plugin.errors import ConfigurationError
+
 Record = dict[str, Any]
 
 BODY_OFFSET = 1 << 16
@@ -22,10 +24,14 @@ _HEAD = struct.Struct("<II")
 
 
 def write_record(buffer: memoryview, record: Record) -> None:
-    """Seal the buffer with this record. Raises ValueError when there is no room for it."""
+    """Seal the buffer with this record; raises ConfigurationError where it has no room."""
     text = json.dumps(record).encode()
     if _HEAD.size + len(text) > BODY_OFFSET:
-        raise ValueError(f"a record of {len(text)} bytes in {BODY_OFFSET - _HEAD.size} bytes")
+        raise ConfigurationError(
+            f"the record of a snapshot is {len(text)} bytes and has room for"
+            f" {BODY_OFFSET - _HEAD.size}: it names every worker that shares the state and every"
+            " part of the model that they have; use fewer data-parallel replicas or more stages"
+        )
     buffer[_HEAD.size : _HEAD.size + len(text)] = text
     buffer[: _HEAD.size] = _HEAD.pack(len(text), zlib.crc32(text))
 

@@ -89,6 +89,7 @@ class SnapshotPool:
     ) -> Record:
         """Copy the flat float32 ``parts`` and the capsule, seal them and return the record.
 
+        Raises ConfigurationError for a capsule without room.
         ``ranks``: slots of the workers that share the state of ``cell``, in shard order; ``units``:
         the parts of the model that it consists of; ``before_seal`` runs when the bytes are in place
         and not yet final.
@@ -105,7 +106,11 @@ class SnapshotPool:
         body_bytes = payload_bytes + len(capsule)
         length = body_bytes + _ENTRY.size * num_chunks(body_bytes)
         if length > len(target):
-            raise AssertionError(f"snapshot of {length} bytes in {len(target)}")
+            raise ConfigurationError(
+                f"what a snapshot holds beside {payload_bytes} bytes of weights and moments (random"
+                f" states, schedule, position in the data) is {len(capsule)} bytes, which do not"
+                f" fit into its {len(target)}: keep large objects out of the scheduler's state"
+            )
         target[payload_bytes:body_bytes] = capsule
         table = _table(target[:body_bytes])
         target[body_bytes:length] = table

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from elaswave_plugin.core.plan import SealedShard
 from elaswave_plugin.errors import ConfigurationError, SnapshotUnreadableError
 from elaswave_plugin.runtime import snapshot
-from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET
+from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET, write_record
 from elaswave_plugin.runtime.snapshot import SnapshotPool, VerifiedReader
 
 SLOT, CAPACITY_BYTES = 3, 1 << 20
@@ -242,5 +242,13 @@ def test_too_little_memory_is_one_sentence() -> None:
 
 
 def test_a_snapshot_that_does_not_fit_is_not_cut_short() -> None:
-    with opened_pool(BODY_OFFSET + 4096) as pool, pytest.raises((AssertionError, RuntimeError)):
+    with opened_pool(BODY_OFFSET + 4096) as pool, pytest.raises((ConfigurationError, RuntimeError)):
         seal(pool, [torch.zeros(1020)], bytes(16))
+
+
+def test_what_has_no_room_in_a_snapshot_is_named() -> None:
+    with opened_pool() as pool:
+        with pytest.raises(ConfigurationError, match=r"is 2097152 bytes, which do not fit .* keep"):
+            seal(pool, [torch.ones(3)], bytes(2 * CAPACITY_BYTES))
+        with pytest.raises(ConfigurationError, match=r"bytes and has room for 65528: .* use"):
+            write_record(memoryview(bytearray(BODY_OFFSET)), {"ranks": list(range(20_000))})
