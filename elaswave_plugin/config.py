@@ -186,7 +186,8 @@ class ElasticConfig(BaseModel):
     transfer_timeout_s: _Seconds = Field(
         60.0,
         description="seconds that the copy of a snapshot to its peers, or the fetch of a shard in a"
-        " recovery, may take; lower gives up sooner on a slow network",
+        " recovery, may take; a worker whose copy is not there by then counts as lost, so it has to"
+        " be far above what the network needs for the state of a worker",
     )
     quiesce_timeout_s: _Seconds = Field(
         30.0,

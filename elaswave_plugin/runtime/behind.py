@@ -10,7 +10,7 @@ import torch
 
 from elaswave_plugin.core.plan import RecoveryPlan
 from elaswave_plugin.core.shards import MOMENTS
-from elaswave_plugin.errors import EpochChanged
+from elaswave_plugin.errors import EpochChanged, LinkError
 from elaswave_plugin.runtime.restore import read_parts
 from elaswave_plugin.runtime.snapshot import SnapshotPool
 
@@ -74,7 +74,12 @@ class MomentsBehind:
     def drop(self) -> None:
         """They are wanted no more; returns when nothing is read any longer.
 
-        What reads asks before every few megabytes whether it is still wanted.
+        What reads asks before every few megabytes whether it is still wanted. Raises LinkError
+        where it goes on reading all the same.
         """
         self._dropped.set()
-        wait([self._arrival], timeout=self._timeout_s)
+        if not wait([self._arrival], timeout=self._timeout_s).done:
+            raise LinkError(
+                f"the optimizer state of an earlier view is still being read {self._timeout_s:g} s"
+                " after it was given up"
+            )

@@ -30,6 +30,7 @@ from elaswave_plugin.core.hang import Sample
 from elaswave_plugin.core.lease import Lease
 from elaswave_plugin.core.membership import MembershipView
 from elaswave_plugin.core.patience import Patience
+from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.hang_watch import HangWatch
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.rendezvous import Meeting, Peer
@@ -41,12 +42,24 @@ _ASKS = 3
 the default timeout, since these were not watched before."""
 
 
+_LEAST_BEATS = 4
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
     """A supervisor that is silent for `timeout_s` is lost; each sends a beat every `every_s`."""
 
     every_s: float = 0.5
     timeout_s: float = 3.0
+
+    def __post_init__(self) -> None:
+        """Raise ConfigurationError where a late beat or two would be the loss of a worker."""
+        least_s = _LEAST_BEATS * self.every_s
+        if self.timeout_s < least_s:
+            raise ConfigurationError(
+                f"--heartbeat-timeout-s is {self.timeout_s:g}, wanted {least_s:g} or more: a beat"
+                f" comes every {self.every_s:g} s"
+            )
 
 
 class TrainerSide(Protocol):

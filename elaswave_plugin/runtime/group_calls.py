@@ -23,7 +23,7 @@ class GroupCalls(GroupCore):
 
     # ---- reductions --------------------------------------------------------------------------
 
-    def _all_reduce(self, tensor: torch.Tensor, opts: Any) -> Operation:
+    def _all_reduce(self, tensor: torch.Tensor, opts: Any, timeout: Any = None) -> Operation:
         fold = self._fold("all_reduce", opts, tensor.dtype)
         self._dense("all_reduce", tensor)
         flat = _host(tensor)
@@ -32,12 +32,12 @@ class GroupCalls(GroupCore):
             yield from self._run.all_reduce(op, flat_bytes(flat), fold)
             _store(tensor, flat)
 
-        return self._start("all_reduce", body, [tensor], opts, dtype=tensor.dtype)
+        return self._start("all_reduce", body, [tensor], opts, dtype=tensor.dtype, timeout=timeout)
 
     def allreduce(self, tensors: Any, opts: Any = "SUM", timeout: Any = None) -> ElasticWork:
         """All-reduce of one tensor in place."""
         tensor = self._single("all_reduce", tensors)
-        return self._work([self._all_reduce(tensor, opts)])
+        return self._work([self._all_reduce(tensor, opts, timeout)])
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = "SUM") -> ElasticWork:
         """All-reduce of several tensors in place."""
@@ -56,9 +56,12 @@ class GroupCalls(GroupCore):
             if operation.rank == rank:
                 _store(tensor, flat)
 
-        return self._work([self._start("reduce", body, [tensor], opts, dtype=tensor.dtype)])
+        started = self._start("reduce", body, [tensor], opts, dtype=tensor.dtype, timeout=timeout)
+        return self._work([started])
 
-    def _reduce_scatter(self, output: torch.Tensor, inputs: Tensors, opts: Any) -> Operation:
+    def _reduce_scatter(
+        self, output: torch.Tensor, inputs: Tensors, opts: Any, timeout: Any = None
+    ) -> Operation:
         what = "reduce_scatter"
         self._dense(what, output, *inputs)
         fold = self._fold(what, opts, output.dtype)
@@ -74,7 +77,7 @@ class GroupCalls(GroupCore):
             yield from self._run.reduce_scatter(op, flat_bytes(out), views, fold)
             _store(output, out)
 
-        return self._start(what, body, [output], opts, dtype=output.dtype)
+        return self._start(what, body, [output], opts, dtype=output.dtype, timeout=timeout)
 
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = "SUM", timeout: Any = None
@@ -85,8 +88,8 @@ class GroupCalls(GroupCore):
         if len(parts) != self.size():
             raise self._refuse("reduce_scatter", f"got {len(parts)} input tensors")
         if self.size() == 1:
-            return self._work([self._reduce_scatter(output, [parts[0]], opts)])
-        return self._work([self._reduce_scatter(output, parts, opts)])
+            return self._work([self._reduce_scatter(output, [parts[0]], opts, timeout)])
+        return self._work([self._reduce_scatter(output, parts, opts, timeout)])
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = "SUM"
@@ -117,9 +120,14 @@ class GroupCalls(GroupCore):
             if op.rank != rank:
                 _store(tensor, flat)
 
-        return self._work([self._start("broadcast", body, [tensor], root, dtype=tensor.dtype)])
+        started = self._start(
+            "broadcast", body, [tensor], root, dtype=tensor.dtype, timeout=timeout
+        )
+        return self._work([started])
 
-    def _all_gather(self, outputs: Tensors, data: torch.Tensor, opts: Any) -> Operation:
+    def _all_gather(
+        self, outputs: Tensors, data: torch.Tensor, opts: Any, timeout: Any = None
+    ) -> Operation:
         """`outputs` is one tensor a rank, or a single one that is cut evenly."""
         what = "all_gather"
         self._dense(what, data, *outputs)
@@ -137,7 +145,7 @@ class GroupCalls(GroupCore):
             for output, out in zip(outputs, outs, strict=True):
                 _store(output, out)
 
-        return self._start(what, body, outputs, opts, dtype=data.dtype)
+        return self._start(what, body, outputs, opts, dtype=data.dtype, timeout=timeout)
 
     def allgather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None
@@ -148,7 +156,7 @@ class GroupCalls(GroupCore):
         outputs = output_tensors if flat else output_tensors[0]
         if len(outputs) != self.size():
             raise self._refuse("all_gather", f"got {len(outputs)} output tensors")
-        return self._work([self._all_gather(outputs, data, opts)])
+        return self._work([self._all_gather(outputs, data, opts, timeout)])
 
     def allgather_coalesced(
         self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None
@@ -182,6 +190,7 @@ class GroupCalls(GroupCore):
         inputs: Tensors,
         split: tuple[list[int], list[int]] | None,
         opts: Any,
+        timeout: Any = None,
     ) -> Operation:
         what = "all_to_all"
         self._dense(what, *outputs, *inputs)
@@ -202,7 +211,7 @@ class GroupCalls(GroupCore):
             for output, out in zip(outputs, outs, strict=True):
                 _store(output, out)
 
-        return self._start(what, body, outputs, opts, dtype=inputs[0].dtype)
+        return self._start(what, body, outputs, opts, dtype=inputs[0].dtype, timeout=timeout)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> ElasticWork:
         """outputs[j] becomes inputs[our rank] of rank j."""
@@ -219,7 +228,7 @@ class GroupCalls(GroupCore):
     ) -> ElasticWork:
         """All-to-all of rows; without split sizes the rows are cut evenly."""
         split = (list(output_split_sizes), list(input_split_sizes))
-        return self._work([self._all_to_all([output], [input], split, opts)])
+        return self._work([self._all_to_all([output], [input], split, opts, timeout)])
 
     alltoall_base = all_to_all_single
 
@@ -244,7 +253,8 @@ class GroupCalls(GroupCore):
             for output, out in zip(outputs, outs, strict=True):
                 _store(output, out)
 
-        return self._work([self._start("gather", body, outputs, root, dtype=data.dtype)])
+        started = self._start("gather", body, outputs, root, dtype=data.dtype, timeout=timeout)
+        return self._work([started])
 
     def scatter(
         self, output_tensors: Any, input_tensors: Any, root: Any = 0, timeout: Any = None
@@ -266,14 +276,22 @@ class GroupCalls(GroupCore):
             yield from self._run.scatter(op, flat_bytes(out), [flat_bytes(f) for f in flats], rank)
             _store(output, out)
 
-        return self._work([self._start("scatter", body, [output], root, dtype=output.dtype)])
+        started = self._start("scatter", body, [output], root, dtype=output.dtype, timeout=timeout)
+        return self._work([started])
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> ElasticWork:
         """Wait for everybody."""
-        return self._work([self._start("barrier", self._run.barrier, [], opts)])
+        return self._work([self._start("barrier", self._run.barrier, [], opts, timeout=timeout)])
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """A barrier; a late member is named by the LinkError of the timeout."""
+        """A barrier; a late member is named by the LinkError of the timeout.
+
+        Raises ConfigurationError for ``wait_all_ranks``, which would name all of them.
+        """
+        if wait_all_ranks:
+            raise self._refuse(
+                "monitored_barrier", "names the first late member: no wait_all_ranks"
+            )
         self.barrier().wait(timeout or timedelta(0))
 
     # ---- point to point ----------------------------------------------------------------------

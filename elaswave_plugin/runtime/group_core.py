@@ -211,9 +211,13 @@ class GroupCore:
         *,
         dtype: torch.dtype | None = None,
         tag: int | None = None,
+        timeout: timedelta | None = None,
     ) -> Operation:
-        """Start it; members must call it with the same `dtype` (None: any)."""
-        timeout = getattr(opts, "timeout", None)
+        """Start it; members must call it with the same `dtype` (None: any).
+
+        ``timeout``: where the call has it beside its `opts`.
+        """
+        timeout = timeout or getattr(opts, "timeout", None)
         timeout_s = timeout.total_seconds() if timeout is not None else -1.0
         operation = Operation(
             self._links,

@@ -93,7 +93,7 @@ class _NodeJob:
         self._supervisors: dict[int, SupervisorProcess] = {}
         self._zygote: subprocess.Popen[bytes] | None = None
         self._codes: list[int] = []
-        self._signal: int | None = None
+        self._signals: list[int] = []
         self._scripts_port = _reserve_port()
 
     def run(self, listener: socket.socket | None, port: int, zygotes: list[socket.socket]) -> int:
@@ -184,7 +184,7 @@ class _NodeJob:
 
     def _start_standbys(self, zygotes: list[socket.socket], address: str) -> None:
         spec = self._spec
-        for number in range(spec.standby if self._signal is None else 0):
+        for number in range(spec.standby if not self._signals else 0):
             local_rank = spec.nproc_per_node + number
             self._start_newcomer(
                 STANDBY,
@@ -321,11 +321,16 @@ class _NodeJob:
         self._reactor.post(partial(self._end, number))
 
     def _end(self, number: int) -> None:
-        """Told to end: ask the supervisors, which give their trainers a moment; then insist."""
-        if self._signal is None:
-            self._signal = number
-            for process in self._supervisors.values():
-                process.send_signal(signal.SIGTERM)
+        """Told to end: ask the supervisors, which give their trainers a moment; then insist.
+
+        They take a second signal for one that cannot wait; a third one kills.
+        """
+        self._signals.append(number)
+        if len(self._signals) > 2:
+            return self._kill_all()
+        for process in self._supervisors.values():
+            process.send_signal(signal.SIGTERM)
+        if len(self._signals) == 1:
             limit_s = self._spec.patience.notice_timeout_s + _LAST_RESORT_S
             self._reactor.after(limit_s, self._kill_all)
 
@@ -339,8 +344,8 @@ class _NodeJob:
 
     def _exit_code(self, node: int) -> int:
         """That of the job, as the supervisors that lived to its end tell it."""
-        if self._signal is not None:
-            return 128 + self._signal
+        if self._signals:
+            return 128 + self._signals[0]
         if set(self._codes) == {EXIT_UNUSED}:
             return 0  # standbys alone, of which none was needed
         told = [

@@ -173,7 +173,7 @@ class LinkTable:
             os.eventfd_write(self._wake, 1)
             os.eventfd_write(self._kick, 1)
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(30.0)  # it ends at its next look
 
     def _dispose(self) -> None:
         for connection in list(self._by_descriptor.values()):

@@ -7,6 +7,7 @@ import select
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -283,8 +284,9 @@ class Member:
             copies = self._copies[step]
             while copies.missing:
                 self.check()
-                late = f"{min(copies.missing)} within {timeout_s:g} s"
-                self._wait(deadline_s, f"the copy of step {step} at worker {late}")
+                late = f"{min(copies.missing)} within transfer_timeout_s ({timeout_s:g} s)"
+                what = f"the copy of step {step} at worker {late}, by a slow or broken network"
+                self._wait(deadline_s, f"{what}: raise it, or lower snapshot_copies")
 
     def wait_started(self, timeout_s: float) -> None:
         """Wait until the own supervisor knows that every worker has sealed its first snapshot.
@@ -382,6 +384,16 @@ class Member:
             raise JobStopped(f"the supervisor of worker {self.slot} is gone: {error}") from error
 
     def _listen(self) -> None:
+        """The doorbell's thread: whoever waits is told where it cannot go on."""
+        try:
+            self._listen_until_the_end()
+        except Exception as error:
+            with self._changed:
+                self._stop_reason = self._stop_reason or f"its doorbell failed: {error!r}"
+                self._changed.notify_all()
+            traceback.print_exc()
+
+    def _listen_until_the_end(self) -> None:
         while True:
             within_s = self._answer_within_s / _SIGNS_OF_LIFE
             if not self._bell.poll(within_s if self._awaited() else None):

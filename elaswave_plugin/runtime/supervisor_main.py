@@ -105,6 +105,8 @@ def _become(
         os.environ.clear()
         os.environ.update(env)
         code = _supervise(replace(spec, env=dict(env)), descriptors)
+    except SystemExit as end:  # a signal, before there was a job
+        code = end.code if isinstance(end.code, int) else EXIT_CRASHED
     except BaseException:
         traceback.print_exc()
     finally:

@@ -121,6 +121,7 @@ BAD = [
     (("--no-such-option", "s.py"), "unrecognized arguments: --no-such-option"),
     ((), "required: script"),
     (("--quiesce-timeout-s=-1", "s.py"), "'-1' is no positive number of seconds"),
+    (("--heartbeat-timeout-s=1.9", "s.py"), "--heartbeat-timeout-s is 1.9, wanted 2 or more: a"),
     (("s.py", "--elaswave-quiesce-timeout-s=x"), "--elaswave-quiesce-timeout-s: 'x'"),
     (("--zygote=nowhere", "s.py"), "--zygote is nowhere, where no zygote answers"),
     (
@@ -224,6 +225,7 @@ def test_a_signal_while_the_others_are_awaited_ends_everything(tmp_path: Path) -
         job.launchers[0].terminate()
         assert job.code() == 128 + signal.SIGTERM
         assert job.left(WAIT_S) == []
+        assert "Traceback" not in job.output()
 
 
 def test_a_trainer_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:

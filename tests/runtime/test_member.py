@@ -282,7 +282,7 @@ def test_waiting_for_copies(supervisor: Supervisor) -> None:
     supervisor.next()
     assert supervisor.next() == {"t": "sealed", "record": record, "copy_to": [0, 2]}
     supervisor.copied(step=7, epoch=1, slot=0)
-    with pytest.raises(AgreementError, match=r"copy of step 7 at worker 2 within 1 s"):
+    with pytest.raises(AgreementError, match=r"at worker 2 within transfer_timeout_s \(1 s\)"):
         member.wait_copied(7, 1.0)  # in which the first acknowledgement has arrived
     supervisor.copied(step=7, epoch=1, slot=2)
     member.wait_copied(7, LONG_S)
@@ -410,6 +410,13 @@ def test_a_supervisor_that_is_gone_stops_the_job(supervisor: Supervisor) -> None
     supervisor.sock.close()
     with pytest.raises(JobStopped, match="supervisor"):
         supervisor.member.join({}, LONG_S)
+
+
+def test_a_doorbell_that_fails_is_heard(supervisor: Supervisor) -> None:
+    """Whoever waits is told at once, and not after the time that it may wait for a proposal."""
+    send_frame(supervisor.sock, {"t": "propose"})  # without what a proposal has
+    with pytest.raises(JobStopped, match="its doorbell failed: KeyError"):
+        supervisor.member.quiesce({}, LONG_S)
 
 
 def test_a_supervisor_that_goes_while_a_commit_is_awaited(supervisor: Supervisor) -> None:

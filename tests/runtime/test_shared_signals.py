@@ -60,6 +60,24 @@ def test_a_second_signal_after_a_while_ends_it_at_once(tmp_path: Path) -> None:
     assert ended["status"] == "killed by SIGTERM"
 
 
+@pytest.mark.parametrize("later", [1, 2], ids=["second", "third"])
+def test_later_signals_to_the_launcher_are_passed_on(tmp_path: Path, later: int) -> None:
+    """By the second one, after a while, nothing is awaited any more; by a third one at any time."""
+    with Job(tmp_path, 2, "--notice-timeout-s=300").start() as job:
+        for slot in range(2):
+            job.tell(slot, "saves_last")
+        job.all("saves_last", range(2))
+        job.launchers[0].terminate()
+        for slot in range(2):
+            await_notice(job, slot)
+        time.sleep(2.1 if later == 1 else 0.0)  # nearer to the first one it is the same one
+        for _ in range(later):
+            job.launchers[0].terminate()
+            time.sleep(0.1)  # two at once are one
+        assert job.code() == 128 + signal.SIGTERM
+        assert job.left(WAIT_S) == []
+
+
 def test_what_a_trainer_forks_ends_by_sigterm(tmp_path: Path) -> None:
     with Job(tmp_path, 1).start() as job:
         job.tell(0, "children")
