@@ -267,7 +267,7 @@ class ElasticConfig(BaseModel):
     power_cap_w: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None,
         description="watts that all workers may draw together, each 100 + 800 times the third power"
-        " of its clock; none: what those of the launch draw at clock 1",
+        " of its clock; none: what those of launch and reserve draw at clock 1",
     )
     gpu_engine: Literal["auto", "host", "nccl"] = Field(
         "auto",

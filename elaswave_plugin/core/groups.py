@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from elaswave_plugin.core.layout import ParallelLayout
+from elaswave_plugin.core.reserve import place_beyond
 from elaswave_plugin.errors import ConfigurationError
 
 
@@ -50,6 +51,17 @@ def seats_of(layout: ParallelLayout) -> Mapping[int, Seat]:
         for order, group in enumerate(groups)
         for tp, slot in enumerate(group.slots)
     }
+
+
+def seats_beyond(layout: ParallelLayout) -> Mapping[int, Seat]:
+    """The place for which every slot beyond the launch is; nobody need be there."""
+    tp, pp = layout.tp, len(layout.stages)
+    width = tp * pp * layout.dp
+    found = {}
+    for slot in range(width, width + tp * pp * layout.reserve):
+        place = place_beyond(slot, width=width, tp=tp, pp=pp)
+        found[slot] = Seat(place.stage, layout.dp + place.extra, place.tp)
+    return found
 
 
 def rule_of(members: Sequence[int], layout: ParallelLayout) -> GroupRule:

@@ -2,7 +2,8 @@
 
 The unit of loss is the TP group: without one of its workers it cannot compute, so its survivors
 become free workers, and free workers form whole groups again. Stages may so have unequal widths.
-A worker is named by its slot; a replica number is a seat of its stage, 0 to launch width - 1.
+A worker is named by its slot; a replica number is a seat of its stage, 0 to launch width - 1, and
+beyond where the job has a reserve.
 
 >>> layout = launch_layout(tp=2, pp=2, dp=2, num_layers=4).without([1])
 >>> print(layout)
@@ -57,7 +58,7 @@ class FreeWorker(NamedTuple):
 class ParallelLayout:
     """A possibly ragged TP x PP x DP layout.
 
-    ``dp``: width of every stage at launch, and the most that a stage ever has.
+    ``dp``: width of every stage at launch; ``reserve``: so many replicas a stage may have beyond.
     ``cuts`` [num_stages * vpp + 1]: virtual stage v owns layers [cuts[v], cuts[v + 1]) and belongs
     to stage v mod num_stages. ``stages``: the TP groups by stage, in the order of their replicas.
     Raises ConfigurationError for cuts that give a stage no layer.
@@ -69,6 +70,7 @@ class ParallelLayout:
     stages: tuple[tuple[TpGroup, ...], ...]
     free: tuple[FreeWorker, ...] = ()
     vpp: int = 1
+    reserve: int = 0
 
     def __post_init__(self) -> None:
         check_cuts(self.cuts, num_parts=len(self.stages) * self.vpp, num_layers=self.cuts[-1])
@@ -77,6 +79,11 @@ class ParallelLayout:
     def num_layers(self) -> int:
         """Layers of the model."""
         return self.cuts[-1]
+
+    @property
+    def seats(self) -> int:
+        """The most replicas that a stage may have."""
+        return self.dp + self.reserve
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -172,7 +179,7 @@ class ParallelLayout:
         tp position are preferred, since nothing has to be sent to them.
         """
         pool = _Pool(self.free)
-        vacant = [_vacant(groups, self.dp) for groups in self.stages]
+        vacant = [_vacant(groups, self.seats) for groups in self.stages]
         seated = [list(groups) for groups in self.stages]
         allowed = range(len(self.stages)) if stages is None else sorted(set(stages))
         narrow = [(len(seated[stage]), stage) for stage in allowed if vacant[stage]]
@@ -214,13 +221,13 @@ class ParallelLayout:
                 raise ConfigurationError(
                     f"stage {stage} does not exist, wanted 0 to {len(self.stages) - 1}"
                 )
-        if source == target or not self.stages[source] or len(self.stages[target]) >= self.dp:
+        if source == target or not self.stages[source] or len(self.stages[target]) >= self.seats:
             raise ConfigurationError(
                 f"no replica can move from stage {source} ({len(self.stages[source])} replicas) to"
-                f" stage {target} ({len(self.stages[target])} of {self.dp} seats taken)"
+                f" stage {target} ({len(self.stages[target])} of {self.seats} seats taken)"
             )
         stages = list(self.stages)
-        new = TpGroup(_vacant(stages[target], self.dp)[-1], stages[source][-1].slots)
+        new = TpGroup(_vacant(stages[target], self.seats)[-1], stages[source][-1].slots)
         stages[source] = stages[source][:-1]
         stages[target] = tuple(sorted([*stages[target], new]))
         return replace(self, stages=tuple(stages))
@@ -279,7 +286,7 @@ class ParallelLayout:
     def summary(self) -> str:
         """One line a stage without the single workers, for large layouts."""
         rows = [
-            f"stage {stage}, layers {self._layers_text(stage)}: {len(groups)} of {self.dp} replicas"
+            f"stage {stage}, layers {self._layers_text(stage)}: {self._count_text(len(groups))}"
             for stage, groups in enumerate(self.stages)
         ]
         return "\n".join([self._title(), *rows, f"free: {len(self.free)} workers"])
@@ -299,6 +306,7 @@ class ParallelLayout:
             "tp": self.tp,
             "dp": self.dp,
             "vpp": self.vpp,
+            "reserve": self.reserve,
             "cuts": list(self.cuts),
             "stages": [
                 [[group.replica, list(group.slots)] for group in stage] for stage in self.stages
@@ -313,6 +321,7 @@ class ParallelLayout:
             tp=record["tp"],
             dp=record["dp"],
             vpp=record["vpp"],
+            reserve=record["reserve"],
             cuts=tuple(record["cuts"]),
             stages=tuple(
                 tuple(TpGroup(replica, tuple(slots)) for replica, slots in stage)
@@ -327,13 +336,20 @@ class ParallelLayout:
         sizes = f"TP{self.tp} x PP{len(self.stages)} x DP{self.dp}{vpp}"
         return f"{sizes}, {self.num_layers} layers{widths}"
 
+    def _count_text(self, count: int) -> str:
+        beyond = f"{count} replicas, {self.dp} at launch"
+        return f"{count} of {self.dp} replicas" if count <= self.dp else beyond
+
     def _layers_text(self, stage: int) -> str:
         return " ".join(_span(start, stop - 1) for start, stop in self.layers(stage))
 
 
-def launch_layout(*, tp: int, pp: int, dp: int, num_layers: int, vpp: int = 1) -> ParallelLayout:
+def launch_layout(
+    *, tp: int, pp: int, dp: int, num_layers: int, vpp: int = 1, reserve: int = 0
+) -> ParallelLayout:
     """The rectangular layout of a start, in Megatron's order: slot = tp + TP (replica + DP stage).
 
+    ``reserve``: replicas that every stage may have beyond.
     Raises ConfigurationError for sizes under 1 and layers that the stages do not divide.
     """
     for name, size in (("tp", tp), ("pp", pp), ("dp", dp), ("vpp", vpp)):
@@ -354,6 +370,7 @@ def launch_layout(*, tp: int, pp: int, dp: int, num_layers: int, vpp: int = 1) -
         tp=tp,
         dp=dp,
         vpp=vpp,
+        reserve=reserve,
         cuts=tuple(range(0, num_layers + 1, num_layers // parts)),
         stages=tuple(
             tuple(
@@ -435,10 +452,10 @@ class _Pool:
         return None
 
 
-def _vacant(groups: Sequence[TpGroup], dp: int) -> list[int]:
+def _vacant(groups: Sequence[TpGroup], seats: int) -> list[int]:
     """The vacant seats of a stage, the lowest one last."""
     taken = {group.replica for group in groups}
-    return [replica for replica in reversed(range(dp)) if replica not in taken]
+    return [replica for replica in reversed(range(seats)) if replica not in taken]
 
 
 def _span(first: int, last: int) -> str:

@@ -8,11 +8,20 @@ scale and the order of additions are those of the launch, whatever the reserve.
 (3, 4)
 >>> built_among(4, (0, 1, 2)), built_among(1, (0, 1, 2))
 ((0, 1, 4), (0, 1, 2))
+
+With TP and PP they are taken pipeline by pipeline, in it stage by stage, in that by tp position: of
+TP2 x PP2 x DP2, 8 and 9 make another replica of stage 0, 10 and 11 one of stage 1.
+
+>>> place_beyond(10, width=8, tp=2, pp=2), place_beyond(13, width=8, tp=2, pp=2)
+(Place(stage=1, extra=0, tp=0), Place(stage=0, extra=1, tp=1))
+>>> built_among(9, range(8), tp=2, pp=2)
+(0, 1, 2, 9, 4, 5, 6, 7)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 # The node of a slot in which nobody has been.
 NOWHERE = -1
@@ -24,9 +33,32 @@ def vacant(nodes: Sequence[int]) -> tuple[int, ...]:
     return tuple(slot for slot, node in enumerate(nodes) if node == NOWHERE)
 
 
-def built_among(slot: int, homes: Sequence[int]) -> tuple[int, ...]:
+class Place(NamedTuple):
+    """What a slot beyond the launch is for; ``extra``: which replica of its stage beyond it."""
+
+    stage: int
+    extra: int
+    tp: int
+
+
+def place_beyond(slot: int, *, width: int, tp: int, pp: int) -> Place:
+    """The place of a slot beyond the ``width`` workers of the launch."""
+    group, position = divmod(slot - width, tp)
+    return Place(stage=group % pp, extra=group // pp, tp=position)
+
+
+def replicas_beyond(reserve: int, *, tp: int, pp: int) -> int:
+    """So many replicas more than at the launch a stage may have with ``reserve`` workers more."""
+    return -(-reserve // (tp * pp))
+
+
+def built_among(slot: int, homes: Sequence[int], *, tp: int = 1, pp: int = 1) -> tuple[int, ...]:
     """The slots of the world in which a worker builds: as many as at the launch, in rank order.
 
-    One beyond the launch stands where the last of the launch does.
+    One beyond the launch stands where the last replica of its stage and tp position does.
     """
-    return tuple(homes) if slot in homes else (*homes[:-1], slot)
+    if slot in homes:
+        return tuple(homes)
+    place = place_beyond(slot, width=len(homes), tp=tp, pp=pp)
+    rank = (place.stage + 1) * (len(homes) // pp) - tp + place.tp
+    return (*homes[:rank], slot, *homes[rank + 1 :])

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from elaswave_plugin.core.dataflow import Slowness
-from elaswave_plugin.core.groups import GroupRule, Seat, members_of, rule_of, seats_of
+from elaswave_plugin.core.groups import GroupRule, Seat, members_of, rule_of, seats_beyond, seats_of
 from elaswave_plugin.core.layer_times import LayerTimes
 from elaswave_plugin.core.layout import FreeWorker, ParallelLayout
 from elaswave_plugin.core.placement import layout_told, told_layout
@@ -167,7 +167,8 @@ class FlatSeating:
 class GridSeating:
     """A TP x PP x DP job.
 
-    ``homes``: the places at launch by slot; ``rules`` of the groups by name; ``units``: elements of
+    ``homes``: the places at launch by slot, with those for which the slots of the reserve are;
+    ``rules`` of the groups by name; ``units``: elements of
     every part of the model on one worker: layers by number from 1, what is in front of them below,
     what follows them above. ``partition``: chooses layers and workers of each stage after a change;
     None: they stay. ``why_workers_stay``: why none can change stage even where one has nobody;
@@ -199,7 +200,8 @@ class GridSeating:
         Raises ConfigurationError for a group that follows no axis of the layout.
         """
         rules = {name: rule_of(slots, layout) for name, slots in groups.items()}
-        return cls(layout=layout, homes=seats_of(layout), rules=rules, units=units, **more)
+        homes = {**seats_of(layout), **seats_beyond(layout)}
+        return cls(layout=layout, homes=homes, rules=rules, units=units, **more)
 
     def units_of(self, stage: int) -> tuple[int, ...]:
         """The parts of the model that a stage holds, in the order of its buckets.
@@ -259,8 +261,9 @@ class GridSeating:
     ) -> GridSeating:
         """Broken TP groups are dissolved; survivors of one stage form whole ones again.
 
-        Whoever comes back does so to the stage of its launch, whose modules it has built. A stage
-        that has nobody left takes a replica of another one.
+        Whoever comes back does so to the stage of its launch, whose modules it has built, and who
+        comes beyond the launch to that of its slot. A stage that has nobody left takes a replica of
+        another one.
         Raises LayoutError where there are fewer whole TP groups than stages.
         """
         times, slow = times or self.times, _of(ranks, slow)
@@ -281,7 +284,9 @@ class GridSeating:
             for slot in set(ranks) - present
         ]
         layout = self.layout.without(present - set(ranks)).returned(back).reformed_in_place()
-        scattered = not all(layout.widths) or not layout.keeps_stages
+        scattered = not all(layout.widths) or any(
+            self.homes[slot].stage != seat.stage for slot, seat in seats_of(layout).items()
+        )
         if self.why_workers_stay is None and (self.partition or scattered):
             layout = layout.reformed()
         if not all(layout.widths):

@@ -207,17 +207,17 @@ class GroupTable:
         return group
 
 
-def check_growing_groups(groups: GroupTable, *, width: int) -> None:
+def check_growing_groups(groups: GroupTable, *, width: int | None) -> None:
     """Raise ConfigurationError where it is not plain who is in a group when a worker more joins.
 
-    `width`: workers of the launch.
+    `width`: workers of a data-parallel launch; None where rules tell who is in a group.
     """
     if groups.has_native_groups:
         raise ConfigurationError(
             "--reserve lets workers join, which is not carried with NCCL: set gpu_engine to host, "
             "or leave --reserve out"
         )
-    for name, members in groups.launched().items():
+    for name, members in groups.launched().items() if width else ():
         if len(members) not in (1, width):
             raise ConfigurationError(
                 f"the group {name!r} has {len(members)} of {width} workers, and with --reserve "

@@ -15,7 +15,7 @@ from elaswave_plugin.core.hang import COMMIT, OUTSIDE
 from elaswave_plugin.core.layer_times import PassTimes, agreed
 from elaswave_plugin.core.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.plan import Flow, RecoveryPlan, copy_targets, make_plan
-from elaswave_plugin.core.reserve import built_among
+from elaswave_plugin.core.reserve import built_among, replicas_beyond
 from elaswave_plugin.core.seating import Cell, FlatSeating, GridSeating, Seating
 from elaswave_plugin.core.shards import ShardCut
 from elaswave_plugin.core.slow import slowness_told
@@ -47,9 +47,16 @@ JOIN_TIMEOUT_S = 3600.0
 class Worker:
     """One member of the job; everything of it that is not framework-specific."""
 
-    def __init__(self, *, config: ElasticConfig, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        *,
+        config: ElasticConfig,
+        environ: Mapping[str, str],
+        model_parallel: tuple[int, int] = (1, 1),
+    ) -> None:
         """Join the job that the supervisor belongs to; blocks until the first view is committed.
 
+        ``model_parallel``: the sizes of tp and pp, by which slots beyond the launch have places.
         In the place of a lost worker nothing is waited for: the framework is built at the sizes of
         the launch, `alone`, and `ask_to_enter` comes before the first step.
         Raises ConfigurationError when the process was not started by a supervisor.
@@ -60,6 +67,7 @@ class Worker:
         self.slot = self.member.slot
         self.reserve = read_reserve(environ)
         """So many workers may join beyond those of the launch."""
+        self._tp, self._pp = model_parallel
         directory = config.dir
         self.events = EventLog(directory / "events.jsonl" if directory else None)
         self.ledger = EventLog(directory / "ledger.jsonl" if directory else None)
@@ -93,8 +101,7 @@ class Worker:
         self.completed = 0
         self.stopwatch = Stopwatch(PassTimes(), waited=lambda: self.links.waited_s)
         self.slow_workers = SlowWorkers(self)
-        self._seals_in_epoch = 0
-        self._has_sealed = False
+        self._seals_in_epoch, self._has_sealed = 0, False
         self._behind: MomentsBehind | None = None
         # (step, epoch) of the seal at which model and optimizer still are.
         self._live: tuple[int, int] | None = None
@@ -115,7 +122,8 @@ class Worker:
         """Take part in the first view, or build alone from what the job remembers."""
         self.homes = welcome.view.ranks
         # One that came beyond the launch builds as one of the launch does.
-        self.view = replace(welcome.view, ranks=built_among(self.slot, self.homes))
+        ranks = built_among(self.slot, self.homes, tp=self._tp, pp=self._pp)
+        self.view = replace(welcome.view, ranks=ranks)
         self.seating: Seating = FlatSeating(homes=self.homes, ranks=self.view.ranks)
         # What a replacement cannot learn from the others, since it builds alone.
         self.remembered: dict[str, Any] = {}
@@ -161,6 +169,11 @@ class Worker:
             "live": self._live,
             "slow": self.slow_workers.told(),
         }
+
+    @property
+    def spare_width(self) -> int:
+        """So many replicas may every stage have beyond those of the launch."""
+        return replicas_beyond(self.reserve, tp=self._tp, pp=self._pp)
 
     @property
     def owns_rank_0(self) -> bool:
@@ -244,7 +257,8 @@ class Worker:
         self.phases.fire("startup")
         self.deal = deal
         if self.reserve:
-            check_growing_groups(self.groups, width=len(self.homes))
+            # With stages, who is in a group follows from the seating.
+            check_growing_groups(self.groups, width=None if seating else len(self.homes))
         self.seating = seating or FlatSeating(
             homes=self.homes, ranks=self.view.ranks, buckets=framework.bucket_lengths()
         )

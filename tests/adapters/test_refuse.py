@@ -233,11 +233,16 @@ def test_an_optimizer_that_is_not_one_distributed_one_is_refused() -> None:
 @pytest.mark.parametrize(
     ("config", "job", "wanted"),
     [
-        ({}, {"model_parallel": (2, 1)}, "tensor parallel size 2 and pipeline parallel size 1"),
-        ({}, {"model_parallel": (1, 2)}, "only data-parallel ones can: leave --reserve out"),
-        ({}, {"width": 1}, "launched with 1 worker cannot grow.*launch at least 2"),
+        ({}, {"model_parallel": (2, 1)}, "whole tensor parallel group of 2: use a multiple of 2"),
+        ({}, {"width": 1}, "data parallel size 1 cannot grow.*launch at least 2 workers"),
+        ({"dataflow": "reroute"}, {}, "dataflow is 'reroute'.*set dataflow to auto"),
+        ({}, {"width": 7, "model_parallel": (1, 2)}, "up to 9 replicas for 8.*of at most 2 or"),
         ({"snapshots": False}, {}, "snapshots are off.*turn snapshots on, or leave --reserve out"),
-        ({}, {"width": 6}, "6 workers and a --reserve of 3 make 9 workers for 8 micro-batches"),
+        (
+            {},
+            {"width": 6},
+            "6 replicas and a --reserve of 3 workers make stages of up to 9 replicas",
+        ),
     ],
 )
 def test_a_job_that_cannot_grow_is_refused(
@@ -247,4 +252,5 @@ def test_a_job_that_cannot_grow_is_refused(
     with pytest.raises(ConfigurationError, match=f"(?s){wanted}"):
         check_growth(ElasticConfig(**config), 3, **sizes)
     check_growth(ElasticConfig(**config), 0, **sizes)
-    check_growth(ElasticConfig(), 3, width=4, model_parallel=(1, 1), num_microbatches=8)
+    for model_parallel in ((1, 1), (3, 2)):
+        check_growth(ElasticConfig(), 3, width=4, model_parallel=model_parallel, num_microbatches=8)

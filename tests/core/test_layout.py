@@ -126,7 +126,8 @@ def test_a_new_group_prefers_who_has_its_weights() -> None:
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[ParallelLayout, list[tuple[str, int]]]:
     tp, pp, dp = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    layout = launch_layout(tp=tp, pp=pp, dp=dp, num_layers=2 * pp)
+    reserve = draw(st.integers(0, 2))
+    layout = launch_layout(tp=tp, pp=pp, dp=dp, num_layers=2 * pp, reserve=reserve)
     events = draw(
         st.lists(
             st.tuples(st.sampled_from(["lose", "join", "reform", "move"]), st.integers(0, 10**6)),
@@ -157,14 +158,14 @@ def test_no_sequence_of_losses_and_joins_breaks_a_layout(
             layout = layout.joined([newest])
         elif kind == "reform":
             layout = layout.reformed()
-            assert len(layout.free) < layout.tp or all(w == layout.dp for w in layout.widths)
+            assert len(layout.free) < layout.tp or all(w == layout.seats for w in layout.widths)
             assert layout.reformed() == layout
             assert all(
                 set(old) <= set(new) for old, new in zip(before.stages, layout.stages, strict=True)
             )
         elif kind == "move":
             source, target = number % len(layout.stages), number // 7 % len(layout.stages)
-            if source != target and layout.stages[source] and layout.widths[target] < layout.dp:
+            if source != target and layout.stages[source] and layout.widths[target] < layout.seats:
                 layout = layout.moved(source=source, target=target)
         check_whole(layout, alive)
 
@@ -179,7 +180,7 @@ def check_whole(layout: ParallelLayout, alive: set[int]) -> None:
     assert layout.workers == tuple(sorted(alive))
     for groups in layout.stages:
         seats = [group.replica for group in groups]
-        assert seats == sorted(set(seats)) and all(0 <= seat < layout.dp for seat in seats)
+        assert seats == sorted(set(seats)) and all(0 <= seat < layout.seats for seat in seats)
         assert all(len(group.slots) == layout.tp for group in groups)
     assert ParallelLayout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
 
@@ -264,6 +265,8 @@ def test_summary_names_no_worker() -> None:
         "stage 1, layers 2-3: 1000 of 1000 replicas",
         "free: 0 workers",
     ]
+    wide = launch_layout(tp=1, pp=1, dp=2, num_layers=4, reserve=1).joined([2]).reformed()
+    assert "layers 0-3: 3 replicas, 2 at launch" in wide.summary()
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from elaswave_plugin.core.dataflow import Samples
 from elaswave_plugin.core.layer_times import LayerTimes
-from elaswave_plugin.core.layout import ParallelLayout, launch_layout
+from elaswave_plugin.core.layout import FreeWorker, ParallelLayout, launch_layout
 from elaswave_plugin.core.pipeline_flow import (
+    AS_LAUNCHED,
     PipelineFlow,
     Policy,
     SplitBackward,
@@ -21,6 +22,7 @@ from elaswave_plugin.core.pipeline_flow import (
 from elaswave_plugin.core.planner.microbatch_split import REDEAL, REROUTE, RESIZE
 from elaswave_plugin.core.schedule import BACKWARD, FORWARD, WEIGHTS, peak_in_flight
 from elaswave_plugin.core.step_time import LinkTime, StageTime, simulate
+from elaswave_plugin.errors import ConfigurationError
 
 
 def after_losses(*, tp: int, pp: int, dp: int, losses: Sequence[int]) -> ParallelLayout | None:
@@ -197,6 +199,35 @@ def test_a_rectangular_layout_is_healthy() -> None:
     flow = flow_of(layout=launch_layout(tp=2, pp=2, dp=2, num_layers=2), num_microbatches=4)
     assert flow.is_healthy and not flow.reasons
     assert flow.microbatches(0) == (0, 2) and flow.microbatches(7) == (1, 3)
+
+
+def test_stages_wider_than_at_launch_sum_as_at_launch() -> None:
+    """Micro-batches stay those of the replicas of the launch, and nobody is left without any."""
+    launch = launch_layout(tp=1, pp=2, dp=2, num_layers=4, reserve=1)
+    wide = launch.returned([FreeWorker(4, 0, 0), FreeWorker(5, 1, 0)]).reformed_in_place()
+    assert wide.widths == (3, 3)
+    flow = flow_of(layout=wide, num_microbatches=6)
+    assert not flow.is_healthy and flow.policy == "redeal"
+    assert [len(pieces) for stage in flow.pieces for pieces in stage] == [2] * 6
+    for stage in range(2):
+        cell = flow.cell(stage, 0)
+        assert cell.num_replicas == 2
+        summed = [[link[1].microbatches for link in term.chain] for term in cell.fold()]
+        assert [[k for ks in chain for k in ks] for chain in summed] == [[0, 2, 4], [1, 3, 5]]
+    assert "6 replicas are live, 4 at launch (1.500)" in flow.reasons[0]
+    # As many as at the launch, but others: not by Megatron-Core's own schedule.
+    other = flow_of(layout=wide.without([0, 2]), num_microbatches=6)
+    assert not other.is_healthy and other.policy == AS_LAUNCHED
+
+
+def test_nobody_is_rerouted_to_replicas_beyond_the_launch() -> None:
+    """They would have nothing where none of the launch is lost, however even the times are."""
+    launch = launch_layout(tp=1, pp=2, dp=2, num_layers=4, reserve=1)
+    wide = launch.returned([FreeWorker(4, 0, 0)]).reformed_in_place()
+    flow = flow_of(layout=wide, num_microbatches=4)
+    assert all(pieces for stage in flow.pieces for pieces in stage)
+    with pytest.raises(ConfigurationError, match="allow redeal as well"):
+        flow_of(layout=wide, num_microbatches=4, policy="reroute")
 
 
 def test_free_workers_run_nothing() -> None:

@@ -4,15 +4,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaswave_plugin.core.dataflow import Slowness
-from elaswave_plugin.core.groups import seats_of
+from elaswave_plugin.core.groups import seats_beyond, seats_of
 from elaswave_plugin.core.layer_times import LayerTimes
 from elaswave_plugin.core.layout import ParallelLayout, launch_layout
 from elaswave_plugin.core.placement import layout_told, told_layout
 from elaswave_plugin.core.seating import GridSeating
 from elaswave_plugin.errors import LayoutError
 
-LAUNCH = launch_layout(tp=2, pp=2, dp=3, num_layers=8)
-WORKERS = range(12)
+LAUNCH = launch_layout(tp=2, pp=2, dp=3, num_layers=8, reserve=1)
+# 12 of the launch, 4 beyond.
+WORKERS = range(16)
 
 
 def moved(layout: ParallelLayout, times: LayerTimes, slow: Slowness) -> ParallelLayout:
@@ -28,7 +29,7 @@ def moved(layout: ParallelLayout, times: LayerTimes, slow: Slowness) -> Parallel
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.tuples(st.sets(st.sampled_from(WORKERS), min_size=6), st.integers(0, 5))))
 def test_a_layout_is_understood_as_it_was_told(changes: list[tuple[set[int], int]]) -> None:
-    homes = seats_of(LAUNCH)
+    homes = {**seats_of(LAUNCH), **seats_beyond(LAUNCH)}
     seating = newcomer = GridSeating(
         layout=LAUNCH, homes=homes, rules={}, units={}, partition=moved
     )

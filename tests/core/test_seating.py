@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from elaswave_plugin.core.dataflow import Slowness
 from elaswave_plugin.core.groups import members_of, rule_of, seats_of
 from elaswave_plugin.core.layer_times import LayerTimes
-from elaswave_plugin.core.layout import ParallelLayout, launch_layout
+from elaswave_plugin.core.layout import FreeWorker, ParallelLayout, launch_layout
+from elaswave_plugin.core.reserve import built_among
 from elaswave_plugin.core.seating import FlatSeating, GridSeating
 from elaswave_plugin.errors import ConfigurationError, LayoutError
 
@@ -47,6 +48,36 @@ def test_a_data_parallel_job_grows_beyond_its_launch() -> None:
     assert seating.cells[0].ranks == (0, 1, 2, 3, 4)
     assert seating.dealt_over["homes"] == (0, 1, 2)
     assert seating.after((4, 1)).edits(launched, 1)["dp"].members == (4, 1)
+
+
+GROWS = launch_layout(tp=2, pp=2, dp=2, num_layers=4, reserve=1)
+
+
+def test_a_tp_group_beyond_the_launch_widens_the_stage_of_its_slots() -> None:
+    """One of the group alone is free, and changes nothing for the others."""
+    one = grid(GROWS).after((*range(8), 9))
+    assert one.layout.free == (FreeWorker(9, stage=0, tp=1),)
+    assert members(one, 0) == GROUPS and one.cell_of(9) is None
+    both = one.after((*range(8), 9, 8))
+    assert both.layout.widths == (3, 2) and both.layout.stages[0][2].slots == (8, 9)
+    assert members(both, 9)["dp"] == (1, 3, 9) and members(both, 9)["tp"] == (8, 9)
+    assert set(members(both, 9)["everyone"]) == set(range(10))
+    whole = both.after(range(12))
+    assert whole.layout.widths == (3, 3) and not whole.layout.free
+    # As one that was built there, in the place of the last replica of its stage and position.
+    assert built_among(11, range(8), tp=2, pp=2) == (0, 1, 2, 3, 4, 5, 6, 11)
+    assert members(whole, 11)["dp"] == (5, 7, 11)
+    assert grid(GROWS).as_told(whole.told()).layout == whole.layout
+    # With 8 its group is lost, and no other.
+    assert whole.after((*range(8), 9, 10, 11)).layout.widths == (2, 3)
+
+
+def test_who_comes_beyond_the_launch_takes_a_lost_seat_first() -> None:
+    short = grid(GROWS).after((0, 1, 4, 5, 6, 7, 8, 9))
+    assert [group.replica for group in short.layout.stages[0]] == [0, 1]
+    assert short.layout.is_rectangular and not short.layout.keeps_stages
+    assert short.after(range(10)).layout.widths == (3, 2)
+    assert grid(GROWS).as_told(short.told()).layout == short.layout
 
 
 def test_the_rules_give_back_the_groups_of_the_launch() -> None:

@@ -212,6 +212,6 @@ def test_a_reserve_changes_nothing_by_itself(run: Launch, reference: Reference) 
 
 def test_a_reserve_that_cannot_be_used_is_refused(run: Launch) -> None:
     refused = run(JobSpec(launcher=("--reserve=5",), dump="never"))
-    seen = "4 workers and a --reserve of 5 make 9 workers for 8 micro-batches a step"
+    seen = "4 replicas and a --reserve of 5 workers make stages of up to 9 replicas for 8"
     check_refused(refused, seen, "at most 4 or a larger global batch")
     check_silent_otherwise(refused)

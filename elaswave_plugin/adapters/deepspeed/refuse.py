@@ -56,7 +56,7 @@ def check_reserve(reserve: int) -> None:
     if reserve:
         raise ConfigurationError(
             f"--reserve is {reserve}, and a DeepSpeed job cannot grow beyond its launch, only "
-            "data-parallel ones of Megatron-Core can: leave --reserve out"
+            "those of Megatron-Core can: leave --reserve out"
         )
 
 

@@ -51,17 +51,17 @@ def make_room(
     optimizer: DistributedOptimizer,
     config_overrides: Any = None,
     *,
-    reserve: int,
+    spare_width: int,
 ) -> FlatShard:
     """Lay out buffers and optimizer so that every width fits; collective over WORLD.
 
-    The widths up to that of the launch, and ``reserve`` more.
+    The widths up to that of the launch, and ``spare_width`` more.
     With pipeline stages every part of the model that may change its stage gets its own bucket.
     What is loaded into the optimizer afterwards is kept.
     """
     group = chunks[0].intra_dp_cp_group
     for chunk in chunks:
-        buffers.lay_out(chunk, list(units_of(chunk).values()), group.size() + reserve)
+        buffers.lay_out(chunk, list(units_of(chunk).values()), group.size() + spare_width)
         buffers.set_width(chunk, group.size(), group.rank())
     shard = FlatShard(optimizer, config_overrides)
     shard.recut()
@@ -97,12 +97,13 @@ class MegatronFramework:
         self._announce = worker.phases.enter
         self._prepare = prepare
         if shard is None:
-            self._shard = make_room(self.chunks, distributed_optimizer, reserve=worker.reserve)
+            spare = worker.spare_width
+            self._shard = make_room(self.chunks, distributed_optimizer, spare_width=spare)
         else:
             self._shard = shard
             self._adopt()
         # Buckets keep room for it.
-        self._largest_width = self._group.size() + worker.reserve
+        self._largest_width = self._group.size() + worker.spare_width
         self.reduction = GradientReduction(
             self.chunks,
             slot=worker.slot,

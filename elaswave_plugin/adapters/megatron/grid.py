@@ -67,6 +67,7 @@ class Grid:
             dp=parallel_state.get_data_parallel_world_size(),
             num_layers=chunks[0].config.num_layers,
             vpp=len(chunks),
+            reserve=worker.spare_width,
         )
         _check_layers(chunks, self.layout)
         stages = _stages(worker, framework)
@@ -101,17 +102,24 @@ class Grid:
             )
         self.seating = GridSeating.at_launch(
             self.layout,
-            groups=worker.groups.members(),
+            groups=_at_launch(worker),
             units=units,
             partition=partition,
             why_workers_stay=framework.why_workers_stay(),
             why_layers_stay=_why_layers_stay(worker.config, framework.why_layers_stay()),
         )
-        more = _clock_limits(worker.config, workers=len(self.layout.workers))
+        more = _clock_limits(worker.config, workers=len(self.layout.workers) + worker.reserve)
         worker.stopwatch.clocks = clocks_for(worker.config, gpu)
         if gpu is None and not worker.alone:
             worker.stopwatch.times.link_rate = measure_link()
         self.deal = partial(within_memory, state, flow_of, **work, split_backward=splits, **more)
+
+
+def _at_launch(worker: Worker) -> dict[str, tuple[int, ...]]:
+    """The groups, with whoever builds beyond the launch as the one where it stands."""
+    home = dict(zip(worker.view.ranks, worker.homes, strict=True))
+    groups = worker.groups.members()
+    return {name: tuple(home[slot] for slot in slots) for name, slots in groups.items()}
 
 
 def _stages(worker: Worker, framework: MegatronFramework) -> list[Stage]:
@@ -205,15 +213,18 @@ def _check_layers(chunks: Sequence[DistributedDataParallel], layout: ParallelLay
 
 
 def _clock_limits(config: ElasticConfig, *, workers: int) -> dict[str, Any]:
-    """What a plan may do with the clocks; raises ConfigurationError for a cap below the launch."""
+    """What a plan may do with the clocks; raises ConfigurationError for a cap below clock 1.
+
+    ``workers``: the most that there may be.
+    """
     if config.clocks == "off":
         return {}
     table = ClockTable(clocks=parse_clocks(config.clock_table))
-    launch_w = workers * table.watts(1.0)
-    cap_w = launch_w if config.power_cap_w is None else config.power_cap_w
-    if launch_w > cap_w:
+    needed_w = workers * table.watts(1.0)
+    cap_w = needed_w if config.power_cap_w is None else config.power_cap_w
+    if needed_w > cap_w:
         raise ConfigurationError(
-            f"power_cap_w is {cap_w:g}, and {workers} workers draw {launch_w:g} W at clock 1;"
+            f"power_cap_w is {cap_w:g}, and {workers} workers draw {needed_w:g} W at clock 1;"
             " wanted at least that, or leave it out"
         )
     return {"clocks": table, "power_cap_w": cap_w}

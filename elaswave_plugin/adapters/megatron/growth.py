@@ -1,6 +1,7 @@
 """Which jobs may grow beyond their launch; the others are refused by name before they begin."""
 
 from elaswave_plugin.config import ElasticConfig
+from elaswave_plugin.core.reserve import replicas_beyond
 from elaswave_plugin.errors import ConfigurationError
 
 
@@ -18,26 +19,33 @@ def check_growth(
     """
     if not reserve:
         return
-    if model_parallel != (1, 1):
-        tp, pp = model_parallel
+    tp, pp = model_parallel
+    if reserve % tp:
         raise ConfigurationError(
-            f"--reserve is {reserve}, and a job with tensor parallel size {tp} and pipeline "
-            f"parallel size {pp} cannot grow beyond its launch, only data-parallel ones can: leave "
-            "--reserve out"
+            f"--reserve is {reserve}, and who joins has a place once it is a whole tensor parallel "
+            f"group of {tp}: use a multiple of {tp}"
         )
     if width == 1:
         raise ConfigurationError(
-            f"--reserve is {reserve}, and a job launched with 1 worker cannot grow, since its "
-            "groups of all workers and of one are alike: launch at least 2"
+            f"--reserve is {reserve}, and a job launched with data parallel size 1 cannot grow, "
+            "since its groups of all replicas and of one are alike: launch at least "
+            f"{2 * tp * pp} workers"
         )
     if not config.snapshots:
         raise ConfigurationError(
             f"--reserve is {reserve} and snapshots are off, from which a worker that joins gets "
             "its state: turn snapshots on, or leave --reserve out"
         )
-    if width + reserve > num_microbatches:
+    if config.dataflow == "reroute":
         raise ConfigurationError(
-            f"{width} workers and a --reserve of {reserve} make {width + reserve} workers for "
-            f"{num_microbatches} micro-batches a step; use a --reserve of at most "
-            f"{num_microbatches - width} or a larger global batch"
+            f"--reserve is {reserve} and dataflow is 'reroute', which has micro-batches of lost "
+            "replicas only for who joins: set dataflow to auto, or leave --reserve out"
+        )
+    widest = width + replicas_beyond(reserve, tp=tp, pp=pp)
+    if widest > num_microbatches:
+        most = (num_microbatches - width) * tp * pp
+        raise ConfigurationError(
+            f"{width} replicas and a --reserve of {reserve} workers make stages of up to {widest} "
+            f"replicas for {num_microbatches} micro-batches a step; use a --reserve of at most "
+            f"{most} or a larger global batch"
         )

@@ -76,7 +76,7 @@ class ElasticJob:
         self._micro_batch_size = micro_batch_size
         self._seed = seed if config.seed is None else config.seed
         check_sinks(config)
-        self._worker = Worker(config=config, environ=os.environ)
+        self._worker = Worker(config=config, environ=os.environ, model_parallel=model_parallel)
         self._tracker = tracker_of(self._worker)
         self._train_iters = 0
         self._evaluations = 0

@@ -143,6 +143,8 @@ class Microbatches:
             begin(iterator, chunk, samples)
 
         kwargs["forward_step_func"] = in_order(kwargs["forward_step_func"], self.executed, starting)
+        if self.seat is None:
+            return []
         if isinstance(flow, PipelineFlow) and not flow.is_healthy:
             return self._run_pipeline(flow, forward_only=forward_only, **kwargs)
         if flow.is_healthy or forward_only:
@@ -191,8 +193,6 @@ class Microbatches:
         micro_batch_size: int,
         **_: Any,
     ) -> list[Any]:
-        if flow.seat(self._worker.slot) is None:
-            return []
         pipeline = RaggedPipeline(
             flow=flow,
             slot=self._worker.slot,

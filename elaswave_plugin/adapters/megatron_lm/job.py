@@ -45,9 +45,8 @@ class LmJob:
         Raises ConfigurationError outside a supervisor, and for uneven batches.
         """
         workers = int(os.environ.get("WORLD_SIZE", "1"))
-        self.width = sizes_of(
-            workers, tp=args.tensor_model_parallel_size, pp=args.pipeline_model_parallel_size
-        )
+        model_parallel = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+        self.width = sizes_of(workers, tp=model_parallel[0], pp=model_parallel[1])
         counts = [
             num_microbatches_of(
                 global_batch_size=size, micro_batch_size=args.micro_batch_size, width=self.width
@@ -60,10 +59,7 @@ class LmJob:
             config,
             reserve,
             width=self.width,
-            model_parallel=(
-                args.tensor_model_parallel_size,
-                args.pipeline_model_parallel_size,
-            ),
+            model_parallel=model_parallel,
             num_microbatches=counts[0],
         )
         config.check_slots(workers + reserve)
@@ -76,7 +72,7 @@ class LmJob:
             )
         self._args = args
         self._seed = args.seed if config.seed is None else config.seed
-        self.worker = Worker(config=config, environ=os.environ)
+        self.worker = Worker(config=config, environ=os.environ, model_parallel=model_parallel)
         self._tracker = tracker_of(self.worker)
         self._loaders: list[MicrobatchLoader] = []
         self._shard: FlatShard | None = None
@@ -99,13 +95,16 @@ class LmJob:
     def make_world(self) -> None:
         """Make WORLD ours, which needs no store and no rendezvous."""
         dist.init_process_group(**self.worker.groups.install(self.worker.view.ranks))
+        # Who comes beyond the launch was started before anybody knew for which stage.
+        self._args.rank = dist.get_rank()
 
     # ---- what Megatron-LM builds ----------------------------------------------------------------
 
     def take_optimizer(self, chunks: Sequence[Any], optimizer: Any, overrides: Any) -> None:
         """Cut the state anew before a checkpoint is loaded into it."""
         distributed = check_supported(chunks, optimizer, overlaps_param_gather=True)
-        self._shard = make_room(chunks, distributed, overrides, reserve=self.worker.reserve)
+        spare = self.worker.spare_width
+        self._shard = make_room(chunks, distributed, overrides, spare_width=spare)
 
     def make_loader(
         self, dataset: Any, position: int, make: Callable[[int, int], Any]

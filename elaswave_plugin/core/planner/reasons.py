@@ -36,13 +36,12 @@ def most_gain(layout: ParallelLayout, *, microbatches_each: float) -> float:
 
 
 def loss_reason(layout: ParallelLayout) -> str:
-    """What is left of the launch layout."""
+    """What is left of the launch layout, or what it has become."""
     live, rho = concentration(layout)
-    total = layout.dp * len(layout.stages)
-    return (
-        f"{sum(layout.widths)} of {total} replicas are live ({live:.3f}), mean over narrowest stage"
-        f" rho = {rho:.2f}"
-    )
+    count, total = sum(layout.widths), layout.dp * len(layout.stages)
+    of = f"{count} of {total} replicas are live"
+    present = of if count <= total else f"{count} replicas are live, {total} at launch"
+    return f"{present} ({live:.3f}), mean over narrowest stage rho = {rho:.2f}"
 
 
 def slow_reason(slow: Mapping[int, float]) -> str | None:
@@ -77,7 +76,7 @@ def layers_reason(
         return f"layers: cuts {cuts} take {best_s:.4g} s"
     for stage, width in enumerate(layout.widths):
         (start, stop), lost = layout.layers(stage)[0], layout.dp - width
-        if lost and not layers_can_help(layers=stop - start, launch_width=layout.dp, lost=lost):
+        if lost > 0 and not layers_can_help(layers=stop - start, launch_width=layout.dp, lost=lost):
             return (
                 f"layers: stay; one less evens the load only if the {stop - start} of stage {stage}"
                 f" are more than (live {width}) / (lost {lost}) = {width / lost:.3g}"

@@ -177,7 +177,7 @@ class Search:
         seats = [[group.replica for group in groups] for groups in self.after.stages]
         for source, target in moves:
             seats[source].pop()
-            vacant = set(range(self.after.dp)).difference(seats[target])
+            vacant = set(range(self.after.seats)).difference(seats[target])
             seats[target] = sorted([*seats[target], min(vacant)])
         return tuple(map(tuple, seats))
 
@@ -258,13 +258,18 @@ class Search:
         is_worth = self.work.microbatch_size > 1 or self._passes <= CHEAP_TO_TRY_ALL
         if RESIZE in self.rules.policies and (is_worth or not choices):
             choices.append(DataflowChoice(RESIZE, self.work.launch_width))
-        if REROUTE in self.rules.policies and self.is_exact:
+        if REROUTE in self.rules.policies and self.is_exact and self._have_own(moves):
             choices.append(DataflowChoice(REROUTE, self.work.launch_width))
         if not choices:
             raise ConfigurationError(
                 f"{sum(widths)} replicas are too many to simulate rerouting; allow {REDEAL} as well"
             )
         return choices
+
+    def _have_own(self, moves: Sequence[WidthMove]) -> bool:
+        """Whether all are replicas of the launch: others would get nothing by rerouting."""
+        seats = (seat for stage in self._seats(moves) for seat in stage)
+        return max(seats) < self.work.launch_width
 
     def _few(self, moves: Sequence[WidthMove]) -> list[DataflowChoice]:
         """The dataflows to try in costly ways: of those by dealing, the one of the fewest slots."""

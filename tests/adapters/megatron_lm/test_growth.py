@@ -8,6 +8,8 @@ import pytest
 from tests.adapters.megatron_lm.conftest import Launch
 from tests.adapters.megatron_lm.harness import (
     EVALUATION,
+    NO_EVALUATION,
+    TP2_PP2,
     ScriptSpec,
     needs_repository,
     printed,
@@ -15,6 +17,9 @@ from tests.adapters.megatron_lm.harness import (
 from tests.adapters.megatron_lm.test_pieces import check_checkpoints
 from tests.faults.harness import Zygote, check_equal
 from tests.faults.test_growth import grow
+from tests.faults.test_join import LATER
+from tests.faults.test_outside_a_step import FORKED_CARRIER
+from tests.faults.test_stage_moves import stages_after
 
 pytestmark = [needs_repository, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -38,4 +43,30 @@ def test_a_fifth_worker_joins_pretrain_gpt(
     assert [event["slot"] for event in grown.events("entered")] == [4]
     assert grown.events("view_committed")[-1]["ranks"] == [0, 1, 2, 3, 4]
     check_checkpoints(data, "grown", "whole", 4, 8, 9)
+    assert "Traceback" not in grown.output
+
+
+def test_a_tp_group_joins_pretrain_gpt(
+    script: Path, zygote: Zygote, data: Path, reference: Launch, tmp_path: Path
+) -> None:
+    """TP2 x PP2 x DP2, and a third replica of the first stage."""
+
+    def in_stages(name: str) -> ScriptSpec:
+        save = ("--log-interval", "4", "--save", "{data}/" + name, "--save-interval", "4")
+        return ScriptSpec(nproc=8, steps=9, dump="last", options=(*NO_EVALUATION, *save, *TP2_PP2))
+
+    spec = replace(
+        in_stages("widened"),
+        script=str(script),
+        launcher=("--reserve=2",),
+        awaits=((2, 1), (5, 2)),
+        sabotage=LATER.format(slot=9) + FORKED_CARRIER,
+    )
+    grown = grow(spec, joiners=2, zygote=zygote, data=data, directory=tmp_path)
+    undisturbed = reference(in_stages("staged"))
+    check_equal(grown, undisturbed)
+    assert printed(grown) == printed(undisturbed)
+    assert [event["slot"] for event in grown.events("entered")] == [8, 9]
+    assert stages_after(grown) == [[[0, 1], [2, 3], [8, 9]], [[4, 5], [6, 7]]]
+    check_checkpoints(data, "widened", "staged", 4, 8, 9)
     assert "Traceback" not in grown.output
