@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
 from elaswave_plugin.adapters.megatron_lm.job import LmJob
+from elaswave_plugin.adapters.megatron_lm.losses import told_everyone
 from elaswave_plugin.adapters.megatron_lm.nominal import Answering
 from elaswave_plugin.adapters.megatron_lm.refuse import check_arguments
 from elaswave_plugin.config import ElasticConfig, from_namespace
@@ -177,6 +178,17 @@ class Hooks:
                 parallel_state.get_model_parallel_group = group
 
         return reduce
+
+    def evaluate(self, native: Native) -> Native:
+        """Its losses on every rank: the last one shows them, and need not be in the last stage."""
+
+        @wraps(native)
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            losses, *others = native(*args, **kwargs)
+            # None where its time was over, on all alike.
+            return (losses if losses is None else told_everyone(losses), *others)
+
+        return evaluate
 
     def piece(self, native: Native, *, phase: str | None = None) -> Native:
         """A piece of the loop that starts again after a recovery."""

@@ -142,6 +142,13 @@ def _pieces(hooks: Hooks) -> list[PatchRecord]:
             *("process_non_loss_data_func", "config", "verbose", "write_to_tensorboard"),
             "non_loss_data_func",
         ),
+        _record(
+            f"{_TRAINING}:evaluate",
+            hooks.evaluate,
+            "the last rank shows its losses, and need not be in the last stage",
+            *("forward_step_func", "data_iterator", "model", "process_non_loss_data_func"),
+            *("config", "verbose", "non_loss_data_func", "eval_iters"),
+        ),
         _record(f"{_TRAINING}:save_checkpoint_and_time", save, again),
         _record(
             f"{_TRAINING}:checkpoint_and_decide_exit",

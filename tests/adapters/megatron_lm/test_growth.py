@@ -8,7 +8,6 @@ import pytest
 from tests.adapters.megatron_lm.conftest import Launch
 from tests.adapters.megatron_lm.harness import (
     EVALUATION,
-    NO_EVALUATION,
     TP2_PP2,
     ScriptSpec,
     needs_repository,
@@ -52,8 +51,8 @@ def test_a_tp_group_joins_pretrain_gpt(
     """TP2 x PP2 x DP2, and a third replica of the first stage."""
 
     def in_stages(name: str) -> ScriptSpec:
-        save = ("--log-interval", "4", "--save", "{data}/" + name, "--save-interval", "4")
-        return ScriptSpec(nproc=8, steps=9, dump="last", options=(*NO_EVALUATION, *save, *TP2_PP2))
+        one = saving(name)
+        return replace(one, nproc=8, options=(*one.options, *TP2_PP2))
 
     spec = replace(
         in_stages("widened"),
