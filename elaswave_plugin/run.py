@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.descriptors import allow_descriptors
 from elaswave_plugin.runtime.launch import connect_zygote
@@ -27,6 +26,7 @@ from elaswave_plugin.runtime.rendezvous import Place, listen_at, own_host
 from elaswave_plugin.runtime.reserve import RESERVE, read_reserve
 from elaswave_plugin.runtime.supervisor import Supervisor, SupervisorSpec
 from elaswave_plugin.runtime.supervisor_main import EXIT_CRASHED
+from elaswave_plugin.runtime.timeouts import QUIESCE, add_timeouts, read_timeouts, variable
 from elaswave_plugin.runtime.trainer_process import Program
 
 _WANTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -35,7 +35,6 @@ _NAMES_OF_A_JOB = (
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE"),
 )
-_START_TIMEOUT_S = 600.0
 # MASTER_PORT is often a port that was free by chance: its neighbour need not be.
 _PORTS_TRIED = 16
 
@@ -56,8 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return supervise(
             program,
             os.environ,
-            control_port=parsed.elaswave_control_port,
-            zygote=parsed.elaswave_zygote,
+            options=parsed,
         )
     except ConfigurationError as error:
         print(f"elaswave_plugin.run: {error}", file=sys.stderr)
@@ -68,22 +66,27 @@ def supervise(
     program: Program,
     env: Mapping[str, str],
     *,
-    control_port: int | None = None,
-    zygote: str | None = None,
+    options: argparse.Namespace | None = None,
 ) -> int:
     """Run `program` as the worker that `env` describes, under a supervisor in this process.
 
-    The reserve is that of ELASWAVE_RESERVE. Raises ConfigurationError where the environment
-    describes no worker, a port is taken, or the notice file is there already.
+    ``options``: those of the command line, where there is one; what they do not say is that of the
+    environment, the reserve always. Raises ConfigurationError where the environment describes no
+    worker, a port is taken, or the notice file is there already.
     """
-    place = _place(env, control_port)
+    settings = script_settings(program.args, env)
+    timeouts = read_timeouts(options, env, quiesce_timeout_s=settings.quiesce_timeout_s)
+    place = _place(env, getattr(options, "elaswave_control_port", None), timeouts.start_s)
     allow_descriptors(place.world_size + place.reserve)
     if not program.module and not Path(program.script).is_file():
         raise ConfigurationError(f"script {program.script!r} is no file")
     if notice_file := env.get(NOTICE_FILE):
         check_notice_file(notice_file)
-    settings = script_settings(program.args, env)
-    trainer_env = {**env, RESERVE: str(place.reserve)}
+    trainer_env = {
+        **env,
+        RESERVE: str(place.reserve),
+        variable(QUIESCE): str(timeouts.patience.quiesce_timeout_s),
+    }
     if settings.run_dir is not None:
         trainer_env["ELASWAVE_DIR"] = str(settings.run_dir)
     several = env.get("LOCAL_WORLD_SIZE") != env["WORLD_SIZE"]
@@ -95,7 +98,7 @@ def supervise(
         timeout_s=place.timeout_s,
         several=several,
     )
-    zygote = zygote or env.get("ELASWAVE_ZYGOTE")
+    zygote = getattr(options, "elaswave_zygote", None) or env.get("ELASWAVE_ZYGOTE")
     connection = connect_zygote(zygote) if zygote else None
     die_with_parent(os.getppid())
     try:
@@ -106,7 +109,8 @@ def supervise(
                 program=program,
                 env=trainer_env,
                 run_dir=None if settings.run_dir is None else str(settings.run_dir),
-                patience=Patience(quiesce_timeout_s=settings.quiesce_timeout_s),
+                patience=timeouts.patience,
+                heartbeat=timeouts.heartbeat,
             ),
             listener=listener,
             zygote=connection,
@@ -128,6 +132,7 @@ def _parser() -> _Parser:
         type=int,
         help="port of the supervisors (the first free one above MASTER_PORT)",
     )
+    add_timeouts(parser)
     parser.add_argument("--elaswave-zygote", help="socket of a running zygote that forks workers")
     parser.add_argument("--local_rank", "--local-rank", help="handed on to the script")
     parser.add_argument("-m", "--module", action="store_true", help="run SCRIPT as python -m does")
@@ -136,7 +141,7 @@ def _parser() -> _Parser:
     return parser
 
 
-def _place(env: Mapping[str, str], control_port: int | None) -> Place:
+def _place(env: Mapping[str, str], control_port: int | None, start_s: float) -> Place:
     missing = [name for name in _WANTED if name not in env]
     if missing:
         raise ConfigurationError(
@@ -162,7 +167,7 @@ def _place(env: Mapping[str, str], control_port: int | None) -> Place:
             host=env["MASTER_ADDR"],
             ports=(port,) if port else tuple(range(first, min(first + _PORTS_TRIED, 1 << 16))),
             job="/".join([str(os.getuid()), *(env.get(name, "") for name in _NAMES_OF_A_JOB)]),
-            timeout_s=_START_TIMEOUT_S,
+            timeout_s=start_s,
             reserve=reserve,
         )
     except ValueError as error:

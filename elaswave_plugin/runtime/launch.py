@@ -27,6 +27,7 @@ from elaswave_plugin.runtime.supervisor_main import (
     Descriptors,
     SupervisorProcess,
 )
+from elaswave_plugin.runtime.timeouts import QUIESCE, variable
 from elaswave_plugin.runtime.trainer_process import Program
 from elaswave_plugin.tracking.events import EventLog
 
@@ -402,6 +403,8 @@ def _job_env(spec: LaunchSpec) -> dict[str, str]:
         env["ELASWAVE_DIR"] = str(spec.run_dir)
     if spec.notice_file is not None:
         env[NOTICE_FILE] = str(spec.notice_file)
+    if spec.join is None:
+        env[variable(QUIESCE)] = str(spec.patience.quiesce_timeout_s)
     if spec.nproc_per_node > 1:
         env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
     return env

@@ -16,6 +16,7 @@ from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.coordinator import Heartbeat
 from elaswave_plugin.runtime.notice_file import NOTICE_FILE, check_notice_file
 from elaswave_plugin.runtime.reserve import RESERVE, read_reserve
+from elaswave_plugin.runtime.timeouts import START_S, add_timeouts, read_timeouts, seconds
 
 # Fixed at the launch of a job.
 _OF_THE_JOB = (
@@ -60,7 +61,7 @@ class LaunchSpec:
     standby: int = 0
     reserve: int = 0
     notice_file: Path | None = None
-    start_timeout_s: float = 600.0
+    start_timeout_s: float = START_S
     patience: Patience = field(default_factory=Patience)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
@@ -107,6 +108,7 @@ def parse_run_args(argv: Sequence[str]) -> LaunchSpec:
     if options.join is not None:
         _check_join(options, parser)
     shared = script_settings(args, os.environ)
+    timeouts = read_timeouts(options, os.environ, quiesce_timeout_s=shared.quiesce_timeout_s)
     notice_file = options.notice_file or os.environ.get(NOTICE_FILE)
     if options.standalone and options.nnodes != 1:
         raise ConfigurationError(f"--standalone means one node, but --nnodes is {options.nnodes}")
@@ -126,15 +128,9 @@ def parse_run_args(argv: Sequence[str]) -> LaunchSpec:
         standby=options.standby,
         reserve=_reserve(options),
         notice_file=Path(notice_file).absolute() if notice_file else None,
-        start_timeout_s=options.start_timeout_s,
-        patience=Patience(
-            quiesce_timeout_s=options.quiesce_timeout_s or shared.quiesce_timeout_s,
-            join_timeout_s=options.join_timeout_s,
-            quorum_wait_s=options.quorum_wait_s,
-            finish_grace_s=options.finish_grace_s,
-            notice_timeout_s=options.notice_timeout_s,
-        ),
-        heartbeat=Heartbeat(timeout_s=options.heartbeat_timeout_s),
+        start_timeout_s=timeouts.start_s,
+        patience=timeouts.patience,
+        heartbeat=timeouts.heartbeat,
     )
 
 
@@ -143,7 +139,7 @@ class ScriptSettings:
     """What the script's own options say that concerns its supervisors too."""
 
     run_dir: Path | None
-    quiesce_timeout_s: float
+    quiesce_timeout_s: float | None
 
 
 def script_settings(args: Sequence[str], env: Mapping[str, str]) -> ScriptSettings:
@@ -153,17 +149,18 @@ def script_settings(args: Sequence[str], env: Mapping[str, str]) -> ScriptSettin
     that over ELASWAVE_DIR. Raises ConfigurationError.
     """
     config = _peek(args, "--elaswave-config")
+    origin = config or 'section "elaswave" of --deepspeed_config'
     section = _deepspeed_section(args) if config is None else _section(config)
     run_dir = _peek(args, "--elaswave-dir") or section.get("dir") or env.get("ELASWAVE_DIR")
     if not isinstance(run_dir, str | None):
-        raise ConfigurationError(f"{config}: key 'dir' is {run_dir!r}, wanted a path as a string")
+        raise ConfigurationError(f"{origin}: key 'dir' is {run_dir!r}, wanted a path as a string")
     option = "--elaswave-quiesce-timeout-s"
     value = _peek(args, option)
     source = option
     if value is None and "quiesce_timeout_s" in section:
-        value, source = str(section["quiesce_timeout_s"]), f"{config}: key 'quiesce_timeout_s'"
+        value, source = str(section["quiesce_timeout_s"]), f"{origin}: key 'quiesce_timeout_s'"
     try:
-        quiesce_s = Patience().quiesce_timeout_s if value is None else _seconds(value)
+        quiesce_s = None if value is None else seconds(value)
     except argparse.ArgumentTypeError as error:
         raise ConfigurationError(f"{source}: {error}") from error
     return ScriptSettings(
@@ -238,31 +235,7 @@ def _parser() -> _Parser:
     parser.add_argument(
         "--preload", default="", help="modules that a zygote of this run imports, as torch,numpy"
     )
-    patience, heartbeat = Patience(), Heartbeat()
-    add(
-        "quiesce-timeout-s",
-        "a worker that does not answer a view change in this time is killed "
-        f"(default {patience.quiesce_timeout_s:g})",
-        type=_seconds,
-    )
-    for name, text, default_s in (
-        ("start-timeout-s", "all nodes have to be there by then", 600.0),
-        ("join-timeout-s", "every worker has to have joined by then", patience.join_timeout_s),
-        ("quorum-wait-s", "a minority of the nodes stops after this", patience.quorum_wait_s),
-        ("heartbeat-timeout-s", "a supervisor this silent is lost", heartbeat.timeout_s),
-        (
-            "finish-grace-s",
-            "a worker that has finished and has not exited by then is killed",
-            patience.finish_grace_s,
-        ),
-        (
-            "notice-timeout-s",
-            "workers that were told to go end by force after this; a last checkpoint has to be "
-            "written by then",
-            patience.notice_timeout_s,
-        ),
-    ):
-        add(name, f"{text} (default {default_s:g})", type=_seconds, default=default_s)
+    add_timeouts(parser)
     parser.add_argument("script", help="script, or module with -m")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
     return parser
@@ -298,16 +271,6 @@ def _peek(args: Sequence[str], option: str) -> str | None:
         if name.replace("_", "-") == option:
             found = value if equals else next(iter(args[position + 1 :]), None)
     return found
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
-    return value
 
 
 def _require(fine: bool, complaint: str) -> None:

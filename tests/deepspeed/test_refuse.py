@@ -13,6 +13,7 @@ from elaswave_plugin.adapters.deepspeed.refuse import (
     check_reserve,
     check_stages,
 )
+from elaswave_plugin.adapters.deepspeed.section import elastic_config
 from elaswave_plugin.errors import ConfigurationError
 from tests.deepspeed.conftest import Launch
 from tests.deepspeed.harness import EngineSpec
@@ -126,3 +127,15 @@ def test_wrappers_with_other_masters_are_refused_by_name(kind: str) -> None:
     engine.optimizer = wrapper.__new__(wrapper)
     with pytest.raises(ConfigurationError, match=kind):
         check_engine(engine)
+
+
+def test_a_limit_that_the_supervisors_were_not_told_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = {"elaswave": {"quiesce_timeout_s": 9}}
+    monkeypatch.setenv("ELASWAVE_QUIESCE_TIMEOUT_S", "30.0")
+    with pytest.raises(ConfigurationError, match=r"is 9, and the supervisors were told 30: .* set"):
+        elastic_config(config)
+    monkeypatch.setenv("ELASWAVE_QUIESCE_TIMEOUT_S", "9.0")
+    settings = elastic_config(config)
+    assert settings is not None and settings.quiesce_timeout_s == 9

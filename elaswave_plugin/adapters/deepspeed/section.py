@@ -8,6 +8,7 @@ from typing import Any
 from elaswave_plugin.adapters.deepspeed.configuration import SECTION
 from elaswave_plugin.config import ElasticConfig, from_section
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.runtime.timeouts import QUIESCE, variable
 
 
 def elastic_config(config: Mapping[str, Any]) -> ElasticConfig | None:
@@ -37,6 +38,13 @@ def elastic_config(config: Mapping[str, Any]) -> ElasticConfig | None:
         raise ConfigurationError(
             f"{source}: key 'slow_workers' is {values['slow_workers']!r}, which is for jobs of"
             " Megatron-Core; the layers of an engine are not timed; leave it out"
+        )
+    told_s = os.environ.get(variable(QUIESCE))
+    if QUIESCE in values and told_s is not None and float(told_s) != settings.quiesce_timeout_s:
+        raise ConfigurationError(
+            f"{source}: key '{QUIESCE}' is {settings.quiesce_timeout_s:g}, and the supervisors were"
+            f" told {float(told_s):g}: they read the file of --deepspeed_config alone; set"
+            f" {variable(QUIESCE)} where the configuration is made elsewhere"
         )
     if not enabled:
         return None
