@@ -140,6 +140,15 @@ class PatchSet:
         self.records = tuple(records)
         self._originals: list[tuple[Any, str, Any]] = []
 
+    def check(self) -> list[PatchRecord]:
+        """Those that what is installed has need of; raises PatchMismatchError. Changes nothing."""
+        distributions = {record.distribution for record in self.records}
+        versions = {name: installed_version(name) for name in distributions}
+        there = [one for one in self.records if not one.is_gone(versions[one.distribution])]
+        for record in there:
+            record.check(versions[record.distribution])
+        return there
+
     def apply(self) -> None:
         """Check every record, then apply all; a second call changes nothing.
 
@@ -147,11 +156,7 @@ class PatchSet:
         """
         if self._originals:
             return
-        distributions = {record.distribution for record in self.records}
-        versions = {name: installed_version(name) for name in distributions}
-        there = [one for one in self.records if not one.is_gone(versions[one.distribution])]
-        for record in there:
-            record.check(versions[record.distribution])
+        there = self.check()
         try:
             for record in there:
                 seam = record.seam

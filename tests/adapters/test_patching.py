@@ -1,12 +1,15 @@
 """Patch records: checked before anything changes, applied together, undone completely."""
 
+import argparse
 import types
 from typing import Any
 
 import pytest
 
+from elaswave_plugin.adapters import megatron
 from elaswave_plugin.adapters.patching import Hook, PatchRecord, PatchSet
 from elaswave_plugin.errors import PatchMismatchError
+from elaswave_plugin.runtime.member import CONTROL_FD
 
 
 @pytest.fixture
@@ -130,3 +133,20 @@ def test_cpu_records_are_reversible_and_carry_their_reasons() -> None:
     for one in patches.records:
         owner, name = one.locate()
         assert vars(owner).get(name, "absent") is before[one.target]
+
+
+def test_what_does_not_fit_is_refused_before_the_others_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def mismatch(patches: PatchSet) -> None:
+        raise PatchMismatchError("megatron-core is 0.15, wanted 0.16.1")
+
+    monkeypatch.setattr(PatchSet, "check", mismatch)
+    monkeypatch.setattr(megatron, "ElasticJob", lambda *_, **__: pytest.fail("it has joined"))
+    monkeypatch.delenv(CONTROL_FD, raising=False)
+    parser = megatron.add_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--elaswave"])
+    vars(args).update(global_batch_size=8, micro_batch_size=1, seed=1)
+    with pytest.raises(SystemExit) as end:
+        megatron.attach(args)
+    assert end.value.code == 2 and "megatron-core is 0.15" in capsys.readouterr().err

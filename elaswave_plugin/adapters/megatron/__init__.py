@@ -45,6 +45,7 @@ def attach(args: argparse.Namespace) -> Job:
     else:
         elastic = elastic_patches(exact=config.consistency == "exact")
         patches = PatchSet([*patches.records, *elastic.records])
+        patches.check()  # before the others are waited for
         job = ElasticJob(config, patches=patches, seed=args.seed, **sizes)
     patches.apply()
     return job
