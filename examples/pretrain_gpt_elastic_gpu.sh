@@ -5,8 +5,8 @@
 #       examples/pretrain_gpt_elastic_gpu.sh [MORE FLAGS]
 #
 # Not run by us: no machine with GPUs was at hand. The CPU variant beside it is tested.
-# Elastic are the two lines marked so. Without transformer-engine and apex: the plugin refuses their
-# optimizers, and the local layers need neither.
+# Elastic are the two lines marked so. The local layers need neither transformer-engine nor apex. After a
+# loss the pipeline's messages go through host memory, collectives through NCCL as before.
 set -eu
 : "${MEGATRON_LM_PATH:?set it to a checkout of Megatron-LM, tag core_v0.16.1}"
 : "${DATA:?set it to the prefix of an indexed dataset}"

@@ -30,7 +30,7 @@ def _routed(call: str) -> Callable[..., Any]:
     """The c10d call under its own name: native for tensors of the device, else over the links."""
 
     def run(self: DeviceCalls, *args: Any, **kwargs: Any) -> Any:
-        if device_of((*args, *kwargs.values())) != self.engine.device_type:
+        if not self._is_native(device_of((*args, *kwargs.values()))):
             return getattr(super(DeviceCalls, self), call)(*args, **kwargs)
         self._require_member(call)
         return self.engine.launch(self, call, args, kwargs)
@@ -41,9 +41,15 @@ def _routed(call: str) -> Callable[..., Any]:
 
 
 class DeviceCalls(GroupCalls):
-    """Barriers carry no tensor and stay on the links, where the doorbell leaves them."""
+    """Barriers carry no tensor and stay on the links, where the doorbell leaves them.
+
+    A worker that builds beside the job answers all calls locally, whatever device they are for.
+    """
 
     engine: DeviceEngine
+
+    def _is_native(self, device_type: str) -> bool:
+        return device_type == self.engine.device_type and not self._links.alone
 
     allreduce = _routed("allreduce")
     allreduce_coalesced = _routed("allreduce_coalesced")
@@ -76,10 +82,14 @@ class DeviceCalls(GroupCalls):
         return self._point("recv", tensors, srcRank, tag)
 
     def _point(self, call: str, tensors: Any, rank: int, tag: int) -> Any:
-        if device_of([tensors]) != self.engine.device_type or rank < 0:
+        if not self._is_native(device_of([tensors])) or rank < 0:
             return getattr(super(), call)(tensors, rank, tag)
         self._require_member(call)
         return self.engine.launch(self, call, (tensors, rank, tag), {}, peer=rank)
+
+    def takes_batches_on(self, device: torch.device) -> bool:
+        """Whether batch() is for tensors of this device now."""
+        return self._is_native(device.type)
 
     def batch(self, operations: Sequence[P2POp]) -> list[Work]:
         """batch_isend_irecv on tensors of the device: one native group call, one Work."""
@@ -92,14 +102,14 @@ class DeviceCalls(GroupCalls):
         return [self._end_coalescing(device)]
 
     def _start_coalescing(self, device: torch.device) -> None:
-        if device.type == self.engine.device_type:
+        if self._is_native(device.type):
             self._require_member("coalescing")
             self.engine.start_coalescing(self, device)
         else:
             super()._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        if device.type == self.engine.device_type:
+        if self._is_native(device.type):
             return self.engine.end_coalescing(self, device)
         return super()._end_coalescing(device)
 

@@ -20,9 +20,11 @@ from elaswave_plugin.runtime.transfers import Receive
 
 # An abort ends kernels in flight; after this long the worker cannot go on and says so.
 ABORT_TIMEOUT_S = 60.0
+# A backend may see that a peer is gone before the doorbell rings, which then follows at once.
+DOORBELL_TIMEOUT_S = 2.0
 
 Answers = Mapping[int, Mapping[str, Mapping[str, Any]]]
-"""slot -> group name -> record of CommunicatorFacts, as committed."""
+"""slot -> name of a communicator -> record of CommunicatorFacts, as committed."""
 Result = TypeVar("Result")
 
 
@@ -39,6 +41,7 @@ class DeviceEngine:
         self.bell = threading.Event()
         self._links = links
         self._maker = maker
+        # By the name that this member has for the group; a communicator's own is alike on all.
         self._live: dict[str, Communicator] = {}
         self._shrinking: set[str] = set()
         self._ended: list[Communicator] = []
@@ -118,12 +121,15 @@ class DeviceEngine:
             raise change
 
     def guard(self, communicator: Communicator, call: Callable[[], Result]) -> Result:
-        """Make a native call. Raises EpochChanged for whatever an abort makes of it."""
+        """Make a native call. Raises EpochChanged for whatever an abort or a loss makes of it."""
         self.check(communicator)
         try:
             result = call()
         except Exception as error:
             change = self.interruption(communicator)
+            if change is None and isinstance(error, RuntimeError):
+                self.bell.wait(DOORBELL_TIMEOUT_S)
+                change = self.interruption(communicator)
             if change is not None:
                 raise change from error
             raise
@@ -174,22 +180,23 @@ class DeviceEngine:
     # ---- epochs ------------------------------------------------------------------------------
 
     def facts(self) -> dict[str, dict[str, Any]]:
-        """What this member holds, by group, for the commit; call it when nothing is launched."""
+        """What this member holds, for the commit; call it when nothing is launched."""
         self._abort_busy()
-        return {name: one.facts().as_record() for name, one in list(self._live.items())}
+        return {one.name: one.facts().as_record() for one in list(self._live.values())}
 
     def settle(
         self, members: Mapping[str, tuple[int, ...]], answers: Answers
     ) -> dict[str, Verdict]:
         """Enter the epoch of the link table: keep, mark for shrinking, or abort each communicator.
 
-        `members`: group name -> slots in rank order from now on. All members call it with the same
-        answers. Raises LinkError when an abort does not end.
+        `members`: this member's name of a group -> slots in rank order from now on. All members
+        call it with the same answers. Raises LinkError when an abort does not end.
         """
         verdicts: dict[str, Verdict] = {}
         for name, communicator in list(self._live.items()):
-            held = {slot: _facts_of(groups.get(name)) for slot, groups in answers.items()}
-            verdicts[name] = fate_of(communicator.name, held, members.get(name, ()))
+            made = communicator.name
+            held = {slot: _facts_of(theirs.get(made)) for slot, theirs in answers.items()}
+            verdicts[name] = fate_of(made, held, members.get(name, ()))
         with self._ending:
             self._epoch = self._links.epoch
             self.bell.clear()
@@ -220,7 +227,7 @@ class DeviceEngine:
             return communicator
 
     def _make(self, group: GroupCore) -> Communicator:
-        name = f"{group.group_name}@{self._epoch}"
+        name = f"{group.identity}@{self._epoch}"
         store = LinkStore(self._links, name, group.members, timeout_s=group.timeout_s)
         inner = self._maker.make(store, name, group.rank(), group.size())
         return self._install(
@@ -232,7 +239,7 @@ class DeviceEngine:
         parent.store.follow(group.members)
         with parent.busy():
             inner = self.guard(parent, lambda: parent.inner.shrink(excluded))
-        name = f"{group.group_name}@{self._epoch}"
+        name = f"{group.identity}@{self._epoch}"
         child = Communicator(name, group.members, inner, parent.store, shrinks=self._maker.shrinks)
         self._abort([group.group_name])
         return self._install(group, child)

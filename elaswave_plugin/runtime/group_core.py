@@ -40,6 +40,7 @@ class GroupCore:
         self._name = name
         self._description = ""
         self._links = links
+        self._identity = name
         self._group_id = _digest(name)
         self._timeout_s = timeout_s
         self._on_shutdown = on_shutdown
@@ -63,6 +64,11 @@ class GroupCore:
         return self._group_id
 
     @property
+    def identity(self) -> str:
+        """What all members call the group alike: its name, until an edit says otherwise."""
+        return self._identity
+
+    @property
     def members(self) -> tuple[int, ...]:
         """Slots in rank order."""
         return self._place.members
@@ -76,7 +82,7 @@ class GroupCore:
             raise ConfigurationError(f"group {self.group_name!r}: duplicate slots in {members}")
         self._coalesced = None
         if identity is not None:
-            self._group_id = _digest(identity)
+            self._identity, self._group_id = identity, _digest(identity)
         self._place = self._placed(members)
 
     def rank(self) -> int:

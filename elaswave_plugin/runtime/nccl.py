@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -114,8 +114,12 @@ class NcclMaker:
 
     device_type = "cuda"
 
-    def __init__(self, environ: MutableMapping[str, str]) -> None:
-        """Sets the watchdog's variables in `environ`, which has to be that of the process."""
+    def __init__(self, environ: MutableMapping[str, str], devices: Mapping[int, str]) -> None:
+        """Sets the watchdog's variables in `environ`, which has to be that of the process.
+
+        `devices`: those of the workers at launch, by slot.
+        """
+        self.devices = dict(devices)
         self.overridden = silence_watchdog(environ)
         version: Any = torch.cuda.nccl.version
         self.shrinks = shrink_is_safe(tuple(version()))
@@ -137,14 +141,19 @@ def maker_for(
     environ: MutableMapping[str, str],
     *,
     timeout_s: float,
+    launched_on: Mapping[int, str],
 ) -> NcclMaker | None:
     """What all members alike choose for GPU tensors; None: they go through host memory.
 
     Collective over `members` (slots) where torch has NCCL, which is then to be so for all.  The
-    lowest slot says on stderr what was chosen when a GPU is there. Raises ConfigurationError.
+    lowest slot says on stderr what was chosen when a GPU is there.  Who builds beside the job takes
+    what it has chosen: NCCL, where its workers were `launched_on` devices. Raises
+    ConfigurationError.
     """
     if setting == "host":
         return None
+    if links.alone:
+        return _maker_of_the_job(links.slot, launched_on, environ)
     if not dist.is_nccl_available():
         if setting == "nccl":
             raise ConfigurationError(
@@ -154,22 +163,34 @@ def maker_for(
         if torch.cuda.is_available():
             _say(links, members, "GPU tensors go through host memory: this torch has no NCCL")
         return None
-    if links.alone and local_device():
-        raise ConfigurationError(
-            f"gpu_engine is {setting} and this worker replaces a lost one, which is not carried"
-            " where NCCL may be used: set gpu_engine to host, or respawn to 0"
-        )
-    if links.alone:
-        return None
     devices = exchange(links, members, local_device(), timeout_s=timeout_s)
     if not uses_nccl(setting, devices):
         if any(devices.values()):
             _say(links, members, f"GPU tensors go through host memory: {obstacle(devices)}")
         return None
-    maker = NcclMaker(environ)
+    maker = NcclMaker(environ, devices)
     note = "".join(f"; {change}" for change in maker.overridden)
     _say(links, members, f"GPU tensors go through NCCL{note}")
     return maker
+
+
+def _maker_of_the_job(
+    slot: int, launched_on: Mapping[int, str], environ: MutableMapping[str, str]
+) -> NcclMaker | None:
+    if not launched_on:
+        return None
+    if not dist.is_nccl_available():
+        raise ConfigurationError(
+            "the GPU tensors of this job go through NCCL, and this worker's torch is built without"
+            " it: install the build that the others have"
+        )
+    why_not = obstacle({**launched_on, slot: local_device()})
+    if why_not:
+        raise ConfigurationError(
+            f"the GPU tensors of this job go through NCCL, where worker {slot} cannot take part:"
+            f" {why_not}"
+        )
+    return NcclMaker(environ, launched_on)
 
 
 def local_device() -> str:

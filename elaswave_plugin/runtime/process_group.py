@@ -65,6 +65,8 @@ class GroupTable:
         self.links = links
         self._gpu_engine = gpu_engine
         self._engine = None if maker is None else DeviceEngine(links, maker)
+        self.launched_on: dict[int, str] = {}
+        """The device of every slot at launch, where they have native groups; for who is alone."""
         self._undo_batches: Callable[[], None] | None = None
         self.world: ElasticProcessGroup | None = None
         self._world_ranks: tuple[int, ...] = ()
@@ -148,7 +150,7 @@ class GroupTable:
         )
 
     def device_facts(self) -> dict[str, dict[str, Any]]:
-        """The communicators that this worker holds, by group: plain JSON for the commit.
+        """The communicators that this worker holds, by name: plain JSON for the commit.
 
         Call it when the step has unwound: what is still in flight is aborted.
         """
@@ -198,9 +200,16 @@ class GroupTable:
         timeout_s = options.timeout.total_seconds()
         if not ranks and self._engine is None:
             maker = nccl.maker_for(
-                self.links, members, self._gpu_engine, os.environ, timeout_s=timeout_s
+                self.links,
+                members,
+                self._gpu_engine,
+                os.environ,
+                timeout_s=timeout_s,
+                launched_on=self.launched_on,
             )
-            self._engine = None if maker is None else DeviceEngine(self.links, maker)
+            if maker is not None:
+                self.launched_on = maker.devices
+                self._engine = DeviceEngine(self.links, maker)
         group = self.create(str(options.group_id), members, timeout_s=timeout_s)
         if not ranks:
             self.world = group
@@ -227,6 +236,6 @@ def check_growing_groups(groups: GroupTable, *, width: int | None) -> None:
 
 def _batch_of(group: Any, tensor: Any) -> Callable[[Any], Any] | None:
     """Who runs a batch of point-to-point calls that begins with this tensor; None: torch."""
-    if isinstance(group, DeviceProcessGroup) and tensor.device.type == group.engine.device_type:
+    if isinstance(group, DeviceProcessGroup) and group.takes_batches_on(tensor.device):
         return group.batch
     return None

@@ -132,6 +132,7 @@ class Worker:
             self.alone = self.links.alone = True
             self.remembered = welcome.remembered
             self.run_id = str(self.remembered["run_id"])
+            self.groups.launched_on = dict(self.remembered["devices"])
         else:
             self.alone = False
             facts = sorted(welcome.facts.items())
@@ -256,6 +257,8 @@ class Worker:
         """
         self.phases.fire("startup")
         self.deal = deal
+        if not self.alone:
+            self.remember(devices=sorted(self.groups.launched_on.items()))
         if self.reserve:
             # With stages, who is in a group follows from the seating.
             check_growing_groups(self.groups, width=None if seating else len(self.homes))

@@ -184,13 +184,11 @@ def test_a_model_that_is_no_ddp_is_refused() -> None:
 def test_what_only_data_parallel_jobs_carry_is_refused() -> None:
     config = made_model().config
     config.finalize_model_grads_func = finalize_model_grads
-    check_grid(config, native_groups=False)
-    with pytest.raises(ConfigurationError, match="set gpu_engine to host"):
-        check_grid(config, native_groups=True)
+    check_grid(config)
     for other, name in ((lambda model, num_tokens: None, "<lambda>"), (None, "None")):
         config.finalize_model_grads_func = other
         with pytest.raises(ConfigurationError, match=f"finalize_model_grads_func is {name}"):
-            check_grid(config, native_groups=False)
+            check_grid(config)
 
 
 def test_two_interleaved_stages_need_overlapped_messages() -> None:

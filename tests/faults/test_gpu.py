@@ -1,10 +1,13 @@
-"""The same loss with the model on a GPU; the workers share it and speak over CPU links."""
+"""Losses with the model on GPUs: a shared one over CPU links, and one for each worker over NCCL."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, check_equal
+from tests.faults.hybrid_matrix import PP2_DP2
 
 pytestmark = [
     pytest.mark.gpu,
@@ -16,3 +19,11 @@ pytestmark = [
 def test_kill_on_a_gpu_changes_nothing(run: Launch, reference: Reference, phase: str) -> None:
     spec = JobSpec(kills=(f"2@3:{phase}",))
     check_equal(run(spec), reference(spec))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 CUDA devices")
+def test_a_pipeline_over_nccl(run: Launch, reference: Reference) -> None:
+    """Two stages of two replicas: no sum has more than two terms, so that their order is none."""
+    survived = run(replace(PP2_DP2, kills=("1@3:backward",)))
+    check_equal(survived, reference(PP2_DP2))
+    assert "GPU tensors go through NCCL" in survived.output

@@ -120,19 +120,49 @@ class RecordingMaker:
         return log
 
 
-class GlooPoint:
-    """A send or receive of gloo, which is not complete before somebody waits for it."""
+# Of gloo's works these are not complete before somebody waits for them.
+COMPLETED_BY_WAIT = ("send", "recv", "reduce_scatter", "_reduce_scatter")
+
+
+class AwaitedWork:
+    """One of gloo's that a thread waits for."""
 
     def __init__(self, work: Any) -> None:
-        self._thread = threading.Thread(target=work.wait, daemon=True)
+        self._work, self.failed = work, False
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
+    def _run(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError:
+            self.failed = True
+
     def is_completed(self) -> bool:
-        return not self._thread.is_alive()
+        return not self._thread.is_alive() and not self.failed
+
+    is_success = is_completed
 
     def wait(self) -> bool:
         self._thread.join()
         return True
+
+
+class GlooWork:
+    """A collective of gloo. As a kernel of NCCL's, one that has failed never ends."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    @property
+    def failed(self) -> bool:
+        return bool(self._work.is_completed() and not self._work.is_success())
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed() and self._work.is_success())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
 
 
 class GlooCalls:
@@ -148,10 +178,9 @@ class GlooCalls:
 
         def collecting(*args: Any, **kwargs: Any) -> Any:
             work = run(*args, **kwargs)
-            if call in ("send", "recv"):
-                work = GlooPoint(work)
-            else:
-                self.works.append(work)
+            work = AwaitedWork(work) if call.startswith(COMPLETED_BY_WAIT) else GlooWork(work)
+            self.works = [one for one in self.works if one.failed or not one.is_completed()]
+            self.works.append(work)
             if self._collected is not None:
                 self._collected.append(work)
             return work
@@ -190,7 +219,7 @@ class GlooGroup:
 
     @property
     def failed(self) -> bool:
-        return any(work.is_completed() and not work.is_success() for work in self.calls.works)
+        return any(work.failed for work in self.calls.works)
 
     def mark(self) -> Any:
         raise AssertionError("every call of gloo answers a work")

@@ -1,5 +1,6 @@
 """Native groups under elastic ones, in real processes: gloo on CPU tensors in the place of NCCL."""
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -8,8 +9,10 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.distributed_c10d import _coalescing_manager as coalescing
 
+from elaswave_plugin.core.seating import GroupEdit
 from elaswave_plugin.errors import ConfigurationError, EpochChanged
-from elaswave_plugin.runtime import nccl
+from elaswave_plugin.runtime import messages, nccl
+from elaswave_plugin.runtime.links import LinkTable
 from elaswave_plugin.runtime.process_group import (
     DeviceProcessGroup,
     ElasticProcessGroup,
@@ -133,11 +136,74 @@ def test_a_loss_replaces_the_groups_of_the_victim_and_keeps_the_others() -> None
         workers.stop(3)  # silent: nothing but the doorbell can leave the wait
         workers.interrupt(2, survivors, "slot 3 is gone")
         facts = {slot: workers.hear(slot) for slot in survivors}
-        assert [sorted(facts[slot]) for slot in survivors] == [["pair"]] * 3
+        assert [sorted(facts[slot]) for slot in survivors] == [["pair@1"]] * 3
         workers.commit(2, survivors)
         for slot in survivors:
             workers.tell(slot, facts)
         workers.kill(3)
+        workers.join()
+
+
+def _named_apart(peer: Peer) -> None:
+    maker = _native(peer)
+    ours = (0, 1) if peer.slot < 2 else (2, 3)
+    group = peer.groups.create("upper" if peer.slot < 2 else "lower", ours)
+    data = torch.ones(1)
+    group.allreduce([data]).wait()
+    met = []
+    for identity in ("a", "b"):
+        peer.tell(peer.groups.device_facts())
+        ranks = peer.open()
+        edit = GroupEdit(tuple(reversed(ranks)), identity)
+        peer.groups.edit_groups(ranks, {group.group_name: edit})
+        peer.groups.settle(peer.hear())
+        data = torch.full((1,), float(peer.slot))
+        group.allreduce([data]).wait(timedelta(seconds=10))
+        met.append(data.item())
+    peer.tell((met, maker.made))
+
+
+def test_members_with_different_names_for_a_group_meet_in_it() -> None:
+    """Of two groups one member each is left, and these make one group from then on."""
+    survivors = (1, 2)
+    with Workers(4, _named_apart) as workers:
+        workers.commit(1, range(4))
+        for epoch in (2, 3):
+            facts = {slot: workers.hear(slot) for slot in (range(4) if epoch == 2 else survivors)}
+            workers.interrupt(epoch, survivors, "slots 0 and 3 are gone")
+            workers.commit(epoch, survivors)
+            for slot in survivors:
+                workers.tell(slot, {slot: facts[slot] for slot in survivors})
+        answers = [workers.hear(slot) for slot in survivors]
+        for slot in (0, 3):
+            workers.kill(slot)
+        workers.join()
+    # The second change renames the group only: what both hold for it is kept.
+    assert answers == [([3.0, 3.0], ["upper@1", "a@2"]), ([3.0, 3.0], ["lower@1", "a@2"])]
+
+
+def _by_tag(peer: Peer) -> None:
+    maker = _native(peer)
+    world, other = dist.group.WORLD, 1 - peer.slot
+    spaces = {tag: torch.zeros(tag) for tag in (1, 2, 3)}
+    # Everybody takes before it sends, and in another order than the other one sends.
+    arriving = [
+        messages.receive(spaces[tag], world, rank=other, tag=tag)
+        for tag in (sorted(spaces) if peer.slot else (3, 1, 2))
+    ]
+    sent = [
+        messages.send(torch.full((tag,), float(tag)), world, rank=other, tag=tag)
+        for tag in (2, 3, 1)
+    ]
+    assert all(torch.all(one.wait() == len(one.wait())) for one in arriving)
+    for work in sent:
+        work.wait()
+    assert maker.made == []
+
+
+def test_messages_by_tag_stay_on_the_links() -> None:
+    with Workers(2, _by_tag) as workers:
+        workers.commit(1, (0, 1))
         workers.join()
 
 
@@ -151,8 +217,8 @@ class _NoMaker:
     shrinks = False
     overridden = ("X is 0 instead of 1",)
 
-    def __init__(self, environ: object) -> None:
-        pass
+    def __init__(self, environ: object, devices: dict[int, str]) -> None:
+        self.devices = devices
 
 
 def _choosing(peer: Peer) -> None:
@@ -214,3 +280,48 @@ def test_the_setting_host_and_a_torch_without_nccl_ask_nobody() -> None:
     assert _choices("auto", ("", ""), available=False) == [(name, [])] * 2
     for error, _ in _choices("nccl", ("", ""), available=False):
         assert "this torch is built without NCCL" in error
+
+
+JOB = {0: "GPU-a", 1: "GPU-b"}
+
+
+def _choice_alone(
+    patch: pytest.MonkeyPatch,
+    device: str,
+    *,
+    job: dict[int, str] = JOB,
+    setting: str = "auto",
+    available: bool = True,
+) -> Any:
+    """What slot 1 chooses that builds beside the job, asking nobody."""
+    links = LinkTable(1)
+    links.alone = True
+    patch.setattr(dist, "is_nccl_available", lambda: available)
+    patch.setattr(nccl, "local_device", lambda: device)
+    patch.setattr(nccl, "NcclMaker", _NoMaker)
+    try:
+        return nccl.maker_for(links, (0, 1), setting, {}, timeout_s=1.0, launched_on=job)
+    finally:
+        links.close()
+
+
+def test_who_comes_back_takes_what_the_job_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    for device in ("GPU-b", "another one"):
+        assert type(_choice_alone(monkeypatch, device)) is _NoMaker
+    assert _choice_alone(monkeypatch, "GPU-b", job={}) is None
+    assert _choice_alone(monkeypatch, "GPU-b", setting="host") is None
+
+
+@pytest.mark.parametrize(
+    ("device", "available", "reason"),
+    [
+        ("GPU-a", True, r"worker 1 cannot take part: slots \[0, 1\] share the device GPU-a"),
+        ("", True, r"worker 1 cannot take part: slots \[1\] have no CUDA device"),
+        ("GPU-b", False, "this worker's torch is built without it"),
+    ],
+)
+def test_who_comes_back_and_cannot_take_part_is_refused_before_it_enters(
+    monkeypatch: pytest.MonkeyPatch, device: str, available: bool, reason: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=reason):
+        _choice_alone(monkeypatch, device, available=available)

@@ -146,6 +146,28 @@ def test_a_group_of_others_is_refused(alone: Alone) -> None:
     assert alone.maker.log == []
 
 
+def test_who_builds_beside_the_job_answers_itself_until_it_enters() -> None:
+    links, maker = LinkTable(0), RecordingMaker()
+    links.alone = True
+    group = GroupTable(links, maker=maker).create("dp", (0, 1, 2))
+    assert isinstance(group, DeviceProcessGroup)
+    device = torch.device("cpu")
+    data = torch.ones(2)
+    group.allreduce([data]).wait()
+    assert data.tolist() == [3.0, 3.0]
+    group._start_coalescing(device)
+    group.allreduce([data])
+    group._end_coalescing(device).wait()
+    assert data.tolist() == [9.0, 9.0]
+    assert not group.takes_batches_on(device)
+    assert maker.log == []
+    links.open_epoch(7, dict.fromkeys((0, 1, 2), links.address))
+    group.allreduce([data])
+    assert maker.take() == ["make dp@7 0/3", "dp@7.allreduce"]
+    assert group.takes_batches_on(device)
+    links.close()
+
+
 # ---- what outlives a change ----------------------------------------------------------------------
 
 
@@ -207,7 +229,7 @@ def test_a_call_without_a_work_is_followed_by_a_mark(alone: Alone) -> None:
     group = alone.group("tp")
     reduce(group).wait()
     assert alone.maker.take()[1:] == ["tp@1.allreduce", "tp@1.mark.wait"]
-    assert alone.table.device_facts()["tp"]["idle"]
+    assert alone.table.device_facts()["tp@1"]["idle"]
     alone.maker.done = False
     reduce(group)
     assert alone.table.device_facts() == {}
@@ -219,7 +241,7 @@ def test_facts_count_calls_by_peer(alone: Alone) -> None:
     group.send([torch.ones(1)], 2)
     group.send([torch.ones(1)], 2)
     group.recv([torch.ones(1)], 0)
-    facts = CommunicatorFacts.from_record(alone.table.device_facts()["pp"])
+    facts = CommunicatorFacts.from_record(alone.table.device_facts()["pp@1"])
     assert (facts.collectives, facts.sent, facts.received) == (1, {2: 2}, {1: 1})
     assert facts.idle and facts.members == (1, 0, 2)
 
@@ -363,6 +385,33 @@ def test_errors_of_the_backend_pass_as_they_are(alone: Alone) -> None:
         reduce(alone.group("tp"))
 
 
+def test_an_error_that_a_loss_makes_waits_for_the_doorbell(alone: Alone) -> None:
+    """As ncclCommInitRank, whose peer is gone: its socket says so before the supervisors do."""
+    failed = threading.Event()
+
+    def broken(native: RecordedGroup, call: str) -> None:
+        failed.set()
+        raise RuntimeError("remote process exited")
+
+    alone.maker.on_call = broken
+    thread, raised = in_thread(lambda: reduce(alone.group("tp")))
+    assert failed.wait(LIMIT_S)
+    alone.links.interrupt(2, "slot 1 is gone")
+    thread.join(LIMIT_S)
+    assert [type(e) for e in raised] == [EpochChanged] and "slot 1 is gone" in str(raised[0])
+
+
+def test_an_error_that_no_loss_makes_passes(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_engine, "DOORBELL_TIMEOUT_S", 0.05)
+
+    def broken(native: RecordedGroup, call: str) -> None:
+        raise RuntimeError("out of memory")
+
+    alone.maker.on_call = broken
+    with pytest.raises(RuntimeError, match="out of memory"):
+        reduce(alone.group("tp"))
+
+
 def test_an_abort_that_does_not_end_is_reported(
     blocking: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -392,7 +441,7 @@ def test_a_coalesced_block_is_one_native_work(alone: Alone) -> None:
         "dp@1._end_coalescing",
         "dp@1._end_coalescing.wait",
     ]
-    assert alone.table.device_facts()["dp"]["collectives"] == 2
+    assert alone.table.device_facts()["dp@1"]["collectives"] == 2
 
 
 def test_an_open_block_is_aborted_and_its_end_raises(alone: Alone) -> None:

@@ -59,15 +59,15 @@ def test_two_workers_on_one_gpu_stay_with_host_memory() -> None:
 
 
 def _kept_and_made_anew(peer: Peer) -> None:
-    world = _native(peer, 1)
+    _native(peer, 1)
     data = torch.ones(4, device="cuda")
     dist.all_reduce(data)
     torch.cuda.synchronize()
-    names = []
+    names: list[str] = []
     for epoch in (2, 3):
         peer.links.interrupt(epoch, "test")
         facts = peer.groups.device_facts()
-        names.append(facts[world.group_name]["name"])
+        names += facts
         peer.tell("quiesced")
         peer.groups.edit_all(peer.open(), set())
         peer.groups.settle({0: facts} if epoch == 2 else {})  # without facts it is aborted

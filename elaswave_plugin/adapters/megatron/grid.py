@@ -60,7 +60,7 @@ class Grid:
         ``why_whole``: why the script gives whole micro-batches only, if so.
         """
         chunks = framework.chunks
-        check_grid(chunks[0].config, native_groups=worker.groups.has_native_groups)
+        check_grid(chunks[0].config)
         self.layout = launch_layout(
             tp=parallel_state.get_tensor_model_parallel_world_size(),
             pp=parallel_state.get_pipeline_model_parallel_world_size(),

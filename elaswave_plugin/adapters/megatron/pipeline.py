@@ -31,6 +31,7 @@ from elaswave_plugin.core.layer_times import LAYER
 from elaswave_plugin.core.layer_times import WEIGHTS as WEIGHT_PASS
 from elaswave_plugin.core.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.schedule import BACKWARD, FORWARD, WEIGHTS, Op
+from elaswave_plugin.runtime import messages
 from elaswave_plugin.runtime.stopwatch import Stopwatch
 
 
@@ -254,7 +255,7 @@ class RaggedPipeline:
         for rank, low, high in self._shares(op, part):
             tag = self._tag(op.start + low, taking_in=part, backward=backward)
             dense = rows[:, low:high].contiguous()
-            work = dist.isend(dense, group=self._group, group_dst=rank, tag=tag)
+            work = messages.send(dense, self._group, rank=rank, tag=tag)
             self._sends.append((work, dense))
 
     def _receive(self, op: Op, part: int) -> torch.Tensor:
@@ -269,9 +270,6 @@ class RaggedPipeline:
                 device=torch.cuda.current_device(),
             )
             tag = self._tag(op.start + low, taking_in=self._part_of(op), backward=backward)
-            work = dist.irecv(space, group=self._group, group_src=rank, tag=tag)
-            arriving.append((work, space))
-        for work, _ in arriving:
-            assert work is not None
-            work.wait()
-        return arriving[0][1] if len(arriving) == 1 else torch.cat([one for _, one in arriving], 1)
+            arriving.append(messages.receive(space, self._group, rank=rank, tag=tag))
+        rows = [one.wait() for one in arriving]
+        return rows[0] if len(rows) == 1 else torch.cat(rows, 1)

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 from elaswave_plugin.core.dataflow import Dataflow
 from elaswave_plugin.core.exact import Contribution
+from elaswave_plugin.runtime import messages
 
 
 class GradientReduction:
@@ -91,9 +91,7 @@ class GradientReduction:
             for rank in range(len(self._ranks)):
                 if rank != me:
                     piece = copy[rank * size : (rank + 1) * size]
-                    work = dist.isend(
-                        piece, group=self._group, group_dst=rank, tag=self._tag(index, first)
-                    )
+                    work = messages.send(piece, self._group, rank=rank, tag=self._tag(index, first))
                     self._sends.append((work, piece))
 
     def _buckets(self) -> list[Any]:
@@ -136,27 +134,24 @@ class GradientReduction:
         assert self._dataflow is not None
         me, size = self._group.rank(), bucket.grad_data.numel() // len(self._ranks)
         terms = self._dataflow.fold()
-        arriving: dict[int, tuple[Any, torch.Tensor]] = {}
+        arriving: dict[int, messages.Arriving] = {}
         for term in terms:
             for slot, part in term.chain:
                 if slot != self._slot:
                     space = torch.empty_like(bucket.grad_data[:size])
                     first = part.microbatches[0]
-                    work = dist.irecv(
+                    arriving[first] = messages.receive(
                         space,
-                        group=self._group,
-                        group_src=self._ranks.index(slot),
+                        self._group,
+                        rank=self._ranks.index(slot),
                         tag=self._tag(index, first),
                     )
-                    arriving[first] = (work, space)
 
         def piece(part: Contribution) -> torch.Tensor:
             first = part.microbatches[0]
             if first not in arriving:
                 return self._pieces.pop((index, first))
-            work, space = arriving.pop(first)
-            work.wait()
-            return space
+            return arriving.pop(first).wait()
 
         total: torch.Tensor | None = None
         for term in terms:

@@ -39,22 +39,14 @@ def check_supported(
     return only
 
 
-def check_grid(config: Any, *, native_groups: bool) -> None:
-    """Raise ConfigurationError for what tensor and pipeline parallel jobs do not carry.
-
-    ``native_groups``: whether NCCL carries the tensors.
-    """
+def check_grid(config: Any) -> None:
+    """Raise ConfigurationError for what tensor and pipeline parallel jobs do not carry."""
     finalize = config.finalize_model_grads_func
     takes = () if finalize is None else inspect.signature(finalize).parameters
     if "pg_collection" not in takes:
         name = getattr(finalize, "__name__", repr(finalize))
         raise ConfigurationError(
             _unsupported("finalize_model_grads_func", name, "Megatron-Core's finalize_model_grads")
-        )
-    if native_groups:
-        raise ConfigurationError(
-            "gpu_engine made NCCL groups, which are carried in data-parallel jobs only; set"
-            " gpu_engine to host for tensor and pipeline parallelism"
         )
 
 

@@ -7,7 +7,7 @@ stage: two terms, G = G_first + G_last, whose sum does not depend on their order
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from elaswave_plugin.core.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.shards import padded_size
+from elaswave_plugin.runtime import messages
 
 Chunks = Sequence[DistributedDataParallel]
 
@@ -82,13 +83,13 @@ def add_other_stage(
         theirs = torch.empty_like(grad[low:high])
         # A copy: the sum goes into the same memory, maybe before the bytes have left.
         mine = grad[low:high].clone()
-        arriving.append((dist.irecv(theirs, group=group, group_src=rank, tag=tag), low, theirs))
-        sends.append((dist.isend(mine, group=group, group_dst=rank, tag=tag), mine))
-    for work, low, theirs in arriving:
-        _wait(work)
+        arriving.append((low, messages.receive(theirs, group, rank=rank, tag=tag)))
+        sends.append(messages.send(mine, group, rank=rank, tag=tag))
+    for low, one in arriving:
+        theirs = one.wait()
         grad[low : low + theirs.numel()] += theirs
-    for work, _ in sends:
-        _wait(work)
+    for work in sends:
+        work.wait()
 
 
 def _overlaps(
@@ -102,8 +103,3 @@ def _overlaps(
         first, last = max(low, start), min(high, stop)
         if first < last:
             yield peer, first, last
-
-
-def _wait(work: Any) -> None:
-    assert work is not None
-    work.wait()
