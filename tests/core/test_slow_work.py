@@ -152,6 +152,66 @@ def test_the_stage_of_a_slow_worker_runs_at_a_higher_clock() -> None:
     assert flow_of(layout=PP2, num_microbatches=16, times=TIMES, **limits).clocks == ()
 
 
+def remedies(
+    layout: ParallelLayout, slow: dict[int, float], num_microbatches: int
+) -> tuple[bool, bool, tuple[float, ...]]:
+    """Of a plan that may do all: who is slow has less to do, layers have moved, and the clocks."""
+    table = ClockTable(clocks=(0.8, 0.9, 1.0, 1.1, 1.2))
+    moved = level_layers(
+        layout,
+        TIMES,
+        slow,
+        launch_cuts=layout.cuts,
+        num_microbatches=num_microbatches,
+        policy="auto",
+        move_workers=False,
+    )
+    flow = flow_of(
+        layout=moved,
+        num_microbatches=num_microbatches,
+        times=TIMES,
+        slow=slow,
+        clocks=table,
+        power_cap_w=len(layout.workers) * table.watts(1.0),
+    )
+    counts = [len(flow.microbatches(slot)) for slot in layout.workers]
+    less = all(counts[slot] < num_microbatches / layout.dp for slot in slow)
+    return less, moved.cuts != layout.cuts, flow.clocks
+
+
+@pytest.mark.parametrize(
+    ("pp", "dp", "slowness", "layers_move", "clocks_change"),
+    [
+        # Less work is enough, nearly: what more would give is not worth a layer, nor is a clock.
+        (2, 2, 1.3, False, False),
+        (2, 4, 4.0, False, False),
+        # It is not, and layers make the rest.
+        (2, 2, 4.0, True, False),
+        (4, 4, 3.0, True, False),
+        # Nor are layers: clocks come on top of both.
+        (4, 4, 2.0, True, True),
+    ],
+)
+def test_remedies_come_in_the_order_of_their_cost(
+    pp: int, dp: int, slowness: float, layers_move: bool, clocks_change: bool
+) -> None:
+    """Dataflow, then layers, then clocks: each only where those before it leave something."""
+    layout = launch_layout(tp=1, pp=pp, dp=dp, num_layers=6 * pp)
+    num_microbatches = (8 if pp == 2 else 16) * dp
+    less, moved, clocks = remedies(layout, {1: slowness}, num_microbatches)
+    assert less and moved == layers_move
+    assert (set(clocks) != {1.0}) == clocks_change
+
+
+def test_clocks_take_the_place_of_layers_only_where_these_may_not_move() -> None:
+    table, slow = ClockTable(clocks=(0.8, 0.9, 1.0, 1.1, 1.2)), {1: 4.0}
+    _, moved, clocks = remedies(PP2, slow, 16)
+    assert moved and set(clocks) == {1.0}
+    facts = {"num_microbatches": 16, "times": TIMES, "slow": slow, "clocks": table}
+    held = flow_of(layout=PP2, power_cap_w=4 * table.watts(1.0), **facts)
+    assert held.clocks[0] > 1
+
+
 def test_of_very_wide_stages_a_slow_worker_counts_by_its_speed() -> None:
     widths, slowness = (32, 32), ((1.0,) * 32, (*(2.0,) * 4, *(1.0,) * 28))
     work = StepWork(num_microbatches=32 * 400, microbatch_size=1, launch_width=32)
