@@ -1,10 +1,12 @@
 """The joint plan: deterministic, quick, near the best of all candidates, and what its lists run."""
 
+import json
 import os
 import random
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
@@ -163,19 +165,27 @@ def test_the_plan_is_the_same_wherever_and_whenever_it_is_made() -> None:
     assert first == again and first.digest == again.digest
     assert first.digest != plan_for(layout, [9, 14]).digest
     code = (
-        "from tests.core.test_planner_joint import launch_layout, plan_for\n"
+        "from tests.core.test_planner_joint import launch_layout, plan_for, told\n"
         "layout = launch_layout(tp=2, pp=4, dp=4, num_layers=24)\n"
-        "print(plan_for(layout, [30, 9, 14]).digest)"
+        "print(told(plan_for(layout, [30, 9, 14])))"
     )
-    elsewhere = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "PYTHONHASHSEED": "1"},
-    )
-    assert elsewhere.stdout.strip() == str(first.digest), elsewhere.stderr
+    # Not the digest alone: why it was chosen, and every candidate with its predicted time.
+    for seed in ("1", "2"):
+        elsewhere = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        )
+        assert elsewhere.stdout.strip() == told(first), elsewhere.stderr
+
+
+def told(plan: JointPlan) -> str:
+    """A plan in JSON, all that was considered with it."""
+    layout, candidates = plan.layout.to_json(), [asdict(one) for one in plan.candidates]
+    return json.dumps([plan.digest, layout, plan.seconds, plan.speeds, plan.reasons, candidates])
 
 
 def test_every_stage_and_tp_position_has_a_dataflow_in_canonical_order() -> None:
