@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, pairwise, product
 
 import pytest
@@ -20,6 +21,7 @@ from elaswave_plugin.core.planner.layer_partition import (
 )
 from elaswave_plugin.errors import ConfigurationError
 
+Cuts = tuple[int, ...]
 SIZES = [(units, stages) for units in range(1, 11) for stages in range(1, min(5, units) + 1)]
 
 
@@ -125,6 +127,43 @@ def test_both_passes_equal_brute_force(units: int, stages: int) -> None:
     assert fitting >= 4
 
 
+@pytest.mark.parametrize(("units", "stages"), [one for one in SIZES if one[0] >= 3])
+def test_both_passes_equal_brute_force_where_some_units_may_not_be_cut_apart(
+    units: int, stages: int
+) -> None:
+    """As an embedding and the first layer, or the halves of a layer: cuts are at ``bounds``."""
+    dice = random.Random(1000 + 100 * units + stages)
+    joined = fitting = 0
+    for _ in range(16):
+        costs, loads, _ = random_case(dice, units, stages)
+        inner = sorted(dice.sample(range(1, units), dice.randint(stages - 1, units - 1)))
+        costs = replace(costs, bounds=(0, *inner, units))
+        every = list(all_cuts(len(inner) + 1, stages))
+        now = dice.choice(every)
+
+        def in_units(cuts: tuple[int, ...], bounds: tuple[int, ...] = costs.bounds) -> Cuts:
+            return tuple(bounds[cut] for cut in cuts)
+
+        table = {cuts: brute_seconds(costs, loads, in_units(cuts)) for cuts in every}
+        best_s = min(table.values())
+        if best_s == float("inf"):
+            with pytest.raises(ConfigurationError, match=f"no partition of {len(inner) + 1} lay"):
+                partitions(costs, loads, now=now)
+            continue
+        fitting += 1
+        # Whether the units that are held together forbid what would be best without that.
+        free = replace(costs, bounds=tuple(range(units + 1)))
+        joined += min(brute_seconds(free, loads, c) for c in all_cuts(units, stages)) < best_s
+        for slack, found in zip(SLACKS, partitions(costs, loads, now=now), strict=True):
+            allowed = [cuts for cuts, s in table.items() if s <= best_s * (1 + slack) * (1 + 1e-9)]
+            assert found.cuts in allowed
+            assert found.seconds == pytest.approx(table[found.cuts])
+            moved = {c: brute_bytes(costs, loads, in_units(c), in_units(now)) for c in allowed}
+            assert found.moved_bytes == pytest.approx(min(moved.values()))
+            assert found.moved_bytes == pytest.approx(moved[found.cuts])
+    assert fitting >= 4 and (joined or stages in (1, units))
+
+
 def test_every_assignment_of_two_costs_to_six_units_equals_brute_force() -> None:
     loads = [StageLoad(samples=samples, width=1) for samples in (3, 2, 4)]
     for sizes in product((1.0, 2.0), repeat=6):
@@ -149,6 +188,20 @@ def test_a_slack_moves_fewer_bytes() -> None:
     tight, loose = partitions(costs, loads, now=(0, 1, 4), slacks=(0.0, 0.02))
     assert (tight.cuts, tight.seconds, tight.moved_bytes) == ((0, 2, 4), 9.9, 100.0)
     assert (loose.cuts, loose.seconds, loose.moved_bytes) == ((0, 1, 4), 10.0, 0.0)
+
+
+@pytest.mark.parametrize("wounded", range(8))
+def test_a_slack_of_one_per_cent_saves_a_quarter_of_the_bytes_or_more(wounded: int) -> None:
+    """96 workers, TP1 x PP8 x DP12: 48 layers that may be cut in half, a head, and one loss."""
+    costs = uniform_costs(
+        num_layers=48, forward_s=1.0, backward_s=2.0, head_s=1.5, weight_bytes=4e8, halves=True
+    )
+    widths = [12 - (stage == wounded) for stage in range(8)]
+    loads = [StageLoad(samples=16 * 12 / width, width=width) for width in widths]
+    tight, loose = partitions(costs, loads, now=range(0, 97, 12), slacks=(0.0, 0.01))
+    print(f"{loose.moved_bytes / tight.moved_bytes:.2f} of the bytes")
+    assert 0 < loose.moved_bytes <= 0.75 * tight.moved_bytes
+    assert tight.seconds < loose.seconds <= 1.01 * tight.seconds
 
 
 def test_halves_and_a_head_are_units_and_the_head_stays_at_the_end() -> None:
