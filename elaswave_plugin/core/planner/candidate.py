@@ -21,7 +21,6 @@ class Candidate:
     seconds: float
     moved_bytes: float
     pause_s: float
-    behind_s: float
     benefit_s: float = 0.0
 
     @property

@@ -138,7 +138,6 @@ class _Choice:
             after_s=one.seconds,
             # A re-formed group needs its weights in any case.
             pause_s=max(0.0, one.pause_s - stay.pause_s),
-            behind_s=max(0.0, one.behind_s - stay.behind_s),
             horizon_s=self._rules.horizon_s,
         )
         least = self._rules.least_gain

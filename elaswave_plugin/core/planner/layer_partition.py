@@ -131,34 +131,19 @@ def pause_seconds(
 ) -> float:
     """How long a move holds the job up: the most weights that a worker receives, and the rebind.
 
-    0 where nothing moves. Optimizer state follows behind the compute and is not counted.
+    0 where nothing moves. Optimizer state follows behind the compute of a step, not counted.
     """
     most_bytes = _most_received(costs.totals("weight_bytes"), loads, cuts, now)
     moves = tuple(cuts) != tuple(now) or any(load.joiners for load in loads)
     return most_bytes / costs.transfer_bytes_per_s + costs.rebind_s if moves else 0.0
 
 
-def behind_seconds(
-    costs: CostModel, loads: Sequence[StageLoad], cuts: Sequence[int], *, now: Sequence[int]
-) -> float:
-    """Seconds lost to slower steps while optimizer state moves behind the compute."""
-    optimizer = costs.totals("optimizer_bytes")
-    most_bytes = max(
-        _most_received(optimizer, [load], [start, stop], owned) / load.width
-        for load, (start, stop), owned in zip(loads, pairwise(cuts), pairwise(now), strict=True)
-    )
-    return costs.slowdown * most_bytes / costs.transfer_bytes_per_s
-
-
-def benefit_seconds(
-    *, before_s: float, after_s: float, pause_s: float, behind_s: float, horizon_s: float
-) -> float:
-    """What a move gains over ``horizon_s``: H g - 2 C - slowdown; it pays where this is positive.
+def benefit_seconds(*, before_s: float, after_s: float, pause_s: float, horizon_s: float) -> float:
+    """What a move gains over ``horizon_s``: H g - 2 C; it pays where this is positive.
 
     g = 1 - after / before. The pause counts twice, since one day everything moves back.
-    ``behind_s``: seconds lost while optimizer state moves behind the compute.
     """
-    return horizon_s * (1 - after_s / before_s) - 2 * pause_s - behind_s
+    return horizon_s * (1 - after_s / before_s) - 2 * pause_s
 
 
 def layers_can_help(*, layers: int, launch_width: int, lost: int) -> bool:

@@ -18,7 +18,6 @@ from elaswave_plugin.core.planner.candidate import Candidate
 from elaswave_plugin.core.planner.costs import CostModel
 from elaswave_plugin.core.planner.layer_partition import (
     StageLoad,
-    behind_seconds,
     evaluate,
     moved_bytes,
     partitions,
@@ -330,7 +329,6 @@ class Search:
                 seconds=predicted.seconds,
                 moved_bytes=moved_bytes(self.costs, loads, cuts, now=now),
                 pause_s=pause_seconds(self.costs, loads, cuts, now=now),
-                behind_s=behind_seconds(self.costs, loads, cuts, now=now),
             )
         )
 
