@@ -3,7 +3,8 @@
 The life of a proposal: `Propose` -> every trainer quiesces -> `Quiesced` -> `Committed`. A failure
 while one is open supersedes it with a higher epoch. The leader is the lowest slot whose supervisor
 lives. A new leader asks everybody (`Prepare`), needs a majority of the nodes, and builds on the
-highest view that any of them accepted, since that one may have been committed somewhere.
+highest view that any of them accepted, since that one may have been committed somewhere. The
+README of this package says why no two views of an epoch are ever committed.
 
 Every supervisor calls the inputs as things happen and `settle` once after each batch of them;
 several failures in one batch so become one proposal.
@@ -51,63 +52,79 @@ from elaswave_plugin.core.agreement_messages import (
 )
 from elaswave_plugin.core.agreement_orders import (
     Connect,
-    Deliver,
     Disconnect,
-    Dismiss,
     Effect,
-    Fence,
     Over,
-    Ring,
 )
 from elaswave_plugin.core.agreement_wire import pack_payload
 from elaswave_plugin.core.due import boundary_of, due_view
 from elaswave_plugin.core.election import outcome_of
 from elaswave_plugin.core.ending import EXIT_FAILED, ending_of
+from elaswave_plugin.core.follower import Follower
 from elaswave_plugin.core.membership import MembershipView, WorkerId
-from elaswave_plugin.core.own_trainer import OwnTrainer
 from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.core.seats import Seats
 
+_YIELD_S = 1.0
 
-class Agreement(OwnTrainer):
+
+class Agreement(Follower):
     """The state machine of one supervisor; `nodes[s]` is the node of slot s."""
 
-    def __init__(self, *, slot: int, nodes: tuple[int, ...], patience: Patience) -> None:
+    def __init__(
+        self, *, slot: int, nodes: tuple[int, ...], patience: Patience, life: int = 0
+    ) -> None:
+        """`life`: a number that no other supervisor of this slot has had; 0 at the launch."""
         super().__init__(slot=slot, nodes=nodes, patience=patience)
-        self._promised = Ballot(0, 0)
-        self._accepted: Proposal | None = None
-        self._leading = slot == 0
+        self._life = life
+        self._elected = self.memory.promised if slot == 0 else None
         self._must_propose = slot == 0
+        self._yields_until_s: float | None = None
         self._election: Ballot | None = None
         self._promises: dict[int, Promise] = {}
-        self._highest_epoch = 0
-        self._applied_epoch = 0
         self._behind_epoch = 0
         self._open: Proposal | None = None
         self._known_to_open = (0, 0, 0, False)
         self._begun: dict[int, int] = {}
         self._stops_before: int | None = None
-        self._dismissed = False
         self._outside: set[int] = set()
         self._answers: dict[int, Quiesced] = {}
         self._quorum_until_s: float | None = None
 
     @classmethod
-    def of_newcomer(cls, welcome: Welcome, *, patience: Patience) -> Agreement:
+    def of_newcomer(cls, welcome: Welcome, *, patience: Patience, life: int) -> Agreement:
         """The part of a supervisor that takes the place of a lost one, told what it has missed."""
-        new = cls(slot=welcome.worker.slot, nodes=welcome.nodes, patience=patience)
+        new = cls(slot=welcome.worker.slot, nodes=welcome.nodes, patience=patience, life=life)
         new._seats = Seats(welcome.nodes, welcome.lost)
         new.history = list(welcome.history)
         new.incarnation = welcome.worker.incarnation
-        new._promised, new._accepted = welcome.ballot, welcome.accepted
+        new._sure_epoch = new.committed.epoch
+        if welcome.accepted is not None:
+            new.memory = new.memory.accepting(welcome.accepted, new.history)
+        new.memory = new.memory.promising(welcome.ballot)
         new._highest_epoch = max(welcome.ballot.epoch, new.committed.epoch)
         # Its trainer is told the whole history when it enters.
         new._applied_epoch = new.committed.epoch
-        new._leading = new._must_propose = False
+        new._elected, new._must_propose = None, False
         new._reports.incarnations |= welcome.incarnations
         new._news.append(AllSealed())
         new._learn_news(new.slot, AllSealed(), 0.0)
         return new
+
+    @property
+    def leads(self) -> bool:
+        """Whether it was elected, and knows of nobody who was later."""
+        return self._elected is not None and self.leader == self.slot
+
+    def votes(self, message: Message | None = None) -> bool:
+        """Whether to receive this (None: to settle) may take, or change, what the node remembers.
+
+        Then it has to recall that before, and the node has to remember `memory` after it, before
+        any effect is carried out; none of its other supervisors may vote in between.
+        """
+        if message is None:
+            return self.leader == self.slot
+        return isinstance(message, Prepare | Propose | Admit)
 
     # ---- inputs -------------------------------------------------------------------------------
 
@@ -133,7 +150,7 @@ class Agreement(OwnTrainer):
             case Committed():
                 self._on_committed(message)
             case Refuse():
-                self._on_refuse(message.promised)
+                self._on_refuse(message.promised, now_s)
             case Accuse():
                 if self.leader == self.slot and message.slot != self.slot:
                     self.lost(message.slot, message.evidence)
@@ -142,7 +159,7 @@ class Agreement(OwnTrainer):
                 self._learn_news(sender, message, now_s)
             case Admit():
                 # One that the next leader does not know of is shut out by it.
-                if message.ballot == self._promised:
+                if message.ballot.is_in_term_of(self.memory.promised):
                     self._seat(message)
             case Welcome():
                 pass  # it is what a newcomer's part begins with
@@ -170,17 +187,16 @@ class Agreement(OwnTrainer):
         self._seats.lose(slot, evidence)
         self._forget(slot)
         # Only the leader kills: to the others a kill looks like a link that broke by itself, and
-        # the leader has to know what was seen.
-        leads = self.leader == self.slot
-        if not leads:
+        # the leader has to know what was seen. Before it is elected, the other one may be right.
+        if self.leader != self.slot:
             self._send(self.leader, Accuse(slot=slot, evidence=evidence))
-        self._effects.append(Disconnect(slot=slot, kill=leads))
+        self._effects.append(Disconnect(slot=slot, kill=self.leads))
 
     def admit(self, applicant: Applicant) -> Verdict:
         """Another supervisor asks for a slot that has none; where it is let in, all are told."""
         if self.over:
             return Verdict(reason="the job is over")
-        if not self._leading or self.leader != self.slot:
+        if not self.leads:
             return Verdict(reason="this one does not lead the job", later=True)
         verdict = judge(
             applicant,
@@ -230,9 +246,10 @@ class Agreement(OwnTrainer):
     def deadline_s(self) -> float | None:
         """When `settle` has to be called although nothing happened."""
         severed = self._reports.severed
-        renew_at_s = None if severed is None or not self._leading else severed[1]
-        leave_at_s = self._reports.leave_at_s if self._leading else None
-        deadlines = (self._fence_at_s, self._quorum_until_s, renew_at_s, leave_at_s)
+        renew_at_s = None if severed is None or not self.leads else severed[1]
+        leave_at_s = self._reports.leave_at_s if self.leads else None
+        waits_s = self._quorum_until_s, self._yields_until_s
+        deadlines = (self._fence_at_s, *waits_s, renew_at_s, leave_at_s)
         times = [time_s for time_s in deadlines if time_s is not None]
         return min(times) if times and not self.over else None
 
@@ -241,10 +258,10 @@ class Agreement(OwnTrainer):
         if not self.over:
             self._fence_when_due(now_s)
             if self.leader != self.slot:
-                self._leading, self._election, self._open = False, None, None
-            elif not self._leading:
+                self._step_down()
+            elif not self.leads:
                 self._campaign(now_s)
-            if self._leading and not self.over:
+            if self.leads and not self.over:
                 self._lead(now_s)
             if self._dismissed and not self.over and self._reports.all_settled(self.committed):
                 self.over = True
@@ -252,86 +269,30 @@ class Agreement(OwnTrainer):
         effects, self._effects = self._effects, []
         return effects
 
-    # ---- as a member --------------------------------------------------------------------------
+    # ---- who leads ----------------------------------------------------------------------------
 
-    def _on_prepare(self, sender: int, message: Prepare) -> None:
-        if message.ballot <= self._promised:
-            self._send(sender, Refuse(promised=self._promised))
-            return
-        self._promised = message.ballot
-        self._leading, self._election, self._open = False, None, None
-        if self._shut_out(message.lost):
-            return
-        promise = Promise(
-            ballot=message.ballot,
-            applied_epoch=self._applied_epoch,
-            newer=tuple(view for view in self.history if view.epoch > message.epoch),
-            accepted=self._accepted,
-            lost=tuple(self._seats.lost),
-            news=tuple(self._news),
-        )
-        self._send(sender, promise)
+    def _on_refuse(self, promised: Ballot, now_s: float) -> None:
+        if promised > self.memory.promised:
+            self._highest_epoch = max(self._highest_epoch, promised.epoch)
+            self._step_down(promised, now_s)
 
-    def _on_propose(self, sender: int, proposal: Proposal, now_s: float) -> None:
-        ballot = proposal.ballot
-        # A change of leader goes through `Prepare`; only then can it know what was accepted before.
-        if ballot < self._promised or ballot.leader != self._promised.leader:
-            self._send(sender, Refuse(promised=self._promised))
-            return
-        if not self._shut_out(proposal.lost):
-            self._accept(proposal, now_s)
+    def _step_down(self, promised: Ballot | None = None, now_s: float = 0.0) -> None:
+        """It leads no more, and wants to no more; what it adopted may be wrong.
 
-    def _accept(self, proposal: Proposal, now_s: float) -> None:
-        self._promised = proposal.ballot
-        self._accepted = proposal
-        self._highest_epoch = max(self._highest_epoch, proposal.ballot.epoch)
-        ring = Ring(ballot=proposal.ballot, reason=proposal.view.reason, boundary=proposal.boundary)
-        me = WorkerId(slot=self.slot, incarnation=self.incarnation)
-        lives = me not in self._reports.failures and self.slot not in self._reports.done
-        # A boundary may be far: who never comes to it hangs, which is found elsewhere.
-        waits = lives and self.slot in proposal.view.ranks and not proposal.boundary
-        self._fence_at_s = now_s + self._answer_limit_s() if waits else None
-        self._effects.append(ring)
+        `promised`: a higher ballot, for which it was refused. It may be elected again by a higher
+        one still, at once where its slot is lower; of two that want to lead, one so waits.
+        """
+        stood = self._elected is not None or self._election is not None
+        if promised is None:
+            self._yields_until_s = None
+        elif stood and promised.leader < self.slot:
+            self._yields_until_s = now_s + _YIELD_S
+        if stood:
+            self._elected = self._election = self._open = None
+            self._drop_adopted()
 
-    def _on_stop_before(self, message: StopBefore) -> None:
-        accepted = self._accepted
-        if accepted is not None and accepted.ballot == message.ballot:
-            ring = Ring(ballot=accepted.ballot, reason=accepted.view.reason, boundary=True)
-            self._effects.append(replace(ring, before_step=message.step))
-
-    def _fence_when_due(self, now_s: float) -> None:
-        if self._fence_at_s is None or now_s < self._fence_at_s or self._accepted is None:
-            return
-        self._fence_at_s = None
-        epoch = self._accepted.ballot.epoch
-        limit_s = f"{self._answer_limit_s():g} s"
-        if self.committed.epoch == 0:
-            self._effects.append(Fence(evidence=f"did not join the job within {limit_s}"))
-        else:
-            evidence = f"did not answer the proposal of epoch {epoch} within {limit_s}"
-            self._effects.append(Fence(evidence=evidence))
-
-    def _on_committed(self, message: Committed) -> None:
-        proposal = message.proposal
-        if proposal.ballot != self._promised or proposal.view.epoch <= self.committed.epoch:
-            return
-        self._learn(proposal.lineage)
-        # Not only what is new to us: a leader knows adopted views that its trainer was never told.
-        skipped = tuple(view for view in self.history if view.epoch > self._applied_epoch)
-        self.history.append(proposal.view)
-        self._reports.entered(proposal.view)
-        self._applied_epoch = proposal.view.epoch
-        me = WorkerId(slot=self.slot, incarnation=self.incarnation)
-        if me in proposal.view:
-            self._effects.append(Deliver(committed=message, skipped=skipped))
-        elif self._was_told_to_leave(me):
-            self._dismissed = True
-            self._effects.append(Dismiss())
-
-    def _on_refuse(self, promised: Ballot) -> None:
-        if promised > self._promised:
-            self._promised = promised
-            self._leading, self._election, self._open = False, None, None
+    def _drop_adopted(self) -> None:
+        self.history = [view for view in self.history if view.epoch <= self._sure_epoch]
 
     def _shut_out(self, lost: Iterable[int]) -> bool:
         """Take over the losses that a leader declares; true if it is this worker that is lost."""
@@ -351,13 +312,18 @@ class Agreement(OwnTrainer):
 
     def _campaign(self, now_s: float) -> None:
         """Gather promises from every supervisor that is left, then lead."""
+        if self._yields_until_s is not None and now_s < self._yields_until_s:
+            return
+        self._yields_until_s = None
         if self._election is None:
+            self._learn(self.memory.before)
+            self._sure_epoch = self.committed.epoch
             if not self._has_quorum(self._seats.living(), [self.committed], now_s):
                 return
-            epoch = max(self._highest_epoch, self._promised.epoch) + 1
-            self._election = self._promised = Ballot(epoch, self.slot)
+            term = max(self._highest_epoch, self.memory.promised.epoch) + 1
+            own = Ballot(term=term, leader=self.slot, life=self._life, epoch=term)
+            self._election, self.memory = own, self.memory.promising(own)
             self._promises = {}
-            self._effects += [Disconnect(slot=slot, kill=True) for slot in self._seats.lost]
             lost = tuple(self._seats.lost)
             known = self.committed.epoch
             self._broadcast(Prepare(ballot=self._election, epoch=known, lost=lost))
@@ -366,6 +332,7 @@ class Agreement(OwnTrainer):
 
     def _win(self, ballot: Ballot, now_s: float) -> None:
         promises = list(self._promises.values())
+        self._drop_adopted()
         self._learn_wishes(now_s)
         for sender, promise in self._promises.items():
             for news in promise.news:
@@ -376,20 +343,32 @@ class Agreement(OwnTrainer):
         won = outcome_of(
             promises,
             applied_epoch=self._applied_epoch,
-            accepted=self._accepted,
+            asked_epoch=self._asked_epoch,
+            accepted=self.memory.accepted,
             committed=self.committed,
         )
+        if self._shut_out(won.lost):
+            return
         self._behind_epoch, self._must_propose = won.behind_epoch, won.must_propose
-        self._learn(won.views)
+        self._learn(won.missed)
+        self._sure_epoch = self.committed.epoch
+        self._learn(won.adopted)
         recent = [view for view in self.history if view.epoch >= self._behind_epoch]
         if not self._has_quorum(self._seats.living(), recent, now_s):
             return
-        self._highest_epoch = max(ballot.epoch - 1, self.committed.epoch)
-        self._election, self._leading, self._open = None, True, None
+        self._highest_epoch = max(ballot.epoch - 1, self.committed.epoch, won.asked_epoch)
+        self._election, self._elected, self._open = None, ballot, None
+        self._quorum_until_s = None
+        self._effects += [Disconnect(slot=slot, kill=True) for slot in self._seats.lost]
         self._note("leader_elected", epoch=ballot.epoch, by=self.slot)
 
-    def _learn(self, views: Iterable[MembershipView]) -> None:
-        self.history += [view for view in views if view.epoch > self.committed.epoch]
+    @property
+    def _bases(self) -> list[MembershipView]:
+        """Whose majorities a view takes: the newest sure one's, and of all that are adopted on it.
+
+        Those that are adopted are committed with it and not before.
+        """
+        return [view for view in self.history if view.epoch >= self._sure_epoch]
 
     def _lead(self, now_s: float) -> None:
         self._note_start()
@@ -428,9 +407,10 @@ class Agreement(OwnTrainer):
 
     def _propose(self, target: MembershipView, now_s: float, *, boundary: bool) -> None:
         self._open, self._begun, self._stops_before = None, {}, None
-        if not self._has_quorum(self._seats.living(), [self.committed], now_s):
+        if not self._has_quorum(self._seats.living(), self._bases, now_s):
             return
-        ballot = Ballot(self._highest_epoch + 1, self.slot)
+        assert self._elected is not None
+        ballot = replace(self._elected, epoch=self._highest_epoch + 1)
         proposal = Proposal(
             ballot=ballot,
             view=replace(target, epoch=ballot.epoch),
@@ -470,7 +450,7 @@ class Agreement(OwnTrainer):
             if answer is None:
                 return  # its trainer is gone or done: that report supersedes this proposal
             facts[slot] = answer
-        if not self._has_quorum(self._answers, [self.committed], now_s):
+        if not self._has_quorum(self._answers, self._bases, now_s):
             return
         inventory = [
             record for slot in sorted(self._answers) for record in self._answers[slot].inventory
@@ -493,7 +473,7 @@ class Agreement(OwnTrainer):
         incarnation = next_incarnation(applicant.slot, self.history, self._reports)
         worker = WorkerId(slot=applicant.slot, incarnation=incarnation)
         message = Admit(
-            ballot=self._promised,
+            ballot=self.memory.promised,
             worker=worker,
             node=applicant.node,
             address=applicant.address,
@@ -501,11 +481,11 @@ class Agreement(OwnTrainer):
         self._broadcast(message)
         self._seat(message)
         welcome = Welcome(
-            ballot=self._promised,
+            ballot=self.memory.promised,
             worker=worker,
             nodes=self._seats.nodes,
             history=tuple(self.history),
-            accepted=self._accepted,
+            accepted=self.memory.accepted,
             lost=dict(self._seats.lost),
             incarnations=dict(self._reports.incarnations),
         )
@@ -529,9 +509,11 @@ class Agreement(OwnTrainer):
         """Whether `slots` speak for a majority of every view's nodes; if not, wait, then stop."""
         short = self._seats.minority_in(slots, views)
         if short is None:
-            self._quorum_until_s = None
+            if self._elected is not None:
+                self._quorum_until_s = None
             return True
-        heard, of = sorted(self._seats.nodes_of(slots)), sorted(set(short.nodes))
+        of = sorted(set(short.nodes))
+        heard = sorted(self._seats.nodes_of(slots).intersection(of))
         if self._quorum_until_s is None:
             self._quorum_until_s = now_s + self.patience.quorum_wait_s
             self._note("quorum_lost", nodes_heard=heard, of=of)

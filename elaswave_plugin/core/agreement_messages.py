@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elaswave_plugin.core.membership import Arrival, FailureEvent, MembershipView, WorkerId
@@ -11,15 +11,31 @@ Facts = dict[str, Any]
 Inventory = list[dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True, order=True, kw_only=True)
 class Ballot:
-    """The right to propose one view: ordered by epoch, then by the slot of the leader."""
+    """The right to propose one view: ordered by term, then by who leads in it, then by epoch.
 
-    epoch: int
+    A term is one leadership, and whoever is elected later has a higher one; `epoch`: that of the
+    view. `life` tells the supervisors apart that have had the slot of the leader: no two of them
+    ever use the same ballot.
+    """
+
+    term: int
     leader: int
+    life: int = 0
+    epoch: int
 
     def __str__(self) -> str:
         return f"{self.epoch}/{self.leader}"
+
+    @classmethod
+    def first(cls) -> Ballot:
+        """By this one slot 0 of the launch leads, and nobody had to promise it."""
+        return cls(term=0, leader=0, epoch=0)
+
+    def is_in_term_of(self, other: Ballot) -> bool:
+        """Whether one leadership has both."""
+        return replace(self, epoch=other.epoch) == other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +74,16 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
-    """The answer to `Prepare`: what this member knows, has accepted, and has told its trainer.
+    """The answer to `Prepare`: what this member knows, its node has accepted, its trainer was told.
 
-    `newer`: committed views that who asks does not know; `news` is what it had told the leader
-    before.
+    `newer`: committed views that who asks does not know; `asked_epoch`: the highest for which its
+    trainer was asked to stop; `news` is what it had told the leader before. `newer` and `accepted`
+    are its node's, the rest its own.
     """
 
     ballot: Ballot
     applied_epoch: int
+    asked_epoch: int
     newer: tuple[MembershipView, ...]
     accepted: Proposal | None
     lost: tuple[int, ...]

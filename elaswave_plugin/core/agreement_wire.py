@@ -38,6 +38,7 @@ from elaswave_plugin.core.agreement_messages import (
     Welcome,
 )
 from elaswave_plugin.core.membership import Arrival, FailureEvent, MembershipView, WorkerId
+from elaswave_plugin.core.node_memory import NodeMemory
 
 
 def to_wire(message: Message) -> dict[str, Any]:
@@ -51,6 +52,7 @@ def to_wire(message: Message) -> dict[str, Any]:
                 "m": "promise",
                 "b": _ballot(message.ballot),
                 "applied_epoch": message.applied_epoch,
+                "asked_epoch": message.asked_epoch,
                 "newer": [view.to_json() for view in message.newer],
                 "accepted": message.accepted and _proposal(message.accepted),
                 "lost": list(message.lost),
@@ -116,29 +118,29 @@ def from_wire(record: Mapping[str, Any]) -> Message:
     match record["m"]:
         case "prepare":
             epoch, lost = record["epoch"], tuple(record["lost"])
-            return Prepare(ballot=Ballot(*record["b"]), epoch=epoch, lost=lost)
+            return Prepare(ballot=_read_ballot(record["b"]), epoch=epoch, lost=lost)
         case "promise":
             return _read_promise(record)
         case "propose":
             return Propose(proposal=_read_proposal(record["p"]))
         case "quiesced":
             return Quiesced(
-                ballot=Ballot(*record["b"]),
+                ballot=_read_ballot(record["b"]),
                 facts=record["facts"],
                 inventory=record["inventory"],
                 entering=record["entering"],
             )
         case "begun":
-            return Begun(ballot=Ballot(*record["b"]), step=record["step"])
+            return Begun(ballot=_read_ballot(record["b"]), step=record["step"])
         case "stop_before":
-            return StopBefore(ballot=Ballot(*record["b"]), step=record["step"])
+            return StopBefore(ballot=_read_ballot(record["b"]), step=record["step"])
         case "committed":
             return Committed(
                 proposal=_read_proposal(record["p"]),
                 payload=record["payload"],
             )
         case "refuse":
-            return Refuse(promised=Ballot(*record["b"]))
+            return Refuse(promised=_read_ballot(record["b"]))
         case "report":
             failure = FailureEvent.from_json(record["failure"])
             return Report(failure=failure, exit_code=record["exit_code"])
@@ -205,8 +207,9 @@ def _newcomer_to_wire(message: Starts | Admit | Welcome) -> dict[str, Any]:
 
 def _read_promise(record: Mapping[str, Any]) -> Promise:
     return Promise(
-        ballot=Ballot(*record["b"]),
+        ballot=_read_ballot(record["b"]),
         applied_epoch=record["applied_epoch"],
+        asked_epoch=record["asked_epoch"],
         newer=tuple(map(MembershipView.from_json, record["newer"])),
         accepted=record["accepted"] and _read_proposal(record["accepted"]),
         lost=tuple(record["lost"]),
@@ -221,14 +224,14 @@ def _newcomer_from_wire(record: Mapping[str, Any]) -> Starts | Admit | Welcome:
         case "admit":
             worker = WorkerId.from_json(record["worker"])
             return Admit(
-                ballot=Ballot(*record["b"]),
+                ballot=_read_ballot(record["b"]),
                 worker=worker,
                 node=record["node"],
                 address=record["address"],
             )
         case _:
             return Welcome(
-                ballot=Ballot(*record["b"]),
+                ballot=_read_ballot(record["b"]),
                 worker=WorkerId.from_json(record["worker"]),
                 nodes=tuple(record["nodes"]),
                 history=tuple(map(MembershipView.from_json, record["history"])),
@@ -260,8 +263,31 @@ def _read_news(record: Mapping[str, Any]) -> News:
     return message
 
 
+def memory_to_wire(memory: NodeMemory) -> dict[str, Any]:
+    """A node's memory as a dict that JSON can carry."""
+    return {
+        "promised": _ballot(memory.promised),
+        "accepted": memory.accepted and _proposal(memory.accepted),
+        "before": [view.to_json() for view in memory.before],
+    }
+
+
+def memory_from_wire(record: Mapping[str, Any]) -> NodeMemory:
+    """The memory that `memory_to_wire` described."""
+    return NodeMemory(
+        promised=_read_ballot(record["promised"]),
+        accepted=record["accepted"] and _read_proposal(record["accepted"]),
+        before=tuple(map(MembershipView.from_json, record["before"])),
+    )
+
+
 def _ballot(ballot: Ballot) -> list[int]:
-    return [ballot.epoch, ballot.leader]
+    return [ballot.term, ballot.leader, ballot.life, ballot.epoch]
+
+
+def _read_ballot(record: list[int]) -> Ballot:
+    term, leader, life, epoch = record
+    return Ballot(term=term, leader=leader, life=life, epoch=epoch)
 
 
 def _proposal(proposal: Proposal) -> dict[str, Any]:
@@ -276,7 +302,7 @@ def _proposal(proposal: Proposal) -> dict[str, Any]:
 
 def _read_proposal(record: Mapping[str, Any]) -> Proposal:
     return Proposal(
-        ballot=Ballot(*record["b"]),
+        ballot=_read_ballot(record["b"]),
         view=MembershipView.from_json(record["view"]),
         lost=tuple(record["lost"]),
         lineage=tuple(map(MembershipView.from_json, record["lineage"])),

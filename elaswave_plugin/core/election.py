@@ -10,37 +10,50 @@ from elaswave_plugin.core.membership import MembershipView
 
 
 class Outcome(NamedTuple):
-    """The epoch that every trainer has applied; whether to propose at once; views to adopt."""
+    """What the new leader begins with.
+
+    `behind_epoch`: every trainer has applied it; `must_propose`: at once; `missed`: views that are
+    committed for sure; `adopted`: later ones that may be, and `lost` who was shut out with them;
+    `asked_epoch`: the highest for which any trainer was asked to stop.
+    """
 
     behind_epoch: int
     must_propose: bool
-    views: tuple[MembershipView, ...]
+    missed: tuple[MembershipView, ...]
+    adopted: tuple[MembershipView, ...]
+    lost: tuple[int, ...]
+    asked_epoch: int
 
 
 def outcome_of(
     promises: Sequence[Promise],
     *,
     applied_epoch: int,
+    asked_epoch: int,
     accepted: Proposal | None,
     committed: MembershipView,
 ) -> Outcome:
-    """From all promises, and what the new leader has applied, accepted and knows as committed.
+    """From all promises, and what the new leader itself would promise.
 
-    The highest view that anybody accepted may have been committed somewhere, so it is adopted.
+    `committed`: the newest view that it knows to be so.
+
+    The proposal of the highest ballot may have been committed somewhere, so its view is adopted. No
+    other one can have been: whoever had that ballot was told of it, by a node of each majority.
     """
     behind_epoch = min([applied_epoch, *(promise.applied_epoch for promise in promises)])
+    asked_epoch = max([asked_epoch, *(promise.asked_epoch for promise in promises)])
     told = [promise.newer for promise in promises if promise.newer]
     most = max(told, key=lambda newer: newer[-1].epoch, default=())
-    views = tuple(view for view in most if view.epoch > committed.epoch)
+    missed = tuple(view for view in most if view.epoch > committed.epoch)
     proposals = [promise.accepted for promise in promises if promise.accepted is not None]
     if accepted is not None:
         proposals.append(accepted)
     last = max(proposals, key=lambda proposal: proposal.ballot, default=None)
-    newest = views[-1] if views else committed
-    must_propose = newest.epoch == 0
+    newest = missed[-1] if missed else committed
+    must_propose = newest.epoch == 0 or asked_epoch > behind_epoch
+    adopted: tuple[MembershipView, ...] = ()
     if last is not None:
         must_propose = must_propose or last.ballot.epoch > behind_epoch
-        for view in (*last.lineage, last.view):
-            if view.epoch > newest.epoch:
-                views, newest = (*views, view), view
-    return Outcome(behind_epoch, must_propose, views)
+        adopted = tuple(view for view in (*last.lineage, last.view) if view.epoch > newest.epoch)
+    lost = last.lost if last is not None and adopted else ()
+    return Outcome(behind_epoch, must_propose, missed, adopted, lost, asked_epoch)

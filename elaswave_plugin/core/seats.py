@@ -1,8 +1,9 @@
 """Which slots have a supervisor, and on which nodes: who leads, and who is a majority (pure).
 
-Voters are the nodes of a view, one vote each; of two halves the one with the lowest node counts as
-the majority, so that any two majorities of a view have a node in common. A supervisor that takes
-the place of a lost one has no vote before a view with its worker is committed, and that takes a
+Voters are the nodes of a view, one vote each, whichever of its supervisors gives it (they share
+what the node has promised, `node_memory`); of two halves the one with the lowest node counts as the
+majority, so that any two majorities of a view have a node in common. A supervisor that takes the
+place of a lost one has no vote before a view with its worker is committed, and that takes a
 majority of the view before: a node that joins counts from the next change on. Its number is that of
 a node that lives in the job, which knows all that it has ever accepted, or one that the job has
 never had. So nobody votes in the name of a node that has forgotten what it promised, and a lost

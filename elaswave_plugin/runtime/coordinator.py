@@ -32,6 +32,7 @@ from elaswave_plugin.core.membership import MembershipView
 from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.hang_watch import HangWatch
+from elaswave_plugin.runtime.node_register import NodeRegister
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.rendezvous import Meeting, Peer
 from elaswave_plugin.runtime.wire import Channel, Frame, encode, has_ended
@@ -91,6 +92,7 @@ class Coordinator:
         self,
         reactor: Reactor,
         meeting: Meeting,
+        register: NodeRegister,
         *,
         slot: int,
         patience: Patience,
@@ -99,6 +101,7 @@ class Coordinator:
         events: EventLog,
     ) -> None:
         self._reactor = reactor
+        self._register = register
         self.peers = list(meeting.peers)
         """All supervisors by slot, the lost ones among them."""
         self._slot = slot
@@ -109,7 +112,8 @@ class Coordinator:
             nodes = tuple(peer.node for peer in meeting.peers)
             self.agreement = Agreement(slot=slot, nodes=nodes, patience=patience)
         else:
-            self.agreement = Agreement.of_newcomer(meeting.welcome, patience=patience)
+            life = int.from_bytes(os.urandom(6), "little")
+            self.agreement = Agreement.of_newcomer(meeting.welcome, patience=patience, life=life)
         # Newcomers come to a job that has.
         self._told_start = self.agreement.started
         self.lost: dict[int, str] = self.agreement.without_supervisor
@@ -153,7 +157,7 @@ class Coordinator:
     def settle(self) -> None:
         """Let the agreement act on everything that happened, and carry it out."""
         self._lose_who_is_needed()
-        while effects := self.agreement.settle(time.monotonic()):
+        while effects := self._decide():
             for effect in effects:
                 self._carry_out(effect)
             self._lose_who_is_needed()
@@ -161,6 +165,15 @@ class Coordinator:
             self._told_start = True
             self._trainer_side.started()
         self._set_alarm()
+
+    def _decide(self) -> list[Effect]:
+        with self._turn(None):
+            return self.agreement.settle(time.monotonic())
+
+    def _turn(self, message: Message | None) -> contextlib.AbstractContextManager[None]:
+        if self.agreement.votes(message):
+            return self._register.turn(self.agreement)
+        return contextlib.nullcontext()
 
     def hold(self, peer: Peer, sock: socket.socket) -> None:
         """The link of a supervisor that wants to join; it is read once that is let in."""
@@ -245,7 +258,9 @@ class Coordinator:
                 self._hangs.heard(peer, frame)
                 self._take_beat(peer, frame, now_s)
             else:
-                self.agreement.receive(peer, from_wire(frame), now_s)
+                message = from_wire(frame)
+                with self._turn(message):
+                    self.agreement.receive(peer, message, now_s)
 
         def closed(evidence: str) -> None:
             evidence = f"its supervisor (pid {self.peers[peer].pid}) is gone: {evidence}"
@@ -356,6 +371,8 @@ class Coordinator:
         the leader is silent, its node may be gone: those beside it are asked whether they are
         there, so that not each of them leads, and is waited for, in turn.
         """
+        with self._register.turn(self.agreement):
+            pass  # whom the node follows by now
         now_s = time.monotonic()
         late_s = now_s - self._beat_due_s
         leader = self.agreement.leader
@@ -367,6 +384,8 @@ class Coordinator:
         number = self._lease.send(now_s=now_s)
         for peer in watched:
             heard, at_s = self._last_beats.get(peer, (0, now_s))
+            # Its node speaks for another leader, and so not for this one's time.
+            heard = heard if self.agreement.follows else 0
             beat = {"m": "beat", "n": number, "heard": heard, "left": self._lease.left_s(at_s)}
             self._channels[peer].send({**beat, **self._hangs.outgoing(peer)})
         if late_s > self._heartbeat.every_s:
@@ -415,7 +434,7 @@ class Coordinator:
     def _lend(self, now_s: float) -> None:
         """Tell the trainer until when it may act for the job."""
         own = self.peers[self._slot].node
-        if self.agreement.leader == self._slot:
+        if self.agreement.leads:
             self._lease.lead(own=own, voters=set(self.agreement.committed.nodes), now_s=now_s)
         if self._lease.until_s > 0:
             self._trainer_side.lend(self._lease.until_s)

@@ -25,22 +25,16 @@ from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.core.respawn import Deaths, GiveUp
 from elaswave_plugin.errors import AgreementError
 from elaswave_plugin.runtime.address_file import Address, clear_addresses, published
-from elaswave_plugin.runtime.arrival import SeatRefusedError, arrive
+from elaswave_plugin.runtime.arrival import SeatRefusedError
 from elaswave_plugin.runtime.coordinator import Coordinator, Heartbeat, say
 from elaswave_plugin.runtime.member import HOST, SLOT
 from elaswave_plugin.runtime.notice_file import NOTICE_FILE, watch_notice_file
 from elaswave_plugin.runtime.orphans import Orphans
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.reception import Reception, take_link
-from elaswave_plugin.runtime.rendezvous import (
-    Meeting,
-    Peer,
-    Place,
-    host_meeting,
-    join_meeting,
-    own_machine,
-)
+from elaswave_plugin.runtime.rendezvous import Place
 from elaswave_plugin.runtime.requests import in_loop
+from elaswave_plugin.runtime.seat import Seat, seat_at_launch, seat_in_job
 from elaswave_plugin.runtime.snapshot_server import SnapshotCopier, SnapshotServer
 from elaswave_plugin.runtime.snapshot_store import SnapshotStore
 from elaswave_plugin.runtime.status import StatusBoard
@@ -122,7 +116,7 @@ class Supervisor:
             signal.signal(number, self._on_early_signal)
         self._server.start()
         try:
-            meeting = self._take_seat() if self._spec.joins else self._meet()
+            seat = self._take_seat() if self._spec.joins else self._meet()
         except SeatRefusedError:
             self._server.close()
             self._store.close()
@@ -134,7 +128,8 @@ class Supervisor:
             return EXIT_REQUEUE
         self._coordinator = Coordinator(
             self._reactor,
-            meeting,
+            seat.meeting,
+            seat.register,
             slot=self._slot,
             patience=self._spec.patience,
             heartbeat=self._spec.heartbeat,
@@ -178,30 +173,23 @@ class Supervisor:
             on_late_exit=self._on_late_exit,
         )
 
-    def _meet(self) -> Meeting:
-        if self._listener is not None:
-            clear_addresses(self._spec.run_dir)
-            with self._listener:  # closed after the meeting: the port is the script's to use
-                return host_meeting(self._spec.place, self._listener, self._data_address)
-        return join_meeting(self._spec.place, self._spec.host, self._data_address)
+    def _meet(self) -> Seat:
+        place, host = self._spec.place, self._spec.host
+        if self._listener is None:
+            return seat_at_launch(place, host, None, self._data_address)
+        clear_addresses(self._spec.run_dir)
+        with self._listener:  # closed after the meeting: the port is the script's to use
+            return seat_at_launch(place, host, self._listener, self._data_address)
 
-    def _take_seat(self) -> Meeting:
+    def _take_seat(self) -> Seat:
         """Become a supervisor of a job that runs, and start the slot's next trainer."""
-        place = self._spec.place
-        own = Peer(
-            slot=place.slot,
-            node=place.node,
-            pid=os.getpid(),
-            control="",
-            data=self._data_address,
-            machine=own_machine(),
-        )
-        meeting, kept = arrive(own, self._spec.joins, timeout_s=place.timeout_s)
-        assert meeting.welcome is not None
-        self._remembered = dict(kept["remembered"])
-        self._deaths = Deaths(limit=int(kept["respawn"])) if kept["respawn"] else None
-        self._trainer = self._start_trainer(meeting.welcome.worker.incarnation)
-        return meeting
+        seat = seat_in_job(self._spec.place, self._spec.joins, self._data_address)
+        assert seat.kept is not None and seat.meeting.welcome is not None
+        self._remembered = dict(seat.kept["remembered"])
+        limit = int(seat.kept["respawn"])
+        self._deaths = Deaths(limit=limit) if limit else None
+        self._trainer = self._start_trainer(seat.meeting.welcome.worker.incarnation)
+        return seat
 
     def _open_reception(self) -> Reception:
         spec = self._spec

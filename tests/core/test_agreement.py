@@ -7,7 +7,9 @@ change of behaviour, and then review the difference: ELASWAVE_REGENERATE_GOLDEN=
 import os
 import random
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -47,8 +49,11 @@ from elaswave_plugin.core.agreement_orders import (
 )
 from elaswave_plugin.core.agreement_wire import from_wire, to_wire, unpack_payload
 from elaswave_plugin.core.membership import MembershipView
+from elaswave_plugin.core.node_memory import NodeMemory
 from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.core.reserve import NOWHERE
+
+T = TypeVar("T")
 
 GOLDEN = Path(__file__).parent / "golden"
 REGENERATE = "ELASWAVE_REGENERATE_GOLDEN"
@@ -67,12 +72,17 @@ class Cluster:
             for slot, node in enumerate(nodes)
             if node != NOWHERE
         }
+        # What each node remembers, for as long as one of its supervisors lives.
+        self.memories: dict[int, NodeMemory] = {}
+        self.lives = 0
         self.wires: dict[tuple[int, int], deque[Message]] = {}
         self.order: deque[tuple[int, int]] = deque()
         self.open: dict[int, Ballot] = {}
         self.launched = frozenset(self.alive)
         self.trainers = set(self.alive)
         self.cut: set[tuple[int, int]] = set()
+        # Those of them that nobody has acted on yet.
+        self.broken: set[tuple[int, int]] = set()
         # Links that newcomers have opened and that the other end does not use yet.
         self.unread: set[tuple[int, int]] = set()
         # Newcomers that wait for the welcome of a leader, and then until all use their links.
@@ -84,6 +94,8 @@ class Cluster:
         self.entered: set[int] = set()
         self.doom: dict[int, tuple[str, int]] = {}
         self.commits: dict[int, list[MembershipView]] = {slot: [] for slot in self.alive}
+        # Every view that any trainer was ever told of, by epoch.
+        self.decided: dict[int, MembershipView] = {}
         self.ends: dict[int, Over] = {}
         # Where each trainer is: (step, whether it has begun it), and who waits to be let in.
         self.at: dict[int, tuple[int, bool]] = dict.fromkeys(self.alive, (0, False))
@@ -202,17 +214,24 @@ class Cluster:
                 gives_up = gives_up or any((slot, one) in self.cut for one in living)
                 waits = any((slot, one) in self.unread for one in living)
             if gives_up:
-                self.say(f"{slot}: gives up, it is not let in by all")
-                del self.asking[slot]
-                self.welcomes.pop(slot, None)
-                self.order += [(slot, other) for other in self.alive]
+                self.give_up(slot)
             elif message is not None and not waits:
                 self.begin(message)
+
+    def give_up(self, slot: int) -> None:
+        """A newcomer closes its links; it does so too where it has waited for long."""
+        self.say(f"{slot}: gives up, it is not let in by all")
+        del self.asking[slot]
+        self.welcomes.pop(slot, None)
+        self.order += [(slot, other) for other in self.alive]
 
     def begin(self, message: Welcome) -> None:
         slot = message.worker.slot
         del self.asking[slot], self.welcomes[slot]
-        self.alive[slot] = Agreement.of_newcomer(message, patience=self.patience)
+        if all(self.nodes[other] != self.nodes[slot] for other in self.alive):
+            self.memories.pop(self.nodes[slot], None)
+        self.lives += 1
+        self.alive[slot] = Agreement.of_newcomer(message, patience=self.patience, life=self.lives)
         self.new.add(slot)
         self.joined.add(slot)
         self.outside.add(slot)
@@ -269,24 +288,53 @@ class Cluster:
         for slot in dead:
             self.bury(slot)
         for slot in list(self.alive):
-            for gone in dead:
-                self.alive[slot].lost(gone, "its connection closed")
-            self.settle(slot)
+            if slot in self.alive:  # the leader may have killed it, on its own node
+                for gone in dead:
+                    self.alive[slot].lost(gone, "its connection closed")
+                self.settle(slot)
 
     def do_doom(self, words: list[str]) -> None:
         """doom SLOT KIND N: this supervisor dies once it has sent N messages of a kind."""
         self.doom[int(words[0])] = words[1], int(words[2])
 
     def do_part(self, words: list[str]) -> None:
-        """part A B: the links between two groups of slots break."""
-        one, other = self.slots(words[:1]), self.slots(words[1:])
-        for slot in [*one, *other]:
-            for far in other if slot in one else one:
-                self.cut.add((slot, far))
-                self.wires.pop((slot, far), None)
-                self.alive[slot].lost(far, "its connection broke")
-        for slot in [*one, *other]:
+        """part A B [C D ...]: the links between A and B break, and those between C and D."""
+        pairs = zip(words[::2], words[1::2], strict=True)
+        cut = [
+            (a, b) for one, other in pairs for a in self.slots([one]) for b in self.slots([other])
+        ]
+        both = [*cut, *((b, a) for a, b in cut)]
+        for slot, far in sorted(both):
+            self.cut.add((slot, far))
+            self.wires.pop((slot, far), None)
+            self.alive[slot].lost(far, "its connection broke")
+        for slot in dict.fromkeys(slot for pair in cut for slot in pair):
             self.settle(slot)
+
+    def do_sunder(self, words: list[str]) -> None:
+        """sunder A B [C D ...]: as `part`, but who is behind a broken link is lost where one leads.
+
+        So coordinators go by it (`Coordinator._lose_who_is_needed`).
+        """
+        for one, other in zip(words[::2], words[1::2], strict=True):
+            for a in self.slots([one]):
+                for b in self.slots([other]):
+                    self.cut |= {(a, b), (b, a)}
+                    self.broken |= {(a, b), (b, a)}
+                    self.wires.pop((a, b), None)
+                    self.wires.pop((b, a), None)
+        for slot in list(self.alive):
+            self.settle(slot)
+
+    def lose_who_is_needed(self, slot: int) -> None:
+        """Of a broken link one end leads, or each of them may be right."""
+        agreement = self.alive[slot]
+        for _ in self.nodes:
+            leader = agreement.leader
+            gone = [far for near, far in sorted(self.broken) if near == slot]
+            for far in gone if leader == slot else {leader}.intersection(gone):
+                self.broken.discard((slot, far))
+                agreement.lost(far, "its connection broke")
 
     def do_tick(self, words: list[str]) -> None:
         self.now_s += float(words[0])
@@ -318,10 +366,28 @@ class Cluster:
         self.open.pop(slot, None)
 
     def settle(self, slot: int) -> None:
-        while slot in self.alive and (effects := self.alive[slot].settle(self.now_s)):
+        if slot in self.alive:
+            self.lose_who_is_needed(slot)
+        while slot in self.alive and (effects := self.vote(slot, Agreement.settle)):
             for effect in effects:
                 if slot in self.alive:
                     self.carry_out(slot, effect)
+
+    def vote(self, slot: int, act: Callable[..., T], *words: object) -> T:
+        """Settle or receive as this supervisor, with the memory of its node."""
+        agreement, node = self.alive[slot], self.nodes[slot]
+        message = words[1] if words else None
+        if not agreement.votes(message):  # type: ignore[arg-type]
+            known = agreement.memory
+            try:
+                return act(agreement, *words, self.now_s)
+            finally:
+                assert agreement.memory is known
+        agreement.recall(self.memories.get(node, NodeMemory()), self.now_s)
+        try:
+            return act(agreement, *words, self.now_s)
+        finally:
+            self.memories[node] = agreement.memory
 
     def carry_out(self, slot: int, effect: Effect) -> None:
         match effect:
@@ -353,6 +419,8 @@ class Cluster:
                 self.commits[slot] = (
                     [*history] if newcomer else [*self.commits[slot], *effect.skipped, view]
                 )
+                for known in self.commits[slot]:
+                    assert self.decided.setdefault(known.epoch, known) == known
                 if newcomer and view.epoch > 1 and self.alive[slot].incarnation:
                     old = [fact["step"] for fact in facts.values() if not fact["entering"]]
                     # Those whom it meets stand before one and the same step, or have begun it.
@@ -422,9 +490,13 @@ class Cluster:
                     self.wires.setdefault((slot, other), deque())
                     self.order.append((slot, other))
 
-    def run(self, dice: random.Random | None = None) -> None:
-        """Deliver until nothing is under way; `dice` picks the link, else first come first."""
-        while self.order:
+    def run(self, dice: random.Random | None = None, *, most: int = 100_000) -> None:
+        """Deliver until nothing is under way; `dice` picks the link, else first come first.
+
+        Or as many as `most`.
+        """
+        while self.order and most > 0:
+            most -= 1
             if dice is not None:
                 self.order.rotate(-dice.randrange(len(self.order)))
             sender, to = self.order.popleft()
@@ -440,7 +512,7 @@ class Cluster:
                 message = wire.popleft()
                 if not isinstance(message, Stop):
                     self.say(f"{sender} -> {to}: {describe(message)}")
-                self.alive[to].receive(sender, message, self.now_s)
+                self.vote(to, Agreement.receive, sender, message)
             elif sender not in self.alive and sender not in self.asking:
                 self.alive[to].lost(sender, "its connection closed")
             self.settle(to)

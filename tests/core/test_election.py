@@ -23,7 +23,7 @@ def views(count: int) -> tuple[MembershipView, ...]:
 def promised(known: int) -> Promise:
     """What a member that knows 100 views answers to one that knows fewer."""
     welcome = Welcome(
-        ballot=Ballot(99, 0),
+        ballot=Ballot(term=9, leader=0, epoch=99),
         worker=WorkerId(slot=2, incarnation=1),
         nodes=NODES,
         history=views(100),
@@ -31,9 +31,11 @@ def promised(known: int) -> Promise:
         lost={},
         incarnations={},
     )
-    member = Agreement.of_newcomer(welcome, patience=Patience())
+    member = Agreement.of_newcomer(welcome, patience=Patience(), life=1)
     member.settle(0.0)
-    member.receive(1, Prepare(ballot=Ballot(100, 1), epoch=known, lost=()), 0.0)
+    member.receive(
+        1, Prepare(ballot=Ballot(term=100, leader=1, epoch=100), epoch=known, lost=()), 0.0
+    )
     (promise,) = (
         effect.message
         for effect in member.settle(0.0)
@@ -50,5 +52,7 @@ def test_a_promise_tells_only_what_who_asks_does_not_know() -> None:
 
 def test_a_new_leader_adopts_the_views_that_it_has_missed() -> None:
     promises = [promised(99), promised(97), promised(98)]
-    found = outcome_of(promises, applied_epoch=97, accepted=None, committed=views(98)[-1])
-    assert [view.epoch for view in found.views] == [98, 99]
+    found = outcome_of(
+        promises, applied_epoch=97, asked_epoch=0, accepted=None, committed=views(98)[-1]
+    )
+    assert [view.epoch for view in found.missed] == [98, 99]

@@ -11,6 +11,7 @@ import pytest
 
 from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.runtime.coordinator import Coordinator, Heartbeat
+from elaswave_plugin.runtime.node_register import NodeRegister
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.rendezvous import Meeting, Peer
 from elaswave_plugin.runtime.wire import LENGTH
@@ -62,9 +63,11 @@ class Member:
             for slot, node in enumerate(self._nodes)
         )
         trainer: Any = NoTrainer()
+        register = NodeRegister.create()  # no two of those that are started are on one node
         coordinator = Coordinator(
             self._reactor,
             Meeting(peers=peers, links=self._links),
+            register,
             slot=self.slot,
             patience=Patience(),
             heartbeat=BEAT,
@@ -88,6 +91,7 @@ class Member:
         for _, sock in sorted(self._links.items(), reverse=True):
             sock.close()
         self._reactor.close()
+        register.close()
 
     def until_it_lost(self, slots: set[int]) -> float:
         """When it had lost the last of them, on the monotonic clock."""

@@ -294,7 +294,7 @@ def answer(slot: int, **more: object) -> Record:
 
 
 def ring(epoch: int, **more: Any) -> Ring:
-    return Ring(ballot=Ballot(epoch, 0), reason="r", **more)
+    return Ring(ballot=Ballot(term=0, leader=0, epoch=epoch), reason="r", **more)
 
 
 def sealed(owner: int, step: int, epoch: int) -> Record:

@@ -1,0 +1,148 @@
+"""What a supervisor answers to whoever leads, or wants to, for its node and its trainer (pure).
+
+The base of `agreement.Agreement`. Of what it says, promises and acceptances bind its whole node.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import replace
+
+from elaswave_plugin.core.agreement_messages import (
+    Ballot,
+    Committed,
+    Prepare,
+    Promise,
+    Proposal,
+    Refuse,
+    StopBefore,
+)
+from elaswave_plugin.core.agreement_orders import Deliver, Dismiss, Fence, Ring
+from elaswave_plugin.core.membership import MembershipView, WorkerId
+from elaswave_plugin.core.node_memory import NodeMemory
+from elaswave_plugin.core.own_trainer import OwnTrainer
+from elaswave_plugin.core.patience import Patience
+
+
+class Follower(OwnTrainer, ABC):
+    """One supervisor's part as a member; `nodes[s]` is the node of slot s."""
+
+    def __init__(self, *, slot: int, nodes: tuple[int, ...], patience: Patience) -> None:
+        super().__init__(slot=slot, nodes=nodes, patience=patience)
+        self.memory = NodeMemory()
+        # The newest view that is committed for sure: a leader's history may go on from there.
+        self._sure_epoch = 0
+        self._accepted: Proposal | None = None
+        self._highest_epoch = 0
+        self._applied_epoch = 0
+        self._dismissed = False
+
+    @property
+    def follows(self) -> bool:
+        """Whether its node has promised nobody later than the leader that it sees."""
+        return self.memory.promised.leader == self.leader
+
+    def recall(self, memory: NodeMemory, now_s: float) -> None:
+        """What the node remembers, by whichever of its supervisors."""
+        known, self.memory = self.memory, self.memory.joined(memory)
+        if self.memory.promised > known.promised:
+            self._step_down(self.memory.promised, now_s)
+
+    # ---- what an agreement adds ---------------------------------------------------------------
+
+    @abstractmethod
+    def _step_down(self, promised: Ballot | None = None, now_s: float = 0.0) -> None:
+        """Lead no more, nor want to; `promised`: for this ballot, which is higher."""
+
+    @abstractmethod
+    def _shut_out(self, lost: Iterable[int]) -> bool:
+        """Take over the losses that a leader declares; true if it is this worker that is lost."""
+
+    # ---- what it answers ----------------------------------------------------------------------
+
+    def _on_prepare(self, sender: int, message: Prepare) -> None:
+        if message.ballot < self.memory.promised:
+            self._send(sender, Refuse(promised=self.memory.promised))
+            return
+        self.memory = self.memory.promising(message.ballot)
+        self._step_down()
+        if self._shut_out(message.lost):
+            return
+        own = [view for view in self.history if view.epoch <= self._sure_epoch]
+        known = max(own, self.memory.before, key=lambda views: views[-1].epoch if views else -1)
+        promise = Promise(
+            ballot=message.ballot,
+            applied_epoch=self._applied_epoch,
+            asked_epoch=self._asked_epoch,
+            newer=tuple(view for view in known if view.epoch > message.epoch),
+            accepted=self.memory.accepted,
+            lost=tuple(self._seats.lost),
+            news=tuple(self._news),
+        )
+        self._send(sender, promise)
+
+    def _on_propose(self, sender: int, proposal: Proposal, now_s: float) -> None:
+        if proposal.ballot < self.memory.promised:
+            self._send(sender, Refuse(promised=self.memory.promised))
+        elif not self._shut_out(proposal.lost):
+            self._accept(proposal, now_s)
+
+    @property
+    def _asked_epoch(self) -> int:
+        """The highest for which the own trainer was asked to stop."""
+        return 0 if self._accepted is None else self._accepted.ballot.epoch
+
+    def _accept(self, proposal: Proposal, now_s: float) -> None:
+        self.memory = self.memory.accepting(proposal, self.history)
+        # Not what the node has accepted, of which another one's trainer may have been told.
+        self._accepted = proposal
+        self._highest_epoch = max(self._highest_epoch, proposal.ballot.epoch)
+        ring = Ring(ballot=proposal.ballot, reason=proposal.view.reason, boundary=proposal.boundary)
+        me = WorkerId(slot=self.slot, incarnation=self.incarnation)
+        lives = me not in self._reports.failures and self.slot not in self._reports.done
+        # A boundary may be far: who never comes to it hangs, which is found elsewhere.
+        waits = lives and self.slot in proposal.view.ranks and not proposal.boundary
+        self._fence_at_s = now_s + self._answer_limit_s() if waits else None
+        self._effects.append(ring)
+
+    def _on_stop_before(self, message: StopBefore) -> None:
+        accepted = self._accepted
+        if accepted is not None and accepted.ballot == message.ballot:
+            ring = Ring(ballot=accepted.ballot, reason=accepted.view.reason, boundary=True)
+            self._effects.append(replace(ring, before_step=message.step))
+
+    def _fence_when_due(self, now_s: float) -> None:
+        if self._fence_at_s is None or now_s < self._fence_at_s or self._accepted is None:
+            return
+        self._fence_at_s = None
+        epoch = self._accepted.ballot.epoch
+        limit_s = f"{self._answer_limit_s():g} s"
+        if self.committed.epoch == 0:
+            self._effects.append(Fence(evidence=f"did not join the job within {limit_s}"))
+        else:
+            evidence = f"did not answer the proposal of epoch {epoch} within {limit_s}"
+            self._effects.append(Fence(evidence=evidence))
+
+    def _on_committed(self, message: Committed) -> None:
+        proposal = message.proposal
+        # Whatever the node has promised since: what is committed is so for good.
+        if self._accepted is None or proposal.ballot != self._accepted.ballot:
+            return
+        if proposal.view.epoch <= self.committed.epoch:
+            return
+        self._learn(proposal.lineage)
+        # Not only what is new to us: a leader knows adopted views that its trainer was never told.
+        skipped = tuple(view for view in self.history if view.epoch > self._applied_epoch)
+        self.history.append(proposal.view)
+        self._reports.entered(proposal.view)
+        self._applied_epoch = self._sure_epoch = proposal.view.epoch
+        me = WorkerId(slot=self.slot, incarnation=self.incarnation)
+        if me in proposal.view:
+            self._effects.append(Deliver(committed=message, skipped=skipped))
+        elif self._was_told_to_leave(me):
+            self._dismissed = True
+            self._effects.append(Dismiss())
+
+    def _learn(self, views: Iterable[MembershipView]) -> None:
+        self.history += [view for view in views if view.epoch > self.committed.epoch]

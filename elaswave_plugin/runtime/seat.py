@@ -1,0 +1,86 @@
+"""How a supervisor comes to its place: with all others at the launch, or later in a running job.
+
+With the place it gets the register of its node, which all supervisors there share: the first of
+them makes it, and the others open it by way of one that is there before them.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elaswave_plugin.errors import AgreementError
+from elaswave_plugin.runtime.arrival import SeatRefusedError, arrive
+from elaswave_plugin.runtime.node_register import NodeRegister
+from elaswave_plugin.runtime.rendezvous import (
+    Meeting,
+    Peer,
+    Place,
+    host_meeting,
+    join_meeting,
+    own_machine,
+)
+from elaswave_plugin.runtime.wire import Frame
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """A supervisor's links, its node's register, and what was kept for one that comes later."""
+
+    meeting: Meeting
+    register: NodeRegister
+    kept: Frame | None = None
+
+
+def seat_at_launch(place: Place, host: str, listener: socket.socket | None, data: str) -> Seat:
+    """Meet the others: at `listener` those that come, else at `host`. Raises AgreementError."""
+    # The others look for it as soon as they have met.
+    own = NodeRegister.create()
+    if listener is not None:
+        meeting = host_meeting(place, listener, data)
+    else:
+        meeting = join_meeting(place, host, data)
+    first = next(peer for peer in meeting.peers if peer.node == place.node)
+    if first.slot == place.slot:
+        return Seat(meeting=meeting, register=own)
+    own.close()
+    return Seat(meeting=meeting, register=_register_of(first, place))
+
+
+def seat_in_job(place: Place, contacts: Sequence[str], data: str) -> Seat:
+    """Take the place of a lost supervisor. Raises SeatRefusedError."""
+    own = Peer(
+        slot=place.slot,
+        node=place.node,
+        pid=os.getpid(),
+        control="",
+        data=data,
+        machine=own_machine(),
+    )
+    meeting, kept = arrive(own, contacts, timeout_s=place.timeout_s)
+    assert meeting.welcome is not None
+    gone = {place.slot, *meeting.welcome.lost}
+    beside = [one for one in meeting.peers if one.node == place.node and one.slot not in gone]
+    if not beside:
+        return Seat(meeting=meeting, register=NodeRegister.create(), kept=kept)
+    try:
+        return Seat(meeting=meeting, register=_register_of(beside[0], place), kept=kept)
+    except AgreementError as error:
+        raise SeatRefusedError(str(error)) from error
+
+
+def _register_of(peer: Peer, place: Place) -> NodeRegister:
+    if peer.machine != own_machine():
+        raise AgreementError(
+            f"workers {peer.slot} and {place.slot} are both on node {place.node}, in two PID "
+            "namespaces or on two machines: give each of these a node number of its own"
+        )
+    try:
+        return NodeRegister.of_process(peer.pid)
+    except AgreementError as error:
+        raise AgreementError(
+            f"worker {place.slot} cannot share the votes of node {place.node} with worker "
+            f"{peer.slot}: {error}"
+        ) from error

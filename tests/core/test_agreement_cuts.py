@@ -1,0 +1,154 @@
+"""Networks that lose single flows: two supervisors of a node may hear different other nodes."""
+
+import random
+
+import pytest
+
+from elaswave_plugin.core.patience import Patience
+from tests.core.test_agreement import Cluster
+from tests.core.test_agreement_random import let_somebody_come
+
+NODES = (
+    (0, 1, 2, 2),
+    (2, 1, 0, 0),
+    (0, 1, 1, 2, 2),
+    (0, 0, 1, 1, 2, 2),
+    (0, 0, 1, 1, 2, 2, 3, 3),
+    (0, 1, 1, 2, 3, 3, 4),
+    (3, 0, 0, 0, 1, 1, 2),
+)
+MOST = 20_000
+
+
+def test_of_two_parts_that_hear_one_supervisor_of_a_node_each_one_goes_on() -> None:
+    """Node 2 has two: one hears node 0 only, the other one hears node 1 only."""
+    cluster = Cluster((0, 1, 2, 2), Patience())
+    for command in ("start", "quiesce all", "seal all", "sunder 0 1,3 1 2", "quiesce all"):
+        cluster.do(command)
+    # Each part has two of the three nodes, and either may be the one.
+    assert [sorted(view.ranks) for view in cluster.decided.values()][1:] in ([[0, 2]], [[1, 3]])
+    cluster.do("tick 6")
+    part = set(cluster.decided[max(cluster.decided)].ranks)
+    assert cluster.ends.keys() == set(range(4)) - part
+
+
+@pytest.mark.parametrize("seed", range(1500))
+def test_no_cut_of_flows_makes_two_parts_go_on(seed: int) -> None:
+    """One view an epoch, one path, and in the end one part at most that works."""
+    check(torn_run(random.Random(seed)))
+
+
+@pytest.mark.parametrize("seed", range(500))
+def test_no_cut_of_flows_makes_newcomers_go_on_apart(seed: int) -> None:
+    """The same, while other supervisors take the places of lost ones."""
+    check(torn_run(random.Random(seed), newcomers=True))
+
+
+def test_jobs_outlive_cuts() -> None:
+    """The runs above are about something: in most of them a part of the job goes on."""
+    runs = [torn_run(random.Random(seed)) for seed in range(200)]
+    assert sum(bool(working(run)) for run in runs) >= 50
+    assert sum(bool(run.ends and working(run)) for run in runs) >= 50
+
+
+def torn_run(dice: random.Random, *, newcomers: bool = False) -> Cluster:
+    nodes = dice.choice(NODES)
+    cluster = Cluster(nodes, Patience(quiesce_timeout_s=1e9, join_timeout_s=1e9))
+    cluster.verbose = False
+    cluster.do("start")
+    cluster.do("quiesce all")
+    cluster.do("seal all")
+    for turn in range(dice.randrange(1, 6)):
+        if not cluster.alive:
+            break
+        what = dice.random()
+        if what < 0.6:
+            tear(cluster, dice)
+        elif what < 0.8:
+            slot = dice.choice(sorted(cluster.alive))
+            if slot in cluster.trainers:
+                cluster.do_exit([str(slot), "SIGKILL"])
+        elif len(cluster.alive) > 1:
+            cluster.do_kill([str(dice.choice(sorted(cluster.alive)))])
+        if newcomers and cluster.alive:
+            let_somebody_come(cluster, dice, fresh_node=10 + turn)
+        for slot in sorted(cluster.new & set(cluster.alive)):
+            if dice.random() < 0.5:
+                cluster.do_ready([str(slot)])
+        for _ in range(dice.randrange(4)):
+            cluster.run(dice, most=dice.randrange(12))
+            for quiet in dice.sample(sorted(cluster.alive), len(cluster.alive)):
+                if dice.random() < 0.5:
+                    cluster.do_quiesce([str(quiet)])
+            if dice.random() < 0.5:
+                exit_who_is_over(cluster)
+            if dice.random() < 0.3:
+                cluster.do_tick([str(dice.choice((0.5, 1.5)))])
+    for _ in range(30):
+        cluster.begin_or_give_up()
+        cluster.run(dice, most=MOST)
+        for slot in list(cluster.asking):
+            cluster.give_up(slot)
+        cluster.run(dice, most=MOST)
+        assert not cluster.order, "they talk without end"
+        cluster.do_quiesce(["all"])
+        cluster.run(dice, most=MOST)
+        cluster.do_ready([str(slot) for slot in sorted(cluster.new & set(cluster.alive))])
+        for one in dice.sample(sorted(cluster.alive), len(cluster.alive)):
+            cluster.do_step([str(one)])
+        cluster.run(dice, most=MOST)
+        exit_who_is_over(cluster)
+        lose_who_is_silent(cluster)
+        cluster.do_tick(["3"])
+    return cluster
+
+
+def tear(cluster: Cluster, dice: random.Random) -> None:
+    """Cut each flow between two nodes, or all of some supervisor, or of two groups of them."""
+    slots = sorted(cluster.alive)
+    pairs = [(a, b) for a in slots for b in slots if a < b and cluster.nodes[a] != cluster.nodes[b]]
+    pairs = [pair for pair in pairs if pair not in cluster.cut]
+    if dice.random() < 0.5:
+        share = dice.choice((0.1, 0.3, 0.5))
+        torn = [pair for pair in pairs if dice.random() < share]
+    else:
+        side = {slot for slot in slots if dice.random() < 0.5}
+        torn = [(a, b) for a, b in pairs if (a in side) != (b in side)]
+    cluster.do_sunder([str(slot) for pair in torn for slot in pair])
+
+
+def exit_who_is_over(cluster: Cluster) -> None:
+    """The process of a supervisor that has ended does so too, and all links of it close."""
+    over = sorted(set(cluster.ends) & set(cluster.alive))
+    if over:
+        cluster.do_kill([str(slot) for slot in over])
+
+
+def lose_who_is_silent(cluster: Cluster) -> None:
+    """A leader sends beats, and who follows another one does not (`Coordinator._beat`)."""
+    for slot in list(cluster.alive):
+        if slot in cluster.alive:
+            leader = cluster.alive[slot].leader
+            if leader in cluster.alive and cluster.alive[leader].leader != leader:
+                cluster.alive[slot].lost(leader, "was silent")
+                cluster.settle(slot)
+
+
+def working(cluster: Cluster) -> set[int]:
+    return set(cluster.alive) & cluster.trainers
+
+
+def check(cluster: Cluster) -> None:
+    decided = sorted(cluster.decided)
+    for path in cluster.commits.values():
+        if not path:
+            continue  # it came later, and was not let in yet
+        epochs = [view.epoch for view in path]
+        # Nobody passes over a view that somebody else was told of.
+        assert epochs == [epoch for epoch in decided if epoch <= epochs[-1]], (epochs, decided)
+    finals = {cluster.commits[slot][-1] for slot in working(cluster)}
+    assert len(finals) <= 1
+    for view in finals:
+        assert sorted(view.ranks) == sorted(working(cluster))
+        assert view.epoch == decided[-1]
+    assert not cluster.open.keys() & working(cluster)
