@@ -24,6 +24,7 @@ from typing import Any
 
 from elaswave_plugin.core.planner.costs import CostModel, UnitCost
 from elaswave_plugin.core.planner.state_bytes import StateBytes
+from elaswave_plugin.core.slow import ENOUGH_PASSES
 from elaswave_plugin.core.step_time import LinkTime
 
 FRONT, LAYER, BEHIND = "front", "layer", "behind"
@@ -127,17 +128,19 @@ class PassTimes:
         self.sample_bytes: float | None = None
         # Bytes that a sample holds, by part.
         self._held: dict[str, float] = {}
-        self._paces: list[float] = []
+        self._paces: list[tuple[float, int]] = []
         # Seconds per token of the fastest forward pass of a layer in the last complete step: of so
         # many, as many as all have who are compared. Of more, the fastest would be faster.
         self.pace: float | None = None
+        # Of a sample in that pass; 0 for the fastest of so many that its length says little.
+        self.pace_tokens = 0
         self.compared: int | None = None
 
     def note(self, part: str, which: str, seconds: float, *, tokens: int = 0) -> None:
         """A pass took so long for a sample, of so many tokens if known, through a part."""
         self._step.setdefault((part, which), []).append(seconds)
         if tokens and (part, which) == (LAYER, FORWARD):
-            self._paces.append(seconds / tokens)
+            self._paces.append((seconds / tokens, tokens))
 
     def note_held(self, part: str, sample_bytes: float) -> None:
         """A sample holds so much in a part, from its forward pass on."""
@@ -154,11 +157,18 @@ class PassTimes:
 
     def step_over(self) -> None:
         """A step is complete."""
-        self.pace = min(self._paces[: self.compared], default=None)
+        compared = self._paces[: self.compared]
+        self.pace, self.pace_tokens = min(compared, default=(None, 0))
+        if len(compared) >= ENOUGH_PASSES:
+            self.pace_tokens = 0
         self._paces = []
         for key, seconds in self._step.items():
             self._known.setdefault(key, deque(maxlen=STEPS_REMEMBERED)).append(fmean(seconds))
         self._step = {}
+
+    def told_pace(self) -> tuple[float, int] | None:
+        """The pace, and the tokens that it is of; None where it is not known."""
+        return None if self.pace is None else (self.pace, self.pace_tokens)
 
     def drop_step(self) -> None:
         """The step was interrupted: its passes waited for who is gone."""

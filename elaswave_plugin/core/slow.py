@@ -2,7 +2,9 @@
 
 A pace is seconds per layer and token, of the fastest of as many forward passes of a step as each of
 them has: so that neither the length of sequences, nor a processor that others use for a moment, nor
-having less to do makes a worker slow.
+having less to do makes a worker slow. Of a few passes all may be long. A pass takes no less time
+than a shorter one, and no more than by the square of their lengths: so a pace, at another length,
+is known but for the ratio of the two, and who may owe it to that is neither named nor taken back.
 
 >>> watch = SlowWatch()
 >>> for step in range(4):
@@ -25,6 +27,8 @@ AGAIN = 1.5
 MOST_STEPS = 256
 """In a row, to take it back from a worker that was named again and again."""
 DIGITS = 2
+ENOUGH_PASSES = 8
+"""The fastest of so many is a short one wherever lengths vary."""
 KEEP, NAME, TAKE_BACK = "keep", "name", "take back"
 
 
@@ -87,22 +91,31 @@ class SlowWatch:
         """A step was interrupted: rows start anew."""
         self._row.clear()
 
-    def step(self, paces: Mapping[int, float], roles: Iterable[Sequence[int]]) -> bool:
+    def step(
+        self,
+        paces: Mapping[int, float],
+        roles: Iterable[Sequence[int]],
+        tokens: Mapping[int, int] | None = None,
+    ) -> bool:
         """Judge a step; whether others are slow now, or some as much as they were not.
 
         ``paces``: by slot, without those that are not known. ``roles``: slots with the same layers.
+        ``tokens``: of a sample in the pass that a pace is of, where they matter.
         """
-        before = dict(self.slow)
+        before, tokens = dict(self.slow), tokens or {}
         for role in roles:
             known = [slot for slot in role if slot in paces]
             for slot in known if len(known) > 1 else ():
                 peers = tuple(sorted(one for one in known if one != slot))
-                self._judge(slot, paces[slot] / median(paces[one] for one in peers), peers)
+                unlike = {one: _unlikeness(tokens.get(slot), tokens.get(one)) for one in peers}
+                least = paces[slot] / median(paces[one] * unlike[one] for one in peers)
+                most = paces[slot] / median(paces[one] / unlike[one] for one in peers)
+                self._judge(slot, least, most, peers)
         return before != self.slow
 
-    def _judge(self, slot: int, ratio: float, peers: tuple[int, ...]) -> None:
-        finding, (before, row) = self._finding(slot, ratio), self._row.get(slot, (KEEP, []))
-        row = [*row, ratio] if finding == before else [ratio]
+    def _judge(self, slot: int, least: float, most: float, peers: tuple[int, ...]) -> None:
+        finding, (before, row) = self._finding(slot, least, most), self._row.get(slot, (KEEP, []))
+        row = [*row, least] if finding == before else [least]
         self._row[slot] = finding, row
         if finding == NAME and len(row) >= STEPS_TO_NAME:
             self._times_named[slot] = self._times_named.get(slot, 0) + (slot not in self.slow)
@@ -113,17 +126,23 @@ class SlowWatch:
             return
         del self._row[slot]
 
-    def _finding(self, slot: int, ratio: float) -> str:
-        """What a step speaks for."""
+    def _finding(self, slot: int, least: float, most: float) -> str:
+        """What a step speaks for, in which the ratio is between these two."""
         named = self.slow.get(slot)
         if named is None:
-            return NAME if ratio >= SLOW else KEEP
-        if ratio < LEVEL:
+            return NAME if least >= SLOW else KEEP
+        if most < LEVEL:
             return TAKE_BACK
-        return KEEP if named.ratio / AGAIN < ratio < named.ratio * AGAIN else NAME
+        is_faster = least >= LEVEL and most <= named.ratio / AGAIN
+        return NAME if is_faster or least >= named.ratio * AGAIN else KEEP
 
     def _steps_to_take_back(self, slot: int) -> int:
         return min(MOST_STEPS, STEPS_TO_NAME << self._times_named.get(slot, 1) - 1)
+
+
+def _unlikeness(tokens: int | None, others: int | None) -> float:
+    """The ratio of two lengths, the greater over the smaller; 1 where they do not matter."""
+    return max(tokens / others, others / tokens) if tokens and others else 1.0
 
 
 def slowness_told(told: Iterable[Sequence[Any]]) -> dict[int, float]:

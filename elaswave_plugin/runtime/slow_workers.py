@@ -27,9 +27,10 @@ class SlowWorkers:
         """What the facts of a view say of them."""
         return self._watch.told()
 
-    def compare(self, paces: Mapping[int, float]) -> None:
-        """Name the workers that are slow, and those that no longer are; ``paces`` by slot.
+    def compare(self, paces: Mapping[int, tuple[float, int]]) -> None:
+        """Name the workers that are slow, and those that no longer are.
 
+        ``paces``: by slot, with the tokens of that pass, 0 where they do not matter.
         Where it pays, a view of the same members deals the work anew before one of the next steps.
         """
         if not paces:
@@ -39,7 +40,11 @@ class SlowWorkers:
         self._compared_s = now_s
         before = dict(self._watch.slow)
         roles = [cell.ranks for cell in self._worker.seating.cells]
-        changed = self._watch.step(paces, roles)
+        changed = self._watch.step(
+            {slot: pace for slot, (pace, _) in paces.items()},
+            roles,
+            {slot: tokens for slot, (_, tokens) in paces.items()},
+        )
         if changed:
             self._tell(before=before, slow=self._watch.slow)
         # One of them asks, and all plan alike.

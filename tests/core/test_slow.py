@@ -3,6 +3,9 @@
 import json
 import random
 
+import pytest
+
+from elaswave_plugin.core.layer_times import FORWARD, LAYER, PassTimes
 from elaswave_plugin.core.slow import STEPS_TO_NAME, SlowWatch, reason_of_view, slowness_told
 
 STAGES = [(0, 1, 2, 3), (4, 5, 6, 7)]
@@ -114,6 +117,66 @@ def test_no_false_alarm_where_lengths_vary() -> None:
     for _ in range(4):
         watch.step({slot: pace() * (2 if slot == 3 else 1) for slot in range(8)}, STAGES)
     assert set(watch.slow) == {3}
+
+
+def passes(
+    dice: random.Random, number: int, *, lengths: tuple[int, int], slow: float = 1.0
+) -> tuple[float, int]:
+    """What a worker tells of a step of so many micro-batches, with 3 % of noise."""
+    times = PassTimes()
+    for _ in range(number):
+        tokens = dice.randint(*lengths)
+        a_token_s = slow * (1 + 0.7 * tokens / 4096) * dice.gauss(1, 0.03)
+        times.note(LAYER, FORWARD, a_token_s * tokens, tokens=tokens)
+    times.step_over()
+    told = times.told_pace()
+    assert told is not None
+    return told
+
+
+def watched(
+    watch: SlowWatch, width: int, number: int, lengths: tuple[int, int], slow: float, steps: int
+) -> int | None:
+    """So many steps of a stage whose worker 0 takes ``slow`` times as long; when anything changed.
+
+    In an order that only the sizes decide.
+    """
+    dice = random.Random(1000 * width + number)
+    for step in range(steps):
+        told = {
+            slot: passes(dice, number, lengths=lengths, slow=1.0 if slot else slow)
+            for slot in range(width)
+        }
+        paces = {slot: pace for slot, (pace, _) in told.items()}
+        tokens = {slot: count for slot, (_, count) in told.items()}
+        if watch.step(paces, [tuple(range(width))], tokens):
+            return step + 1
+    return None
+
+
+@pytest.mark.parametrize("peers", [1, 3])
+@pytest.mark.parametrize("number", [1, 2, 4, 8])
+def test_no_false_alarm_however_few_micro_batches_of_varying_lengths(
+    number: int, peers: int
+) -> None:
+    watch = SlowWatch()
+    assert watched(watch, peers + 1, number, (512, 4096), 1.0, 3000) is None
+    # Control: it is not deaf to one that is twice as slow.
+    found = watched(watch, peers + 1, number, (512, 4096), 2.0, 1000)
+    print(f"{number} micro-batches, {peers} peers: named after {found} steps")
+    assert found is not None and set(watch.slow) == {0}
+    # Nor is that taken back while it lasts.
+    named = watched(watch, peers + 1, number, (512, 4096), 2.0, 1000)
+    assert named is None or set(watch.slow) == {0}
+
+
+@pytest.mark.parametrize("peers", [1, 3])
+@pytest.mark.parametrize("number", [1, 2, 4, 8])
+def test_where_lengths_are_equal_it_is_named_as_soon_however_few_they_are(
+    number: int, peers: int
+) -> None:
+    assert watched(SlowWatch(), peers + 1, number, (2048, 2048), 1.0, 1000) is None
+    assert watched(SlowWatch(), peers + 1, number, (2048, 2048), 1.5, 9) == STEPS_TO_NAME
 
 
 def test_whoever_was_told_takes_back_when_the_others_do() -> None:

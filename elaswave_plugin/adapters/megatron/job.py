@@ -176,7 +176,7 @@ class ElasticJob:
 
         def attempt() -> StepReport:
             losses, grad_norm = train_step()
-            pace = self._worker.stopwatch.times.pace
+            pace = self._worker.stopwatch.times.told_pace()
             loss, tokens, norm = self._agree(losses, float(grad_norm or 0.0), pace=pace)
             lr = self._framework.learning_rate()
             return StepReport(loss=loss, grad_norm=norm, lr=lr, tokens=tokens)
@@ -190,7 +190,7 @@ class ElasticJob:
         self.finish()
 
     def _agree(
-        self, losses: Losses, grad_norm: float = 0.0, *, pace: float | None = None
+        self, losses: Losses, grad_norm: float = 0.0, *, pace: tuple[float, int] | None = None
     ) -> tuple[float, int, float]:
         """Mean loss, tokens and gradient norm, alike on every worker; paces are compared.
 
@@ -200,7 +200,9 @@ class ElasticJob:
         ranks = worker.view.ranks
         # A row for each loss of the step, for the norm, and for each worker.
         table = torch.zeros(count + 1 + len(ranks), 2, dtype=torch.float64)
-        table[count + 1 + ranks.index(worker.slot), 0] = pace or 0.0
+        table[count + 1 + ranks.index(worker.slot)] = torch.tensor(
+            pace or (0.0, 0), dtype=torch.float64
+        )
         if self._microbatches.reports_losses:
             for row, pair in zip(self._microbatches.reports, losses, strict=True):
                 table[row] = torch.tensor(pair, dtype=torch.float64)
@@ -208,8 +210,8 @@ class ElasticJob:
         # Every row has one contributor, so that the sum only adds zeros to it.
         dist.all_reduce(table)
         *rows, (norm, _) = table[: count + 1].tolist()
-        paces = zip(ranks, table[count + 1 :, 0].tolist(), strict=True)
-        worker.slow_workers.compare({slot: seconds for slot, seconds in paces if seconds})
+        paces = zip(ranks, table[count + 1 :].tolist(), strict=True)
+        worker.slow_workers.compare({slot: (pace, int(n)) for slot, (pace, n) in paces if pace})
         total, tokens = 0.0, 0.0
         for loss, count in rows:
             total, tokens = total + loss, tokens + count

@@ -233,7 +233,7 @@ class LmJob:
         for loader in loaders if forward_only else ():
             loader.advance(samples)
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        pace = None if forward_only else self.worker.stopwatch.times.pace
+        pace = None if forward_only else self.worker.stopwatch.times.told_pace()
         agreed = list(self._losses.agree(reports, group, pace=pace))
         ranks = self.worker.view.ranks
         self.worker.slow_workers.compare(

@@ -28,7 +28,7 @@ class LossTotals:
         self.means: dict[str, torch.Tensor] = {}
         self.count = 0
         # By rank, where they are known.
-        self.paces: dict[int, float] = {}
+        self.paces: dict[int, tuple[float, int]] = {}
 
     @property
     def loss(self) -> float:
@@ -36,7 +36,11 @@ class LossTotals:
         return float(next(iter(self.means.values())))
 
     def agree(
-        self, reports: Sequence[Report], group: dist.ProcessGroup, *, pace: float | None = None
+        self,
+        reports: Sequence[Report],
+        group: dist.ProcessGroup,
+        *,
+        pace: tuple[float, int] | None = None,
     ) -> list[Report]:
         """The reports that Megatron-LM is to see; collective over WORLD, which tells all paces.
 
