@@ -108,9 +108,9 @@ def test_clocks_are_given_back_however_the_process_ends(log: Path, end: str, cod
     [
         ("the trainer's group", signal.SIGTERM),
         ("every process", signal.SIGTERM),
-        ("every process", signal.SIGINT),
+        pytest.param("every process", signal.SIGINT, marks=pytest.mark.slow),
         ("the supervisor", signal.SIGKILL),
-        ("the launcher", signal.SIGINT),
+        pytest.param("the launcher", signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
 def test_clocks_are_given_back_whoever_of_a_job_is_signalled(
