@@ -46,7 +46,7 @@ def dying(self, phase):
 behind.read_parts, Phases.enter = read_late, dying
 Behind.__init__, Behind.complete = beginning, completing
 """
-# The first chunk of those PARTS that worker 0 fetches for view 2 has one bit wrong, once.
+# The first chunks of PARTS that worker 0 fetches for view 2 have a bit of each byte wrong, once.
 DAMAGED = "damaged"
 DAMAGES = f"""
 import os, threading
@@ -66,7 +66,7 @@ def fetch_damaged(self, *, into, owner, step, **more):
     # Less than that is the table of checksums.
     if getattr(reading, "source", False) and len(into) > 4096 and not mark.exists():
         mark.write_text(f"{{owner}} {{step}}")
-        into[len(into) // 2] ^= 1
+        into[:] = bytes(byte ^ 1 for byte in into)
 restore.read_parts = behind.read_parts = read
 fetch.Fetcher.fetch = fetch_damaged
 """
