@@ -435,7 +435,10 @@ class Member:
     def _receive(self) -> bool:
         """Take in what has come; False where the supervisor is gone."""
         try:
-            data = self._sock.recv(1 << 16)
+            # Whoever waits may have taken in meanwhile what woke this thread.
+            data = self._sock.recv(1 << 16, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
         except OSError:
             data = b""
         if not data:

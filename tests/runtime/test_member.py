@@ -419,6 +419,16 @@ def test_a_doorbell_that_fails_is_heard(supervisor: Supervisor) -> None:
         supervisor.member.quiesce({}, LONG_S)
 
 
+def test_the_doorbell_does_not_wait_for_a_frame_that_another_thread_took(
+    supervisor: Supervisor,
+) -> None:
+    """It was woken by one; whoever waited for a commit took it; it has to keep the time alive."""
+    taken = threading.Thread(target=supervisor.member._receive, daemon=True)
+    taken.start()
+    taken.join(LONG_S)
+    assert not taken.is_alive()
+
+
 def test_a_supervisor_that_goes_while_a_commit_is_awaited(supervisor: Supervisor) -> None:
     supervisor.commit(view_of(1))
     supervisor.member.join({}, LONG_S)
