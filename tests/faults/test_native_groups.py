@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from elaswave_plugin.tracking.events import read_lines
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import ROOT, Outcome, check_equal
@@ -62,6 +64,7 @@ def test_a_loss(run: Launch, reference: Reference) -> None:
     assert {name for name, slots in anew.items() if 4 in slots} == {WORLD}
 
 
+@pytest.mark.slow
 def test_a_tp_group_of_two_that_each_lost_a_member(run: Launch, reference: Reference) -> None:
     """Workers 1 and 2 have different names for the group that they make from then on."""
     spec = replace(NATIVE, kills=("0@2:backward", "3@4:forward"))
@@ -80,6 +83,7 @@ def test_workers_change_stage(run: Launch, reference: Reference) -> None:
     assert stages_after(survived) == [[[6, 7]], [[4, 5]]]
 
 
+@pytest.mark.slow
 def test_a_lost_worker_comes_back(run: Launch, reference: Reference) -> None:
     """It builds alone; once it is in, the pipeline runs natively again, with its groups in it."""
     spec = replace(
