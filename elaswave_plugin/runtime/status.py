@@ -64,9 +64,7 @@ class StatusBoard:
         """The trainer is told these views, the last of which holds from now on."""
         self._proposal = None
         self._phase = "training"
-        for view in path:
-            change = {"epoch": view.epoch, "workers": len(view.ranks), "reason": view.reason}
-            self._views.append({"time_s": now_s, **change})
+        self._views += [_change(view, now_s) for view in path]
 
     def heard(self, frame: Frame) -> None:
         """The trainer says something to its supervisor."""
@@ -126,6 +124,8 @@ class StatusBoard:
         `standbys`: idle ones that wait for a slot.
         """
         proposal = self._proposal
+        # It is decided a moment before the trainer is told.
+        is_newer = view.epoch > (self._views[-1]["epoch"] if self._views else 0)
         free = vacant([peer.node for peer in peers])
         return {
             "t": "status",
@@ -136,7 +136,7 @@ class StatusBoard:
             "phase": self._phase,
             "progress": progress and progress.to_json(),
             "view": view.to_json(),
-            "views": list(self._views),
+            "views": [*self._views, *([_change(view, now_s)] if is_newer else [])],
             "proposal": proposal and {**proposal, "open_s": now_s - proposal["since_s"]},
             "layout": self._layout,
             "slow": self._slow,
@@ -158,3 +158,12 @@ class StatusBoard:
                 if peer.slot not in free
             ],
         }
+
+
+def _change(view: MembershipView, now_s: float) -> dict[str, Any]:
+    return {
+        "time_s": now_s,
+        "epoch": view.epoch,
+        "workers": len(view.ranks),
+        "reason": view.reason,
+    }

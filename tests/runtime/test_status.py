@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -530,3 +531,20 @@ def test_a_torn_address_file_is_nobodys_and_harms_nobody(tmp_path: Path) -> None
         "supervisor-7.json",
         "supervisor-8.json",
     ]
+
+
+def test_a_view_is_among_the_views_as_soon_as_it_is_the_one() -> None:
+    """It is decided a moment before the trainer is told, and a request may come in between."""
+    board, view = StatusBoard(0), first_view((0,))
+    decided = replace(view, epoch=view.epoch + 1, reason="a worker was lost")
+    for told in ((), (decided,)):
+        board.committed(told, 1.0)
+        answer = board.report(
+            view=decided, lost={}, peers=(), standbys=(), inventory=[], progress=None, now_s=2.0
+        )
+        assert [one["epoch"] for one in answer["views"]] == [decided.epoch]
+        assert answer["views"][0]["time_s"] == (1.0 if told else 2.0)
+    none = StatusBoard(0).report(
+        view=view, lost={}, peers=(), standbys=(), inventory=[], progress=None, now_s=2.0
+    )
+    assert none["views"] == []
