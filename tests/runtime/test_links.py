@@ -253,15 +253,24 @@ def test_two_threads_may_wait_at_once(pair: tuple[LinkTable, LinkTable]) -> None
 
 
 def test_a_half_sent_message_does_not_reach_the_next_epoch(
-    pair: tuple[LinkTable, LinkTable],
+    pair: tuple[LinkTable, LinkTable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left, right = pair
+    cut, read = threading.Event(), Connection.read
+
+    def read_a_part(connection: Connection) -> None:
+        """Reads no more than a part before the cut, however long this process has to wait."""
+        if connection._owner is not right or cut.is_set() or right.received_bytes <= 100_000:
+            read(connection)
+
+    monkeypatch.setattr(Connection, "read", read_a_part)
     old = bytearray(b"o" * 40_000_000)  # more than the sockets hold, so that it is cut
     got, into = _receive(right, len(old))
     sent = _send(left, old)
     _until(lambda: right.received_bytes > 100_000)
     for table in pair:
         table.interrupt(2, "cut")
+    cut.set()
     into[:] = b"-" * len(into)
     for table, operation in ((left, sent), (right, got)):
         with pytest.raises(EpochChanged):
