@@ -52,11 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The DeepSpeed launcher puts it before what it takes for the script; a script expects it.
         rank = [] if parsed.local_rank is None else [f"--local_rank={parsed.local_rank}"]
         program = Program(script=parsed.script, args=(*rank, *parsed.args), module=parsed.module)
-        return supervise(
-            program,
-            os.environ,
-            options=parsed,
-        )
+        return supervise(program, os.environ, options=parsed)
     except ConfigurationError as error:
         print(f"elaswave_plugin.run: {error}", file=sys.stderr)
         return 2

@@ -42,8 +42,8 @@ _ASKS = 3
 """So often somebody beside a silent leader was asked in vain, before it is lost with it: half of
 the default timeout, since these were not watched before."""
 
-
 _LEAST_BEATS = 4
+"""A silence has to be so many beats long at least: one or two may be late."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
