@@ -4,8 +4,9 @@ Seconds are of one sample, and of the clock 1: a forward pass and a backward pas
 transformer layer, of what is in front of the layers (embedding), of what is behind (head, loss).
 Where backwards are split, those of a layer come as input gradients and weight gradients. Beside the
 passes: what an operation (a forward or a backward of a micro-batch) takes between two of them, what
-a step takes around all of them (update, snapshot), and a message between two stages. And the bytes
-that a sample holds in each part from its forward until its backward pass.
+a step takes around all of them (update, snapshot), and a message between two stages; by how much
+layers take longer while optimizer state follows behind them. And the bytes that a sample holds in
+each part from its forward until its backward pass.
 
 >>> mine = PassTimes(wanted_steps=1)
 >>> mine.note(LAYER, FORWARD, 0.00402)
@@ -32,6 +33,7 @@ FORWARD, BACKWARD = "forward", "backward"
 SPLIT = INPUTS, WEIGHTS = "inputs", "weights"
 OPERATION, AROUND, LINK, BYTE = "operation", "around", "link", "byte"
 HELD = "held"
+FOLLOWED = "followed"
 STEPS_FOR_COSTS = 5
 """Fewer steps say little: the first ones compile and fill caches."""
 STEPS_REMEMBERED = 15
@@ -41,7 +43,7 @@ DIGITS = 2
 Passes = tuple[float, float]
 PARTS = (FRONT, LAYER, BEHIND)
 _PAIRS = (FRONT, LAYER, BEHIND, LINK)
-_NUMBERS = ("weights", "operation_s", "around_s", "byte_s", "scale")
+_NUMBERS = ("weights", "operation_s", "around_s", "byte_s", "slowdown", "scale")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,9 @@ class LayerTimes:
     ``weights``: the share of a layer's backward pass that weight gradients take, half if not known.
     ``operation_s`` of each operation and ``around_s`` of a step, beside the passes; ``link``:
     seconds of a message between stages, and of each sample in it; ``byte_s`` of each byte, which is
-    how fast state moves. ``scale``: by how much a layer takes longer than ``layer``, which is
+    how fast state moves; ``slowdown``: by how much layers take longer while it does, behind
+    them; 1 where that is not known, as if they stood still.
+    ``scale``: by how much a layer takes longer than ``layer``, which is
     rounded so that noise does not change plans.
     ``held_bytes`` of a sample in front, in a layer and behind; none before they are measured.
     """
@@ -64,6 +68,7 @@ class LayerTimes:
     around_s: float = 0.0
     link: Passes = (0.0, 0.0)
     byte_s: float = 0.0
+    slowdown: float = 1.0
     scale: float = 1.0
     held_bytes: tuple[float, ...] = ()
     is_measured: bool = False
@@ -111,6 +116,7 @@ class LayerTimes:
             memory_bytes=float("inf") if state is None else state.limit_bytes,
             most_held=most_held,
             transfer_bytes_per_s=1 / self.byte_s if self.byte_s else float("inf"),
+            slowdown=self.slowdown,
         )
 
 
@@ -128,6 +134,10 @@ class PassTimes:
         self.sample_bytes: float | None = None
         # Bytes that a sample holds, by part.
         self._held: dict[str, float] = {}
+        # Passes through layers while optimizer state followed: of this step, and, of the last steps
+        # that had some, by how much they took longer.
+        self._followed: dict[str, list[float]] = {}
+        self._slowdowns: deque[float] = deque(maxlen=STEPS_REMEMBERED)
         self._paces: list[tuple[float, int]] = []
         # Seconds per token of the fastest forward pass of a layer in the last complete step: of so
         # many, as many as all have who are compared. Of more, the fastest would be faster.
@@ -136,9 +146,16 @@ class PassTimes:
         self.pace_tokens = 0
         self.compared: int | None = None
 
-    def note(self, part: str, which: str, seconds: float, *, tokens: int = 0) -> None:
-        """A pass took so long for a sample, of so many tokens if known, through a part."""
+    def note(
+        self, part: str, which: str, seconds: float, *, tokens: int = 0, followed: bool = False
+    ) -> None:
+        """A pass took so long for a sample, of so many tokens if known, through a part.
+
+        ``followed``: while optimizer state was on its way to this worker.
+        """
         self._step.setdefault((part, which), []).append(seconds)
+        if followed and part == LAYER:
+            self._followed.setdefault(which, []).append(seconds)
         if tokens and (part, which) == (LAYER, FORWARD):
             self._paces.append((seconds / tokens, tokens))
 
@@ -162,6 +179,7 @@ class PassTimes:
         if len(compared) >= ENOUGH_PASSES:
             self.pace_tokens = 0
         self._paces = []
+        self._compare_followed()
         for key, seconds in self._step.items():
             self._known.setdefault(key, deque(maxlen=STEPS_REMEMBERED)).append(fmean(seconds))
         self._step = {}
@@ -172,7 +190,16 @@ class PassTimes:
 
     def drop_step(self) -> None:
         """The step was interrupted: its passes waited for who is gone."""
-        self._step, self._paces, self.pace = {}, [], None
+        self._step, self._followed, self._paces, self.pace = {}, {}, [], None
+
+    def _compare_followed(self) -> None:
+        """Passes while state followed against those of the steps before."""
+        known = {which: self._known.get((LAYER, which), ()) for which in self._followed}
+        if known and all(len(steps) >= self._wanted for steps in known.values()):
+            usual_s = sum(median(steps) for steps in known.values())
+            took_s = sum(map(fmean, self._followed.values()))
+            self._slowdowns.append(max(0.0, took_s / usual_s - 1))
+        self._followed = {}
 
     def medians(self) -> dict[str, Any]:
         """Seconds by part, [forward, backward]; nothing of what is known for too few steps."""
@@ -183,6 +210,8 @@ class PassTimes:
             found[BYTE] = [byte_s]
         if LAYER in self._held:
             found[HELD] = [self._held.get(part, 0.0) for part in PARTS]
+        if self._slowdowns:
+            found[FOLLOWED] = [median(self._slowdowns)]
         kinds = dict.fromkeys(PARTS, (FORWARD, BACKWARD))
         for part, each in {**kinds, OPERATION: (OPERATION,), AROUND: (AROUND,)}.items():
             passes = [self._known.get((part, which), ()) for which in each]
@@ -221,7 +250,7 @@ def agreed(told: Mapping[int, Mapping[str, Sequence[float]]]) -> LayerTimes:
     }
     if WEIGHTS in exact:
         found["weights"] = _rounded(exact[WEIGHTS][0])
-    for part, name in ((OPERATION, "operation_s"), (BYTE, "byte_s")):
+    for part, name in ((OPERATION, "operation_s"), (BYTE, "byte_s"), (FOLLOWED, "slowdown")):
         if part in exact:
             found[name] = _rounded(exact[part][0])
     # The first stage begins first and ends last; others wait for the pipeline to fill and drain.

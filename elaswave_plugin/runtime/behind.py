@@ -60,6 +60,11 @@ class MomentsBehind:
         self._arrival = thread.submit(read)
         thread.shutdown(wait=False)
 
+    @property
+    def is_on_its_way(self) -> bool:
+        """Whether some of them are still to come."""
+        return not self._arrival.done()
+
     def complete(self) -> Followed:
         """Wait for the moments and install them; raises SnapshotUnreadableError, EpochChanged."""
         asked_s = time.monotonic()

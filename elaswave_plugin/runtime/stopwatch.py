@@ -73,18 +73,21 @@ class Stopwatch:
         *,
         on_gpu: bool = False,
         waited: Callable[[], float] = lambda: 0.0,
+        is_followed: Callable[[], bool] = lambda: False,
     ) -> None:
         """``on_gpu``: whether the passes run there; ``clocks``: those of what they run on.
 
         ``waited()``: seconds that this worker has waited for others so far.
+        ``is_followed()``: whether optimizer state is on its way to it.
         ``is_split``: whether layers leave the weight gradients out of their backward passes.
         """
         self.clocks: Clocks = FixedClocks()
         self.operations = Operations(waited)
         self.is_split = False
+        self._is_followed = is_followed
         self.times = times
         self.on_gpu = on_gpu
-        self._open: deque[tuple[str, str, Mark, Mark, float, int]] = deque()
+        self._open: deque[tuple[str, str, Mark, Mark, float, int, bool]] = deque()
         self._held: HeldBytes | None = None
 
     def mark(self) -> Mark:
@@ -103,12 +106,13 @@ class Stopwatch:
             which = INPUTS
         # What counts is what it would have taken at clock 1.
         scale = self.clocks.clock / count
+        followed = self._is_followed()
         if self.on_gpu:
-            self._open.append((part, which, first, last, scale, tokens))
+            self._open.append((part, which, first, last, scale, tokens, followed))
             return last
         self.clocks.stretch(last - first)
         last = self.mark()
-        self.times.note(part, which, scale * (last - first), tokens=tokens)
+        self.times.note(part, which, scale * (last - first), tokens=tokens, followed=followed)
         return last
 
     def begin_holding(self, model: torch.nn.Module, parts: Sequence[str]) -> None:
@@ -134,9 +138,9 @@ class Stopwatch:
         if beside is not None and not self.on_gpu:
             self.times.note_beside(*beside)
         while self._open and self._open[0][3].query():
-            part, which, first, last, scale, tokens = self._open.popleft()
+            part, which, first, last, scale, tokens, followed = self._open.popleft()
             seconds = scale * 1e-3 * first.elapsed_time(last)
-            self.times.note(part, which, seconds, tokens=tokens)
+            self.times.note(part, which, seconds, tokens=tokens, followed=followed)
         self.times.step_over()
 
     def drop_step(self) -> None:

@@ -99,7 +99,11 @@ class Worker:
         )
         self.last_call = False  # whether all were told to leave, by the newest commit
         self.completed = 0
-        self.stopwatch = Stopwatch(PassTimes(), waited=lambda: self.links.waited_s)
+        self.stopwatch = Stopwatch(
+            PassTimes(),
+            waited=lambda: self.links.waited_s,
+            is_followed=lambda: self._behind is not None and self._behind.is_on_its_way,
+        )
         self.slow_workers = SlowWorkers(self)
         self._seals_in_epoch, self._has_sealed = 0, False
         self._behind: MomentsBehind | None = None

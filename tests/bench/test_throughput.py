@@ -137,6 +137,8 @@ def test_the_command_prints_writes_and_draws(
     assert "holds  simulated pp2dp2-m8-one-1" in printed
 
 
+# Its layers sleep for a minute in all, and who shares the machine makes that more.
+@pytest.mark.timeout(400)
 @pytest.mark.slow
 def test_a_small_run_measures_and_predicts(tmp_path: Path) -> None:
     json_file, picture = tmp_path / "t.json", tmp_path / "t.png"

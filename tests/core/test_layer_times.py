@@ -9,6 +9,7 @@ from elaswave_plugin.core.layer_times import (
     BACKWARD,
     BEHIND,
     BYTE,
+    FOLLOWED,
     FORWARD,
     FRONT,
     INPUTS,
@@ -67,6 +68,32 @@ def test_what_a_step_takes_beside_its_passes_is_told_with_them() -> None:
     costs = got.costs(num_layers=2)
     assert costs.fixed_s == 0.3 and costs.link == LinkTime(latency_s=0.001, sample_s=0.01)
     assert costs.transfer_bytes_per_s == pytest.approx(1e4)
+
+
+def test_passes_while_state_follows_are_compared_with_those_of_the_steps_before() -> None:
+    times = times_of([[1.0]] * 3)
+    # 1.5 and 2 seconds for 1 and 2; what came after the state counts as usual.
+    for which, followed_s, usual_s in ((FORWARD, 1.5, 1.0), (BACKWARD, 2.0, 2.0)):
+        times.note(LAYER, which, followed_s, followed=True)
+        times.note(LAYER, which, usual_s)
+    assert FOLLOWED not in times.medians()
+    times.step_over()
+    told = times.medians()
+    assert told[FOLLOWED] == [pytest.approx(3.5 / 3 - 1)]
+    got = agreed({0: told, 1: {**told, FOLLOWED: [0.3]}, 2: {**told, FOLLOWED: [0.9]}})
+    assert got.slowdown == 0.3 == got.costs(num_layers=2).slowdown
+    assert LayerTimes.from_json(got.to_json()) == got
+
+
+def test_what_was_not_compared_counts_as_if_compute_stood_still() -> None:
+    times = times_of([[1.0]] * 2)
+    times.note(LAYER, FORWARD, 3.0, followed=True)
+    times.step_over()
+    times.note(LAYER, FORWARD, 3.0, followed=True)
+    times.drop_step()
+    times.step_over()
+    assert FOLLOWED not in times.medians(), "too few steps before it; an interrupted step"
+    assert agreed({0: {LAYER: [1.0, 2.0]}}).costs(num_layers=2).slowdown == 1.0
 
 
 def test_a_wait_for_the_first_stage_is_not_what_a_step_takes_around_its_passes() -> None:

@@ -78,8 +78,8 @@ def test_two_losses_in_one_stage_as_text() -> None:
         "dataflow: redeal 4, window +1, takes 600.6 s, rerouting 600.6 s",
         "layers: cuts 0 8 11 18 24 take 392 s",
         "workers: 1 that change stage take 394.9 s",
-        "chosen: redeal 4, greedy, moves 1.144e+04 MiB with a pause of 0 s; gains 208.4 of the next"
-        " 600 s",
+        "chosen: redeal 4, greedy, moves 1.144e+04 MiB with a pause of 0 s and 0 s behind compute;"
+        " gains 208.4 of the next 600 s",
         "predicted step 392 s, 352.2 s at launch: 0.898 of its throughput, 1.027 of the live share",
     ]
 

@@ -11,8 +11,10 @@ from elaswave_plugin.core.planner.costs import CostModel, UnitCost, uniform_cost
 from elaswave_plugin.core.planner.layer_partition import (
     SLACKS,
     StageLoad,
+    behind_seconds,
     benefit_seconds,
     evaluate,
+    follow_seconds,
     layers_can_help,
     minimax,
     partitions,
@@ -238,8 +240,36 @@ def test_a_move_pays_from_its_break_even_horizon_on(
     gain: float, pause_s: float, horizon_s: float
 ) -> None:
     facts = {"before_s": 1.0, "after_s": 1 - gain, "pause_s": pause_s}
-    assert benefit_seconds(**facts, horizon_s=horizon_s * 1.01) > 0
-    assert benefit_seconds(**facts, horizon_s=horizon_s * 0.99) < 0
+    assert benefit_seconds(**facts, behind_s=0, horizon_s=horizon_s * 1.01) > 0
+    assert benefit_seconds(**facts, behind_s=0, horizon_s=horizon_s * 0.99) < 0
+    late = {**facts, "behind_s": 10 * gain}
+    assert benefit_seconds(**late, horizon_s=horizon_s * 1.01 + 10) > 0
+    assert benefit_seconds(**late, horizon_s=horizon_s * 0.99 + 10) < 0
+
+
+def test_optimizer_state_is_on_its_way_for_as_long_as_whoever_receives_most() -> None:
+    costs = uniform_costs(
+        num_layers=6,
+        forward_s=1.0,
+        backward_s=2.0,
+        weight_bytes=100.0,
+        transfer_bytes_per_s=50.0,
+        rebind_s=0.5,
+    )
+    loads = [StageLoad(samples=1, width=2), StageLoad(samples=1, width=4)]
+    assert follow_seconds(costs, loads, (0, 3, 6), now=(0, 3, 6)) == 0
+    # 12 bytes of optimizer state for 2 of weights, of two layers, in shards of 2 and of 4 workers.
+    assert follow_seconds(costs, loads, (0, 5, 6), now=(0, 3, 6)) == 2 * 600 / 2 / 50
+    assert follow_seconds(costs, loads, (0, 1, 6), now=(0, 3, 6)) == 2 * 600 / 4 / 50
+    joins = [*loads[:1], StageLoad(samples=1, width=4, joiners=1)]
+    assert follow_seconds(costs, joins, (0, 3, 6), now=(0, 3, 6)) == 3 * 600 / 4 / 50
+
+
+def test_a_step_is_slower_while_state_follows_and_waits_for_what_takes_longer() -> None:
+    assert behind_seconds(follow_s=3.0, step_s=10.0, slowdown=0.5) == 1.5
+    assert behind_seconds(follow_s=12.0, step_s=10.0, slowdown=0.5) == 5 + 2
+    # As if compute stood still meanwhile.
+    assert behind_seconds(follow_s=12.0, step_s=10.0, slowdown=1.0) == 12.0
 
 
 def test_granularity_decides_whether_layers_can_help() -> None:

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tests.faults.conftest import Launch, Reference
-from tests.faults.harness import JobSpec, check_survived
+from tests.faults.harness import JobSpec, check_equal, check_survived
+from tests.faults.hybrid_matrix import PP2_DP2
 
 # No moment arrives before the update waits for it.
 HELD_BACK = """
@@ -24,6 +25,15 @@ def completing(self):
     finally:
         awaited.clear()
 behind.read_parts, behind.MomentsBehind.complete = read_late, completing
+"""
+# What is told of how much slower passes were is not measured by chance.
+SEVENFOLD = """
+from elaswave_plugin.core.layer_times import FOLLOWED, PassTimes
+medians = PassTimes.medians
+def telling(self):
+    told = medians(self)
+    return {**told, FOLLOWED: [7.0]} if FOLLOWED in told else told
+PassTimes.medians = telling
 """
 # This byte is in a chunk that has moments only: neither weights nor the capsule at the end.
 LARGE = ("--hidden-size=128",)
@@ -73,3 +83,16 @@ def test_damaged_moments_renew_the_view_and_are_not_used(
     assert all("does not match its checksum" in reason for reason in renewals), renewals
     assert {e["restored_step"] for e in survived.events("recovered")} == {restored_step}
     assert survived.trace() == reference(JobSpec(options=LARGE)).trace()
+
+
+def test_what_following_state_costs_is_known_to_the_next_plan(
+    run: Launch, reference: Reference
+) -> None:
+    spec = replace(PP2_DP2, steps=11, options=(*PP2_DP2.options, "--num-layers=4"))
+    kills = ("0@7:backward", "3@9:forward")
+    survived = run(replace(spec, kills=kills, sabotage=HELD_BACK + SEVENFOLD))
+    check_equal(survived, reference(spec))
+    slowdowns = [
+        (e["epoch"], *e["layer_times_s"]["slowdown"]) for e in survived.events("recovered")
+    ]
+    assert sorted(slowdowns) == [(2, 1.0)] * 3 + [(3, 7.0)] * 2

@@ -6,7 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from elaswave_plugin.core.layer_times import BACKWARD, BEHIND, FORWARD, HELD, LAYER, PassTimes
+from elaswave_plugin.core.layer_times import (
+    BACKWARD,
+    BEHIND,
+    FOLLOWED,
+    FORWARD,
+    HELD,
+    LAYER,
+    PassTimes,
+)
 from elaswave_plugin.runtime import stopwatch
 from elaswave_plugin.runtime.stopwatch import Operations, Stopwatch
 
@@ -51,6 +59,24 @@ def test_the_clock_on_a_cpu() -> None:
     forward_s, backward_s = watch.times.medians()[LAYER]
     assert 0.01 <= 2 * forward_s <= most_s and backward_s == 2.0
     assert watch.times.pace == forward_s / 10
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_passes_are_told_apart_while_state_follows(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: bool
+) -> None:
+    """By the moment at which a pass ends, on a GPU too, where its time is known later."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    Event.now_ms, Event.reached_ms = 0.0, 1e9
+    follows = False
+    watch = Stopwatch(PassTimes(wanted_steps=1), on_gpu=on_gpu, is_followed=lambda: follows)
+    step(watch)
+    assert FOLLOWED not in watch.times.medians()
+    follows = True
+    watch.lap(LAYER, FORWARD, watch.mark())
+    follows = False
+    watch.step_over()
+    assert FOLLOWED in watch.times.medians()
 
 
 def test_events_on_a_gpu_are_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ from elaswave_plugin.core.planner.width_moves import WidthMove
 class Candidate:
     """One simulated plan; ``benefit_s`` over the horizon, against the best plan without moves.
 
-    ``extra``: slots in flight beyond 1F1B's, None for the greedy order.
+    ``extra``: slots in flight beyond 1F1B's, None for the greedy order. ``pause_s``: until weights
+    have moved; ``follow_s``: until optimizer state has, behind the compute.
     """
 
     choice: DataflowChoice
@@ -21,6 +22,7 @@ class Candidate:
     seconds: float
     moved_bytes: float
     pause_s: float
+    follow_s: float
     benefit_s: float = 0.0
 
     @property

@@ -53,7 +53,8 @@ class CostModel:
     units; cuts are indices into it, so with whole layers cut l is in front of layer l.
     ``memory_bytes`` of a worker; ``most_held``: samples in flight, times the layers of its stage,
     that it may hold in any case; ``transfer_bytes_per_s`` into a worker; ``rebind_s``: the fixed
-    pause of a move.
+    pause of a move; ``slowdown``: by how much compute takes longer while state moves behind it,
+    unless measured as if it stood still.
     Raises ConfigurationError for amounts that are negative or no numbers.
     """
 
@@ -65,6 +66,7 @@ class CostModel:
     most_held: float = float("inf")
     transfer_bytes_per_s: float = float("inf")
     rebind_s: float = 0.0
+    slowdown: float = 1.0
     # Amounts in front of each boundary, by field of `UnitCost`: every candidate asks for them.
     _totals: Mapping[str, Amounts] = field(init=False, repr=False, compare=False)
 

@@ -2,7 +2,7 @@
 
 Every candidate (search.py) is simulated: a cascade of planners, each taking what is best by its own
 measure, loses several per cent to this. Moves have to pay: gain over the horizon against twice the
-pause. The same facts give the same plan on every worker.
+pause and what is lost behind the compute. The same facts give the same plan on every worker.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from elaswave_plugin.core.planner.dvfs import (
     predicted_clocks,
     total_watts,
 )
-from elaswave_plugin.core.planner.layer_partition import benefit_seconds
+from elaswave_plugin.core.planner.layer_partition import behind_seconds, benefit_seconds
 from elaswave_plugin.core.planner.microbatch_split import REDEAL, REROUTE, Slowness
 from elaswave_plugin.core.planner.prediction import DataflowChoice, Seats, StepWork
 from elaswave_plugin.core.planner.rules import PlanRules
@@ -35,7 +35,7 @@ from elaswave_plugin.core.planner.search import (
 from elaswave_plugin.errors import ConfigurationError
 
 # So many of the best plans are simulated with split backwards too: it is not always the first.
-MOST_SPLIT = 3
+MOST_SPLIT = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,12 +138,17 @@ class _Choice:
             after_s=one.seconds,
             # A re-formed group needs its weights in any case.
             pause_s=max(0.0, one.pause_s - stay.pause_s),
+            behind_s=max(0.0, self._behind_s(one) - self._behind_s(stay)),
             horizon_s=self._rules.horizon_s,
         )
         least = self._rules.least_gain
         if not self._search.stays(one) and one.seconds > stay.seconds * (1 - least):
             benefit_s = min(benefit_s, -least * self._rules.horizon_s)
         return replace(one, benefit_s=benefit_s)
+
+    def _behind_s(self, one: Candidate) -> float:
+        slowdown = self._search.costs.slowdown
+        return behind_seconds(follow_s=one.follow_s, step_s=one.seconds, slowdown=slowdown)
 
     def _with_split_backward(
         self, rated: Sequence[Candidate], stay: Candidate | None

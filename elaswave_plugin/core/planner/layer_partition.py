@@ -131,19 +131,45 @@ def pause_seconds(
 ) -> float:
     """How long a move holds the job up: the most weights that a worker receives, and the rebind.
 
-    0 where nothing moves. Optimizer state follows behind the compute of a step, not counted.
+    0 where nothing moves. Optimizer state follows behind the compute (`follow_seconds`).
     """
     most_bytes = _most_received(costs.totals("weight_bytes"), loads, cuts, now)
     moves = tuple(cuts) != tuple(now) or any(load.joiners for load in loads)
     return most_bytes / costs.transfer_bytes_per_s + costs.rebind_s if moves else 0.0
 
 
-def benefit_seconds(*, before_s: float, after_s: float, pause_s: float, horizon_s: float) -> float:
-    """What a move gains over ``horizon_s``: H g - 2 C; it pays where this is positive.
+def follow_seconds(
+    costs: CostModel, loads: Sequence[StageLoad], cuts: Sequence[int], *, now: Sequence[int]
+) -> float:
+    """How long optimizer state is on its way: the most that a worker receives of it.
+
+    The workers of a stage each receive their share of it, since shards are interleaved.
+    """
+    optimizer = costs.totals("optimizer_bytes")
+    most_bytes = max(
+        _most_received(optimizer, [load], [start, stop], owned) / load.width
+        for load, (start, stop), owned in zip(loads, pairwise(cuts), pairwise(now), strict=True)
+    )
+    return most_bytes / costs.transfer_bytes_per_s
+
+
+def behind_seconds(*, follow_s: float, step_s: float, slowdown: float) -> float:
+    """What the step loses behind which optimizer state is on its way for ``follow_s``.
+
+    Its compute is slower by ``slowdown`` meanwhile; its update waits for what lasts longer.
+    """
+    return slowdown * min(follow_s, step_s) + max(0.0, follow_s - step_s)
+
+
+def benefit_seconds(
+    *, before_s: float, after_s: float, pause_s: float, behind_s: float, horizon_s: float
+) -> float:
+    """What a move gains over ``horizon_s``: H g - 2 C - slowdown; it pays where this is positive.
 
     g = 1 - after / before. The pause counts twice, since one day everything moves back.
+    ``behind_s``: seconds lost behind the compute, see `behind_seconds`.
     """
-    return horizon_s * (1 - after_s / before_s) - 2 * pause_s
+    return horizon_s * (1 - after_s / before_s) - 2 * pause_s - behind_s
 
 
 def layers_can_help(*, layers: int, launch_width: int, lost: int) -> bool:

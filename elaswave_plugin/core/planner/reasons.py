@@ -100,7 +100,8 @@ def payback_reason(chosen: Candidate, *, stays: bool, horizon_s: float) -> str:
         return f"chosen: {what}, nothing moves; no move pays within {horizon_s:g} s"
     return (
         f"chosen: {what}, moves {chosen.moved_bytes / 2**20:.4g} MiB with a pause of"
-        f" {chosen.pause_s:.3g} s; gains {chosen.benefit_s:.4g} of the next {horizon_s:g} s"
+        f" {chosen.pause_s:.3g} s and {chosen.follow_s:.3g} s behind compute; gains"
+        f" {chosen.benefit_s:.4g} of the next {horizon_s:g} s"
     )
 
 

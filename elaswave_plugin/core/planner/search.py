@@ -19,6 +19,7 @@ from elaswave_plugin.core.planner.costs import CostModel
 from elaswave_plugin.core.planner.layer_partition import (
     StageLoad,
     evaluate,
+    follow_seconds,
     moved_bytes,
     partitions,
     pause_seconds,
@@ -329,6 +330,7 @@ class Search:
                 seconds=predicted.seconds,
                 moved_bytes=moved_bytes(self.costs, loads, cuts, now=now),
                 pause_s=pause_seconds(self.costs, loads, cuts, now=now),
+                follow_s=follow_seconds(self.costs, loads, cuts, now=now),
             )
         )
 
