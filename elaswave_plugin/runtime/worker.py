@@ -73,30 +73,16 @@ class Worker:
         self.ledger = EventLog(directory / "ledger.jsonl" if directory else None)
         self.steps = EventLog(directory / "steps.jsonl" if directory else None)
         broken_links = BrokenLinks(self.member)
-        page = self.member.progress_page
         self.links = LinkTable(
             self.slot,
             host=self.member.host,
             on_link_lost=lambda slot, why: broken_links.report(
                 slot, why, epoch=self.view.epoch, step=self.completed
             ),
-            progress=page,
+            progress=self.member.progress_page,
         )
         self.groups = GroupTable(self.links, gpu_engine=config.gpu_engine)
-        self.phases = Phases(
-            slot=self.slot,
-            incarnation=self.member.incarnation,
-            events=self.events,
-            kills=tuple(map(parse_kill, config.kill)),
-            check=self.member.check,
-            page=page,
-            clock=PhaseClock(
-                page,
-                floor_s=config.hang_timeout_s,
-                recovery_s=config.transfer_timeout_s,
-                data_floor_s=config.data_timeout_s,
-            ),
-        )
+        self.phases = self._timed_phases()
         self.last_call = False  # whether all were told to leave, by the newest commit
         self.completed = 0
         self.stopwatch = Stopwatch(
@@ -121,6 +107,23 @@ class Worker:
         self._given = {"elaswave_plugin": __version__, **config.of_the_job()}
         facts = {**self._facts(), "given": self._given}
         self._begin(self.member.join(facts, timeout_s=JOIN_TIMEOUT_S, respawn=respawn))
+
+    def _timed_phases(self) -> Phases:
+        page, config = self.member.progress_page, self.config
+        return Phases(
+            slot=self.slot,
+            incarnation=self.member.incarnation,
+            events=self.events,
+            kills=tuple(map(parse_kill, config.kill)),
+            check=self.member.check,
+            page=page,
+            clock=PhaseClock(
+                page,
+                floor_s=config.hang_timeout_s,
+                recovery_s=config.transfer_timeout_s,
+                data_floor_s=config.data_timeout_s,
+            ),
+        )
 
     def _begin(self, welcome: Commit | Alone) -> None:
         """Take part in the first view, or build alone from what the job remembers."""
