@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -12,9 +11,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from elaswave_plugin.bench.circumstances import described_commit
 from elaswave_plugin.config import parse_kill
 from elaswave_plugin.observer import median_step_s, recoveries_of
-from tests.faults.harness import ROOT, JobSpec, Outcome, Zygote, launch
+from tests.faults.harness import JobSpec, Outcome, Zygote, launch
 
 Row = dict[str, Any]
 
@@ -110,12 +110,6 @@ def run_cases(matrix: FaultMatrix, first: int, stop: int) -> list[Row]:
         finally:
             zygote.close()
     return rows
-
-
-def described_commit() -> str:
-    """The commit of the working tree, with "-dirty" where files differ from it."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
 
 
 def result_of(matrix: FaultMatrix, rows: list[Row]) -> Row:

@@ -23,23 +23,31 @@ def circumstances(module: str | None = None) -> dict[str, Any]:
     return {
         "command": shlex.join([*command, *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
-        "commit": _commit(),
+        "commit": described_commit(),
         "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}, {gpus or 'no'} GPU",
         "load_average_before": [round(load, 2) for load in os.getloadavg()],
     }
 
 
-def _commit() -> str | None:
-    """Of the checkout that this file is in, with a word where files differ from it."""
-    here = Path(__file__).resolve().parent
-    command = ["git", "-C", str(here), "describe", "--always", "--exclude=*", "--dirty"]
+def described_commit() -> str | None:
+    """Of the checkout that this file is in, with "-dirty" where more differs than result files.
+
+    Who measures several things in a row has written the first ones' files before the last. None
+    where this is no checkout of git.
+    """
+    if _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return None
+    changed = _git(
+        *("status", "--porcelain", "--untracked-files=no", "--"),
+        *(":/", ":(top,exclude)benchmarks/*.json"),
+    )
+    return f"{_git('describe', '--always', '--exclude=*')}{'-dirty' if changed else ''}"
+
+
+def _git(*words: str) -> str | None:
+    command = ["git", "-C", str(Path(__file__).resolve().parent), *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30.0)
     except OSError:
         return None
-    tracked = subprocess.run(
-        ["git", "-C", str(here), "ls-files", "--error-unmatch", Path(__file__).name],
-        capture_output=True,
-        timeout=30.0,
-    )
-    return done.stdout.strip() if done.returncode == tracked.returncode == 0 else None
+    return done.stdout.strip() if done.returncode == 0 else None
