@@ -154,21 +154,30 @@ def report(
     global_batch: GlobalBatch = None,
 ) -> int:
     """Judge a run by its files: draw report.png and print the summary."""
+    from elaswave_plugin.errors import ConfigurationError
     from elaswave_plugin.observer import read_run, summarize
+    from elaswave_plugin.output_file import check_output, check_picture
     from elaswave_plugin.report import draw_report
 
+    if global_batch is not None and global_batch < 1:
+        raise ConfigurationError(f"--global-batch is {global_batch}, wanted 1 or more")
     run_files = read_run(directory)
     other = None if reference is None else read_run(reference)
+    if not run_files.steps:
+        raise ConfigurationError(f"{str(directory)!r} is of a run that completed no step")
+    out = out or directory / "report.png"
+    check_picture("--out", out)
+    check_output("--json", json_file)
     summary = summarize(
         run_files,
         other,
-        steps=1 + max((record["step"] for record in run_files.steps), default=-1),
+        steps=1 + max(record["step"] for record in run_files.steps),
         global_batch=global_batch,
     )
     text = json.dumps(summary, indent=2)
     if json_file is not None:
         json_file.write_text(text + "\n")
-    picture = draw_report(run_files, other, out or directory / "report.png")
+    picture = draw_report(run_files, other, out)
     typer.echo(text)
     typer.echo(f"picture: {picture}", err=True)
     return 0
@@ -277,7 +286,7 @@ def plan(
     horizon_s: Annotated[float, typer.Option(help="How long the plan is to last.")] = 600.0,
     clocks: Annotated[
         str | None,
-        typer.Option(help="Clocks to choose from, as in 0.9,1,1.1.", show_default="unchanged"),
+        typer.Option(help="Clocks to choose from, as a clock_table.", show_default="unchanged"),
     ] = None,
     power_cap_w: Annotated[
         float | None, typer.Option(help="Watts of all workers.", show_default="no limit")
@@ -387,7 +396,9 @@ def bench_communicator(
     from elaswave_plugin.bench.communicator import check_options, measure
     from elaswave_plugin.bench.communicator_report import draw, show
 
-    options = check_options(world=world, layout=layout, runs=runs, kills=kills, json_file=json_file)
+    options = check_options(
+        world=world, layout=layout, runs=runs, kills=kills, json_file=json_file, plot=plot
+    )
     result = measure(options, lambda text: typer.echo(text, err=True))
     show(result, Console())
     if json_file is not None:

@@ -98,8 +98,8 @@ def parse_change(text: str) -> Change:
     return Change(slot=int(match[2]), step=int(match[3]), arrives=bool(match[1]))
 
 
-def parse_clocks(text: str) -> tuple[float, ...]:
-    """Read clocks as in "0.8 0.9 1 1.1"; raises ConfigurationError."""
+def parse_clocks(text: str, *, name: str = "clock_table") -> tuple[float, ...]:
+    """Read clocks as in "0.8 0.9 1 1.1"; raises ConfigurationError, which says ``name``."""
     try:
         clocks = tuple(map(float, text.replace(",", " ").split()))
     except ValueError:
@@ -107,7 +107,7 @@ def parse_clocks(text: str) -> tuple[float, ...]:
     rising = all(low < high for low, high in pairwise(clocks))
     if 1.0 not in clocks or not rising or not 0 < clocks[0] <= clocks[-1] < float("inf"):
         raise ConfigurationError(
-            f"clock_table is {text!r}, wanted rising numbers above 0 with 1 among them, as in"
+            f"{name} is {text!r}, wanted rising numbers above 0 with 1 among them, as in"
             " 0.8 0.9 1 1.1"
         )
     return clocks

@@ -18,6 +18,12 @@ from elaswave_plugin.tracking.events import EVENTS_FILE, LEDGER_FILE, STEPS_FILE
 Record = dict[str, Any]
 # The reason of the view that nothing led to.
 LAUNCH = "launch"
+# The files of a run, in the order of RunFiles, and what each of their records has.
+_FILES = (
+    (EVENTS_FILE, ("kind", "time_s")),
+    (STEPS_FILE, ("step", "epoch", "slot")),
+    (LEDGER_FILE, ("step", "epoch", "samples")),
+)
 _LAYOUTS = ("layout_before", "layout_after")
 
 
@@ -39,18 +45,29 @@ class RunFiles:
 
 
 def read_run(directory: Path) -> RunFiles:
-    """Read a run directory; raises ConfigurationError if it is none."""
-    if not (directory / STEPS_FILE).is_file():
-        raise ConfigurationError(
-            f"{str(directory)!r} holds no {STEPS_FILE}, wanted the directory of a run"
-            " (--elaswave-dir, or OUT/run of the demo)"
-        )
-    return RunFiles(
-        directory=directory,
-        events=tuple(read_lines(directory / EVENTS_FILE)),
-        steps=tuple(read_lines(directory / STEPS_FILE)),
-        ledger=tuple(read_lines(directory / LEDGER_FILE)),
-    )
+    """Read a run directory; raises ConfigurationError if it is none, or not a whole one."""
+    for name, _ in _FILES:
+        if not (directory / name).is_file():
+            raise ConfigurationError(
+                f"{str(directory)!r} holds no {name}, wanted the directory of a run"
+                " (--elaswave-dir, or OUT/run of the demo)"
+            )
+    events, steps, ledger = (_records(directory / name, fields) for name, fields in _FILES)
+    return RunFiles(directory=directory, events=events, steps=steps, ledger=ledger)
+
+
+def _records(path: Path, fields: Sequence[str]) -> tuple[Record, ...]:
+    try:
+        records = tuple(read_lines(path))
+    except OSError as error:
+        raise ConfigurationError(f"{str(path)!r} cannot be read: {error.strerror}") from None
+    for field in fields:
+        if any(field not in record for record in records):
+            raise ConfigurationError(
+                f"{str(path)!r} has records without {field!r}, wanted the file of that name in the"
+                " directory of a run (--elaswave-dir)"
+            )
+    return records
 
 
 def counted_steps(run: RunFiles) -> dict[int, tuple[Record, ...]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from elaswave_plugin.config import ElasticConfig, from_section
+from elaswave_plugin.config import ElasticConfig, from_section, parse_clocks
 from elaswave_plugin.core.layout import ParallelLayout, launch_layout, sizes_of
 from elaswave_plugin.core.planner.costs import CostModel, uniform_costs
 from elaswave_plugin.core.planner.dvfs import ClockTable
@@ -22,10 +22,14 @@ from elaswave_plugin.core.planner.prediction import StepWork
 from elaswave_plugin.core.planner.rules import PlanRules
 from elaswave_plugin.core.step_time import LinkTime
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.output_file import check_output
 
 MOST_SHOWN_WORKERS = 64
 SHOWN_CANDIDATES = 5
 GIB, MIB = 2**30, 2**20
+_COUNTS = ("microbatches", "microbatch_size")
+_ABOVE_0 = ("forward_ms", "backward_ms", "memory_gib", "link_gbytes", "power_cap_w")
+_FROM_0 = ("latency_ms", "sample_ms", "weights_mib", "activation_mib", "horizon_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +66,8 @@ class PlanOptions:
 def run_plan(options: PlanOptions, json_file: Path | None, console: Console) -> int:
     """Plan, print and write; raises ConfigurationError and LayoutError."""
     settings = _settings(options)
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise ConfigurationError(f"--json is {str(json_file)!r}, whose folder does not exist")
+    _check_numbers(options)
+    check_output("--json", json_file)
     before = _layout(options)
     after = before.without(dead_slots(options.dead)).reformed()
     work = StepWork(
@@ -98,7 +102,10 @@ def dead_slots(texts: tuple[str, ...]) -> tuple[int, ...]:
             raise ConfigurationError(
                 f"--dead is {text!r}, wanted a slot or a range, as in 5 or 4-9"
             )
-        slots += range(int(first), int(last or first) + 1)
+        span = range(int(first), int(last or first) + 1)
+        if not span:
+            raise ConfigurationError(f"--dead is {text!r}, wanted the lower slot first")
+        slots += span
     return tuple(slots)
 
 
@@ -154,15 +161,21 @@ def _layout(options: PlanOptions) -> ParallelLayout:
     )
 
 
+def _check_numbers(options: PlanOptions) -> None:
+    """Raise ConfigurationError for an amount that is none, by the name of its option."""
+    for names, least, words in (
+        (_COUNTS, 1, "1 or more"),
+        (_ABOVE_0, math.ulp(0), "a number above 0"),
+        (_FROM_0, 0, "a number from 0"),
+    ):
+        for name in names:
+            value = getattr(options, name)
+            if value is not None and not least <= value < math.inf:
+                option = "--" + name.replace("_", "-")
+                raise ConfigurationError(f"{option} is {value:g}, wanted {words}")
+
+
 def _costs(options: PlanOptions) -> CostModel:
-    positive = {
-        "--forward-ms": options.forward_ms,
-        "--backward-ms": options.backward_ms,
-        "--link-gbytes": options.link_gbytes,
-    }
-    for name, value in positive.items():
-        if not (value > 0 and math.isfinite(value)):
-            raise ConfigurationError(f"{name} is {value}, wanted a number above 0")
     memory_gib = math.inf if options.memory_gib is None else options.memory_gib
     return uniform_costs(
         num_layers=options.layers,
@@ -188,14 +201,7 @@ def _rules(options: PlanOptions, settings: ElasticConfig) -> PlanRules:
         raise ConfigurationError("--power-cap-w is given without --clocks; give the clocks as well")
     table = None
     if options.clocks is not None:
-        try:
-            table = ClockTable(clocks=tuple(float(text) for text in options.clocks.split(",")))
-        except ValueError as error:
-            if isinstance(error, ConfigurationError):
-                raise
-            raise ConfigurationError(
-                f"--clocks is {options.clocks!r}, wanted rising numbers, as in 0.9,1,1.1"
-            ) from None
+        table = ClockTable(clocks=parse_clocks(options.clocks, name="--clocks"))
     every = (REDEAL, REROUTE, RESIZE) if settings.consistency == "fast" else (REDEAL, REROUTE)
     return PlanRules(
         policies=every if settings.dataflow == "auto" else (settings.dataflow,),

@@ -24,6 +24,7 @@ from elaswave_plugin.bench.circumstances import circumstances
 from elaswave_plugin.bench.group_list import Layout, default_layout, parse_layout
 from elaswave_plugin.demo.jobs import run_job, running, wait_until_ready
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.output_file import check_output, check_picture
 
 HERE = Path(__file__).parent
 WORKERS = ("rebuild_worker", "latency_worker", "migration_worker")
@@ -46,7 +47,13 @@ class CommunicatorOptions:
 
 
 def check_options(
-    *, world: str, layout: str | None, runs: int, kills: int, json_file: Path | None
+    *,
+    world: str,
+    layout: str | None,
+    runs: int,
+    kills: int,
+    json_file: Path | None,
+    plot: Path | None,
 ) -> CommunicatorOptions:
     """Read the command's options. Raises ConfigurationError."""
     try:
@@ -55,8 +62,8 @@ def check_options(
         raise ConfigurationError(f"--world is {world!r}, wanted sizes such as 8,16,32") from None
     if not 1 <= runs <= 20 or kills < 0:
         raise ConfigurationError(f"--runs is {runs} and --kills {kills}, wanted 1..20 and >= 0")
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise ConfigurationError(f"--json is {str(json_file)!r}, whose folder does not exist")
+    check_output("--json", json_file)
+    check_picture("--plot", plot)
     layouts = tuple(
         default_layout(w) if layout is None else parse_layout(layout, w) for w in worlds
     )

@@ -17,6 +17,7 @@ from typing import Any
 from elaswave_plugin.bench.circumstances import circumstances
 from elaswave_plugin.bench.communicator import Rows, opened, percentile
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.output_file import check_output
 
 WAYS = ("blocking_contiguous", "blocking_interleaved", "nonblocking_interleaved")
 ALIGNMENT = 128
@@ -26,8 +27,7 @@ def check_options(
     *, dp: int, layers: int, layer_mib: int, moved: int, rounds: int, json_file: Path | None
 ) -> None:
     """Raises ConfigurationError for sizes that cannot be measured."""
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise ConfigurationError(f"--json is {str(json_file)!r}, whose folder does not exist")
+    check_output("--json", json_file)
     sizes = {"--dp": dp, "--layer-mib": layer_mib, "--moved": moved, "--rounds": rounds}
     for name, value in sizes.items():
         if value < 1:

@@ -16,7 +16,7 @@ from elaswave_plugin.core.planner.executable import worker_ops
 from elaswave_plugin.core.planner.joint import JointPlan, joint_plan
 from elaswave_plugin.core.planner.prediction import StepWork
 from elaswave_plugin.core.step_time import LinkTime
-from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.output_file import check_output
 
 SLOTS = 64
 LAYERS = 200
@@ -67,8 +67,7 @@ def run_bench(
     measured: Callable[[], dict[str, Any]], json_file: Path | None, echo: Callable[[str], None]
 ) -> int:
     """Measure, print and write; 0 only where every row kept its bar."""
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise ConfigurationError(f"--json is {str(json_file)!r}, whose folder does not exist")
+    check_output("--json", json_file)
     result = measured()
     for row in result["rows"]:
         echo(

@@ -7,7 +7,6 @@ marked as what it is. Every row has the live share, rho and Gmax beside it.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from elaswave_plugin.bench import measured_throughput, simulated_throughput
 from elaswave_plugin.bench.circumstances import circumstances
 from elaswave_plugin.bench.scenarios import Scenario, chosen, judged, scenarios
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.output_file import check_output, check_picture
 
 MEASURED, SIMULATED = "measured", "simulated"
 # What ends in minutes: the others are asked for by name.
@@ -58,9 +58,8 @@ def check_options(
         raise ConfigurationError(
             f"--split-backward is given with --only {SIMULATED}, which has them; leave it out"
         )
-    for name, file in (("--json", json_file), ("--plot", plot)):
-        if file is not None:
-            _check_writable(name, file)
+    check_output("--json", json_file)
+    check_picture("--plot", plot)
     named = chosen(scenario)
     small = [one for one in named or chosen(list(USUAL)) if one.is_small]
     if only == MEASURED and named and len(small) < len(named):
@@ -76,16 +75,6 @@ def check_options(
         layer_ms=layer_ms,
         with_split=split_backward,
     )
-
-
-def _check_writable(name: str, file: Path) -> None:
-    folder = file.absolute().parent
-    if not folder.is_dir():
-        raise ConfigurationError(f"{name} is {str(file)!r}, whose folder does not exist")
-    if file.is_dir():
-        raise ConfigurationError(f"{name} is {str(file)!r}, which is a folder, wanted a file")
-    if not os.access(file if file.exists() else folder, os.W_OK):
-        raise ConfigurationError(f"{name} is {str(file)!r}, which cannot be written")
 
 
 def measure(

@@ -14,6 +14,7 @@ from elaswave_plugin.demo.sizes import (
 )
 from elaswave_plugin.demo.text import TextSource, find_text
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.output_file import check_output
 
 DEFAULT_KILL = "2@10"
 STEPS, STEPS_WITH_RESPAWN, STEPS_TO_COME_BACK = 20, 40, 25
@@ -78,10 +79,7 @@ def check_options(
         raise ConfigurationError(f"steps is {steps}, wanted at least 3")
     if seed < 0:
         raise ConfigurationError(f"seed is {seed}, wanted 0 or more")
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise ConfigurationError(f"json is {str(json_file)!r}, whose folder does not exist")
-    if json_file is not None and json_file.is_dir():
-        raise ConfigurationError(f"json is {str(json_file)!r}, which is a folder, wanted a file")
+    check_output("--json", json_file)
     source = find_text(text)
     needed = GLOBAL_BATCH * SEQUENCE_LENGTH + 1
     if source.num_tokens < needed:

@@ -46,12 +46,14 @@ def test_default_layouts(world: int, layout: str) -> None:
         ({"runs": 0}, "--runs is 0"),
         ({"runs": 6}, "--runs is 6, which leaves too few of 8 workers"),
         ({"json_file": Path("/nowhere/x.json")}, "--json is '/nowhere/x.json', whose folder"),
+        ({"plot": Path("/nowhere/x.png")}, "--plot is '/nowhere/x.png', whose folder"),
+        ({"plot": Path("x.txt")}, "--plot is 'x.txt', wanted a name that ends in one of: "),
     ],
 )
 def test_bad_input_is_one_sentence(options: dict[str, object], complaint: str) -> None:
     given: dict[str, object] = {"world": "8", "layout": None, "runs": 1, "kills": 0}
     with pytest.raises(ConfigurationError, match=complaint):
-        check_options(**{"json_file": None, **given, **options})  # type: ignore[arg-type]
+        check_options(**{"json_file": None, "plot": None, **given, **options})  # type: ignore[arg-type]
 
 
 def test_bad_input_of_the_command_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -188,7 +188,14 @@ def test_tokens_per_s_adds_the_workers(tmp_path: Path) -> None:
 
 
 def test_read_run_of_another_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"holds no steps\.jsonl"):
+    with pytest.raises(ConfigurationError, match=r"holds no events\.jsonl, wanted the directory"):
+        read_run(tmp_path)
+    make_run(tmp_path, killed=True)
+    (tmp_path / "ledger.jsonl").unlink()
+    with pytest.raises(ConfigurationError, match=r"holds no ledger\.jsonl"):
+        read_run(tmp_path)  # without it no sample would count as lost
+    (tmp_path / "ledger.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ConfigurationError, match=r"ledger\.jsonl' has records without 'epoch'"):
         read_run(tmp_path)
 
 

@@ -7,6 +7,7 @@ import pytest
 matplotlib = pytest.importorskip("matplotlib")
 
 from elaswave_plugin import report  # noqa: E402
+from elaswave_plugin.cli import run_command  # noqa: E402
 from elaswave_plugin.observer import losses_of, read_run  # noqa: E402
 from tests.observer.made_up import make_run  # noqa: E402
 
@@ -42,3 +43,36 @@ def test_report_says_how_the_layout_changed(tmp_path: Path) -> None:
     plain = read_run(make_run(tmp_path / "plain", killed=True))
     assert report.layout_text(plain) == []
     assert report.draw_report(hybrid, plain, tmp_path / "report.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--out", "{run}"], "which is a folder, wanted a file"),
+        (["--out", "{run}/report.txt"], "report.txt', wanted a name that ends in one of: "),
+        (["--out", "{run}/report"], "report', wanted a name that ends in one of: "),
+        (["--json", "{run}"], "which is a folder, wanted a file"),
+        (["--json", "{run}/no/x.json"], "whose folder does not exist"),
+        (["--global-batch", "0"], "--global-batch is 0, wanted 1 or more"),
+        (["--reference", "{run}/no"], "holds no events.jsonl"),
+    ],
+)
+def test_a_bad_option_of_the_report_is_one_sentence(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", killed=True)
+    argv = ["report", str(run), *(one.format(run=run) for one in arguments)]
+    assert run_command(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert words in captured.err
+    assert not list(tmp_path.rglob("*.png")), "nothing is written"
+
+
+def test_a_run_without_a_step_is_not_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", killed=False)
+    (run / "steps.jsonl").write_text("")
+    assert run_command(["report", str(run)]) == 2
+    assert "is of a run that completed no step" in capsys.readouterr().err
