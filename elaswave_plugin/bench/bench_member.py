@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from elaswave_plugin.core.worker_facts import WorkerFacts
 from elaswave_plugin.errors import EpochChanged
 from elaswave_plugin.runtime.links import LinkTable
 from elaswave_plugin.runtime.member import Commit, Member
@@ -37,12 +38,12 @@ class BenchMember:
         record = {"owner": self.slot, "buffer": 0, "step": 0, "epoch": self.view.epoch}
         self.member.sealed(record, [])
 
-    def _facts(self) -> dict[str, object]:
-        return {"address": self.links.address}
+    def _facts(self) -> WorkerFacts:
+        return WorkerFacts(address=self.links.address)
 
     def _open(self, commit: Commit) -> None:
         self.view = commit.view
-        addresses = {slot: str(facts["address"]) for slot, facts in commit.facts.items()}
+        addresses = {slot: facts.address for slot, facts in commit.facts.items()}
         self.links.open_epoch(commit.view.epoch, addresses)
 
     def store(self, port: int) -> Any:

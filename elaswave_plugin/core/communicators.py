@@ -34,8 +34,8 @@ class CommunicatorFacts:
     idle: bool
     shrinks: bool
 
-    def as_record(self) -> dict[str, Any]:
-        """Plain JSON; from_record() reads it."""
+    def to_json(self) -> dict[str, Any]:
+        """A dict that JSON can carry."""
         return {
             "name": self.name,
             "members": list(self.members),
@@ -47,8 +47,8 @@ class CommunicatorFacts:
         }
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> CommunicatorFacts:
-        """The facts of as_record()."""
+    def from_json(cls, record: Mapping[str, Any]) -> CommunicatorFacts:
+        """The facts that `to_json` described."""
         return cls(
             name=str(record["name"]),
             members=tuple(record["members"]),

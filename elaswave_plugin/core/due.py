@@ -13,6 +13,7 @@ from typing import NamedTuple
 from elaswave_plugin.core.agreement_messages import Proposal, Quiesced
 from elaswave_plugin.core.membership import MembershipView, next_view
 from elaswave_plugin.core.reports import Reports, event_of
+from elaswave_plugin.core.worker_facts import step_told
 
 LAST_CALL = "every worker was told to leave, and they write a last checkpoint first"
 
@@ -76,7 +77,7 @@ def boundary_of(
     ``answers``: of those that stand already; ``begun``: the step that each of the others is in.
     """
     facts = (answers[slot].facts for slot in members if slot in answers)
-    standing = [int(one["step"]) for one in facts if one is not None]
+    standing = [step_told(one) for one in facts if one is not None]
     if standing:
         return standing[0]  # nobody completes the step before which one of them stands
     if all(slot in begun for slot in members):

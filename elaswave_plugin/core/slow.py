@@ -13,10 +13,12 @@ is known but for the ratio of the two, and who may owe it to that is neither nam
 takes 1.60x as long for a layer as workers 0, 2, which have the same ones, in 4 steps in a row
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 SLOW = 1.3
 LEVEL = 1.15
@@ -54,6 +56,21 @@ class Slow:
         )
 
 
+class SlowTold(NamedTuple):
+    """What one worker tells of another that is slow, or was (ratio 0); how often it was named."""
+
+    slot: int
+    ratio: float
+    peers: tuple[int, ...]
+    times_named: int
+
+    @classmethod
+    def from_json(cls, record: Sequence[Any]) -> SlowTold:
+        """What the list says that JSON makes of it."""
+        slot, ratio, peers, times_named = record
+        return cls(slot, ratio, tuple(peers), times_named)
+
+
 class SlowWatch:
     """The slow workers of a job by slot; alike on all that have seen the same steps.
 
@@ -72,19 +89,18 @@ class SlowWatch:
         """How many times as long each slow one takes."""
         return slowness_told(self.told())
 
-    def told(self) -> list[list[Any]]:
-        """Who is slow or was, as a list that JSON can carry: ratio 0 for who is not any more."""
-        return [
-            [slot, one.ratio if one else 0.0, list(one.peers) if one else [], times]
+    def told(self) -> tuple[SlowTold, ...]:
+        """Who is slow or was."""
+        return tuple(
+            SlowTold(slot, one.ratio if one else 0.0, one.peers if one else (), times)
             for slot, times in sorted(self._times_named.items())
             for one in (self.slow.get(slot),)
-        ]
+        )
 
-    def restart(self, told: Iterable[Sequence[Any]]) -> None:
+    def restart(self, told: Sequence[SlowTold]) -> None:
         """The members have changed: begin with what one of them has `told`; rows start anew."""
-        told = list(told)
         self.slow = _slow_told(told)
-        self._times_named = {slot: times for slot, _, _, times in told}
+        self._times_named = {one.slot: one.times_named for one in told}
         self._row.clear()
 
     def interrupt(self) -> None:
@@ -145,7 +161,7 @@ def _unlikeness(tokens: int | None, others: int | None) -> float:
     return max(tokens / others, others / tokens) if tokens and others else 1.0
 
 
-def slowness_told(told: Iterable[Sequence[Any]]) -> dict[int, float]:
+def slowness_told(told: Iterable[SlowTold]) -> dict[int, float]:
     """How many times as long each of those takes that `SlowWatch.told` told."""
     return {slot: one.slowness for slot, one in _slow_told(told).items()}
 
@@ -158,5 +174,5 @@ def reason_of_view(slow: Mapping[int, Slow]) -> str:
     return f"less work for what is slow: worker {names}"
 
 
-def _slow_told(told: Iterable[Sequence[Any]]) -> dict[int, Slow]:
-    return {slot: Slow(ratio=ratio, peers=tuple(peers)) for slot, ratio, peers, _ in told if ratio}
+def _slow_told(told: Iterable[SlowTold]) -> dict[int, Slow]:
+    return {one.slot: Slow(ratio=one.ratio, peers=one.peers) for one in told if one.ratio}

@@ -23,8 +23,8 @@ ABORT_TIMEOUT_S = 60.0
 # A backend may see that a peer is gone before the doorbell rings, which then follows at once.
 DOORBELL_TIMEOUT_S = 2.0
 
-Answers = Mapping[int, Mapping[str, Mapping[str, Any]]]
-"""slot -> name of a communicator -> record of CommunicatorFacts, as committed."""
+Answers = Mapping[int, Mapping[str, CommunicatorFacts]]
+"""slot -> name of a communicator -> what that worker knows of it, as committed."""
 Result = TypeVar("Result")
 
 
@@ -179,10 +179,10 @@ class DeviceEngine:
 
     # ---- epochs ------------------------------------------------------------------------------
 
-    def facts(self) -> dict[str, dict[str, Any]]:
+    def facts(self) -> dict[str, CommunicatorFacts]:
         """What this member holds, for the commit; call it when nothing is launched."""
         self._abort_busy()
-        return {one.name: one.facts().as_record() for one in list(self._live.values())}
+        return {one.name: one.facts() for one in list(self._live.values())}
 
     def settle(
         self, members: Mapping[str, tuple[int, ...]], answers: Answers
@@ -195,7 +195,7 @@ class DeviceEngine:
         verdicts: dict[str, Verdict] = {}
         for name, communicator in list(self._live.items()):
             made = communicator.name
-            held = {slot: _facts_of(theirs.get(made)) for slot, theirs in answers.items()}
+            held = {slot: theirs.get(made) for slot, theirs in answers.items()}
             verdicts[name] = fate_of(made, held, members.get(name, ()))
         with self._ending:
             self._epoch = self._links.epoch
@@ -258,7 +258,3 @@ class DeviceEngine:
             communicator.inner.close()
         else:
             self._abort([name])
-
-
-def _facts_of(record: Mapping[str, Any] | None) -> CommunicatorFacts | None:
-    return None if record is None else CommunicatorFacts.from_record(record)

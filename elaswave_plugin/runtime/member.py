@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from elaswave_plugin.core.agreement_wire import unpack_payload
 from elaswave_plugin.core.hang import COMMIT, OUTSIDE
 from elaswave_plugin.core.membership import MembershipView, WorkerId
+from elaswave_plugin.core.worker_facts import WorkerFacts
 from elaswave_plugin.errors import AgreementError, ConfigurationError, EpochChanged, JobStopped
 from elaswave_plugin.runtime.continuing import await_lease, guard_continuing
 from elaswave_plugin.runtime.progress import ANNOUNCED_LIMIT_S, ProgressPage, page_fd
@@ -44,7 +45,7 @@ class Commit:
     """
 
     view: MembershipView
-    facts: dict[int, dict[str, Any]]
+    facts: dict[int, WorkerFacts]
     inventory: list[dict[str, Any]]
     path: tuple[MembershipView, ...]
 
@@ -114,7 +115,7 @@ class Member:
         self._stop_reason: str | None = None
         self._stop_code = 1
         # The layers of each stage that somebody has asked this worker for.
-        self.cuts_wanted: list[int] | None = None
+        self.cuts_wanted: tuple[int, ...] | None = None
         self._copies: dict[int, _Copies] = {}
 
     @classmethod
@@ -152,12 +153,12 @@ class Member:
         guard_continuing(self.progress_page, lambda: self._stopped() if self._stop_reason else None)
         outlive_shared_signals(self.progress_page)
 
-    def join(self, facts: dict[str, Any], timeout_s: float, *, respawn: int = 0) -> Commit | Alone:
+    def join(self, facts: WorkerFacts, timeout_s: float, *, respawn: int = 0) -> Commit | Alone:
         """Report ready, and wait for the first view; in a job that runs, for what to build from.
 
         `respawn`: times that this slot is started again. Raises AgreementError after `timeout_s`.
         """
-        self._send({"t": "join", "facts": facts, "respawn": respawn})
+        self._send({"t": "join", "facts": facts.to_json(), "respawn": respawn})
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
             while not self._commits:
@@ -174,9 +175,9 @@ class Member:
         """Where every worker has to leave, this one writes a checkpoint with them, and ends."""
         self._send({"t": "saves_last"})
 
-    def ready(self, facts: dict[str, Any]) -> None:
+    def ready(self, facts: WorkerFacts) -> None:
         """All is built: ask to be let in. The proposal that does so is answered by `quiesce`."""
-        self._send({"t": "ready", "facts": facts})
+        self._send({"t": "ready", "facts": facts.to_json()})
 
     def plan_arrivals(self, steps: Collection[int]) -> None:
         """Nobody is let in before the next of these steps: a test setting, alike on all."""
@@ -230,7 +231,7 @@ class Member:
         with self.progress_page.waiting(OUTSIDE):
             await_lease(self.progress_page, self.check)
 
-    def quiesce(self, facts: dict[str, Any], timeout_s: float | None = None) -> Commit:
+    def quiesce(self, facts: WorkerFacts, timeout_s: float | None = None) -> Commit:
         """Answer the open proposal (or the next one) and wait for its commit.
 
         Without `timeout_s`, as long as another worker may stay in an announced phase.
@@ -243,7 +244,7 @@ class Member:
             while self._proposed_epoch <= self._returned_epoch and not self._commits:
                 self._wait(deadline_s, f"a proposal of the next view within {timeout_s:g} s")
             epoch = self._answered_epoch = self._proposed_epoch
-        self._send({"t": "quiesced", "epoch": epoch, "facts": facts})
+        self._send({"t": "quiesced", "epoch": epoch, "facts": facts.to_json()})
         with self._receiving_here():
             while not self._commits:
                 if self._proposed_epoch > epoch:
@@ -479,7 +480,7 @@ class Member:
             self._stop_reason, self._stop_code = frame["reason"], frame["exit_code"]
             self._on_propose(self._proposed_epoch + 1, frame["reason"])
         elif frame["t"] == "cuts_wanted":
-            self.cuts_wanted = frame["cuts"]
+            self.cuts_wanted = tuple(frame["cuts"])
         with self._changed:
             if frame["t"] == "commit":
                 self._commits.append(_read_commit(frame))
@@ -525,7 +526,8 @@ class Member:
 
 def _read_commit(frame: Frame) -> Commit:
     path = tuple(map(MembershipView.from_json, frame["path"]))
-    facts, inventory = unpack_payload(frame["payload"])
+    told, inventory = unpack_payload(frame["payload"])
+    facts = {slot: WorkerFacts.from_json(one) for slot, one in told.items()}
     return Commit(view=path[-1], facts=facts, inventory=inventory, path=path)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
+from elaswave_plugin.core.communicators import CommunicatorFacts
 from elaswave_plugin.core.membership import fill_holes
 from elaswave_plugin.core.seating import GroupEdit
 from elaswave_plugin.errors import ConfigurationError
@@ -149,8 +150,8 @@ class GroupTable:
             self.world,
         )
 
-    def device_facts(self) -> dict[str, dict[str, Any]]:
-        """The communicators that this worker holds, by name: plain JSON for the commit.
+    def device_facts(self) -> dict[str, CommunicatorFacts]:
+        """The communicators that this worker holds, by name, for the commit.
 
         Call it when the step has unwound: what is still in flight is aborted.
         """

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from elaswave_plugin.core.layer_times import agreed
 from elaswave_plugin.core.payback import PAUSE_S, Payback, gain_of_view
-from elaswave_plugin.core.slow import Slow, SlowWatch, reason_of_view
+from elaswave_plugin.core.slow import Slow, SlowTold, SlowWatch, reason_of_view
 
 if TYPE_CHECKING:
     from elaswave_plugin.runtime.worker import Worker
@@ -23,7 +23,7 @@ class SlowWorkers:
         self._payback, self._gain = Payback(), 0.0
         self._compared_s: float | None = None  # when the paces of the step before were
 
-    def told(self) -> Any:
+    def told(self) -> tuple[SlowTold, ...]:
         """What the facts of a view say of them."""
         return self._watch.told()
 
@@ -64,7 +64,7 @@ class SlowWorkers:
         wanted = worker.deal(**seating.dealt_over)
         return gain_of_view(worker.dataflow, wanted, slow=slow, times=times)
 
-    def learn(self, told: Sequence[Sequence[Any]]) -> None:
+    def learn(self, told: Sequence[SlowTold]) -> None:
         """Who is slow at the beginning of a view, alike on everyone."""
         before = self._watch.slow
         self._watch.restart(told)

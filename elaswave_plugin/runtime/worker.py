@@ -1,6 +1,5 @@
 """A trainer's side of an elastic job: joins, keeps the view, seals snapshots, guards the work."""
 
-import os
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -18,7 +17,8 @@ from elaswave_plugin.core.plan import Flow, RecoveryPlan, copy_targets, make_pla
 from elaswave_plugin.core.reserve import built_among, replicas_beyond
 from elaswave_plugin.core.seating import Cell, FlatSeating, GridSeating, Seating
 from elaswave_plugin.core.shards import ShardCut
-from elaswave_plugin.core.slow import slowness_told
+from elaswave_plugin.core.slow import SlowTold, slowness_told
+from elaswave_plugin.core.worker_facts import WorkerFacts
 from elaswave_plugin.errors import SnapshotUnreadableError
 from elaswave_plugin.runtime.behind import MomentsBehind
 from elaswave_plugin.runtime.broken_links import BrokenLinks
@@ -102,11 +102,7 @@ class Worker:
         self._entering, self._ready_s = False, 0.0
         self._newcomers: tuple[str, ...] = ()
         self._started_s = time.time()
-        self.member.start(self._ring)
-        respawn = config.respawn if config.snapshots else 0
-        self._given = {"elaswave_plugin": __version__, **config.of_the_job()}
-        facts = {**self._facts(), "given": self._given}
-        self._begin(self.member.join(facts, timeout_s=JOIN_TIMEOUT_S, respawn=respawn))
+        self._join()
 
     def _timed_phases(self) -> Phases:
         page, config = self.member.progress_page, self.config
@@ -125,8 +121,15 @@ class Worker:
             ),
         )
 
-    def _begin(self, welcome: Commit | Alone) -> None:
+    def _join(self) -> None:
         """Take part in the first view, or build alone from what the job remembers."""
+        config = self.config
+        self.member.start(self._ring)
+        respawn = config.respawn if config.snapshots else 0
+        given = {"elaswave_plugin": __version__, **config.of_the_job()}
+        run_id = config.run_id or uuid.uuid4().hex[:8]
+        facts = replace(self._facts(), run_id=run_id, given=given)
+        welcome = self.member.join(facts, timeout_s=JOIN_TIMEOUT_S, respawn=respawn)
         self.homes = welcome.view.ranks
         # One that came beyond the launch builds as one of the launch does.
         ranks = built_among(self.slot, self.homes, tp=self._tp, pp=self._pp)
@@ -135,19 +138,19 @@ class Worker:
         # What a replacement cannot learn from the others, since it builds alone.
         self.remembered: dict[str, Any] = {}
         if isinstance(welcome, Alone):
-            check_given({"the job": welcome.remembered["given"], "who comes": self._given})
+            check_given({"the job": welcome.remembered["given"], "who comes": given})
             self.alone = self.links.alone = True
             self.remembered = welcome.remembered
             self.run_id = str(self.remembered["run_id"])
             self.groups.launched_on = dict(self.remembered["devices"])
         else:
             self.alone = False
-            facts = sorted(welcome.facts.items())
-            check_given({f"worker {slot}": held["given"] for slot, held in facts})
+            facts_of = sorted(welcome.facts.items())
+            check_given({f"worker {slot}": told.given for slot, told in facts_of})
             self._open_links(welcome)
             # One run id over the whole job: the one that the first owner of rank 0 proposed.
-            self.run_id = str(welcome.facts[self.homes[0]]["run_id"])
-            self.remember(run_id=self.run_id, given=self._given)
+            self.run_id = welcome.facts[self.homes[0]].run_id
+            self.remember(run_id=self.run_id, given=given)
 
     # ---- the view -----------------------------------------------------------------------------
 
@@ -155,28 +158,26 @@ class Worker:
         """Doorbell: runs in the member's thread the moment a view is proposed."""
         self.links.interrupt(epoch, reason)
 
-    def _facts(self) -> dict[str, object]:
-        return {
-            "address": self.links.address,
-            "step": self.completed,
-            "pid": os.getpid(),
-            "run_id": self.config.run_id or uuid.uuid4().hex[:8],
-            "communicators": self.groups.device_facts(),
-            "unreadable": sorted(self._unreadable),
-            "told_to_leave": self.member.told_to_leave,
-        }
+    def _facts(self) -> WorkerFacts:
+        return WorkerFacts(
+            address=self.links.address,
+            communicators=self.groups.device_facts(),
+            step=self.completed,
+            unreadable=tuple(sorted(self._unreadable)),
+            told_to_leave=self.member.told_to_leave,
+        )
 
-    def _told(self) -> dict[str, object]:
+    def _told(self) -> WorkerFacts:
         """The facts of a worker that has a view: also where it is, and how fast."""
-        seating = [self.view.epoch, self.seating.told()]
-        return {
-            **self._facts(),
-            "seating": seating,
-            "times": self.stopwatch.times.medians(),
-            "cuts_wanted": self.member.cuts_wanted,
-            "live": self._live,
-            "slow": self.slow_workers.told(),
-        }
+        return replace(
+            self._facts(),
+            seated_epoch=self.view.epoch,
+            seating=self.seating.told(),
+            times=self.stopwatch.times.medians(),
+            slow=self.slow_workers.told(),
+            cuts_wanted=self.member.cuts_wanted,
+            live=self._live,
+        )
 
     @property
     def spare_width(self) -> int:
@@ -199,7 +200,7 @@ class Worker:
         self.member.ready(self._told())
 
     def _open_links(self, commit: Commit) -> None:
-        addresses = {slot: str(facts["address"]) for slot, facts in commit.facts.items()}
+        addresses = {slot: facts.address for slot, facts in commit.facts.items()}
         self.links.open_epoch(commit.view.epoch, addresses)
         self.member.progress_page.set_place(epoch=commit.view.epoch)
 
@@ -220,37 +221,36 @@ class Worker:
         self._newcomers = tuple(sorted(map(str, commit.view.workers - before.workers)))
         self.alone = False
         # A failure meanwhile finds some of them a step further on: only that view finds all alike.
-        all_told = all(held["told_to_leave"] for held in commit.facts.values())
+        all_told = all(told.told_to_leave for told in commit.facts.values())
         self.last_call = commit.view.reason == LAST_CALL or (self.last_call and all_told)
         self.view = commit.view
         self.slow_workers.learn(told_slow)
         edits = self.seating.edits(self.groups.launched(), self.slot)
         self.groups.edit_groups(commit.view.ranks, edits)
-        self.groups.settle({slot: held["communicators"] for slot, held in commit.facts.items()})
+        self.groups.settle({slot: told.communicators for slot, told in commit.facts.items()})
 
-    def _take_seat(self, commit: Commit) -> list[Any]:
+    def _take_seat(self, commit: Commit) -> tuple[SlowTold, ...]:
         """Apply the views that nobody has applied yet to the seating of who has applied most.
 
         A worker that was not there cannot tell the seating from the views: it also depends on what
         layers took at the time of each. One of those tells as well who is slow, which is returned:
         the last step may have told only some of them.
         """
-        tellers = [held for _, held in sorted(commit.facts.items())]
-        newest = max(tellers, key=lambda held: int(held["seating"][0]))
-        (epoch, told), told_slow = newest["seating"], newest["slow"]
-        times = agreed({slot: held["times"] for slot, held in commit.facts.items()})
-        self.seating = self.seating.as_told(told)
+        facts = dict(sorted(commit.facts.items()))
+        newest = max(facts.values(), key=lambda told: told.seated_epoch)
+        told_slow = newest.slow
+        times = agreed({slot: told.times for slot, told in facts.items()})
+        self.seating = self.seating.as_told(newest.seating)
         for view in commit.path:
-            if view.epoch > epoch:
-                told_slow = [one for one in told_slow if one[0] in view.ranks]
+            if view.epoch > newest.seated_epoch:
+                told_slow = tuple(one for one in told_slow if one.slot in view.ranks)
                 slow = slowness_told(told_slow) if self.config.slow_workers == "act" else {}
                 self.seating = self.seating.after(view.ranks, times, slow)
-        wanted = [held["cuts_wanted"] for _, held in sorted(commit.facts.items())]
-        for cuts in filter(None, wanted):
+        for cuts in filter(None, (told.cuts_wanted for told in facts.values())):
             self.seating = self.seating.recut(cuts)
-        if self.member.cuts_wanted == commit.facts[self.slot]["cuts_wanted"]:
+        if self.member.cuts_wanted == facts[self.slot].cuts_wanted:
             self.member.cuts_wanted = None
-        return list(told_slow)
+        return told_slow
 
     # ---- the state ----------------------------------------------------------------------------
 
@@ -433,8 +433,8 @@ class Worker:
 
         ``trusts_memory``: what workers still have is left in place where it need not change.
         """
-        unreadable = {tuple(one) for held in commit.facts.values() for one in held["unreadable"]}
-        live = {slot: tuple(held["live"]) for slot, held in commit.facts.items() if held["live"]}
+        unreadable = {one for told in commit.facts.values() for one in told.unreadable}
+        live = {slot: told.live for slot, told in commit.facts.items()}
 
         def plan(rejected: frozenset[tuple[int, int, int]]) -> RecoveryPlan:
             return make_plan(

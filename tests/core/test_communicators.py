@@ -117,7 +117,7 @@ def test_all_members_decide_alike(
 @given(facts=_facts())
 def test_facts_survive_the_commit(facts: CommunicatorFacts | None) -> None:
     if facts is not None:
-        assert CommunicatorFacts.from_record(facts.as_record()) == facts
+        assert CommunicatorFacts.from_json(facts.to_json()) == facts
 
 
 def test_nccl_needs_a_device_of_its_own_for_everybody() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from elaswave_plugin.core.agreement_wire import pack_payload
 from elaswave_plugin.core.membership import FailureEvent, MembershipView, first_view, next_view
+from elaswave_plugin.core.worker_facts import WorkerFacts
 from elaswave_plugin.errors import (
     AgreementError,
     ConfigurationError,
@@ -25,6 +26,7 @@ from tests.runtime.jobs import environment
 
 LONG_S = 10.0
 SHORT_S = 0.05
+FACTS = WorkerFacts(address="x")
 
 
 class Supervisor:
@@ -60,7 +62,7 @@ class Supervisor:
             mark = {"after": epoch, "before_step": before_step}
             send_frame(self.sock, {"t": "alone", "view": view_of(9).to_json(), "remembered": mark})
             deadline_s = time.monotonic() + LONG_S
-            while (alone := self.member.join({}, LONG_S)) and alone.remembered != mark:
+            while (alone := self.member.join(FACTS, LONG_S)) and alone.remembered != mark:
                 assert time.monotonic() < deadline_s
                 self.hear()  # where nobody reads what it says, it stops at a full buffer
 
@@ -99,7 +101,11 @@ class Supervisor:
 
 def commit_of(*path: MembershipView) -> dict[str, Any]:
     views = [view.to_json() for view in path]
-    return {"t": "commit", "path": views, "payload": pack_payload({0: {"a": 1}}, [{"owner": 0}])}
+    return {
+        "t": "commit",
+        "path": views,
+        "payload": pack_payload({0: FACTS.to_json()}, [{"owner": 0}]),
+    }
 
 
 def view_of(epoch: int) -> MembershipView:
@@ -124,21 +130,21 @@ def supervisor() -> Iterator[Supervisor]:
 
 def test_joining_reports_facts_and_returns_the_first_commit(supervisor: Supervisor) -> None:
     supervisor.commit(view_of(1))
-    commit = supervisor.member.join({"address": "x"}, LONG_S)
+    commit = supervisor.member.join(FACTS, LONG_S)
     assert supervisor.next() == {"t": "join", "facts": {"address": "x"}, "respawn": 0}
-    assert (commit.view, commit.facts) == (view_of(1), {0: {"a": 1}})
+    assert (commit.view, commit.facts) == (view_of(1), {0: FACTS})
     assert (commit.inventory, commit.path) == ([{"owner": 0}], (view_of(1),))
     supervisor.member.check()
 
 
 def test_joining_gives_up_in_time(supervisor: Supervisor) -> None:
     with pytest.raises(AgreementError, match=r"worker 1 did not get the first view, 0.05 s after"):
-        supervisor.member.join({}, SHORT_S)
+        supervisor.member.join(FACTS, SHORT_S)
 
 
 def test_a_proposal_rings_at_once_and_stays_open_until_its_commit(supervisor: Supervisor) -> None:
     supervisor.commit(view_of(1))
-    supervisor.member.join({}, LONG_S)
+    supervisor.member.join(FACTS, LONG_S)
     supervisor.propose(2)
     assert supervisor.rings == [(2, "r")]
     for _ in range(2):
@@ -146,15 +152,15 @@ def test_a_proposal_rings_at_once_and_stays_open_until_its_commit(supervisor: Su
             supervisor.member.check()
         assert (raised.value.epoch, raised.value.reason) == (2, "r")
     supervisor.commit(view_of(2))
-    assert supervisor.member.quiesce({"step": 3}, LONG_S).view == view_of(2)
+    assert supervisor.member.quiesce(WorkerFacts(address="x", step=3), LONG_S).view == view_of(2)
     supervisor.member.check()
     assert supervisor.next()["t"] == "join"
-    assert supervisor.next() == {"t": "quiesced", "epoch": 2, "facts": {"step": 3}}
+    assert supervisor.next() == {"t": "quiesced", "epoch": 2, "facts": {"address": "x", "step": 3}}
 
 
 def test_a_proposal_between_steps_waits_for_the_next_one(supervisor: Supervisor) -> None:
     supervisor.commit(view_of(1))
-    supervisor.member.join({}, LONG_S)
+    supervisor.member.join(FACTS, LONG_S)
     supervisor.member.begin_step(4)
     supervisor.propose(2, boundary=True, rings=False)
     supervisor.member.check()
@@ -165,13 +171,13 @@ def test_a_proposal_between_steps_waits_for_the_next_one(supervisor: Supervisor)
     assert (raised.value.epoch, supervisor.rings) == (2, [])
     assert supervisor.hear() == [{"t": "begun", "epoch": 2, "step": 4}]
     supervisor.commit(view_of(2))
-    assert supervisor.member.quiesce({}, LONG_S).view == view_of(2)
+    assert supervisor.member.quiesce(FACTS, LONG_S).view == view_of(2)
     supervisor.member.begin_step(6)
 
 
 def test_a_step_does_not_begin_before_it_is_known_where_all_stop(supervisor: Supervisor) -> None:
     supervisor.commit(view_of(1))
-    supervisor.member.join({}, LONG_S)
+    supervisor.member.join(FACTS, LONG_S)
     supervisor.member.begin_step(4)
     supervisor.propose(2, boundary=True, rings=False)
     begun = threading.Event()
@@ -193,7 +199,7 @@ def test_who_has_begun_the_step_that_others_stop_before_is_interrupted(
     supervisor: Supervisor, begun: int, rings: bool
 ) -> None:
     supervisor.commit(view_of(1))
-    supervisor.member.join({}, LONG_S)
+    supervisor.member.join(FACTS, LONG_S)
     supervisor.member.begin_step(begun)
     supervisor.propose(2, boundary=True, rings=False)
     supervisor.propose(2, boundary=True, before_step=5, rings=rings)
@@ -202,26 +208,26 @@ def test_who_has_begun_the_step_that_others_stop_before_is_interrupted(
 
 def test_a_failure_does_not_wait_for_the_next_step(supervisor: Supervisor) -> None:
     supervisor.commit(view_of(1))
-    supervisor.member.join({}, LONG_S)
+    supervisor.member.join(FACTS, LONG_S)
     supervisor.member.begin_step(4)
     supervisor.propose(2, boundary=True, rings=False)
     supervisor.propose(3)
     with pytest.raises(EpochChanged, match="3"):
         supervisor.member.check()
     supervisor.commit(view_of(3))
-    supervisor.member.quiesce({}, LONG_S)
+    supervisor.member.quiesce(FACTS, LONG_S)
     supervisor.member.begin_step(4)
 
 
 def test_a_newer_proposal_ends_the_wait_for_a_commit(supervisor: Supervisor) -> None:
     supervisor.commit(view_of(1))
-    supervisor.member.join({}, LONG_S)
+    supervisor.member.join(FACTS, LONG_S)
     supervisor.propose(2)
     raised: list[int] = []
 
     def wait() -> None:
         try:
-            supervisor.member.quiesce({}, LONG_S)
+            supervisor.member.quiesce(FACTS, LONG_S)
         except EpochChanged as changed:
             raised.append(changed.epoch)
 
@@ -235,23 +241,23 @@ def test_a_newer_proposal_ends_the_wait_for_a_commit(supervisor: Supervisor) -> 
 
 def test_quiescing_before_the_proposal_waits_for_it(supervisor: Supervisor) -> None:
     supervisor.commit(view_of(1))
-    supervisor.member.join({}, LONG_S)
+    supervisor.member.join(FACTS, LONG_S)
     with pytest.raises(AgreementError, match="a proposal of the next view within"):
-        supervisor.member.quiesce({}, SHORT_S)
+        supervisor.member.quiesce(FACTS, SHORT_S)
     supervisor.propose(2)
     with pytest.raises(AgreementError, match="the commit of epoch 2 within"):
-        supervisor.member.quiesce({}, SHORT_S)
+        supervisor.member.quiesce(FACTS, SHORT_S)
 
 
 def test_a_commit_that_was_not_taken_stays_in_the_path(supervisor: Supervisor) -> None:
     supervisor.commit(view_of(1))
-    supervisor.member.join({}, LONG_S)
+    supervisor.member.join(FACTS, LONG_S)
     supervisor.propose(2)
     supervisor.commit(view_of(2))
     supervisor.propose(3)
     supervisor.commit(view_of(3), view_of(4))
     supervisor.propose(5)  # behind the commits on the same link: they have arrived
-    commit = supervisor.member.quiesce({}, LONG_S)
+    commit = supervisor.member.quiesce(FACTS, LONG_S)
     assert [view.epoch for view in commit.path] == [2, 3, 4]
     assert commit.view.epoch == 4
     with pytest.raises(EpochChanged):
@@ -261,14 +267,14 @@ def test_a_commit_that_was_not_taken_stays_in_the_path(supervisor: Supervisor) -
 def test_a_commit_that_was_not_taken_yet_ends_its_proposal(supervisor: Supervisor) -> None:
     """Or this worker would leave a recovery in which the others, who took it, wait for it."""
     supervisor.commit(view_of(1))
-    supervisor.member.join({}, LONG_S)
+    supervisor.member.join(FACTS, LONG_S)
     supervisor.member.begin_step(4)
     supervisor.propose(2)
     supervisor.commit(view_of(2))
     supervisor.send_proposal(3, boundary=True)
     assert supervisor.next()["t"] == "join"
     assert supervisor.next() == {"t": "begun", "epoch": 3, "step": 4}
-    assert supervisor.member.quiesce({}, LONG_S).view == view_of(2)
+    assert supervisor.member.quiesce(FACTS, LONG_S).view == view_of(2)
     supervisor.member.check()
     assert [epoch for epoch, _ in supervisor.rings] == [2]
 
@@ -276,7 +282,7 @@ def test_a_commit_that_was_not_taken_yet_ends_its_proposal(supervisor: Superviso
 def test_waiting_for_copies(supervisor: Supervisor) -> None:
     member = supervisor.member
     supervisor.commit(view_of(1))
-    member.join({}, LONG_S)
+    member.join(FACTS, LONG_S)
     record = {"owner": 1, "buffer": 0, "step": 7, "epoch": 1, "length": 4}
     member.sealed(record, [0, 2])
     supervisor.next()
@@ -300,7 +306,7 @@ def test_a_step_that_is_sealed_again_waits_for_its_own_copies(supervisor: Superv
     """After a roll-back, the acknowledgements of an older epoch say nothing about the new bytes."""
     member = supervisor.member
     supervisor.commit(view_of(1))
-    member.join({}, LONG_S)
+    member.join(FACTS, LONG_S)
     older = {"owner": 1, "buffer": 1, "step": 7, "epoch": 1, "length": 4}
     member.sealed(older, [0, 2])
     member.sealed({**older, "buffer": 0, "step": 8}, [0, 2])
@@ -323,7 +329,7 @@ def test_a_step_that_is_sealed_again_waits_for_its_own_copies(supervisor: Superv
 def test_an_announced_phase_keeps_the_time_to_answer_alive(supervisor: Supervisor) -> None:
     member, supervisor.within_s = supervisor.member, 0.2
     supervisor.commit(view_of(1))
-    member.join({}, LONG_S)
+    member.join(FACTS, LONG_S)
     assert supervisor.next()["t"] == "join"
     member.announce("evaluation")
     assert supervisor.silent()  # no proposal is open
@@ -332,7 +338,7 @@ def test_an_announced_phase_keeps_the_time_to_answer_alive(supervisor: Superviso
         assert supervisor.next() == {"t": "progress", "text": "evaluation"}
     member.announce(None)
     supervisor.commit(view_of(2))
-    member.quiesce({}, LONG_S)
+    member.quiesce(FACTS, LONG_S)
     while supervisor.next()["t"] != "quiesced":
         pass
     member.announce("save")
@@ -347,7 +353,7 @@ def test_an_announced_phase_that_never_ends_is_stuck(
     monkeypatch.setattr("elaswave_plugin.runtime.member.ANNOUNCED_LIMIT_S", 1.0)
     supervisor.within_s = 1.6
     supervisor.commit(view_of(1))
-    supervisor.member.join({}, LONG_S)
+    supervisor.member.join(FACTS, LONG_S)
     assert supervisor.next()["t"] == "join"
     supervisor.member.announce("save")
     supervisor.propose(2)
@@ -361,7 +367,7 @@ def test_an_announced_phase_that_never_ends_is_stuck(
 
 def test_a_phase_announced_while_a_proposal_is_open(supervisor: Supervisor) -> None:
     supervisor.commit(view_of(1))
-    supervisor.member.join({}, LONG_S)
+    supervisor.member.join(FACTS, LONG_S)
     assert supervisor.next()["t"] == "join"
     supervisor.propose(2)
     supervisor.member.announce("save")
@@ -371,7 +377,7 @@ def test_a_phase_announced_while_a_proposal_is_open(supervisor: Supervisor) -> N
 def test_without_an_announced_phase_nothing_keeps_the_time_alive(supervisor: Supervisor) -> None:
     supervisor.within_s = 0.2
     supervisor.commit(view_of(1))
-    supervisor.member.join({}, LONG_S)
+    supervisor.member.join(FACTS, LONG_S)
     assert supervisor.next()["t"] == "join"
     supervisor.propose(2)
     assert supervisor.silent()
@@ -381,7 +387,7 @@ def test_the_wait_for_a_commit_outlasts_an_announced_phase(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     supervisor.commit(view_of(1))
-    supervisor.member.join({}, LONG_S)
+    supervisor.member.join(FACTS, LONG_S)
     supervisor.within_s = 30.0
     supervisor.propose(2)
     waits_s: list[float] = []
@@ -393,14 +399,14 @@ def test_the_wait_for_a_commit_outlasts_an_announced_phase(
     monkeypatch.setattr(supervisor.member, "_wait", wait)
     monkeypatch.setattr(supervisor.member, "_receive_next", wait)
     with pytest.raises(AgreementError):
-        supervisor.member.quiesce({})
+        supervisor.member.quiesce(FACTS)
     assert ANNOUNCED_LIMIT_S + 30.0 < waits_s[0] < 2 * ANNOUNCED_LIMIT_S
 
 
 def test_being_told_to_stop_unwinds_everything(supervisor: Supervisor) -> None:
     send_frame(supervisor.sock, {"t": "stop", "reason": "no majority", "exit_code": 1})
     assert supervisor.rang.wait(LONG_S)
-    for call in (supervisor.member.check, lambda: supervisor.member.quiesce({}, LONG_S)):
+    for call in (supervisor.member.check, lambda: supervisor.member.quiesce(FACTS, LONG_S)):
         with pytest.raises(JobStopped, match="no majority"):
             call()
 
@@ -409,14 +415,14 @@ def test_a_supervisor_that_is_gone_stops_the_job(supervisor: Supervisor) -> None
     supervisor.sock.sendall(encode({"t": "commit"})[:7])
     supervisor.sock.close()
     with pytest.raises(JobStopped, match="supervisor"):
-        supervisor.member.join({}, LONG_S)
+        supervisor.member.join(FACTS, LONG_S)
 
 
 def test_a_doorbell_that_fails_is_heard(supervisor: Supervisor) -> None:
     """Whoever waits is told at once, and not after the time that it may wait for a proposal."""
     send_frame(supervisor.sock, {"t": "propose"})  # without what a proposal has
     with pytest.raises(JobStopped, match="its doorbell failed: KeyError"):
-        supervisor.member.quiesce({}, LONG_S)
+        supervisor.member.quiesce(FACTS, LONG_S)
 
 
 def test_the_doorbell_does_not_wait_for_a_frame_that_another_thread_took(
@@ -431,7 +437,7 @@ def test_the_doorbell_does_not_wait_for_a_frame_that_another_thread_took(
 
 def test_a_supervisor_that_goes_while_a_commit_is_awaited(supervisor: Supervisor) -> None:
     supervisor.commit(view_of(1))
-    supervisor.member.join({}, LONG_S)
+    supervisor.member.join(FACTS, LONG_S)
     supervisor.propose(2)
     assert supervisor.rang.wait(LONG_S)
     answered = threading.Event()
@@ -445,11 +451,11 @@ def test_a_supervisor_that_goes_while_a_commit_is_awaited(supervisor: Supervisor
     thread = threading.Thread(target=go)
     thread.start()
     with pytest.raises(JobStopped, match="supervisor is gone"):
-        supervisor.member.quiesce({}, LONG_S)
+        supervisor.member.quiesce(FACTS, LONG_S)
     thread.join()
     assert answered.is_set()
     with pytest.raises(JobStopped, match="is gone"):
-        supervisor.member.quiesce({}, LONG_S)
+        supervisor.member.quiesce(FACTS, LONG_S)
 
 
 def test_a_process_without_supervisor_is_told_what_to_do() -> None:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -41,10 +42,12 @@ class Alone:
         assert isinstance(group, DeviceProcessGroup)
         return group
 
-    def answers(self, slots: tuple[int, ...], **other: Any) -> dict[int, dict[str, dict[str, Any]]]:
+    def answers(
+        self, slots: tuple[int, ...], **other: Any
+    ) -> dict[int, dict[str, CommunicatorFacts]]:
         """Everybody holds what we hold, but for `other` at the last slot."""
         ours = self.table.device_facts()
-        theirs = {name: record | other for name, record in ours.items()}
+        theirs = {name: replace(facts, **other) for name, facts in ours.items()}
         return {s: theirs if s == slots[-1] else ours for s in slots}
 
     def change(self, epoch: int, slots: tuple[int, ...], dead: set[int], **other: Any) -> None:
@@ -187,7 +190,7 @@ def test_an_idle_communicator_with_the_same_members_is_kept(alone: Alone) -> Non
 
 @pytest.mark.parametrize(
     "other",
-    [{"collectives": 9}, {"idle": False}, {"name": "tp@0"}, {"sent": [[0, 1]]}],
+    [{"collectives": 9}, {"idle": False}, {"name": "tp@0"}, {"sent": {0: 1}}],
 )
 def test_it_is_aborted_where_another_member_differs(alone: Alone, other: dict[str, Any]) -> None:
     group = alone.group("tp", (0, 1))
@@ -229,7 +232,7 @@ def test_a_call_without_a_work_is_followed_by_a_mark(alone: Alone) -> None:
     group = alone.group("tp")
     reduce(group).wait()
     assert alone.maker.take()[1:] == ["tp@1.allreduce", "tp@1.mark.wait"]
-    assert alone.table.device_facts()["tp@1"]["idle"]
+    assert alone.table.device_facts()["tp@1"].idle
     alone.maker.done = False
     reduce(group)
     assert alone.table.device_facts() == {}
@@ -241,7 +244,7 @@ def test_facts_count_calls_by_peer(alone: Alone) -> None:
     group.send([torch.ones(1)], 2)
     group.send([torch.ones(1)], 2)
     group.recv([torch.ones(1)], 0)
-    facts = CommunicatorFacts.from_record(alone.table.device_facts()["pp@1"])
+    facts = alone.table.device_facts()["pp@1"]
     assert (facts.collectives, facts.sent, facts.received) == (1, {2: 2}, {1: 1})
     assert facts.idle and facts.members == (1, 0, 2)
 
@@ -441,7 +444,7 @@ def test_a_coalesced_block_is_one_native_work(alone: Alone) -> None:
         "dp@1._end_coalescing",
         "dp@1._end_coalescing.wait",
     ]
-    assert alone.table.device_facts()["dp@1"]["collectives"] == 2
+    assert alone.table.device_facts()["dp@1"].collectives == 2
 
 
 def test_an_open_block_is_aborted_and_its_end_raises(alone: Alone) -> None:

@@ -35,7 +35,7 @@ def _one(peer: Peer) -> None:
     dist.all_reduce(data)
     assert data.tolist() == list(range(8))
     (held,) = peer.groups.device_facts().values()
-    assert held["collectives"] == 1
+    assert held.collectives == 1
 
 
 def test_a_world_of_one_runs_on_nccl() -> None:
@@ -74,7 +74,7 @@ def _kept_and_made_anew(peer: Peer) -> None:
         dist.all_reduce(data)
         torch.cuda.synchronize()
     (held,) = peer.groups.device_facts().values()
-    assert [*names, held["name"]] == ["0@1", "0@1", "0@3"]
+    assert [*names, held.name] == ["0@1", "0@1", "0@3"]
     assert data.tolist() == [1.0] * 4
 
 

@@ -18,6 +18,7 @@ import threading
 import time
 from pathlib import Path
 
+from elaswave_plugin.core.worker_facts import WorkerFacts
 from elaswave_plugin.errors import EpochChanged, JobStopped
 from elaswave_plugin.runtime.fetch import fetch
 from elaswave_plugin.runtime.member import Alone, Commit, Member
@@ -58,7 +59,7 @@ class Trainer:
             ranks=commit.view.ranks,
             reason=commit.view.reason,
             path=[view.epoch for view in commit.path],
-            facts={slot: facts["n"] for slot, facts in commit.facts.items()},
+            facts={slot: facts.address for slot, facts in commit.facts.items()},
             inventory=commit.inventory,
         )
 
@@ -83,7 +84,7 @@ class Trainer:
         self.tell("copied", step=step, took_s=time.monotonic() - started_s)
 
     def run(self) -> None:
-        facts = {"n": self.slot * 10}
+        facts = WorkerFacts(address=f"address {self.slot}")
         self.member.start(self.ring)
         self.tell("started", pid=os.getpid(), parent=os.getppid(), host=self.member.host)
         respawn = int(os.environ.get("TINY_RESPAWN", "0"))
@@ -112,7 +113,7 @@ class Trainer:
                 self.tell("stopped", reason=str(stopped))
                 sys.exit(9)
 
-    def answer(self, facts: dict[str, int]) -> None:
+    def answer(self, facts: WorkerFacts) -> None:
         try:
             self.member.check()
         except EpochChanged:
@@ -220,7 +221,7 @@ class Trainer:
                     child.join(1)
                 self.tell("children", codes=[child.exitcode for child in children])
             case "ready":
-                self.member.ready({"n": self.slot * 10})
+                self.member.ready(WorkerFacts(address=f"address {self.slot}"))
             case "remember":
                 self.member.remember({words[0]: words[1]})
                 self.tell("remember")

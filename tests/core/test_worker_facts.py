@@ -1,0 +1,48 @@
+"""What a worker tells comes through a commit as it was told."""
+
+import json
+from dataclasses import fields
+
+import pytest
+
+from elaswave_plugin.core.agreement_wire import pack_payload, unpack_payload
+from elaswave_plugin.core.communicators import CommunicatorFacts
+from elaswave_plugin.core.slow import SlowTold
+from elaswave_plugin.core.worker_facts import WorkerFacts, step_told
+
+COMMUNICATOR = CommunicatorFacts(
+    name="dp@2", members=(0, 1), collectives=3, sent={1: 2}, received={}, idle=True, shrinks=False
+)
+ALL = WorkerFacts(
+    address="tcp://x:1",
+    communicators={"dp": COMMUNICATOR},
+    step=7,
+    live=(7, 2),
+    unreadable=((0, 1, 6), (2, 3, 6)),
+    seated_epoch=2,
+    seating={"cuts": [0, 2, 4]},
+    times={"layer": [0.1, 0.2]},
+    slow=(SlowTold(1, 1.5, (0, 2), 1), SlowTold(2, 0.0, (), 3)),
+    cuts_wanted=(0, 1, 4),
+    told_to_leave=True,
+    run_id="r",
+    given={"mode": "exact"},
+)
+FEWEST = WorkerFacts(address="a")
+
+
+def test_all_facts_come_through_a_commit() -> None:
+    assert all(getattr(ALL, one.name) for one in fields(WorkerFacts))
+    told = {0: ALL.to_json(), 3: FEWEST.to_json()}
+    heard, _ = unpack_payload(pack_payload(told, []))
+    assert {slot: WorkerFacts.from_json(one) for slot, one in heard.items()} == {0: ALL, 3: FEWEST}
+    assert [step_told(one) for one in heard.values()] == [7, 0]
+
+
+def test_what_is_empty_costs_nothing_on_the_wire() -> None:
+    assert json.dumps(FEWEST.to_json()) == '{"address": "a"}'
+
+
+def test_an_unknown_fact_is_an_error() -> None:
+    with pytest.raises(TypeError, match="adress"):
+        WorkerFacts.from_json({"adress": "a"})
