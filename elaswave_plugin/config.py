@@ -429,11 +429,6 @@ def from_section(section: Mapping[str, Any], source: str = "section elaswave") -
         raise ConfigurationError(_sentence(error, source)) from None
 
 
-def from_toml(path: str | Path) -> ElasticConfig:
-    """Read a TOML file, keys at the top or in a table [elaswave]; raises ConfigurationError."""
-    return from_section(_toml_section(path), source=str(path))
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add --elaswave, --elaswave-config and one --elaswave-KEY per field; returns the parser."""
     group = parser.add_argument_group("elaswave")

@@ -153,10 +153,6 @@ class ParallelLayout:
             )
         return replace(self, stages=tuple(stages), free=tuple(sorted([*kept, *freed])))
 
-    def joined(self, slots: Iterable[int]) -> "ParallelLayout":
-        """The layout with more free workers; raises ConfigurationError for one that is there."""
-        return self.returned(map(FreeWorker, slots))
-
     def returned(self, workers: Iterable[FreeWorker]) -> "ParallelLayout":
         """The layout with more free workers, which have the modules of their ``stage`` already.
 

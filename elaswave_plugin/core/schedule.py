@@ -135,16 +135,6 @@ def interleaved_lists(assignment: Assignment, *, num_chunks: int) -> OpLists:
     )
 
 
-def with_weights_last(ops: WorkerOps) -> WorkerOps:
-    """Split each backward in two, the weight gradients directly after the input gradients."""
-    split: list[Op] = []
-    for op in ops:
-        split.append(op)
-        if op.kind == BACKWARD:
-            split.append(op._replace(kind=WEIGHTS))
-    return tuple(split)
-
-
 def peak_in_flight(ops: WorkerOps, amount: Callable[[Op], float]) -> float:
     """The most that a worker holds at once: from a forward until its last backward operation."""
     last = WEIGHTS if any(op.kind == WEIGHTS for op in ops) else BACKWARD

@@ -13,7 +13,6 @@ from pathlib import Path
 from elaswave_plugin.errors import ConfigurationError
 
 END_OF_DOCUMENT = 256  # the token after the 256 byte values
-VOCABULARY_SIZE = 257
 LIBRARY_LIMIT_BYTES = 8 * 2**20
 FOLDER_LIMIT_BYTES = 64 * 2**20
 SKIPPED_FOLDERS = frozenset(("__pycache__", "dist-packages", "site-packages", "test", "tests"))

@@ -64,20 +64,3 @@ class Fetcher:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def fetch(
-    address: str,
-    *,
-    owner: int,
-    step: int,
-    epoch: int,
-    offset: int,
-    into: memoryview,
-    timeout_s: float,
-) -> None:
-    """One fetch over a connection of its own; see `Fetcher.fetch`."""
-    with Fetcher(address, timeout_s=timeout_s) as fetcher:
-        fetcher.fetch(
-            owner=owner, step=step, epoch=epoch, offset=offset, into=into, timeout_s=timeout_s
-        )

@@ -182,7 +182,7 @@ def _deepspeed_section(args: Sequence[str]) -> dict[str, Any]:
 def _section(path: str) -> dict[str, Any]:
     """The keys of a TOML file, at its top or in its only table [elaswave].
 
-    As `elaswave_plugin.config.from_toml`, which needs more than the standard library.
+    As `--elaswave-config` in `elaswave_plugin.config`, which needs more than the standard library.
     """
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))

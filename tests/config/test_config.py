@@ -16,7 +16,6 @@ from elaswave_plugin.config import (
     check_given,
     from_namespace,
     from_section,
-    from_toml,
 )
 from elaswave_plugin.errors import ConfigurationError
 
@@ -96,7 +95,8 @@ def test_config_option_wins_over_toml_and_toml_over_default(tmp_path: Path) -> N
     assert got is not None
     assert (got.consistency, got.transfer_timeout_s, got.seed) == ("fast", 45.0, None)
     assert [str(kill) for kill in got.kills()] == ["1@2:data"]
-    assert from_toml(path).transfer_timeout_s == 90
+    got = parse("--elaswave", "--elaswave-config", str(path))
+    assert got is not None and got.transfer_timeout_s == 90
 
 
 def test_config_values_from_the_command_line_have_their_types() -> None:
@@ -160,11 +160,11 @@ def test_config_bad_section_costs_one_sentence(
 
 def test_config_bad_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="cannot be read: No such file"):
-        from_toml(tmp_path / "absent.toml")
+        parse("--elaswave", "--elaswave-config", str(tmp_path / "absent.toml"))
     broken = tmp_path / "broken.toml"
     broken.write_text("a = = 1")
     with pytest.raises(ConfigurationError, match=r"broken\.toml.* is no TOML"):
-        from_toml(broken)
+        parse("--elaswave", "--elaswave-config", str(broken))
     broken.write_text("copies = 1")
     with pytest.raises(ConfigurationError, match=r"broken\.toml: unknown key 'copies'"):
         parse("--elaswave", "--elaswave-config", str(broken))

@@ -5,6 +5,7 @@ To write the golden texts anew, and then review the difference: ELASWAVE_REGENER
 
 import json
 import os
+from collections.abc import Iterable
 from itertools import combinations
 from pathlib import Path
 
@@ -22,6 +23,11 @@ from elaswave_plugin.errors import ConfigurationError, ElasWaveError, JobStopped
 
 GOLDEN = Path(__file__).parent / "golden" / "layout"
 QUICK = settings(derandomize=True, max_examples=300, deadline=None)
+
+
+def joined(layout: ParallelLayout, slots: Iterable[int]) -> ParallelLayout:
+    """The layout with more free workers, which have no modules yet."""
+    return layout.returned(map(FreeWorker, slots))
 
 
 def play(script: str) -> str:
@@ -52,7 +58,7 @@ def run(words: list[str], layout: ParallelLayout | None) -> ParallelLayout:
         case "lose":
             return layout.without(numbers)
         case "join":
-            return layout.joined(numbers)
+            return joined(layout, numbers)
         case "reform":
             return layout.reformed(numbers or None)
         case "staff":
@@ -155,7 +161,7 @@ def test_no_sequence_of_losses_and_joins_breaks_a_layout(
         elif kind == "join":
             newest += 1
             alive.add(newest)
-            layout = layout.joined([newest])
+            layout = joined(layout, [newest])
         elif kind == "reform":
             layout = layout.reformed()
             assert len(layout.free) < layout.tp or all(w == layout.seats for w in layout.widths)
@@ -216,7 +222,7 @@ def test_a_layout_is_staffed_as_long_as_there_are_groups_for_all_stages(
 
 
 def test_survivors_of_a_stage_without_weights_form_groups_elsewhere() -> None:
-    layout = launch_layout(tp=1, pp=2, dp=2, num_layers=2).without([0, 2]).joined([4, 5])
+    layout = joined(launch_layout(tp=1, pp=2, dp=2, num_layers=2).without([0, 2]), [4, 5])
     assert layout.reformed().widths == (2, 2)
     only = layout.reformed([1])
     assert only.widths == (1, 2) and len(only.free) == 1
@@ -232,8 +238,8 @@ def test_survivors_of_a_stage_without_weights_form_groups_elsewhere() -> None:
         (lambda: sizes_of(10, tp=2, pp=2), "10 workers do not factor into tp 2 x pp 2 x dp"),
         (lambda: sizes_of(8, tp=0, pp=2), "8 workers do not factor"),
         (lambda: launch_layout(tp=1, pp=1, dp=2, num_layers=1).without([5]), "worker 5 is not in"),
-        (lambda: launch_layout(tp=1, pp=1, dp=2, num_layers=1).joined([1]), "worker 1 joins"),
-        (lambda: launch_layout(tp=1, pp=1, dp=2, num_layers=1).joined([7, 7]), "worker 7 joins"),
+        (lambda: joined(launch_layout(tp=1, pp=1, dp=2, num_layers=1), [1]), "worker 1 joins"),
+        (lambda: joined(launch_layout(tp=1, pp=1, dp=2, num_layers=1), [7, 7]), "worker 7 joins"),
         (
             lambda: launch_layout(tp=1, pp=2, dp=2, num_layers=4).recut([0, 4, 4]),
             "cuts are 0 4 4, wanted 3 rising numbers from 0 to 4",
@@ -265,7 +271,7 @@ def test_summary_names_no_worker() -> None:
         "stage 1, layers 2-3: 1000 of 1000 replicas",
         "free: 0 workers",
     ]
-    wide = launch_layout(tp=1, pp=1, dp=2, num_layers=4, reserve=1).joined([2]).reformed()
+    wide = joined(launch_layout(tp=1, pp=1, dp=2, num_layers=4, reserve=1), [2]).reformed()
     assert "layers 0-3: 3 replicas, 2 at launch" in wide.summary()
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from elaswave_plugin.core.dataflow import deal
@@ -19,7 +20,6 @@ from elaswave_plugin.core.planner.dvfs import ClockTable
 from elaswave_plugin.core.planner.executable import (
     op_lists,
     plan_split,
-    stage_dataflow,
     worker_ops,
 )
 from elaswave_plugin.core.planner.fluid_time import Flow, fluid_seconds
@@ -188,37 +188,18 @@ def told(plan: JointPlan) -> str:
     return json.dumps([plan.digest, layout, plan.seconds, plan.speeds, plan.reasons, candidates])
 
 
-def test_every_stage_and_tp_position_has_a_dataflow_in_canonical_order() -> None:
-    layout = launch_layout(tp=2, pp=2, dp=3, num_layers=4)
-    work = work_of(layout, 4)
-    healthy = plan_for(layout, [], slots=4, rules=PlanRules(policies=("redeal",)))
-    plan = plan_for(layout, [1, 8], slots=4, rules=PlanRules(policies=("redeal", "reroute")))
-    for stage in range(2):
-        for tp in range(2):
-            assert stage_dataflow(healthy, work, stage=stage, tp=tp).is_healthy
-            flow = stage_dataflow(plan, work, stage=stage, tp=tp)
-            assert [slot for slot, _ in flow.placement] == sorted(
-                group.slots[tp] for group in plan.layout.stages[stage]
-            )
-            terms = [part.microbatches for term in flow.fold() for _, part in term.chain]
-            assert sorted(k for ks in terms for k in ks) == list(range(12))
-    resized = plan_for(layout, [1], slots=4, rules=PlanRules(policies=("resize",)))
-    with pytest.raises(ConfigurationError, match="need whole ones; allow redeal or reroute"):
-        stage_dataflow(resized, work, stage=0, tp=0)
-
-
 @pytest.mark.parametrize("lost", [(0,), (3,), (5, 6), (1, 2, 9)])
 def test_rerouting_without_a_pipeline_is_what_data_parallel_jobs_do(lost: tuple[int, ...]) -> None:
     """The pure data-parallel dataflow and this one place every micro-batch alike."""
     layout = launch_layout(tp=1, pp=1, dp=12, num_layers=2)
     plan = plan_for(layout, list(lost), slots=4, rules=PlanRules(policies=("reroute",)))
-    flow = stage_dataflow(plan, work_of(layout, 4), stage=0, tp=0)
+    table = plan_split(plan, work_of(layout, 4)).stages[0]
     live = [slot for slot in range(12) if slot not in lost]
     dealt = deal(num_microbatches=48, homes=range(12), live=live)
-    assert {slot: set(ks) for slot, ks in flow.placement} == {
-        slot: set(ks) for slot, ks in dealt.placement
-    }
-    assert flow.fold() == dealt.fold()
+    assert {
+        group.slots[0]: set(np.flatnonzero(table.worker == number).tolist())
+        for number, group in enumerate(plan.layout.stages[0])
+    } == {slot: set(ks) for slot, ks in dealt.placement}
 
 
 @pytest.mark.parametrize("policy", ["redeal", "reroute", "resize"])

@@ -10,13 +10,13 @@ import pytest
 from elaswave_plugin.core.planner.costs import CostModel, UnitCost, uniform_costs
 from elaswave_plugin.core.planner.layer_partition import (
     SLACKS,
+    Partition,
     StageLoad,
     behind_seconds,
     benefit_seconds,
     evaluate,
     follow_seconds,
     layers_can_help,
-    minimax,
     partitions,
     pause_seconds,
 )
@@ -24,6 +24,13 @@ from elaswave_plugin.errors import ConfigurationError
 
 Cuts = tuple[int, ...]
 SIZES = [(units, stages) for units in range(1, 11) for stages in range(1, min(5, units) + 1)]
+
+
+def minimax(
+    costs: CostModel, loads: list[StageLoad], *, now: Cuts, slack: float = 0.0
+) -> Partition:
+    (found,) = partitions(costs, loads, now=now, slacks=(slack,))
+    return found
 
 
 def all_cuts(units: int, stages: int) -> Iterator[tuple[int, ...]]:

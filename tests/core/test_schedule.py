@@ -14,9 +14,12 @@ from elaswave_plugin.core.planner.microbatch_split import (
 from elaswave_plugin.core.planner.slot_time import slot_flow
 from elaswave_plugin.core.planner.weight_placement import split_step, with_weights_in_bubbles
 from elaswave_plugin.core.schedule import (
+    BACKWARD,
+    WEIGHTS,
     Op,
     OpLists,
     Piece,
+    WorkerOps,
     fit_windows,
     interleaved_lists,
     peak_in_flight,
@@ -24,12 +27,19 @@ from elaswave_plugin.core.schedule import (
     window_lists,
     window_ops,
     window_sizes,
-    with_weights_last,
 )
 from elaswave_plugin.core.step_time import LinkTime, StageTime, simulate
 from elaswave_plugin.errors import ConfigurationError
 
 LINK = LinkTime(latency_s=0.05, sample_s=0.1)
+
+
+def with_weights_last(ops: WorkerOps) -> WorkerOps:
+    """Split each backward in two, the weight gradients directly after the input gradients."""
+    split: list[Op] = []
+    for op in ops:
+        split += [op, op._replace(kind=WEIGHTS)] if op.kind == BACKWARD else [op]
+    return tuple(split)
 
 
 def samples_of(op: Op) -> int:

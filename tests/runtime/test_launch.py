@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.config import from_toml
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime import rendezvous
 from elaswave_plugin.runtime.launch import parse_run_args
 from elaswave_plugin.runtime.launch_options import script_settings
 from elaswave_plugin.runtime.rendezvous import listen_at, own_host
+from tests.config.files import config_of
 from tests.ports import free_port
 from tests.runtime.jobs import LAUNCH, TRAINER, WAIT_S, Job, environment
 
@@ -80,7 +80,7 @@ def test_the_scripts_configuration_file_reaches_its_supervisors(tmp_path: Path, 
     words = ["-m", "x", f"--elaswave-config={file}"]
     spec = parse_run_args(words)
     assert spec.patience.quiesce_timeout_s == 7.5 and spec.run_dir == tmp_path / "run"
-    config = from_toml(file)
+    config = config_of(file)
     assert (config.quiesce_timeout_s, config.dir) == (7.5, spec.run_dir)
     spec = parse_run_args([*words, "--elaswave-quiesce-timeout-s=6", "--elaswave-dir=/other"])
     assert spec.patience.quiesce_timeout_s == 6 and spec.run_dir == Path("/other")

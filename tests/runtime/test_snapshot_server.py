@@ -16,7 +16,7 @@ import pytest
 
 from elaswave_plugin.errors import EpochChanged, LinkError
 from elaswave_plugin.runtime import snapshot_server, wire
-from elaswave_plugin.runtime.fetch import Fetcher, fetch
+from elaswave_plugin.runtime.fetch import Fetcher
 from elaswave_plugin.runtime.sealed_memory import pack_record
 from elaswave_plugin.runtime.snapshot_server import SnapshotCopier, SnapshotServer
 from elaswave_plugin.runtime.snapshot_store import SnapshotStore
@@ -25,6 +25,12 @@ from tests.runtime.jobs import Job
 
 LONG_S = 10.0
 SHORT_S = 0.05
+
+
+def fetch(address: str, **what: Any) -> None:
+    """One fetch over a connection of its own."""
+    with Fetcher(address, timeout_s=LONG_S) as fetcher:
+        fetcher.fetch(**what)
 
 
 @pytest.mark.parametrize("nodes", [1, 4])

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from elaswave_plugin.core.worker_facts import WorkerFacts
 from elaswave_plugin.errors import EpochChanged, JobStopped
-from elaswave_plugin.runtime.fetch import fetch
+from elaswave_plugin.runtime.fetch import Fetcher
 from elaswave_plugin.runtime.member import Alone, Commit, Member
 from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET, clear_record, write_record
 
@@ -174,16 +174,11 @@ class Trainer:
                 into = bytearray(LENGTH)
                 view = memoryview(into)
                 at = LENGTH // 3
-                for start, end in ((at, LENGTH), (0, at)):
-                    fetch(
-                        address,
-                        owner=owner,
-                        step=step,
-                        epoch=epoch,
-                        offset=start,
-                        into=view[start:end],
-                        timeout_s=WAIT_S,
-                    )
+                what = {"owner": owner, "step": step, "epoch": epoch}
+                with Fetcher(address, timeout_s=WAIT_S) as fetcher:
+                    for start, end in ((at, LENGTH), (0, at)):
+                        into_part = view[start:end]
+                        fetcher.fetch(**what, offset=start, into=into_part, timeout_s=WAIT_S)
                 self.tell("fetched", equal=into == pattern(owner, step))
             case _:
                 self.live(order, *words)

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.config import ElasticConfig, from_toml, option_of
+from elaswave_plugin.config import ElasticConfig, option_of
 from elaswave_plugin.core import ending
+from tests.config.files import config_of
 from tests.tidy import documents
 
 ROOT = documents.ROOT
@@ -180,7 +181,7 @@ def test_settings_table_is_that_of_the_schema() -> None:
 def test_toml_file_has_every_key_with_its_default(tmp_path: Path) -> None:
     text = documents.TOML.read_text("utf-8")
     assert text == documents.toml_text(), f"run `{documents.HOW}`"
-    assert from_toml(documents.TOML) == ElasticConfig()
+    assert config_of(documents.TOML) == ElasticConfig()
     keys = re.findall(r"^(?:# )?(\w+) = ", text, re.MULTILINE)
     assert keys == list(ElasticConfig.model_fields)
     # What is commented out is valid as well.
@@ -190,7 +191,7 @@ def test_toml_file_has_every_key_with_its_default(tmp_path: Path) -> None:
     uncommented = re.sub(r"^# (\w+ = )", r"\1", text, flags=re.MULTILINE)
     # A power cap is refused where no clock changes.
     every.write_text(uncommented.replace('clocks = "off"', 'clocks = "emulated"'))
-    loaded = from_toml(every)
+    loaded = config_of(every)
     assert all(getattr(loaded, key) is not None for key in without_default)
 
 

@@ -1,43 +1,15 @@
 """From a plan to what runs: who runs which samples, and the op list of one worker or of all."""
 
-import numpy as np
-
-from elaswave_plugin.core.dataflow import Dataflow
 from elaswave_plugin.core.planner.costs import CostModel
 from elaswave_plugin.core.planner.joint import JointPlan
-from elaswave_plugin.core.planner.microbatch_split import REROUTE, RESIZE, MicrobatchSplit
+from elaswave_plugin.core.planner.microbatch_split import REROUTE, MicrobatchSplit
 from elaswave_plugin.core.planner.prediction import Predictor, Seats, StepWork
 from elaswave_plugin.core.schedule import OpLists, WorkerOps, interleaved_ops, window_ops
-from elaswave_plugin.errors import ConfigurationError
 
 
 def plan_split(plan: JointPlan, work: StepWork) -> MicrobatchSplit:
     """Who runs which samples at every stage."""
     return plan.chosen.choice.split(plan_seats(plan), work, plan.slowness)
-
-
-def stage_dataflow(plan: JointPlan, work: StepWork, *, stage: int, tp: int) -> Dataflow:
-    """The micro-batches of one stage's workers at one tp position, for the exact order of sums.
-
-    Slot by slot, as `core/dataflow.py` has it for pure data parallelism; every (stage, tp) reduces
-    its own gradients. Raises ConfigurationError for resize, whose pieces are no micro-batches.
-    """
-    if plan.chosen.choice.policy == RESIZE:
-        raise ConfigurationError(
-            "the plan resizes micro-batches, and sums in canonical order need whole ones; allow"
-            " redeal or reroute, or use the fast mode"
-        )
-    table = plan_split(plan, work).stages[stage]
-    return Dataflow(
-        num_microbatches=work.num_microbatches,
-        num_replicas=work.launch_width,
-        placement=tuple(
-            sorted(
-                (group.slots[tp], tuple(np.flatnonzero(table.worker == number).tolist()))
-                for number, group in enumerate(plan.layout.stages[stage])
-            )
-        ),
-    )
 
 
 def op_lists(plan: JointPlan, costs: CostModel, work: StepWork) -> OpLists:

@@ -12,7 +12,7 @@ number of workers.
 >>> from elaswave_plugin.core.planner.costs import uniform_costs
 >>> costs = uniform_costs(num_layers=6, forward_s=1.0, backward_s=2.0)
 >>> loads = [StageLoad(samples=4, width=2), StageLoad(samples=8, width=1)]
->>> print(minimax(costs, loads, now=(0, 3, 6)))
+>>> print(*partitions(costs, loads, now=(0, 3, 6), slacks=(0.0,)))
 cuts 0 4 6: 48 s, 0 bytes to move
 """
 
@@ -58,17 +58,6 @@ class Partition:
         return f"cuts {cuts}: {self.seconds:g} s, {self.moved_bytes:.4g} bytes to move"
 
 
-def minimax(
-    costs: CostModel, loads: Sequence[StageLoad], *, now: Sequence[int], slack: float = 0.0
-) -> Partition:
-    """The partition that moves least of those within ``slack`` of the best time.
-
-    ``now``: the cuts by which the state lies at present. Raises ConfigurationError where no
-    partition fits into memory.
-    """
-    return partitions(costs, loads, now=now, slacks=(slack,))[0]
-
-
 def partitions(
     costs: CostModel,
     loads: Sequence[StageLoad],
@@ -76,7 +65,11 @@ def partitions(
     now: Sequence[int],
     slacks: Sequence[float] = SLACKS,
 ) -> tuple[Partition, ...]:
-    """One partition for each slack; the first pass is shared. Raises ConfigurationError."""
+    """For each slack, the partition that moves least of those within it of the best time.
+
+    ``now``: the cuts by which the state lies at present. Raises ConfigurationError where no
+    partition fits into memory.
+    """
     num_stages, num_parts = len(loads), len(costs.bounds) - 1
     if num_parts < num_stages:
         raise ConfigurationError(
