@@ -12,6 +12,9 @@ from elaswave_plugin.core.communicators import CommunicatorFacts
 from elaswave_plugin.errors import LinkError
 from elaswave_plugin.runtime.link_store import LinkStore
 
+# A call that has not returned after this long is blocked inside, where an abort alone releases it.
+LAUNCH_LIMIT_S = 1.0
+
 
 class Inner(Protocol):
     """A group of a native backend. `calls` answers the c10d calls of a ProcessGroup.
@@ -26,6 +29,9 @@ class Inner(Protocol):
     @property
     def failed(self) -> bool:
         """Whether the backend has seen an error on it."""
+
+    def connect(self) -> None:
+        """Connect all members, each of which calls it or a collective; once, before any block."""
 
     def mark(self) -> Any:
         """A work in the place of None, which a call that runs on the current stream answers.
@@ -64,15 +70,18 @@ class Communicator:
         self.members = members
         self.inner = inner
         self.store = store
-        self.coalescing = False
+        self.connected = False
+        self._broken = False
+        self._block: int | None = None
         self._shrinks = shrinks
         self._collectives = 0
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
         self._pending: deque[Any] = deque()
         self._launching = 0
-        self._counting = threading.Lock()
+        self._counting = threading.Condition()
         self._abort: threading.Thread | None = None
+        self._released = False
         self._abort_error: BaseException | None = None
 
     @contextmanager
@@ -85,6 +94,31 @@ class Communicator:
         finally:
             with self._counting:
                 self._launching -= 1
+                self._counting.notify_all()
+
+    @property
+    def coalescing(self) -> bool:
+        """Whether a block is open, whose calls are launched by its end."""
+        return self._block is not None
+
+    @property
+    def opened_here(self) -> bool:
+        """Whether this thread has opened the block: NCCL keeps open blocks by thread."""
+        return self._block == threading.get_ident()
+
+    def open_block(self) -> None:
+        """This thread has begun a block."""
+        self._block = threading.get_ident()
+
+    def close_block(self) -> None:
+        """It has ended."""
+        with self._counting:
+            self._block = None
+            self._counting.notify_all()
+
+    def give_up(self) -> None:
+        """A call has failed: what it did until then may differ between members."""
+        self._broken = True
 
     def count(self, call: str, peer: int | None) -> None:
         """Note a call; `peer` is the group rank of a point-to-point one."""
@@ -111,7 +145,7 @@ class Communicator:
     def idle(self) -> bool:
         """Whether all that was launched is complete, without an error."""
         with self._counting:
-            if self._launching or self.coalescing or self.aborted:
+            if self._launching or self.coalescing or self._broken or self.aborted:
                 return False
             return all(work.is_completed() for work in self._pending) and not self.inner.failed
 
@@ -134,8 +168,16 @@ class Communicator:
         """Whether abort() has begun."""
         return self._abort is not None
 
+    @property
+    def released(self) -> bool:
+        """Whether abort() touches the native group, which no other call may from then on."""
+        return self._released
+
     def abort(self) -> None:
-        """Begin to abort, in a thread of its own so that several do so at once. Idempotent."""
+        """Begin to abort, in a thread of its own so that several do so at once. Idempotent.
+
+        An abort frees what a call in another thread still uses: it waits for calls that return.
+        """
         with self._counting:
             if self._abort is not None:
                 return
@@ -147,6 +189,11 @@ class Communicator:
 
     def _run_abort(self) -> None:
         run: Callable[[], None] = self.inner.abort
+        with self._counting:
+            self._counting.wait_for(
+                lambda: not self._launching and not self.coalescing, LAUNCH_LIMIT_S
+            )
+            self._released = True
         try:
             run()
         except BaseException as error:  # whoever joins it raises it

@@ -6,10 +6,11 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from elaswave_plugin.core.communicators import CommunicatorFacts, Fate, Verdict, fate_of
-from elaswave_plugin.errors import EpochChanged
+from elaswave_plugin.errors import EpochChanged, LinkError
 from elaswave_plugin.runtime.communicator import Communicator, Maker
 from elaswave_plugin.runtime.device_work import DeviceWork
 from elaswave_plugin.runtime.group_core import GroupCore
@@ -45,6 +46,8 @@ class DeviceEngine:
         self._live: dict[str, Communicator] = {}
         self._shrinking: set[str] = set()
         self._ended: list[Communicator] = []
+        self._blocks: dict[str, tuple[Communicator, Any]] = {}
+        self._stuck = ""
         self._epoch = 0
         self._making = threading.Lock()
         # Held for moments only: the doorbell's thread and the one that recovers both end things.
@@ -62,39 +65,88 @@ class DeviceEngine:
         peer: int | None = None,
     ) -> DeviceWork:
         """Make the c10d call on the group's communicator. Raises EpochChanged."""
+        try:
+            return self._launch(group, call, args, kwargs, peer)
+        except BaseException:
+            self._leave_block(group.group_name)
+            raise
+
+    def _launch(
+        self,
+        group: GroupCore,
+        call: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        peer: int | None,
+    ) -> DeviceWork:
         communicator = self._communicator(group)
         run = getattr(communicator.inner.calls, call)
-        with communicator.busy():
+
+        def make() -> Any:
             communicator.count(call, peer)
-            inner = self.guard(communicator, lambda: run(*args, **kwargs))
+            inner = run(*args, **kwargs)
             if inner is None:
                 inner = communicator.inner.mark()
             # In a block that coalesces, the only work is that of its end.
             if not communicator.coalescing:
                 communicator.track(inner)
+            return inner
+
+        with communicator.busy():
+            inner = self.guard(communicator, make)
+            communicator.connected |= peer is None
         return self._work(group, communicator, inner, call)
 
     def start_coalescing(self, group: GroupCore, device: Any) -> None:
-        """Collect the calls that follow into one."""
+        """Collect the calls that follow into one. Raises EpochChanged."""
         communicator = self._communicator(group)
         with communicator.busy():
-            communicator.coalescing = True
-            start = communicator.inner.calls._start_coalescing
-            self.guard(communicator, lambda: start(device))
+            if not communicator.connected:
+                # Where connecting fails within a block, torch has left it and counts it as open.
+                self.guard(communicator, communicator.inner.connect)
+                communicator.connected = True
+            self.check(communicator)
+            communicator.inner.calls._start_coalescing(device)
+            communicator.open_block()
+            self._blocks[group.group_name] = communicator, device
 
     def end_coalescing(self, group: GroupCore, device: Any) -> DeviceWork:
         """Launch what was collected. Raises EpochChanged, also when the start was before it."""
-        communicator = self._live.get(group.group_name)
-        if communicator is None or not communicator.coalescing:
+        if group.group_name not in self._blocks:
             raise self._change()
-        with communicator.busy():
-            end = communicator.inner.calls._end_coalescing
-            inner = self.guard(communicator, lambda: end(device))
+        communicator, _ = self._blocks[group.group_name]
+        inner = self._end_block(group.group_name)
+        self.check(communicator)
+        return self._work(group, communicator, inner, "coalesced calls")
+
+    def _end_block(self, name: str) -> Any:
+        """End it whatever has happened: until then NCCL only collects what this thread calls."""
+        communicator, device = self._blocks.pop(name)
+
+        def end() -> Any:
+            if communicator.released:
+                raise RuntimeError("its communicator is aborted already")
+            inner = communicator.inner.calls._end_coalescing(device)
             if inner is None:
                 inner = communicator.inner.mark()
             communicator.track(inner)
-            communicator.coalescing = False
-        return self._work(group, communicator, inner, "coalesced calls")
+            return inner
+
+        with communicator.busy():
+            try:
+                return self._native(communicator, end)
+            except BaseException as error:
+                self._stuck = f"the end of a block of {communicator.name!r} failed: {error}"
+                raise
+            finally:
+                communicator.close_block()
+
+    def _leave_block(self, name: str) -> None:
+        """End a block of this thread on the way out of it; `settle` tells where that failed."""
+        block = self._blocks.get(name)
+        if block is not None and block[0].opened_here:
+            with suppress(Exception, EpochChanged):
+                self._end_block(name)
 
     def _work(
         self, group: GroupCore, communicator: Communicator, inner: Any, call: str
@@ -123,9 +175,17 @@ class DeviceEngine:
     def guard(self, communicator: Communicator, call: Callable[[], Result]) -> Result:
         """Make a native call. Raises EpochChanged for whatever an abort or a loss makes of it."""
         self.check(communicator)
+        result = self._native(communicator, call)
+        self.check(communicator)
+        return result
+
+    def _native(self, communicator: Communicator, call: Callable[[], Result]) -> Result:
         try:
-            result = call()
-        except Exception as error:
+            return call()
+        except BaseException as error:
+            communicator.give_up()
+            if not isinstance(error, Exception):
+                raise
             change = self.interruption(communicator)
             if change is None and isinstance(error, RuntimeError):
                 self.bell.wait(DOORBELL_TIMEOUT_S)
@@ -133,8 +193,6 @@ class DeviceEngine:
             if change is not None:
                 raise change from error
             raise
-        self.check(communicator)
-        return result
 
     def _listen(self) -> None:
         """Have the link table tell us of the next interruption: it ends this operation, only it."""
@@ -181,6 +239,8 @@ class DeviceEngine:
 
     def facts(self) -> dict[str, CommunicatorFacts]:
         """What this member holds, for the commit; call it when nothing is launched."""
+        for name in list(self._blocks):
+            self._leave_block(name)
         self._abort_busy()
         return {one.name: one.facts() for one in list(self._live.values())}
 
@@ -190,8 +250,10 @@ class DeviceEngine:
         """Enter the epoch of the link table: keep, mark for shrinking, or abort each communicator.
 
         `members`: this member's name of a group -> slots in rank order from now on. All members
-        call it with the same answers. Raises LinkError when an abort does not end.
+        call it with the same answers. Raises LinkError when an abort does not end, or a block.
         """
+        if self._stuck:
+            raise LinkError(f"{self._stuck}; this worker cannot go on")
         verdicts: dict[str, Verdict] = {}
         for name, communicator in list(self._live.items()):
             made = communicator.name
@@ -241,6 +303,7 @@ class DeviceEngine:
             inner = self.guard(parent, lambda: parent.inner.shrink(excluded))
         name = f"{group.identity}@{self._epoch}"
         child = Communicator(name, group.members, inner, parent.store, shrinks=self._maker.shrinks)
+        child.connected = True
         self._abort([group.group_name])
         return self._install(group, child)
 

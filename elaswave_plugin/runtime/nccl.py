@@ -91,6 +91,10 @@ class NcclGroup:
         """Whether the watchdog has seen an error."""
         return str(self._backend.get_error().name) != "SUCCESS"
 
+    def connect(self) -> None:
+        """All members through one communicator, which sends outside of blocks use then as well."""
+        self._backend.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+
     def mark(self) -> StreamMark:
         """Torch's synchronous calls run on the current stream and answer None."""
         return StreamMark()

@@ -2,15 +2,19 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from elaswave_plugin.core.communicators import CommunicatorFacts
 from elaswave_plugin.runtime import c10d_tables
 from elaswave_plugin.runtime.communicator import Inner
 from elaswave_plugin.runtime.link_store import LinkStore
+from elaswave_plugin.runtime.links import LinkTable
+from elaswave_plugin.runtime.process_group import DeviceProcessGroup, GroupTable
 
 
 class RecordedWork:
@@ -72,6 +76,10 @@ class RecordedGroup:
         self.abort_began = threading.Event()
         self.aborted = threading.Event()
 
+    def connect(self) -> None:
+        self.maker.log.append(f"{self.name}.connect")
+        self.maker.on_call(self, "connect")
+
     def mark(self) -> RecordedWork:
         work = RecordedWork(self.maker.log, f"{self.name}.mark", self.maker.done)
         self.works.append(work)
@@ -118,6 +126,44 @@ class RecordingMaker:
         """What has happened since the last call."""
         log, self.log[:] = list(self.log), []
         return log
+
+
+class Alone:
+    """Slot 0 of a job of three whose other members are only made up."""
+
+    def __init__(self, **maker: Any) -> None:
+        self.links = LinkTable(0)
+        self.maker = RecordingMaker(**maker)
+        self.table = GroupTable(self.links, maker=self.maker)
+        self.open(1, (0, 1, 2))
+
+    def open(self, epoch: int, slots: tuple[int, ...]) -> None:
+        self.links.open_epoch(epoch, dict.fromkeys(slots, self.links.address))
+
+    def group(self, name: str, members: tuple[int, ...] = (0, 1, 2)) -> DeviceProcessGroup:
+        group = self.table.create(name, members)
+        assert isinstance(group, DeviceProcessGroup)
+        return group
+
+    def answers(
+        self, slots: tuple[int, ...], **other: Any
+    ) -> dict[int, dict[str, CommunicatorFacts]]:
+        """Everybody holds what we hold, but for `other` at the last slot."""
+        ours = self.table.device_facts()
+        theirs = {name: replace(facts, **other) for name, facts in ours.items()}
+        return {s: theirs if s == slots[-1] else ours for s in slots}
+
+    def change(self, epoch: int, slots: tuple[int, ...], dead: set[int], **other: Any) -> None:
+        """One whole change of the view."""
+        self.links.interrupt(epoch, "test")
+        answers = self.answers(slots, **other)
+        self.open(epoch, slots)
+        self.table.edit_all(slots, dead)
+        self.table.settle(answers)
+
+
+def reduce(group: DeviceProcessGroup) -> Any:
+    return group.allreduce([torch.ones(2)])
 
 
 # Of gloo's works these are not complete before somebody waits for them.
@@ -220,6 +266,9 @@ class GlooGroup:
     @property
     def failed(self) -> bool:
         return any(work.failed for work in self.calls.works)
+
+    def connect(self) -> None:
+        """Gloo has connected when it was made."""
 
     def mark(self) -> Any:
         raise AssertionError("every call of gloo answers a work")

@@ -2,61 +2,25 @@
 
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from elaswave_plugin.core.communicators import CommunicatorFacts
 from elaswave_plugin.errors import ConfigurationError, EpochChanged, LinkError
-from elaswave_plugin.runtime import c10d_tables, device_engine, nccl
+from elaswave_plugin.runtime import c10d_tables, communicator, device_engine, nccl
 from elaswave_plugin.runtime.links import LinkTable
 from elaswave_plugin.runtime.process_group import (
     DeviceProcessGroup,
     ElasticProcessGroup,
     GroupTable,
 )
-from tests.runtime.native_groups import RecordedGroup, RecordingMaker
+from tests.runtime.native_groups import Alone, RecordedGroup, RecordingMaker, reduce
 
 LIMIT_S = 20.0
-
-
-class Alone:
-    """Slot 0 of a job of three whose other members are only made up."""
-
-    def __init__(self, **maker: Any) -> None:
-        self.links = LinkTable(0)
-        self.maker = RecordingMaker(**maker)
-        self.table = GroupTable(self.links, maker=self.maker)
-        self.open(1, (0, 1, 2))
-
-    def open(self, epoch: int, slots: tuple[int, ...]) -> None:
-        self.links.open_epoch(epoch, dict.fromkeys(slots, self.links.address))
-
-    def group(self, name: str, members: tuple[int, ...] = (0, 1, 2)) -> DeviceProcessGroup:
-        group = self.table.create(name, members)
-        assert isinstance(group, DeviceProcessGroup)
-        return group
-
-    def answers(
-        self, slots: tuple[int, ...], **other: Any
-    ) -> dict[int, dict[str, CommunicatorFacts]]:
-        """Everybody holds what we hold, but for `other` at the last slot."""
-        ours = self.table.device_facts()
-        theirs = {name: replace(facts, **other) for name, facts in ours.items()}
-        return {s: theirs if s == slots[-1] else ours for s in slots}
-
-    def change(self, epoch: int, slots: tuple[int, ...], dead: set[int], **other: Any) -> None:
-        """One whole change of the view."""
-        self.links.interrupt(epoch, "test")
-        answers = self.answers(slots, **other)
-        self.open(epoch, slots)
-        self.table.edit_all(slots, dead)
-        self.table.settle(answers)
 
 
 @pytest.fixture
@@ -73,10 +37,6 @@ def blocking() -> Iterator[Alone]:
     one.maker.done = False
     yield one
     one.links.close()
-
-
-def reduce(group: DeviceProcessGroup) -> Any:
-    return group.allreduce([torch.ones(2)])
 
 
 def in_thread(call: Any) -> tuple[threading.Thread, list[BaseException]]:
@@ -379,6 +339,71 @@ def test_a_call_that_crosses_the_doorbell_does_not_count(alone: Alone) -> None:
     assert "dp@1" not in alone.maker.groups
 
 
+def test_a_call_that_the_doorbell_forestalls_is_not_counted(alone: Alone) -> None:
+    """A small message may be sent without its receiver: one that was not taken must show."""
+    group = alone.group("pp", (0, 1))
+    group.recv([torch.ones(1)], 1)
+    alone.links.interrupt(2, "test")
+    with pytest.raises(EpochChanged):
+        group.recv([torch.ones(1)], 1)
+    with pytest.raises(EpochChanged):
+        reduce(group)
+    facts = alone.table.device_facts()["pp@1"]
+    assert (facts.collectives, facts.received) == (0, {1: 1})
+
+
+def late_doorbell(group: DeviceProcessGroup) -> Any:
+    """The links wake a call first, which may be over when the engine looks at what is in flight."""
+    return mock.patch.object(group.engine, "_rung")
+
+
+def test_a_call_that_has_failed_half_way_ends_its_communicator(alone: Alone) -> None:
+    """As ncclCommInitRank on all members, each of which has then begun one collective."""
+
+    def cut(native: RecordedGroup, call: str) -> None:
+        alone.links.interrupt(2, "test")
+        raise RuntimeError("the store was interrupted")
+
+    group = alone.group("tp", (0, 1))
+    alone.maker.on_call = cut
+    with late_doorbell(group), pytest.raises(EpochChanged):
+        reduce(group)
+    assert alone.table.device_facts() == {}
+    assert alone.maker.groups["tp@1"].aborted.wait(LIMIT_S)
+
+
+def test_what_was_launched_as_the_doorbell_rang_is_in_flight(alone: Alone) -> None:
+    group = alone.group("tp", (0, 1))
+    reduce(group)
+    alone.maker.done = False
+    alone.maker.on_call = lambda native, call: alone.links.interrupt(2, "test")
+    with late_doorbell(group), pytest.raises(EpochChanged):
+        reduce(group)
+    assert alone.table.device_facts() == {}
+
+
+def test_an_abort_waits_for_a_call_that_returns(alone: Alone) -> None:
+    """It frees what ncclAllReduce in another thread is still using."""
+    entered, go_on = threading.Event(), threading.Event()
+
+    def slow(native: RecordedGroup, call: str) -> None:
+        entered.set()
+        assert go_on.wait(LIMIT_S)
+        assert not native.abort_began.is_set()
+        alone.maker.log.append("returned")
+
+    alone.maker.on_call = slow
+    thread, raised = in_thread(lambda: reduce(alone.group("tp")))
+    assert entered.wait(LIMIT_S)
+    alone.links.interrupt(2, "test")
+    assert not alone.maker.groups["tp@1"].abort_began.wait(communicator.LAUNCH_LIMIT_S / 4)
+    go_on.set()
+    thread.join(LIMIT_S)
+    assert [type(e) for e in raised] == [EpochChanged]
+    assert alone.maker.groups["tp@1"].aborted.wait(LIMIT_S)
+    assert alone.maker.log[-2:] == ["returned", "tp@1.abort"]
+
+
 def test_errors_of_the_backend_pass_as_they_are(alone: Alone) -> None:
     def broken(native: RecordedGroup, call: str) -> None:
         raise ValueError("wrong dtype")
@@ -427,71 +452,6 @@ def test_an_abort_that_does_not_end_is_reported(
     native.may_abort.set()
 
 
-# ---- blocks and batches --------------------------------------------------------------------------
-
-
-def test_a_coalesced_block_is_one_native_work(alone: Alone) -> None:
-    group = alone.group("dp")
-    device = torch.device("cpu")
-    group._start_coalescing(device)
-    reduce(group), reduce(group)
-    group._end_coalescing(device).wait()
-    assert alone.maker.take() == [
-        "make dp@1 0/3",
-        "dp@1._start_coalescing",
-        "dp@1.allreduce",
-        "dp@1.allreduce",
-        "dp@1._end_coalescing",
-        "dp@1._end_coalescing.wait",
-    ]
-    assert alone.table.device_facts()["dp@1"].collectives == 2
-
-
-def test_an_open_block_is_aborted_and_its_end_raises(alone: Alone) -> None:
-    group = alone.group("dp")
-    device = torch.device("cpu")
-    group._start_coalescing(device)
-    alone.change(2, (0, 1, 2), set())
-    assert alone.maker.take()[-1] == "dp@1.abort"
-    with pytest.raises(EpochChanged):
-        group._end_coalescing(device)
-    reduce(group)
-    assert alone.maker.take() == ["make dp@2 0/3", "dp@2.allreduce"]
-
-
-def test_a_batch_of_sends_and_receives_is_one_native_block(alone: Alone) -> None:
-    group = alone.group("pp")
-    ops: Any = [
-        SimpleNamespace(op=op, tensor=torch.ones(1), group_peer=peer, tag=0)
-        for op, peer in ((dist.isend, 1), (dist.irecv, 2))
-    ]
-    works = group.batch(ops)
-    assert len(works) == 1
-    assert [entry.partition(".")[2] for entry in alone.maker.take()[1:]] == [
-        "_start_coalescing",
-        "send",
-        "recv",
-        "_end_coalescing",
-    ]
-
-
-def test_torch_hands_a_batch_to_the_group_only_while_installed(alone: Alone) -> None:
-    original = dist.batch_isend_irecv
-    alone.table.install((0, 1, 2))
-    try:
-        assert dist.batch_isend_irecv is not original
-        assert c10d_tables.c10d.batch_isend_irecv is dist.batch_isend_irecv
-    finally:
-        alone.table.uninstall()
-    assert dist.batch_isend_irecv is original
-    plain = GroupTable(alone.links)
-    plain.install((0, 1, 2))
-    try:
-        assert dist.batch_isend_irecv is original
-    finally:
-        plain.uninstall()
-
-
 # ---- the end -------------------------------------------------------------------------------------
 
 
@@ -528,6 +488,9 @@ class RecordedBackend:
     def size(self) -> int:
         return 2
 
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.log.append(f"connect {device}")
+
     def abort(self) -> None:
         self.log.append("abort")
 
@@ -541,10 +504,12 @@ def test_an_nccl_group_is_aborted_and_shrunk_through_its_backend(
     monkeypatch.setattr(c10d_tables, "wrap_backend", lambda *args, **kwargs: None)
     log: list[str] = []
     backend = RecordedBackend(log)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
     group = nccl.NcclGroup(backend, None, 0, 3)
+    group.connect()
     group.shrink([2])
     group.abort()
-    assert log == ["shrink [2] 1", "abort"]
+    assert log == ["connect cuda:5", "shrink [2] 1", "abort"]
     assert not group.failed
     backend.error = SimpleNamespace(name="COMM_ERROR")
     assert group.failed

@@ -63,6 +63,9 @@ class LoggedGroup:
     def failed(self) -> bool:
         return bool(self._inner.failed)
 
+    def connect(self) -> None:
+        self._inner.connect()
+
     def mark(self) -> Any:
         return self._inner.mark()
 
