@@ -19,7 +19,7 @@ from typing import NoReturn
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.descriptors import allow_descriptors
 from elaswave_plugin.runtime.launch import connect_zygote
-from elaswave_plugin.runtime.launch_options import script_settings
+from elaswave_plugin.runtime.launch_options import check_run_dir, script_settings
 from elaswave_plugin.runtime.lifeline import die_with_parent
 from elaswave_plugin.runtime.notice_file import NOTICE_FILE, check_notice_file
 from elaswave_plugin.runtime.rendezvous import Place, listen_at, own_host
@@ -68,7 +68,7 @@ def supervise(
 
     ``options``: those of the command line, where there is one; what they do not say is that of the
     environment, the reserve always. Raises ConfigurationError where the environment describes no
-    worker, a port is taken, or the notice file is there already.
+    worker, a port is taken, the notice file is there already, or no run directory can be made.
     """
     settings = script_settings(program.args, env)
     timeouts = read_timeouts(options, env, quiesce_timeout_s=settings.quiesce_timeout_s)
@@ -76,6 +76,7 @@ def supervise(
     allow_descriptors(place.world_size + place.reserve)
     if not program.module and not Path(program.script).is_file():
         raise ConfigurationError(f"script {program.script!r} is no file")
+    check_run_dir(settings.run_dir)
     if notice_file := env.get(NOTICE_FILE):
         check_notice_file(notice_file)
     trainer_env = {

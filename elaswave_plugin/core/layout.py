@@ -408,6 +408,20 @@ def why_impossible(layout: Mapping[str, Any], cuts: Sequence[int]) -> str | None
     return None
 
 
+def why_needed(layout: Mapping[str, Any], slot: int) -> str | None:
+    """Why the job of a layout (as JSON) would end without a worker; None where it would go on."""
+    rest = ParallelLayout.from_json(layout).without([slot]).reformed_in_place()
+    stays = layout["why_workers_stay"]
+    if stays is None:
+        rest = rest.reformed()
+    whole, needed = sum(rest.widths), len(rest.stages)
+    if whole < needed:
+        return f"{whole} whole TP groups of {rest.tp} would be left for {needed} stages"
+    if stays is not None and not all(rest.widths):
+        return f"stage {rest.widths.index(0)} would have nobody, and workers keep theirs: {stays}"
+    return None
+
+
 class _Pool:
     """Free workers, to be taken by former place or in the order of their slots."""
 

@@ -77,6 +77,7 @@ class LaunchSpec:
         )
         if self.notice_file is not None:
             check_notice_file(self.notice_file)
+        check_run_dir(self.run_dir)
         _require(self.nnodes >= 1, f"--nnodes is {self.nnodes}, wanted >= 1")
         _require(
             0 <= self.node_rank < self.nnodes,
@@ -166,6 +167,20 @@ def script_settings(args: Sequence[str], env: Mapping[str, str]) -> ScriptSettin
     return ScriptSettings(
         run_dir=Path(run_dir).absolute() if run_dir else None, quiesce_timeout_s=quiesce_s
     )
+
+
+def check_run_dir(folder: Path | None) -> None:
+    """Raise ConfigurationError where no run directory can be made there; None is none."""
+    if folder is None:
+        return
+    found = next(str(path) for path in (folder, *folder.parents) if os.path.exists(path))
+    # A folder in which nobody may search looks like an empty one.
+    if not os.path.isdir(found) or not os.access(found, os.W_OK | os.X_OK):
+        what = "cannot be written" if os.path.isdir(found) else "is a file"
+        raise ConfigurationError(
+            f"the run directory is {str(folder)!r}, and {found!r} {what}; name a folder of yours"
+            " (--elaswave-dir)"
+        )
 
 
 def _deepspeed_section(args: Sequence[str]) -> dict[str, Any]:

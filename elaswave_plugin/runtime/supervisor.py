@@ -19,7 +19,7 @@ from elaswave_plugin.core.agreement_messages import Ballot, Committed, Facts
 from elaswave_plugin.core.agreement_orders import Ring
 from elaswave_plugin.core.ending import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_REQUEUE
 from elaswave_plugin.core.hang import Sample
-from elaswave_plugin.core.layout import why_impossible
+from elaswave_plugin.core.layout import why_impossible, why_needed
 from elaswave_plugin.core.membership import MembershipView
 from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.core.respawn import Deaths, GiveUp
@@ -249,11 +249,15 @@ class Supervisor:
         )
 
     def _answer_drain(self, request: Frame) -> Frame:
+        layout = self._board.layout
+        needed = None if layout is None else why_needed(layout, self._spec.place.slot)
         refused = None
         if not (self._trainer.works and self._trainer.delivered):
             refused = "its trainer has no part in the training now"
         elif len(self._agreement.committed.ranks) == 1:
             refused = "it is the last one; end the job instead"
+        elif needed is not None:
+            refused = f"without it {needed}; end the job instead, or wait until others have joined"
         else:
             self.drain(str(request["reason"]), asked=True)
         return {"t": "drain", "refused": refused}

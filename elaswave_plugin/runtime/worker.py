@@ -290,8 +290,11 @@ class Worker:
     def _describe_layout(self) -> None:
         if isinstance(self.dataflow, PipelineFlow):
             assert isinstance(self.seating, GridSeating)
-            why = {"why_layers_stay": self.seating.why_layers_stay}
-            self.member.describe({**self.dataflow.layout.to_json(), **why})
+            stay = {
+                "why_layers_stay": self.seating.why_layers_stay,
+                "why_workers_stay": self.seating.why_workers_stay,
+            }
+            self.member.describe({**self.dataflow.layout.to_json(), **stay})
 
     @property
     def snapshot_bytes(self) -> int:

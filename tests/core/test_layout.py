@@ -18,6 +18,7 @@ from elaswave_plugin.core.layout import (
     ParallelLayout,
     launch_layout,
     sizes_of,
+    why_needed,
 )
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError, JobStopped
 
@@ -273,6 +274,25 @@ def test_summary_names_no_worker() -> None:
     ]
     wide = joined(launch_layout(tp=1, pp=1, dp=2, num_layers=4, reserve=1), [2]).reformed()
     assert "layers 0-3: 3 replicas, 2 at launch" in wide.summary()
+
+
+@pytest.mark.parametrize(
+    ("tp", "dead", "stays", "slot", "words"),
+    [
+        (1, [], None, 3, None),
+        (1, [0], None, 1, None),  # the stage takes a replica of the other one
+        (1, [0], "tied", 1, "stage 0 would have nobody, and workers keep theirs: tied"),
+        (1, [0], "tied", 2, None),
+        (1, [0, 2], None, 1, "1 whole TP groups of 1 would be left for 2 stages"),
+        (2, [0, 1, 6, 7], None, 2, "1 whole TP groups of 2 would be left for 2 stages"),
+        (2, [0], None, 1, None),  # it is free
+    ],
+)
+def test_a_worker_is_needed_where_the_job_would_end_without_it(
+    tp: int, dead: list[int], stays: str | None, slot: int, words: str | None
+) -> None:
+    layout = launch_layout(tp=tp, pp=2, dp=2, num_layers=4).without(dead)
+    assert why_needed({**layout.to_json(), "why_workers_stay": stays}, slot) == words
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """`elaswave drain SLOT` reaches the supervisor of that slot, and its refusals are told."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from elaswave_plugin.cli import run_command
+from elaswave_plugin.core.layout import launch_layout
 from tests.runtime.jobs import Job
 
 
@@ -34,6 +36,22 @@ def test_the_last_worker_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
         error = drain(1, job.run_dir, capsys)
         assert job.finish([1]) == 0
     assert error == "elaswave: worker 1 stays: it is the last one; end the job instead\n"
+
+
+def test_a_worker_without_whom_a_stage_is_empty_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = launch_layout(tp=1, pp=2, dp=1, num_layers=2).to_json()
+    told = json.dumps({**layout, "why_workers_stay": None}, separators=(",", ":"))
+    with Job(tmp_path, 2).start() as job:
+        job.tell(1, f"layout {told}")
+        job.all("layout", [1])
+        error = drain(1, job.run_dir, capsys)
+        assert job.finish([0, 1]) == 0
+    assert error == (
+        "elaswave: worker 1 stays: without it 1 whole TP groups of 1 would be left for 2 stages;"
+        " end the job instead, or wait until others have joined\n"
+    )
 
 
 def test_without_a_job_it_costs_one_sentence(

@@ -123,6 +123,9 @@ BAD = [
     (("--quiesce-timeout-s=-1", "s.py"), "'-1' is no positive number of seconds"),
     (("--heartbeat-timeout-s=1.9", "s.py"), "--heartbeat-timeout-s is 1.9, wanted 2 or more: a"),
     (("s.py", "--elaswave-quiesce-timeout-s=x"), "--elaswave-quiesce-timeout-s: 'x'"),
+    (("--dir=s.py", "s.py"), "s.py' is a file; name a folder of yours (--elaswave-dir)"),
+    (("s.py", "--elaswave-dir=s.py/run"), "s.py' is a file; name a folder of yours"),
+    (("--dir=/proc/1/run", "s.py"), "the run directory is '/proc/1/run', and '/proc/1' cannot"),
     (("--zygote=nowhere", "s.py"), "--zygote is nowhere, where no zygote answers"),
     (
         ("--master-addr=192.0.2.1", "--master-port=29500", "s.py"),

@@ -111,6 +111,11 @@ def test_bad_input_under_torchrun_is_a_sentence(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         for words, env, complaint in (
             (["nowhere.py"], worker, "script 'nowhere.py' is no file"),
+            (
+                [str(TRAINER), "--elaswave-dir", str(TRAINER)],
+                worker,
+                "tiny_trainer.py' is a file; name a folder of yours",
+            ),
             ([str(TRAINER)], {}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"),
             (
                 [str(TRAINER)],
