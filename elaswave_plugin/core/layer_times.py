@@ -25,7 +25,6 @@ from typing import Any
 
 from elaswave_plugin.core.planner.costs import CostModel, UnitCost
 from elaswave_plugin.core.planner.state_bytes import StateBytes
-from elaswave_plugin.core.slow import ENOUGH_PASSES
 from elaswave_plugin.core.step_time import LinkTime
 
 FRONT, LAYER, BEHIND = "front", "layer", "behind"
@@ -142,7 +141,7 @@ class PassTimes:
         # Seconds per token of the fastest forward pass of a layer in the last complete step: of so
         # many, as many as all have who are compared. Of more, the fastest would be faster.
         self.pace: float | None = None
-        # Of a sample in that pass; 0 for the fastest of so many that its length says little.
+        # Of a sample in that pass.
         self.pace_tokens = 0
         self.compared: int | None = None
 
@@ -176,8 +175,6 @@ class PassTimes:
         """A step is complete."""
         compared = self._paces[: self.compared]
         self.pace, self.pace_tokens = min(compared, default=(None, 0))
-        if len(compared) >= ENOUGH_PASSES:
-            self.pace_tokens = 0
         self._paces = []
         self._compare_followed()
         for key, seconds in self._step.items():

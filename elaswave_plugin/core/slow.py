@@ -1,10 +1,9 @@
 """Which workers are slow: by their pace against that of the others with the same layers.
 
 A pace is seconds per layer and token, of the fastest of as many forward passes of a step as each of
-them has: so that neither the length of sequences, nor a processor that others use for a moment, nor
-having less to do makes a worker slow. Of a few passes all may be long. A pass takes no less time
-than a shorter one, and no more than by the square of their lengths: so a pace, at another length,
-is known but for the ratio of the two, and who may owe it to that is neither named nor taken back.
+them has: so that neither a processor that others use for a moment, nor having less to do makes a
+worker slow. Where lengths vary, a pace is judged by the curve through those of the last steps
+(`length_curve.py`), and who may owe it to its length is neither named nor taken back.
 
 >>> watch = SlowWatch()
 >>> for step in range(4):
@@ -20,6 +19,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
+from elaswave_plugin.core.length_curve import LengthHistory
+
 SLOW = 1.3
 LEVEL = 1.15
 STEPS_TO_NAME = 4
@@ -29,8 +30,6 @@ AGAIN = 1.5
 MOST_STEPS = 256
 """In a row, to take it back from a worker that was named again and again."""
 DIGITS = 2
-ENOUGH_PASSES = 8
-"""The fastest of so many is a short one wherever lengths vary."""
 KEEP, NAME, TAKE_BACK = "keep", "name", "take back"
 
 
@@ -83,6 +82,8 @@ class SlowWatch:
         self._times_named: dict[int, int] = {}
         # By slot, what the last steps in a row speak for, and their ratios.
         self._row: dict[int, tuple[str, list[float]]] = {}
+        # By role, its slots.
+        self._lengths: dict[tuple[int, ...], LengthHistory] = {}
 
     @property
     def slowness(self) -> dict[int, float]:
@@ -102,6 +103,7 @@ class SlowWatch:
         self.slow = _slow_told(told)
         self._times_named = {one.slot: one.times_named for one in told}
         self._row.clear()
+        self._lengths.clear()
 
     def interrupt(self) -> None:
         """A step was interrupted: rows start anew."""
@@ -120,12 +122,19 @@ class SlowWatch:
         """
         before, tokens = dict(self.slow), tokens or {}
         for role in roles:
-            known = [slot for slot in role if slot in paces]
-            for slot in known if len(known) > 1 else ():
-                peers = tuple(sorted(one for one in known if one != slot))
-                unlike = {one: _unlikeness(tokens.get(slot), tokens.get(one)) for one in peers}
-                least = paces[slot] / median(paces[one] * unlike[one] for one in peers)
-                most = paces[slot] / median(paces[one] / unlike[one] for one in peers)
+            known = {slot: (paces[slot], tokens.get(slot, 0)) for slot in role if slot in paces}
+            if len(known) < 2:
+                continue
+            levels = self._lengths.setdefault(tuple(role), LengthHistory()).levels(known)
+            for slot in known:
+                peers = tuple(sorted(known.keys() - {slot}))
+                level, doubt = levels[slot]
+                least = (
+                    level / doubt / median(levels[one].level * levels[one].doubt for one in peers)
+                )
+                most = (
+                    level * doubt / median(levels[one].level / levels[one].doubt for one in peers)
+                )
                 self._judge(slot, least, most, peers)
         return before != self.slow
 
@@ -154,11 +163,6 @@ class SlowWatch:
 
     def _steps_to_take_back(self, slot: int) -> int:
         return min(MOST_STEPS, STEPS_TO_NAME << self._times_named.get(slot, 1) - 1)
-
-
-def _unlikeness(tokens: int | None, others: int | None) -> float:
-    """The ratio of two lengths, the greater over the smaller; 1 where they do not matter."""
-    return max(tokens / others, others / tokens) if tokens and others else 1.0
 
 
 def slowness_told(told: Iterable[SlowTold]) -> dict[int, float]:
