@@ -155,7 +155,7 @@ def report(
 ) -> int:
     """Judge a run by its files: draw report.png and print the summary."""
     from elaswave_plugin.errors import ConfigurationError
-    from elaswave_plugin.observer import read_run, summarize
+    from elaswave_plugin.observer import check_one_job, read_run, summarize
     from elaswave_plugin.output_file import check_output, check_picture
     from elaswave_plugin.report import draw_report
 
@@ -163,6 +163,9 @@ def report(
         raise ConfigurationError(f"--global-batch is {global_batch}, wanted 1 or more")
     run_files = read_run(directory)
     other = None if reference is None else read_run(reference)
+    for files in (run_files, other):
+        if files is not None:
+            check_one_job(files)
     if not run_files.steps:
         raise ConfigurationError(f"{str(directory)!r} is of a run that completed no step")
     out = out or directory / "report.png"

@@ -70,6 +70,20 @@ def _records(path: Path, fields: Sequence[str]) -> tuple[Record, ...]:
     return records
 
 
+def check_one_job(run: RunFiles) -> None:
+    """Raise ConfigurationError where more than one job has written the files.
+
+    Their steps and views have the same numbers, so that no line tells whose it is.
+    """
+    firsts = [event for event in run.of_kind("worker_started") if not event.get("incarnation")]
+    jobs = max(Counter(event["slot"] for event in firsts).values(), default=1)
+    if jobs > 1:
+        raise ConfigurationError(
+            f"{str(run.directory)!r} holds the files of {jobs} jobs, wanted those of one; give each"
+            " start of a job a run directory of its own (--elaswave-dir)"
+        )
+
+
 def counted_steps(run: RunFiles) -> dict[int, tuple[Record, ...]]:
     """Return, for each step in order, the lines of the attempt that counts: the last epoch's."""
     lines: dict[int, list[Record]] = {}

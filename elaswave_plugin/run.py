@@ -19,11 +19,12 @@ from typing import NoReturn
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.descriptors import allow_descriptors
 from elaswave_plugin.runtime.launch import connect_zygote
-from elaswave_plugin.runtime.launch_options import check_run_dir, script_settings
+from elaswave_plugin.runtime.launch_options import script_settings
 from elaswave_plugin.runtime.lifeline import die_with_parent
 from elaswave_plugin.runtime.notice_file import NOTICE_FILE, check_notice_file
 from elaswave_plugin.runtime.rendezvous import Place, listen_at, own_host
 from elaswave_plugin.runtime.reserve import RESERVE, read_reserve
+from elaswave_plugin.runtime.run_dir import check_run_dir, refuse_second_job
 from elaswave_plugin.runtime.supervisor import Supervisor, SupervisorSpec
 from elaswave_plugin.runtime.supervisor_main import EXIT_CRASHED
 from elaswave_plugin.runtime.timeouts import QUIESCE, add_timeouts, read_timeouts, variable
@@ -68,7 +69,8 @@ def supervise(
 
     ``options``: those of the command line, where there is one; what they do not say is that of the
     environment, the reserve always. Raises ConfigurationError where the environment describes no
-    worker, a port is taken, the notice file is there already, or no run directory can be made.
+    worker, a port is taken, the notice file is there already, or the run directory is another
+    job's or cannot be made.
     """
     settings = script_settings(program.args, env)
     timeouts = read_timeouts(options, env, quiesce_timeout_s=settings.quiesce_timeout_s)
@@ -77,6 +79,8 @@ def supervise(
     if not program.module and not Path(program.script).is_file():
         raise ConfigurationError(f"script {program.script!r} is no file")
     check_run_dir(settings.run_dir)
+    if place.slot == 0:
+        refuse_second_job(settings.run_dir)
     if notice_file := env.get(NOTICE_FILE):
         check_notice_file(notice_file)
     trainer_env = {

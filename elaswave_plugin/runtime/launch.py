@@ -21,6 +21,7 @@ from elaswave_plugin.runtime.notice_file import NOTICE_FILE
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.rendezvous import Place, listen_at, own_host
 from elaswave_plugin.runtime.reserve import RESERVE
+from elaswave_plugin.runtime.run_dir import refuse_second_job
 from elaswave_plugin.runtime.supervisor import SupervisorSpec
 from elaswave_plugin.runtime.supervisor_main import (
     EXIT_CRASHED,
@@ -55,6 +56,8 @@ def run_job(spec: LaunchSpec) -> int:
     if spec.join is not None:
         return _join_job(spec)
     allow_descriptors(spec.nnodes * spec.nproc_per_node + spec.reserve)
+    if spec.node_rank == 0:
+        refuse_second_job(spec.run_dir)
     listener = _listen(spec) if spec.node_rank == 0 else None
     port = spec.master_port if listener is None else listener.getsockname()[1]
     host = own_host(

@@ -16,6 +16,7 @@ from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.coordinator import Heartbeat
 from elaswave_plugin.runtime.notice_file import NOTICE_FILE, check_notice_file
 from elaswave_plugin.runtime.reserve import RESERVE, read_reserve
+from elaswave_plugin.runtime.run_dir import check_run_dir
 from elaswave_plugin.runtime.timeouts import START_S, add_timeouts, read_timeouts, seconds
 
 # Fixed at the launch of a job.
@@ -167,20 +168,6 @@ def script_settings(args: Sequence[str], env: Mapping[str, str]) -> ScriptSettin
     return ScriptSettings(
         run_dir=Path(run_dir).absolute() if run_dir else None, quiesce_timeout_s=quiesce_s
     )
-
-
-def check_run_dir(folder: Path | None) -> None:
-    """Raise ConfigurationError where no run directory can be made there; None is none."""
-    if folder is None:
-        return
-    found = next(str(path) for path in (folder, *folder.parents) if os.path.exists(path))
-    # A folder in which nobody may search looks like an empty one.
-    if not os.path.isdir(found) or not os.access(found, os.W_OK | os.X_OK):
-        what = "cannot be written" if os.path.isdir(found) else "is a file"
-        raise ConfigurationError(
-            f"the run directory is {str(folder)!r}, and {found!r} {what}; name a folder of yours"
-            " (--elaswave-dir)"
-        )
 
 
 def _deepspeed_section(args: Sequence[str]) -> dict[str, Any]:

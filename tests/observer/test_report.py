@@ -76,3 +76,17 @@ def test_a_run_without_a_step_is_not_judged(
     (run / "steps.jsonl").write_text("")
     assert run_command(["report", str(run)]) == 2
     assert "is of a run that completed no step" in capsys.readouterr().err
+
+
+def test_the_files_of_two_jobs_are_not_judged_as_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They would give repeated samples that nobody has trained on twice."""
+    run = make_run(tmp_path / "run", killed=True)
+    make_run(run, killed=False)
+    assert run_command(["report", str(run)]) == 2
+    assert "holds the files of 2 jobs, wanted those of one; give" in capsys.readouterr().err
+    alone = make_run(tmp_path / "alone", killed=True)
+    assert run_command(["report", str(alone), "--reference", str(run)]) == 2
+    assert "run' holds the files of 2 jobs" in capsys.readouterr().err
+    assert run_command(["report", str(alone)]) == 0

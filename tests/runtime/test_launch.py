@@ -154,6 +154,42 @@ def test_a_taken_port_is_refused(tmp_path: Path) -> None:
     assert f"cannot listen at 127.0.0.1:{port} (Address already in use)" in done.stderr
 
 
+def test_a_second_job_in_the_folder_of_a_running_one_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text("raise SystemExit('must not run')")
+    worker = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    env = environment(**worker, MASTER_PORT=str(free_port()), ELASWAVE_DIR=str(tmp_path / "run"))
+    with Job(tmp_path, 2).start() as job:
+        done = run(f"--dir={job.run_dir}", "s.py", cwd=tmp_path)
+        under_torchrun = subprocess.run(
+            [sys.executable, "-m", "elaswave_plugin.run", "s.py"],
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert len(list(job.run_dir.glob("supervisor-*.json"))) == 2, "the running job's"
+        assert job.finish([0, 1]) == 0
+    for refused in (done, under_torchrun):
+        assert refused.returncode == 2
+        assert re.search(
+            r"a job is running in '.*/run': its supervisor of worker [01] \(pid [0-9]+\) answers",
+            refused.stderr,
+        )
+        assert refused.stderr.count("\n") == 1
+
+
+def test_what_a_killed_job_has_left_does_not_refuse_the_next(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        address = f"127.0.0.1:{stranger.getsockname()[1]}"
+        for slot, where in enumerate((address, f"127.0.0.1:{free_port()}")):
+            left = {"slot": slot, "node": 0, "pid": 1, "address": where}
+            (tmp_path / "run" / f"supervisor-{slot}.json").write_text(json.dumps(left))
+        with Job(tmp_path, 2).start() as job:
+            assert job.finish([0, 1]) == 0
+
+
 def test_a_spec_made_in_code_is_checked_too() -> None:
     with pytest.raises(ConfigurationError, match="--nproc-per-node is -1"):
         parse_run_args(["--nproc-per-node=-1", "-m", "x"])
