@@ -59,7 +59,7 @@ def test_a_micro_batch_is_cut_between_two_workers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("slot", "phase"), enumerate(PHASES))
+@pytest.mark.parametrize(("slot", "phase"), list(enumerate(PHASES)))
 def test_a_pipeline_with_cut_micro_batches(
     run: Launch, reference: Reference, slot: int, phase: str
 ) -> None:
