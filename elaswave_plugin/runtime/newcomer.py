@@ -30,22 +30,32 @@ def serve(
 ) -> int:
     """Take the slot of the spec, or as a standby (slot STANDBY) a lost one; returns the exit code.
 
-    A standby makes up for losses: the reserve is for those who join. `on_trainer`: as for
-    `Supervisor.run`.
+    Where somebody else was faster, it takes another free slot. A standby makes up for losses: the
+    reserve is for those who join. `on_trainer`: as for `Supervisor.run`.
     """
     if spec.place.slot == STANDBY:
         return _stand_by(spec, zygote, on_trainer)
-    try:
-        roster = ask_roster(spec.joins)
-    except OSError as error:
-        say(f"worker {spec.place.slot} does not join: no supervisor of the job answers ({error})")
-        return EXIT_CONFIGURATION
-    try:
-        supervisor = Supervisor(_in_seat(spec, roster), listener=None, zygote=zygote)
-        return supervisor.run(on_trainer=on_trainer)
-    except SeatRefusedError as error:
-        say(f"worker {spec.place.slot} does not join: {error}")
-        return EXIT_REQUEUE  # as another that was faster: started anew, it finds what is free then
+    why, tried = "", None
+    while True:
+        slot = spec.place.slot
+        try:
+            roster = ask_roster(spec.joins)
+        except OSError as error:
+            say(f"worker {slot} does not join: no supervisor of the job answers ({error})")
+            return EXIT_CONFIGURATION
+        if tried is not None and slot not in roster.free and roster.free:
+            # Others that joined at once were offered the same slots.
+            slot = roster.free[0]
+        spec = _in_seat(replace(spec, place=replace(spec.place, slot=slot)), roster)
+        if spec.place == tried:
+            say(f"worker {slot} does not join: {why}")
+            return EXIT_REQUEUE  # started anew, it finds what is free then
+        tried = spec.place
+        try:
+            supervisor = Supervisor(spec, listener=None, zygote=zygote)
+            return supervisor.run(on_trainer=on_trainer)
+        except SeatRefusedError as error:
+            why = str(error)
 
 
 def _stand_by(
@@ -83,10 +93,10 @@ def _stand_by(
 
 def _in_seat(spec: SupervisorSpec, roster: Roster) -> SupervisorSpec:
     """The spec with what its slot and node make of torchrun's variables."""
-    slot, node = spec.place.slot, spec.place.node
-    if node not in {peer.node for peer in roster.living}:
-        # The first of its node, or all that were left of it have gone.
-        node = roster.node_for(own_machine())
+    slot, node, machine = spec.place.slot, spec.place.node, own_machine()
+    if (node, machine) not in {(peer.node, peer.machine) for peer in roster.living}:
+        # The first of its node, or all that were left of it have gone, or it is another's by now.
+        node = roster.node_for(machine)
     env = {**spec.env, **roster.record["env"]}
     # A script knows ranks of the launch only.
     rank = built_among(slot, range(int(env["WORLD_SIZE"]))).index(slot)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from elaswave_plugin.cli import run_command
+from elaswave_plugin.core.ending import EXIT_REQUEUE
 from elaswave_plugin.runtime.address_file import read_addresses
 from elaswave_plugin.status import addresses_in, ask_job
 from tests.ports import free_port
@@ -98,6 +99,51 @@ def test_two_come_at_once_to_one_node(tmp_path: Path) -> None:
             job.tell(slot, "finish")
         assert job.code() == 0
         assert job.code(number) == 0
+
+
+# A launcher that waits, once it was offered slots, until others have taken them.
+LATE = """
+import sys, time
+from pathlib import Path
+from elaswave_plugin.runtime import launch
+find_vacancy = launch.find_vacancy
+def find_late(spec):
+    vacancy = find_vacancy(spec)
+    Path("{folder}/offered").touch()
+    deadline_s = time.monotonic() + 60
+    while not Path("{folder}/taken").exists():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    return vacancy
+launch.find_vacancy = find_late
+sys.exit(launch.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("reserve", [2, 1])
+def test_two_launchers_are_offered_the_same_slot(tmp_path: Path, reserve: int) -> None:
+    """The second one takes another slot, where one is left."""
+    with Job(tmp_path, 2, TINY_READY="told").start(f"--reserve={reserve}") as job:
+        late = [f"--join={address_of(job, 1)}", f"--dir={job.run_dir}", str(TRAINER)]
+        job.launch(command=[sys.executable, "-c", LATE.format(folder=tmp_path), *late])
+        second = len(job.launchers) - 1
+        deadline_s = time.monotonic() + WAIT_S
+        while not (tmp_path / "offered").exists():
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        first = join(job, 0)
+        job.one("alone", 2)
+        (tmp_path / "taken").touch()
+        if reserve == 1:
+            assert job.code(second) == EXIT_REQUEUE
+            assert "worker 2 does not join: worker 2 has a supervisor again" in job.output(second)
+        else:
+            env = job.one("alone", 3)["env"]
+            assert [env[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == ["1", "0", "2"]
+        for slot in (0, 1):
+            job.tell(slot, "finish")
+        assert job.code() == 0 and job.code(first) == 0
+        assert reserve == 1 or job.code(second) == 0
 
 
 @pytest.mark.parametrize("what", sampled(["trainer", "supervisor"], keep=(1,)))
