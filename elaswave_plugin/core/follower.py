@@ -48,6 +48,9 @@ class Follower(OwnTrainer, ABC):
         known, self.memory = self.memory, self.memory.joined(memory)
         if self.memory.promised > known.promised:
             self._step_down(self.memory.promised, now_s)
+            if not self.follows and self.leader != self.slot:
+                # It counts on this node, and would not hear of this before it proposes something.
+                self._send(self.leader, Refuse(promised=self.memory.promised))
 
     # ---- what an agreement adds ---------------------------------------------------------------
 

@@ -337,7 +337,10 @@ class Cluster:
                 agreement.lost(far, "its connection broke")
 
     def do_tick(self, words: list[str]) -> None:
+        """tick SECONDS: time passes, and with its beats each learns whom its node follows."""
         self.now_s += float(words[0])
+        for slot, agreement in self.alive.items():
+            agreement.recall(self.memories.get(self.nodes[slot], NodeMemory()), self.now_s)
         for slot in list(self.alive):
             self.settle(slot)
 
