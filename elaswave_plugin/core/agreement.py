@@ -2,9 +2,10 @@
 
 The life of a proposal: `Propose` -> every trainer quiesces -> `Quiesced` -> `Committed`. A failure
 while one is open supersedes it with a higher epoch. The leader is the lowest slot whose supervisor
-lives. A new leader asks everybody (`Prepare`), needs a majority of the nodes, and builds on the
-highest view that any of them accepted, since that one may have been committed somewhere. The
-README of this package says why no two views of an epoch are ever committed.
+lives. A new leader asks everybody (`Prepare`), who answer once they hear nobody that comes before.
+It needs a majority of the nodes, and builds on the highest view that any of them accepted, since
+that one may have been committed somewhere. The README of this package says why no two views of an
+epoch are ever committed.
 
 Every supervisor calls the inputs as things happen and `settle` once after each batch of them;
 several failures in one batch so become one proposal.
@@ -123,7 +124,7 @@ class Agreement(Follower):
         any effect is carried out; none of its other supervisors may vote in between.
         """
         if message is None:
-            return self.leader == self.slot
+            return self.leader == self.slot or self.leader in self._early
         return isinstance(message, Prepare | Propose | Admit)
 
     # ---- inputs -------------------------------------------------------------------------------
@@ -257,6 +258,7 @@ class Agreement(Follower):
         """Act on all inputs since the last call; the orders to carry out, in order."""
         if not self.over:
             self._fence_when_due(now_s)
+            self._answer_who_leads_now()
             if self.leader != self.slot:
                 self._step_down()
             elif not self.leads:
@@ -305,6 +307,7 @@ class Agreement(Follower):
     def _forget(self, slot: int) -> None:
         """Nothing of a lost supervisor counts any more: the snapshots it listed went with it."""
         self._promises.pop(slot, None)
+        self._early.pop(slot, None)
         self._answers.pop(slot, None)
         self._outside.discard(slot)
 

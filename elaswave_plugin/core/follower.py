@@ -37,6 +37,8 @@ class Follower(OwnTrainer, ABC):
         self._highest_epoch = 0
         self._applied_epoch = 0
         self._dismissed = False
+        # From those that would lead, while this one hears somebody who comes before them.
+        self._early: dict[int, Prepare] = {}
 
     @property
     def follows(self) -> bool:
@@ -68,6 +70,10 @@ class Follower(OwnTrainer, ABC):
         if message.ballot < self.memory.promised:
             self._send(sender, Refuse(promised=self.memory.promised))
             return
+        if self.leader < sender:
+            # Whom the sender has lost is heard here: it shuts the sender out, or ends.
+            self._early[sender] = message
+            return
         self.memory = self.memory.promising(message.ballot)
         self._step_down()
         if self._shut_out(message.lost):
@@ -84,6 +90,11 @@ class Follower(OwnTrainer, ABC):
             news=tuple(self._news),
         )
         self._send(sender, promise)
+
+    def _answer_who_leads_now(self) -> None:
+        """It asked before this one had lost all that come before it."""
+        if self.leader in self._early:
+            self._on_prepare(self.leader, self._early.pop(self.leader))
 
     def _on_propose(self, sender: int, proposal: Proposal, now_s: float) -> None:
         if proposal.ballot < self.memory.promised:

@@ -32,6 +32,35 @@ def test_of_two_parts_that_hear_one_supervisor_of_a_node_each_one_goes_on() -> N
     assert cluster.ends.keys() == set(range(4)) - part
 
 
+@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("link", [(0, 1), (0, 3)])
+def test_a_broken_link_costs_one_worker(seed: int, link: tuple[int, int]) -> None:
+    """Who would lead instead does not get those on its side that still hear the leader."""
+    dice = random.Random(seed)
+    cluster = sealed_job((0, 1, 2, 3, 4))
+    cluster.do_sunder([str(slot) for slot in link])
+    come_to_rest(cluster, dice)
+    assert working(cluster) == set(range(5)) - {link[1]}
+    check(cluster)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_while_links_break_one_by_one_a_part_that_may_go_on_does(seed: int) -> None:
+    """The members of the two parts hear each other for a while yet, whatever they decide."""
+    dice = random.Random(seed)
+    cluster = sealed_job((0, 0, 1, 1, 2, 2))
+    links = [(a, b) for a in (0, 1, 4) for b in (2, 3, 5) if (a, b) != (4, 5)]
+    for a, b in dice.sample(links, len(links)):
+        cluster.do_sunder([str(a), str(b)])
+        cluster.run(dice, most=dice.randrange(6))
+        for quiet in dice.sample(sorted(cluster.alive), len(cluster.alive)):
+            if dice.random() < 0.3:
+                cluster.do_quiesce([str(quiet)])
+    come_to_rest(cluster, dice)
+    assert working(cluster)
+    check(cluster)
+
+
 @pytest.mark.parametrize("seed", range(1500))
 def test_no_cut_of_flows_makes_two_parts_go_on(seed: int) -> None:
     """One view an epoch, one path, and in the end one part at most that works."""

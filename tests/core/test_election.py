@@ -32,10 +32,10 @@ def promised(known: int) -> Promise:
         incarnations={},
     )
     member = Agreement.of_newcomer(welcome, patience=Patience(), life=1)
+    member.lost(0, "its connection closed")
     member.settle(0.0)
-    member.receive(
-        1, Prepare(ballot=Ballot(term=100, leader=1, epoch=100), epoch=known, lost=()), 0.0
-    )
+    ballot = Ballot(term=100, leader=1, epoch=100)
+    member.receive(1, Prepare(ballot=ballot, epoch=known, lost=(0,)), 0.0)
     (promise,) = (
         effect.message
         for effect in member.settle(0.0)

@@ -40,6 +40,7 @@ def register() -> Iterator[NodeRegister]:
 def test_what_one_supervisor_promises_the_other_one_recalls(register: NodeRegister) -> None:
     with closing(NodeRegister.of_process(os.getpid())) as beside:
         one, other = supervisor(2), supervisor(3)
+        one.lost(0, "its connection closed")
         with register.turn(one):
             one.receive(1, Prepare(ballot=ballot(4, 1), epoch=0, lost=(0,)), 0.0)
         with beside.turn(other):
