@@ -192,6 +192,13 @@ class Job:
             self.reports.append(json.loads(self._inbox.recv(1 << 20)))
         return False
 
+    def listen(self, for_s: float) -> None:
+        """Take in what the trainers report meanwhile: with ten reports unheard they wait."""
+        deadline_s = time.monotonic() + for_s
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            if select.select([self._inbox], [], [], left_s)[0]:
+                self.reports.append(json.loads(self._inbox.recv(1 << 20)))
+
     def finish(self, slots: Sequence[int], *, launcher: int = 0) -> int:
         """Let these trainers finish; the exit code of a launcher."""
         for slot in slots:

@@ -194,6 +194,11 @@ class Trainer:
             case "saves_last":
                 self.member.saves_last()
                 self.tell("saves_last")
+            case "act":
+                # By then its time has run out, unless it was lent more.
+                time.sleep(float(words[0]))
+                self.member.await_lease()
+                self.tell("acts")
             case "await_start":
                 self.member.wait_started(WAIT_S)
                 self.tell("job_started")
