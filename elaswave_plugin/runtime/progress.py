@@ -174,20 +174,23 @@ class ProgressPage:
         none of the `waited_s` in which the trainer waited for a processor.
         """
         words = self._words
-        since_s = words[_SINCE_NS] / _NS
-        if not since_s:
+        if not words[_SINCE_NS]:
             return None
         announced = self.announced
+        phase, limit_s = announced or self._text(0), words[_LIMIT_NS] / _NS
+        waits_for, operations = words[_WAITS_FOR], words[_OPERATIONS]
+        # The time comes last, as it comes first for the writer: what was read above is no newer.
+        since_s = words[_SINCE_NS] / _NS
         return Sample(
             slot=slot,
             incarnation=words[_INCARNATION],
             epoch=words[_EPOCH],
             step=words[_STEP],
-            phase=announced or self._text(0),
-            operations=words[_OPERATIONS],
+            phase=phase,
+            operations=operations,
             stalled_s=max(0.0, time.monotonic() - max(since_s, awake_s) - waited_s),
-            limit_s=ANNOUNCED_LIMIT_S if announced else words[_LIMIT_NS] / _NS,
-            waits_for=words[_WAITS_FOR],
+            limit_s=ANNOUNCED_LIMIT_S if announced else limit_s,
+            waits_for=waits_for,
             stopped=stopped,
             waited_s=waited_s,
         )

@@ -5,7 +5,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -69,6 +70,54 @@ def test_what_is_written_is_read(pages: tuple[ProgressPage, ProgressPage]) -> No
         assert (sample.epoch, sample.step, sample.operations) == (4, 17, 1)
         assert (sample.phase, sample.limit_s, sample.waits_for) == ("forward", 2.5, COMMIT)
     assert read(supervisor).waits_for == NOBODY
+
+
+class Preempted:
+    """The words of a page, whose reader stands still before its n-th look while ``go_on`` runs."""
+
+    def __init__(self, words: memoryview, looks: int, go_on: Callable[[], None]) -> None:
+        self._words, self._looks, self._go_on = words, looks, go_on
+
+    def __getitem__(self, index: int) -> int:
+        self._looks -= 1
+        if self._looks == 0:
+            self._go_on()
+        return self._words[index]
+
+
+@pytest.mark.parametrize("looks", range(1, 11))
+@pytest.mark.parametrize("what", ["announced", "waiting", "between steps"])
+def test_a_worker_that_goes_on_while_it_is_looked_at_is_not_late(
+    pages: tuple[ProgressPage, ProgressPage], what: str, looks: int
+) -> None:
+    """After a long wait: the time of one moment is not judged by what was written in the next."""
+    trainer, supervisor = pages
+    trainer.begin(incarnation=0)
+    long_ago = time.monotonic_ns() - 60 * 10**9
+    words = supervisor._words
+
+    def go_on() -> None:
+        if what == "announced":
+            trainer.end_announced()
+        elif what == "waiting":
+            trainer.waits_for(NOBODY)
+        else:
+            trainer.enter("forward", 2.0)
+
+    if what != "between steps":
+        trainer.enter("forward", 2.0)
+    if what == "announced":
+        trainer.announce("a slow batch")
+    if what == "waiting":
+        trainer.waits_for(5)
+    words[0] = long_ago
+    seen: Any = supervisor
+    seen._words = Preempted(words, looks, go_on)
+    try:
+        sample = read(supervisor)
+    finally:
+        seen._words = words
+    assert not sample.is_late or sample.waits_for == 5
 
 
 def test_a_standstill_is_counted_from_the_last_change(
