@@ -11,7 +11,7 @@ from rich.console import Console
 
 from elaswave_plugin.demo import jobs
 from elaswave_plugin.demo.blocks import step_times_s
-from elaswave_plugin.demo.options import DemoOptions
+from elaswave_plugin.demo.options import DemoOptions, sole_use
 from elaswave_plugin.demo.screen import STEP_LINES, RunScreen, progress_on, show_comparison
 from elaswave_plugin.demo.sizes import GLOBAL_BATCH
 from elaswave_plugin.errors import ConfigurationError
@@ -58,9 +58,15 @@ def demo_runs(framework: str) -> tuple[DemoRun, ...]:
 def run_demo(options: DemoOptions, text: Path | None, console: Console) -> int:
     """Run the demo; 0 if nothing was lost and both runs are equal, else 1.
 
-    Raises ConfigurationError if a framework is missing and JobFailed if a run fails.
+    Raises ConfigurationError if a framework is missing or another demo is running in the folder,
+    and JobFailed if a run fails.
     """
     check_frameworks(options.framework)
+    with sole_use(options.out):
+        return _run_demo(options, text, console)
+
+
+def _run_demo(options: DemoOptions, text: Path | None, console: Console) -> int:
     out = options.out.absolute()
     for name in (*(run.name for run in demo_runs("deepspeed")), "data", "wandb", "logs"):
         shutil.rmtree(out / name, ignore_errors=True)

@@ -1,6 +1,8 @@
 """The demo's options, checked before anything starts."""
 
-from collections.abc import Mapping
+import fcntl
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -174,6 +176,22 @@ def _check_out(out: Path) -> None:
         raise ConfigurationError(
             f"out is {str(out)!r}, which cannot be written: {error.strerror}; name another folder"
         ) from None
+
+
+@contextmanager
+def sole_use(out: Path) -> Iterator[None]:
+    """Keeps other demos out of the folder, whose files each of them replaces.
+
+    Raises ConfigurationError where one is running there.
+    """
+    with (out / MARKER).open("w") as marker:
+        try:
+            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigurationError(
+                f"out is {str(out)!r}, in which another demo is running; name another folder"
+            ) from None
+        yield
 
 
 def _training_script(name: str) -> Path:

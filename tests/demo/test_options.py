@@ -9,7 +9,7 @@ import pytest
 from elaswave_plugin.cli import run_command
 from elaswave_plugin.demo import demo
 from elaswave_plugin.demo.jobs import job_command
-from elaswave_plugin.demo.options import MARKER, check_options
+from elaswave_plugin.demo.options import MARKER, check_options, sole_use
 from elaswave_plugin.demo.sizes import check_sizes
 from elaswave_plugin.demo.text import find_text
 
@@ -231,3 +231,18 @@ def test_elaswave_run_imports_nothing_heavy() -> None:
 @pytest.mark.parametrize("argv", [["--help"], ["demo", "--help"], ["report", "--help"], []])
 def test_elaswave_help_is_no_error(argv: list[str]) -> None:
     assert run_command(argv) == 0
+
+
+def test_the_folder_of_a_running_demo_is_refused_and_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    (out / "data").mkdir(parents=True)
+    (out / MARKER).touch()
+    with sole_use(out):
+        assert run_command(["demo", "--text", write(tmp_path), "--out", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert "in which another demo is running; name another folder" in error
+    assert error.count("\n") == 1 and (out / "data").is_dir()
+    with sole_use(out):
+        pass

@@ -88,7 +88,9 @@ def layout_change(processors: int = 4) -> dict[str, Any]:
 
 
 def make_alternated(folder: Path, *, steps: int, on_s: float, off_s: float) -> Path:
-    """Write the step lines of a run of two workers in blocks of ten, slot 1 the slower one."""
+    """Write a run of two workers in blocks of ten, slot 1 the slower one; only its steps matter."""
+    for name in ("events", "ledger"):
+        EventLog(folder / f"{name}.jsonl").close()
     with EventLog(folder / "steps.jsonl") as log:
         for step in range(steps):
             slowest_s = on_s if step // 10 % 2 == 0 else off_s
