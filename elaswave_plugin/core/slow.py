@@ -17,9 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from elaswave_plugin.core.length_curve import LengthHistory
+if TYPE_CHECKING:
+    from elaswave_plugin.core.length_curve import LengthHistory
 
 SLOW = 1.3
 LEVEL = 1.15
@@ -121,6 +122,9 @@ class SlowWatch:
         ``tokens``: of a sample in the pass that a pace is of, where they matter.
         """
         before, tokens = dict(self.slow), tokens or {}
+        # It takes numpy, and a supervisor, which imports this module for SlowTold, takes none.
+        from elaswave_plugin.core.length_curve import LengthHistory
+
         for role in roles:
             known = {slot: (paces[slot], tokens.get(slot, 0)) for slot in role if slot in paces}
             if len(known) < 2:
