@@ -4,13 +4,23 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
-from tests.faults.harness import JobSpec, Outcome, Zygote, launch
+from tests.faults.growth import grow, without_reserve
+from tests.faults.harness import JobSpec, Outcome, Zygote, check_equal, launch
 
 Launch = Callable[[JobSpec], Outcome]
 Reference = Callable[[JobSpec], Outcome]
+
+
+class Grown(Protocol):
+    """Grows a job by so many workers; ``like``: the job that it has to equal, without growth."""
+
+    def __call__(
+        self, spec: JobSpec, *, joiners: int = 1, like: JobSpec | None = None
+    ) -> Outcome: ...
 
 
 @pytest.fixture(scope="session")
@@ -56,3 +66,15 @@ def reference(run: Launch) -> Reference:
         return made[spec]
 
     return undisturbed
+
+
+@pytest.fixture
+def grown(zygote: Zygote, data: Path, tmp_path: Path, reference: Reference) -> Grown:
+    """A run that workers join, bit for bit as the undisturbed one of a job that cannot grow."""
+
+    def equal(spec: JobSpec, *, joiners: int = 1, like: JobSpec | None = None) -> Outcome:
+        run = grow(spec, joiners=joiners, zygote=zygote, data=data, directory=tmp_path)
+        check_equal(run, reference(without_reserve(like or spec)))
+        return run
+
+    return equal

@@ -4,72 +4,36 @@ The reference is launched without a reserve: neither the number of workers nor t
 enters what is computed.
 """
 
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from elaswave_plugin.runtime.address_file import read_addresses
-from elaswave_plugin.tracking.events import EVENTS_FILE, Tail
-from tests.faults.conftest import Launch, Reference
+from tests.faults.conftest import Grown, Launch, Reference
+from tests.faults.growth import grow, widths, without_reserve
 from tests.faults.harness import (
     JobSpec,
-    Outcome,
     Zygote,
     check_equal,
     check_survived,
     max_relative_difference,
-    open_launcher,
-    started,
 )
 from tests.faults.matrix import OPTIONS
 from tests.faults.test_bad_input import check_refused, check_silent_otherwise
 from tests.faults.test_join import LATER, entered, last_ranks
 
-LIMIT_S = 60.0
 GROWS = JobSpec(steps=10, dump="last", launcher=("--reserve=1",), awaits=((4, 1),))
-
-
-def grow(
-    spec: JobSpec, *, joiners: int = 1, zygote: Zygote, data: Path, directory: Path
-) -> Outcome:
-    """Run a job that so many workers join as soon as it has begun; its outcome."""
-    started_s = time.monotonic()
-    with started(spec, zygote=zygote, data=data, directory=directory) as launchers:
-        events = Tail(directory / EVENTS_FILE)
-        deadline_s = time.monotonic() + LIMIT_S
-        while not any(e["kind"] == "view_committed" for e in events.new()):
-            assert time.monotonic() < deadline_s, (directory / "output").read_text()[-3000:]
-            time.sleep(0.02)  # the file is all that a running job shows
-        place = [f"--join={read_addresses(directory)[0]}", f"--nproc-per-node={joiners}"]
-        launchers.append(open_launcher(spec, place, zygote=zygote, data=data, directory=directory))
-        codes = [launcher.wait(LIMIT_S) for launcher in launchers]
-    output = (directory / "output").read_text()
-    assert not any(codes), output[-4000:]
-    seconds = time.monotonic() - started_s
-    return Outcome(spec=spec, directory=directory, returncode=0, output=output, seconds=seconds)
-
-
-def without_reserve(reference: Reference, spec: JobSpec) -> Outcome:
-    """The undisturbed run of a job that cannot grow."""
-    return reference(replace(spec, launcher=()))
-
-
-def widths(run: Outcome) -> list[int]:
-    """How many workers each view had."""
-    return [len(event["ranks"]) for event in run.events("view_committed")]
 
 
 @pytest.mark.parametrize(
     "options", [(), *(pytest.param(one, marks=pytest.mark.slow) for one in OPTIONS)], ids=str
 )
 def test_a_fifth_worker_joins_a_job_of_four(
-    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference, options: tuple[str, ...]
+    grown: Grown, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     spec = replace(GROWS, options=options)
-    run = grow(spec, zygote=zygote, data=data, directory=tmp_path)
-    check_equal(run, without_reserve(reference, spec))
+    run = grown(spec)
     assert entered(run) == [(4, 1)]
     assert widths(run) == [4, 5] and last_ranks(run) == [0, 1, 2, 3, 4]
     assert read_addresses(tmp_path) == []
@@ -79,9 +43,7 @@ def test_a_fifth_worker_joins_a_job_of_four(
 
 
 @pytest.mark.slow
-def test_a_job_shrinks_is_whole_again_and_grows(
-    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference
-) -> None:
+def test_a_job_shrinks_is_whole_again_and_grows(grown: Grown) -> None:
     """4 -> 3 -> 4 -> 5."""
     spec = replace(
         GROWS,
@@ -91,24 +53,20 @@ def test_a_job_shrinks_is_whole_again_and_grows(
         awaits=((4, 1), (6, 2)),
         sabotage=LATER.format(slot=4),
     )
-    run = grow(spec, zygote=zygote, data=data, directory=tmp_path)
-    check_equal(run, without_reserve(reference, spec))
+    run = grown(spec)
     assert entered(run) == [(2, 1), (4, 1)]
     assert widths(run) == [4, 3, 4, 5] and last_ranks(run) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slot", [0, 2, 3])
-def test_a_worker_beyond_the_launch_takes_over_a_replica(
-    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference, slot: int
-) -> None:
+def test_a_worker_beyond_the_launch_takes_over_a_replica(grown: Grown, slot: int) -> None:
     """4 -> 3 -> 4 workers: as many as at the launch, and others, whose ranks are not its replicas'.
 
     The trainer that is lost does not come back, but its supervisor keeps the slot.
     """
     spec = replace(GROWS, kills=(f"{slot}@2:backward",))
-    run = grow(spec, zygote=zygote, data=data, directory=tmp_path)
-    check_equal(run, without_reserve(reference, spec))
+    run = grown(spec)
     assert entered(run) == [(4, 1)]
     assert widths(run) == [4, 3, 4]
     assert last_ranks(run) == [one for one in range(5) if one != slot]
@@ -116,48 +74,36 @@ def test_a_worker_beyond_the_launch_takes_over_a_replica(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["forward", "reduce", "optimizer", "gather"])
-def test_the_worker_beyond_the_launch_is_lost(
-    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference, phase: str
-) -> None:
+def test_the_worker_beyond_the_launch_is_lost(grown: Grown, phase: str) -> None:
     """4 -> 5 -> 4, and it is started again: 5."""
     spec = replace(GROWS, steps=14, respawn=1, kills=(f"4.1@7:{phase}",), awaits=((4, 1), (10, 2)))
-    run = grow(spec, zygote=zygote, data=data, directory=tmp_path)
-    check_equal(run, without_reserve(reference, spec))
+    run = grown(spec)
     assert entered(run) == [(4, 1), (4, 2)]
     assert widths(run) == [4, 5, 4, 5]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slot", [0, 3])
-def test_a_worker_of_a_grown_job_is_lost(
-    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference, slot: int
-) -> None:
+def test_a_worker_of_a_grown_job_is_lost(grown: Grown, slot: int) -> None:
     """4 -> 5 -> 4 without one of the launch, and nobody comes back."""
     spec = replace(GROWS, kills=(f"{slot}@7:backward",))
-    run = grow(spec, zygote=zygote, data=data, directory=tmp_path)
-    check_equal(run, without_reserve(reference, spec))
+    run = grown(spec)
     assert widths(run) == [4, 5, 4] and 4 in last_ranks(run) and slot not in last_ranks(run)
 
 
 @pytest.mark.slow
-def test_a_newcomer_beyond_the_launch_dies_on_its_way_in(
-    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference
-) -> None:
+def test_a_newcomer_beyond_the_launch_dies_on_its_way_in(grown: Grown) -> None:
     spec = replace(GROWS, steps=12, respawn=10, kills=("4.1@0:move",), awaits=((4, 1), (7, 2)))
-    run = grow(spec, zygote=zygote, data=data, directory=tmp_path)
-    check_equal(run, without_reserve(reference, spec))
+    run = grown(spec)
     assert entered(run) == [(4, 2)]
     assert last_ranks(run) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.slow
-def test_a_job_of_two_doubles(
-    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference
-) -> None:
+def test_a_job_of_two_doubles(grown: Grown) -> None:
     # Once one of them asks to be let in, the other comes after the next step.
     spec = replace(GROWS, nproc=2, launcher=("--reserve=2",), awaits=((4, 1), (6, 2)))
-    run = grow(spec, joiners=2, zygote=zygote, data=data, directory=tmp_path)
-    check_equal(run, without_reserve(reference, spec))
+    run = grown(spec, joiners=2)
     assert sorted(entered(run)) == [(2, 1), (3, 1)]
     assert last_ranks(run) == [0, 1, 2, 3]
 
@@ -179,13 +125,10 @@ Phases.enter = die
 
 
 @pytest.mark.slow
-def test_the_leader_of_a_grown_job_is_lost(
-    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference
-) -> None:
+def test_the_leader_of_a_grown_job_is_lost(grown: Grown) -> None:
     """Who leads next knows the slots of the reserve, too: one is left."""
     spec = replace(GROWS, launcher=("--reserve=2",), sabotage=LOSE_LEADER)
-    run = grow(spec, zygote=zygote, data=data, directory=tmp_path)
-    check_equal(run, without_reserve(reference, spec))
+    run = grown(spec)
     assert widths(run) == [4, 5, 4] and sorted(last_ranks(run)) == [1, 2, 3, 4]
     assert [e["by"] for e in run.events("leader_elected")] == [1]
 
@@ -196,7 +139,7 @@ def test_fast_mode_grows_with_losses_close_by(
 ) -> None:
     spec = replace(GROWS, consistency="fast")
     run = grow(spec, zygote=zygote, data=data, directory=tmp_path)
-    undisturbed = without_reserve(reference, spec)
+    undisturbed = reference(without_reserve(spec))
     check_survived(run)
     assert widths(run) == [4, 5]
     assert max_relative_difference(run, undisturbed) <= 1e-6

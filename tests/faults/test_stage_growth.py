@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.faults.conftest import Launch, Reference
+from tests.faults.conftest import Grown, Launch, Reference
+from tests.faults.growth import grow, widths, without_reserve
 from tests.faults.harness import (
     JobSpec,
     Outcome,
@@ -20,7 +21,6 @@ from tests.faults.harness import (
 )
 from tests.faults.hybrid_matrix import PP2_DP2, PP2_VPP2_DP2, TP2_PP2_DP2, resized
 from tests.faults.test_bad_input import check_refused, check_silent_otherwise
-from tests.faults.test_growth import grow, widths, without_reserve
 from tests.faults.test_join import LATER, entered, last_ranks
 from tests.faults.test_outside_a_step import saved_tensors
 from tests.faults.test_stage_moves import stages_after
@@ -46,9 +46,7 @@ def at_first_stage(run: Outcome, step: int) -> set[int]:
     return {line["slot"] for line in run.files.ledger if line["step"] == step}
 
 
-def test_a_tp_group_beyond_the_launch_widens_a_stage(
-    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference
-) -> None:
+def test_a_tp_group_beyond_the_launch_widens_a_stage(grown: Grown) -> None:
     """8 -> 9, with one of the group free -> 10; one of it is lost and comes back: 9 -> 10."""
     spec = replace(
         TP_GROUP,
@@ -58,8 +56,7 @@ def test_a_tp_group_beyond_the_launch_widens_a_stage(
         awaits=((3, 1), (5, 2), (9, 3)),
         sabotage=LATER.format(slot=9),
     )
-    run = grow(spec, joiners=2, zygote=zygote, data=data, directory=tmp_path)
-    check_equal(run, without_reserve(reference, spec))
+    run = grown(spec, joiners=2)
     assert entered(run) == [(8, 1), (9, 1), (8, 2)]
     assert widths(run) == [8, 9, 10, 9, 10]
     assert stages_after(run) == [[[0, 1], [2, 3], [8, 9]], [[4, 5], [6, 7]]]
@@ -70,9 +67,7 @@ def test_a_tp_group_beyond_the_launch_widens_a_stage(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dataflow", ["auto", "redeal"])
-def test_a_pipeline_beyond_the_launch_widens_every_stage(
-    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference, dataflow: str
-) -> None:
+def test_a_pipeline_beyond_the_launch_widens_every_stage(grown: Grown, dataflow: str) -> None:
     """TP2 x PP2 x DP2 -> DP3, one worker after the other."""
     spec = replace(
         TP_GROUP,
@@ -81,8 +76,7 @@ def test_a_pipeline_beyond_the_launch_widens_every_stage(
         options=(*TP_GROUP.options, f"--elaswave-dataflow={dataflow}"),
         awaits=((3, 1), (5, 2), (7, 3), (9, 4)),
     )
-    run = grow(spec, joiners=4, zygote=zygote, data=data, directory=tmp_path)
-    check_equal(run, without_reserve(reference, replace(spec, options=TP_GROUP.options)))
+    run = grown(spec, joiners=4, like=replace(spec, options=TP_GROUP.options))
     assert widths(run)[0] == 8 and widths(run)[-1] == 12
     assert shape(run) == [3, 3]
     assert at_first_stage(run, 13) == {0, 2, 8}
@@ -90,42 +84,33 @@ def test_a_pipeline_beyond_the_launch_widens_every_stage(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", PIPELINES, ids=["tensor parallel", "bf16", "interleaved"])
-def test_other_layouts_grow(
-    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference, spec: JobSpec
-) -> None:
+def test_other_layouts_grow(grown: Grown, spec: JobSpec) -> None:
     spec = replace(spec, steps=10, dump="last", launcher=("--reserve=2",), awaits=((3, 1), (5, 2)))
-    run = grow(spec, joiners=2, zygote=zygote, data=data, directory=tmp_path)
-    check_equal(run, without_reserve(reference, spec))
+    run = grown(spec, joiners=2)
     assert sorted(entered(run)) == [(4, 1), (5, 1)]
     assert set(shape(run)) == {3}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slot", [1, 6])
-def test_a_worker_of_the_launch_is_lost_from_a_grown_job(
-    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference, slot: int
-) -> None:
+def test_a_worker_of_the_launch_is_lost_from_a_grown_job(grown: Grown, slot: int) -> None:
     """Nobody comes back; where stage 1 lost a group, stage 0 has one to give."""
     spec = replace(TP_GROUP, kills=(f"{slot}@7:backward",))
-    run = grow(spec, joiners=2, zygote=zygote, data=data, directory=tmp_path)
-    check_equal(run, without_reserve(reference, spec))
+    run = grown(spec, joiners=2)
     assert widths(run)[-2:] == [10, 9]
     assert sum(shape(run)) == 4 and slot not in last_ranks(run)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moves", ["auto", "never"])
-def test_a_tp_group_beyond_the_launch_takes_over_from_a_lost_one(
-    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference, moves: str
-) -> None:
+def test_a_tp_group_beyond_the_launch_takes_over_from_a_lost_one(grown: Grown, moves: str) -> None:
     """As many groups as at the launch, and others."""
     spec = replace(
         TP_GROUP,
         kills=("0@2:backward",),
         options=(*TP_GROUP.options, f"--elaswave-move-layers={moves}"),
     )
-    run = grow(spec, joiners=2, zygote=zygote, data=data, directory=tmp_path)
-    check_equal(run, without_reserve(reference, replace(spec, options=TP_GROUP.options)))
+    run = grown(spec, joiners=2, like=replace(spec, options=TP_GROUP.options))
     assert widths(run)[:2] == [8, 7] and widths(run)[-1] == 9
     assert shape(run) == [2, 2]
     assert len(run.events("recovered")[-1]["layout_after"]["free"]) == 1
@@ -133,9 +118,7 @@ def test_a_tp_group_beyond_the_launch_takes_over_from_a_lost_one(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["agree", "edit", "move", "rebind", "verify"])
-def test_a_newcomer_of_a_tp_group_dies_on_its_way_in(
-    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference, phase: str
-) -> None:
+def test_a_newcomer_of_a_tp_group_dies_on_its_way_in(grown: Grown, phase: str) -> None:
     spec = replace(
         TP_GROUP,
         steps=12,
@@ -143,16 +126,13 @@ def test_a_newcomer_of_a_tp_group_dies_on_its_way_in(
         kills=(f"9.1@0:{phase}",),
         awaits=((3, 1), (5, 2), (8, 3)),
     )
-    run = grow(spec, joiners=2, zygote=zygote, data=data, directory=tmp_path)
-    check_equal(run, without_reserve(reference, spec))
+    run = grown(spec, joiners=2)
     assert sorted(entered(run)) == [(8, 1), (9, 2)]
     assert shape(run) == [3, 2]
 
 
 @pytest.mark.slow
-def test_a_grown_job_loses_every_stage_of_the_launch_but_one_group(
-    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference
-) -> None:
+def test_a_grown_job_loses_every_stage_of_the_launch_but_one_group(grown: Grown) -> None:
     """TP1 x PP2 x DP2: the two that came are half of what is left."""
     spec = replace(
         PP2_DP2,
@@ -162,8 +142,7 @@ def test_a_grown_job_loses_every_stage_of_the_launch_but_one_group(
         awaits=((3, 1), (5, 2)),
         kills=("0@7:backward", "2@8:forward", "3@9:optimizer"),
     )
-    run = grow(spec, joiners=2, zygote=zygote, data=data, directory=tmp_path)
-    check_equal(run, without_reserve(reference, spec))
+    run = grown(spec, joiners=2)
     assert last_ranks(run) and set(last_ranks(run)) == {1, 4, 5}
 
 
@@ -175,7 +154,7 @@ def test_fast_mode_cuts_micro_batches_of_a_grown_job(
     run = grow(spec, joiners=2, zygote=zygote, data=data, directory=tmp_path)
     check_survived(run)
     assert run.events("recovered")[-1]["dataflow"] == "resize"
-    undisturbed = without_reserve(reference, spec)
+    undisturbed = reference(without_reserve(spec))
     assert max_relative_difference(run, undisturbed) <= 1e-6
     # Negative control: the sums are really made in another order.
     assert run.trace() != undisturbed.trace()

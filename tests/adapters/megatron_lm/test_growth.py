@@ -14,8 +14,8 @@ from tests.adapters.megatron_lm.harness import (
     printed,
 )
 from tests.adapters.megatron_lm.test_pieces import check_checkpoints
+from tests.faults.growth import grow
 from tests.faults.harness import Zygote, check_equal
-from tests.faults.test_growth import grow
 from tests.faults.test_join import LATER
 from tests.faults.test_outside_a_step import FORKED_CARRIER
 from tests.faults.test_stage_moves import stages_after
