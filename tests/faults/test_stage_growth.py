@@ -79,7 +79,9 @@ def test_a_pipeline_beyond_the_launch_widens_every_stage(grown: Grown, dataflow:
     run = grown(spec, joiners=4, like=replace(spec, options=TP_GROUP.options))
     assert widths(run)[0] == 8 and widths(run)[-1] == 12
     assert shape(run) == [3, 3]
-    assert at_first_stage(run, 13) == {0, 2, 8}
+    # Who of the four comes first is free until there is another one, and is in a group with that.
+    first_of = [group[0] for group in stages_after(run)[0]]
+    assert {0, 2} < set(first_of) and at_first_stage(run, 13) == set(first_of)
 
 
 @pytest.mark.slow
