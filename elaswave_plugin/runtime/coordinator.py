@@ -171,9 +171,20 @@ class Coordinator:
             return self.agreement.settle(time.monotonic())
 
     def _turn(self, message: Message | None) -> contextlib.AbstractContextManager[None]:
-        if self.agreement.votes(message):
-            return self._register.turn(self.agreement)
-        return contextlib.nullcontext()
+        return self._vote() if self.agreement.votes(message) else contextlib.nullcontext()
+
+    def _vote(self) -> contextlib.AbstractContextManager[None]:
+        # Before the others take this one for lost too, which waits and sends no beat.
+        limit_s = self._heartbeat.timeout_s / 2
+        return self._register.turn(self.agreement, limit_s=limit_s, on_stuck=self._end_stuck)
+
+    def _end_stuck(self, pid: int) -> None:
+        """While another supervisor of this node is stopped at its vote, none of them can vote."""
+        for slot, pidfd in self._neighbours.items():
+            if self.peers[slot].pid == pid:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                say(f"the supervisor of worker {slot} (pid {pid}) was stopped at its vote: killed")
 
     def hold(self, peer: Peer, sock: socket.socket) -> None:
         """The link of a supervisor that wants to join; it is read once that is let in."""
@@ -371,7 +382,7 @@ class Coordinator:
         the leader is silent, its node may be gone: those beside it are asked whether they are
         there, so that not each of them leads, and is waited for, in turn.
         """
-        with self._register.turn(self.agreement):
+        with self._vote():
             pass  # whom the node follows by now
         now_s = time.monotonic()
         late_s = now_s - self._beat_due_s

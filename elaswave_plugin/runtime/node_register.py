@@ -12,7 +12,7 @@ import json
 import os
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from elaswave_plugin.core.agreement import Agreement
 from elaswave_plugin.core.agreement_wire import memory_from_wire, memory_to_wire
@@ -23,8 +23,11 @@ _NAME = "elaswave-node"
 # Version, and where the record is: written at once, after the record, so that whoever is killed in
 # between leaves the one before.
 _HEADER = struct.Struct("<QQQ")
-_TURN_S = 10.0
+# Linux' struct flock: type, whence, start, length, pid.
+_FLOCK = struct.Struct("@hhqqi0q")
 _LOOK_S = 0.0001
+# A look that comes later than this: it was this process that did not run.
+_LATE_S = 0.05
 
 
 class NodeRegister:
@@ -51,40 +54,62 @@ class NodeRegister:
                 path = f"{folder}/{number}"
                 with contextlib.suppress(FileNotFoundError):  # closed meanwhile
                     if os.readlink(path).startswith(f"/memfd:{_NAME} "):
-                        # Not a duplicate: locks belong to what was opened.
                         return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
         raise AgreementError(f"process {pid} is gone, or its open files cannot be read by this one")
 
     @contextlib.contextmanager
-    def turn(self, agreement: Agreement) -> Iterator[None]:
+    def turn(
+        self, agreement: Agreement, *, limit_s: float, on_stuck: Callable[[int], None]
+    ) -> Iterator[None]:
         """What the agreement does in the block, no other supervisor of the node does meanwhile.
 
-        It recalls what the node knows before, and the node remembers it after. Raises
-        AgreementError where another one keeps it waiting without end.
+        It recalls what the node knows before, and the node remembers it after. `on_stuck` is told
+        whose turn has kept it waiting for `limit_s` (a process id: it was stopped meanwhile), and
+        is to end that process. Raises AgreementError where it goes on for as long again.
         """
-        self._lock()
+        self._lock(limit_s, on_stuck)
         try:
             agreement.recall(self._read(), time.monotonic())
             yield
             self._write(agreement.memory)
         finally:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            fcntl.lockf(self._fd, fcntl.LOCK_UN)
 
     def close(self) -> None:
         """Let go of it."""
         os.close(self._fd)
 
-    def _lock(self) -> None:
-        deadline_s = time.monotonic() + _TURN_S
-        while True:
+    def _lock(self, limit_s: float, on_stuck: Callable[[int], None]) -> None:
+        """Take the lock, which is this process's: it ends with it, and all can see whose it is."""
+        if self._locked_within(limit_s):
+            return
+        pid = self._holder()
+        if pid:
+            on_stuck(pid)
+        if not self._locked_within(limit_s):
+            raise AgreementError(
+                f"process {self._holder()}, another supervisor of this node, has been at its vote "
+                f"for {2 * limit_s:g} s and cannot be ended; look what holds it (a debugger?)"
+            )
+
+    def _locked_within(self, limit_s: float) -> bool:
+        waited_s, last_s = 0.0, time.monotonic()
+        while waited_s <= limit_s:
             with contextlib.suppress(BlockingIOError):
-                return fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if time.monotonic() > deadline_s:
-                raise AgreementError(
-                    f"another supervisor of this node has been at its vote for {_TURN_S:g} s"
-                )
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
             # A lock cannot be waited for with a limit, and a turn takes less than this.
             time.sleep(_LOOK_S)
+            now_s = time.monotonic()
+            waited_s += min(now_s - last_s, _LATE_S)
+            last_s = now_s
+        return False
+
+    def _holder(self) -> int:
+        """The process that has the lock, 0 where none has."""
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind, *_, pid = _FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_GETLK, asked))
+        return 0 if kind == fcntl.F_UNLCK else int(pid)
 
     def _read(self) -> NodeMemory:
         version, offset, length = _HEADER.unpack(os.pread(self._fd, _HEADER.size, 0))

@@ -1,14 +1,19 @@
 """Coordinators over real links: how long it takes until the loss of a whole node is known."""
 
+import multiprocessing
+import os
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from multiprocessing.synchronize import Event
 from typing import Any
 
 import pytest
 
+from elaswave_plugin.core.agreement import Agreement
 from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.runtime.coordinator import Coordinator, Heartbeat
 from elaswave_plugin.runtime.node_register import NodeRegister
@@ -22,6 +27,7 @@ NODES = (0, 0, 0, 0, 0, 0, 0, 0, 1, 2)
 APART = (0, 1, 2, 3, 4)
 BEAT = Heartbeat(every_s=0.1, timeout_s=0.6)
 LONG_S = 10.0
+FORK = multiprocessing.get_context("fork")
 
 
 class NoTrainer:
@@ -45,9 +51,18 @@ class Links:
 class Member:
     """The coordinator of one slot, in a thread of its own."""
 
-    def __init__(self, slot: int, links: dict[int, socket.socket], nodes: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        slot: int,
+        links: dict[int, socket.socket],
+        nodes: tuple[int, ...],
+        *,
+        beside: int | None = None,
+    ) -> None:
+        """`beside`: the process of another one, whose register it shares."""
         self.slot = slot
         self._nodes = nodes
+        self._beside = beside
         self.says_goodbye = True
         self.lost_s: dict[int, float] = {}
         self._reactor = Reactor()
@@ -59,11 +74,13 @@ class Member:
 
     def _run(self) -> None:
         peers = tuple(
-            Peer(slot=slot, node=node, pid=1 << 22, control="", data="", machine="")
+            Peer(slot=slot, node=node, pid=self._beside or 1 << 22, control="", data="", machine="")
             for slot, node in enumerate(self._nodes)
         )
         trainer: Any = NoTrainer()
-        register = NodeRegister.create()  # no two of those that are started are on one node
+        # No two of those that are started here are on one node.
+        create, share = NodeRegister.create, NodeRegister.of_process
+        register = create() if self._beside is None else share(self._beside)
         coordinator = Coordinator(
             self._reactor,
             Meeting(peers=peers, links=self._links),
@@ -216,3 +233,36 @@ def test_a_leader_and_the_next_that_die_together_are_lost_at_once(
     for member in members[2:]:
         assert member.until_it_lost({0, 1}) - began_s < BEAT.timeout_s / 2
         assert set(member.lost_s) == {0, 1}
+
+
+# ---- a supervisor that is stopped while it votes -------------------------------------------------
+
+
+def stop_at_its_vote(holds: Event) -> None:
+    register = NodeRegister.create()
+    agreement = Agreement(slot=1, nodes=(0, 0), patience=Patience())
+    with register.turn(agreement, limit_s=LONG_S, on_stuck=lambda pid: None):
+        holds.set()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_who_is_stopped_at_its_vote_does_not_keep_its_node_from_voting(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Else those beside it would wait until they are lost too."""
+    with ExitStack() as stack:
+        holds = FORK.Event()
+        stopped = FORK.Process(target=stop_at_its_vote, args=(holds,))
+        stopped.start()
+        stack.callback(stopped.join, LONG_S)
+        stack.callback(stopped.kill)
+        assert holds.wait(LONG_S)
+        began_s = time.monotonic()
+        member = Member(0, Links(stack, 2).of[0], (0, 0), beside=stopped.pid)
+        stack.callback(member.end)
+        took_s = time.monotonic() - began_s
+        assert took_s > BEAT.timeout_s / 2
+        stopped.join(LONG_S)
+        assert stopped.exitcode == -signal.SIGKILL
+    expected = f"the supervisor of worker 1 (pid {stopped.pid}) was stopped at its vote: killed"
+    assert expected in capfd.readouterr().err

@@ -3,8 +3,11 @@
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import closing
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
 
 import pytest
@@ -21,6 +24,17 @@ from elaswave_plugin.runtime.node_register import NodeRegister
 NODES = (0, 1, 2, 2)
 FORK = multiprocessing.get_context("fork")
 LONG_S = 10.0
+WAIT_S = 1.0
+
+
+def turn(
+    register: NodeRegister,
+    agreement: Agreement,
+    *,
+    limit_s: float = LONG_S,
+    on_stuck: Callable[[int], None] = lambda pid: None,
+) -> AbstractContextManager[None]:
+    return register.turn(agreement, limit_s=limit_s, on_stuck=on_stuck)
 
 
 def supervisor(slot: int) -> Agreement:
@@ -41,9 +55,9 @@ def test_what_one_supervisor_promises_the_other_one_recalls(register: NodeRegist
     with closing(NodeRegister.of_process(os.getpid())) as beside:
         one, other = supervisor(2), supervisor(3)
         one.lost(0, "its connection closed")
-        with register.turn(one):
+        with turn(register, one):
             one.receive(1, Prepare(ballot=ballot(4, 1), epoch=0, lost=(0,)), 0.0)
-        with beside.turn(other):
+        with turn(beside, other):
             assert other.memory.promised == ballot(4, 1)
 
 
@@ -54,9 +68,9 @@ def test_what_is_accepted_is_kept_whole_however_often_it_changes(register: NodeR
             # Records get longer and shorter again, and take each other's place.
             view = first_view(NODES * (1 + epoch % 7 * epoch % 5))
             proposal = Proposal(ballot=ballot(epoch, 0), view=view)
-            with register.turn(one):
+            with turn(register, one):
                 one.memory = one.memory.accepting(proposal, (first_view(NODES),) * epoch)
-            with beside.turn(other):
+            with turn(beside, other):
                 assert other.memory == one.memory
         assert os.fstat(register._fd).st_size < 1 << 18
 
@@ -65,7 +79,7 @@ def test_who_is_killed_while_it_writes_leaves_what_was_there(
     register: NodeRegister, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = supervisor(2)
-    with register.turn(one):
+    with turn(register, one):
         one.memory = one.memory.promising(ballot(4, 1))
     whole, write = one.memory, os.pwrite
 
@@ -77,7 +91,7 @@ def test_who_is_killed_while_it_writes_leaves_what_was_there(
     def promise() -> None:
         own = NodeRegister.of_process(os.getppid())
         monkeypatch.setattr(node_register.os, "pwrite", killed)
-        with own.turn(one):
+        with turn(own, one):
             one.memory = one.memory.promising(ballot(5, 1))
 
     process = FORK.Process(target=promise)
@@ -86,31 +100,87 @@ def test_who_is_killed_while_it_writes_leaves_what_was_there(
     assert process.exitcode == -signal.SIGKILL
     with closing(NodeRegister.of_process(os.getpid())) as beside:
         other = supervisor(3)
-        with beside.turn(other):
+        with turn(beside, other):
             assert other.memory == whole
 
 
-def hold(holds: Event) -> None:
+def hold(holds: Event, *, stops: bool) -> None:
     register = NodeRegister.of_process(os.getppid())
-    with register.turn(supervisor(3)):
+    with turn(register, supervisor(3)):
         holds.set()
+        if stops:
+            os.kill(os.getpid(), signal.SIGSTOP)
         signal.pause()
 
 
-def test_a_turn_waits_for_that_of_another_one_and_not_without_end(
-    register: NodeRegister, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def holder(register: NodeRegister) -> Iterator[Callable[..., BaseProcess]]:
+    """Starts another process and waits until it has its turn, in which it stays."""
+    with ExitStack() as stack:
+
+        def start(*, stops: bool) -> BaseProcess:
+            holds = FORK.Event()
+            process = FORK.Process(target=hold, args=(holds,), kwargs={"stops": stops})
+            process.start()
+            stack.callback(process.join, LONG_S)
+            stack.callback(process.kill)
+            assert holds.wait(LONG_S)
+            return process
+
+        yield start
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_who_does_not_end_its_turn_is_told_of_and_ended(
+    register: NodeRegister, holder: Callable[..., BaseProcess], stops: bool
 ) -> None:
-    monkeypatch.setattr(node_register, "_TURN_S", 0.2)
-    holds = FORK.Event()
-    process = FORK.Process(target=hold, args=(holds,))
-    process.start()
-    assert holds.wait(LONG_S)
-    with pytest.raises(AgreementError, match="at its vote"), register.turn(supervisor(2)):
+    process = holder(stops=stops)
+    stuck = []
+
+    def end(pid: int) -> None:
+        stuck.append(pid)
+        os.kill(pid, signal.SIGKILL)
+
+    with turn(register, supervisor(2), limit_s=0.2, on_stuck=end):
+        pass  # the lock has gone with it
+    assert stuck == [process.pid]
+
+
+def test_a_turn_is_not_waited_for_without_end(
+    register: NodeRegister, holder: Callable[..., BaseProcess]
+) -> None:
+    process = holder(stops=False)
+    stuck: list[int] = []
+    with (
+        pytest.raises(AgreementError, match=f"process {process.pid}, .* at its vote for 0.4 s"),
+        turn(register, supervisor(2), limit_s=0.2, on_stuck=stuck.append),
+    ):
         pass
-    process.kill()
-    process.join(LONG_S)
-    with register.turn(supervisor(2)):  # its lock went with it
-        pass
+    assert stuck == [process.pid]
+
+
+def wait_for_it(found: Connection) -> None:
+    register = NodeRegister.of_process(os.getppid())
+    stuck: list[int] = []
+    found.send("waits")
+    with turn(register, supervisor(3), limit_s=WAIT_S, on_stuck=stuck.append):
+        found.send(stuck)
+
+
+def test_that_it_was_stopped_itself_is_nobody_elses_fault(register: NodeRegister) -> None:
+    """A job that is stopped as a whole goes on as it was, whoever is continued first."""
+    found, theirs = FORK.Pipe(duplex=False)
+    waiter = FORK.Process(target=wait_for_it, args=(theirs,))
+    with turn(register, supervisor(2)):
+        waiter.start()
+        assert found.poll(LONG_S) and found.recv() == "waits"
+        assert waiter.pid is not None
+        os.kill(waiter.pid, signal.SIGSTOP)
+        time.sleep(1.5 * WAIT_S)
+        os.kill(waiter.pid, signal.SIGCONT)
+        assert not found.poll(WAIT_S / 4)  # it waits on
+    assert found.poll(LONG_S) and found.recv() == []
+    waiter.join(LONG_S)
 
 
 def test_it_is_gone_with_those_who_have_it_open() -> None:
