@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import sys
 import time
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TextIO
 
 from elaswave_plugin.core.agreement import Agreement
 from elaswave_plugin.core.agreement_messages import Committed, Message
@@ -459,9 +460,21 @@ class Coordinator:
 
 
 def say(text: str) -> None:
-    """One line for the person who watches the job."""
-    sys.stderr.write(f"elaswave: {text}\n")
-    sys.stderr.flush()
+    """One line for the person who watches the job; lost where what reads it has stopped reading.
+
+    A full pipe would hold up the control loop, and whose beats stop is lost.
+    """
+    if _takes_more(sys.stderr):
+        sys.stderr.write(f"elaswave: {text}\n")
+        sys.stderr.flush()
+
+
+def _takes_more(stream: TextIO) -> bool:
+    """Whether a line can be written without waiting for a reader."""
+    try:
+        return bool(select.select([], [stream], [], 0)[1])
+    except (OSError, ValueError):
+        return True  # no file at all
 
 
 def _wake() -> None:
