@@ -185,9 +185,9 @@ class ElasticConfig(BaseModel):
     )
     transfer_timeout_s: _Seconds = Field(
         60.0,
-        description="seconds that the copy of a snapshot to its peers, or the fetch of a shard in a"
-        " recovery, may take; a worker whose copy is not there by then counts as lost, so it has to"
-        " be far above what the network needs for the state of a worker",
+        description="seconds for which the copy of a snapshot to a peer, or the fetch of a shard in"
+        " a recovery, may stand still; a worker of whose copy nothing moves for so long counts as"
+        " lost, however long a slow one takes as a whole",
     )
     quiesce_timeout_s: _Seconds = Field(
         30.0,

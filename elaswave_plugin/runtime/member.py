@@ -117,6 +117,8 @@ class Member:
         # The layers of each stage that somebody has asked this worker for.
         self.cuts_wanted: tuple[int, ...] | None = None
         self._copies: dict[int, _Copies] = {}
+        # When bytes of a copy last moved, by who is to hold it.
+        self._moving_s: dict[int, float] = {}
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str]) -> Member:
@@ -276,18 +278,20 @@ class Member:
     def wait_copied(self, step: int, timeout_s: float) -> None:
         """Wait until every target holds its copy of the own snapshot of `step`.
 
-        Raises EpochChanged meanwhile, AgreementError after `timeout_s`.
+        Raises EpochChanged meanwhile, AgreementError where nothing of one moves for `timeout_s`.
         """
-        deadline_s = time.monotonic() + timeout_s
+        began_s = time.monotonic()
         with self._changed:
             if step not in self._copies:
                 raise AgreementError(f"no snapshot of step {step} was sealed by worker {self.slot}")
             copies = self._copies[step]
             while copies.missing:
                 self.check()
-                late = f"{min(copies.missing)} within transfer_timeout_s ({timeout_s:g} s)"
-                what = f"the copy of step {step} at worker {late}, by a slow or broken network"
-                self._wait(deadline_s, f"{what}: raise it, or lower snapshot_copies")
+                moved_s = {n: max(began_s, self._moving_s.get(n, 0.0)) for n in copies.missing}
+                late = min(moved_s, key=lambda slot: (moved_s[slot], slot))
+                what = f"the copy of step {step} at worker {late}: nothing of it moved within"
+                what += f" transfer_timeout_s ({timeout_s:g} s), by a broken or very slow network"
+                self._wait(moved_s[late] + timeout_s, f"{what}; raise it, or lower snapshot_copies")
 
     def wait_started(self, timeout_s: float) -> None:
         """Wait until the own supervisor knows that every worker has sealed its first snapshot.
@@ -488,6 +492,8 @@ class Member:
                 self._started = True
             elif frame["t"] == "copied":
                 self._on_copied(frame["step"], frame["epoch"], frame["slot"])
+            elif frame["t"] == "copying":
+                self._moving_s[frame["slot"]] = time.monotonic()
             elif frame["t"] == "alone":
                 view = MembershipView.from_json(frame["view"])
                 self._alone = Alone(view=view, remembered=frame["remembered"])

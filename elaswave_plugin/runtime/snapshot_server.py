@@ -30,7 +30,7 @@ IDLE_S = 86400.0
 ACCEPT_AGAIN_S = 0.05
 COPY_AGAIN_S = 0.2
 _REQUEST_BYTES = 1 << 20
-_SENDFILE_BYTES = 1 << 24
+TELL_EVERY_S = 0.2
 _PIECE_BYTES = 1 << 20
 
 
@@ -169,7 +169,8 @@ class SnapshotCopier:
     two buffers, once: they keep the memory alive when this worker and its supervisor are gone.
     `on_copied(step, epoch)` is called for each. Everybody waits for a copy before the next snapshot
     is sealed, so it is tried again until it arrives, is overwritten, or `close` is called;
-    `on_broken(why)` is called where the reason is another one than that of the last try.
+    `on_broken(why)` is called where the reason is another one than that of the last try, and
+    `on_moving()` every few tenths of a second while bytes of a copy move.
     """
 
     def __init__(
@@ -180,12 +181,15 @@ class SnapshotCopier:
         same_node: bool = False,
         on_copied: Callable[[int, int], None],
         on_broken: Callable[[str], None],
+        on_moving: Callable[[], None],
     ) -> None:
         self._store = store
         self._address = address
         self._same_node = same_node
         self._on_copied = on_copied
         self._on_broken = on_broken
+        self._on_moving = on_moving
+        self._told_s = time.monotonic()
         self._sock: socket.socket | None = None
         self._queue: SimpleQueue[Record | None] = SimpleQueue()
         self._closed = threading.Event()
@@ -253,20 +257,37 @@ class SnapshotCopier:
         fd, length = found
         try:
             send_frame(sock, {"t": "copy", "record": record})
-            send_memory(sock, fd, BODY_OFFSET, length)
+            send_memory(sock, fd, BODY_OFFSET, length, on_sent=self._tell_that_it_moves)
         finally:
             os.close(fd)
         send_frame(sock, {"sealed": self._store.is_sealed(record)})
         return bool(receive_frame(sock, STALL_S)["held"])
 
+    def _tell_that_it_moves(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._told_s >= TELL_EVERY_S:
+            self._told_s = now_s
+            self._on_moving()
 
-def send_memory(sock: socket.socket, fd: int, offset: int, count: int) -> None:
-    """Send `count` bytes of the memory from `offset`; raises OSError where the peer stalls."""
+
+def send_memory(
+    sock: socket.socket,
+    fd: int,
+    offset: int,
+    count: int,
+    *,
+    on_sent: Callable[[], None] = lambda: None,
+) -> None:
+    """Send `count` bytes of the memory from `offset`; raises OSError where the peer stalls.
+
+    `on_sent()` is called after every piece.
+    """
     sock.settimeout(None)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(STALL_S), 0))
     end = offset + count
     while offset < end:
-        sent = os.sendfile(sock.fileno(), fd, offset, min(end - offset, _SENDFILE_BYTES))
+        sent = os.sendfile(sock.fileno(), fd, offset, min(end - offset, _PIECE_BYTES))
         if not sent:
             raise ConnectionError(f"snapshot memory ends at byte {offset}, not at {end}")
         offset += sent
+        on_sent()

@@ -422,6 +422,7 @@ class Supervisor:
                     same_node=self._coordinator.peers[target].node == self._spec.place.node,
                     on_copied=partial(self._post_copied, target),
                     on_broken=partial(self._post_broken, target),
+                    on_moving=partial(self._post_moving, target),
                 )
             self._copiers[target].send(frame["record"])
 
@@ -450,6 +451,10 @@ class Supervisor:
 
     def _post_copied(self, target: int, step: int, epoch: int) -> None:
         frame = {"t": "copied", "step": step, "epoch": epoch, "slot": target}
+        self._reactor.post(lambda: self._trainer.send(frame))
+
+    def _post_moving(self, target: int) -> None:
+        frame = {"t": "copying", "slot": target}
         self._reactor.post(lambda: self._trainer.send(frame))
 
     def _post_broken(self, target: int, why: str) -> None:

@@ -288,7 +288,9 @@ def test_waiting_for_copies(supervisor: Supervisor) -> None:
     supervisor.next()
     assert supervisor.next() == {"t": "sealed", "record": record, "copy_to": [0, 2]}
     supervisor.copied(step=7, epoch=1, slot=0)
-    with pytest.raises(AgreementError, match=r"at worker 2 within transfer_timeout_s \(1 s\)"):
+    with pytest.raises(
+        AgreementError, match=r"at worker 2: nothing of it moved within transfer_timeout_s \(1 s\)"
+    ):
         member.wait_copied(7, 1.0)  # in which the first acknowledgement has arrived
     supervisor.copied(step=7, epoch=1, slot=2)
     member.wait_copied(7, LONG_S)
@@ -300,6 +302,34 @@ def test_waiting_for_copies(supervisor: Supervisor) -> None:
     supervisor.propose(2)
     with pytest.raises(EpochChanged):
         member.wait_copied(10, LONG_S)
+
+
+def test_a_copy_that_moves_is_waited_for(supervisor: Supervisor) -> None:
+    """However long it takes as a whole; the other one, which moves as well, is there at once."""
+    member = supervisor.member
+    supervisor.commit(view_of(1))
+    member.join(FACTS, LONG_S)
+    record = {"owner": 1, "buffer": 0, "step": 7, "epoch": 1, "length": 4}
+    member.sealed(record, [0, 2])
+    supervisor.copied(step=7, epoch=1, slot=0)
+    limit_s, began_s = 1.0, time.monotonic()
+
+    def move() -> None:
+        for _ in range(10):
+            time.sleep(limit_s / 4)
+            send_frame(supervisor.sock, {"t": "copying", "slot": 2})
+        supervisor.copied(step=7, epoch=1, slot=2)
+
+    mover = threading.Thread(target=move)
+    mover.start()
+    member.wait_copied(7, limit_s)
+    assert time.monotonic() - began_s > 2 * limit_s
+    mover.join(LONG_S)
+    member.sealed({**record, "step": 8}, [0, 2])
+    for slot in (0, 0):  # the one moves, of the other nothing is heard
+        send_frame(supervisor.sock, {"t": "copying", "slot": slot})
+    with pytest.raises(AgreementError, match="copy of step 8 at worker 2: nothing of it moved"):
+        member.wait_copied(8, SHORT_S)
 
 
 def test_a_step_that_is_sealed_again_waits_for_its_own_copies(supervisor: Supervisor) -> None:

@@ -20,7 +20,7 @@ from elaswave_plugin.runtime.fetch import Fetcher
 from elaswave_plugin.runtime.sealed_memory import pack_record
 from elaswave_plugin.runtime.snapshot_server import SnapshotCopier, SnapshotServer
 from elaswave_plugin.runtime.snapshot_store import SnapshotStore
-from elaswave_plugin.runtime.wire import LENGTH, receive_frame, send_frame
+from elaswave_plugin.runtime.wire import LENGTH, receive_frame, receive_into, send_frame
 from tests.runtime.jobs import Job
 
 LONG_S = 10.0
@@ -157,12 +157,20 @@ def test_a_fetch_from_nobody_names_the_address() -> None:
         Fetcher(address, timeout_s=LONG_S)
 
 
+def nobody_waits() -> None:
+    """That a copy moves is for whoever waits for it."""
+
+
 def test_half_a_copy_never_replaces_a_whole_one(served: tuple[SnapshotStore, str]) -> None:
     store, address = served
     owner = SnapshotStore(8)
     arrived = threading.Event()
     copier = SnapshotCopier(
-        owner, address, on_copied=lambda step, epoch: arrived.set(), on_broken=pytest.fail
+        owner,
+        address,
+        on_copied=lambda step, epoch: arrived.set(),
+        on_broken=pytest.fail,
+        on_moving=nobody_waits,
     )
     content = b"whole" * 1000
     copier.send(seal(owner, content))
@@ -201,6 +209,35 @@ def test_a_copy_may_be_slow_but_not_stand_still(
         sock.sendall(piece)
         assert sock.recv(1) == b""
     assert [one["step"] for one in store.inventory(address)] == [5]
+
+
+def test_whoever_waits_for_a_slow_copy_is_told_that_it_moves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the sender, whenever pieces are taken; the kernel holds 16 MB of them at most."""
+    monkeypatch.setattr(snapshot_server, "TELL_EVERY_S", 0.0)
+    moving: SimpleQueue[None] = SimpleQueue()
+    owner = SnapshotStore(8)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        copier = SnapshotCopier(
+            owner,
+            f"127.0.0.1:{listener.getsockname()[1]}",
+            on_copied=lambda step, epoch: pytest.fail("nobody has acknowledged it"),
+            on_broken=lambda why: None,
+            on_moving=lambda: moving.put(None),
+        )
+        copier.send(seal(owner, bytes(64 << 20)))
+        peer, _ = listener.accept()
+        with peer:
+            assert receive_frame(peer, LONG_S)["t"] == "copy"
+            into = memoryview(bytearray(4 << 20))
+            for _ in range(6):
+                receive_into(peer, into, time.monotonic() + LONG_S)
+                while not moving.empty():
+                    moving.get()
+                receive_into(peer, into, time.monotonic() + LONG_S)
+                moving.get(timeout=LONG_S)
+        copier.close()
 
 
 COPY = {"owner": 8, "buffer": 0, "step": 6, "epoch": 9}
@@ -255,6 +292,7 @@ def test_an_answer_that_is_none_ends_no_copier() -> None:
             same_node=True,
             on_copied=lambda step, epoch: told.put("copied"),
             on_broken=told.put,
+            on_moving=nobody_waits,
         )
         copier.send(seal(owner, b"x"))
         stranger.settimeout(LONG_S)
@@ -296,6 +334,7 @@ def test_what_is_held_outlives_its_owner_until_it_is_released(
         same_node=True,
         on_copied=lambda step, epoch: happened.put((step, epoch)),
         on_broken=happened.put,
+        on_moving=nobody_waits,
     )
     copier.send(seal(owner, b"first", step=4))
     assert happened.get(timeout=LONG_S) == (4, 1)
@@ -325,6 +364,7 @@ def test_memory_that_cannot_be_held_is_reported(served: tuple[SnapshotStore, str
         same_node=True,
         on_copied=lambda step, epoch: happened.put((step, epoch)),
         on_broken=happened.put,
+        on_moving=nobody_waits,
     )
     copier.send(record)
     assert "closed" in happened.get(timeout=LONG_S)
@@ -359,6 +399,7 @@ def test_a_copy_that_fails_is_tried_until_it_arrives(failures: int) -> None:
         server.address,
         on_copied=lambda step, epoch: happened.put((step, epoch)),
         on_broken=happened.put,
+        on_moving=nobody_waits,
     )
     copier.send(seal(owner, b"first" * 100, step=0))
     assert happened.get(timeout=LONG_S) == (0, 1)
@@ -397,6 +438,7 @@ def test_a_copy_is_tried_no_more_once_it_is_overwritten() -> None:
         server.address,
         on_copied=lambda step, epoch: happened.put((step, epoch)),
         on_broken=happened.put,
+        on_moving=nobody_waits,
     )
     copier.send(seal(owner, b"old", step=1))
     assert isinstance(happened.get(timeout=LONG_S), str)
@@ -442,6 +484,7 @@ def test_what_a_zombie_copies_leaves_its_successors_copy_in_place(
         address,
         on_copied=lambda step, epoch: told.put("copied"),
         on_broken=lambda why: told.put("broken"),
+        on_moving=nobody_waits,
     )
     for record in seals:
         copier.send(record)
