@@ -34,8 +34,8 @@ def test_of_two_parts_that_each_hear_most_nodes_one_goes_on(tmp_path: Path) -> N
     goes, ends = (0, 1) if 0 in going else (1, 0)
     assert codes[goes] == 0
     assert codes[ends] != 0
-    for node in (ends, 2):
-        assert "no majority" in job.output(node) or "declared lost" in job.output(node)
+    # On node 2 it is not said where a leader of node 1 has said it before.
+    assert "no majority" in job.output(ends) or "declared lost" in job.output(ends)
     epochs = [event["epoch"] for event in job.events("view_committed")]
     assert sorted(set(epochs)) == sorted(epochs)
 
