@@ -33,13 +33,14 @@ def gloo_backend(store: Any, rank: int, size: int) -> Any:
 def await_end_of_threads(limit_s: float = LIMIT_S) -> None:
     """Wait until no thread of a gloo group is left. Raises TimeoutError: somebody holds a group."""
     deadline_s = time.monotonic() + limit_s
-    while count := _native_threads():
+    while count := native_threads():
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"{count} threads of native groups run: somebody holds one")
         time.sleep(LOOK_INTERVAL_S)  # a thread that was joined is listed for a moment
 
 
-def _native_threads() -> int:
+def native_threads() -> int:
+    """Threads of gloo groups in this process; a new one has its name after a moment."""
     count = 0
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # it has ended meanwhile

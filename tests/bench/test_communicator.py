@@ -1,6 +1,7 @@
 """The communicator's benchmark: its input, and one small run of each measurement."""
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,12 @@ import torch
 from elaswave_plugin.bench.communicator import check_options, opened
 from elaswave_plugin.bench.communicator_report import draw
 from elaswave_plugin.bench.group_list import Layout, default_layout, parse_layout
-from elaswave_plugin.bench.native_groups import await_end_of_threads, gloo_backend
+from elaswave_plugin.bench.native_groups import (
+    LIMIT_S,
+    await_end_of_threads,
+    gloo_backend,
+    native_threads,
+)
 from elaswave_plugin.cli import run_command
 from elaswave_plugin.errors import ConfigurationError
 
@@ -64,6 +70,10 @@ def test_bad_input_of_the_command_exits_with_2(capsys: pytest.CaptureFixture[str
 def test_a_native_group_has_threads_as_long_as_somebody_holds_it() -> None:
     make: Any = torch._C._distributed_c10d.HashStore
     group = gloo_backend(make(), 0, 1)
+    deadline_s = time.monotonic() + LIMIT_S
+    while not native_threads():
+        assert time.monotonic() < deadline_s, "a group has no thread"
+        time.sleep(0.001)
     with pytest.raises(TimeoutError, match="threads of native groups run: somebody holds one"):
         await_end_of_threads(0.05)
     del group

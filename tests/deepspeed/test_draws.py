@@ -52,8 +52,16 @@ def test_with_dropout_a_loss_equals_the_planned_departure(
 
 
 def test_a_running_stream_is_seen(run: Launch, twin: Twin) -> None:
-    """Negative control: survivors have drawn for the step that they redo."""
-    spec = EngineSpec(options=DROPOUT, kills=("2@3:gather",), sabotage=RUNNING)
-    running = run(spec)
-    check_survived(running)
-    assert running.trace() != twin(spec).trace()
+    """Negative control: survivors have drawn for the step that they redo.
+
+    A survivor of the planned departure may have begun that step as well, and then drawn as often:
+    of three losses one has to be seen.
+    """
+
+    def is_seen(kill: str) -> bool:
+        spec = EngineSpec(options=DROPOUT, kills=(kill,), sabotage=RUNNING)
+        running = run(spec)
+        check_survived(running)
+        return running.trace() != twin(spec).trace()
+
+    assert any(map(is_seen, ("2@3:gather", "1@3:gather", "3@2:gather")))

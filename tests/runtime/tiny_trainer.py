@@ -140,7 +140,7 @@ class Trainer:
                 self.tell("progress")
             case "answer":
                 self.deaf = False
-                self.answer({"n": self.slot * 10})
+                self.answer(WorkerFacts(address=f"address {self.slot}"))
             case "half":
                 # Dies while it writes a control message.
                 fd = int(os.environ["ELASWAVE_CONTROL_FD"])
