@@ -17,10 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
 
-if TYPE_CHECKING:
-    from elaswave_plugin.core.length_curve import LengthHistory
+from elaswave_plugin.core.length_curve import LengthHistory
+from elaswave_plugin.core.worker_facts import SlowTold
 
 SLOW = 1.3
 LEVEL = 1.15
@@ -54,21 +53,6 @@ class Slow:
             f" {', '.join(map(str, self.peers))}, which {have} the same ones, in {STEPS_TO_NAME}"
             " steps in a row"
         )
-
-
-class SlowTold(NamedTuple):
-    """What one worker tells of another that is slow, or was (ratio 0); how often it was named."""
-
-    slot: int
-    ratio: float
-    peers: tuple[int, ...]
-    times_named: int
-
-    @classmethod
-    def from_json(cls, record: Sequence[Any]) -> SlowTold:
-        """What the list says that JSON makes of it."""
-        slot, ratio, peers, times_named = record
-        return cls(slot, ratio, tuple(peers), times_named)
 
 
 class SlowWatch:
@@ -122,9 +106,6 @@ class SlowWatch:
         ``tokens``: of a sample in the pass that a pace is of, where they matter.
         """
         before, tokens = dict(self.slow), tokens or {}
-        # It takes numpy, and a supervisor, which imports this module for SlowTold, takes none.
-        from elaswave_plugin.core.length_curve import LengthHistory
-
         for role in roles:
             known = {slot: (paces[slot], tokens.get(slot, 0)) for slot in role if slot in paces}
             if len(known) < 2:

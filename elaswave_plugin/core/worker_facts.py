@@ -1,16 +1,31 @@
 """What a worker tells all others when the view changes: its facts, which come with the commit.
 
-The supervisors hand them on as JSON, and read of it only the step (`step_told`).
+The supervisors hand them on as JSON, and read of it only the step (`step_told`): nothing heavy is
+imported here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from elaswave_plugin.core.communicators import CommunicatorFacts
-from elaswave_plugin.core.slow import SlowTold
+
+
+class SlowTold(NamedTuple):
+    """What one worker tells of another that is slow, or was (ratio 0); how often it was named."""
+
+    slot: int
+    ratio: float
+    peers: tuple[int, ...]
+    times_named: int
+
+    @classmethod
+    def from_json(cls, record: Sequence[Any]) -> SlowTold:
+        """What the list says that JSON makes of it."""
+        slot, ratio, peers, times_named = record
+        return cls(slot, ratio, tuple(peers), times_named)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

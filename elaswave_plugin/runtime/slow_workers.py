@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from elaswave_plugin.core.layer_times import agreed
 from elaswave_plugin.core.payback import PAUSE_S, Payback, gain_of_view
-from elaswave_plugin.core.slow import Slow, SlowTold, SlowWatch, reason_of_view
+from elaswave_plugin.core.slow import Slow, SlowWatch, reason_of_view
+from elaswave_plugin.core.worker_facts import SlowTold
 
 if TYPE_CHECKING:
     from elaswave_plugin.runtime.worker import Worker

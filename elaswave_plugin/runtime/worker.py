@@ -17,8 +17,8 @@ from elaswave_plugin.core.plan import Flow, RecoveryPlan, copy_targets, make_pla
 from elaswave_plugin.core.reserve import built_among, replicas_beyond
 from elaswave_plugin.core.seating import Cell, FlatSeating, GridSeating, Seating
 from elaswave_plugin.core.shards import ShardCut
-from elaswave_plugin.core.slow import SlowTold, slowness_told
-from elaswave_plugin.core.worker_facts import WorkerFacts
+from elaswave_plugin.core.slow import slowness_told
+from elaswave_plugin.core.worker_facts import SlowTold, WorkerFacts
 from elaswave_plugin.errors import SnapshotUnreadableError
 from elaswave_plugin.runtime.behind import MomentsBehind
 from elaswave_plugin.runtime.broken_links import BrokenLinks

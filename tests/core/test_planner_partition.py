@@ -222,8 +222,9 @@ def test_halves_and_a_head_are_units_and_the_head_stays_at_the_end() -> None:
     assert minimax(costs, loads, now=(0, 2, 4), slack=0.5).moved_bytes == 0
 
 
-def test_a_pause_is_the_most_weights_that_one_worker_waits_for() -> None:
-    costs = uniform_costs(
+def costs_of_moving() -> CostModel:
+    """Six layers of 100 bytes of weights, over links of 50 bytes a second."""
+    return uniform_costs(
         num_layers=6,
         forward_s=1.0,
         backward_s=2.0,
@@ -231,6 +232,10 @@ def test_a_pause_is_the_most_weights_that_one_worker_waits_for() -> None:
         transfer_bytes_per_s=50.0,
         rebind_s=0.5,
     )
+
+
+def test_a_pause_is_the_most_weights_that_one_worker_waits_for() -> None:
+    costs = costs_of_moving()
     loads = [StageLoad(samples=1, width=2)] * 2
     assert pause_seconds(costs, loads, (0, 3, 6), now=(0, 3, 6)) == 0
     assert pause_seconds(costs, loads, (0, 5, 6), now=(0, 3, 6)) == 2 * 100 / 50 + 0.5
@@ -255,14 +260,7 @@ def test_a_move_pays_from_its_break_even_horizon_on(
 
 
 def test_optimizer_state_is_on_its_way_for_as_long_as_whoever_receives_most() -> None:
-    costs = uniform_costs(
-        num_layers=6,
-        forward_s=1.0,
-        backward_s=2.0,
-        weight_bytes=100.0,
-        transfer_bytes_per_s=50.0,
-        rebind_s=0.5,
-    )
+    costs = costs_of_moving()
     loads = [StageLoad(samples=1, width=2), StageLoad(samples=1, width=4)]
     assert follow_seconds(costs, loads, (0, 3, 6), now=(0, 3, 6)) == 0
     # 12 bytes of optimizer state for 2 of weights, of two layers, in shards of 2 and of 4 workers.

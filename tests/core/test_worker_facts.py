@@ -7,8 +7,7 @@ import pytest
 
 from elaswave_plugin.core.agreement_wire import pack_payload, unpack_payload
 from elaswave_plugin.core.communicators import CommunicatorFacts
-from elaswave_plugin.core.slow import SlowTold
-from elaswave_plugin.core.worker_facts import WorkerFacts, step_told
+from elaswave_plugin.core.worker_facts import SlowTold, WorkerFacts, step_told
 
 COMMUNICATOR = CommunicatorFacts(
     name="dp@2", members=(0, 1), collectives=3, sent={1: 2}, received={}, idle=True, shrinks=False
