@@ -7,7 +7,7 @@ supervisor like any other: it answers proposals, may lead, is lost when its link
 of them does not (the leader died while it told them), it gives up, and may ask again: who is not
 known to all could take those who do not answer for lost, and kill them. Its trainer builds beside
 the training and enters by an ordinary view change, as one that was started again does. It has no
-vote until then (see `seats`).
+vote until then (see `supervisors`).
 
 Nothing of the predecessor reaches anybody: all who live have closed their links to it before they
 take the new one, its worker is in no view, and its incarnations are older.
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from elaswave_plugin.core.agreement_messages import Proposal
 from elaswave_plugin.core.membership import MembershipView
 from elaswave_plugin.core.reports import Reports
-from elaswave_plugin.core.seats import Seats
+from elaswave_plugin.core.supervisors import Supervisors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Verdict:
 def judge(
     applicant: Applicant,
     *,
-    seats: Seats,
+    supervisors: Supervisors,
     history: list[MembershipView],
     reports: Reports,
     opened: Proposal | None,
@@ -57,15 +57,15 @@ def judge(
     view, slot = history[-1], applicant.slot
     if reports.is_ending(view):
         return Verdict(reason="the job is ending")
-    if slot not in seats.lost:
+    if slot not in supervisors.lost:
         return Verdict(reason=f"worker {slot} has a supervisor")
     if not reports.started:
         return Verdict(reason="the job has not started yet", later=True)
     if opened is not None or not settled or slot in view.ranks:
         return Verdict(reason="a change of the view is open", later=True)
-    if not seats.may_have(applicant.node, history):
+    if not supervisors.may_have(applicant.node, history):
         return Verdict(reason=f"node {applicant.node} was lost", later=True)
-    missing = set(seats.living()) - applicant.linked
+    missing = set(supervisors.living()) - applicant.linked
     if missing:
         slots = ", ".join(map(str, sorted(missing)))
         return Verdict(reason=f"it has no link to worker {slots}", later=True)

@@ -64,7 +64,7 @@ from elaswave_plugin.core.ending import EXIT_FAILED, ending_of
 from elaswave_plugin.core.follower import Follower
 from elaswave_plugin.core.membership import MembershipView, WorkerId
 from elaswave_plugin.core.patience import Patience
-from elaswave_plugin.core.seats import Seats
+from elaswave_plugin.core.supervisors import Supervisors
 
 _YIELD_S = 1.0
 
@@ -96,7 +96,7 @@ class Agreement(Follower):
     def of_newcomer(cls, welcome: Welcome, *, patience: Patience, life: int) -> Agreement:
         """The part of a supervisor that takes the place of a lost one, told what it has missed."""
         new = cls(slot=welcome.worker.slot, nodes=welcome.nodes, patience=patience, life=life)
-        new._seats = Seats(welcome.nodes, welcome.lost)
+        new._supervisors = Supervisors(welcome.nodes, welcome.lost)
         new.history = list(welcome.history)
         new.incarnation = welcome.worker.incarnation
         new._sure_epoch = new.committed.epoch
@@ -131,7 +131,7 @@ class Agreement(Follower):
 
     def receive(self, sender: int, message: Message, now_s: float) -> None:
         """A message from the supervisor of slot `sender`."""
-        if self.over or sender in self._seats.lost:
+        if self.over or sender in self._supervisors.lost:
             return
         match message:
             case Prepare():
@@ -161,7 +161,7 @@ class Agreement(Follower):
             case Admit():
                 # One that the next leader does not know of is shut out by it.
                 if message.ballot.is_in_term_of(self.memory.promised):
-                    self._seat(message)
+                    self._give_slot(message)
             case Welcome():
                 pass  # it is what a newcomer's part begins with
             case (
@@ -183,9 +183,9 @@ class Agreement(Follower):
 
     def lost(self, slot: int, evidence: str) -> None:
         """The supervisor of `slot` is gone (its link closed, or it was silent too long)."""
-        if self.over or slot in self._seats.lost or slot == self.slot:
+        if self.over or slot in self._supervisors.lost or slot == self.slot:
             return
-        self._seats.lose(slot, evidence)
+        self._supervisors.lose(slot, evidence)
         self._forget(slot)
         # Only the leader kills: to the others a kill looks like a link that broke by itself, and
         # the leader has to know what was seen. Before it is elected, the other one may be right.
@@ -201,7 +201,7 @@ class Agreement(Follower):
             return Verdict(reason="this one does not lead the job", later=True)
         verdict = judge(
             applicant,
-            seats=self._seats,
+            supervisors=self._supervisors,
             history=self.history,
             reports=self._reports,
             opened=self._open,
@@ -321,16 +321,16 @@ class Agreement(Follower):
         if self._election is None:
             self._learn(self.memory.before)
             self._sure_epoch = self.committed.epoch
-            if not self._has_quorum(self._seats.living(), [self.committed], now_s):
+            if not self._has_quorum(self._supervisors.living(), [self.committed], now_s):
                 return
             term = max(self._highest_epoch, self.memory.promised.epoch) + 1
             own = Ballot(term=term, leader=self.slot, life=self._life, epoch=term)
             self._election, self.memory = own, self.memory.promising(own)
             self._promises = {}
-            lost = tuple(self._seats.lost)
+            lost = tuple(self._supervisors.lost)
             known = self.committed.epoch
             self._broadcast(Prepare(ballot=self._election, epoch=known, lost=lost))
-        if all(slot in self._promises for slot in self._seats.living() if slot != self.slot):
+        if all(slot in self._promises for slot in self._supervisors.living() if slot != self.slot):
             self._win(self._election, now_s)
 
     def _win(self, ballot: Ballot, now_s: float) -> None:
@@ -357,12 +357,12 @@ class Agreement(Follower):
         self._sure_epoch = self.committed.epoch
         self._learn(won.adopted)
         recent = [view for view in self.history if view.epoch >= self._behind_epoch]
-        if not self._has_quorum(self._seats.living(), recent, now_s):
+        if not self._has_quorum(self._supervisors.living(), recent, now_s):
             return
         self._highest_epoch = max(ballot.epoch - 1, self.committed.epoch, won.asked_epoch)
         self._election, self._elected, self._open = None, ballot, None
         self._quorum_until_s = None
-        self._effects += [Disconnect(slot=slot, kill=True) for slot in self._seats.lost]
+        self._effects += [Disconnect(slot=slot, kill=True) for slot in self._supervisors.lost]
         self._note("leader_elected", epoch=ballot.epoch, by=self.slot)
 
     @property
@@ -381,7 +381,7 @@ class Agreement(Follower):
         # An answer to the open proposal changes nothing about it: with many workers, most are.
         severed = self._reports.severed
         is_severed = severed is not None and now_s >= severed[1]
-        known = self._reports.changes, self._seats.changes, len(self._outside), is_severed
+        known = self._reports.changes, self._supervisors.changes, len(self._outside), is_severed
         if self._open is None or known != self._known_to_open:
             self._known_to_open = known
             self._propose_what_is_due(now_s)
@@ -395,7 +395,7 @@ class Agreement(Follower):
             self.committed,
             opened,
             self._reports,
-            lost=self._seats.lost,
+            lost=self._supervisors.lost,
             outside=self._outside,
             must_propose=self._must_propose,
             now_s=now_s,
@@ -410,14 +410,14 @@ class Agreement(Follower):
 
     def _propose(self, target: MembershipView, now_s: float, *, boundary: bool) -> None:
         self._open, self._begun, self._stops_before = None, {}, None
-        if not self._has_quorum(self._seats.living(), self._bases, now_s):
+        if not self._has_quorum(self._supervisors.living(), self._bases, now_s):
             return
         assert self._elected is not None
         ballot = replace(self._elected, epoch=self._highest_epoch + 1)
         proposal = Proposal(
             ballot=ballot,
             view=replace(target, epoch=ballot.epoch),
-            lost=tuple(self._seats.lost),
+            lost=tuple(self._supervisors.lost),
             lineage=tuple(view for view in self.history if view.epoch > self._behind_epoch),
             boundary=boundary,
         )
@@ -437,7 +437,7 @@ class Agreement(Follower):
         """Once it is known how far each member is, all learn before which step they stop."""
         if not proposal.boundary or self._stops_before is not None:
             return
-        members = [slot for slot in self.committed.ranks if slot not in self._seats.lost]
+        members = [slot for slot in self.committed.ranks if slot not in self._supervisors.lost]
         self._stops_before = boundary_of(members, self._answers, self._begun)
         if self._stops_before is not None:
             message = StopBefore(ballot=proposal.ballot, step=self._stops_before)
@@ -445,7 +445,7 @@ class Agreement(Follower):
             self._on_stop_before(message)
 
     def _commit_when_answered(self, proposal: Proposal, now_s: float) -> None:
-        if not all(slot in self._answers for slot in self._seats.living()):
+        if not all(slot in self._answers for slot in self._supervisors.living()):
             return
         facts: dict[int, Facts] = {}
         for slot in proposal.view.ranks:
@@ -482,26 +482,26 @@ class Agreement(Follower):
             address=applicant.address,
         )
         self._broadcast(message)
-        self._seat(message)
+        self._give_slot(message)
         welcome = Welcome(
             ballot=self.memory.promised,
             worker=worker,
-            nodes=self._seats.nodes,
+            nodes=self._supervisors.nodes,
             history=tuple(self.history),
             accepted=self.memory.accepted,
-            lost=dict(self._seats.lost),
+            lost=dict(self._supervisors.lost),
             incarnations=dict(self._reports.incarnations),
         )
         self._send(worker.slot, welcome)
         self._note("supervisor_admitted", slot=worker.slot, node=applicant.node)
 
-    def _seat(self, message: Admit) -> None:
+    def _give_slot(self, message: Admit) -> None:
         """A newcomer has a slot from now on, whatever this one knew of its predecessor."""
         worker = message.worker
-        if worker.slot not in self._seats.lost:
+        if worker.slot not in self._supervisors.lost:
             self._effects.append(Disconnect(slot=worker.slot, kill=False))
         self._forget(worker.slot)
-        self._seats.take(worker.slot, message.node)
+        self._supervisors.take(worker.slot, message.node)
         self._reports.replaced(worker)
         connect = Connect(slot=worker.slot, node=message.node, address=message.address)
         self._effects.append(connect)
@@ -510,18 +510,18 @@ class Agreement(Follower):
         self, slots: Iterable[int], views: Iterable[MembershipView], now_s: float
     ) -> bool:
         """Whether `slots` speak for a majority of every view's nodes; if not, wait, then stop."""
-        short = self._seats.minority_in(slots, views)
+        short = self._supervisors.minority_in(slots, views)
         if short is None:
             if self._elected is not None:
                 self._quorum_until_s = None
             return True
         of = sorted(set(short.nodes))
-        heard = sorted(self._seats.nodes_of(slots).intersection(of))
+        heard = sorted(self._supervisors.nodes_of(slots).intersection(of))
         if self._quorum_until_s is None:
             self._quorum_until_s = now_s + self.patience.quorum_wait_s
             self._note("quorum_lost", nodes_heard=heard, of=of)
         elif now_s >= self._quorum_until_s:
-            gone = sorted((s, why) for s, why in self._seats.lost.items() if s in short.ranks)
+            gone = sorted((s, why) for s, why in self._supervisors.lost.items() if s in short.ranks)
             causes = "; ".join(f"worker {slot}: {why}" for slot, why in gone)
             self._stop(
                 f"only {len(heard)} of {len(of)} nodes can be reached, which is no majority "
@@ -535,7 +535,7 @@ class Agreement(Follower):
     def _stop_if_decided(self) -> bool:
         """Stop the job where its end is due; true also while the last exits are awaited."""
         joined = any(answer.facts is not None for answer in self._answers.values())
-        ending = ending_of(self.committed, self._reports, self._seats.lost, joined=joined)
+        ending = ending_of(self.committed, self._reports, self._supervisors.lost, joined=joined)
         if ending is not None and ending.reason is not None:
             self._stop(ending.reason, ending.exit_code)
         return ending is not None

@@ -86,7 +86,7 @@ class Follower(OwnTrainer, ABC):
             asked_epoch=self._asked_epoch,
             newer=tuple(view for view in known if view.epoch > message.epoch),
             accepted=self.memory.accepted,
-            lost=tuple(self._seats.lost),
+            lost=tuple(self._supervisors.lost),
             news=tuple(self._news),
         )
         self._send(sender, promise)

@@ -17,17 +17,9 @@ own stage, all replicas, own tp
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from elaswave_plugin.core.layout import ParallelLayout
-from elaswave_plugin.core.reserve import place_beyond
+from elaswave_plugin.core.layout import ParallelLayout, Seat
+from elaswave_plugin.core.reserve import seat_beyond
 from elaswave_plugin.errors import ConfigurationError
-
-
-class Seat(NamedTuple):
-    """A worker's place: its stage, the order of its replica in the stage, its tp position."""
-
-    stage: int
-    order: int
-    tp: int
 
 
 class GroupRule(NamedTuple):
@@ -57,11 +49,10 @@ def seats_beyond(layout: ParallelLayout) -> Mapping[int, Seat]:
     """The place for which every slot beyond the launch is; nobody need be there."""
     tp, pp = layout.tp, len(layout.stages)
     width = tp * pp * layout.dp
-    found = {}
-    for slot in range(width, width + tp * pp * layout.reserve):
-        place = place_beyond(slot, width=width, tp=tp, pp=pp)
-        found[slot] = Seat(place.stage, layout.dp + place.extra, place.tp)
-    return found
+    return {
+        slot: seat_beyond(slot, width=width, tp=tp, pp=pp)
+        for slot in range(width, width + tp * pp * layout.reserve)
+    }
 
 
 def rule_of(members: Sequence[int], layout: ParallelLayout) -> GroupRule:

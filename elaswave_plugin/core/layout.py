@@ -39,8 +39,16 @@ class TpGroup(NamedTuple):
         return f"r{self.replica} " + "+".join(f"w{slot}" for slot in self.slots)
 
 
+class Seat(NamedTuple):
+    """A worker's place: its stage, the order of its replica in the stage, its tp position."""
+
+    stage: int
+    order: int
+    tp: int
+
+
 class FreeWorker(NamedTuple):
-    """A worker without work: a joiner (``stage`` NO_STAGE), or a survivor of a broken group.
+    """A worker without work: a newcomer (``stage`` NO_STAGE), or a survivor of a broken group.
 
     A survivor still holds the weights of its former ``stage`` and ``tp`` position.
     """

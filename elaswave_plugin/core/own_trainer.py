@@ -31,7 +31,7 @@ from elaswave_plugin.core.membership import (
 )
 from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.core.reports import Reports
-from elaswave_plugin.core.seats import Seats
+from elaswave_plugin.core.supervisors import Supervisors
 
 
 class OwnTrainer:
@@ -43,7 +43,7 @@ class OwnTrainer:
         self.history = [first_view(nodes)]
         self.over = False
         self.incarnation = 0
-        self._seats = Seats(nodes)
+        self._supervisors = Supervisors(nodes)
         self._reports = Reports(patience)
         self._fence_at_s: float | None = None
         self._news: list[News] = []
@@ -67,22 +67,22 @@ class OwnTrainer:
     @property
     def has_majority(self) -> bool:
         """Whether those who live, as far as this supervisor sees, are most nodes of the view."""
-        return self._seats.minority_in(self._seats.living(), [self.committed]) is None
+        return self._supervisors.minority_in(self._supervisors.living(), [self.committed]) is None
 
     @property
     def without_supervisor(self) -> dict[int, str]:
         """The slots that have none, with what was seen of it."""
-        return dict(self._seats.lost)
+        return dict(self._supervisors.lost)
 
     @property
     def unused_node(self) -> int:
         """A number that no node of the job has had."""
-        return self._seats.first_unused(self.history)
+        return self._supervisors.first_unused(self.history)
 
     @property
     def leader(self) -> int:
         """The slot that leads as far as this supervisor can see."""
-        return self._seats.leader
+        return self._supervisors.leader
 
     # ---- inputs -------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class OwnTrainer:
     def trainer_ready(self, now_s: float) -> None:
         """The own trainer, a new incarnation, is built and waits to be let in."""
         worker = WorkerId(slot=self.slot, incarnation=self.incarnation)
-        arrival = Arrival(worker=worker, node=self._seats.nodes[self.slot])
+        arrival = Arrival(worker=worker, node=self._supervisors.nodes[self.slot])
         self._tell_leader(Ready(arrival=arrival), now_s)
 
     def give_notice(
@@ -138,7 +138,7 @@ class OwnTrainer:
 
     def settled(self, epoch: int) -> None:
         """The own trainer needs nothing that was sealed before this epoch; who left may end."""
-        left = (slot for slot in self._seats.living() if slot not in self.committed.ranks)
+        left = (slot for slot in self._supervisors.living() if slot not in self.committed.ranks)
         for slot in left:
             self._send(slot, Settled(epoch=epoch))
 
@@ -213,7 +213,7 @@ class OwnTrainer:
 
     def _broadcast(self, message: Message) -> None:
         self._effects += [
-            Send(to=s, message=message) for s in self._seats.living() if s != self.slot
+            Send(to=s, message=message) for s in self._supervisors.living() if s != self.slot
         ]
 
     def _note(self, kind: str, **fields: object) -> None:

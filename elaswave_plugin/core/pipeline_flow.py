@@ -30,9 +30,9 @@ from typing import Literal
 from elaswave_plugin.core.dataflow import Crossing, Dataflow, Samples, Slowness, crossings
 from elaswave_plugin.core.exact import replica_microbatches
 from elaswave_plugin.core.fair_shares import fair_width
-from elaswave_plugin.core.groups import Seat, seats_of
+from elaswave_plugin.core.groups import seats_of
 from elaswave_plugin.core.layer_times import LayerTimes
-from elaswave_plugin.core.layout import ParallelLayout
+from elaswave_plugin.core.layout import ParallelLayout, Seat
 from elaswave_plugin.core.planner.costs import CostModel
 from elaswave_plugin.core.planner.dvfs import ClockTable
 from elaswave_plugin.core.planner.executable import plan_split

@@ -19,8 +19,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from elaswave_plugin.core.groups import Seat
-from elaswave_plugin.core.layout import FreeWorker, ParallelLayout, TpGroup
+from elaswave_plugin.core.layout import FreeWorker, ParallelLayout, Seat, TpGroup
 
 
 def told_layout(layout: ParallelLayout, homes: Mapping[int, Seat]) -> dict[str, Any]:

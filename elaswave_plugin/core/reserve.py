@@ -12,8 +12,8 @@ scale and the order of additions are those of the launch, whatever the reserve.
 With TP and PP they are taken pipeline by pipeline, in it stage by stage, in that by tp position: of
 TP2 x PP2 x DP2, 8 and 9 make another replica of stage 0, 10 and 11 one of stage 1.
 
->>> place_beyond(10, width=8, tp=2, pp=2), place_beyond(13, width=8, tp=2, pp=2)
-(Place(stage=1, extra=0, tp=0), Place(stage=0, extra=1, tp=1))
+>>> seat_beyond(10, width=8, tp=2, pp=2), seat_beyond(13, width=8, tp=2, pp=2)
+(Seat(stage=1, order=2, tp=0), Seat(stage=0, order=3, tp=1))
 >>> built_among(9, range(8), tp=2, pp=2)
 (0, 1, 2, 9, 4, 5, 6, 7)
 """
@@ -21,7 +21,8 @@ TP2 x PP2 x DP2, 8 and 9 make another replica of stage 0, 10 and 11 one of stage
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+
+from elaswave_plugin.core.layout import Seat
 
 # The node of a slot in which nobody has been.
 NOWHERE = -1
@@ -33,18 +34,10 @@ def vacant(nodes: Sequence[int]) -> tuple[int, ...]:
     return tuple(slot for slot, node in enumerate(nodes) if node == NOWHERE)
 
 
-class Place(NamedTuple):
-    """What a slot beyond the launch is for; ``extra``: which replica of its stage beyond it."""
-
-    stage: int
-    extra: int
-    tp: int
-
-
-def place_beyond(slot: int, *, width: int, tp: int, pp: int) -> Place:
-    """The place of a slot beyond the ``width`` workers of the launch."""
+def seat_beyond(slot: int, *, width: int, tp: int, pp: int) -> Seat:
+    """What a slot beyond the ``width`` workers of the launch is for."""
     group, position = divmod(slot - width, tp)
-    return Place(stage=group % pp, extra=group // pp, tp=position)
+    return Seat(stage=group % pp, order=width // (tp * pp) + group // pp, tp=position)
 
 
 def replicas_beyond(reserve: int, *, tp: int, pp: int) -> int:
@@ -59,6 +52,6 @@ def built_among(slot: int, homes: Sequence[int], *, tp: int = 1, pp: int = 1) ->
     """
     if slot in homes:
         return tuple(homes)
-    place = place_beyond(slot, width=len(homes), tp=tp, pp=pp)
-    rank = (place.stage + 1) * (len(homes) // pp) - tp + place.tp
+    seat = seat_beyond(slot, width=len(homes), tp=tp, pp=pp)
+    rank = (seat.stage + 1) * (len(homes) // pp) - tp + seat.tp
     return (*homes[:rank], slot, *homes[rank + 1 :])

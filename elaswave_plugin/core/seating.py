@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from elaswave_plugin.core.dataflow import Slowness
-from elaswave_plugin.core.groups import GroupRule, Seat, members_of, rule_of, seats_beyond, seats_of
+from elaswave_plugin.core.groups import GroupRule, members_of, rule_of, seats_beyond, seats_of
 from elaswave_plugin.core.layer_times import LayerTimes
-from elaswave_plugin.core.layout import FreeWorker, ParallelLayout
+from elaswave_plugin.core.layout import FreeWorker, ParallelLayout, Seat
 from elaswave_plugin.core.placement import layout_told, told_layout
 from elaswave_plugin.errors import LayoutError
 

@@ -246,7 +246,7 @@ class Coordinator:
         # It may still give up, and then lives on without a slot: only once it speaks is it fenced.
         self._arriving.add(slot)
         self._add_link(slot, held[1])
-        self._channels[slot].send({"m": "seated"})
+        self._channels[slot].send({"m": "admitted"})
         self._trainer_side.peer_replaced(slot)
 
     def _add_link(self, peer: int, sock: socket.socket) -> None:

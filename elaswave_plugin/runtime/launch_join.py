@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.runtime.arrival import Roster, ask_roster
+from elaswave_plugin.runtime.admission import Roster, ask_roster
 from elaswave_plugin.runtime.coordinator import Heartbeat
 from elaswave_plugin.runtime.launch_options import LaunchSpec
 from elaswave_plugin.runtime.reception import describe_program

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from elaswave_plugin.core.ending import EXIT_CONFIGURATION, EXIT_REQUEUE
 from elaswave_plugin.core.reserve import built_among
-from elaswave_plugin.runtime.arrival import Roster, SeatRefusedError, ask_roster
+from elaswave_plugin.runtime.admission import Roster, SlotRefusedError, ask_roster
 from elaswave_plugin.runtime.coordinator import say
 from elaswave_plugin.runtime.rendezvous import own_machine
 from elaswave_plugin.runtime.supervisor import Supervisor, SupervisorSpec
@@ -46,7 +46,7 @@ def serve(
         if tried is not None and slot not in roster.free and roster.free:
             # Others that joined at once were offered the same slots.
             slot = roster.free[0]
-        spec = _in_seat(replace(spec, place=replace(spec.place, slot=slot)), roster)
+        spec = _in_slot(replace(spec, place=replace(spec.place, slot=slot)), roster)
         if spec.place == tried:
             say(f"worker {slot} does not join: {why}")
             return EXIT_REQUEUE  # started anew, it finds what is free then
@@ -54,7 +54,7 @@ def serve(
         try:
             supervisor = Supervisor(spec, listener=None, zygote=zygote)
             return supervisor.run(on_trainer=on_trainer)
-        except SeatRefusedError as error:
+        except SlotRefusedError as error:
             why = str(error)
 
 
@@ -80,18 +80,18 @@ def _stand_by(
         lost = [slot for slot in roster.free if slot not in roster.vacant]
         if lost and roster.record["started"] and not roster.record["ending"]:
             place = replace(spec.place, slot=lost[0])
-            taken = _in_seat(replace(spec, place=place), roster)
+            taken = _in_slot(replace(spec, place=place), roster)
             try:
                 supervisor = Supervisor(taken, listener=None, zygote=zygote)
                 return supervisor.run(on_trainer=on_trainer)
-            except SeatRefusedError:
+            except SlotRefusedError:
                 pass  # somebody else was faster, or the job is ending
             heard_s = time.monotonic()
         time.sleep(_LOOK_EVERY_S)
     return EXIT_UNUSED
 
 
-def _in_seat(spec: SupervisorSpec, roster: Roster) -> SupervisorSpec:
+def _in_slot(spec: SupervisorSpec, roster: Roster) -> SupervisorSpec:
     """The spec with what its slot and node make of torchrun's variables."""
     slot, node, machine = spec.place.slot, spec.place.node, own_machine()
     if (node, machine) not in {(peer.node, peer.machine) for peer in roster.living}:

@@ -25,16 +25,16 @@ from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.core.respawn import Deaths, GiveUp
 from elaswave_plugin.errors import AgreementError
 from elaswave_plugin.runtime.address_file import Address, clear_addresses, published
-from elaswave_plugin.runtime.arrival import SeatRefusedError
+from elaswave_plugin.runtime.admission import SlotRefusedError
 from elaswave_plugin.runtime.coordinator import Coordinator, Heartbeat, say
 from elaswave_plugin.runtime.member import HOST, SLOT
 from elaswave_plugin.runtime.notice_file import NOTICE_FILE, watch_notice_file
 from elaswave_plugin.runtime.orphans import Orphans
+from elaswave_plugin.runtime.own_slot import OwnSlot, slot_at_launch, slot_in_job
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.reception import Reception, take_link
 from elaswave_plugin.runtime.rendezvous import Place
 from elaswave_plugin.runtime.requests import in_loop
-from elaswave_plugin.runtime.seat import Seat, seat_at_launch, seat_in_job
 from elaswave_plugin.runtime.snapshot_server import SnapshotCopier, SnapshotServer
 from elaswave_plugin.runtime.snapshot_store import SnapshotStore
 from elaswave_plugin.runtime.status import StatusBoard
@@ -106,7 +106,7 @@ class Supervisor:
         on_met: Callable[[str], None] = lambda address: None,
         on_trainer: Callable[[int], None] = lambda pid: None,
     ) -> int:
-        """Supervise until the job is over. Raises SeatRefusedError, and nothing is left of it then.
+        """Supervise until the job is over. Raises SlotRefusedError, and nothing is left of it then.
 
         `on_met` is told where this supervisor answers, `on_trainer` the process id of each trainer
         and 0 at its end.
@@ -116,8 +116,8 @@ class Supervisor:
             signal.signal(number, self._on_early_signal)
         self._server.start()
         try:
-            seat = self._take_seat() if self._spec.joins else self._meet()
-        except SeatRefusedError:
+            own = self._take_slot() if self._spec.joins else self._meet()
+        except SlotRefusedError:
             self._server.close()
             self._store.close()
             self._reactor.close()
@@ -128,8 +128,8 @@ class Supervisor:
             return EXIT_REQUEUE
         self._coordinator = Coordinator(
             self._reactor,
-            seat.meeting,
-            seat.register,
+            own.meeting,
+            own.register,
             slot=self._slot,
             patience=self._spec.patience,
             heartbeat=self._spec.heartbeat,
@@ -173,23 +173,23 @@ class Supervisor:
             on_late_exit=self._on_late_exit,
         )
 
-    def _meet(self) -> Seat:
+    def _meet(self) -> OwnSlot:
         place, host = self._spec.place, self._spec.host
         if self._listener is None:
-            return seat_at_launch(place, host, None, self._data_address)
+            return slot_at_launch(place, host, None, self._data_address)
         clear_addresses(self._spec.run_dir)
         with self._listener:  # closed after the meeting: the port is the script's to use
-            return seat_at_launch(place, host, self._listener, self._data_address)
+            return slot_at_launch(place, host, self._listener, self._data_address)
 
-    def _take_seat(self) -> Seat:
+    def _take_slot(self) -> OwnSlot:
         """Become a supervisor of a job that runs, and start the slot's next trainer."""
-        seat = seat_in_job(self._spec.place, self._spec.joins, self._data_address)
-        assert seat.kept is not None and seat.meeting.welcome is not None
-        self._remembered = dict(seat.kept["remembered"])
-        limit = int(seat.kept["respawn"])
+        own = slot_in_job(self._spec.place, self._spec.joins, self._data_address)
+        assert own.kept is not None and own.meeting.welcome is not None
+        self._remembered = dict(own.kept["remembered"])
+        limit = int(own.kept["respawn"])
         self._deaths = Deaths(limit=limit) if limit else None
-        self._trainer = self._start_trainer(seat.meeting.welcome.worker.incarnation)
-        return seat
+        self._trainer = self._start_trainer(own.meeting.welcome.worker.incarnation)
+        return own
 
     def _open_reception(self) -> Reception:
         spec = self._spec
@@ -499,7 +499,7 @@ class Supervisor:
                 evidence = "exit code 0 before its work was finished"
             self._agreement.trainer_failed(evidence, exit_code, time.monotonic())
             # Another one would not find the device free, nor the memory.
-            (self._give_seat_back if trainer.undead else self._replace)(exit_code)
+            (self._give_slot_back if trainer.undead else self._replace)(exit_code)
         elif trainer.returns and not trainer.undead:
             self._start_again()
         if self._ballot is not None:
@@ -520,18 +520,18 @@ class Supervisor:
     def _replace(self, exit_code: int | None) -> None:
         """Start another trainer in the place of the one that failed, where that is sensible."""
         if exit_code == EXIT_CONFIGURATION or self._deaths is None:
-            self._give_seat_back(exit_code)
+            self._give_slot_back(exit_code)
             return
         verdict = self._deaths.after_death(step=self._store.newest_step())
         fields = {"slot": self._slot, "incarnation": self._trainer.incarnation}
         if isinstance(verdict, GiveUp):
             self._events.emit("respawn_given_up", reason=verdict.reason, **fields)
             say(f"worker {self._slot} is not started again: {verdict.reason}")
-            self._give_seat_back(exit_code)
+            self._give_slot_back(exit_code)
         else:
             self._reactor.after(verdict.after_s, self._start_again)
 
-    def _give_seat_back(self, exit_code: int | None) -> None:
+    def _give_slot_back(self, exit_code: int | None) -> None:
         """A supervisor that came later, and has brought no worker in, leaves the slot to others."""
         view = self._agreement.committed
         if self._spec.joins and self._exit_code is None and self._slot not in view.ranks:

@@ -216,7 +216,7 @@ class Worker:
         """Edit every group in place to the committed view and start its epoch."""
         self._seals_in_epoch = 0
         self._open_links(commit)
-        told_slow = self._take_seat(commit)
+        told_slow = self._follow_views(commit)
         before = commit.path[-2] if len(commit.path) > 1 else self.view
         self._newcomers = tuple(sorted(map(str, commit.view.workers - before.workers)))
         self.alone = False
@@ -229,7 +229,7 @@ class Worker:
         self.groups.edit_groups(commit.view.ranks, edits)
         self.groups.settle({slot: told.communicators for slot, told in commit.facts.items()})
 
-    def _take_seat(self, commit: Commit) -> tuple[SlowTold, ...]:
+    def _follow_views(self, commit: Commit) -> tuple[SlowTold, ...]:
         """Apply the views that nobody has applied yet to the seating of who has applied most.
 
         A worker that was not there cannot tell the seating from the views: it also depends on what

@@ -41,7 +41,7 @@ def all_cuts(units: int, stages: int) -> Iterator[tuple[int, ...]]:
 def random_case(
     dice: random.Random, units: int, stages: int
 ) -> tuple[CostModel, list[StageLoad], tuple[int, ...]]:
-    """Uneven units, loads, speeds, widths and joiners; memory that often forbids the best cuts."""
+    """Uneven units, loads, speeds and widths; memory that often forbids the best cuts."""
     costs = CostModel(
         units=tuple(
             UnitCost(
@@ -65,7 +65,7 @@ def random_case(
             width=dice.randint(1, 4),
             speed=dice.choice([1.0, 0.8]),
             in_flight=dice.randint(1, 4),
-            joiners=dice.randint(0, 1),
+            incoming=dice.randint(0, 1),
             fill=dice.choice([0.0, 0.5, 2.0]),
         )
         for _ in range(stages)
@@ -102,7 +102,7 @@ def brute_bytes(
         for index in range(*own):
             unit = costs.units[index]
             if index in range(*old):
-                total += load.joiners * unit.weight_bytes
+                total += load.incoming * unit.weight_bytes
             else:
                 total += load.width * unit.weight_bytes + unit.optimizer_bytes
     return total
@@ -239,7 +239,7 @@ def test_a_pause_is_the_most_weights_that_one_worker_waits_for() -> None:
     loads = [StageLoad(samples=1, width=2)] * 2
     assert pause_seconds(costs, loads, (0, 3, 6), now=(0, 3, 6)) == 0
     assert pause_seconds(costs, loads, (0, 5, 6), now=(0, 3, 6)) == 2 * 100 / 50 + 0.5
-    joins = [StageLoad(samples=1, width=2), StageLoad(samples=1, width=2, joiners=1)]
+    joins = [StageLoad(samples=1, width=2), StageLoad(samples=1, width=2, incoming=1)]
     assert pause_seconds(costs, joins, (0, 3, 6), now=(0, 3, 6)) == 3 * 100 / 50 + 0.5
 
 
@@ -266,7 +266,7 @@ def test_optimizer_state_is_on_its_way_for_as_long_as_whoever_receives_most() ->
     # 12 bytes of optimizer state for 2 of weights, of two layers, in shards of 2 and of 4 workers.
     assert follow_seconds(costs, loads, (0, 5, 6), now=(0, 3, 6)) == 2 * 600 / 2 / 50
     assert follow_seconds(costs, loads, (0, 1, 6), now=(0, 3, 6)) == 2 * 600 / 4 / 50
-    joins = [*loads[:1], StageLoad(samples=1, width=4, joiners=1)]
+    joins = [*loads[:1], StageLoad(samples=1, width=4, incoming=1)]
     assert follow_seconds(costs, joins, (0, 3, 6), now=(0, 3, 6)) == 3 * 600 / 4 / 50
 
 

@@ -107,7 +107,7 @@ class PartitionedWeightsState:
 
     def _forget_modules(self) -> None:
         register = parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module
-        # The count of modules is a default argument that never goes back; a joiner starts at 0.
+        # The count of modules is a default argument that never goes back; a newcomer starts at 0.
         register.__defaults__[0][0] = 0
         for module in self._engine.module.modules():
             for name in _CACHED_ON_MODULES:

@@ -26,8 +26,7 @@ from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.adapters.recording import Recording, tracker_of
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.core.dataflow import Samples
-from elaswave_plugin.core.groups import Seat
-from elaswave_plugin.core.layout import sizes_of
+from elaswave_plugin.core.layout import Seat, sizes_of
 from elaswave_plugin.runtime.loop import ElasticLoop, GuardedSteps, StepReport
 from elaswave_plugin.runtime.refusal import ends_in_a_sentence
 from elaswave_plugin.runtime.reserve import read_reserve

@@ -16,7 +16,7 @@ from elaswave_plugin.adapters.megatron.pipeline import RaggedPipeline
 from elaswave_plugin.adapters.megatron.tied_embeddings import TiedWeight
 from elaswave_plugin.adapters.megatron.weight_gradients import WeightGradients
 from elaswave_plugin.core.dataflow import Dataflow, Samples, deal
-from elaswave_plugin.core.groups import Seat
+from elaswave_plugin.core.layout import Seat
 from elaswave_plugin.core.pipeline_flow import PipelineFlow
 from elaswave_plugin.runtime.worker import Worker
 

@@ -33,7 +33,7 @@ class StageLoad:
     """What a stage has to do and with whom.
 
     ``samples``: those of its busiest worker in a step; ``in_flight``: the most of them at once;
-    ``joiners``: workers that come from elsewhere and so need all weights of the stage; ``fill``:
+    ``incoming``: workers that come from elsewhere and so need all weights of the stage; ``fill``:
     samples that pass through all stages in front before it has work, and after its last.
     """
 
@@ -41,7 +41,7 @@ class StageLoad:
     width: int
     speed: float = 1.0
     in_flight: float = 0.0
-    joiners: int = 0
+    incoming: int = 0
     fill: float = 0.0
 
 
@@ -127,7 +127,7 @@ def pause_seconds(
     0 where nothing moves. Optimizer state follows behind the compute (`follow_seconds`).
     """
     most_bytes = _most_received(costs.totals("weight_bytes"), loads, cuts, now)
-    moves = tuple(cuts) != tuple(now) or any(load.joiners for load in loads)
+    moves = tuple(cuts) != tuple(now) or any(load.incoming for load in loads)
     return most_bytes / costs.transfer_bytes_per_s + costs.rebind_s if moves else 0.0
 
 
@@ -195,7 +195,7 @@ def _received_bytes(costs: CostModel, load: StageLoad, owned: tuple[int, int]) -
     """[k, l]: what the stage's workers receive to own units k..l, owning ``owned`` now."""
     weights, optimizer = costs.totals("weight_bytes"), costs.totals("optimizer_bytes")
     new = weights * load.width + optimizer
-    old = weights * load.joiners
+    old = weights * load.incoming
     position = np.clip(np.arange(len(weights)), *owned)
     # In front of each cut: what is received of units that the stage owns already, and of others.
     total = (new - new[position]) + old[position]
@@ -213,7 +213,7 @@ def _most_received(
         low = min(max(start, old_start), stop)
         held = amount[max(low, min(stop, old_stop))] - amount[low]
         whole = amount[stop] - amount[start]
-        most = max(most, float(whole if load.joiners else whole - held))
+        most = max(most, float(whole if load.incoming else whole - held))
     return most
 
 

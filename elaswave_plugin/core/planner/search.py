@@ -146,14 +146,14 @@ class Search:
         slot_width, fair = min(widths), self._fair_widths(moves)
         loads = []
         for stage, width in enumerate(widths):
-            joiners = self._new_groups[stage] + sum(move.target == stage for move in moves)
+            incoming = self._new_groups[stage] + sum(move.target == stage for move in moves)
             loads.append(
                 StageLoad(
                     samples=samples[stage],
                     width=width,
                     speed=self.speeds[stage],
                     in_flight=(len(widths) - stage) * size * ceil(slot_width / fair[stage]),
-                    joiners=joiners,
+                    incoming=incoming,
                     fill=fill * size,
                 )
             )

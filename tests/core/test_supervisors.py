@@ -5,13 +5,13 @@ from itertools import combinations
 import pytest
 
 from elaswave_plugin.core.membership import MembershipView
-from elaswave_plugin.core.seats import Seats
+from elaswave_plugin.core.supervisors import Supervisors
 
 
 def majorities(nodes: tuple[int, ...]) -> list[set[int]]:
     """Every set of these nodes that counts as one, two workers on each node."""
     of_slots = tuple(node for node in nodes for _ in range(2))
-    seats = Seats(of_slots)
+    supervisors = Supervisors(of_slots)
     slots = tuple(range(len(of_slots)))
     alive = (0,) * len(slots)
     view = MembershipView(epoch=1, ranks=slots, incarnations=alive, nodes=of_slots, reason="test")
@@ -20,7 +20,7 @@ def majorities(nodes: tuple[int, ...]) -> list[set[int]]:
         one
         for one in sets
         # One worker of a node speaks for it.
-        if seats.minority_in([2 * nodes.index(node) for node in one], [view]) is None
+        if supervisors.minority_in([2 * nodes.index(node) for node in one], [view]) is None
     ]
 
 

@@ -18,7 +18,7 @@ from elaswave_plugin.core.membership import MembershipView
 from elaswave_plugin.core.reserve import NOBODY_CAME, vacant
 
 
-class Seats:
+class Supervisors:
     """``nodes[s]`` is the node of slot s; ``lost``: evidence by slot that has no supervisor.
 
     Without ``lost``, those of the reserve have none.

@@ -1,4 +1,4 @@
-"""How a supervisor finds a running job and comes to be one of its supervisors.
+"""How a supervisor finds a running job and is let in as one of its supervisors.
 
 It asks any of them who is there, opens a link to every one that lives, and asks the leader to be
 let in (`core/admission.py`). Standard library only; blocks, since nothing runs beside it yet.
@@ -24,7 +24,7 @@ _ANSWER_S = 5.0
 _ASK_AGAIN_S = 0.1
 
 
-class SeatRefusedError(AgreementError):
+class SlotRefusedError(AgreementError):
     """The job does not let this supervisor in."""
 
 
@@ -99,10 +99,12 @@ def _roster_at(address: str, standby: dict[str, Any] | None, timeout_s: float) -
     return Roster(record=answer)
 
 
-def arrive(own: Peer, contacts: Sequence[str], *, timeout_s: float) -> tuple[Meeting, Frame]:
+def seek_admission(
+    own: Peer, contacts: Sequence[str], *, timeout_s: float
+) -> tuple[Meeting, Frame]:
     """Take the slot `own.slot`; returns the links to the others, and what was kept for newcomers.
 
-    Raises SeatRefusedError, also where it is not let in within `timeout_s`.
+    Raises SlotRefusedError, also where it is not let in within `timeout_s`.
     """
     deadline_s = time.monotonic() + timeout_s
     why = "no supervisor of the job answers"
@@ -117,7 +119,7 @@ def arrive(own: Peer, contacts: Sequence[str], *, timeout_s: float) -> tuple[Mee
                 sock.close()
         # Nothing can be waited for: the others are about to notice who is gone.
         time.sleep(_ASK_AGAIN_S)
-    raise SeatRefusedError(f"worker {own.slot} was not let in within {timeout_s:g} s: {why}")
+    raise SlotRefusedError(f"worker {own.slot} was not let in within {timeout_s:g} s: {why}")
 
 
 def _attempt(
@@ -129,7 +131,7 @@ def _attempt(
     while True:
         roster = ask_roster(contacts)
         if own.slot not in roster.free:
-            raise SeatRefusedError(f"worker {own.slot} has a supervisor again")
+            raise SlotRefusedError(f"worker {own.slot} has a supervisor again")
         for peer in roster.living:
             if (peer.slot, peer.pid) not in links:
                 links[peer.slot, peer.pid] = _link(own, peer)
@@ -139,7 +141,7 @@ def _attempt(
         if answer["reason"] is None:
             break
         if not answer["later"]:
-            raise SeatRefusedError(answer["reason"])
+            raise SlotRefusedError(answer["reason"])
         if time.monotonic() > deadline_s:
             raise TimeoutError(answer["reason"])
         # It may be asked at any time; what it waits for (a step's end) takes longer than this.
@@ -169,7 +171,7 @@ def _link(own: Peer, peer: Peer) -> socket.socket:
 def _welcome(roster: Roster, own: Peer, links: dict[int, socket.socket]) -> Welcome:
     """What the leader says, once all who live use our links. Raises OSError where one does not."""
     for sock in links.values():
-        receive_frame(sock, _ANSWER_S)  # "seated"
+        receive_frame(sock, _ANSWER_S)  # "admitted"
     welcome = from_wire(receive_frame(links[roster.leader.slot], _ANSWER_S))
     if not isinstance(welcome, Welcome):
         raise ConnectionError("the leader does not welcome this supervisor")

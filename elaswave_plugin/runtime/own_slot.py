@@ -1,6 +1,6 @@
-"""How a supervisor comes to its place: with all others at the launch, or later in a running job.
+"""How a supervisor comes to its slot: with all others at the launch, or later in a running job.
 
-With the place it gets the register of its node, which all supervisors there share: the first of
+With the slot it gets the register of its node, which all supervisors there share: the first of
 them makes it, and the others open it by way of one that is there before them.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elaswave_plugin.errors import AgreementError
-from elaswave_plugin.runtime.arrival import SeatRefusedError, arrive
+from elaswave_plugin.runtime.admission import SlotRefusedError, seek_admission
 from elaswave_plugin.runtime.node_register import NodeRegister
 from elaswave_plugin.runtime.rendezvous import (
     Meeting,
@@ -26,7 +26,7 @@ from elaswave_plugin.runtime.wire import Frame
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class OwnSlot:
     """A supervisor's links, its node's register, and what was kept for one that comes later."""
 
     meeting: Meeting
@@ -34,7 +34,7 @@ class Seat:
     kept: Frame | None = None
 
 
-def seat_at_launch(place: Place, host: str, listener: socket.socket | None, data: str) -> Seat:
+def slot_at_launch(place: Place, host: str, listener: socket.socket | None, data: str) -> OwnSlot:
     """Meet the others: at `listener` those that come, else at `host`. Raises AgreementError."""
     # The others look for it as soon as they have met.
     own = NodeRegister.create()
@@ -44,13 +44,13 @@ def seat_at_launch(place: Place, host: str, listener: socket.socket | None, data
         meeting = join_meeting(place, host, data)
     first = next(peer for peer in meeting.peers if peer.node == place.node)
     if first.slot == place.slot:
-        return Seat(meeting=meeting, register=own)
+        return OwnSlot(meeting=meeting, register=own)
     own.close()
-    return Seat(meeting=meeting, register=_register_of(first, place))
+    return OwnSlot(meeting=meeting, register=_register_of(first, place))
 
 
-def seat_in_job(place: Place, contacts: Sequence[str], data: str) -> Seat:
-    """Take the place of a lost supervisor. Raises SeatRefusedError."""
+def slot_in_job(place: Place, contacts: Sequence[str], data: str) -> OwnSlot:
+    """Take the place of a lost supervisor. Raises SlotRefusedError."""
     own = Peer(
         slot=place.slot,
         node=place.node,
@@ -59,16 +59,16 @@ def seat_in_job(place: Place, contacts: Sequence[str], data: str) -> Seat:
         data=data,
         machine=own_machine(),
     )
-    meeting, kept = arrive(own, contacts, timeout_s=place.timeout_s)
+    meeting, kept = seek_admission(own, contacts, timeout_s=place.timeout_s)
     assert meeting.welcome is not None
     gone = {place.slot, *meeting.welcome.lost}
     beside = [one for one in meeting.peers if one.node == place.node and one.slot not in gone]
     if not beside:
-        return Seat(meeting=meeting, register=NodeRegister.create(), kept=kept)
+        return OwnSlot(meeting=meeting, register=NodeRegister.create(), kept=kept)
     try:
-        return Seat(meeting=meeting, register=_register_of(beside[0], place), kept=kept)
+        return OwnSlot(meeting=meeting, register=_register_of(beside[0], place), kept=kept)
     except AgreementError as error:
-        raise SeatRefusedError(str(error)) from error
+        raise SlotRefusedError(str(error)) from error
 
 
 def _register_of(peer: Peer, place: Place) -> NodeRegister:
