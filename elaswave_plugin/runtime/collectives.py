@@ -232,4 +232,4 @@ def receive(op: Operation, data: memoryview, rank: int) -> Steps:
     """Receive from one member, or ANY_SOURCE, under the operation's tag."""
     arrived = op.receive(rank, data)
     yield arrived
-    op.source_rank = op.place.members.index(arrived.peer) if rank == ANY_SOURCE else rank
+    op.source_rank = op.group.members.index(arrived.peer) if rank == ANY_SOURCE else rank

@@ -16,7 +16,7 @@ from elaswave_plugin.runtime.device_work import DeviceWork
 from elaswave_plugin.runtime.group_core import GroupCore
 from elaswave_plugin.runtime.link_store import LinkStore
 from elaswave_plugin.runtime.links import LinkTable
-from elaswave_plugin.runtime.operation import Operation, Place, Steps
+from elaswave_plugin.runtime.operation import Group, Operation, Steps
 from elaswave_plugin.runtime.transfers import Receive
 
 # An abort ends kernels in flight; after this long the worker cannot go on and says so.
@@ -199,8 +199,8 @@ class DeviceEngine:
         name = "doorbell of the device engine"
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         slot = self._links.slot
-        place = Place(group=int.from_bytes(digest, "big"), label=name, members=(slot,), rank=0)
-        operation = Operation(self._links, place, name, timeout_s=0.0, tag=0)
+        group = Group(number=int.from_bytes(digest, "big"), label=name, members=(slot,), rank=0)
+        operation = Operation(self._links, group, name, timeout_s=0.0, tag=0)
 
         def never(op: Operation) -> Steps:
             silent: Receive = op.receive(0, memoryview(bytearray(1)))

@@ -14,7 +14,7 @@ from elaswave_plugin.runtime import alone, collectives
 from elaswave_plugin.runtime.buffers import Fold, make_fold
 from elaswave_plugin.runtime.frames import DTYPES
 from elaswave_plugin.runtime.links import LinkTable
-from elaswave_plugin.runtime.operation import Operation, Place, Steps
+from elaswave_plugin.runtime.operation import Group, Operation, Steps
 from elaswave_plugin.runtime.work import ElasticWork
 
 # GPU tensors go through host memory.
@@ -45,14 +45,14 @@ class GroupCore:
         self._timeout_s = timeout_s
         self._on_shutdown = on_shutdown
         self._coalesced: list[Operation] | None = None
-        self._place = self._placed(members)
+        self._group = self._as_group(members)
 
     # ---- membership --------------------------------------------------------------------------
 
-    def _placed(self, members: Sequence[int]) -> Place:
+    def _as_group(self, members: Sequence[int]) -> Group:
         slot = self._links.slot
-        return Place(
-            group=self._group_id,
+        return Group(
+            number=self._group_id,
             label=self._name if self._description in ("", "undefined") else self._description,
             members=tuple(members),
             rank=members.index(slot) if slot in members else -1,
@@ -71,7 +71,7 @@ class GroupCore:
     @property
     def members(self) -> tuple[int, ...]:
         """Slots in rank order."""
-        return self._place.members
+        return self._group.members
 
     def edit(self, members: Sequence[int], identity: str | None = None) -> None:
         """Replace the members, slots in rank order. Raises ConfigurationError for duplicates.
@@ -83,15 +83,15 @@ class GroupCore:
         self._coalesced = None
         if identity is not None:
             self._identity, self._group_id = identity, _digest(identity)
-        self._place = self._placed(members)
+        self._group = self._as_group(members)
 
     def rank(self) -> int:
         """Our rank; -1 when we are not a member."""
-        return self._place.rank
+        return self._group.rank
 
     def size(self) -> int:
         """Number of members."""
-        return self._place.size
+        return self._group.size
 
     getRank = rank
     getSize = size
@@ -131,7 +131,7 @@ class GroupCore:
     def setGroupDesc(self, description: str) -> None:
         """Remember the description; messages use it."""
         self._description = description
-        self._place = self._placed(self.members)
+        self._group = self._as_group(self.members)
 
     _set_group_name = setGroupName
     _set_group_desc = setGroupDesc
@@ -227,14 +227,14 @@ class GroupCore:
         timeout_s = timeout.total_seconds() if timeout is not None else -1.0
         operation = Operation(
             self._links,
-            self._place,
+            self._group,
             name,
             timeout_s=timeout_s if timeout_s > 0 else self._timeout_s,
             dtype=_dtype_name(dtype),
             tag=tag,
             result=list(result),
         )
-        if self._place.rank < 0:
+        if self._group.rank < 0:
             raise ConfigurationError(
                 f"{operation.describe()}: slot {self._links.slot} is no member"
             )

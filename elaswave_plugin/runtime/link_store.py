@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import Store
 
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.links import LinkTable
-from elaswave_plugin.runtime.operation import Operation, Place, Steps
+from elaswave_plugin.runtime.operation import Group, Operation, Steps
 from elaswave_plugin.runtime.transfers import ANY_SOURCE
 
 _SIZES = struct.Struct("<II")  # bytes of the key, bytes of the value
@@ -45,8 +45,8 @@ class LinkStore(Store):
     def follow(self, members: Sequence[int]) -> None:
         """The members have changed; what was set stays."""
         slots = tuple(members)
-        self._place = Place(
-            group=self._id,
+        self._group = Group(
+            number=self._id,
             label=f"store of {self._name}",
             members=slots,
             rank=slots.index(self._links.slot),
@@ -105,7 +105,7 @@ class LinkStore(Store):
             yield head
             key_bytes, value_bytes = _SIZES.unpack(sizes)
             payload = bytearray(key_bytes + value_bytes)
-            rank = op.place.members.index(head.peer)
+            rank = op.group.members.index(head.peer)
             yield op.receive(rank, memoryview(payload), part=1)
             self._values[payload[:key_bytes].decode()] = bytes(payload[key_bytes:])
 
@@ -114,4 +114,4 @@ class LinkStore(Store):
         self._links.wait(operation)
 
     def _operation(self, what: str, timeout_s: float) -> Operation:
-        return Operation(self._links, self._place, what, timeout_s=timeout_s, tag=_TAG)
+        return Operation(self._links, self._group, what, timeout_s=timeout_s, tag=_TAG)

@@ -199,7 +199,7 @@ class LinkTable:
             if operation.size > 1 and not self.epoch and not self.alone:
                 raise LinkError(f"{operation.describe()}: no epoch is open")
             if operation.tag is None:
-                group = operation.place.group
+                group = operation.group.number
                 operation.sequence = self._sequences.get(group, 0)
                 self._sequences[group] = operation.sequence + 1
             operation.deadline_s = time.monotonic() + operation.timeout_s
@@ -357,7 +357,7 @@ class LinkTable:
         if operation.kind is not Kind.COLLECTIVE:
             return
         view = memoryview(text.encode())
-        group, sequence = operation.place.group, operation.sequence
+        group, sequence = operation.group.number, operation.sequence
         header = FrameHeader(
             Kind.FAILURE,
             operation.code,
@@ -371,18 +371,18 @@ class LinkTable:
             len(view),
             0,
         )
-        for slot in operation.place.members:
+        for slot in operation.group.members:
             if slot != self.slot and slot in self._addresses:
                 self.post_send(Send(view, slot, header, None))
 
     def _end_if_failed_elsewhere(self, operation: Operation) -> None:
         if operation.kind is not Kind.COLLECTIVE:
             return
-        place = operation.place
-        failure = self._mailbox.failure_elsewhere(place.group, operation.sequence)
+        group = operation.group
+        failure = self._mailbox.failure_elsewhere(group.number, operation.sequence)
         if failure is not None:
             slot, text = failure
-            rank = place.members.index(slot) if slot in place.members else "?"
+            rank = group.members.index(slot) if slot in group.members else "?"
             operation.fail(
                 PeerError(f"{operation.describe()}: rank {rank} (slot {slot}) gave up: {text}")
             )

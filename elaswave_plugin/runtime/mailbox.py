@@ -145,8 +145,8 @@ def _mismatch(receive: Receive, header: FrameHeader, slot: int) -> bool:
     operation = receive.operation
     if operation is None:
         return True
-    ours, size = operation.place.rank, len(receive.view)
-    members = operation.place.members
+    ours, size = operation.group.rank, len(receive.view)
+    members = operation.group.members
     there = f"rank {members.index(slot) if slot in members else '?'} (slot {slot})"
     if header.op != operation.code:
         what = (

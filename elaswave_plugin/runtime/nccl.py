@@ -18,7 +18,7 @@ from elaswave_plugin.runtime import collectives as run
 from elaswave_plugin.runtime.communicator import Inner
 from elaswave_plugin.runtime.link_store import LinkStore
 from elaswave_plugin.runtime.links import LinkTable
-from elaswave_plugin.runtime.operation import Operation, Place, Steps
+from elaswave_plugin.runtime.operation import Group, Operation, Steps
 
 # Who is lost is decided by the supervisors, and the doorbell ends what is in flight. So torch's
 # watchdog may neither end an operation nor the process.
@@ -210,8 +210,8 @@ def exchange(
     """Everybody's identity by slot. Collective, over the links."""
     slots = tuple(members)
     digest = hashlib.blake2b(b"devices of the workers", digest_size=8).digest()
-    place = Place(
-        group=int.from_bytes(digest, "big"),
+    group = Group(
+        number=int.from_bytes(digest, "big"),
         label="devices of the workers",
         members=slots,
         rank=slots.index(links.slot),
@@ -222,7 +222,7 @@ def exchange(
     def body(op: Operation) -> Steps:
         yield from run.all_gather(op, [memoryview(out) for out in outs], ours)
 
-    operation = Operation(links, place, "all_gather", timeout_s=timeout_s)
+    operation = Operation(links, group, "all_gather", timeout_s=timeout_s)
     links.run(operation, body)
     links.wait(operation)
     return {slot: out.rstrip(b"\0").decode() for slot, out in zip(slots, outs, strict=True)}

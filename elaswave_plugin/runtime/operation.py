@@ -20,10 +20,13 @@ Steps = Generator[Transfer, None, None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where an operation runs: a group as seen by one member; `members` are slots in rank order."""
+class Group:
+    """A group as one member sees it; `members` are slots in rank order.
 
-    group: int
+    Frames carry `number`, by which all members know the group; `label` is for messages.
+    """
+
+    number: int
     label: str
     members: tuple[int, ...]
     rank: int
@@ -53,7 +56,7 @@ class Operation:
     def __init__(
         self,
         engine: Engine,
-        place: Place,
+        group: Group,
         name: str,
         *,
         timeout_s: float,
@@ -61,7 +64,7 @@ class Operation:
         tag: int | None = None,
         result: list[torch.Tensor] | None = None,
     ) -> None:
-        self.place = place
+        self.group = group
         self.name = name
         self.timeout_s = timeout_s
         self.tag = tag
@@ -88,16 +91,16 @@ class Operation:
     @property
     def rank(self) -> int:
         """Our rank in the group."""
-        return self.place.rank
+        return self.group.rank
 
     @property
     def size(self) -> int:
         """Size of the group."""
-        return self.place.size
+        return self.group.size
 
     def others(self) -> list[int]:
         """The other ranks, starting behind our own so that not everybody talks to rank 0 first."""
-        size, rank = self.place.size, self.place.rank
+        size, rank = self.group.size, self.group.rank
         return [(rank + step) % size for step in range(1, size)]
 
     def send(self, rank: int, view: memoryview, *, part: int = 0, whole: int | None = None) -> Send:
@@ -110,13 +113,13 @@ class Operation:
             part,
             0,
             self._engine.epoch,
-            self.place.group,
+            self.group.number,
             self.sequence,
             length if whole is None else whole,
             length,
             0,
         )
-        send = Send(view, self.place.members[rank], header, self)
+        send = Send(view, self.group.members[rank], header, self)
         self._engine.post_send(send)
         if not send.done:
             self._sends.append(send)
@@ -126,9 +129,9 @@ class Operation:
         self, rank: int, view: memoryview, *, part: int = 0, whole: int | None = None
     ) -> Receive:
         """Post a receive of exactly len(view) bytes from a member (ANY_SOURCE: from any)."""
-        members = self.place.members
+        members = self.group.members
         slot = ANY_SOURCE if rank == ANY_SOURCE else members[rank]
-        key: Key = (slot, self.place.group, int(self.kind), self.sequence, part)
+        key: Key = (slot, self.group.number, int(self.kind), self.sequence, part)
         receive = Receive(view, key, len(view) if whole is None else whole, self)
         self._receives.append(receive)
         self._engine.post_receive(receive, members if rank == ANY_SOURCE else ())
@@ -207,8 +210,8 @@ class Operation:
     def describe(self) -> str:
         """The operation in words, for messages."""
         number = f"#{self.sequence}" if self.tag is None else f"tag {self.tag}"
-        place = self.place
+        group = self.group
         return (
-            f"{self.name} {number} in group {place.label!r} "
-            f"(slots {place.members}, this is rank {place.rank})"
+            f"{self.name} {number} in group {group.label!r} "
+            f"(slots {group.members}, this is rank {group.rank})"
         )

@@ -15,7 +15,7 @@ from elaswave_plugin.runtime.collectives import receive, send
 from elaswave_plugin.runtime.connection import Connection, State
 from elaswave_plugin.runtime.frames import HEADER_BYTES, FrameHeader, Hello, Kind, control_header
 from elaswave_plugin.runtime.links import LinkTable
-from elaswave_plugin.runtime.operation import Operation, Place
+from elaswave_plugin.runtime.operation import Group, Operation
 
 LIMIT_S = 10.0
 
@@ -36,12 +36,12 @@ def _open(tables: tuple[LinkTable, ...], epoch: int) -> None:
         table.open_epoch(epoch, addresses)
 
 
-def _place(table: LinkTable) -> Place:
-    return Place(group=7, label="pair", members=(0, 1), rank=table.slot)
+def _group(table: LinkTable) -> Group:
+    return Group(number=7, label="pair", members=(0, 1), rank=table.slot)
 
 
 def _send(table: LinkTable, data: bytes | bytearray | memoryview, tag: int = 0) -> Operation:
-    operation = Operation(table, _place(table), "send", timeout_s=LIMIT_S, tag=tag)
+    operation = Operation(table, _group(table), "send", timeout_s=LIMIT_S, tag=tag)
     table.run(operation, lambda op: send(op, memoryview(data), 1 - table.slot))
     return operation
 
@@ -50,7 +50,7 @@ def _receive(
     table: LinkTable, size: int, tag: int = 0, timeout_s: float = LIMIT_S
 ) -> tuple[Operation, bytearray]:
     into = bytearray(size)
-    operation = Operation(table, _place(table), "recv", timeout_s=timeout_s, tag=tag)
+    operation = Operation(table, _group(table), "recv", timeout_s=timeout_s, tag=tag)
     table.run(operation, lambda op: receive(op, memoryview(into), 1 - table.slot))
     return operation, into
 
@@ -406,7 +406,7 @@ def test_no_operation_before_an_epoch_or_to_a_stranger() -> None:
     table = LinkTable(0)
     with pytest.raises(LinkError, match="no epoch is open"):
         table.run(
-            Operation(table, _place(table), "send", timeout_s=1, tag=0),
+            Operation(table, _group(table), "send", timeout_s=1, tag=0),
             lambda op: send(op, memoryview(b"x"), 1),
         )
     table.open_epoch(1, {0: table.address})

@@ -14,7 +14,7 @@ from elaswave_plugin import phase
 from elaswave_plugin.core.hang import COMMIT, NOBODY, UNKNOWN_LIMIT_S, Sample
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.links import LinkTable
-from elaswave_plugin.runtime.operation import Operation, Place, Steps
+from elaswave_plugin.runtime.operation import Group, Operation, Steps
 from elaswave_plugin.runtime.progress import (
     ANNOUNCED_LIMIT_S,
     PROGRESS_FD,
@@ -240,8 +240,8 @@ def test_what_happens_in_an_announced_phase_is_no_measure_of_a_step(
 
 
 def barrier(table: LinkTable, rank: int) -> Operation:
-    place = Place(group=1, label="pair", members=(0, 1), rank=rank)
-    operation = Operation(table, place, "barrier", timeout_s=20.0)
+    group = Group(number=1, label="pair", members=(0, 1), rank=rank)
+    operation = Operation(table, group, "barrier", timeout_s=20.0)
 
     def steps(op: Operation) -> Steps:
         op.send(1 - rank, memoryview(b"x"))
