@@ -142,9 +142,8 @@ class Coordinator:
         self._heard_s: dict[int, float] = {}
         # How often those beside a silent leader were asked since they were last heard.
         self._asked: dict[int, int] = {}
-        # Links to others that broke, where neither end leads: what was seen, and when.
-        self._cut: dict[int, tuple[str, float]] = {}
-        self._led = self.agreement.leader, now_s
+        # Links to others that broke, where neither end leads: what was seen.
+        self._cut: dict[int, str] = {}
         self._last_sent: tuple[Message | None, bytes] = (None, b"")
         self._beat_due_s = now_s
         self._alarm_s: float | None = None
@@ -275,8 +274,7 @@ class Coordinator:
                     self.agreement.receive(peer, message, now_s)
 
         def closed(evidence: str) -> None:
-            evidence = f"its supervisor (pid {self.peers[peer].pid}) is gone: {evidence}"
-            self._cut[peer] = evidence, time.monotonic()
+            self._cut[peer] = f"its supervisor (pid {self.peers[peer].pid}) is gone: {evidence}"
 
         self._channels[peer] = Channel(
             self._reactor, sock, on_frame=frame_came, on_close=closed, on_bytes=heard
@@ -290,29 +288,15 @@ class Coordinator:
         """A broken link is a loss where one end leads; elsewhere it may be the link alone.
 
         The leader has a link with each of the others, watches it, and tells who is lost. Nothing is
-        said between two others, so that both go on without a link until one of them leads.
+        said between two others, so that both go on without a link until one of them leads. Whoever
+        cannot hear that one would lead itself, which those that hear it do not let happen.
         """
         while self._cut:
-            leader, now_s = self.agreement.leader, time.monotonic()
-            if leader != self._led[0]:
-                self._led = leader, now_s
-            if leader != self._slot and not self._is_lost(leader, now_s):
+            leader = self.agreement.leader
+            if leader != self._slot and leader not in self._cut:
                 return
-            gone = list(self._cut) if leader == self._slot else [leader]
-            for slot in gone:
-                self._lose(slot, self._cut.pop(slot)[0])
-
-    def _is_lost(self, leader: int, now_s: float) -> bool:
-        """Whether the leader, to which the link is broken, is gone and will not lead.
-
-        Had it been gone for long, the leader before would have told. So it leads and shuts this one
-        out; were this one to lead without it, the others would follow whom they hear first.
-        """
-        if leader not in self._cut:
-            return False
-        cut_s, since_s = self._cut[leader][1], self._led[1]
-        told_s = self._heartbeat.timeout_s + 2 * self._heartbeat.every_s
-        return since_s - cut_s < told_s or now_s - since_s > told_s
+            for slot in list(self._cut) if leader == self._slot else [leader]:
+                self._lose(slot, self._cut.pop(slot))
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
@@ -348,8 +332,8 @@ class Coordinator:
 
         One that has said goodbye is left to end by itself.
         """
-        seen = self._cut.pop(order.slot, ("declared lost by the leader", 0.0))
-        self.lost.setdefault(order.slot, seen[0])
+        seen = self._cut.pop(order.slot, "declared lost by the leader")
+        self.lost.setdefault(order.slot, seen)
         pidfd = self._neighbours.get(order.slot)
         if pidfd is not None and order.kill and order.slot not in self._ending:
             with contextlib.suppress(ProcessLookupError):
