@@ -146,8 +146,9 @@ class ElasticConfig(BaseModel):
     consistency: Literal["exact", "fast"] = Field(
         "exact",
         description="exact: results are bit for bit those of a run without a loss, for one more"
-        " gradient bucket of memory; fast: gradients are summed by the native reduction, whose"
-        " order, and so the last bits, change with the number of workers",
+        " gradient bucket of memory, and with NCCL for sums made of copies and additions; fast:"
+        " gradients are summed by the native reduction, whose order, and so the last bits, change"
+        " with the number of workers",
     )
     snapshots: bool = Field(
         True,

@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
 
 from elaswave_plugin.core.communicators import CommunicatorFacts
 from elaswave_plugin.errors import LinkError
 from elaswave_plugin.runtime.link_store import LinkStore
+
+if TYPE_CHECKING:
+    import torch
 
 # A call that has not returned after this long is blocked inside, where an abort alone releases it.
 LAUNCH_LIMIT_S = 1.0
@@ -34,10 +37,13 @@ class Inner(Protocol):
         """Connect all members, each of which calls it or a collective; once, before any block."""
 
     def mark(self) -> Any:
-        """A work in the place of None, which a call that runs on the current stream answers.
+        """A work for what runs on the current stream, where a call answers None.
 
-        It is complete when all is that this stream holds now.
+        It is complete when all is that this stream holds now; wait() orders a stream behind that.
         """
+
+    def apart(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        """What is launched in it on these tensors follows the current stream, beside what comes."""
 
     def shrink(self, excluded: Sequence[int]) -> Inner:
         """The group without these ranks; all others call it together."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from elaswave_plugin.core.communicators import CommunicatorFacts, Fate, Verdict, fate_of
 from elaswave_plugin.errors import EpochChanged, LinkError
@@ -18,6 +18,9 @@ from elaswave_plugin.runtime.link_store import LinkStore
 from elaswave_plugin.runtime.links import LinkTable
 from elaswave_plugin.runtime.operation import Group, Operation, Steps
 from elaswave_plugin.runtime.transfers import Receive
+
+if TYPE_CHECKING:
+    import torch
 
 # An abort ends kernels in flight; after this long the worker cannot go on and says so.
 ABORT_TIMEOUT_S = 60.0
@@ -96,6 +99,34 @@ class DeviceEngine:
             inner = self.guard(communicator, make)
             communicator.connected |= peer is None
         return self._work(group, communicator, inner, call)
+
+    def run(
+        self,
+        group: GroupCore,
+        what: str,
+        calls: Callable[[], None],
+        tensors: Sequence[torch.Tensor],
+        *,
+        asynchronous: bool,
+    ) -> DeviceWork:
+        """Make calls and kernels that follow each other one work. Raises EpochChanged.
+
+        `asynchronous`: the current stream does not wait for them; the `tensors` are what they use.
+        """
+        communicator = self._communicator(group)
+        inner = communicator.inner
+        # Busy to the end: an abort has to come after the last kernel, which writes for the caller.
+        with communicator.busy(), inner.apart(tensors) if asynchronous else nullcontext():
+            try:
+                calls()
+            finally:
+                mark = inner.mark()
+                communicator.track(mark)
+        return self._work(group, communicator, mark, what)
+
+    def is_coalescing(self, group: GroupCore) -> bool:
+        """Whether a block of the group is open."""
+        return group.group_name in self._blocks
 
     def start_coalescing(self, group: GroupCore, device: Any) -> None:
         """Collect the calls that follow into one. Raises EpochChanged."""

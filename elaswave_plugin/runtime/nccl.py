@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -63,7 +64,8 @@ class StreamMark:
     is_success = is_completed
 
     def wait(self) -> bool:
-        """The current stream is behind it already."""
+        """The current stream goes on behind it."""
+        self._event.wait()
         return True
 
     def exception(self) -> None:
@@ -82,6 +84,7 @@ class NcclGroup:
     def __init__(self, backend: Any, store: Any, rank: int, size: int) -> None:
         self._backend = backend
         self._store = store
+        self._apart: Any = None
         self.calls = c10d_tables.wrap_backend(
             backend, store, rank, size, kind="NCCL", device="cuda"
         )
@@ -99,6 +102,18 @@ class NcclGroup:
         """Torch's synchronous calls run on the current stream and answer None."""
         return StreamMark()
 
+    @contextmanager
+    def apart(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """A stream of the group's own, which is behind what the current one holds now."""
+        cuda: Any = torch.cuda
+        if self._apart is None:
+            self._apart = cuda.Stream()
+        self._apart.wait_stream(cuda.current_stream())
+        for tensor in tensors:
+            tensor.record_stream(self._apart)  # the caller may let go of it before it is used
+        with cuda.stream(self._apart):
+            yield
+
     def shrink(self, excluded: Sequence[int]) -> Inner:
         """The group without these ranks; the parent is left for the caller to abort."""
         backend = self._backend.shrink(list(excluded), _SHRINK_ABORT)
@@ -107,6 +122,9 @@ class NcclGroup:
     def abort(self) -> None:
         """End the kernels in flight and release the communicator."""
         self._backend.abort()
+        if self._apart is not None:
+            # What follows such a kernel there writes into the caller's memory.
+            self._apart.synchronize()
 
     def close(self) -> None:
         """Release the communicator together with all members."""

@@ -18,6 +18,7 @@ from elaswave_plugin.runtime.device_calls import DeviceCalls
 from elaswave_plugin.runtime.device_engine import Answers, DeviceEngine
 from elaswave_plugin.runtime.group_calls import GroupCalls
 from elaswave_plugin.runtime.links import LinkTable
+from elaswave_plugin.runtime.ordered_calls import OrderedCalls
 
 
 class ElasticProcessGroup(GroupCalls, ProcessGroup):  # type: ignore[misc]
@@ -53,17 +54,28 @@ class DeviceProcessGroup(DeviceCalls, ElasticProcessGroup):  # type: ignore[misc
         self.engine = engine
 
 
+class OrderedProcessGroup(OrderedCalls, DeviceProcessGroup):  # type: ignore[misc]
+    """One whose native sums are those of the links, bit for bit."""
+
+
 class GroupTable:
     """The groups of one worker, WORLD first once init_process_group has run."""
 
     def __init__(
-        self, links: LinkTable, *, gpu_engine: str = "host", maker: Maker | None = None
+        self,
+        links: LinkTable,
+        *,
+        gpu_engine: str = "host",
+        maker: Maker | None = None,
+        exact: bool = False,
     ) -> None:
         """`gpu_engine` is the setting auto, host or nccl; auto and nccl make init_process_group()
-        collective. `maker`: makes the native groups, whatever the setting says.
+        collective. `maker`: makes the native groups, whatever the setting says. `exact`: native
+        sums of floats do not depend on who computes them.
         """
         c10d_tables.check_torch()
         self.links = links
+        self._native_class = OrderedProcessGroup if exact else DeviceProcessGroup
         self._gpu_engine = gpu_engine
         self._engine = None if maker is None else DeviceEngine(links, maker)
         self.launched_on: dict[int, str] = {}
@@ -99,7 +111,7 @@ class GroupTable:
                 self.links, name, slots, timeout_s=timeout_s, on_shutdown=forget
             )
         else:
-            group = DeviceProcessGroup(
+            group = self._native_class(
                 self._engine, self.links, name, slots, timeout_s=timeout_s, on_shutdown=forget
             )
         self._groups[name] = group

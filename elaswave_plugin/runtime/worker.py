@@ -81,7 +81,9 @@ class Worker:
             ),
             progress=self.member.progress_page,
         )
-        self.groups = GroupTable(self.links, gpu_engine=config.gpu_engine)
+        self.groups = GroupTable(
+            self.links, gpu_engine=config.gpu_engine, exact=config.consistency == "exact"
+        )
         self.phases = self._timed_phases()
         self.last_call = False  # whether all were told to leave, by the newest commit
         self.completed = 0

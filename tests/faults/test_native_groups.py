@@ -7,12 +7,17 @@ import pytest
 
 from elaswave_plugin.tracking.events import read_lines
 from tests.faults.conftest import Launch, Reference
-from tests.faults.harness import ROOT, Outcome, check_equal
+from tests.faults.harness import ROOT, SCRIPT, JobSpec, Outcome, check_equal
 from tests.faults.hybrid_matrix import TP2_PP2_DP2
 from tests.faults.test_join import entered
 from tests.faults.test_stage_moves import stages_after
 
-NATIVE = replace(TP2_PP2_DP2, script=str(ROOT / "tests" / "stand_ins" / "native_gloo.py"))
+STAND_IN = str(ROOT / "tests" / "stand_ins" / "native_gloo.py")
+NATIVE = replace(TP2_PP2_DP2, script=STAND_IN)
+DP4 = JobSpec(script=STAND_IN)
+TP4_DP2 = JobSpec(
+    nproc=8, script=STAND_IN, options=("--tensor-model-parallel-size=4", "--sequence-parallel")
+)
 WORLD = "0"
 TP = "own stage, own replica, all tp"
 
@@ -51,6 +56,48 @@ def check_native(run: Outcome) -> None:
     messages = native(run, "send") + native(run, "recv")
     assert messages and {one["size"] for one in messages} == {2}
     assert ragged.isdisjoint(map(epoch_of, messages))
+
+
+def check_order(run: Outcome, reference: Reference) -> None:
+    """Sums of more than two went through native groups, as copies, and have the links' bits."""
+    undisturbed = reference(run.spec)
+    check_equal(run, undisturbed)
+    over_links = reference(replace(run.spec, script=str(SCRIPT)))
+    assert undisturbed.trace() == over_links.trace() and not native(over_links, "make")
+    for one in (run, undisturbed):
+        copied = native(one, "alltoall")
+        assert copied and min(call["size"] for call in copied) > 2
+        for summed in ("reduce_scatter_single_coalesced", "reduce_scatter_single"):
+            assert all(call["size"] <= 2 for call in native(one, summed))
+
+
+def test_one_of_four_replicas(run: Launch, reference: Reference) -> None:
+    """Its terms are added in their place; gloo itself would add in another order."""
+    survived = run(replace(DP4, kills=("1@3:reduce",)))
+    check_order(survived, reference)
+    assert made_last(survived)[WORLD] == {0, 2, 3}
+
+
+@pytest.mark.slow
+def test_one_of_four_replicas_comes_back(run: Launch, reference: Reference) -> None:
+    spec = replace(
+        DP4, steps=10, dump="last", kills=("2@3:backward",), respawn=10, awaits=((5, 1),)
+    )
+    survived = run(spec)
+    check_order(survived, reference)
+    assert entered(survived) == [(2, 1)]
+    assert made_last(survived)[WORLD] == {0, 1, 2, 3}
+
+
+@pytest.mark.slow
+def test_a_tp_group_of_four_of_two_that_each_lost_a_member(
+    run: Launch, reference: Reference
+) -> None:
+    """Sums over TP positions are made in their order, whoever has them."""
+    survived = run(replace(TP4_DP2, kills=("1@2:backward", "6@4:forward")))
+    check_order(survived, reference)
+    anew = made_last(survived)
+    assert any(len(slots) == 4 for name, slots in anew.items() if name != WORLD)
 
 
 def test_a_loss(run: Launch, reference: Reference) -> None:

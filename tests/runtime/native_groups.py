@@ -1,7 +1,8 @@
 """Stand-ins for NCCL on CPU tensors: one that records its calls, and gloo over our own store."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -79,6 +80,14 @@ class RecordedGroup:
     def connect(self) -> None:
         self.maker.log.append(f"{self.name}.connect")
         self.maker.on_call(self, "connect")
+
+    @contextmanager
+    def apart(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        self.maker.log.append(f"{self.name}.apart {len(tensors)}")
+        try:
+            yield
+        finally:
+            self.maker.log.append(f"{self.name}.back")
 
     def mark(self) -> RecordedWork:
         work = RecordedWork(self.maker.log, f"{self.name}.mark", self.maker.done)
@@ -233,12 +242,36 @@ class GlooCalls:
 
         return collecting
 
+    def alltoall(self, outs: list[Any], ins: list[Any], options: Any) -> "GlooParts":
+        """Of parts of any size, which gloo itself takes in one tensor only."""
+        sizes = [[part.numel() for part in parts] for parts in (outs, ins)]
+        space = torch.empty(sum(sizes[0]), dtype=ins[0].dtype)
+        return GlooParts(self.alltoall_base(space, torch.cat(ins), *sizes, options), space, outs)
+
     def _start_coalescing(self, device: torch.device) -> None:
         self._collected = []
 
     def _end_coalescing(self, device: torch.device) -> "GlooBlock":
         works, self._collected = self._collected or [], None
         return GlooBlock(works)
+
+
+class GlooParts:
+    """An all-to-all of one tensor, which is cut once somebody waits for it."""
+
+    def __init__(self, work: GlooWork, space: torch.Tensor, outs: list[torch.Tensor]) -> None:
+        self._work, self._space, self._outs = work, space, outs
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self) -> bool:
+        self._work.wait()
+        for out, part in zip(
+            self._outs, self._space.split([out.numel() for out in self._outs]), strict=True
+        ):
+            out.copy_(part)
+        return True
 
 
 class GlooBlock:
@@ -271,7 +304,12 @@ class GlooGroup:
         """Gloo has connected when it was made."""
 
     def mark(self) -> Any:
-        raise AssertionError("every call of gloo answers a work")
+        """Whoever calls gloo has waited for it on the host."""
+        return GlooBlock([])
+
+    def apart(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        """On the host one thing follows the other."""
+        return nullcontext()
 
     def shrink(self, excluded: Sequence[int]) -> Inner:
         raise AssertionError("gloo cannot shrink")

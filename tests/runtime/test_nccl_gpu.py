@@ -1,6 +1,8 @@
 """The NCCL engine on real GPUs: one process each, a loss, and what goes on after it."""
 
 import os
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,9 +22,9 @@ pytestmark = [
 three_gpus = pytest.mark.skipif(GPUS < 3, reason=f"needs 3 CUDA devices, this machine has {GPUS}")
 
 
-def _native(peer: Peer, count: int) -> Any:
+def _native(peer: Peer, count: int, *, exact: bool = False) -> Any:
     torch.cuda.set_device(peer.slot % count)
-    peer.groups = GroupTable(peer.links, gpu_engine="auto")
+    peer.groups = GroupTable(peer.links, gpu_engine="auto", exact=exact)
     peer.install()
     return dist.group.WORLD
 
@@ -87,9 +89,9 @@ def test_a_communicator_is_kept_then_aborted_and_made_anew() -> None:
         workers.join()
 
 
-def _lossy(peer: Peer) -> None:
-    world = _native(peer, 3)
-    assert type(world) is DeviceProcessGroup
+def _lossy(exact: bool, peer: Peer) -> None:
+    world = _native(peer, 3, exact=exact)
+    assert isinstance(world, DeviceProcessGroup)
     dist.all_reduce(torch.ones(1, device="cuda"))
     torch.cuda.synchronize()
     peer.tell("ready")
@@ -120,8 +122,9 @@ def _lossy(peer: Peer) -> None:
 
 
 @three_gpus
-def test_a_loss_in_the_middle_of_an_all_reduce() -> None:
-    with Workers(3, _lossy) as workers:
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_loss_in_the_middle_of_an_all_reduce(exact: bool) -> None:
+    with Workers(3, partial(_lossy, exact)) as workers:
         workers.commit(1, range(3))
         workers.hear_all()
         survivors = (0, 1)
@@ -133,4 +136,37 @@ def test_a_loss_in_the_middle_of_an_all_reduce() -> None:
         workers.commit(2, survivors)
         for slot in survivors:
             workers.tell(slot, facts)
+        workers.join()
+
+
+def _in_order(peer: Peer) -> None:
+    _native(peer, 3, exact=True)
+    for dtype, numel in product((torch.float32, torch.bfloat16), (1, 3, 3_000, 30_000_000)):
+        generator = torch.Generator().manual_seed(numel)
+        terms = [torch.randn(numel, generator=generator).to(dtype) for _ in range(3)]
+        expected = ((terms[0] + terms[1]) + terms[2]).cuda()
+        for how in (False, True):
+            data = terms[peer.slot].cuda()
+            work = dist.all_reduce(data, async_op=how)
+            if how:
+                assert work is not None and work.wait()
+            assert torch.equal(data, expected)
+            if numel % 3 == 0:
+                # As Megatron-Core: into the own part of what is summed.
+                data = terms[peer.slot].cuda()
+                piece = data.chunk(3)[peer.slot]
+                work = dist.reduce_scatter_tensor(piece, data, async_op=how)
+                if how:
+                    assert work is not None and work.wait()
+                assert torch.equal(piece, expected.chunk(3)[peer.slot])
+    torch.cuda.synchronize()
+    (held,) = peer.groups.device_facts().values()
+    assert held.idle
+
+
+@three_gpus
+def test_sums_in_rank_order() -> None:
+    """Alone and beside what the current stream does; large ones in several chunks."""
+    with Workers(3, _in_order) as workers:
+        workers.commit(1, range(3))
         workers.join()

@@ -11,6 +11,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,10 @@ class LoggedGroup:
 
     def mark(self) -> Any:
         return self._inner.mark()
+
+    def apart(self, tensors: Sequence[Any]) -> AbstractContextManager[None]:
+        apart: AbstractContextManager[None] = self._inner.apart(tensors)
+        return apart
 
     def shrink(self, excluded: Sequence[int]) -> Inner:
         inner: Inner = self._inner.shrink(excluded)

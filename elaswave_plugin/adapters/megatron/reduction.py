@@ -1,8 +1,8 @@
 """How a step's gradients are reduced: natively while healthy, in canonical order after a loss.
 
-The native reduce-scatter of our communicator already adds the replicas in rank order, which while
-healthy is the canonical order of ``core/exact.py``. After a loss, in exact mode, each contribution
-is shipped to the shard owners as soon as it is complete, and the owners fold them.
+The reduce-scatter of our groups already adds the replicas in rank order, over NCCL too in exact
+mode, which while healthy is the canonical order of ``core/exact.py``. After a loss, in exact mode,
+each contribution is shipped to the shard owners as soon as it is complete, and they fold them all.
 """
 
 from collections.abc import Callable, Sequence
