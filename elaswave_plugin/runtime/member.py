@@ -19,6 +19,7 @@ from elaswave_plugin.core.worker_facts import WorkerFacts
 from elaswave_plugin.errors import AgreementError, ConfigurationError, EpochChanged, JobStopped
 from elaswave_plugin.runtime.continuing import await_lease, guard_continuing
 from elaswave_plugin.runtime.progress import ANNOUNCED_LIMIT_S, ProgressPage, page_fd
+from elaswave_plugin.runtime.remembered import Remembered
 from elaswave_plugin.runtime.shared_signals import outlive_shared_signals
 from elaswave_plugin.runtime.wire import Frame, FrameBuffer, encode
 
@@ -58,7 +59,7 @@ class Alone:
     """
 
     view: MembershipView
-    remembered: dict[str, Any]
+    remembered: Remembered
 
 
 @dataclass(slots=True, kw_only=True)
@@ -169,7 +170,7 @@ class Member:
                 self._wait(deadline_s, f"the first view, {timeout_s:g} s after joining")
             return self._take_commit()
 
-    def remember(self, what: dict[str, Any]) -> None:
+    def remember(self, what: Remembered) -> None:
         """Have the supervisor keep this for a trainer that replaces this one."""
         self._send({"t": "remember", "what": what})
 

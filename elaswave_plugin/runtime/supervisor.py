@@ -33,6 +33,7 @@ from elaswave_plugin.runtime.orphans import Orphans
 from elaswave_plugin.runtime.own_slot import OwnSlot, slot_at_launch, slot_in_job
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.reception import Reception, take_link
+from elaswave_plugin.runtime.remembered import Remembered
 from elaswave_plugin.runtime.rendezvous import Place
 from elaswave_plugin.runtime.requests import in_loop
 from elaswave_plugin.runtime.snapshot_server import SnapshotCopier, SnapshotServer
@@ -93,7 +94,7 @@ class Supervisor:
         self._signalled_s: float | None = None
         self._zygote = zygote
         self._deaths: Deaths | None = None
-        self._remembered: dict[str, object] = {}
+        self._remembered: Remembered = {}
         self._server = self._make_server()
         self._data_address = self._server.address
         if not spec.joins:
@@ -185,7 +186,7 @@ class Supervisor:
         """Become a supervisor of a job that runs, and start the slot's next trainer."""
         own = slot_in_job(self._spec.place, self._spec.joins, self._data_address)
         assert own.kept is not None and own.meeting.welcome is not None
-        self._remembered = dict(own.kept["remembered"])
+        self._remembered = own.kept["remembered"]
         limit = int(own.kept["respawn"])
         self._deaths = Deaths(limit=limit) if limit else None
         self._trainer = self._start_trainer(own.meeting.welcome.worker.incarnation)

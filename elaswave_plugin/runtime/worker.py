@@ -4,7 +4,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Unpack
 
 from elaswave_plugin import __version__
 from elaswave_plugin.config import ElasticConfig, check_given, parse_kill
@@ -30,6 +30,7 @@ from elaswave_plugin.runtime.phases import Phases
 from elaswave_plugin.runtime.process_group import GroupTable, check_growing_groups
 from elaswave_plugin.runtime.progress import PhaseClock
 from elaswave_plugin.runtime.recovery_record import RecoveryRecord
+from elaswave_plugin.runtime.remembered import Remembered
 from elaswave_plugin.runtime.reserve import read_reserve
 from elaswave_plugin.runtime.slow_workers import SlowWorkers
 from elaswave_plugin.runtime.snapshot import SnapshotPool, capacity_of
@@ -138,12 +139,12 @@ class Worker:
         self.view = replace(welcome.view, ranks=ranks)
         self.seating: Seating = FlatSeating(homes=self.homes, ranks=self.view.ranks)
         # What a replacement cannot learn from the others, since it builds alone.
-        self.remembered: dict[str, Any] = {}
+        self.remembered: Remembered = {}
         if isinstance(welcome, Alone):
             check_given({"the job": welcome.remembered["given"], "who comes": given})
             self.alone = self.links.alone = True
             self.remembered = welcome.remembered
-            self.run_id = str(self.remembered["run_id"])
+            self.run_id = self.remembered["run_id"]
             self.groups.launched_on = dict(self.remembered["devices"])
         else:
             self.alone = False
@@ -191,7 +192,7 @@ class Worker:
         """Whether the duties of rank 0 are this worker's now."""
         return self.view.ranks[0] == self.slot and not self.alone
 
-    def remember(self, **what: Any) -> None:
+    def remember(self, **what: Unpack[Remembered]) -> None:
         """Keep what the job fixed at its start for whoever may have to replace this worker."""
         self.remembered |= what
         self.member.remember(what)

@@ -127,7 +127,7 @@ def _install_groups(worker: Worker) -> None:
 def _agreed_seed(worker: Worker) -> int:
     """The seed of the settings, else that of the first worker's generator at the launch."""
     if worker.alone:
-        return int(worker.remembered["seed"])
+        return worker.remembered["seed"]
     own = torch.initial_seed() >> 1 if worker.config.seed is None else worker.config.seed
     seed = torch.tensor([own], dtype=torch.int64)
     dist.broadcast(seed, src=0)

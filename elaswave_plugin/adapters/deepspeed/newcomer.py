@@ -46,8 +46,8 @@ class News:
         self._monitor = monitor
         self._stand_in = stand_in
         self._is_told = not worker.alone
-        self._loads: list[str] = list(worker.remembered.get("loads", ()))
-        self._remembered_epoch = int(worker.remembered.get("data_epoch", 0))
+        self._loads = list(worker.remembered.get("loads", ()))
+        self._remembered_epoch = worker.remembered.get("data_epoch", 0)
 
     def exchange(self) -> None:
         """Tell, and be told (collective over WORLD).

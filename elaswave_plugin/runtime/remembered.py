@@ -1,0 +1,23 @@
+"""What a job fixed at its start, as a worker's supervisor keeps it for whoever replaces that one.
+
+Who builds alone cannot ask the others. Told piece by piece, and passed on as JSON.
+"""
+
+from typing import Any, TypedDict
+
+
+class Remembered(TypedDict, total=False):
+    """Alike on all workers of the job, so that a newcomer gets that of any of them.
+
+    ``given``: version and settings; ``devices``: slot and device of each worker of the launch;
+    ``seed``: of the random draws; ``stages``: the fields of each pipeline stage; ``loads``: what
+    the script's loads of checkpoints gave, pickled; ``data_epoch``: of the last completed step.
+    """
+
+    run_id: str
+    given: dict[str, Any]
+    devices: list[tuple[int, str]]
+    seed: int
+    stages: list[list[Any]]
+    loads: list[str]
+    data_epoch: int
