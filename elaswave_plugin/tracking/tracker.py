@@ -57,11 +57,6 @@ class Tracker:
         if is_owner:
             self.own()
 
-    @property
-    def is_owner(self) -> bool:
-        """Whether rows of this worker go to the sinks."""
-        return self._rows is not None
-
     def give_up(self) -> None:
         """Be the owner no more; what is written still goes out, in the tracker's thread."""
         if self._rows is not None:

@@ -12,13 +12,15 @@ The other two leave slow workers what they have. In all three every sample is co
 stage, so the global batch does not change; the gradient is a sum over samples divided by a fixed
 count, so its scale does not either.
 
->>> show = lambda split: print("\\n".join(map(str, split.texts())))
+>>> def show(split):
+...     for stage in split.assignment():
+...         print(*([(piece.start, piece.stop) for piece in pieces] for pieces in stage))
 >>> show(redeal(widths=(2, 1), num_microbatches=4, microbatch_size=1, slot_width=2))
-stage 0: 0 2 | 1 3
-stage 1: 0 1 2 3
+[(0, 1), (2, 3)] [(1, 2), (3, 4)]
+[(0, 1), (1, 2), (2, 3), (3, 4)]
 >>> show(resize(widths=(3, 2), launch_width=3, num_microbatches=3, microbatch_size=2))
-stage 0: [0,2) | [2,4) | [4,6)
-stage 1: [0,3) | [3,6)
+[(0, 2)] [(2, 4)] [(4, 6)]
+[(0, 3)] [(3, 6)]
 """
 
 from collections.abc import Sequence
@@ -101,21 +103,6 @@ class MicrobatchSplit:
         slots = np.searchsorted(table.first, own, side="right") - 1
         starts, stops = table.cuts[own].tolist(), table.cuts[own + 1].tolist()
         return tuple(map(Piece, slots.tolist(), starts, stops))
-
-    def texts(self) -> tuple[str, ...]:
-        """One line a stage: micro-batches, or sample intervals, by worker."""
-        size = self.microbatch_size
-
-        def shown(piece: Piece) -> str:
-            if self.policy == RESIZE:
-                return f"[{piece.start},{piece.stop})"
-            return str(piece.start // size)
-
-        return tuple(
-            f"stage {number}: "
-            + " | ".join(" ".join(map(shown, pieces)) or "nothing" for pieces in stage)
-            for number, stage in enumerate(self.assignment())
-        )
 
 
 def redeal(
