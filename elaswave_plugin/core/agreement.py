@@ -99,9 +99,11 @@ class Agreement(Follower):
         new._supervisors = Supervisors(welcome.nodes, welcome.lost)
         new.history = list(welcome.history)
         new.incarnation = welcome.worker.incarnation
-        new._sure_epoch = new.committed.epoch
+        new._sure_epoch = new._known_epoch = new.committed.epoch
         if welcome.accepted is not None:
-            new.memory = new.memory.accepting(welcome.accepted, new.history)
+            new.memory = new.memory.accepting(
+                welcome.accepted, new.history, known_epoch=new.committed.epoch
+            )
         new.memory = new.memory.promising(welcome.ballot)
         new._highest_epoch = max(welcome.ballot.epoch, new.committed.epoch)
         # Its trainer is told the whole history when it enters.
@@ -304,6 +306,14 @@ class Agreement(Follower):
             self._stop("this worker was declared lost by the others", EXIT_FAILED, tell=False)
         return self.slot in lost
 
+    def _is_left_behind(self) -> bool:
+        """Who takes part has answered every proposal that was committed; this one was left out."""
+        before = self.memory.before
+        if not before or before[0].epoch <= self._sure_epoch:
+            return False
+        self._stop("the others have gone on without this worker", EXIT_FAILED, tell=False)
+        return True
+
     def _forget(self, slot: int) -> None:
         """Nothing of a lost supervisor counts any more: the snapshots it listed went with it."""
         self._promises.pop(slot, None)
@@ -319,6 +329,8 @@ class Agreement(Follower):
             return
         self._yields_until_s = None
         if self._election is None:
+            if self._is_left_behind():
+                return
             self._learn(self.memory.before)
             self._sure_epoch = self.committed.epoch
             if not self._has_quorum(self._supervisors.living(), [self.committed], now_s):

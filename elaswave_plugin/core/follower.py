@@ -33,6 +33,8 @@ class Follower(OwnTrainer, ABC):
         self.memory = NodeMemory()
         # The newest view that is committed for sure: a leader's history may go on from there.
         self._sure_epoch = 0
+        # All that take part know everything up to here: they have answered what was proposed on it.
+        self._known_epoch = 0
         self._accepted: Proposal | None = None
         self._highest_epoch = 0
         self._applied_epoch = 0
@@ -64,6 +66,10 @@ class Follower(OwnTrainer, ABC):
     def _shut_out(self, lost: Iterable[int]) -> bool:
         """Take over the losses that a leader declares; true if it is this worker that is lost."""
 
+    @abstractmethod
+    def _is_left_behind(self) -> bool:
+        """Whether its node remembers views that this one cannot follow; it ends then."""
+
     # ---- what it answers ----------------------------------------------------------------------
 
     def _on_prepare(self, sender: int, message: Prepare) -> None:
@@ -76,10 +82,10 @@ class Follower(OwnTrainer, ABC):
             return
         self.memory = self.memory.promising(message.ballot)
         self._step_down()
-        if self._shut_out(message.lost):
+        if self._shut_out(message.lost) or self._is_left_behind():
             return
-        own = [view for view in self.history if view.epoch <= self._sure_epoch]
-        known = max(own, self.memory.before, key=lambda views: views[-1].epoch if views else -1)
+        known = [view for view in self.history if view.epoch <= self._sure_epoch]
+        known += [view for view in self.memory.before if view.epoch > self._sure_epoch]
         promise = Promise(
             ballot=message.ballot,
             applied_epoch=self._applied_epoch,
@@ -108,7 +114,7 @@ class Follower(OwnTrainer, ABC):
         return 0 if self._accepted is None else self._accepted.ballot.epoch
 
     def _accept(self, proposal: Proposal, now_s: float) -> None:
-        self.memory = self.memory.accepting(proposal, self.history)
+        self.memory = self.memory.accepting(proposal, self.history, known_epoch=self._known_epoch)
         # Not what the node has accepted, of which another one's trainer may have been told.
         self._accepted = proposal
         self._highest_epoch = max(self._highest_epoch, proposal.ballot.epoch)
@@ -146,6 +152,8 @@ class Follower(OwnTrainer, ABC):
         if proposal.view.epoch <= self.committed.epoch:
             return
         self._learn(proposal.lineage)
+        first = proposal.lineage[0] if proposal.lineage else proposal.view
+        self._known_epoch = max(view.epoch for view in self.history if view.epoch < first.epoch)
         # Not only what is new to us: a leader knows adopted views that its trainer was never told.
         skipped = tuple(view for view in self.history if view.epoch > self._applied_epoch)
         self.history.append(proposal.view)

@@ -18,7 +18,8 @@ from elaswave_plugin.core.membership import MembershipView
 class NodeMemory:
     """No lower ballot than `promised` counts; `accepted` is the highest proposal.
 
-    `before`: the views that were committed before that one and its lineage, oldest first.
+    `before`: the last views that were committed before that one and its lineage, oldest first; all
+    that take part know the first of them, and everything before it.
     """
 
     promised: Ballot = field(default_factory=Ballot.first)
@@ -29,13 +30,19 @@ class NodeMemory:
         """The same, with the promise of a ballot that is not lower."""
         return replace(self, promised=ballot)
 
-    def accepting(self, proposal: Proposal, history: Sequence[MembershipView]) -> NodeMemory:
-        """The same, with a proposal whose ballot is not lower; `history`: what is known before."""
+    def accepting(
+        self, proposal: Proposal, history: Sequence[MembershipView], *, known_epoch: int
+    ) -> NodeMemory:
+        """The same, with a proposal whose ballot is not lower; `history`: what is known before.
+
+        `known_epoch`: all that take part know everything up to this epoch.
+        """
         if self.accepted is not None and self.accepted.ballot == proposal.ballot:
             return self  # another supervisor was first
         first = proposal.lineage[0] if proposal.lineage else proposal.view
         before = tuple(view for view in history if view.epoch < first.epoch)
-        return NodeMemory(promised=proposal.ballot, accepted=proposal, before=before)
+        kept = tuple(view for view in before if view.epoch >= known_epoch) or before[-1:]
+        return NodeMemory(promised=proposal.ballot, accepted=proposal, before=kept)
 
     def joined(self, other: NodeMemory) -> NodeMemory:
         """What both remember; the same object as before where the other one knows nothing more."""

@@ -69,7 +69,8 @@ def test_what_is_accepted_is_kept_whole_however_often_it_changes(register: NodeR
             view = first_view(NODES * (1 + epoch % 7 * epoch % 5))
             proposal = Proposal(ballot=ballot(epoch, 0), view=view)
             with turn(register, one):
-                one.memory = one.memory.accepting(proposal, (first_view(NODES),) * epoch)
+                before = (first_view(NODES),) * epoch
+                one.memory = one.memory.accepting(proposal, before, known_epoch=0)
             with turn(beside, other):
                 assert other.memory == one.memory
         assert os.fstat(register._fd).st_size < 1 << 18
@@ -195,7 +196,7 @@ def test_it_is_gone_with_those_who_have_it_open() -> None:
 def test_who_remembers_less_learns_and_forgets_nothing() -> None:
     low = NodeMemory().promising(ballot(2, 0))
     view = first_view(NODES)
-    high = low.accepting(Proposal(ballot=ballot(3, 1), view=view), (view,))
+    high = low.accepting(Proposal(ballot=ballot(3, 1), view=view), (view,), known_epoch=0)
     assert low.joined(high) is high
     assert high.joined(low) is high
     later = low.promising(ballot(9, 2))
