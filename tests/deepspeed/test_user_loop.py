@@ -28,7 +28,7 @@ def test_handles_counters_and_schedules_of_the_script_stay_valid(
     check_recovered(killed, twin=twin(killed), reference=reference(spec))
     assert len(reports(killed)) == 3
     for report in reports(killed):
-        assert report["same_objects"]
+        assert report["same_objects"] and report["always_trained"]
         assert report["global_steps"] == report["scheduler"] == spec.steps
         assert report["global_samples"] == spec.steps * spec.global_batch
         assert report["lr"] == [rate * (1 / (1 + spec.steps)) for rate in (1e-2, 1e-3)]

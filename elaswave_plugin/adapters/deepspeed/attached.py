@@ -8,7 +8,7 @@ from elaswave_plugin.adapters.deepspeed.framework import DeepSpeedFramework
 from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader, GlobalOrder, Order, Reader
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.adapters.recording import Recording, tracker_of
-from elaswave_plugin.errors import ConfigurationError, ElasWaveError
+from elaswave_plugin.errors import ConfigurationError, ElasWaveError, EpochChanged
 from elaswave_plugin.runtime.refusal import ends_in_a_sentence
 from elaswave_plugin.runtime.worker import Worker
 
@@ -57,7 +57,7 @@ class AttachedEngine:
         self._recording = Recording(worker, tracker_of(worker), pieces=pieces)
         # Called once everyone leaves.
         self.at_leave: list[Callable[[], None]] = [patches.undo]
-        self._left = False
+        self._left = self._working = False
         if worker.config.last_checkpoint_dir is not None:
             worker.member.saves_last()
 
@@ -131,6 +131,23 @@ class AttachedEngine:
 
     def _took_loader(self, loader: ElasticLoader) -> None:
         """The job has its loader."""
+
+    def _as_one(self, work: Callable[[], Result]) -> Callable[[], Result]:
+        """Work that starts again as a whole: the modules in the modes that they are in now."""
+        modes = [(module, module.training) for module in self._engine.module.modules()]
+
+        def whole() -> Result:
+            self._working = True
+            try:
+                return work()
+            except EpochChanged:
+                for module, training in modes:
+                    module.training = training
+                raise
+            finally:
+                self._working = False
+
+        return whole
 
     # ---- the end --------------------------------------------------------------------------------
 

@@ -49,7 +49,6 @@ class DeepSpeedFramework:
         self._inner = engine.basic_optimizer
         # Where the loop is in its data is part of every snapshot.
         self.loader: ElasticLoader | None = None
-        self._modes = [(module, module.training) for module in engine.module.modules()]
 
     # ---- the verbs ----------------------------------------------------------------------------
 
@@ -63,11 +62,9 @@ class DeepSpeedFramework:
         return self._state.alignment
 
     def pause(self) -> None:
-        """Drop the interrupted step, and whatever an interrupted evaluation had switched."""
+        """Drop the interrupted step. Modes are left alone: the script goes on, and sets its own."""
         engine = self._engine
         self._state.drop()
-        for module, training in self._modes:
-            module.training = training
         engine._running_engine_step = False
         engine.inside_no_sync_ctxt = False
         for timer in engine.timers.timers.values():

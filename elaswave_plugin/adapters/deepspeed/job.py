@@ -57,7 +57,6 @@ class EngineJob(AttachedEngine):
         self._tokens = 0
         self._iterations = 0
         self._sealed = False
-        self._working = False
         self._monitor = engine.monitor = ElasticMonitor(engine, self._loop)
         self._news = News(worker, self._framework, monitor=self._monitor, stand_in=self._stand_in)
         self._framework.watch(self._announce, self._check)
@@ -105,7 +104,6 @@ class EngineJob(AttachedEngine):
                 "deepspeed.initialize as training_data"
             )
 
-        # A recovery puts the model back into the mode of the script's start.
         counts = not self._engine.module.training
 
         def work() -> Any:
@@ -204,14 +202,7 @@ class EngineJob(AttachedEngine):
         return self._run(self._monitor.restarting(work), phase=phase)
 
     def _run(self, work: Callable[[], Any], *, phase: str) -> Any:
-        def whole() -> Any:
-            self._working = True
-            try:
-                return work()
-            finally:
-                self._working = False
-
-        return self._loop.run(whole, phase=phase)
+        return self._loop.run(self._as_one(work), phase=phase)
 
     def _load(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._sealed:

@@ -82,7 +82,7 @@ class PipelineJob(AttachedEngine):
             worker, framework, on_commit=self._record, on_recovered=self._recording.recovered
         )
         self._loop = ElasticLoop(steps)
-        self._sealed = self._evaluating = self._working = False
+        self._sealed = self._evaluating = False
         self._data: Any = None
         # Of the present attempt of a step.
         self._step: list[Microbatch] = []
@@ -386,15 +386,8 @@ class PipelineJob(AttachedEngine):
         if self._working:
             return work()
 
-        def whole() -> Any:
-            self._working = True
-            try:
-                return work()
-            finally:
-                self._working = False
-
         self._begin()
-        return self._loop.run(whole, phase=phase, alone=None)
+        return self._loop.run(self._as_one(work), phase=phase, alone=None)
 
     def _load(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._sealed:

@@ -39,7 +39,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     args, _ = parser.parse_known_args()
     torch.manual_seed(7)
-    model = Head()
+    # As models come that were loaded: their script says when they train.
+    model = Head().eval()
     groups = [
         {"params": model.embedding.parameters(), "lr": 1e-2, "weight_decay": 0.0},
         {"params": [*model.hidden.parameters(), *model.head.parameters()], "lr": 1e-3},
@@ -54,10 +55,13 @@ def main() -> None:
         training_data=TextDataset(None, 16),
     )
     handles = [id(one) for one in (engine.optimizer, engine.basic_optimizer, engine.lr_scheduler)]
+    engine.train()
     seen = []
+    trained = []
     while engine.global_steps < args.steps:
         for tokens, labels in loader:
             logits = engine(tokens)["logits"]
+            trained.append(model.training)
             loss = F.cross_entropy(logits.view(-1, VOCABULARY_SIZE), labels.reshape(-1))
             engine.backward(loss)
             engine.step()
@@ -69,6 +73,7 @@ def main() -> None:
     report = {
         "same_objects": handles == kept,
         "seen": seen,
+        "always_trained": all(trained),
         "scheduler": scheduler.last_epoch,
         "lr": [group["lr"] for group in optimizer.param_groups],
         "global_steps": engine.global_steps,
