@@ -1,14 +1,12 @@
-"""The trainer's end of the control link to its supervisor (standard library only)."""
+"""A trainer's membership in the job, as its supervisor tells it (standard library only)."""
 
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import threading
 import time
-import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -18,10 +16,11 @@ from elaswave_plugin.core.membership import MembershipView, WorkerId
 from elaswave_plugin.core.worker_facts import WorkerFacts
 from elaswave_plugin.errors import AgreementError, ConfigurationError, EpochChanged, JobStopped
 from elaswave_plugin.runtime.continuing import await_lease, guard_continuing
+from elaswave_plugin.runtime.control_link import ControlLink
 from elaswave_plugin.runtime.progress import ANNOUNCED_LIMIT_S, ProgressPage, page_fd
 from elaswave_plugin.runtime.remembered import Remembered
 from elaswave_plugin.runtime.shared_signals import outlive_shared_signals
-from elaswave_plugin.runtime.wire import Frame, FrameBuffer, encode
+from elaswave_plugin.runtime.wire import Frame
 
 CONTROL_FD = "ELASWAVE_CONTROL_FD"
 SNAPSHOT_FDS = "ELASWAVE_SNAPSHOT_FDS"
@@ -90,15 +89,9 @@ class Member:
         self.host = host
         self.progress_page = ProgressPage(progress_fd)
         self.progress_page.begin(incarnation)
-        self._sock = sock
+        self._link = ControlLink(sock, slot=slot, on_frame=self._on_frame, on_end=self._ended)
         self._on_propose: Callable[[int, str], None] = _ignore
         self._changed = threading.Condition()
-        self._sending = threading.Lock()
-        self._receiving = threading.Lock()
-        self._buffer = FrameBuffer()
-        self._bell = select.epoll()
-        self._bell.register(sock, select.EPOLLIN)
-        self._waiter_receives = False
         self._proposed_epoch = 0
         self._proposed_reason = ""
         self._proposed_at_s = 0.0
@@ -152,7 +145,7 @@ class Member:
         before it may act for the job again. Signals to all processes of a job do not end this one.
         """
         self._on_propose = on_propose
-        threading.Thread(target=self._listen, name="elaswave-doorbell", daemon=True).start()
+        self._link.listen(silence_s=self._sign_of_life_s, on_silence=self._keep_alive)
         guard_continuing(self.progress_page, lambda: self._stopped() if self._stop_reason else None)
         outlive_shared_signals(self.progress_page)
 
@@ -161,7 +154,7 @@ class Member:
 
         `respawn`: times that this slot is started again. Raises AgreementError after `timeout_s`.
         """
-        self._send({"t": "join", "facts": facts.to_json(), "respawn": respawn})
+        self._link.send({"t": "join", "facts": facts.to_json(), "respawn": respawn})
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
             while not self._commits:
@@ -172,15 +165,15 @@ class Member:
 
     def remember(self, what: Remembered) -> None:
         """Have the supervisor keep this for a trainer that replaces this one."""
-        self._send({"t": "remember", "what": what})
+        self._link.send({"t": "remember", "what": what})
 
     def saves_last(self) -> None:
         """Where every worker has to leave, this one writes a checkpoint with them, and ends."""
-        self._send({"t": "saves_last"})
+        self._link.send({"t": "saves_last"})
 
     def ready(self, facts: WorkerFacts) -> None:
         """All is built: ask to be let in. The proposal that does so is answered by `quiesce`."""
-        self._send({"t": "ready", "facts": facts.to_json()})
+        self._link.send({"t": "ready", "facts": facts.to_json()})
 
     def plan_arrivals(self, steps: Collection[int]) -> None:
         """Nobody is let in before the next of these steps: a test setting, alike on all."""
@@ -247,8 +240,10 @@ class Member:
             while self._proposed_epoch <= self._returned_epoch and not self._commits:
                 self._wait(deadline_s, f"a proposal of the next view within {timeout_s:g} s")
             epoch = self._answered_epoch = self._proposed_epoch
-        self._send({"t": "quiesced", "epoch": epoch, "facts": facts.to_json()})
-        with self._receiving_here():
+        self._link.send({"t": "quiesced", "epoch": epoch, "facts": facts.to_json()})
+        with self._link.receiving_here():
+            if self._link.closed:
+                raise self._stopped()
             while not self._commits:
                 if self._proposed_epoch > epoch:
                     raise EpochChanged(self._proposed_epoch, self._proposed_reason)
@@ -270,11 +265,11 @@ class Member:
             kept = {n: copies for n, copies in self._copies.items() if step - 1 <= n < step}
             kept[step] = _Copies(epoch=int(record["epoch"]), missing=set(copy_to))
             self._copies = kept
-        self._send({"t": "sealed", "record": record, "copy_to": copy_to})
+        self._link.send({"t": "sealed", "record": record, "copy_to": copy_to})
 
     def release(self, epoch: int) -> None:
         """Everything of `epoch` is sealed twice: what others sealed before it may go."""
-        self._send({"t": "release", "epoch": epoch})
+        self._link.send({"t": "release", "epoch": epoch})
 
     def wait_copied(self, step: int, timeout_s: float) -> None:
         """Wait until every target holds its copy of the own snapshot of `step`.
@@ -327,38 +322,38 @@ class Member:
 
     def describe(self, layout: dict[str, Any]) -> None:
         """Say who works where, for `elaswave status`; the supervisor knows nothing of stages."""
-        self._send({"t": "layout", "layout": layout})
+        self._link.send({"t": "layout", "layout": layout})
 
     def tell_slow(self, slow: Mapping[int, str]) -> None:
         """Say which workers are slow, with the evidence, for `elaswave status`."""
-        self._send({"t": "slow", "slow": [[slot, why] for slot, why in sorted(slow.items())]})
+        self._link.send({"t": "slow", "slow": [[slot, why] for slot, why in sorted(slow.items())]})
 
     def progress(self, text: str) -> None:
         """Say that work goes on: the deadline to answer a proposal starts anew."""
-        self._send({"t": "progress", "text": text})
+        self._link.send({"t": "progress", "text": text})
 
     def replan(self, reason: str) -> None:
         """Ask for a view of the same members between two steps: facts name what it is for."""
-        self._send({"t": "replan", "reason": reason})
+        self._link.send({"t": "replan", "reason": reason})
 
     def severed(self, epoch: int, evidence: str) -> None:
         """A link to another worker broke in this epoch while it was needed."""
-        self._send({"t": "severed", "epoch": epoch, "evidence": evidence})
+        self._link.send({"t": "severed", "epoch": epoch, "evidence": evidence})
 
     def abandon(self, reason: str, exit_code: int = 1) -> None:
         """The job cannot go on: have all of it stopped, with this reason."""
-        self._send({"t": "abandon", "reason": reason, "exit_code": exit_code})
+        self._link.send({"t": "abandon", "reason": reason, "exit_code": exit_code})
 
     def leave(self, reason: str, *, returns: bool = False) -> None:
         """This worker goes, as planned: the others go on without it, and it may exit.
 
         `returns`: another is started in its place.
         """
-        self._send({"t": "leave", "reason": reason, "returns": returns})
+        self._link.send({"t": "leave", "reason": reason, "returns": returns})
 
     def finish(self) -> None:
         """The work is done here: an exit with code 0 is no failure from now on."""
-        self._send({"t": "finish"})
+        self._link.send({"t": "finish"})
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -382,79 +377,22 @@ class Member:
         reason = self._stop_reason or "the supervisor is gone"
         return JobStopped(reason, exit_code=self._stop_code)
 
-    def _send(self, frame: Frame) -> None:
-        try:
-            with self._sending:
-                self._sock.sendall(encode(frame))
-        except OSError as error:
-            raise JobStopped(f"the supervisor of worker {self.slot} is gone: {error}") from error
-
-    def _listen(self) -> None:
-        """The doorbell's thread: whoever waits is told where it cannot go on."""
-        try:
-            self._listen_until_the_end()
-        except Exception as error:
-            with self._changed:
-                self._stop_reason = self._stop_reason or f"its doorbell failed: {error!r}"
-                self._changed.notify_all()
-            traceback.print_exc()
-
-    def _listen_until_the_end(self) -> None:
-        while True:
-            within_s = self._answer_within_s / _SIGNS_OF_LIFE
-            if not self._bell.poll(within_s if self._awaited() else None):
-                self._keep_alive()
-                continue
-            with self._receiving:
-                if self._waiter_receives or self._receive():
-                    continue
-                with self._sending:
-                    self._sock.close()
-                return
-
-    @contextlib.contextmanager
-    def _receiving_here(self) -> Iterator[None]:
-        """The calling thread receives: it waits for a frame, and to wake two threads takes time."""
-        with self._receiving:
-            if self._sock.fileno() < 0:
-                raise self._stopped()
-            self._waiter_receives = True
-            self._bell.unregister(self._sock)
-        try:
-            yield
-        finally:
-            with self._receiving:
-                self._waiter_receives = False
-                self._bell.register(self._sock, select.EPOLLIN)
+    def _ended(self, why: str) -> None:
+        """The link has: whoever waits is told where it cannot go on."""
+        with self._changed:
+            self._stop_reason = self._stop_reason or why
+            self._changed.notify_all()
 
     def _receive_next(self, deadline_s: float, what: str) -> None:
         """Wait for news here. Raises JobStopped, or AgreementError when late."""
         if self._stop_reason is not None:
             raise self._stopped()
-        left_s = deadline_s - time.monotonic()
-        poll = select.poll()
-        poll.register(self._sock, select.POLLIN)
-        if left_s <= 0 or not poll.poll(1000 * left_s):
+        if not self._link.receive(deadline_s - time.monotonic()):
             raise AgreementError(f"worker {self.slot} did not get {what}")
-        self._receive()
 
-    def _receive(self) -> bool:
-        """Take in what has come; False where the supervisor is gone."""
-        try:
-            # Whoever waits may have taken in meanwhile what woke this thread.
-            data = self._sock.recv(1 << 16, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return True
-        except OSError:
-            data = b""
-        if not data:
-            with self._changed:
-                self._stop_reason = self._stop_reason or "the supervisor is gone"
-                self._changed.notify_all()
-            return False
-        for frame in self._buffer.feed(data):
-            self._on_frame(frame)
-        return True
+    def _sign_of_life_s(self) -> float | None:
+        """How long the supervisor may hear nothing of this worker; None: for ever."""
+        return self._answer_within_s / _SIGNS_OF_LIFE if self._awaited() else None
 
     def _awaited(self) -> bool:
         """Whether a proposal is open that this worker has not answered."""
@@ -521,7 +459,7 @@ class Member:
         if before_step is None:
             # Where the supervisor is gone, the listening side says so.
             with contextlib.suppress(JobStopped):
-                self._send({"t": "begun", "epoch": epoch, "step": step})
+                self._link.send({"t": "begun", "epoch": epoch, "step": step})
         return True
 
     def _on_copied(self, step: int, epoch: int, slot: int) -> None:

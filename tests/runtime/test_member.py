@@ -458,7 +458,7 @@ def test_the_doorbell_does_not_wait_for_a_frame_that_another_thread_took(
     supervisor: Supervisor,
 ) -> None:
     """It was woken by one; whoever waited for a commit took it; it has to keep the time alive."""
-    taken = threading.Thread(target=supervisor.member._receive, daemon=True)
+    taken = threading.Thread(target=supervisor.member._link._take_in, daemon=True)
     taken.start()
     taken.join(LONG_S)
     assert not taken.is_alive()
