@@ -16,7 +16,7 @@ from elaswave_plugin.adapters.deepspeed.refuse import (
 from elaswave_plugin.adapters.deepspeed.section import elastic_config
 from elaswave_plugin.errors import ConfigurationError
 from tests.deepspeed.conftest import Launch
-from tests.deepspeed.harness import EngineSpec
+from tests.deepspeed.harness import SCRIPTS, EngineSpec
 
 MODEL = torch.nn.Linear(2, 2)
 
@@ -34,6 +34,7 @@ MODEL = torch.nn.Linear(2, 2)
         ({"optimizer": {"type": "Muon"}}, "Muon"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
         ({"tensor_parallel": {"autotp_size": 2}}, "autotp_size"),
+        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op is 'sum'"),
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation"),
         ({"data_efficiency": {"enabled": True}}, "data_efficiency"),
         ({"comet": {"enabled": True}}, "comet"),
@@ -62,6 +63,36 @@ def pipeline(*axes: str) -> Any:
 def test_an_mpu_is_refused_with_the_reason() -> None:
     with pytest.raises(ConfigurationError, match="mpu"):
         check_configuration({}, model=MODEL, mpu=object())
+
+
+def test_other_meshes_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match=r"mesh_param is \(2, 2\)"):
+        check_configuration({}, model=MODEL, mpu=None, mesh_param=(2, 2))
+    from deepspeed.runtime.tensor_parallel import init_utils
+
+    monkeypatch.setattr(init_utils, "_TP_MODEL_INIT_ARGS", None)
+    init_utils.record_tp_model_init_args(2, torch.float32, None, None)
+    with pytest.raises(ConfigurationError, match="tp_model_init"):
+        check_configuration({}, model=MODEL, mpu=None)
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("boundary", "engine.set_gradient_accumulation_boundary(False) was called"),
+        ("loss", "engine.step was called after no engine.backward(loss)"),
+        ("scale", "engine.step was called after no engine.backward(loss)"),
+        ("batch", "engine.set_train_batch_size was called with 16"),
+    ],
+)
+def test_a_loop_that_could_not_be_redone_is_refused_in_its_first_step(
+    run: Launch, what: str, named: str
+) -> None:
+    script = str(SCRIPTS / "own_accumulation.py")
+    refused = run(EngineSpec(script=script, stage=2, options=(f"--what={what}",)))
+    assert refused.returncode == 2
+    assert named in refused.output
+    assert "Traceback" not in refused.output and not refused.files.steps
 
 
 def test_of_pipelines_ragged_ones_are_refused_with_the_reason() -> None:

@@ -59,6 +59,7 @@ class AcceleratedJob:
 
     def __init__(self, job: EngineJob, engine: Any) -> None:
         self._job = job
+        job.boundaries_follow = True
         self._loop = job.loop
         self._engine = engine
         self._width, self._micro_batch_size = job.batch_shape

@@ -61,7 +61,10 @@ def _attach(
     config: Mapping[str, Any],
     arguments: dict[str, Any],
 ) -> Any:
-    check_configuration(config, model=arguments.get("model"), mpu=arguments.get("mpu"))
+    check_configuration(
+        config,
+        **{name: arguments.get(name) for name in ("model", "mpu", "mesh_param")},
+    )
     check_reserve(read_reserve(os.environ))
     settings.check_slots(int(os.environ.get("WORLD_SIZE", "1")))
     check_sinks(settings)

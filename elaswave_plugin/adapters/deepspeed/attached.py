@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from elaswave_plugin.adapters.deepspeed.framework import DeepSpeedFramework
 from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader, GlobalOrder, Order, Reader
@@ -63,8 +63,16 @@ class AttachedEngine:
 
     def _take_over(self, methods: Mapping[str, Callable[..., Any]]) -> None:
         """Each of the engine's ``methods`` goes through ours, which gets the native one first."""
+        sizes = ("set_train_batch_size", "set_train_micro_batch_size")
+        methods = {**methods, **dict.fromkeys(sizes, self._refuse_another_size)}
         for name, take in methods.items():
             setattr(self._engine, name, partial(abandoning(take), getattr(self._engine, name)))
+
+    def _refuse_another_size(self, native: Callable[..., Any], size: int) -> NoReturn:
+        raise ConfigurationError(
+            f"engine.{native.__name__} was called with {size}, and the batch is fixed at launch;"
+            " set it in the configuration"
+        )
 
     def _attached(self) -> None:
         self._recording.attached(

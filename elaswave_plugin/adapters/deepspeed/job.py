@@ -48,6 +48,8 @@ class EngineJob(AttachedEngine):
             ),
             after_recovery=self._recovered,
         )
+        # Whether what counts the micro-batches of a step knows where a redone one begins.
+        self.boundaries_follow = False
         # Called on every worker after each recovery.
         self.reactions: list[Callable[[], None]] = []
         self._stand_in = StandIn()
@@ -65,6 +67,7 @@ class EngineJob(AttachedEngine):
                 "forward": self._forward,
                 "backward": self._backward,
                 "step": self._step,
+                "set_gradient_accumulation_boundary": self._set_boundary,
                 "save_checkpoint": self._save_checkpoint,
                 "save_16bit_model": self._save,
                 "load_checkpoint": self._load,
@@ -174,6 +177,12 @@ class EngineJob(AttachedEngine):
             return
 
         def update() -> StepReport:
+            if not self._losses:
+                raise ConfigurationError(
+                    "engine.step was called after no engine.backward(loss), so that the share of"
+                    " this worker was not weighted; call engine.backward(loss) in the place of"
+                    " loss.backward() and engine.scale(loss).backward()"
+                )
             self._worker.begin_update()
             # The collective that shows that everyone has come here; see ``await_copies``.
             loss, tokens, holders = self._mean_loss()
@@ -189,6 +198,16 @@ class EngineJob(AttachedEngine):
 
         self._loop.complete_step(update)
         self._end_where_all_leave()
+
+    def _set_boundary(self, native: Callable[[bool], None], is_boundary: bool) -> None:
+        if not self.boundaries_follow:
+            raise ConfigurationError(
+                f"engine.set_gradient_accumulation_boundary({is_boundary}) was called: a step that"
+                " is redone begins in the middle of the script's count, and would lose samples;"
+                " leave it out, call engine.step() after each engine.backward(loss), and set"
+                " gradient_accumulation_steps"
+            )
+        native(is_boundary)
 
     def _save_checkpoint(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._save(partial(save_whole, native, self._engine), *args, **kwargs)

@@ -99,7 +99,6 @@ class PipelineJob(AttachedEngine):
                 "eval_batch": self._eval_batch,
                 "set_dataiterator": self._set_iterator,
                 "set_dataloader": self._set_data,
-                "set_train_batch_size": self._refuse_another_size,
                 "save_checkpoint": self._save_checkpoint,
                 "load_checkpoint": self._load,
                 "destroy": self._destroy,
@@ -365,12 +364,6 @@ class PipelineJob(AttachedEngine):
         if seating.free:
             dist.broadcast(value, src=worker.view.ranks.index(seating.replicas[0][0]))
         return value
-
-    def _refuse_another_size(self, native: object, train_batch_size: int) -> NoReturn:
-        raise ConfigurationError(
-            f"engine.set_train_batch_size was called with {train_batch_size}, and the global batch "
-            "is fixed at launch; set train_batch_size in the configuration"
-        )
 
     @abandoning
     def run(self, work: Callable[[], Any], *, phase: str) -> Any:

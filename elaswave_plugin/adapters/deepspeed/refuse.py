@@ -9,6 +9,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.tensor_parallel import init_utils
 
 from elaswave_plugin.adapters.deepspeed.pipeline_grid import has_other_axes
 from elaswave_plugin.errors import ConfigurationError
@@ -25,6 +26,7 @@ _CARRIED: tuple[tuple[str, Any, str], ...] = (
     ("zero_optimization.mics_shard_size", -1, "use plain ZeRO-3, without MiCS"),
     ("zero_optimization.round_robin_gradients", False, "its order depends on the workers"),
     ("zero_optimization.zenflow", None, "leave ZenFlow out"),
+    ("gradient_allreduce_op", "mean", "a sum of gradients changes with the number of workers"),
     ("managed_gradient_accumulation", True, "let DeepSpeed count the micro-batches"),
     ("sequence_parallel_size", 1, "sequence parallelism is not carried"),
     ("tensor_parallel.autotp_size", 0, "tensor parallelism is not carried"),
@@ -71,18 +73,30 @@ def check_stages(config: Mapping[str, Any]) -> None:
         )
 
 
-def check_configuration(config: Mapping[str, Any], *, model: Any, mpu: Any) -> None:
-    """Raise ConfigurationError naming the first setting that is not carried."""
-    for problem in _problems(config, model, mpu):
+def check_configuration(
+    config: Mapping[str, Any], *, model: Any, mpu: Any, mesh_param: Any = None
+) -> None:
+    """Raise ConfigurationError naming the first setting, or argument, that is not carried."""
+    for problem in _problems(config, model, mpu, mesh_param):
         raise ConfigurationError(problem)
 
 
-def _problems(config: Mapping[str, Any], model: Any, mpu: Any) -> Iterator[str]:
+def _problems(config: Mapping[str, Any], model: Any, mpu: Any, mesh_param: Any) -> Iterator[str]:
     if isinstance(model, PipelineModule) and has_other_axes(model):
         axes = ", ".join(model.topology().get_axis_names())
         yield f"the topology has the axes {axes}, and elaswave_plugin carries pipe and data only"
     if mpu is not None:
         yield "mpu is given, and elaswave_plugin carries data parallelism only; leave it out"
+    if mesh_param is not None:
+        yield (
+            f"mesh_param is {mesh_param!r}, and elaswave_plugin carries data parallelism only;"
+            " leave it out"
+        )
+    if init_utils._TP_MODEL_INIT_ARGS is not None:
+        yield (
+            "deepspeed.tp_model_init was called, and elaswave_plugin carries no tensor parallelism"
+            " of DeepSpeed's; leave it out"
+        )
     for path, carried, advice in _CARRIED:
         seen = _lookup(config, path, carried)
         if seen != carried:
