@@ -78,7 +78,8 @@ class GuardedSteps:
             if change.step == step and change.slot in worker.view.ranks and not change.arrives:
                 dist.barrier()
                 if change.slot == worker.slot:
-                    returns = any(one.arrives and one.slot == worker.slot for one in self._changes)
+                    later = (one for one in self._changes if one.arrives and one.step > step)
+                    returns = any(one.slot == worker.slot for one in later)
                     worker.events.emit("departed", slot=worker.slot, step=step, pid=os.getpid())
                     worker.member.leave("its departure was planned", returns=returns)
                     os._exit(0)
