@@ -224,7 +224,7 @@ def _parser() -> _Parser:
         "its launch",
     )
     text = f"workers that may --join beyond those of the launch (default 0, or {RESERVE}); the same"
-    add("reserve", f"{text} on every node; jobs of Megatron-Core", type=int)
+    add("reserve", f"{text} on every node; not for pipelines of DeepSpeed", type=int)
     text = "so many more, idle until a worker is lost; each with a device of its own, as LOCAL_RANK"
     add("standby", f"{text} goes on behind that of the workers", type=int, default=0)
     text = "once this file is there, the workers of this node leave, as by SIGTERM; its first line"

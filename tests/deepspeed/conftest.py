@@ -7,6 +7,7 @@ import pytest
 
 from elaswave_plugin.config import parse_kill
 from tests.deepspeed.harness import PRELOAD, EngineSpec, as_it_counted
+from tests.faults.growth import grow, without_reserve
 from tests.faults.harness import Outcome, Zygote, launch
 
 Launch = Callable[[EngineSpec], Outcome]
@@ -27,7 +28,8 @@ def run(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Launch:
 
     def launched(spec: EngineSpec) -> Outcome:
         folder = tmp_path_factory.mktemp("run")
-        return launch(spec, zygote=zygote, data=folder, directory=folder)
+        where = {"zygote": zygote, "data": folder, "directory": folder}
+        return grow(spec, joiners=spec.joiners, **where) if spec.joiners else launch(spec, **where)
 
     return launched
 
@@ -48,8 +50,8 @@ def once(run: Launch) -> Launch:
 
 @pytest.fixture(scope="session")
 def reference(once: Launch) -> Launch:
-    """The run of a specification that nothing disturbs."""
-    return lambda spec: once(replace(spec, kills=(), changes=()))
+    """The run of a specification that nothing disturbs, and that nobody joins."""
+    return lambda spec: once(without_reserve(replace(spec, kills=(), changes=(), joiners=0)))
 
 
 @pytest.fixture(scope="session")

@@ -49,6 +49,8 @@ class EngineSpec(JobSpec):
     accumulation: int = 2
     # Pipeline stages.
     stages: int = 1
+    # Workers that join the job as soon as it has begun.
+    joiners: int = 0
     settings: str = ""
     script: str = str(EXAMPLE)
 

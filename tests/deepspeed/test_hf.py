@@ -13,6 +13,7 @@ pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
 from elaswave_plugin.config import ElasticConfig
+from elaswave_plugin.errors import ConfigurationError
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
 from tests.faults.harness import ROOT, Outcome, max_relative_difference
@@ -184,7 +185,9 @@ def test_a_lost_worker_stays_away_and_more_is_refused(
     from elaswave_plugin.adapters.deepspeed import accelerate
 
     monkeypatch.setattr(accelerate, "_drives", lambda: True)
-    assert accelerate.without_respawn(ElasticConfig()).respawn == 0
+    assert accelerate.without_newcomers(ElasticConfig(), 0).respawn == 0
+    with pytest.raises(ConfigurationError, match="--reserve is 1, and a script on HF Accelerate"):
+        accelerate.without_newcomers(ElasticConfig(), 1)
     refused = run(spec_of(respawn=5))
     assert refused.returncode == 2
     assert "respawn is 5" in refused.output and "set it to 0 or leave it out" in refused.output

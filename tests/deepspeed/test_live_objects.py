@@ -112,6 +112,24 @@ def test_live_objects_after_a_return_equal_fresh_ones(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_live_objects_of_a_grown_engine_equal_fresh_ones(
+    run: Launch, tmp_path: Path, stage: int
+) -> None:
+    """Four workers, joined by a fifth one, are a job of five, on all of them."""
+    spec = replace(SPEC, stage=stage, global_batch=20, options=("--limit=80",))
+    grows = {"launcher": ("--reserve=1",), "joiners": 1, "changes": ("+4@2",)}
+    grown = walked(run, tmp_path / "grown", spec=spec, **grows)
+    check_survived(grown)
+    assert len(grown.events("entered")) == 1
+    check_survived(walked(run, tmp_path / "fresh", spec=spec, nproc=5))
+    both = zip(pictures(tmp_path / "grown", 5), pictures(tmp_path / "fresh", 5), strict=True)
+    for place, (live, fresh) in enumerate(both):
+        assert len(live) > 1000
+        assert not differences(live, fresh, [*KNOWN, *KNOWN_LATER] if place == 4 else KNOWN)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1])
 def test_live_objects_of_a_pipeline_equal_fresh_ones(
     run: Launch, tmp_path: Path, stage: int

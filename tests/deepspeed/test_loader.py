@@ -38,6 +38,12 @@ def loader_of(num_items: int, replicas: int, size: int, shuffle: bool = True) ->
     return ElasticLoader(Alone(), list(range(num_items)), order, collate=list)
 
 
+def test_the_smallest_iteration_of_an_epoch_is_its_rest() -> None:
+    assert loader_of(16, replicas=4, size=2).fewest_samples == 8
+    # Three samples of each replica, the last of them filled up from the front.
+    assert loader_of(9, replicas=4, size=2).fewest_samples == 4
+
+
 @settings(derandomize=True, max_examples=40, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 40), st.booleans(), st.integers(0, 3))
 def test_replicas_read_what_the_distributed_sampler_gives_them(

@@ -1,5 +1,6 @@
 """Settings that are not carried are refused by name, before anything is built."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,13 +11,15 @@ pytest.importorskip("deepspeed")
 from elaswave_plugin.adapters.deepspeed.refuse import (
     check_configuration,
     check_engine,
-    check_reserve,
+    check_shares,
     check_stages,
 )
 from elaswave_plugin.adapters.deepspeed.section import elastic_config
 from elaswave_plugin.errors import ConfigurationError
 from tests.deepspeed.conftest import Launch
 from tests.deepspeed.harness import SCRIPTS, EngineSpec
+from tests.deepspeed.test_pipeline import PP2_DP2
+from tests.faults.test_bad_input import check_refused
 
 MODEL = torch.nn.Linear(2, 2)
 
@@ -104,18 +107,23 @@ def test_of_pipelines_ragged_ones_are_refused_with_the_reason() -> None:
         check_stages({"elaswave": {"move_layers": "always"}})
 
 
-def test_growth_beyond_the_launch_is_refused() -> None:
-    check_reserve(0)
-    with pytest.raises(ConfigurationError, match="--reserve is 2, and a DeepSpeed job cannot grow"):
-        check_reserve(2)
+def test_iterations_that_are_too_small_for_a_reserve_are_refused() -> None:
+    check_shares(4, width=4, num_samples=8)
+    wanted = "4 workers and a --reserve of 5 .* has 8 samples.*at most 4, .*dataloader_drop_last"
+    with pytest.raises(ConfigurationError, match=wanted):
+        check_shares(5, width=4, num_samples=8)
 
 
 @pytest.mark.slow
-def test_a_reserve_is_refused(run: Launch) -> None:
-    refused = run(EngineSpec(launcher=("--reserve=1",)))
-    assert refused.returncode == 2
-    assert "--reserve is 1, and a DeepSpeed job cannot grow beyond its launch" in refused.output
-    assert refused.output.count("elaswave: ") == 1 and "Traceback" not in refused.output
+def test_a_pipeline_does_not_grow(run: Launch) -> None:
+    refused = run(replace(PP2_DP2, launcher=("--reserve=1",)))
+    check_refused(refused, "--reserve is 1, and DeepSpeed's PipelineModule", "leave --reserve out")
+
+
+@pytest.mark.slow
+def test_one_worker_does_not_grow(run: Launch) -> None:
+    refused = run(EngineSpec(nproc=1, launcher=("--reserve=1",)))
+    check_refused(refused, "launched with data parallel size 1 cannot grow", "at least 2 workers")
 
 
 def test_what_is_carried_passes() -> None:

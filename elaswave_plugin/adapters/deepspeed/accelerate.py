@@ -14,6 +14,7 @@ from accelerate.data_loader import BatchSamplerShard
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedSchedulerWrapper, recursively_apply, send_to_device
 
+from elaswave_plugin.adapters.deepspeed import refuse
 from elaswave_plugin.adapters.deepspeed.accelerate_order import (
     SamplerOrder,
     agree_on,
@@ -223,16 +224,18 @@ def _drives() -> bool:
     return bool(AcceleratorState._shared_state.get("deepspeed_plugins"))
 
 
-def without_respawn(settings: ElasticConfig) -> ElasticConfig:
-    """The settings of a job whose lost workers stay away, where Accelerate drives the engine.
+def without_newcomers(settings: ElasticConfig, reserve: int) -> ElasticConfig:
+    """The settings of a job that nobody can join later, where Accelerate drives the engine.
 
     Raises ConfigurationError where they ask for more.
     """
     if not _drives():
         return settings
-    return settings.without_respawn(
+    return refuse.without_newcomers(
+        settings,
+        reserve,
         "a script on HF Accelerate counts its steps itself, which a worker that comes later has "
-        "not seen"
+        "not seen",
     )
 
 

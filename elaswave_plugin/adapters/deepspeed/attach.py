@@ -21,8 +21,8 @@ from elaswave_plugin.adapters.deepspeed.pipeline_grid import make_groups_again
 from elaswave_plugin.adapters.deepspeed.pipeline_job import PipelineJob
 from elaswave_plugin.adapters.deepspeed.refuse import (
     check_configuration,
-    check_reserve,
     check_stages,
+    without_newcomers,
 )
 from elaswave_plugin.adapters.deepspeed.seams import (
     deepspeed_patches,
@@ -31,6 +31,7 @@ from elaswave_plugin.adapters.deepspeed.seams import (
     newcomer_patches,
 )
 from elaswave_plugin.adapters.deepspeed.section import elastic_config
+from elaswave_plugin.adapters.growth import check_reserve
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.runtime.c10d_tables import BACKEND
 from elaswave_plugin.runtime.refusal import ends_in_a_sentence
@@ -65,19 +66,22 @@ def _attach(
         config,
         **{name: arguments.get(name) for name in ("model", "mpu", "mesh_param")},
     )
-    check_reserve(read_reserve(os.environ))
-    settings.check_slots(int(os.environ.get("WORLD_SIZE", "1")))
+    workers, reserve = int(os.environ.get("WORLD_SIZE", "1")), read_reserve(os.environ)
+    check_reserve(settings, reserve, width=workers, fewest=2)
+    settings.check_slots(workers + reserve)
     check_sinks(settings)
     accelerate = _accelerate()
     if accelerate is not None:
         accelerate.check_script()
-        settings = accelerate.without_respawn(settings)
+        settings = accelerate.without_newcomers(settings, reserve)
     module = arguments.get("model")
     is_pipeline = isinstance(module, PipelineModule)
     if is_pipeline:
-        settings = settings.without_respawn(
-            "DeepSpeed's PipelineModule meets the other workers before a replacement could be let "
-            "in beside the training"
+        settings = without_newcomers(
+            settings,
+            reserve,
+            "DeepSpeed's PipelineModule meets the other workers before one that comes later could "
+            "be let in beside the training",
         )
     launch_patches().apply()
     patches = deepspeed_patches()

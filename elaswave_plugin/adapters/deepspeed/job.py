@@ -16,7 +16,7 @@ from elaswave_plugin.adapters.deepspeed.framework import COUNTERS, DeepSpeedFram
 from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader, Reader, tokens_of
 from elaswave_plugin.adapters.deepspeed.monitor import ElasticMonitor, Holders
 from elaswave_plugin.adapters.deepspeed.newcomer import News, check_together
-from elaswave_plugin.adapters.deepspeed.refuse import check_engine
+from elaswave_plugin.adapters.deepspeed.refuse import check_engine, check_shares
 from elaswave_plugin.adapters.deepspeed.stand_in import StandIn, detached
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.core.dataflow import Shares, share
@@ -255,6 +255,9 @@ class EngineJob(AttachedEngine):
         return self
 
     def _took_loader(self, loader: ElasticLoader) -> None:
+        reserve = self._worker.reserve
+        if reserve:
+            check_shares(reserve, width=self._width, num_samples=loader.fewest_samples)
         self._news.expect(loader)
 
     @abandoning

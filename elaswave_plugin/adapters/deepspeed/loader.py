@@ -142,6 +142,11 @@ class ElasticLoader:
         """Whether the last batch was the last one of its epoch."""
         return self.position.iteration == self._order.iterations
 
+    @property
+    def fewest_samples(self) -> int:
+        """Samples of the smallest iteration of an epoch, which is its last one."""
+        return len(self._order.items(0, self._order.iterations - 1))
+
     def __iter__(self) -> "ElasticLoader":
         if self.behind:
             self._epoch += self._has_skipped

@@ -107,7 +107,8 @@ class News:
         if not self._loads:
             raise ConfigurationError(
                 "the script loads a checkpoint that it had not loaded when the job began, and this "
-                "worker replaces a lost one of that job; load the same, or set respawn to 0"
+                "worker came to that job later; load the same, or set respawn to 0 and leave "
+                "--reserve out"
             )
         result, values = pickle.loads(base64.b64decode(self._loads.pop(0)))
         for name, value in values.items():
@@ -128,8 +129,9 @@ def check_together(worker: Worker, mine: tuple[int, int], sums: tuple[float, flo
     where = f"this worker has read iteration {iteration} of epoch {epoch}, and others have not"
     if worker.member.incarnation:
         raise ConfigurationError(
-            f"{where}: the script counts its batches itself, and this worker, which replaces a "
-            "lost one, has not seen them all; count by engine.global_steps, or set respawn to 0"
+            f"{where}: the script counts its batches itself, and this worker, which came later, "
+            "has not seen them all; count by engine.global_steps, or set respawn to 0 and leave "
+            "--reserve out"
         )
     # Where one that came later is the odd one out, it leaves now, which interrupts this.
     dist.barrier()

@@ -12,6 +12,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.tensor_parallel import init_utils
 
 from elaswave_plugin.adapters.deepspeed.pipeline_grid import has_other_axes
+from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
 
 # (path of the key, value that is carried, what to do)
@@ -53,12 +54,28 @@ _OPTIMIZERS = ("adam", "adamw")
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW, FusedAdam, DeepSpeedCPUAdam)
 
 
-def check_reserve(reserve: int) -> None:
-    """Raise ConfigurationError for a job that is to grow beyond its launch."""
+def without_newcomers(settings: ElasticConfig, reserve: int, why: str) -> ElasticConfig:
+    """The settings of a job that nobody can join later, so that lost workers stay away.
+
+    Raises ConfigurationError, with the reason ``why``, where the user asks for more.
+    """
     if reserve:
+        raise ConfigurationError(f"--reserve is {reserve}, and {why}; leave --reserve out")
+    return settings.without_respawn(why)
+
+
+def check_shares(reserve: int, *, width: int, num_samples: int) -> None:
+    """Raise ConfigurationError where ``reserve`` workers more than ``width`` have too little to do.
+
+    ``num_samples``: those of the smallest iteration of an epoch.
+    """
+    if width + reserve > num_samples:
         raise ConfigurationError(
-            f"--reserve is {reserve}, and a DeepSpeed job cannot grow beyond its launch, only "
-            "those of Megatron-Core can: leave --reserve out"
+            f"{width} workers and a --reserve of {reserve} share iterations of which the smallest "
+            f"of an epoch has {num_samples} samples, wanted one for each worker; use a --reserve of"
+            f" at most {num_samples - width}, or larger micro-batches with fewer gradient "
+            "accumulation steps; where it is the rest at the end of an epoch, drop that by "
+            "dataloader_drop_last"
         )
 
 

@@ -1,5 +1,6 @@
-"""Which jobs may grow beyond their launch; the others are refused by name before they begin."""
+"""Which jobs of Megatron-Core may grow beyond their launch; others are refused by name at once."""
 
+from elaswave_plugin.adapters.growth import check_reserve
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.core.reserve import replicas_beyond
 from elaswave_plugin.errors import ConfigurationError
@@ -25,17 +26,7 @@ def check_growth(
             f"--reserve is {reserve}, and who joins has a place once it is a whole tensor parallel "
             f"group of {tp}: use a multiple of {tp}"
         )
-    if width == 1:
-        raise ConfigurationError(
-            f"--reserve is {reserve}, and a job launched with data parallel size 1 cannot grow, "
-            "since its groups of all replicas and of one are alike: launch at least "
-            f"{2 * tp * pp} workers"
-        )
-    if not config.snapshots:
-        raise ConfigurationError(
-            f"--reserve is {reserve} and snapshots are off, from which a worker that joins gets "
-            "its state: turn snapshots on, or leave --reserve out"
-        )
+    check_reserve(config, reserve, width=width, fewest=2 * tp * pp)
     if config.dataflow == "reroute":
         raise ConfigurationError(
             f"--reserve is {reserve} and dataflow is 'reroute', which has micro-batches of lost "
