@@ -1,4 +1,4 @@
-# demo, test, matrix, lint: each makes .venv first when it is missing or stale.
+# demo, test, matrix, chaos, lint: each makes .venv first when it is missing or stale.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # Where torch comes from, if not from pip's own index (an index with CPU builds, say).
@@ -10,7 +10,7 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: demo test matrix lint clean
+.PHONY: demo test matrix chaos lint clean
 
 demo: $(STAMP)
 	$(VENV)/bin/elaswave demo $(ARGS)
@@ -22,6 +22,9 @@ matrix: $(STAMP)
 	$(VENV)/bin/python -m pytest -q tests/core tests/config --hypothesis-profile=exploring
 	$(VENV)/bin/python -m pytest -q -m slow
 	$(VENV)/bin/python -m tests.matrix $(ARGS)
+
+chaos: $(STAMP)
+	$(VENV)/bin/python -m tests.chaos $(ARGS)
 
 lint: $(STAMP)
 	$(VENV)/bin/python -m pytest -q tests/tidy $(ARGS)

@@ -1,0 +1,1 @@
+"""Random sequences of faults on real jobs."""

@@ -1,0 +1,95 @@
+"""Random sequences of faults on real jobs, drawn from seeds.
+
+python -m tests.chaos --seed N --runs K [--job dp|hybrid|zero1|zero2|zero3|deepspeed-pipeline]
+
+Seeds N to N+K-1 of each kind of job. What fails is said with its command; exit code 1.
+"""
+
+import argparse
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from elaswave_plugin.tracking.events import EVENTS_FILE, read_lines
+from tests.chaos.draws import draw, kinds
+from tests.chaos.runs import Played, Stage
+from tests.chaos.verdict import judge
+from tests.deepspeed.harness import PRELOAD as ENGINE_PRELOAD
+from tests.faults.harness import PRELOAD, Zygote
+from tests.faults.matrix import write_text
+
+
+@contextmanager
+def open_stage(name: str, folder: Path) -> Iterator[Stage]:
+    """Where the scenarios of one kind of job run."""
+    is_megatron = name in ("dp", "hybrid")
+    folder.mkdir(parents=True)
+    if is_megatron:
+        write_text(folder / "data")
+    zygote = Zygote(folder, PRELOAD if is_megatron else ENGINE_PRELOAD)
+    try:
+        yield Stage(zygote, data=folder / "data", folder=folder)
+    finally:
+        zygote.close()
+
+
+def run_seed(stage: Stage, name: str, seed: int) -> str:
+    """Draw, run and judge; what did not hold, in words, or nothing."""
+    scenario = draw(name, seed)
+    print(f"{name} seed {seed}: {scenario}", flush=True)
+    reference = stage.reference(scenario.spec)
+    played = stage.play(scenario)
+    try:
+        judge(played, reference)
+    except AssertionError as error:
+        show(played)
+        print(f"{name} seed {seed}: FAILED: {error}", flush=True)
+        print(f"  its files: {played.outcome.directory}; again: {again(name, seed)}", flush=True)
+        return str(error)
+    show(played)
+    print(f"{name} seed {seed}: passed in {played.outcome.seconds:.1f} s", flush=True)
+    shutil.rmtree(played.outcome.directory)
+    return ""
+
+
+def show(played: Played) -> None:
+    """Print what happened to whom."""
+    for event in read_lines(played.outcome.directory / EVENTS_FILE):
+        if event["kind"] == "fault_fired":
+            where = f"worker {event['slot']}.{event['incarnation']} of {event['width']}"
+            print(f"  happened: {event['number']} {event['how']}, {where}, step {event['step']}")
+
+
+def again(name: str, seed: int) -> str:
+    """The command that runs one seed."""
+    return f"python -m tests.chaos --job {name} --seed {seed}"
+
+
+def main() -> int:
+    """Run the seeds; exit code 1 when one failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=0, help="the first one")
+    parser.add_argument("--runs", type=int, default=1, help="so many seeds")
+    parser.add_argument("--job", choices=[*kinds()], help="one kind of job")
+    parser.add_argument("--out", type=Path, help="new folder in which the files of failures stay")
+    options = parser.parse_args()
+    out = options.out or Path(tempfile.mkdtemp(prefix="elaswave-chaos-"))
+    failed = []
+    for name in [options.job] if options.job else kinds():
+        with open_stage(name, out / name) as stage:
+            for seed in range(options.seed, options.seed + options.runs):
+                if run_seed(stage, name, seed):
+                    failed.append(again(name, seed))
+    if failed:
+        print("\n".join(["failed:", *failed]))
+        return 1
+    shutil.rmtree(out)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,93 @@
+"""Judges what a scenario led to: each event happened, and what is promised about them all held."""
+
+import re
+
+from elaswave_plugin.observer import (
+    audit_samples,
+    counted_steps,
+    disagreeing_steps,
+    losses_of,
+)
+from elaswave_plugin.observer import survivor_pids_unchanged as pids_unchanged
+from elaswave_plugin.tracking.events import STEPS_FILE
+from tests.chaos.runs import Played
+from tests.chaos.strikes import DEADLY
+from tests.deepspeed.harness import FP32_BOUND, EngineSpec, rates
+from tests.faults.harness import Outcome, max_relative_difference
+
+STOPPED = re.compile(
+    r"state was lost with all its copies|which is no majority|whole TP groups of \d+ are left"
+    r"|has no worker left"
+)
+
+
+def judge(played: Played, reference: Outcome) -> None:
+    """Raise AssertionError, which says what did not hold."""
+    run = played.outcome
+    assert None not in played.codes, "it did not end in time"
+    assert not run.orphans, f"processes are left: {run.orphans}"
+    assert not played.shared_memory_left, f"left in /dev/shm: {played.shared_memory_left}"
+    told = run.directory / STEPS_FILE
+    assert told.is_file(), f"it did not begin: {run.output[-2000:]}"
+    fired = {event["number"]: event for event in run.events("fault_fired")}
+    missing = [str(e) for e in played.scenario.events if e.number not in fired]
+    assert not missing, f"did not happen: {missing}; exit codes {played.codes}"
+    assert "Traceback" not in run.output, run.output[run.output.index("Traceback") :][:2000]
+    if any(event["how"] == "ruin" for event in fired.values()):
+        _check_ruined(played, reference)
+    else:
+        _check_survived(played, reference)
+
+
+def _check_survived(played: Played, reference: Outcome) -> None:
+    run = played.outcome
+    lost = _lost_nodes(played)
+    codes = [code for node, code in enumerate(played.codes) if node not in lost]
+    assert not any(codes), f"exit codes {played.codes}: {run.output[-2000:]}"
+    _check_losses(run)
+    assert not disagreeing_steps(run.files), disagreeing_steps(run.files)
+    views = [set(event["ranks"]) for event in run.events("view_committed")]
+    assert not set.intersection(*views) or pids_unchanged(run.files), "a survivor's pid changed"
+    lost_and_repeated = audit_samples(run.files, batches=run.spec.batches)
+    assert lost_and_repeated == (0, 0), f"samples lost and repeated: {lost_and_repeated}"
+    assert len(run.trace()) == run.spec.steps
+    if isinstance(run.spec, EngineSpec):
+        difference = max_relative_difference(run, reference)
+        assert difference <= FP32_BOUND, f"losses differ by {difference:.2e}"
+        assert rates(run) == rates(reference)
+    else:
+        ours, theirs = run.trace(), reference.trace()
+        differ = [step for step in theirs if ours[step] != theirs[step]]
+        assert not differ, f"not bit-equal in steps {differ}"
+
+
+def _check_losses(run: Outcome) -> None:
+    """Who was lost was struck: nobody failed by itself, nobody was given up that lived."""
+    struck = {e["pid"] for e in run.events("fault_fired") if e["how"] in DEADLY}
+    exits = run.events("worker_exited")
+    failed = [e for e in exits if e["pid"] not in struck and e["status"] != "exit code 0"]
+    assert not failed, f"lost without a fault: {failed}"
+    ended = {e["pid"] for e in exits}
+    alive = {e["pid"] for e in run.events("fault_fired") if e["how"] in DEADLY[:1]} - ended
+    assert not alive, f"struck, and nobody saw it end: {alive}"
+
+
+def _lost_nodes(played: Played) -> set[int]:
+    """Nodes whose only supervisor was killed: their launchers have nobody to tell them the end."""
+    run = played.outcome
+    per_node = run.spec.nproc // run.spec.nodes
+    if per_node > 1:
+        return set()
+    return {e["slot"] for e in run.events("fault_fired") if e["how"] == "supervisor"}
+
+
+def _check_ruined(played: Played, reference: Outcome) -> None:
+    """All but one supervisor are gone: it ends in words, and what was done until then is right."""
+    run = played.outcome
+    assert 1 in played.codes and 0 not in played.codes, f"exit codes {played.codes}"
+    assert STOPPED.search(run.output), run.output[-2000:]
+    assert counted_steps(run.files)
+    ours, theirs = losses_of(run.files), losses_of(reference.files)
+    bound = FP32_BOUND if isinstance(run.spec, EngineSpec) else 0.0
+    differ = [step for step in ours if abs(ours[step] - theirs[step]) > bound * abs(theirs[step])]
+    assert not differ, f"losses differ in steps {differ}"
