@@ -38,9 +38,11 @@ def install() -> None:
 def loader(engine: Any, data: Any, **options: Any) -> Any:
     """A training loader whose batches can be served again after a loss.
 
-    ``data`` is a map-style dataset or a torch DataLoader; options: ``collate_fn``, ``shuffle``,
-    ``seed``, ``drop_last`` as torch's DistributedSampler and DataLoader have them. Without the
-    section it is DeepSpeed's own loader.
+    ``data`` is a map-style dataset, or a torch DataLoader with one of torch's plain samplers, which
+    says itself how it shuffles; options: ``collate_fn``, ``shuffle``, ``seed``, ``drop_last`` as
+    torch's DistributedSampler and DataLoader have them. Without the section it is DeepSpeed's own
+    loader, which takes ``drop_last`` from the configuration. Bad input ends the process with one
+    sentence and exit code 2.
     """
     return import_module(f"{_ADAPTER}.attach").loader_of(engine, data, **options)
 

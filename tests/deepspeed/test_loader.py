@@ -5,7 +5,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 pytest.importorskip("deepspeed")
 
@@ -13,7 +20,9 @@ from deepspeed.runtime.dataloader import RepeatingLoader
 
 from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader, GlobalOrder, Position
 from elaswave_plugin.adapters.deepspeed.seams import deepspeed_patches
+from elaswave_plugin.adapters.deepspeed.torch_loader import batches_of
 from elaswave_plugin.core.dataflow import share
+from elaswave_plugin.deepspeed import loader
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError
 
 
@@ -177,3 +186,63 @@ def test_a_repeating_loader_goes_through_many_empty_epochs() -> None:
         assert len(next(repeating)) == 4
     finally:
         patches.undo()
+
+
+DATA = list(range(10))
+
+
+@pytest.mark.parametrize(
+    ("options", "shuffle", "seed"),
+    [
+        ({}, False, None),
+        ({"shuffle": True}, True, None),
+        ({"sampler": DistributedSampler(DATA, 4, 1, shuffle=False, seed=3)}, False, 3),
+        ({"sampler": DistributedSampler(DATA, 4, 1, seed=3)}, True, 3),
+        ({"batch_sampler": BatchSampler(RandomSampler(DATA), 2, drop_last=False)}, True, None),
+    ],
+)
+def test_a_torch_loader_says_how_it_shuffles(
+    options: dict[str, Any], shuffle: bool, seed: int | None
+) -> None:
+    options = options if "batch_sampler" in options else {"batch_size": 2, **options}
+    given = batches_of(DataLoader(DATA, collate_fn=list, **options), micro_batch_size=2)
+    assert given == (DATA, list, shuffle, seed, False)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"sampler": SubsetRandomSampler([1, 2])}, "a SubsetRandomSampler"),
+        ({"sampler": WeightedRandomSampler([1.0] * 10, 10)}, "a WeightedRandomSampler"),
+        ({"batch_sampler": [[1, 2], [3, 4]]}, "draws from a list"),
+        ({"sampler": RandomSampler(DATA, num_samples=4), "batch_size": 2}, "4 of 10 samples"),
+        ({"sampler": RandomSampler(DATA, replacement=True), "batch_size": 2}, "replacement"),
+        ({"batch_size": 3}, "batch_size is 3 and train_micro_batch_size_per_gpu is 2"),
+        ({"batch_size": None}, "draws from a NoneType"),
+        (
+            {"sampler": DistributedSampler(DATA, 4, 1, drop_last=True), "batch_size": 2},
+            "10 samples do not divide by 4 workers",
+        ),
+    ],
+)
+def test_a_torch_loader_with_other_batches_is_refused(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        batches_of(DataLoader(DATA, **options), micro_batch_size=2)
+
+
+class Plain:
+    """An engine without a job: its loader is DeepSpeed's, of which only the order is there."""
+
+    dp_world_size, global_rank = 2, 1
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return 2
+
+    def deepspeed_io(self, dataset: Any, data_sampler: Any, collate_fn: Any) -> list[int]:
+        return list(data_sampler)
+
+
+def test_without_the_section_a_torch_loader_is_obeyed_too() -> None:
+    assert loader(Plain(), DataLoader(DATA, batch_size=2)) == [1, 3, 5, 7, 9]
+    wanted = DistributedSampler(DATA, 2, 1, seed=7)
+    assert loader(Plain(), DATA, seed=7) == list(wanted) != [1, 3, 5, 7, 9]

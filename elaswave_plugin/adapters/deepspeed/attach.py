@@ -31,6 +31,7 @@ from elaswave_plugin.adapters.deepspeed.seams import (
     newcomer_patches,
 )
 from elaswave_plugin.adapters.deepspeed.section import elastic_config
+from elaswave_plugin.adapters.deepspeed.torch_loader import Batches, batches_of
 from elaswave_plugin.adapters.growth import check_reserve
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.runtime.c10d_tables import BACKEND
@@ -180,22 +181,26 @@ def loader_of(
     seed: int = 0,
     drop_last: bool | None = None,
 ) -> Any:
-    """A training loader over a map-style dataset, or over the dataset of a torch DataLoader.
+    """A training loader over a map-style dataset, or one that gives a torch DataLoader's batches.
 
     Without the section it is DeepSpeed's own.
     """
     job: AttachedEngine | None = getattr(engine, _JOB, None) if hasattr(engine, _JOB) else None
     if isinstance(data, torch.utils.data.DataLoader):
-        collate_fn = collate_fn or data.collate_fn
-        shuffle = not isinstance(data.sampler, torch.utils.data.SequentialSampler)
-        drop_last = data.drop_last if drop_last is None else drop_last
-        data = data.dataset
+        given = _read_loader(data, micro_batch_size=int(engine.train_micro_batch_size_per_gpu()))
+        collate_fn = collate_fn or given.collate_fn
+        shuffle, seed = given.shuffle, seed if given.seed is None else given.seed
+        drop_last = given.drop_last if drop_last is None else drop_last
+        data = given.dataset
     if job is None:
-        return engine.deepspeed_io(data, collate_fn=collate_fn)
+        order: Any = torch.utils.data.DistributedSampler(
+            data, engine.dp_world_size, engine.global_rank, shuffle=shuffle, seed=seed
+        )
+        return engine.deepspeed_io(data, data_sampler=order, collate_fn=collate_fn)
     return _make_loader(
         job,
         data,
-        collate=collate_fn,
+        collate=collate_fn or engine.collate_fn,
         shuffle=shuffle,
         seed=seed,
         drop_last=bool(engine.dataloader_drop_last()) if drop_last is None else drop_last,
@@ -206,6 +211,11 @@ def run_in(engine: Any, work: Callable[[], Any], *, phase: str) -> Any:
     """Call ``work()``, and again after a loss; without the section it is just called."""
     job: AttachedEngine | None = getattr(engine, _JOB, None) if hasattr(engine, _JOB) else None
     return work() if job is None else job.run(work, phase=phase)
+
+
+@ends_in_a_sentence
+def _read_loader(loader: Any, *, micro_batch_size: int) -> Batches:
+    return batches_of(loader, micro_batch_size=micro_batch_size)
 
 
 @ends_in_a_sentence
