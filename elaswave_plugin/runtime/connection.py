@@ -31,11 +31,16 @@ class State(Enum):
     CLOSED = "closed"
 
 
-class Owner(Protocol):
-    """What a connection tells its link table."""
+class HandshakeSide(Protocol):
+    """Who decides whether a connection becomes the link to its peer."""
 
     def greeted(self, connection: Connection, hello: Hello) -> None: ...
     def accepted(self, connection: Connection) -> None: ...
+
+
+class MessageSide(Protocol):
+    """Who takes the messages that a connection brings."""
+
     def arriving(self, connection: Connection, header: FrameHeader) -> Inbound: ...
     def arrived(self, inbound: Inbound) -> None: ...
     def count(self, sent_bytes: int, received_bytes: int) -> None: ...
@@ -44,7 +49,14 @@ class Owner(Protocol):
 class Connection:
     """A non-blocking socket with its state; every call is made under the table's lock."""
 
-    def __init__(self, owner: Owner, sock: socket.socket, state: State, peer: int = -1) -> None:
+    def __init__(
+        self,
+        handshake: HandshakeSide,
+        messages: MessageSide,
+        sock: socket.socket,
+        state: State,
+        peer: int = -1,
+    ) -> None:
         self.sock = sock
         self.descriptor = sock.fileno()
         self.state = state
@@ -57,7 +69,8 @@ class Connection:
         self.watched = 0
         self.outgoing: deque[Send] = deque()
         self.inbound: Inbound | None = None
-        self._owner = owner
+        self._handshake = handshake
+        self._messages = messages
         self._frame_left = 0
         self._greeting: FrameHeader | None = None
         self._staging = bytearray(_STAGING_BYTES)
@@ -93,7 +106,7 @@ class Connection:
             except (BlockingIOError, InterruptedError):
                 return
             budget -= count
-            self._owner.count(count, 0)
+            self._messages.count(count, 0)
             if send.advance(count):
                 self.outgoing.popleft()
                 send.complete()
@@ -131,7 +144,7 @@ class Connection:
             if count == 0:
                 raise ConnectionResetError("closed by the peer")
             budget -= count
-            self._owner.count(0, count)
+            self._messages.count(0, count)
             if count < wanted:
                 return
 
@@ -201,7 +214,7 @@ class Connection:
         inbound.received += count
         if self._frame_left == 0 and inbound.complete:
             self.inbound = None
-            self._owner.arrived(inbound)
+            self._messages.arrived(inbound)
 
     def _begin(self, header: FrameHeader) -> None:
         if header.kind in (Kind.HELLO, Kind.ACCEPT):
@@ -210,7 +223,7 @@ class Connection:
         if self.state is not State.OPEN:
             raise LinkError(f"data on a connection that is {self.state.value}")
         if header.offset == 0:
-            self.inbound = self._owner.arriving(self, header)
+            self.inbound = self._messages.arriving(self, header)
         elif self.inbound is None or header.offset != self.inbound.received:
             raise LinkError(f"a frame at offset {header.offset} continues no message")
         self._frame_left = header.size
@@ -224,9 +237,9 @@ class Connection:
         self._start += header.size
         self._greeting = None
         if header.kind == Kind.ACCEPT and self.state is State.GREETING:
-            self._owner.accepted(self)
+            self._handshake.accepted(self)
         elif header.kind == Kind.HELLO and self.state is State.INCOMING:
-            self._owner.greeted(self, Hello.unpack(payload))
+            self._handshake.greeted(self, Hello.unpack(payload))
         else:
             raise LinkError(f"control frame {header.kind} while {self.state.value}")
 

@@ -1,9 +1,8 @@
-"""The link table: framed messages between workers, one connection a pair, one thread."""
+"""The link table: operations of a worker over its links to the others, epoch by epoch."""
 
 from __future__ import annotations
 
 import os
-import secrets
 import select
 import threading
 import time
@@ -14,15 +13,13 @@ from elaswave_plugin.core.hang import NOBODY, OUTSIDE
 from elaswave_plugin.errors import EpochChanged, LinkError, PeerError
 from elaswave_plugin.runtime.buffers import Scratch
 from elaswave_plugin.runtime.connection import Connection, State
-from elaswave_plugin.runtime.doors import Doors
-from elaswave_plugin.runtime.frames import FrameHeader, Hello, Kind
+from elaswave_plugin.runtime.connections import Connections
+from elaswave_plugin.runtime.frames import FrameHeader, Kind
 from elaswave_plugin.runtime.mailbox import Mailbox
 from elaswave_plugin.runtime.operation import Operation, Steps
 from elaswave_plugin.runtime.progress import ProgressPage
 from elaswave_plugin.runtime.transfers import Inbound, Receive, Send
 
-_READ = select.EPOLLIN
-_WRITE = select.EPOLLOUT
 _LONGEST_POLL_S = 3600.0
 
 
@@ -59,11 +56,6 @@ class LinkTable:
         self._page = progress or ProgressPage()
         self._lock = threading.Lock()
         self._mailbox = Mailbox()
-        self._addresses: dict[int, str] = {}
-        self._links: dict[int, Connection] = {}
-        self._by_descriptor: dict[int, Connection] = {}
-        self._parked: list[Connection] = []
-        self._last_link: dict[int, int] = {}
         self._live: set[Operation] = set()
         self._awaited: list[Operation] = []
         self._sequences: dict[int, int] = {}
@@ -71,19 +63,17 @@ class LinkTable:
         self._interrupted: tuple[int, str] | None = None
         self._closed = False
         self._poller = 0
-        self._doors = Doors(host)
-        self.address = self._doors.address
+        self.connections = Connections(slot, host, messages=self, on_broken=self._broke)
+        self.address = self.connections.address
         # The sockets sit in an epoll set of their own, which sits in the progress thread's set, so
         # that a waiting caller takes all of them over with a single system call.
-        self._data = select.epoll()
+        self._sockets = self.connections.sockets
         self._kick = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._data.register(self._kick, _READ)
-        for descriptor in self._doors.descriptors:
-            self._data.register(descriptor, _READ)
+        self._sockets.register(self._kick, select.EPOLLIN)
         self._top = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._top.register(self._wake, _READ)
-        self._top.register(self._data.fileno(), _READ)
+        self._top.register(self._wake, select.EPOLLIN)
+        self._top.register(self._sockets.fileno(), select.EPOLLIN)
         self._thread = threading.Thread(
             target=self._progress, name=f"elaswave-links-{slot}", daemon=True
         )
@@ -106,16 +96,9 @@ class LinkTable:
             self.epoch = epoch
             self.alone = False
             self._sequences.clear()
-            self._addresses = dict(addresses)
-            for slot, link in list(self._links.items()):
-                if self._addresses.get(slot) != link.address or link.state is State.CLOSED:
-                    self._retire(link, "not a member of the epoch")
-                    del self._links[slot]
-            self._mailbox.enter(epoch, set(self._addresses))
-            parked, self._parked = self._parked, []
-            for connection in parked:
-                if connection.hello is not None and connection.state is State.PARKED:
-                    self._welcome(connection, connection.hello)
+            # First: with those that came early, messages of this epoch come.
+            self._mailbox.enter(epoch, set(addresses))
+            self.connections.enter(epoch, addresses)
             if self._interrupted is not None:
                 if self._interrupted[0] <= epoch:
                     self._interrupted = None
@@ -149,19 +132,10 @@ class LinkTable:
         with self._lock:
             self._sequences.pop(group, None)
 
-    @property
-    def connected(self) -> tuple[int, ...]:
-        """The slots to which a link stands, sorted."""
-        with self._lock:
-            return tuple(sorted(s for s, c in self._links.items() if c.state is State.OPEN))
-
     def _abandon(self, error: BaseException) -> None:
         for operation in list(self._live):
             operation.fail(error)
-        for link in self._links.values():
-            link.drop_outgoing()
-            if link.inbound is not None and link.inbound.header.epoch <= self.epoch:
-                link.inbound.view = None
+        self.connections.drop_messages()
 
     def close(self) -> None:
         """End all operations with LinkError, close all sockets and join the thread. Idempotent."""
@@ -176,13 +150,7 @@ class LinkTable:
             self._thread.join(30.0)  # it ends at its next look
 
     def _dispose(self) -> None:
-        for connection in list(self._by_descriptor.values()):
-            connection.close("the link table was closed")
-        self._by_descriptor.clear()
-        self._links.clear()
-        self._parked.clear()
-        self._doors.close()
-        self._data.close()
+        self.connections.close()
         self._top.close()
         os.close(self._wake)
         os.close(self._kick)
@@ -256,7 +224,7 @@ class LinkTable:
                 return False
             self._poller = threading.get_ident()
             operation.kick = True
-            self._top.modify(self._data.fileno(), 0)
+            self._top.modify(self._sockets.fileno(), 0)
             return True
 
     def _hand_back(self, operation: Operation) -> None:
@@ -265,7 +233,7 @@ class LinkTable:
             operation.kick = False
             self._awaits_no_more(operation)
             if not self._closed:
-                self._top.modify(self._data.fileno(), _READ)
+                self._top.modify(self._sockets.fileno(), select.EPOLLIN)
 
     def _awaits_no_more(self, operation: Operation) -> None:
         if operation in self._awaited:  # not where it was done before the wait began
@@ -285,7 +253,7 @@ class LinkTable:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0 or self._closed:
                 return
-            events = self._data.poll(min(left_s, _LONGEST_POLL_S))
+            events = self._sockets.poll(min(left_s, _LONGEST_POLL_S))
             with self._locked():
                 self._handle(events)
 
@@ -297,7 +265,7 @@ class LinkTable:
             what = "its turn"
             if waiting is not None:
                 verb = "send to" if isinstance(waiting, Send) else "receive from"
-                link = self._links.get(waiting.peer)
+                link = self.connections.links.get(waiting.peer)
                 state = "not connected" if link is None else link.why_closed or link.state.value
                 what = f"{verb} slot {waiting.peer} ({len(waiting.view)} bytes; link {state})"
             operation.fail(
@@ -314,18 +282,18 @@ class LinkTable:
         if send.peer == self.slot:
             self._to_self(send)
             return
-        link = self._links.get(send.peer) or self._dial(send.peer)
+        link = self.connections.link_to(send.peer)
         idle = not link.outgoing
         link.outgoing.append(send)
         if link.state is State.CLOSED:
             self._report(link)
         if idle and link.state is State.OPEN:
-            self._write(link)
+            self.connections.write(link)
 
     def post_receive(self, receive: Receive, sources: tuple[int, ...]) -> None:
         """Ask for a message."""
         self._mailbox.post(receive, sources)
-        link = self._links.get(receive.peer)
+        link = self.connections.links.get(receive.peer)
         if link is not None and link.state is State.CLOSED and not receive.done:
             self._report(link)
 
@@ -335,7 +303,7 @@ class LinkTable:
 
     def recall(self, send: Send) -> None:
         """Send no more of this message than the frame that has begun to leave."""
-        link = self._links.get(send.peer)
+        link = self.connections.links.get(send.peer)
         if link is not None:
             link.recall(send)
 
@@ -372,7 +340,7 @@ class LinkTable:
             0,
         )
         for slot in operation.group.members:
-            if slot != self.slot and slot in self._addresses:
+            if slot != self.slot and slot in self.connections.addresses:
                 self.post_send(Send(view, slot, header, None))
 
     def _end_if_failed_elsewhere(self, operation: Operation) -> None:
@@ -413,122 +381,10 @@ class LinkTable:
         self.sent_bytes += sent_bytes
         self.received_bytes += received_bytes
 
-    def greeted(self, connection: Connection, hello: Hello) -> None:
-        """Somebody dialled us and says who it is."""
-        self._welcome(connection, hello)
-
-    def accepted(self, connection: Connection) -> None:
-        """The peer took our connection as the link."""
-        connection.state = State.OPEN
-        self._last_link[connection.peer] = connection.number
-        self._write(connection)
-
-    # ---- connections -------------------------------------------------------------------------
-
-    def _dial(self, slot: int) -> Connection:
-        address = self._addresses.get(slot)
-        if address is None:
-            raise LinkError(
-                f"slot {slot} is not a member of epoch {self.epoch} "
-                f"(members {sorted(self._addresses)})"
-            )
-        sock, error = self._doors.dial(address)
-        link = Connection(self, sock, State.DIALLING, slot)
-        link.address = address
-        link.number = secrets.randbits(62) | 1
-        self._links[slot] = link
-        self._admit(link, _READ | _WRITE)
-        if error is not None:
-            self._lost(link, error)
-        return link
-
-    def _admit(self, connection: Connection, events: int) -> None:
-        self._by_descriptor[connection.descriptor] = connection
-        self._data.register(connection.descriptor, events)
-        connection.watched = events
-
-    def _watch(self, connection: Connection, events: int) -> None:
-        if connection.watched != events:
-            self._data.modify(connection.descriptor, events)
-            connection.watched = events
-
-    def _greet(self, link: Connection) -> None:
-        replaces = self._last_link.get(link.peer, 0)
-        hello = Hello(self.slot, self.address, self.epoch, link.number, replaces)
-        try:
-            link.greet(hello)
-        except BlockingIOError:
-            return  # an old event of another socket with this descriptor: not connected yet
-        self._watch(link, _READ)
-
-    def _accept_all(self) -> None:
-        for sock in self._doors.accept_all():
-            self._admit(Connection(self, sock, State.INCOMING), _READ)
-
-    def _welcome(self, connection: Connection, hello: Hello) -> None:
-        """Take a greeted connection as the link to its slot, keep it for later, or refuse it."""
-        connection.hello = hello
-        if self._addresses.get(hello.slot) != hello.address:
-            if hello.epoch > self.epoch:
-                connection.state = State.PARKED
-                self._watch(connection, 0)
-                self._parked.append(connection)
-            else:
-                self._retire(connection, f"slot {hello.slot} is not a member")
-            return
-        old = self._links.get(hello.slot)
-        if old is not None and self._overtaken(old, hello):
-            self._retire(connection, "crossed with our own")
-            return
-        connection.peer = hello.slot
-        connection.number = self._last_link[hello.slot] = hello.link
-        connection.address = hello.address
-        self._links[hello.slot] = connection
-        if old is not None:
-            connection.outgoing.extend(old.unstarted())
-            old.outgoing.clear()
-            self._retire(old, "replaced")
-        try:
-            connection.accept()
-            self._watch(connection, _READ)
-            self._write(connection)
-            connection.parse()
-        except (OSError, LinkError) as error:
-            self._lost(connection, error)
-
-    def _overtaken(self, old: Connection, hello: Hello) -> bool:
-        """Both sides dialled: the connection of the lower slot becomes (or is) the link."""
-        if old.state is State.OPEN:
-            return hello.replaces != old.number
-        return old.state is not State.CLOSED and self.slot < hello.slot
-
-    def _write(self, link: Connection) -> None:
-        try:
-            link.write()
-        except (BrokenPipeError, ConnectionResetError):
-            # The peer has gone. What it sent before is still to be read, and its end comes after.
-            self._watch(link, _READ)
-            return
-        except OSError as error:
-            self._lost(link, error)
-            return
-        self._watch(link, _READ | _WRITE if link.outgoing else _READ)
-
-    def _retire(self, connection: Connection, why: str) -> None:
-        if connection.state is not State.CLOSED:
-            self._by_descriptor.pop(connection.descriptor, None)
-            self._data.unregister(connection.descriptor)
-            connection.close(why)
-
-    def _lost(self, connection: Connection, error: Exception) -> None:
+    def _broke(self, link: Connection) -> None:
         """A broken link is only a hint: its operations go on waiting for the interruption."""
-        # A connection that ends while it greets may merely have crossed with the peer's own.
-        broken = connection.state in (State.DIALLING, State.OPEN)
-        self._retire(connection, f"broken: {error}")
-        peer = connection.peer
-        stands = broken and self._links.get(peer) is connection
-        if stands and any(operation.needs(peer) for operation in self._live):
-            self._report(connection)
+        if any(operation.needs(link.peer) for operation in self._live):
+            self._report(link)
 
     def _report(self, link: Connection) -> None:
         """Tell once that a link is needed and broken; a worker that is done may close its own."""
@@ -571,30 +427,13 @@ class LinkTable:
                         self._dispose()
                         return
                 elif not self._poller:
-                    self._handle(self._data.poll(0))
+                    self._handle(self._sockets.poll(0))
 
     def _handle(self, events: list[tuple[int, int]]) -> None:
         for descriptor, event in events:
-            connection = self._by_descriptor.get(descriptor)
-            if connection is not None:
-                self._serve(connection, event)
-            elif descriptor == self._kick:
+            if descriptor == self._kick:
                 os.eventfd_read(self._kick)
-            elif descriptor in self._doors.descriptors:
-                self._accept_all()
+            else:
+                self.connections.serve(descriptor, event)
         if self._awaited:
             self._tell_whom_we_await()
-
-    def _serve(self, connection: Connection, event: int) -> None:
-        try:
-            if connection.state is State.DIALLING:
-                self._greet(connection)
-            elif event & ~_WRITE:
-                if connection.state is State.PARKED:
-                    self._retire(connection, "gone before its epoch")
-                else:
-                    connection.read()
-            if event & _WRITE and connection.state is State.OPEN:
-                self._write(connection)
-        except (OSError, LinkError) as error:
-            self._lost(connection, error)

@@ -24,7 +24,7 @@ def remember(self, **options):
     made.append(self)
 def sever(self, phase):
     if self._slot == 1 and (self.step, phase) == (3, "backward") and left[0]:
-        link = made[0].links._links.get(2)
+        link = made[0].links.connections.links.get(2)
         if link is not None and link.state.value == "open" and shut(link.sock):
             left[0] -= 1
             self._events.emit("severed", slot=1)

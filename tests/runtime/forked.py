@@ -14,10 +14,17 @@ from typing import Any
 
 import torch
 
+from elaswave_plugin.runtime.connection import State
 from elaswave_plugin.runtime.links import LinkTable
 from elaswave_plugin.runtime.process_group import GroupTable
 
 LIMIT_S = 60.0
+
+
+def connected(table: LinkTable) -> list[int]:
+    """The slots to which a link stands."""
+    links = table.connections.links
+    return sorted(slot for slot, link in links.items() if link.state is State.OPEN)
 
 
 class Peer:

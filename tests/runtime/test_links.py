@@ -16,6 +16,7 @@ from elaswave_plugin.runtime.connection import Connection, State
 from elaswave_plugin.runtime.frames import HEADER_BYTES, FrameHeader, Hello, Kind, control_header
 from elaswave_plugin.runtime.links import LinkTable
 from elaswave_plugin.runtime.operation import Group, Operation
+from tests.runtime.forked import connected
 
 LIMIT_S = 10.0
 
@@ -56,7 +57,7 @@ def _receive(
 
 
 def _family(table: LinkTable) -> socket.AddressFamily:
-    (link,) = table._links.values()
+    (link,) = table.connections.links.values()
     return socket.AddressFamily(link.sock.family)
 
 
@@ -163,7 +164,7 @@ def test_both_may_dial_at_once() -> None:
         for thread in threads:
             thread.join(LIMIT_S)
         assert not errors
-        assert tables[0].connected == (1,) and tables[1].connected == (0,)
+        assert connected(tables[0]) == [1] and connected(tables[1]) == [0]
         for table in tables:
             table.close()
 
@@ -260,7 +261,7 @@ def test_a_half_sent_message_does_not_reach_the_next_epoch(
 
     def read_a_part(connection: Connection) -> None:
         """Reads no more than a part before the cut, however long this process has to wait."""
-        if connection._owner is not right or cut.is_set() or right.received_bytes <= 100_000:
+        if connection._messages is not right or cut.is_set() or right.received_bytes <= 100_000:
             read(connection)
 
     monkeypatch.setattr(Connection, "read", read_a_part)
@@ -281,7 +282,7 @@ def test_a_half_sent_message_does_not_reach_the_next_epoch(
     right.wait(again)
     assert fresh == b"n" * 3_000_000
     assert into == b"-" * len(into)
-    assert right.connected == (0,)
+    assert connected(right) == [0]
 
 
 def test_the_receiver_of_a_cut_message_sees_true_bytes_only(
@@ -297,7 +298,7 @@ def test_the_receiver_of_a_cut_message_sees_true_bytes_only(
     with pytest.raises(EpochChanged):
         left.wait(sent)
     old[:] = b"x" * len(old)
-    _until(lambda: not left._links[1].outgoing)
+    _until(lambda: not left.connections.links[1].outgoing)
     right.interrupt(2, "cut")
     with pytest.raises(EpochChanged):
         right.wait(got)
@@ -320,7 +321,7 @@ def test_strangers_are_refused(
 ) -> None:
     with _hello(pair[0], Hello(slot, address, epoch, 5, 0)) as sock:
         assert sock.recv(1) == b""
-    assert pair[0].connected == ()
+    assert connected(pair[0]) == []
 
 
 @pytest.mark.parametrize("junk", [b"GET / HTTP/1.0\r\n\r\n" * 10, b"\0" * 500])
@@ -452,7 +453,7 @@ def test_last_words_arrive_though_their_sender_has_not_read_everything(
         ours.setblocking(False)
         theirs.sendall(b"unread")
         ours.send(b"last words")
-        Connection(pair[0], ours, State.OPEN).close("the worker ends")
+        Connection(pair[0].connections, pair[0], ours, State.OPEN).close("the worker ends")
         theirs.settimeout(LIMIT_S)
         assert theirs.recv(64) == b"last words"
         assert theirs.recv(64) == b""
