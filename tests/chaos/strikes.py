@@ -175,7 +175,7 @@ class Striker:
 
     def _sever(self, event: Record) -> None:
         """Break the first link that both ends still hold open; without one, later."""
-        for _, link in sorted(self.worker.links._links.items()):
+        for _, link in sorted(self.worker.links.connections.links.items()):
             if link.state.value == "open" and self._claim(event):
                 # A socket that its other end has just closed cannot be shut down, nor need be.
                 with contextlib.suppress(OSError):
