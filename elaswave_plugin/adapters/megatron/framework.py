@@ -175,8 +175,9 @@ class MegatronFramework:
         def step(*args: Any, **kwargs: Any) -> Any:
             self._worker.begin_update()
             result = update(*args, **kwargs) if self._seated else (True, 0.0, None)
-            if self._free_workers_scale:
-                result = (self._is_applied(result[0]), *result[1:])
+            if self._free_workers_scale and not self._is_applied(result[0]):
+                # As Megatron-Core says it: a step that is skipped has no norm.
+                result = (False, None, None)
             self._applied_steps += int(bool(result[0]))
             if not self._seated:
                 # What all workers save alike, rank 0 saves: maybe this one.

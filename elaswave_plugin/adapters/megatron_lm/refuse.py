@@ -26,6 +26,14 @@ _WANTED: tuple[tuple[str, object], ...] = (
     ("adlr_autoresume", False),
     ("log_straggler", False),
     ("log_params_norm", False),
+    # It sums over all workers where training ends, when nobody recovers any more.
+    ("log_energy", False),
+    # A worker whose rank comes to be profiled has made no profiler.
+    ("use_pytorch_profiler", False),
+    # Weights are changed beside the optimizer, by maxima over replicas that a free worker has not.
+    ("qk_clip", False),
+    ("log_max_attention_logit", False),
+    ("enable_ft_package", False),
     ("save_dgrads_interval", None),
     ("save_wgrads_interval", None),
     ("check_weight_hash_across_dp_replicas_interval", None),

@@ -112,7 +112,14 @@ def test_a_provider_of_the_script_is_kept() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("iterations_to_skip", [3]), ("async_save", True), ("context_parallel_size", 2)],
+    [
+        ("iterations_to_skip", [3]),
+        ("async_save", True),
+        ("context_parallel_size", 2),
+        ("use_pytorch_profiler", True),
+        ("log_energy", True),
+        ("qk_clip", True),
+    ],
 )
 def test_an_argument_that_is_not_carried_is_named(name: str, value: object) -> None:
     check_arguments(argparse.Namespace(use_distributed_optimizer=True))

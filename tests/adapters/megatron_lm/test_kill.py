@@ -8,6 +8,7 @@ import pytest
 from tests.adapters.megatron_lm.conftest import Launch
 from tests.adapters.megatron_lm.harness import TP2_PP2, ScriptSpec, needs_repository, printed
 from tests.faults.harness import Outcome, check_equal
+from tests.tiers import sampled
 
 pytestmark = needs_repository
 
@@ -75,6 +76,20 @@ def test_any_worker_of_tp_pp_dp(run: Launch, reference: Launch, kill: str) -> No
 def test_settings_of_the_script(run: Launch, reference: Launch, more: tuple[str, ...]) -> None:
     spec = ScriptSpec(options=(*ScriptSpec().options, *more), kills=("1@2:backward",))
     check_same(run, reference, spec, alive=3)
+
+
+@pytest.mark.parametrize(
+    "base", sampled([ScriptSpec(), TP2_PP2_DP2], keep=(1,)), ids=["dp", "tp_pp"]
+)
+def test_fp16_with_steps_that_overflow(run: Launch, reference: Launch, base: ScriptSpec) -> None:
+    """The first steps are skipped, one of them by free workers too, which are the last rank."""
+    scale = ("--fp16", "--initial-loss-scale", str(2**32), "--loss-scale-window", "2")
+    spec = replace(base, steps=6, options=(*base.options, *scale), kills=("5@2:backward",))
+    if base.nproc == 4:
+        spec = replace(spec, kills=("1@2:backward",))
+    check_same(run, reference, spec, alive=base.nproc - 1)
+    skipped = [line for line in printed(reference(spec)) if "skipped iterations:   1" in line]
+    assert 3 <= len(skipped) < spec.steps
 
 
 def test_cyclic_order(run: Launch, reference: Launch) -> None:
