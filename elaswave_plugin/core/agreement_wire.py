@@ -41,6 +41,14 @@ from elaswave_plugin.core.membership import Arrival, FailureEvent, MembershipVie
 from elaswave_plugin.core.node_memory import NodeMemory
 
 
+class UnknownMessageError(ValueError):
+    """A message of a kind that nobody here knows: another version said it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(f"unknown message {kind!r} between supervisors")
+        self.kind = kind
+
+
 def to_wire(message: Message) -> dict[str, Any]:
     """The message as a dict that JSON can carry."""
     match message:
@@ -114,7 +122,7 @@ def to_wire(message: Message) -> dict[str, Any]:
 
 
 def from_wire(record: Mapping[str, Any]) -> Message:
-    """The message that `to_wire` described; raises ValueError for an unknown one."""
+    """The message that `to_wire` described; raises UnknownMessageError for any other."""
     match record["m"]:
         case "prepare":
             epoch, lost = record["epoch"], tuple(record["lost"])
@@ -176,7 +184,7 @@ def from_wire(record: Mapping[str, Any]) -> Message:
         case "stop":
             return Stop(reason=record["reason"], exit_code=record["exit_code"])
         case other:
-            raise ValueError(f"unknown message {other!r} between supervisors")
+            raise UnknownMessageError(other)
 
 
 def _newcomer_to_wire(message: Starts | Admit | Welcome) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from elaswave_plugin.core.agreement_orders import (
     Ring,
     Send,
 )
-from elaswave_plugin.core.agreement_wire import from_wire, to_wire
+from elaswave_plugin.core.agreement_wire import UnknownMessageError, from_wire, to_wire
 from elaswave_plugin.core.hang import Sample
 from elaswave_plugin.core.lease import Lease
 from elaswave_plugin.core.membership import MembershipView
@@ -36,7 +36,7 @@ from elaswave_plugin.runtime.hang_watch import HangWatch
 from elaswave_plugin.runtime.node_register import NodeRegister
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.rendezvous import Meeting, Peer
-from elaswave_plugin.runtime.wire import Channel, Frame, encode, has_ended
+from elaswave_plugin.runtime.wire import Channel, Frame, encode, has_ended, not_understood
 from elaswave_plugin.tracking.events import EventLog
 
 _ASKS = 3
@@ -269,7 +269,13 @@ class Coordinator:
                 self._hangs.heard(peer, frame)
                 self._take_beat(peer, frame, now_s)
             else:
-                message = from_wire(frame)
+                try:
+                    message = from_wire(frame)
+                except UnknownMessageError as error:
+                    # Whoever hears less than was said does not act on the rest of it.
+                    self._channels[peer].close()
+                    self._cut[peer] = f"its supervisor {not_understood(error.kind)}"
+                    return
                 with self._turn(message):
                     self.agreement.receive(peer, message, now_s)
 

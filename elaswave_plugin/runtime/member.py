@@ -20,7 +20,7 @@ from elaswave_plugin.runtime.control_link import ControlLink
 from elaswave_plugin.runtime.progress import ANNOUNCED_LIMIT_S, ProgressPage, page_fd
 from elaswave_plugin.runtime.remembered import Remembered
 from elaswave_plugin.runtime.shared_signals import outlive_shared_signals
-from elaswave_plugin.runtime.wire import Frame
+from elaswave_plugin.runtime.wire import Frame, not_understood
 
 CONTROL_FD = "ELASWAVE_CONTROL_FD"
 SNAPSHOT_FDS = "ELASWAVE_SNAPSHOT_FDS"
@@ -378,10 +378,11 @@ class Member:
         return JobStopped(reason, exit_code=self._stop_code)
 
     def _ended(self, why: str) -> None:
-        """The link has: whoever waits is told where it cannot go on."""
+        """Nothing can come any more: whoever waits is told, here or for another worker."""
         with self._changed:
             self._stop_reason = self._stop_reason or why
             self._changed.notify_all()
+        self._on_propose(self._proposed_epoch + 1, self._stop_reason)
 
     def _receive_next(self, deadline_s: float, what: str) -> None:
         """Wait for news here. Raises JobStopped, or AgreementError when late."""
@@ -409,34 +410,48 @@ class Member:
                 self.progress(phase)
 
     def _on_frame(self, frame: Frame) -> None:
-        if frame["t"] == "propose" and not self._can_wait(frame):
-            if not self._awaited():
-                self._proposed_at_s = time.monotonic()
-            self._answer_within_s = frame["within_s"]
-            # The flag before the bell: whoever the doorbell wakes must find it set.
-            self._proposed_reason = frame["reason"]
-            self._proposed_epoch = frame["epoch"]
-            self._on_propose(frame["epoch"], frame["reason"])
-        elif frame["t"] == "notice":
-            self.told_to_leave = True
-        elif frame["t"] == "stop":
-            self._stop_reason, self._stop_code = frame["reason"], frame["exit_code"]
-            self._on_propose(self._proposed_epoch + 1, frame["reason"])
-        elif frame["t"] == "cuts_wanted":
-            self.cuts_wanted = tuple(frame["cuts"])
+        match frame["t"]:
+            case "propose":
+                if not self._can_wait(frame):
+                    self._interrupt(frame)
+            case "notice":
+                self.told_to_leave = True
+            case "stop":
+                self._stop_reason, self._stop_code = frame["reason"], frame["exit_code"]
+                self._on_propose(self._proposed_epoch + 1, frame["reason"])
+            case "cuts_wanted":
+                self.cuts_wanted = tuple(frame["cuts"])
+            case _:
+                with self._changed:
+                    self._note(frame)
         with self._changed:
-            if frame["t"] == "commit":
+            self._changed.notify_all()
+
+    def _interrupt(self, frame: Frame) -> None:
+        if not self._awaited():
+            self._proposed_at_s = time.monotonic()
+        self._answer_within_s = frame["within_s"]
+        # The flag before the bell: whoever the doorbell wakes must find it set.
+        self._proposed_reason = frame["reason"]
+        self._proposed_epoch = frame["epoch"]
+        self._on_propose(frame["epoch"], frame["reason"])
+
+    def _note(self, frame: Frame) -> None:
+        """Keep what somebody waits for; the condition is held."""
+        match frame["t"]:
+            case "commit":
                 self._commits.append(_read_commit(frame))
-            elif frame["t"] == "started":
+            case "started":
                 self._started = True
-            elif frame["t"] == "copied":
+            case "copied":
                 self._on_copied(frame["step"], frame["epoch"], frame["slot"])
-            elif frame["t"] == "copying":
+            case "copying":
                 self._moving_s[frame["slot"]] = time.monotonic()
-            elif frame["t"] == "alone":
+            case "alone":
                 view = MembershipView.from_json(frame["view"])
                 self._alone = Alone(view=view, remembered=frame["remembered"])
-            self._changed.notify_all()
+            case _:
+                self._ended(f"the supervisor of worker {self.slot} {not_understood(frame['t'])}")
 
     def _can_wait(self, frame: Frame) -> bool:
         """Whether a proposal waits for a boundary between steps; it is noted for then.

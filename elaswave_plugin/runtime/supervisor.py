@@ -41,7 +41,7 @@ from elaswave_plugin.runtime.snapshot_store import SnapshotStore
 from elaswave_plugin.runtime.status import StatusBoard
 from elaswave_plugin.runtime.trainer_process import Program, ZygoteTrainer
 from elaswave_plugin.runtime.trainer_session import TrainerSession, start_session
-from elaswave_plugin.runtime.wire import Frame
+from elaswave_plugin.runtime.wire import Frame, not_understood
 from elaswave_plugin.tracking.behind_log import BehindLog
 
 GRACE_S = 2.0
@@ -328,8 +328,7 @@ class Supervisor:
 
     def fence(self, evidence: str) -> None:
         """Kill the trainer; its exit is reported with this evidence."""
-        self._trainer.fence_evidence = evidence
-        self._trainer.kill()
+        self._trainer.fence(evidence)
 
     def peer_replaced(self, slot: int) -> None:
         """Another supervisor has a slot: copies go there from now on."""
@@ -401,6 +400,10 @@ class Supervisor:
                 self._agreement.abandon(
                     f"worker {self._slot}: {frame['reason']}", int(frame["exit_code"])
                 )
+            case "layout" | "slow":
+                pass  # for the board alone
+            case _:
+                trainer.fence(f"it {not_understood(frame['t'])}")
 
     def _on_join(self, trainer: TrainerSession, frame: Frame) -> None:
         if trainer.is_replacement:

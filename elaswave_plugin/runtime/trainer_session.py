@@ -117,6 +117,11 @@ class TrainerSession:
         self.process.send_signal(signal.SIGKILL)
         self._reactor.after(DIES_WITHIN_S, self._give_up)
 
+    def fence(self, evidence: str) -> None:
+        """Kill it; its exit is reported with this evidence."""
+        self.fence_evidence = evidence
+        self.kill()
+
     def _give_up(self) -> None:
         if self.lives:
             self.lives, self.undead = False, True

@@ -32,6 +32,11 @@ def encode(frame: Frame) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
+def not_understood(kind: str) -> str:
+    """What to say of a frame of an unknown kind: nobody goes on who has missed something."""
+    return f"said {kind!r}, unknown here: have all run the same version of elaswave_plugin"
+
+
 class FrameBuffer:
     """Cuts a stream into frames; what is left of an unfinished one stays inside."""
 

@@ -91,7 +91,8 @@ class Member:
             trainer_side=trainer,
             events=EventLog(None),
         )
-        self.agreement = coordinator.agreement
+        self.agreement, self.lost = coordinator.agreement, coordinator.lost
+        self._channels = coordinator._channels
         settle = self._reactor.after_round
 
         def after_round() -> None:
@@ -117,6 +118,10 @@ class Member:
             assert time.monotonic() < deadline_s, self.lost_s
             time.sleep(BEAT.every_s / 10)
         return max(self.lost_s[slot] for slot in slots)
+
+    def say(self, other: int, frame: dict[str, Any]) -> None:
+        """Send another slot something, in the thread that says everything else."""
+        self._reactor.post(lambda: self._channels[other].send(frame))
 
     def cut(self, other: int) -> None:
         """Break the link to another slot, which both ends see."""
@@ -186,6 +191,20 @@ def test_who_sends_a_long_frame_slowly_is_not_silent() -> None:
             time.sleep(BEAT.every_s)
         assert set(leader.lost_s) == {2}
         leader.until_it_lost({1})
+
+
+@pytest.mark.parametrize("hearer", [0, 1])
+def test_who_says_what_nobody_knows_is_lost_and_not_who_hears_it(
+    start: Callable[..., list[Member]], hearer: int
+) -> None:
+    """Of two versions in one job one goes, be it that of the leader."""
+    speaker = 1 - hearer
+    members = start(0, 1, nodes=APART[:2])
+    members[speaker].say(hearer, {"m": "sing"})
+    members[hearer].until_it_lost({speaker})
+    assert members[hearer].lost[speaker] == (
+        "its supervisor said 'sing', unknown here: have all run the same version of elaswave_plugin"
+    )
 
 
 # ---- a broken link between two that live ---------------------------------------------------------

@@ -454,6 +454,41 @@ def test_a_doorbell_that_fails_is_heard(supervisor: Supervisor) -> None:
         supervisor.member.quiesce(FACTS, LONG_S)
 
 
+def test_a_supervisor_that_is_gone_interrupts_the_links_too(supervisor: Supervisor) -> None:
+    """Whoever waits for another worker does not wait in the member."""
+    supervisor.propose(2)
+    supervisor.rang.clear()
+    supervisor.sock.close()
+    assert supervisor.rang.wait(LONG_S)
+    assert supervisor.rings[-1] == (3, "the supervisor is gone")
+
+
+def test_a_doorbell_that_fails_interrupts_the_links_too(supervisor: Supervisor) -> None:
+    supervisor.propose(2)
+    supervisor.rang.clear()
+    send_frame(supervisor.sock, {"t": "commit"})  # without what a commit has
+    assert supervisor.rang.wait(LONG_S)
+    assert supervisor.rings[-1] == (3, "its doorbell failed: KeyError('path')")
+
+
+def test_a_message_of_another_version_ends_the_worker(supervisor: Supervisor) -> None:
+    send_frame(supervisor.sock, {"t": "sing"})
+    said = "the supervisor of worker 1 said 'sing', unknown here: have all run the same version"
+    with pytest.raises(JobStopped, match=said):
+        supervisor.member.quiesce(FACTS, LONG_S)
+    assert supervisor.rang.wait(LONG_S)
+
+
+def test_a_message_of_another_version_ends_who_waits_for_the_commit(
+    supervisor: Supervisor,
+) -> None:
+    """There it is not the doorbell's thread that hears it."""
+    supervisor.propose(2)
+    send_frame(supervisor.sock, {"t": "sing"})
+    with pytest.raises(JobStopped, match="said 'sing', unknown here"):
+        supervisor.member.quiesce(FACTS, LONG_S)
+
+
 def test_the_doorbell_does_not_wait_for_a_frame_that_another_thread_took(
     supervisor: Supervisor,
 ) -> None:

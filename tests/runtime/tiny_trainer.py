@@ -220,6 +220,8 @@ class Trainer:
                 for child in children:
                     child.join(1)
                 self.tell("children", codes=[child.exitcode for child in children])
+            case "say":
+                self.member._link.send({"t": words[0]})
             case "ready":
                 self.member.ready(WorkerFacts(address=f"address {self.slot}"))
             case "remember":
