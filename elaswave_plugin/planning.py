@@ -15,7 +15,7 @@ from elaswave_plugin.config import ElasticConfig, from_section, parse_clocks
 from elaswave_plugin.core.layout import ParallelLayout, launch_layout, sizes_of
 from elaswave_plugin.core.planner.costs import CostModel, uniform_costs
 from elaswave_plugin.core.planner.dvfs import ClockTable
-from elaswave_plugin.core.planner.executable import plan_seats
+from elaswave_plugin.core.planner.executable import plan_replicas
 from elaswave_plugin.core.planner.joint import JointPlan, joint_plan
 from elaswave_plugin.core.planner.microbatch_split import REDEAL, REROUTE, RESIZE
 from elaswave_plugin.core.planner.prediction import StepWork
@@ -141,8 +141,8 @@ def plan_record(before: ParallelLayout, plan: JointPlan, work: StepWork) -> dict
 def _samples(plan: JointPlan, work: StepWork) -> list[dict[str, int]]:
     """The least and the most samples of a worker in a step, by stage."""
     found = []
-    for seats in plan_seats(plan):
-        samples = plan.chosen.choice.split((seats,), work).stages[0].samples().sum(0)
+    for replicas in plan_replicas(plan):
+        samples = plan.chosen.choice.split((replicas,), work).stages[0].samples().sum(0)
         found.append({"least": int(samples.min()), "most": int(samples.max())})
     return found
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from elaswave_plugin.core.plan import RecoveryPlan, SealedShard
 from elaswave_plugin.core.seating import Cell
-from elaswave_plugin.core.shards import Piece, ShardCut
+from elaswave_plugin.core.shards import ShardCut, ShardPiece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,19 +51,21 @@ class ContiguousPlan(RecoveryPlan):
         """How the stage was cut of which ``sealed`` is a shard."""
         return ShardCut(buckets=(self.old.total(sealed.cell[0]),), width=len(sealed.ranks))
 
-    def pieces(self, slot: int) -> tuple[tuple[SealedShard, tuple[Piece, ...]], ...]:
+    def pieces(self, slot: int) -> tuple[tuple[SealedShard, tuple[ShardPiece, ...]], ...]:
         """What ``slot`` reads, grouped by source."""
         number = self.cell_of(slot)
         if number is None:
             return ()
         size = self.after(number).shard_numel
         start = self.cells[number].ranks.index(slot) * size
-        found: dict[SealedShard, list[Piece]] = {}
+        found: dict[SealedShard, list[ShardPiece]] = {}
         for source, piece in self._overlaps(self.cells[number].stage, start, start + size):
             found.setdefault(source, []).append(piece)
         return tuple((source, tuple(pieces)) for source, pieces in found.items())
 
-    def _overlaps(self, stage: int, start: int, stop: int) -> Iterator[tuple[SealedShard, Piece]]:
+    def _overlaps(
+        self, stage: int, start: int, stop: int
+    ) -> Iterator[tuple[SealedShard, ShardPiece]]:
         """Elements [start, stop) of a new stage, by layer and by the old shard that has them."""
         for unit, at in self.new.starts(stage).items():
             low, high = max(start, at), min(stop, at + self.new.units[unit])
@@ -75,7 +77,7 @@ class ContiguousPlan(RecoveryPlan):
                 until = min(high, (shard + 1) * size - shift)
                 yield (
                     self.sources[old_stage][shard],
-                    Piece(
+                    ShardPiece(
                         bucket=unit,
                         start=low,
                         stop=until,

@@ -99,10 +99,10 @@ def simulated_steps(scenario: Scenario, stage: int | None, costs: CostModel) -> 
         """In the orders of the window rule alone: what the bars were set by (bench/README.md)."""
         layout = scenario.layout()
         stages = layout.without(scenario.dead(stage)).stages
-        seats = tuple(tuple(group.replica for group in groups) for groups in stages)
+        replicas = tuple(tuple(group.replica for group in groups) for groups in stages)
         choice, predictor = DataflowChoice(REROUTE, scenario.dp), Predictor(costs, scenario.work)
         return min(
-            predictor.predict(choice, seats, layout.cuts, extra=extra).seconds
+            predictor.predict(choice, replicas, layout.cuts, extra=extra).seconds
             for extra in EXTRA_WINDOWS
         )
 
@@ -125,6 +125,6 @@ def simulated_steps(scenario: Scenario, stage: int | None, costs: CostModel) -> 
 def rectangular_step(scenario: Scenario, width: int, costs: CostModel) -> float:
     """1F1B on ``width`` whole replicas with the same global batch."""
     predictor = Predictor(costs, scenario.work)
-    seats = (range(width),) * scenario.pp
+    replicas = (range(width),) * scenario.pp
     cuts = scenario.layout().cuts
-    return predictor.predict(DataflowChoice("redeal", width), seats, cuts, extra=0).seconds
+    return predictor.predict(DataflowChoice("redeal", width), replicas, cuts, extra=0).seconds

@@ -37,7 +37,7 @@ class Applicant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Admission:
     """Let in where ``reason`` is None; else why not, and whether to ask again soon."""
 
     reason: str | None = None
@@ -52,24 +52,24 @@ def judge(
     reports: Reports,
     opened: Proposal | None,
     settled: bool,
-) -> Verdict:
+) -> Admission:
     """What a leader answers; ``opened``: its open proposal; ``settled``: none is due by itself."""
     view, slot = history[-1], applicant.slot
     if reports.is_ending(view):
-        return Verdict(reason="the job is ending")
+        return Admission(reason="the job is ending")
     if slot not in supervisors.lost:
-        return Verdict(reason=f"worker {slot} has a supervisor")
+        return Admission(reason=f"worker {slot} has a supervisor")
     if not reports.started:
-        return Verdict(reason="the job has not started yet", later=True)
+        return Admission(reason="the job has not started yet", later=True)
     if opened is not None or not settled or slot in view.ranks:
-        return Verdict(reason="a change of the view is open", later=True)
+        return Admission(reason="a change of the view is open", later=True)
     if not supervisors.may_have(applicant.node, history):
-        return Verdict(reason=f"node {applicant.node} was lost", later=True)
+        return Admission(reason=f"node {applicant.node} was lost", later=True)
     missing = set(supervisors.living()) - applicant.linked
     if missing:
         slots = ", ".join(map(str, sorted(missing)))
-        return Verdict(reason=f"it has no link to worker {slots}", later=True)
-    return Verdict()
+        return Admission(reason=f"it has no link to worker {slots}", later=True)
+    return Admission()
 
 
 def next_incarnation(slot: int, history: list[MembershipView], reports: Reports) -> int:

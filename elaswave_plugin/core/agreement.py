@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from elaswave_plugin.core.admission import Applicant, Verdict, judge, next_incarnation
+from elaswave_plugin.core.admission import Admission, Applicant, judge, next_incarnation
 from elaswave_plugin.core.agreement_messages import (
     Accuse,
     Admit,
@@ -195,12 +195,12 @@ class Agreement(Follower):
             self._send(self.leader, Accuse(slot=slot, evidence=evidence))
         self._effects.append(Disconnect(slot=slot, kill=self.leads))
 
-    def admit(self, applicant: Applicant) -> Verdict:
+    def admit(self, applicant: Applicant) -> Admission:
         """Another supervisor asks for a slot that has none; where it is let in, all are told."""
         if self.over:
-            return Verdict(reason="the job is over")
+            return Admission(reason="the job is over")
         if not self.leads:
-            return Verdict(reason="this one does not lead the job", later=True)
+            return Admission(reason="this one does not lead the job", later=True)
         verdict = judge(
             applicant,
             supervisors=self._supervisors,

@@ -1,5 +1,4 @@
-"""Which device communicators outlive a change of the view: kept, shrunk, or aborted; and whether
-there are any."""
+"""Which device communicators there are, and which outlive a change of the view: kept or shrunk."""
 
 from __future__ import annotations
 

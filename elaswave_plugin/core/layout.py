@@ -2,7 +2,7 @@
 
 The unit of loss is the TP group: without one of its workers it cannot compute, so its survivors
 become free workers, and free workers form whole groups again. Stages may so have unequal widths.
-A worker is named by its slot; a replica number is a seat of its stage, 0 to launch width - 1, and
+A worker is named by its slot, a replica by its number in its stage: 0 to launch width - 1, and
 beyond where the job has a reserve.
 
 >>> layout = launch_layout(tp=2, pp=2, dp=2, num_layers=4).without([1])
@@ -89,7 +89,7 @@ class ParallelLayout:
         return self.cuts[-1]
 
     @property
-    def seats(self) -> int:
+    def max_width(self) -> int:
         """The most replicas that a stage may have."""
         return self.dp + self.reserve
 
@@ -177,27 +177,27 @@ class ParallelLayout:
         return replace(self, free=tuple(sorted([*self.free, *new]))) if new else self
 
     def reformed(self, stages: Collection[int] | None = None) -> "ParallelLayout":
-        """Whole groups of free workers take vacant seats, always in the narrowest stage.
+        """Whole groups of free workers become replicas, always in the narrowest stage.
 
         ``stages``: where weights can be brought (None: everywhere). Survivors of the same stage and
         tp position are preferred, since nothing has to be sent to them.
         """
         pool = _Pool(self.free)
-        vacant = [_vacant(groups, self.seats) for groups in self.stages]
-        seated = [list(groups) for groups in self.stages]
+        vacant = [_vacant(groups, self.max_width) for groups in self.stages]
+        filled = [list(groups) for groups in self.stages]
         allowed = range(len(self.stages)) if stages is None else sorted(set(stages))
-        narrow = [(len(seated[stage]), stage) for stage in allowed if vacant[stage]]
+        narrow = [(len(filled[stage]), stage) for stage in allowed if vacant[stage]]
         heapify(narrow)
         while len(pool) >= self.tp and narrow:
             width, stage = heappop(narrow)
-            seated[stage].append(TpGroup(vacant[stage].pop(), pool.crew(stage, self.tp)))
+            filled[stage].append(TpGroup(vacant[stage].pop(), pool.crew(stage, self.tp)))
             if vacant[stage]:
                 heappush(narrow, (width + 1, stage))
         return replace(
             self,
             stages=tuple(
                 old if len(old) == len(new) else tuple(sorted(new))
-                for old, new in zip(self.stages, seated, strict=True)
+                for old, new in zip(self.stages, filled, strict=True)
             ),
             free=pool.left(),
         )
@@ -211,27 +211,28 @@ class ParallelLayout:
         for stage in range(len(self.stages)):
             home = tuple(worker for worker in layout.free if worker.stage == stage)
             away = tuple(worker for worker in layout.free if worker.stage != stage)
-            seated = replace(layout, free=home).reformed([stage])
-            layout = replace(seated, free=tuple(sorted([*away, *seated.free])))
+            reformed = replace(layout, free=home).reformed([stage])
+            layout = replace(reformed, free=tuple(sorted([*away, *reformed.free])))
         return layout
 
     def moved(self, *, source: int, target: int) -> "ParallelLayout":
         """The last replica of stage ``source`` works for stage ``target`` from now on.
 
-        Raises ConfigurationError where there is no such stage, replica or vacant seat.
+        Raises ConfigurationError where there is no such stage, replica or room for one more.
         """
         for stage in (source, target):
             if not 0 <= stage < len(self.stages):
                 raise ConfigurationError(
                     f"stage {stage} does not exist, wanted 0 to {len(self.stages) - 1}"
                 )
-        if source == target or not self.stages[source] or len(self.stages[target]) >= self.seats:
+        is_full = len(self.stages[target]) >= self.max_width
+        if source == target or not self.stages[source] or is_full:
             raise ConfigurationError(
                 f"no replica can move from stage {source} ({len(self.stages[source])} replicas) to"
-                f" stage {target} ({len(self.stages[target])} of {self.seats} seats taken)"
+                f" stage {target} ({len(self.stages[target])} of at most {self.max_width})"
             )
         stages = list(self.stages)
-        new = TpGroup(_vacant(stages[target], self.seats)[-1], stages[source][-1].slots)
+        new = TpGroup(_vacant(stages[target], self.max_width)[-1], stages[source][-1].slots)
         stages[source] = stages[source][:-1]
         stages[target] = tuple(sorted([*stages[target], new]))
         return replace(self, stages=tuple(stages))
@@ -470,10 +471,10 @@ class _Pool:
         return None
 
 
-def _vacant(groups: Sequence[TpGroup], seats: int) -> list[int]:
-    """The vacant seats of a stage, the lowest one last."""
+def _vacant(groups: Sequence[TpGroup], max_width: int) -> list[int]:
+    """The numbers that no replica of a stage has, the lowest one last."""
     taken = {group.replica for group in groups}
-    return [replica for replica in reversed(range(seats)) if replica not in taken]
+    return [replica for replica in reversed(range(max_width)) if replica not in taken]
 
 
 def _span(first: int, last: int) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from elaswave_plugin.core.dataflow import Dataflow, Shares
 from elaswave_plugin.core.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.seating import Cell
-from elaswave_plugin.core.shards import ALIGNMENT, Piece, ShardCut, pieces_for
+from elaswave_plugin.core.shards import ALIGNMENT, ShardCut, ShardPiece, pieces_for
 from elaswave_plugin.errors import SnapshotGapError
 
 # Who runs what in a step: whole micro-batches, shares of each, or a pipeline's.
@@ -160,7 +160,7 @@ class RecoveryPlan:
         here = (s[0] for s in self.sources if s[0].cell == cell.key and slot in s[0].ranks)
         return next(here, None) if slot in self.live else None
 
-    def pieces(self, slot: int) -> tuple[tuple[SealedShard, tuple[Piece, ...]], ...]:
+    def pieces(self, slot: int) -> tuple[tuple[SealedShard, tuple[ShardPiece, ...]], ...]:
         """What ``slot`` reads, grouped by source; nothing for a worker without a place."""
         number = self.cell_of(slot)
         if number is None:

@@ -74,7 +74,7 @@ class ShardCut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class ShardPiece:
     """Elements [start, stop) of a bucket, and where they lie in the old and the new shard."""
 
     bucket: int
@@ -90,7 +90,7 @@ class Piece:
 
 def pieces_for(
     *, target: int, before: ShardCut, after: ShardCut, origins: Mapping[int, int] | None = None
-) -> tuple[Piece, ...]:
+) -> tuple[ShardPiece, ...]:
     """What shard ``target`` of the new cut consists of, by shard of the old cut, in order.
 
     ``origins``: the old bucket of each new one that lay in the old cut; None: the same ones in the
@@ -106,7 +106,7 @@ def pieces_for(
         for source in range(start // size, (stop - 1) // size + 1):
             low, high = max(start, source * size), min(stop, (source + 1) * size)
             pieces.append(
-                Piece(
+                ShardPiece(
                     bucket=bucket,
                     start=low,
                     stop=high,

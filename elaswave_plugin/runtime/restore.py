@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from elaswave_plugin.core.plan import RecoveryPlan, SealedShard
-from elaswave_plugin.core.shards import ELEMENT_BYTES, PARTS, WEIGHTS, Piece
+from elaswave_plugin.core.shards import ELEMENT_BYTES, PARTS, WEIGHTS, ShardPiece
 from elaswave_plugin.errors import LinkError, PlanDigestError, SnapshotUnreadableError
 from elaswave_plugin.runtime.fetch import Fetcher
 from elaswave_plugin.runtime.snapshot import SnapshotPool, VerifiedReader
@@ -174,7 +174,11 @@ def _open(
 
 
 def _ranges(
-    parts: Sequence[str], pieces: tuple[Piece, ...], before: int, after: int, target: memoryview
+    parts: Sequence[str],
+    pieces: tuple[ShardPiece, ...],
+    before: int,
+    after: int,
+    target: memoryview,
 ) -> list[tuple[int, memoryview]]:
     """(byte offset in the source's payload, view of the new payload) of every part of a piece.
 
@@ -190,7 +194,7 @@ def _ranges(
     return ranges
 
 
-def _joined(pieces: Sequence[Piece]) -> list[tuple[int, int, int]]:
+def _joined(pieces: Sequence[ShardPiece]) -> list[tuple[int, int, int]]:
     """(source, target, elements); buckets that stay beside each other are read as one."""
     spans: list[tuple[int, int, int]] = []
     for piece in pieces:

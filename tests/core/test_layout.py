@@ -119,7 +119,7 @@ def test_every_pair_of_losses_leaves_as_many_groups_as_workers_allow(lost: tuple
     for stage, groups in enumerate(after.stages):
         untouched = [g for g in layout.stages[stage] if not set(g.slots) & set(lost)]
         if len(untouched) <= len(groups):
-            assert set(untouched) <= set(groups), "a whole group keeps its seat"
+            assert set(untouched) <= set(groups), "a whole group keeps its number"
 
 
 def test_a_new_group_prefers_who_has_its_weights() -> None:
@@ -165,14 +165,18 @@ def test_no_sequence_of_losses_and_joins_breaks_a_layout(
             layout = joined(layout, [newest])
         elif kind == "reform":
             layout = layout.reformed()
-            assert len(layout.free) < layout.tp or all(w == layout.seats for w in layout.widths)
+            assert len(layout.free) < layout.tp or all(w == layout.max_width for w in layout.widths)
             assert layout.reformed() == layout
             assert all(
                 set(old) <= set(new) for old, new in zip(before.stages, layout.stages, strict=True)
             )
         elif kind == "move":
             source, target = number % len(layout.stages), number // 7 % len(layout.stages)
-            if source != target and layout.stages[source] and layout.widths[target] < layout.seats:
+            if (
+                source != target
+                and layout.stages[source]
+                and layout.widths[target] < layout.max_width
+            ):
                 layout = layout.moved(source=source, target=target)
         check_whole(layout, alive)
 
@@ -183,11 +187,12 @@ def check_groups_kept(before: ParallelLayout, after: ParallelLayout, victim: int
 
 
 def check_whole(layout: ParallelLayout, alive: set[int]) -> None:
-    """Every live worker once, whole groups only, one seat each, nothing lost on the way to JSON."""
+    """Every live worker once, whole groups only, one replica each, the same as JSON."""
     assert layout.workers == tuple(sorted(alive))
     for groups in layout.stages:
-        seats = [group.replica for group in groups]
-        assert seats == sorted(set(seats)) and all(0 <= seat < layout.seats for seat in seats)
+        numbers = [group.replica for group in groups]
+        assert numbers == sorted(set(numbers))
+        assert all(0 <= number < layout.max_width for number in numbers)
         assert all(len(group.slots) == layout.tp for group in groups)
     assert ParallelLayout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
 
@@ -247,7 +252,7 @@ def test_survivors_of_a_stage_without_weights_form_groups_elsewhere() -> None:
         ),
         (
             lambda: launch_layout(tp=1, pp=2, dp=2, num_layers=4).moved(source=0, target=1),
-            r"no replica can move from stage 0 \(2 replicas\) to stage 1 \(2 of 2 seats taken\)",
+            r"no replica can move from stage 0 \(2 replicas\) to stage 1 \(2 of at most 2\)",
         ),
         (
             lambda: launch_layout(tp=1, pp=2, dp=2, num_layers=4).moved(source=2, target=1),

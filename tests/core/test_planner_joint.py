@@ -148,13 +148,13 @@ def grid_optimum(after: ParallelLayout, costs: CostModel, work: StepWork, plan: 
         layout = after
         for source, target in moves:
             layout = layout.moved(source=source, target=target)
-        seats = tuple(tuple(group.replica for group in groups) for groups in layout.stages)
+        replicas = tuple(tuple(group.replica for group in groups) for groups in layout.stages)
         choices = [DataflowChoice("redeal", width) for width in range(1, after.dp + 2)]
         choices += [DataflowChoice(policy, after.dp) for policy in ("reroute", "resize")]
         for choice in choices:
             for own in cuts:
                 for extra in (0, 1, 2, 3):
-                    found = predictor.predict(choice, seats, own, extra=extra)
+                    found = predictor.predict(choice, replicas, own, extra=extra)
                     best_s = min(best_s, found.seconds)
     return min(best_s, plan.seconds)
 

@@ -3,26 +3,26 @@
 from elaswave_plugin.core.planner.costs import CostModel
 from elaswave_plugin.core.planner.joint import JointPlan
 from elaswave_plugin.core.planner.microbatch_split import REROUTE, MicrobatchSplit
-from elaswave_plugin.core.planner.prediction import Predictor, Seats, StepWork
+from elaswave_plugin.core.planner.prediction import Predictor, Replicas, StepWork
 from elaswave_plugin.core.schedule import OpLists, WorkerOps, interleaved_ops, window_ops
 
 
 def plan_split(plan: JointPlan, work: StepWork) -> MicrobatchSplit:
     """Who runs which samples at every stage."""
-    return plan.chosen.choice.split(plan_seats(plan), work, plan.slowness)
+    return plan.chosen.choice.split(plan_replicas(plan), work, plan.slowness)
 
 
 def op_lists(plan: JointPlan, costs: CostModel, work: StepWork) -> OpLists:
     """The lists of all workers, [stage][replica in the order of the layout]."""
     predictor = Predictor(costs, work, vpp=plan.layout.vpp)
-    chosen, seats, speeds = plan.chosen, plan_seats(plan), plan.speeds
+    chosen, replicas, speeds = plan.chosen, plan_replicas(plan), plan.speeds
     if plan.split_backward:
         return predictor.split_backward(
-            chosen.choice, seats, chosen.cuts, extra=chosen.extra, speeds=speeds
+            chosen.choice, replicas, chosen.cuts, extra=chosen.extra, speeds=speeds
         )[1]
     return predictor.lists(
         chosen.choice,
-        seats,
+        replicas,
         chosen.cuts,
         extra=chosen.extra,
         speeds=speeds,
@@ -41,18 +41,18 @@ def worker_ops(
     chosen = plan.chosen
     if plan.split_backward or (chosen.is_greedy and plan.layout.vpp == 1):
         return op_lists(plan, costs, work)[stage][replica]
-    seats = plan_seats(plan)
-    alone = chosen.choice.split((seats[stage],), work, plan.slowness[stage : stage + 1])
+    replicas = plan_replicas(plan)
+    alone = chosen.choice.split((replicas[stage],), work, plan.slowness[stage : stage + 1])
     pieces = alone.pieces(0, replica)
     if plan.layout.vpp > 1:
         return interleaved_ops(
-            pieces, stage=stage, num_stages=len(seats), num_chunks=plan.layout.vpp
+            pieces, stage=stage, num_stages=len(replicas), num_chunks=plan.layout.vpp
         )
     return window_ops(pieces, window=chosen.windows[stage])
 
 
-def plan_seats(plan: JointPlan) -> Seats:
-    """The replica seats of each stage of the plan's layout."""
+def plan_replicas(plan: JointPlan) -> Replicas:
+    """The replicas of each stage of the plan's layout."""
     if plan.chosen.choice.policy == REROUTE:
         return tuple(tuple(group.replica for group in groups) for groups in plan.layout.stages)
     return tuple(map(range, plan.layout.widths))

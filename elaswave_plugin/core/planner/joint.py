@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from elaswave_plugin.core.dataflow import Slowness as SlowSlots
+from elaswave_plugin.core.dataflow import Slowness
 from elaswave_plugin.core.layout import ParallelLayout
 from elaswave_plugin.core.planner import reasons
 from elaswave_plugin.core.planner.candidate import Candidate
@@ -23,8 +23,8 @@ from elaswave_plugin.core.planner.dvfs import (
     total_watts,
 )
 from elaswave_plugin.core.planner.layer_partition import behind_seconds, benefit_seconds
-from elaswave_plugin.core.planner.microbatch_split import REDEAL, REROUTE, Slowness
-from elaswave_plugin.core.planner.prediction import DataflowChoice, Seats, StepWork
+from elaswave_plugin.core.planner.microbatch_split import REDEAL, REROUTE, StageSlowness
+from elaswave_plugin.core.planner.prediction import DataflowChoice, Replicas, StepWork
 from elaswave_plugin.core.planner.rules import PlanRules
 from elaswave_plugin.core.planner.search import (
     EXTRA_WINDOWS,
@@ -56,7 +56,7 @@ class JointPlan:
     speeds: tuple[float, ...]
     candidates: tuple[Candidate, ...]
     reasons: tuple[str, ...] = field(default=())
-    slowness: Slowness = ()
+    slowness: StageSlowness = ()
 
     def __str__(self) -> str:
         return "\n".join([str(self.layout), *self.reasons])
@@ -81,7 +81,7 @@ def joint_plan(
     work: StepWork,
     rules: PlanRules | None = None,
     speeds: Sequence[float] | None = None,
-    slow: SlowSlots | None = None,
+    slow: Slowness | None = None,
 ) -> JointPlan:
     """Plan for the layout ``after`` a change; state lies as in ``before``.
 
@@ -221,8 +221,8 @@ class _Choice:
         """The step of the launch layout, with 1F1B windows and every worker at full speed."""
         search = self._search
         choice = DataflowChoice(REDEAL, search.after.dp)
-        seats: Seats = (range(search.after.dp),) * len(search.after.stages)
-        return search.predictor.predict(choice, seats, search.before.cuts, extra=0).seconds
+        replicas: Replicas = (range(search.after.dp),) * len(search.after.stages)
+        return search.predictor.predict(choice, replicas, search.before.cuts, extra=0).seconds
 
     def _reasons(self, plan: JointPlan) -> tuple[str, ...]:
         search = self._search

@@ -39,7 +39,7 @@ POLICIES = (REDEAL, REROUTE, RESIZE)
 
 Numbers = npt.NDArray[np.int64]
 # By stage and worker, how many times as long it takes; of no stage where nobody is slow.
-Slowness = tuple[tuple[float, ...], ...]
+StageSlowness = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,7 +72,7 @@ class MicrobatchSplit:
     microbatch_size: int
     slot_width: int
     stages: tuple[StagePieces, ...]
-    slowness: Slowness = ()
+    slowness: StageSlowness = ()
 
     def __str__(self) -> str:
         width = f", {self.slot_width} micro-batches a slot" if self.policy == REDEAL else ""
@@ -111,7 +111,7 @@ def redeal(
     num_microbatches: int,
     microbatch_size: int,
     slot_width: int,
-    slowness: Slowness = (),
+    slowness: StageSlowness = (),
 ) -> MicrobatchSplit:
     """Deal whole micro-batches in slots of ``slot_width``; raises ConfigurationError."""
     _check(widths, num_microbatches, microbatch_size)

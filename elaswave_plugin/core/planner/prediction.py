@@ -19,7 +19,7 @@ from elaswave_plugin.core.planner.microbatch_split import (
     REROUTE,
     RESIZE,
     MicrobatchSplit,
-    Slowness,
+    StageSlowness,
     redeal,
     reroute,
     resize,
@@ -38,8 +38,8 @@ from elaswave_plugin.core.schedule import (
 from elaswave_plugin.core.step_time import OpGraph, StageTime, op_graph, simulate
 from elaswave_plugin.errors import ConfigurationError
 
-# Seats of the replicas, by stage; only rerouting asks which they are, the others for their number.
-Seats = tuple[Sequence[int], ...]
+# Their numbers, by stage; only rerouting asks which they are, the others for how many.
+Replicas = tuple[Sequence[int], ...]
 # Micro-batches x virtual stages up to which every worker is simulated (some 15 ms each).
 MOST_PASSES = 20_000
 # The same up to which the greedy order is tried as well (some 40 ms each).
@@ -68,18 +68,18 @@ class DataflowChoice:
         return f"{self.policy} {self.slot_width}" if self.policy == REDEAL else self.policy
 
     def split(
-        self, seats: Sequence[Sequence[int]], work: StepWork, slowness: Slowness = ()
+        self, replicas: Sequence[Sequence[int]], work: StepWork, slowness: StageSlowness = ()
     ) -> MicrobatchSplit:
-        """Who runs what, for the replica seats of each stage; raises ConfigurationError.
+        """Who runs what, for the replicas of each stage; raises ConfigurationError.
 
-        ``slowness``: of their workers, in the order of the seats.
+        ``slowness``: of their workers, in the order of the replicas.
         """
-        return replace(self._split(seats, work, slowness), slowness=slowness)
+        return replace(self._split(replicas, work, slowness), slowness=slowness)
 
     def _split(
-        self, seats: Sequence[Sequence[int]], work: StepWork, slowness: Slowness
+        self, replicas: Sequence[Sequence[int]], work: StepWork, slowness: StageSlowness
     ) -> MicrobatchSplit:
-        widths = [len(stage) for stage in seats]
+        widths = [len(stage) for stage in replicas]
         if self.policy == REDEAL:
             return redeal(
                 widths=widths,
@@ -90,7 +90,7 @@ class DataflowChoice:
             )
         if self.policy == REROUTE:
             return reroute(
-                replicas=seats,
+                replicas=replicas,
                 launch_width=work.launch_width,
                 num_microbatches=work.num_microbatches,
                 microbatch_size=work.microbatch_size,
@@ -122,8 +122,8 @@ class Predictor:
         self.costs = costs
         self.work = work
         self.vpp = vpp
-        self._flows: dict[tuple[DataflowChoice, Seats, Slowness], SlotFlow] = {}
-        self._graphs: dict[tuple[DataflowChoice, Seats], OpGraph] = {}
+        self._flows: dict[tuple[DataflowChoice, Replicas, StageSlowness], SlotFlow] = {}
+        self._graphs: dict[tuple[DataflowChoice, Replicas], OpGraph] = {}
         self._greedy_steps: dict[tuple[object, ...], tuple[OpLists, float]] = {}
 
     def is_exact(self, num_stages: int) -> bool:
@@ -141,12 +141,12 @@ class Predictor:
     def predict(
         self,
         choice: DataflowChoice,
-        seats: Seats,
+        replicas: Replicas,
         cuts: Sequence[int],
         *,
         extra: int | None,
         speeds: Sequence[float] | None = None,
-        slowness: Slowness = (),
+        slowness: StageSlowness = (),
     ) -> Prediction:
         """Simulate a plan with windows P - s + ``extra``, smaller where memory wants it.
 
@@ -155,58 +155,58 @@ class Predictor:
         """
         times = self._times(cuts, speeds)
         if self.vpp > 1:
-            lists = self.lists(choice, seats, cuts, extra=extra, slowness=slowness)
+            lists = self.lists(choice, replicas, cuts, extra=extra, slowness=slowness)
             step = simulate(lists, times, self.costs.link, slowness=slowness)
             return Prediction(seconds=step.seconds)
         if extra is None:
-            windows = self._greedy_windows(choice, seats, cuts)
-            seconds = self._greedy(choice, seats, cuts, times, windows)[1]
+            windows = self._greedy_windows(choice, replicas, cuts)
+            seconds = self._greedy(choice, replicas, cuts, times, windows)[1]
             return Prediction(seconds=seconds, windows=windows)
-        wanted = window_sizes(len(seats), extra=extra)
-        if not self.is_exact(len(seats)):
-            flow = self._fluid(choice, seats, slowness)
+        wanted = window_sizes(len(replicas), extra=extra)
+        if not self.is_exact(len(replicas)):
+            flow = self._fluid(choice, replicas, slowness)
             slot_samples = [
                 ceil(flow.slot_width / width) * self.work.microbatch_size for width in flow.widths
             ]
             limits = [
                 limit // samples
-                for limit, samples in zip(self.limits(seats, cuts), slot_samples, strict=True)
+                for limit, samples in zip(self.limits(replicas, cuts), slot_samples, strict=True)
             ]
             windows = fit_windows(wanted, limits)
             seconds = fluid_seconds(flow, times, self.costs.link, windows)
         else:
-            split = self._flow(choice, seats, slowness)
-            windows = self._fitted(split, wanted, self.limits(seats, cuts))
+            split = self._flow(choice, replicas, slowness)
+            windows = self._fitted(split, wanted, self.limits(replicas, cuts))
             seconds = split.seconds(times, self.costs.link, windows)
         return Prediction(seconds=seconds, windows=windows)
 
     def lists(
         self,
         choice: DataflowChoice,
-        seats: Seats,
+        replicas: Replicas,
         cuts: Sequence[int],
         *,
         extra: int | None,
         speeds: Sequence[float] | None = None,
-        slowness: Slowness = (),
+        slowness: StageSlowness = (),
     ) -> OpLists:
         """The op lists of all workers. Raises ConfigurationError where they do not fit."""
-        assignment = choice.split(seats, self.work, slowness).assignment()
+        assignment = choice.split(replicas, self.work, slowness).assignment()
         if self.vpp > 1:
             lists = interleaved_lists(assignment, num_chunks=self.vpp)
-            self._check_chunks(lists, seats, cuts)
+            self._check_chunks(lists, replicas, cuts)
             return lists
         if extra is None:
-            windows = self._greedy_windows(choice, seats, cuts)
-            return self._greedy(choice, seats, cuts, self._times(cuts, speeds), windows)[0]
-        wanted = window_sizes(len(seats), extra=extra)
-        flow = self._flow(choice, seats, slowness)
-        return window_lists(assignment, self._fitted(flow, wanted, self.limits(seats, cuts)))
+            windows = self._greedy_windows(choice, replicas, cuts)
+            return self._greedy(choice, replicas, cuts, self._times(cuts, speeds), windows)[0]
+        wanted = window_sizes(len(replicas), extra=extra)
+        flow = self._flow(choice, replicas, slowness)
+        return window_lists(assignment, self._fitted(flow, wanted, self.limits(replicas, cuts)))
 
     def split_backward(
         self,
         choice: DataflowChoice,
-        seats: Seats,
+        replicas: Replicas,
         cuts: Sequence[int],
         *,
         extra: int | None,
@@ -214,10 +214,10 @@ class Predictor:
     ) -> tuple[float, OpLists]:
         """Seconds and lists of the same plan with weight gradients in the bubbles."""
         times = self._times(cuts, speeds)
-        lists = self.lists(choice, seats, cuts, extra=extra, speeds=speeds)
-        limits = [float(limit) for limit in self.limits(seats, cuts)]
+        lists = self.lists(choice, replicas, cuts, extra=extra, speeds=speeds)
+        limits = [float(limit) for limit in self.limits(replicas, cuts)]
         graph = (
-            self._graph(choice, seats, times)
+            self._graph(choice, replicas, times)
             if self.vpp == 1
             else op_graph(lists, times, self.costs.link)
         )
@@ -225,63 +225,67 @@ class Predictor:
         return seconds, filled
 
     def _greedy_windows(
-        self, choice: DataflowChoice, seats: Seats, cuts: Sequence[int]
+        self, choice: DataflowChoice, replicas: Replicas, cuts: Sequence[int]
     ) -> tuple[int, ...]:
-        wanted = window_sizes(len(seats), extra=1)
-        return self._fitted(self._flow(choice, seats), wanted, self.limits(seats, cuts))
+        wanted = window_sizes(len(replicas), extra=1)
+        return self._fitted(self._flow(choice, replicas), wanted, self.limits(replicas, cuts))
 
     def _greedy(
         self,
         choice: DataflowChoice,
-        seats: Seats,
+        replicas: Replicas,
         cuts: Sequence[int],
         times: Sequence[StageTime],
         windows: Sequence[int],
     ) -> tuple[OpLists, float]:
         """Lists and seconds in greedy order."""
-        key = (choice, seats, tuple(cuts), tuple(times))
+        key = (choice, replicas, tuple(cuts), tuple(times))
         if key not in self._greedy_steps:
-            flow = self._flow(choice, seats)
+            flow = self._flow(choice, replicas)
             peaks = [flow.peak(stage, window) for stage, window in enumerate(windows)]
-            room = greedy_room(peaks, self.limits(seats, cuts))
-            graph = self._graph(choice, seats, times)
+            room = greedy_room(peaks, self.limits(replicas, cuts))
+            graph = self._graph(choice, replicas, times)
             self._greedy_steps[key] = greedy_step(graph, times, limits=room, windows=windows)
         return self._greedy_steps[key]
 
-    def _graph(self, choice: DataflowChoice, seats: Seats, times: Sequence[StageTime]) -> OpGraph:
-        if (choice, seats) not in self._graphs:
-            assignment = choice.split(seats, self.work).assignment()
-            self._graphs[choice, seats] = greedy_graph(assignment, times, self.costs.link)
-        return self._graphs[choice, seats]
+    def _graph(
+        self, choice: DataflowChoice, replicas: Replicas, times: Sequence[StageTime]
+    ) -> OpGraph:
+        if (choice, replicas) not in self._graphs:
+            assignment = choice.split(replicas, self.work).assignment()
+            self._graphs[choice, replicas] = greedy_graph(assignment, times, self.costs.link)
+        return self._graphs[choice, replicas]
 
     def _times(self, cuts: Sequence[int], speeds: Sequence[float] | None) -> tuple[StageTime, ...]:
         every = None if speeds is None else [*speeds] * self.vpp
         return self.costs.stage_times(cuts, speeds=every)
 
-    def _flow(self, choice: DataflowChoice, seats: Seats, slowness: Slowness = ()) -> SlotFlow:
-        key = (choice, seats, slowness)
+    def _flow(
+        self, choice: DataflowChoice, replicas: Replicas, slowness: StageSlowness = ()
+    ) -> SlotFlow:
+        key = (choice, replicas, slowness)
         if key not in self._flows:
-            self._flows[key] = slot_flow(choice.split(seats, self.work, slowness))
+            self._flows[key] = slot_flow(choice.split(replicas, self.work, slowness))
         return self._flows[key]
 
-    def _fluid(self, choice: DataflowChoice, seats: Seats, slowness: Slowness) -> Flow:
+    def _fluid(self, choice: DataflowChoice, replicas: Replicas, slowness: StageSlowness) -> Flow:
         return Flow(
             policy=choice.policy,
-            widths=tuple(map(fair_width, slowness)) or tuple(map(len, seats)),
+            widths=tuple(map(fair_width, slowness)) or tuple(map(len, replicas)),
             num_microbatches=self.work.num_microbatches,
             microbatch_size=self.work.microbatch_size,
             slot_width=choice.slot_width,
         )
 
-    def limits(self, seats: Seats, cuts: Sequence[int]) -> list[int]:
+    def limits(self, replicas: Replicas, cuts: Sequence[int]) -> list[int]:
         """Samples that the workers of each stage have memory for; chunks of a stage together.
 
         Chunks are charged as the largest one: with embedding or head it is larger than the others.
         """
-        num_stages = len(seats)
+        num_stages = len(replicas)
         activations, layers = self.costs.activation_bytes(cuts), _layers(cuts)
         limits = []
-        for stage, left in enumerate(self._left(seats, cuts)):
+        for stage, left in enumerate(self._left(replicas, cuts)):
             everything = self.work.num_microbatches * self.work.microbatch_size * self.vpp
             limit = everything if left >= 0 else 0
             largest = max(activations[stage::num_stages]), max(layers[stage::num_stages])
@@ -303,18 +307,18 @@ class Predictor:
             slots.append(fitting)
         return fit_windows(windows, slots)
 
-    def _left(self, seats: Seats, cuts: Sequence[int]) -> list[float]:
+    def _left(self, replicas: Replicas, cuts: Sequence[int]) -> list[float]:
         """Bytes that a worker of each stage has beside its state; below 0: not even for that."""
-        widths = [len(stage) for stage in seats]
+        widths = [len(stage) for stage in replicas]
         resident = self.costs.resident_bytes(cuts, widths * self.vpp)
-        stages = range(len(seats))
-        return [self.costs.memory_bytes - sum(resident[stage :: len(seats)]) for stage in stages]
+        stages = range(len(replicas))
+        return [self.costs.memory_bytes - sum(resident[stage :: len(replicas)]) for stage in stages]
 
-    def _check_chunks(self, lists: OpLists, seats: Seats, cuts: Sequence[int]) -> None:
+    def _check_chunks(self, lists: OpLists, replicas: Replicas, cuts: Sequence[int]) -> None:
         """Raises ConfigurationError where what the chunks of a stage hold together does not fit."""
-        num_stages = len(seats)
+        num_stages = len(replicas)
         activations, layers = self.costs.activation_bytes(cuts), _layers(cuts)
-        for stage, left in enumerate(self._left(seats, cuts)):
+        for stage, left in enumerate(self._left(replicas, cuts)):
             for each, most, what in (
                 (activations, left, "bytes"),
                 (layers, self.costs.most_held, "samples times layers"),

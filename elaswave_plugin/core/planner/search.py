@@ -11,7 +11,7 @@ not show.
 from collections.abc import Sequence
 from math import ceil
 
-from elaswave_plugin.core.dataflow import Slowness as SlowSlots
+from elaswave_plugin.core.dataflow import Slowness
 from elaswave_plugin.core.fair_shares import fair_width, slowest_seconds
 from elaswave_plugin.core.layout import ParallelLayout
 from elaswave_plugin.core.planner.candidate import Candidate
@@ -24,8 +24,8 @@ from elaswave_plugin.core.planner.layer_partition import (
     partitions,
     pause_seconds,
 )
-from elaswave_plugin.core.planner.microbatch_split import REDEAL, REROUTE, RESIZE, Slowness
-from elaswave_plugin.core.planner.prediction import DataflowChoice, Predictor, Seats, StepWork
+from elaswave_plugin.core.planner.microbatch_split import REDEAL, REROUTE, RESIZE, StageSlowness
+from elaswave_plugin.core.planner.prediction import DataflowChoice, Predictor, Replicas, StepWork
 from elaswave_plugin.core.planner.rules import PlanRules
 from elaswave_plugin.core.planner.width_moves import WidthMove, width_candidates
 from elaswave_plugin.errors import ConfigurationError
@@ -58,7 +58,7 @@ class Search:
         work: StepWork,
         rules: PlanRules,
         speeds: Sequence[float] | None,
-        slow: SlowSlots,
+        slow: Slowness,
     ) -> None:
         self.before, self.after = before, after
         self.slow = {slot: factor for slot, factor in slow.items() if factor != 1.0}
@@ -93,14 +93,14 @@ class Search:
 
     def seconds(self, one: Candidate, speeds: Sequence[float], *, splits: bool = False) -> float:
         """Simulate a candidate at other speeds, or with split backwards."""
-        seats = self._seats(one.moves)
+        replicas = self._replicas_after(one.moves)
         if splits:
             return self.predictor.split_backward(
-                one.choice, seats, one.cuts, extra=one.extra, speeds=speeds
+                one.choice, replicas, one.cuts, extra=one.extra, speeds=speeds
             )[0]
         slowness = self.slowness(one.moves)
         return self.predictor.predict(
-            one.choice, seats, one.cuts, extra=one.extra, speeds=speeds, slowness=slowness
+            one.choice, replicas, one.cuts, extra=one.extra, speeds=speeds, slowness=slowness
         ).seconds
 
     def level(self, ordered: Sequence[Candidate]) -> list[Candidate]:
@@ -130,7 +130,7 @@ class Search:
             layout = layout.moved(source=source, target=target)
         return layout
 
-    def slowness(self, moves: Sequence[WidthMove]) -> Slowness:
+    def slowness(self, moves: Sequence[WidthMove]) -> StageSlowness:
         """Of each replica, by stage; nothing where nobody is slow."""
         if not self.slow:
             return ()
@@ -170,16 +170,16 @@ class Search:
             return [slowest_seconds(count, stage) for stage in slowness]
         return [float(ceil(count / width)) for width in self._fair_widths(moves)]
 
-    def _seats(self, moves: Sequence[WidthMove]) -> Seats:
-        """The replica seats of each stage after ``moves``, as `ParallelLayout.moved` gives them."""
+    def _replicas_after(self, moves: Sequence[WidthMove]) -> Replicas:
+        """The replicas of each stage after ``moves``, as `ParallelLayout.moved` gives them."""
         if not self.is_exact:
             return tuple(map(range, self.widths(moves)))
-        seats = [[group.replica for group in groups] for groups in self.after.stages]
+        replicas = [[group.replica for group in groups] for groups in self.after.stages]
         for source, target in moves:
-            seats[source].pop()
-            vacant = set(range(self.after.seats)).difference(seats[target])
-            seats[target] = sorted([*seats[target], min(vacant)])
-        return tuple(map(tuple, seats))
+            replicas[source].pop()
+            vacant = set(range(self.after.max_width)).difference(replicas[target])
+            replicas[target] = sorted([*replicas[target], min(vacant)])
+        return tuple(map(tuple, replicas))
 
     # ---- rounds -------------------------------------------------------------------------------
 
@@ -268,8 +268,8 @@ class Search:
 
     def _have_own(self, moves: Sequence[WidthMove]) -> bool:
         """Whether all are replicas of the launch: others would get nothing by rerouting."""
-        seats = (seat for stage in self._seats(moves) for seat in stage)
-        return max(seats) < self.work.launch_width
+        own = (replica for stage in self._replicas_after(moves) for replica in stage)
+        return max(own) < self.work.launch_width
 
     def _few(self, moves: Sequence[WidthMove]) -> list[DataflowChoice]:
         """The dataflows to try in costly ways: of those by dealing, the one of the fewest slots."""
@@ -308,7 +308,7 @@ class Search:
         try:
             predicted = self.predictor.predict(
                 choice,
-                self._seats(moves),
+                self._replicas_after(moves),
                 cuts,
                 extra=extra,
                 speeds=self.speeds,
@@ -335,7 +335,7 @@ class Search:
         )
 
 
-def slowness_of(layout: ParallelLayout, slow: SlowSlots) -> Slowness:
+def slowness_of(layout: ParallelLayout, slow: Slowness) -> StageSlowness:
     """Of each replica, by stage, that of its slowest worker: it waits for all of its tp group."""
     return tuple(
         tuple(max(slow.get(slot, 1.0) for slot in group.slots) for group in groups)
