@@ -349,7 +349,9 @@ class _NodeJob:
     def _exit_code(self, node: int) -> int:
         """That of the job, as the supervisors that lived to its end tell it."""
         if self._signals:
-            return 128 + self._signals[0]
+            code = 128 + self._signals[0]
+            say(f"ended by {signal.Signals(self._signals[0]).name} (exit code {code})")
+            return code
         if set(self._codes) == {EXIT_UNUSED}:
             return 0  # standbys alone, of which none was needed
         told = [

@@ -249,11 +249,13 @@ def test_a_worker_that_ends_before_it_joins_does_not_hang_the_others(tmp_path: P
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_everything(tmp_path: Path, number: int) -> None:
+def test_a_signal_ends_everything(tmp_path: Path, number: signal.Signals) -> None:
     with Job(tmp_path, 3).start() as job:
         job.launchers[0].send_signal(number)
         assert job.code() == 128 + number
         assert job.left(WAIT_S) == []
+        last = job.output().splitlines()[-1]
+        assert last == f"elaswave: ended by {number.name} (exit code {128 + number})"
 
 
 def test_a_signal_while_the_others_are_awaited_ends_everything(tmp_path: Path) -> None:
