@@ -1,10 +1,10 @@
 """What a worker does about a link to a live worker that broke while it was needed."""
 
 import contextlib
-import os
 from collections import Counter
 
 from elaswave_plugin.errors import JobStopped
+from elaswave_plugin.runtime.lifeline import exit_at_once
 from elaswave_plugin.runtime.member import Member
 
 # Each costs a view change and a redone step.
@@ -29,5 +29,5 @@ class BrokenLinks:
         with contextlib.suppress(JobStopped):  # the supervisor is gone: the member says so
             if self._broken[slot, step] >= ATTEMPTS and here > slot:
                 self._member.leave(f"{evidence}, {ATTEMPTS} times in one step")
-                os._exit(0)
+                exit_at_once(0)
             self._member.severed(epoch, evidence)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ from elaswave_plugin.runtime.progress import ProgressPage
 from elaswave_plugin.runtime.transfers import Inbound, Receive, Send
 
 _LONGEST_POLL_S = 3600.0
+_CLOSE_LIMIT_S = 30.0
 
 
 class LinkTable:
@@ -138,7 +140,10 @@ class LinkTable:
         self.connections.drop_messages()
 
     def close(self) -> None:
-        """End all operations with LinkError, close all sockets and join the thread. Idempotent."""
+        """End all operations with LinkError, close all sockets and join the thread. Idempotent.
+
+        Raises LinkError where the thread goes on for longer than it takes to look once.
+        """
         with self._locked():
             if self._closed:
                 return
@@ -147,7 +152,12 @@ class LinkTable:
             os.eventfd_write(self._wake, 1)
             os.eventfd_write(self._kick, 1)
         if threading.current_thread() is not self._thread:
-            self._thread.join(30.0)  # it ends at its next look
+            self._thread.join(_CLOSE_LIMIT_S)  # it ends at its next look
+            if self._thread.is_alive():
+                raise LinkError(
+                    f"the links of slot {self.slot} are not closed after {_CLOSE_LIMIT_S:g} s: "
+                    f"their thread is held up at {_place_of(self._thread)}"
+                )
 
     def _dispose(self) -> None:
         self.connections.close()
@@ -437,3 +447,9 @@ class LinkTable:
                 self.connections.serve(descriptor, event)
         if self._awaited:
             self._tell_whom_we_await()
+
+
+def _place_of(thread: threading.Thread) -> str:
+    """The call that a thread is in, as file:line."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return "its end" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from elaswave_plugin.errors import EpochChanged
 from elaswave_plugin.runtime.framework import Framework
+from elaswave_plugin.runtime.lifeline import exit_at_once
 from elaswave_plugin.runtime.recovery import recover
 from elaswave_plugin.runtime.worker import Worker
 
@@ -82,7 +83,7 @@ class GuardedSteps:
                     returns = any(one.slot == worker.slot for one in later)
                     worker.events.emit("departed", slot=worker.slot, step=step, pid=os.getpid())
                     worker.member.leave("its departure was planned", returns=returns)
-                    os._exit(0)
+                    exit_at_once(0)
         self._began_s = time.monotonic()
         worker.stopwatch.operations.begin_step()
         worker.phases.begin_step(worker.completed)

@@ -16,7 +16,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple, NoReturn
 
-from elaswave_plugin.runtime.lifeline import die_with_parent, lead_group, signal_group
+from elaswave_plugin.runtime.lifeline import (
+    die_with_parent,
+    exit_at_once,
+    lead_group,
+    signal_group,
+)
 from elaswave_plugin.runtime.newcomer import serve as serve_newcomer
 from elaswave_plugin.runtime.supervisor import Supervisor, SupervisorSpec
 
@@ -110,10 +115,7 @@ def _become(
     except BaseException:
         traceback.print_exc()
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError):
-                stream.flush()
-        os._exit(code)
+        exit_at_once(code)
 
 
 def _supervise(spec: SupervisorSpec, descriptors: Descriptors) -> int:

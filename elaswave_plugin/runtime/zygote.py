@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from elaswave_plugin.core.ending import EXIT_CONFIGURATION
-from elaswave_plugin.runtime.lifeline import die_with_parent, lead_group
+from elaswave_plugin.runtime.lifeline import die_with_parent, exit_at_once, lead_group
 from elaswave_plugin.runtime.member import CONTROL_FD, SNAPSHOT_FDS
 from elaswave_plugin.runtime.progress import PROGRESS_FD
 from elaswave_plugin.runtime.wire import Frame, FrameBuffer, encode
@@ -305,9 +305,7 @@ def _leave(code: int) -> NoReturn:
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code)
+    exit_at_once(code)
 
 
 def _run(request: dict[str, Any]) -> int:

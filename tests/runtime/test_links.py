@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from elaswave_plugin.errors import EpochChanged, LinkError
-from elaswave_plugin.runtime import doors
+from elaswave_plugin.runtime import doors, links
 from elaswave_plugin.runtime.collectives import receive, send
 from elaswave_plugin.runtime.connection import Connection, State
 from elaswave_plugin.runtime.frames import HEADER_BYTES, FrameHeader, Hello, Kind, control_header
@@ -442,6 +442,33 @@ def test_close_joins_the_thread_and_leaks_no_descriptor() -> None:
             _send(tables[0], b"x")
     assert descriptors() == before
     assert link_threads() == []
+
+
+def test_a_table_that_cannot_be_closed_says_where_it_is_held_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(links, "_CLOSE_LIMIT_S", 0.1)
+    told, go_on = threading.Event(), threading.Event()
+
+    def hold_up(slot: int, reason: str) -> None:
+        told.set()
+        go_on.wait(LIMIT_S)
+
+    tables = LinkTable(0, on_link_lost=hold_up), LinkTable(1)
+    _open(tables, 1)
+    got, _ = _receive(tables[1], 5)
+    tables[0].wait(_send(tables[0], b"hello"))
+    tables[1].wait(got)
+    pending, _ = _receive(tables[0], 5)
+    tables[1].close()
+    assert told.wait(LIMIT_S)
+    with pytest.raises(LinkError, match=r"slot 0 are not closed after 0.1 s: .*threading.py:\d+"):
+        tables[0].close()
+    with pytest.raises(LinkError, match="closed"):
+        tables[0].wait(pending)
+    go_on.set()
+    tables[0]._thread.join(LIMIT_S)
+    assert not tables[0]._thread.is_alive()
 
 
 def test_last_words_arrive_though_their_sender_has_not_read_everything(
