@@ -91,6 +91,8 @@ def replaceable_in(tree: Path) -> Iterator[str]:
         names = re.findall(r'^replaceable\(globals\(\), "(\w+)"\)', text, re.MULTILINE)
         for loop in re.findall(r"^for _name in \((.*?)^\)\.split", text, re.MULTILINE | re.DOTALL):
             names += loop.replace('"', "").split()
+        # Of a file that the one with `replaceable` imports itself.
+        names += re.findall(r"^(\w+)_hook = None$", text, re.MULTILINE)
         yield from (f"megatron.training.{path.stem}:{name}_hook" for name in names)
 
 

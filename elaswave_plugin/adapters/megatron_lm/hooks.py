@@ -10,6 +10,7 @@ from importlib import import_module
 from inspect import signature
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
@@ -75,6 +76,11 @@ class Hooks:
             self._openers[name] = native
 
         return set_writer
+
+    def signal_device(self, native: Native) -> Native:
+        """Where workers tell each other, at each step, whether one of them got a signal."""
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return lambda local_rank=None: device
 
     def make_optimizer(self, native: Native) -> Native:
         """Room for every width, before a checkpoint is loaded."""

@@ -12,6 +12,7 @@ from elaswave_plugin.errors import EpochChanged
 
 _TRAINING = "megatron.training.training"
 _DATASETS = "megatron.core.datasets"
+_SIGNALS = "megatron.training.dist_signal_handler"
 _LOOP = ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler")
 
 
@@ -44,6 +45,13 @@ def _start(hooks: Hooks) -> list[PatchRecord]:
             partial(hooks.open_writer, name=WANDB),
             "its run goes on when the worker that opened it is lost, and our rows go to it",
             "args",
+        ),
+        record(
+            f"{_SIGNALS}:get_device",
+            hooks.signal_device,
+            "it knows the devices of nccl and gloo only, and ends the job with another backend",
+            "local_rank",
+            hook=Hook(f"{_SIGNALS}:get_device_hook", hooks.signal_device),
         ),
         _record(
             f"{_TRAINING}:get_megatron_optimizer",

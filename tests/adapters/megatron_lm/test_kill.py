@@ -70,6 +70,7 @@ def test_any_worker_of_tp_pp_dp(run: Launch, reference: Launch, kill: str) -> No
         ("--bf16",),
         (*FULL_RECOMPUTATION, "--recompute-num-layers", "1"),
         ("--calculate-per-token-loss",),
+        ("--exit-signal-handler",),
     ],
     ids=lambda more: more[-1].strip("-"),
 )
