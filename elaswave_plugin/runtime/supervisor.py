@@ -27,6 +27,7 @@ from elaswave_plugin.errors import AgreementError
 from elaswave_plugin.runtime.address_file import Address, clear_addresses, published
 from elaswave_plugin.runtime.admission import SlotRefusedError
 from elaswave_plugin.runtime.coordinator import Coordinator, Heartbeat, say
+from elaswave_plugin.runtime.copies import Copies
 from elaswave_plugin.runtime.member import HOST, SLOT
 from elaswave_plugin.runtime.notice_file import NOTICE_FILE, watch_notice_file
 from elaswave_plugin.runtime.orphans import Orphans
@@ -36,7 +37,7 @@ from elaswave_plugin.runtime.reception import Reception, take_link
 from elaswave_plugin.runtime.remembered import Remembered
 from elaswave_plugin.runtime.rendezvous import Place
 from elaswave_plugin.runtime.requests import in_loop
-from elaswave_plugin.runtime.snapshot_server import SnapshotCopier, SnapshotServer
+from elaswave_plugin.runtime.snapshot_server import SnapshotServer
 from elaswave_plugin.runtime.snapshot_store import SnapshotStore
 from elaswave_plugin.runtime.status import StatusBoard
 from elaswave_plugin.runtime.trainer_process import Program, ZygoteTrainer
@@ -83,7 +84,6 @@ class Supervisor:
         self._listener = listener
         self._reactor = Reactor()
         self._store = SnapshotStore(self._slot)
-        self._copiers: dict[int, SnapshotCopier] = {}
         self._events = BehindLog(f"{spec.run_dir}/events.jsonl" if spec.run_dir else None)
         self._board = StatusBoard(self._slot)
         self._ballot: Ballot | None = None
@@ -139,6 +139,13 @@ class Supervisor:
         )
         self._agreement = self._coordinator.agreement
         self._reception = self._open_reception()
+        self._copies = Copies(
+            self._store,
+            self._coordinator.peers,
+            node=self._spec.place.node,
+            tell=lambda frame: self._reactor.post(lambda: self._trainer.send(frame)),
+            events=self._events,
+        )
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
         self._attach(self._trainer)
@@ -332,9 +339,7 @@ class Supervisor:
 
     def peer_replaced(self, slot: int) -> None:
         """Another supervisor has a slot: copies go there from now on."""
-        copier = self._copiers.pop(slot, None)
-        if copier is not None:
-            copier.close()
+        self._copies.peer_replaced(slot)
 
     def progress(self, awake_s: float) -> Sample | None:
         """Where the trainer is, None where there is none that works."""
@@ -378,7 +383,8 @@ class Supervisor:
                 if self._ballot is not None and frame["epoch"] == self._ballot.epoch:
                     self._answer(frame["facts"])
             case "sealed":
-                self._on_sealed(frame)
+                self._agreement.first_seal()
+                self._copies.send(frame["record"], frame["copy_to"])
             case "release":
                 self._store.release(int(frame["epoch"]))
                 self._agreement.settled(int(frame["epoch"]))
@@ -416,20 +422,6 @@ class Supervisor:
         if self._ballot is not None:
             self._answer(trainer.facts)
 
-    def _on_sealed(self, frame: Frame) -> None:
-        self._agreement.first_seal()
-        for target in frame["copy_to"]:
-            if target not in self._copiers:
-                self._copiers[target] = SnapshotCopier(
-                    self._store,
-                    self._coordinator.peers[target].data,
-                    same_node=self._coordinator.peers[target].node == self._spec.place.node,
-                    on_copied=partial(self._post_copied, target),
-                    on_broken=partial(self._post_broken, target),
-                    on_moving=partial(self._post_moving, target),
-                )
-            self._copiers[target].send(frame["record"])
-
     def _on_finish(self) -> None:
         self._trainer.finished = True
         self._agreement.trainer_done(None)
@@ -452,18 +444,6 @@ class Supervisor:
                 "awaited", slot=self._slot, epoch=self._ballot.epoch, announced_phase=phase
             )
             say(f"worker {self._slot} is in an announced phase ({phase}); the others wait for it")
-
-    def _post_copied(self, target: int, step: int, epoch: int) -> None:
-        frame = {"t": "copied", "step": step, "epoch": epoch, "slot": target}
-        self._reactor.post(lambda: self._trainer.send(frame))
-
-    def _post_moving(self, target: int) -> None:
-        frame = {"t": "copying", "slot": target}
-        self._reactor.post(lambda: self._trainer.send(frame))
-
-    def _post_broken(self, target: int, why: str) -> None:
-        # The end of the target itself comes over its control link; this is only for the record.
-        self._events.emit("copy_broken", slot=self._slot, to=target, why=why)
 
     def _answer(self, facts: Facts | None) -> None:
         self._board.answered()
