@@ -85,11 +85,11 @@ from elaswave_plugin.runtime.member import Member
 sealed = Member.sealed
 def late(self, record, copy_to):
     if os.environ["RANK"] == "3" and record["step"] == 0:
-        send, self._send = self._send, lambda frame: None
+        send, self._link.send = self._link.send, lambda frame: None
         sealed(self, record, copy_to)
-        self._send = send
+        self._link.send = send
         frame = {"t": "sealed", "record": record, "copy_to": copy_to}
-        threading.Timer(0.5, self._send, [frame]).start()
+        threading.Timer(0.5, send, [frame]).start()
     else:
         sealed(self, record, copy_to)
 Member.sealed = late
