@@ -17,6 +17,8 @@ from rich.table import Table
 
 from elaswave_plugin.errors import ConfigurationError, PatchMismatchError
 
+# Longer than any record: a name that is broken in two is not found by grep.
+_PIPED_COLUMNS = 2000
 CHECKOUT = "MEGATRON_LM_PATH"
 # What becomes of a record: replaced at run time, a hook that the source has, or not at all.
 FITS, HOOK, GONE, ABSENT, NO_CHECKOUT, MISMATCH = (
@@ -159,13 +161,20 @@ def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def show(findings: Sequence[Finding], console: Console) -> None:
-    """Draw a table of the records of each distribution, and a line for each extension."""
+    """Draw a table of the records of each distribution, and a line for each extension.
+
+    Each record is one line where no screen says how long a line is.
+    """
+    if not console.is_terminal:
+        console.width = _PIPED_COLUMNS
     by_distribution: dict[str, list[Finding]] = {}
     for one in findings:
         title = f"{one.distribution} {one.installed or 'is not installed'}, wanted {one.valid}"
         by_distribution.setdefault(title, []).append(one)
     for title, records in by_distribution.items():
-        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, expand=True)
+        table = Table(
+            title=title, title_justify="left", box=SIMPLE_HEAD, expand=console.is_terminal
+        )
         table.add_column("target", overflow="fold", ratio=5)
         table.add_column("applied", ratio=2)
         table.add_column("state", no_wrap=True)

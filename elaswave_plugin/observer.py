@@ -106,7 +106,7 @@ def disagreeing_steps(run: RunFiles) -> list[int]:
     return [
         step
         for step, records in counted_steps(run).items()
-        if len({(_loss(record).hex(), repr(record.get("grad_norm"))) for record in records}) > 1
+        if len({(_loss(record).hex(), _norm(record)) for record in records}) > 1
     ]
 
 
@@ -351,6 +351,10 @@ def _state_fields(run: RunFiles, reference: RunFiles | None) -> Record:
 def _loss(record: Record) -> float:
     text = record.get("loss_hex")
     return float.fromhex(text) if text else float(record["loss"])
+
+
+def _norm(record: Record) -> str:
+    return record.get("grad_norm_hex") or repr(record.get("grad_norm"))
 
 
 def _agreed(reports: list[Record], key: str) -> int:

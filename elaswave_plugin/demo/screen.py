@@ -1,5 +1,6 @@
 """What the demo shows: lines of a run as its files grow, and the comparison at the end."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,8 @@ class RunScreen:
         if step <= self._shown:
             return
         self._shown = step
-        detail = f"loss {record['loss']:.4f}, {self._workers} workers"
+        loss = math.nan if record["loss"] is None else record["loss"]
+        detail = f"loss {loss:.4f}, {self._workers} workers"
         self._progress.update(self._task, completed=step + 1, detail=detail)
         if self._every and step % self._every == 0:
             self._say(f"step {step:>4}  {detail}, {float(record['step_s']) * 1e3:.0f} ms")

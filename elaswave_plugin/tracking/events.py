@@ -38,11 +38,11 @@ class EventLog:
         self.write({"time_s": time.time(), "kind": kind, **fields})
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append the record as it is; values JSON does not know are written as their text."""
+        """Append the record; of what JSON does not know, NaN and infinity are null, others text."""
         fd = self._fd
         if fd < 0:
             return
-        line = json.dumps(dict(record), separators=(",", ":"), default=_plain).encode() + b"\n"
+        line = _encode(dict(record)).encode() + b"\n"
         # What a full disk took of a line must not spoil the next one.
         line = b"\n" + line if self._is_torn else line
         written, why = 0, "the disk is full"
@@ -107,6 +107,16 @@ def _record(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
+
+
+def _encode(record: dict[str, Any]) -> str:
+    """JSON as other languages read it: json.dumps writes NaN and Infinity as if they were JSON."""
+    try:
+        return json.dumps(record, separators=(",", ":"), default=_plain, allow_nan=False)
+    except ValueError:
+        text = json.dumps(record, default=_plain)
+        finite = json.loads(text, parse_constant=lambda name: None)
+        return json.dumps(finite, separators=(",", ":"))
 
 
 def _plain(value: Any) -> Any:

@@ -213,11 +213,14 @@ def step_metrics(record: Mapping[str, Any], live_workers: int | None = None) -> 
 
 
 def numbers_of(kind: str, fields: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of an event, nested ones too: recovered/mttr_s, recovered/phases_s/move."""
+    """The numbers of an event, nested ones too: recovered/mttr_s, recovered/phases_s/move.
+
+    Moments (names in _at_s) are no metrics: a date on an axis says nothing.
+    """
     found: dict[str, float] = {}
     for name, value in fields.items():
         if isinstance(value, Mapping):
             found.update(numbers_of(f"{kind}/{name}", value))
-        elif isinstance(value, int | float):
+        elif isinstance(value, int | float) and not name.endswith("_at_s"):
             found[f"{kind}/{name}"] = float(value)
     return found

@@ -1,7 +1,9 @@
 """elaswave doctor: every record fits what is installed, and one that does not is named."""
 
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -11,12 +13,14 @@ from typing import Any
 
 import pytest
 from packaging.specifiers import SpecifierSet
+from rich.console import Console
 
 from elaswave_plugin.adapters import ledger
 from elaswave_plugin.adapters.ledger import Entry
 from elaswave_plugin.adapters.megatron_lm.records import record
 from elaswave_plugin.adapters.patching import Hook, PatchRecord
 from elaswave_plugin.cli import run_command
+from elaswave_plugin.doctor import FITS, Finding, show
 from tests.adapters.megatron_lm.harness import REPOSITORY, needs_repository
 
 
@@ -110,6 +114,28 @@ def test_a_hook_and_what_is_not_installed_are_said(
     assert run_command(["doctor"]) == 0
     screen = capsys.readouterr().out
     assert "fits" in screen and "apex: " in screen and "transformer-engine: " in screen
+
+
+def test_where_nobody_looks_on_a_record_is_one_line() -> None:
+    """A name that is broken in two at 80 columns is not found by grep."""
+    target, reason = f"{'a_package.' * 20}a_module:function", "a long reason " * 20
+    one = Finding(
+        target=target,
+        distribution="megatron-core",
+        installed="0.16.1",
+        valid=">=0.16.1,<0.20",
+        applied="elastic",
+        reason=reason.strip(),
+        hook=None,
+        state=FITS,
+    )
+    piped, seen = (Console(file=io.StringIO(), force_terminal=on, width=80) for on in (False, True))
+    for console in (piped, seen):
+        show([one], console)
+    (line,) = (line for line in piped.file.getvalue().splitlines() if target in line)
+    assert line.split(maxsplit=3)[1:3] == ["elastic", FITS] and reason.strip() in line
+    lines = seen.file.getvalue().splitlines()
+    assert max(len(re.sub(r"\x1b\[[\d;]*m", "", line)) for line in lines) <= 80
 
 
 def test_a_record_that_does_not_fit_is_named_with_exit_code_2(

@@ -50,7 +50,7 @@ def scales(run: Outcome) -> list[int]:
 
 def skipped(run: Outcome) -> list[int]:
     """Steps that overflowed; a norm that is infinite says so."""
-    norms = {record["step"]: record["grad_norm"] for record in run.files.steps}
+    norms = {record["step"]: float.fromhex(record["grad_norm_hex"]) for record in run.files.steps}
     return [step for step, norm in sorted(norms.items()) if math.isinf(norm)]
 
 

@@ -1,6 +1,7 @@
 """EventLog: whole lines from many processes, no path drops, never raises into training."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -52,6 +53,23 @@ def test_event_log_keeps_floats_exactly_and_writes_unknown_values_as_text(tmp_pa
     assert first == {"loss": 0.1 + 0.2, "where": "a/b", "slots": [1, 3]}
     assert second["norm"] == float(numpy.float32(0.1)) and second["ids"] == [0, 1, 2]
     assert second["time_s"] > 1e9
+
+
+def test_what_json_has_no_number_for_is_null(tmp_path: Path) -> None:
+    """Python reads NaN and Infinity all the same; jq, pandas and other languages do not."""
+    path = tmp_path / "steps.jsonl"
+    with EventLog(path) as log:
+        log.write({"grad_norm": math.nan, "loss": 0.1 + 0.2, "of": {"stage": [1.5, -math.inf]}})
+        log.write({"grad_norm": 2.5, "where": Path("a/b")})
+
+    def no_json(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    first, second = (
+        json.loads(line, parse_constant=no_json) for line in path.read_text().splitlines()
+    )
+    assert first == {"grad_norm": None, "loss": 0.1 + 0.2, "of": {"stage": [1.5, None]}}
+    assert second == {"grad_norm": 2.5, "where": "a/b"}
 
 
 def test_a_line_that_a_full_disk_cut_short_spoils_no_other(

@@ -11,7 +11,7 @@ from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.tracking import sinks
 from elaswave_plugin.tracking.events import EventLog
-from elaswave_plugin.tracking.tracker import STATE_FILE, Tracker, step_metrics
+from elaswave_plugin.tracking.tracker import STATE_FILE, Tracker, numbers_of, step_metrics
 
 
 class ListSink:
@@ -178,6 +178,12 @@ def test_step_metrics_have_the_same_names_everywhere() -> None:
         "train/tokens_per_s": 200.0,
         "train/live_workers": 3.0,
     }
+
+
+def test_a_moment_is_no_metric() -> None:
+    fields = {"rung_at_s": 1.7e9, "mttr_s": 0.25, "reason": "x", "phases_s": {"move": 0.1}}
+    wanted = {"recovered/mttr_s": 0.25, "recovered/phases_s/move": 0.1}
+    assert numbers_of("recovered", fields) == wanted
 
 
 def test_check_sinks_refuses_what_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
