@@ -15,7 +15,7 @@ from pathlib import Path
 from elaswave_plugin.tracking.events import EVENTS_FILE, read_lines
 from tests.chaos.draws import draw, kinds
 from tests.chaos.runs import Played, Stage
-from tests.chaos.verdict import judge
+from tests.chaos.verdict import judge, judge_by_twin
 from tests.deepspeed.harness import PRELOAD as ENGINE_PRELOAD
 from tests.faults.harness import PRELOAD, Zygote
 from tests.faults.matrix import write_text
@@ -43,13 +43,16 @@ def run_seed(stage: Stage, name: str, seed: int) -> str:
     played = stage.play(scenario)
     try:
         judge(played, reference)
+        twin = stage.twin(played)
+        judge_by_twin(played, twin)
     except AssertionError as error:
         show(played)
         print(f"{name} seed {seed}: FAILED: {error}", flush=True)
         print(f"  its files: {played.outcome.directory}; again: {again(name, seed)}", flush=True)
         return str(error)
     show(played)
-    print(f"{name} seed {seed}: passed in {played.outcome.seconds:.1f} s", flush=True)
+    beside = "" if twin is None else f", as its twin {' '.join(twin.spec.changes)}"
+    print(f"{name} seed {seed}: passed{beside} in {played.outcome.seconds:.1f} s", flush=True)
     shutil.rmtree(played.outcome.directory)
     return ""
 

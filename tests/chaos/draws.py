@@ -13,11 +13,13 @@ from tests.faults.hybrid_matrix import PP2_DP2, PP2_VPP2_DP2, TP2_PP2_DP2
 
 STEPS = 48
 EVALUATES_EVERY, SAVES_EVERY = 4, 9
-OUTSIDE = (
+OPTIONS = (
     f"--eval-interval={EVALUATES_EVERY}",
     "--eval-iters=1",
     "--save=checkpoints",
     f"--save-interval={SAVES_EVERY}",
+    # So long may a recovery stand still before the one that hangs in it is found.
+    "--elaswave-transfer-timeout-s=10",
 )
 ENTRY_PHASES = ("startup", "agree", "edit", "move", "rebind", "verify")
 HANGS = ("stop", "loop", "gil")
@@ -84,7 +86,7 @@ class Scenario:
 
 def _exact(spec: JobSpec, **more: object) -> JobSpec:
     common = {"steps": STEPS, "dump": "last", "respawn": 10, "slow_workers": "act"}
-    return replace(spec, options=(*spec.options, *OUTSIDE), **common, **more)  # type: ignore[arg-type]
+    return replace(spec, options=(*spec.options, *OPTIONS), **common, **more)  # type: ignore[arg-type]
 
 
 def _engine(stage: int) -> Kind:
@@ -223,7 +225,8 @@ class _Draw:
                 self._event("kill", phase=phase, after=flip)
             case "kill and kill in recovery":
                 first = self._event("kill", phase=self._phase())
-                how = self._dice.choice(("kill", "kill", "stop"))
+                is_engine = isinstance(self._kind.spec, EngineSpec)
+                how = self._dice.choice(("kill", "kill", "kill" if is_engine else "stop"))
                 self._event(how, phase=self._dice.choice(RECOVERY_PHASES), after=first)
                 self._away += 1
             case "kill and kill on entry":

@@ -10,6 +10,7 @@ from elaswave_plugin.drain import drain_worker
 from elaswave_plugin.runtime.address_file import read_addresses
 from elaswave_plugin.tracking.events import EVENTS_FILE, Tail
 from tests.chaos.draws import Scenario, undisturbed
+from tests.chaos.twins import ranks_by_step, twin_of
 from tests.faults.harness import (
     ROOT,
     JobSpec,
@@ -24,7 +25,7 @@ from tests.faults.harness import (
 )
 from tests.faults.warm_launcher import WarmLauncher
 
-LIMIT_S = 240.0
+LIMIT_S = 400.0
 DRAIN_LIMIT_S = 10.0
 SHARED_MEMORY = Path("/dev/shm")
 ARM = """
@@ -74,6 +75,14 @@ class Stage:
         )
         left = tuple(sorted(_shared_memory() - before))
         return Played(scenario=scenario, outcome=outcome, codes=codes, shared_memory_left=left)
+
+    def twin(self, played: Played) -> Outcome | None:
+        """The run with the same changes as planned; None where there is none to compare."""
+        run = played.outcome
+        is_ruined = any(event["how"] == "ruin" for event in run.events("fault_fired"))
+        spec = None if is_ruined else twin_of(run)
+        twin = None if spec is None else self.reference(spec)
+        return twin if twin is not None and ranks_by_step(twin) == ranks_by_step(run) else None
 
     def reference(self, spec: JobSpec) -> Outcome:
         """The run of a job that nothing disturbs."""

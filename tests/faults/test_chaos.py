@@ -37,7 +37,7 @@ def stage(zygote: Zygote, data: Path, tmp_path: Path) -> Stage:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("name", "seed"), [("dp", 0), ("dp", 2), ("hybrid", 1)])
 def test_a_seed_of_megatron(stage: Stage, name: str, seed: int) -> None:
     scenario = draw(name, seed)
