@@ -113,11 +113,6 @@ class DeviceCalls(GroupCalls):
             return self.engine.end_coalescing(self, device)
         return super()._end_coalescing(device)
 
-    def _get_backend(self, device: torch.device | str) -> Any:
-        if torch.device(device).type == self.engine.device_type:
-            return self
-        return super()._get_backend(device)
-
     def _require_member(self, call: str) -> None:
         if self.rank() < 0:
             raise self._refuse(call, f"is called by slot {self._links.slot}, which is no member")

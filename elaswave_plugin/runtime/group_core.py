@@ -141,7 +141,7 @@ class GroupCore:
         return [torch.device(device) for device in DEVICES]
 
     def _get_backend(self, device: torch.device | str) -> Any:
-        if torch.device(device).type != "cpu":
+        if torch.device(device).type not in DEVICES:
             raise RuntimeError(f"group {self._name!r} has no backend for device {device}")
         return self
 

@@ -524,6 +524,17 @@ def _alone(peer: Peer) -> None:
     peer.groups.uninstall()
 
 
+def _compiler_asks_for_time(peer: Peer) -> None:
+    """As torch.compile does where it finds a graph in its cache (torch/_inductor/codecache.py)."""
+    dist.distributed_c10d._add_ephemeral_timeout_for_all_pgs(timedelta(seconds=1))
+    group = dist.distributed_c10d._get_default_group()
+    assert all(group._get_backend(device) is group for device in group._device_types)
+
+
+def test_every_device_that_a_group_names_has_its_backend() -> None:
+    run(2, _compiler_asks_for_time)
+
+
 def test_a_group_of_one_does_not_communicate() -> None:
     with Workers(1, _alone) as workers:
         workers.commit(1, (0,))
