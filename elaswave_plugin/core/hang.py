@@ -1,4 +1,4 @@
-"""Whether a worker hangs: from how long it stands still and who waits for it, to a verdict.
+"""Whether a worker hangs: by how long it stands still, and by who waits for it.
 
 A worker without progress is guilty when others wait for it and it waits for nobody itself. Where
 workers wait for each other in a circle, the one that is the furthest behind is.

@@ -50,13 +50,13 @@ class LayerTimes:
     """(forward, backward) seconds by part; without measurements a layer takes 1 and 2.
 
     ``weights``: the share of a layer's backward pass that weight gradients take, half if not known.
-    ``operation_s`` of each operation and ``around_s`` of a step, beside the passes; ``link``:
-    seconds of a message between stages, and of each sample in it; ``byte_s`` of each byte, which is
-    how fast state moves; ``slowdown``: by how much layers take longer while it does, behind
-    them; 1 where that is not known, as if they stood still.
-    ``scale``: by how much a layer takes longer than ``layer``, which is
-    rounded so that noise does not change plans.
-    ``held_bytes`` of a sample in front, in a layer and behind; none before they are measured.
+    ``operation_s`` of each operation, ``around_s`` of a step: seconds beside the passes.
+    ``link``: seconds of a message between stages, and of each sample in it.
+    ``byte_s``: seconds of a byte of state that moves; ``slowdown``: by how much layers take longer
+    meanwhile, 1 where that is not known, as if they stood still.
+    ``scale``: how many times as long a layer takes as ``layer``, which is rounded so that noise
+    does not change plans.
+    ``held_bytes``: of a sample in front, in a layer and behind; none before they are measured.
     """
 
     layer: Passes = (1.0, 2.0)
@@ -120,8 +120,10 @@ class LayerTimes:
 
 
 class PassTimes:
-    """One worker's measurements: of each step the mean over its passes, whose sum it takes, of the
-    last steps the median."""
+    """One worker's measurements: means over the passes of a step, medians over the last steps.
+
+    Means, since a step takes the sum of its passes.
+    """
 
     def __init__(self, *, wanted_steps: int = STEPS_FOR_COSTS) -> None:
         """Nothing is told before ``wanted_steps`` steps."""

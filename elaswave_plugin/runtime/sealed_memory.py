@@ -1,4 +1,4 @@
-"""The record at the start of a snapshot buffer: the memory itself tells what it holds, and whether.
+"""The record at the start of a snapshot buffer, by which the memory itself tells what it holds.
 
 Written by the trainer, read by whoever holds the memory (standard library only). A buffer without
 a whole record is not sealed: the record is cleared before the first byte of the body changes and
