@@ -175,7 +175,7 @@ def end(process: "subprocess.Popen[bytes]") -> None:
         process.wait(END_LIMIT_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait()
+        process.wait(END_LIMIT_S)
 
 
 def failure(name: str, process: "subprocess.Popen[bytes]", log: Path) -> JobFailed:

@@ -343,7 +343,10 @@ class _NodeJob:
             process.kill()
         if self._zygote is not None:
             self._zygote.kill()
-            self._zygote.wait()
+            try:
+                self._zygote.wait(_LAST_RESORT_S)
+            except subprocess.TimeoutExpired:
+                say(f"the zygote (pid {self._zygote.pid}) does not die of SIGKILL: left behind")
             self._zygote = None
 
     def _exit_code(self, node: int) -> int:

@@ -3,8 +3,11 @@
 import csv
 import json
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Thread
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -125,6 +128,31 @@ def test_the_wandb_run_is_the_same_one(run: Launch, tmp_path: Path) -> None:
     assert [row["_step"] for row in second] == places(killed)[3:]
     assert [row["_step"] for row in first] == places(killed)[: len(first)] and len(first) <= 3
     assert all(row[LR] == rate_of(killed)[row["_step"] // 8 - 1] for row in first + second)
+
+
+def test_monitors_that_hang_hold_no_end_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """W&B may wait for its service for as long as it likes."""
+    from elaswave_plugin.adapters.deepspeed import monitor
+
+    monkeypatch.setattr(monitor, "_LIMIT_S", 0.05, raising=False)
+    monkeypatch.setattr(monitor.dist, "get_rank", lambda: 1)
+    loop = Mock(dead=False, iteration=1)
+    loop.worker.completed = 2
+    mine, hangs = monitor.ElasticMonitor(Mock(), loop), Future[Any]()
+    mine.write_events([("Train/loss", 1.0, 8)])
+    mine._closing = mine._opening = hangs
+    for leave in (mine.await_closed, mine.close, lambda: monitor._close(None, hangs)):
+        thread = Thread(target=leave, daemon=True)
+        thread.start()
+        thread.join(10.0)
+        assert not thread.is_alive()
+    assert [record.getMessage() for record in caplog.records] == [
+        "DeepSpeed's monitors are still not closed after 0.05 s",
+        "DeepSpeed's monitors are not open after 0.05 s: the last 1 events are lost",
+        "DeepSpeed's monitors are still not open after 0.05 s: left",
+    ]
 
 
 def test_two_wandb_runs_in_one_process_are_refused(run: Launch) -> None:

@@ -10,12 +10,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime import rendezvous
-from elaswave_plugin.runtime.launch import parse_run_args
+from elaswave_plugin.runtime.launch import _NodeJob, parse_run_args
 from elaswave_plugin.runtime.launch_options import script_settings
 from elaswave_plugin.runtime.rendezvous import listen_at, own_host
 from tests.config.files import config_of
@@ -288,6 +289,22 @@ def test_a_trainer_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
         process.terminate()
         assert process.wait(WAIT_S) == 128 + signal.SIGTERM
         os.close(pidfd)
+
+
+def test_a_zygote_that_is_stuck_in_the_kernel_holds_no_launcher_up(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Where a driver or a file system hangs, a process outlives SIGKILL."""
+
+    def wait(timeout: float | None = None) -> int:
+        assert timeout is not None, "this would wait for ever"
+        raise subprocess.TimeoutExpired("zygote", timeout)
+
+    job = Mock(_supervisors={}, _zygote=Mock(pid=7, wait=wait))
+    _NodeJob._kill_all(job)
+    assert job._zygote is None
+    said = "elaswave: the zygote (pid 7) does not die of SIGKILL: left behind\n"
+    assert capsys.readouterr().err == said
 
 
 def test_nothing_is_left_when_the_launcher_is_killed(tmp_path: Path) -> None:

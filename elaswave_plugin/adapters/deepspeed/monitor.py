@@ -6,9 +6,10 @@ the same files, and the same W&B run, and goes on with what it still keeps. Wher
 from a living owner, to one that comes back, the next one waits until that has closed them.
 """
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -20,11 +21,15 @@ from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.user_loop import UserLoop
 
+log = logging.getLogger(__name__)
+
 Result = TypeVar("Result")
 Event = tuple[Any, ...]  # name, value, place on the axis
 
 # A killed owner loses the rows of the last interval, so it is short; W&B's own default is 15 s.
 _FLUSH_INTERVAL_S = "0.2"
+# A service that does not answer, or a file system, must not keep the others from their end.
+_LIMIT_S = 60.0
 
 
 def name_wandb_run(settings: ElasticConfig, config: Mapping[str, Any], run_id: str) -> None:
@@ -149,14 +154,16 @@ class ElasticMonitor:
 
     def await_closed(self) -> None:
         """Before the end: whoever is rank 0 then may have to open them."""
-        if self._closing is not None:
-            self._closing.result()
+        if self._closing is not None and not _ended(self._closing):
+            log.warning("DeepSpeed's monitors are still not closed after %g s", _LIMIT_S)
 
     def close(self) -> None:
-        """Write the rest: every step is complete."""
+        """Write the rest: every step is complete. Where they do not open, it is said and lost."""
         self._open_where_free(self.holds or dist.get_rank() != 0)
-        if self._opening is not None:
-            self._opening.result()
+        if self._opening is not None and not _ended(self._opening):
+            lost = len(self._final) + len(self.events)
+            text = "DeepSpeed's monitors are not open after %g s: the last %d events are lost"
+            log.warning(text, _LIMIT_S, lost)
         if self.writes:
             self._final += [event for _, event in self.events]
             self.events = []
@@ -176,8 +183,19 @@ def _beside(work: Callable[..., Result], *arguments: Any) -> "Future[Result]":
     return future
 
 
+def _ended(work: "Future[Any]") -> bool:
+    """Whether it ends within the limit; raises what it raised."""
+    if not wait([work], timeout=_LIMIT_S).done:
+        return False
+    work.result()
+    return True
+
+
 def _close(master: MonitorMaster | None, opening: "Future[MonitorMaster] | None") -> None:
     if opening is not None:
+        if not _ended(opening):
+            log.warning("DeepSpeed's monitors are still not open after %g s: left", _LIMIT_S)
+            return
         master = opening.result()
     assert master is not None
     if master.tb_monitor is not None:
