@@ -35,6 +35,15 @@ def test_our_loader_over_a_torch_loader_survives_a_kill(
     check_recovered(killed := run(spec), twin=twin(killed), reference=reference(spec))
 
 
+def test_a_model_that_zero_init_has_cut_survives_a_kill(
+    run: Launch, twin: Twin, reference: Launch
+) -> None:
+    """As models are built that no worker can hold whole, before the configuration is known."""
+    options = ("--loader", "--init")
+    spec = EngineSpec(script=OWN_LOADER, options=options, stage=3, kills=("2@3:backward",))
+    check_recovered(killed := run(spec), twin=twin(killed), reference=reference(spec))
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

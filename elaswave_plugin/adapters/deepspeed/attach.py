@@ -32,6 +32,7 @@ from elaswave_plugin.adapters.deepspeed.seams import (
 )
 from elaswave_plugin.adapters.deepspeed.section import elastic_config
 from elaswave_plugin.adapters.deepspeed.torch_loader import Batches, batches_of
+from elaswave_plugin.adapters.deepspeed.zero3 import is_cut, take_world
 from elaswave_plugin.adapters.growth import check_reserve
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.runtime.c10d_tables import BACKEND
@@ -84,6 +85,12 @@ def _attach(
             "DeepSpeed's PipelineModule meets the other workers before one that comes later could "
             "be let in beside the training",
         )
+    cut = module is not None and is_cut(module)
+    if cut:
+        settings = settings.without_respawn(
+            "deepspeed.zero.Init meets the other workers before a replacement could be let in"
+            " beside the training"
+        )
     launch_patches().apply()
     patches = deepspeed_patches()
     patches.apply()
@@ -91,6 +98,8 @@ def _attach(
     _install_groups(worker)
     if is_pipeline:
         make_groups_again(module)
+    elif cut:
+        take_world(module)
     name_wandb_run(settings, config, worker.run_id)
     seed = _agreed_seed(worker)
     training_data = arguments.pop("training_data", None)

@@ -181,6 +181,21 @@ class PartitionedWeightsState:
                 offset += size
 
 
+def is_cut(model: Any) -> bool:
+    """Whether ``deepspeed.zero.Init`` has cut the model's parameters already."""
+    return any(hasattr(param, "ds_process_group") for param in model.parameters())
+
+
+def take_world(model: Any) -> None:
+    """Parameters that ``deepspeed.zero.Init`` has cut over a WORLD that is gone are of this one.
+
+    Who has which partition stays: ranks of the launch are the same in both.
+    """
+    for param in model.parameters():
+        if hasattr(param, "ds_process_group"):
+            param.ds_process_group = _init_of(param).ds_process_group = dist.group.WORLD
+
+
 def _init_of(param: Any) -> Init:
     """The object that the parameter's own functions close over: it holds sizes and ranks."""
     cells = [cell.cell_contents for cell in param.all_gather.__closure__]
