@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.jobs import WAIT_S, Job
+from tests.runtime.jobs import LAUNCH, TRAINER, WAIT_S, Job
 
 AGREED_S = 0.015
 # Two cores are shared with whatever else runs here; the figure is for an idle machine.
@@ -68,6 +68,26 @@ def test_a_killed_supervisor_takes_its_trainer_along(tmp_path: Path) -> None:
         assert job.finish([0, 1, 3]) == 0
         assert job.left(WAIT_S) == []
     assert "worker 2 (node 0) was lost: its supervisor (pid" in job.output()
+
+
+def test_a_trainer_that_its_killed_supervisor_does_not_take_along_is_told(tmp_path: Path) -> None:
+    """What the kernel and the launcher kill is the script; its child is in a session of its own."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import subprocess, sys\n"
+        f"command = [sys.executable, {str(TRAINER)!r}]\n"
+        "subprocess.run(command, close_fds=False, start_new_session=True, check=True)\n"
+    )
+    with Job(tmp_path / "job", 2) as job:
+        options = (f"--dir={job.run_dir}", "--nproc-per-node=2", str(script))
+        job.launch(command=[sys.executable, "-c", LAUNCH, *options])
+        job.joined()
+        job.kill_supervisor(1)
+        job.one("ring", 1, reason="the supervisor is gone")
+        job.one("stopped", 1, reason="the supervisor is gone")
+        assert job.ended(job.pids[1])
+        assert ranks_of(job, [0], 2) == [0]
+        assert job.finish([0]) == 0
 
 
 def test_the_next_slot_leads_when_the_leader_is_killed(tmp_path: Path) -> None:
