@@ -82,6 +82,7 @@ def _without_compiler(native: Callable[..., Any]) -> Callable[..., Any]:
     def init_distributed(*args: Any, **kwargs: Any) -> Any:
         if _SUPERVISED in os.environ:
             import_module(f"{_ADAPTER}.seams").launch_patches().apply()
+            import_module(f"{_ADAPTER}.newcomer").meet_nobody()
         return native(*args, **kwargs)
 
     init_distributed.__dict__[_MARK] = True

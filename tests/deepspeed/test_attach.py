@@ -11,6 +11,7 @@ import pytest
 
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
+from tests.faults.harness import max_relative_difference
 from tests.tiers import sampled
 
 OWN_LOADER = str(SCRIPTS / "own_loader.py")
@@ -33,6 +34,18 @@ def test_our_loader_over_a_torch_loader_survives_a_kill(
 ) -> None:
     spec = EngineSpec(script=OWN_LOADER, options=("--loader",), stage=2, kills=("0@2:forward",))
     check_recovered(killed := run(spec), twin=twin(killed), reference=reference(spec))
+
+
+def test_a_worker_whose_script_meets_the_others_itself_comes_back(
+    run: Launch, reference: Launch
+) -> None:
+    """deepspeed.init_distributed() comes first in most scripts."""
+    back = {"respawn": 1, "changes": ("+2@6",), "steps": 9}
+    spec = EngineSpec(script=OWN_LOADER, options=("--loader",), kills=("2@3:backward",), **back)
+    returned = run(spec)
+    assert returned.returncode == 0, returned.output[-4000:]
+    assert len(returned.events("view_committed")[-1]["ranks"]) == 4
+    assert max_relative_difference(returned, reference(spec)) <= 1e-6
 
 
 def test_a_model_that_zero_init_has_cut_survives_a_kill(

@@ -6,6 +6,7 @@ outputs, and tensors that every worker holds alike and no step changes.
 """
 
 import base64
+import os
 import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,7 +19,18 @@ from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader
 from elaswave_plugin.adapters.deepspeed.monitor import ElasticMonitor
 from elaswave_plugin.adapters.deepspeed.stand_in import StandIn
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError
+from elaswave_plugin.runtime.c10d_tables import local_store
+from elaswave_plugin.runtime.member import INCARNATION
 from elaswave_plugin.runtime.worker import Worker
+
+
+def meet_nobody() -> None:
+    """Before a script initializes torch.distributed: a WORLD of its own, for who comes later.
+
+    The others have met long ago. ``deepspeed.initialize`` makes the job's in its place.
+    """
+    if int(os.environ.get(INCARNATION, "0")) and not dist.is_initialized():
+        dist.init_process_group("gloo", store=local_store(), rank=0, world_size=1)
 
 
 class _Told(NamedTuple):
