@@ -34,8 +34,8 @@ setup(
     package_dir={PATCHES: "patches"},
     package_data={"elaswave_plugin": ["py.typed"], PATCHES: ["series", "**/*.diff"]},
     install_requires=[
-        # The private c10d tables that we edit are known for these two versions only.
-        "torch>=2.13,<2.15",
+        # The private c10d tables that we edit are known for these versions only.
+        "torch>=2.13,<2.16",
         "numpy",
         "matplotlib",
         "packaging",

@@ -126,7 +126,7 @@ def _disagreement(held: Mapping[int, CommunicatorFacts]) -> str:
 
 
 def shrink_is_safe(version: tuple[int, ...]) -> bool:
-    """Whether shrink with abort returns in this version of NCCL, as torch 2.13 and 2.14 call it."""
+    """Whether shrink with abort returns in this version of NCCL, as torch 2.13 to 2.15 call it."""
     return SHRINKS_FROM <= version[:2] < SHRINKS_BELOW
 
 

@@ -14,7 +14,7 @@ from elaswave_plugin.errors import ConfigurationError
 
 BACKEND = "elaswave"
 _LOWEST = (2, 13)
-_HIGHEST = (2, 14)
+_HIGHEST = (2, 15)
 
 
 def check_torch(version: str = torch.__version__) -> None:
@@ -23,7 +23,7 @@ def check_torch(version: str = torch.__version__) -> None:
     if found is None or not _LOWEST <= (int(found[1]), int(found[2])) <= _HIGHEST:
         raise ConfigurationError(
             f"torch is {version}, but the process groups of elaswave_plugin know the tables of "
-            "torch 2.13 and 2.14 only: install one of these"
+            "torch 2.13 to 2.15 only: install one of these"
         )
 
 
@@ -34,6 +34,7 @@ def register_backend(create: Callable[[Any, Any], Any]) -> None:
             f'the backend "{BACKEND}" is registered already: uninstall() the other table first'
         )
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
+    _self_recording().add(BACKEND)
 
 
 def unregister_backend() -> None:
@@ -46,6 +47,12 @@ def unregister_backend() -> None:
         backend.backend_list.remove(BACKEND)
     if hasattr(backend, BACKEND.upper()):
         delattr(backend, BACKEND.upper())
+    _self_recording().discard(BACKEND)
+
+
+def _self_recording() -> set[str]:
+    """Backends to which torch 2.15 attaches no flight recorder: that asks for a native one."""
+    return getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set())
 
 
 def local_store() -> Any:

@@ -1,4 +1,4 @@
-"""The c10d calls of a process group, each under every name that torch 2.13 and 2.14 use."""
+"""The c10d calls of a process group, each under every name that torch 2.13 to 2.15 use."""
 
 from __future__ import annotations
 
@@ -255,6 +255,19 @@ class GroupCalls(GroupCore):
 
         started = self._start("gather", body, outputs, root, dtype=data.dtype, timeout=timeout)
         return self._work([started])
+
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> ElasticWork:
+        """Gather to the root, into one tensor; that of the others is not used."""
+        outputs: Tensors = []
+        if opts.rootRank == self.rank():
+            if output.numel() != self.size() * input.numel():
+                raise self._refuse(
+                    "gather_single", f"got {input.numel()} elements in and {output.numel()} out"
+                )
+            outputs = output.view(self.size(), *input.shape).unbind()
+        return self.gather([outputs], [input], opts)
+
+    gather_into_tensor = gather_single
 
     def scatter(
         self, output_tensors: Any, input_tensors: Any, root: Any = 0, timeout: Any = None

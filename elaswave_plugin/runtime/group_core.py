@@ -176,6 +176,9 @@ class GroupCore:
         """There is nothing to split: a group is a list of slots."""
         return False
 
+    # Torch 2.15 asks for these before it reconfigures, opens a window or hooks an abort.
+    supports_reconfigure = supports_window = supports_abort_hooks = supports_splitting
+
     @property
     def supports_coalescing(self) -> bool:
         """True: see _start_coalescing."""

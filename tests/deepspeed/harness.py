@@ -7,6 +7,7 @@ from typing import Any
 
 from elaswave_plugin.config import parse_kill
 from tests.faults.harness import (
+    FIRST_PROFILED,
     ROOT,
     JobSpec,
     Outcome,
@@ -29,7 +30,7 @@ PRELOAD = (
     "deepspeed.comm.mori",
     "deepspeed.utils.pin_memory",
     "torch._dynamo",
-    "torch.profiler._cupti_monitor",
+    *FIRST_PROFILED,
     "elaswave_plugin.adapters.deepspeed.attach",
     "elaswave_plugin.adapters.deepspeed.accelerate",
     "accelerate",

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ SABOTAGED = ROOT / "tests" / "faults" / "sabotaged.py"
 WALK = ROOT / "tests" / "faults" / "walk_live_objects.py"
 ALTERNATE = ROOT / "elaswave_plugin" / "demo" / "alternate.py"
 SCRIPT = ROOT / "examples" / "train_gpt.py"
+# What torch 2.13 and 2.14 import when something is first profiled; 2.15 has it no more.
+FIRST_PROFILED = tuple(name for name in ("torch.profiler._cupti_monitor",) if find_spec(name))
 PRELOAD = (
     "torch",
     "numpy",
@@ -49,7 +52,7 @@ PRELOAD = (
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.datasets.blended_megatron_dataset_builder",
     "megatron.core.dist_checkpointing.strategies.torch",
-    "torch.profiler._cupti_monitor",
+    *FIRST_PROFILED,
 )
 Trace = dict[int, tuple[str, str, str]]
 ZYGOTE_START_S = 90.0

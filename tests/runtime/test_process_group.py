@@ -206,6 +206,24 @@ def test_every_operation_agrees_with_native_gloo(tmp_path: Path) -> None:
     run(WORLD, partial(_against_gloo, tmp_path / "store"))
 
 
+def _newer_calls(peer: Peer) -> None:
+    """What torch calls from 2.15 on, called as it does."""
+    rank, world = peer.slot, dist.group.WORLD
+    assert isinstance(world, ElasticProcessGroup)
+    to_2 = _options(dist.GatherOptions, rootRank=2)
+    out = torch.zeros(WORLD * 3, 2) if rank == 2 else torch.empty(0)
+    world.gather_single(out, torch.full((3, 2), float(rank)), to_2).wait()
+    if rank == 2:
+        assert out[:, 1].tolist() == [r for r in range(WORLD) for _ in range(3)]
+        with pytest.raises(ConfigurationError, match=r"gather_single .* got 3 elements in and 8"):
+            world.gather_single(torch.zeros(8), torch.zeros(3), to_2)
+    assert not (world.supports_reconfigure or world.supports_window or world.supports_abort_hooks)
+
+
+def test_the_calls_that_torch_215_adds() -> None:
+    run(WORLD, _newer_calls)
+
+
 def _uneven(peer: Peer) -> None:
     rank = peer.slot
     sent = [(rank + other) % 3 for other in range(WORLD)]
@@ -541,15 +559,25 @@ def test_a_group_of_one_does_not_communicate() -> None:
         workers.join()
 
 
-@pytest.mark.parametrize("version", ["2.12.1", "2.15.0", "3.0.0", "unknown"])
+@pytest.mark.parametrize("version", ["2.12.1", "2.16.0", "3.0.0", "unknown"])
 def test_an_unknown_torch_is_refused_in_one_sentence(version: str) -> None:
     with pytest.raises(ConfigurationError, match=version):
         c10d_tables.check_torch(version)
 
 
-@pytest.mark.parametrize("version", ["2.13.0+cpu", "2.14.2"])
+@pytest.mark.parametrize("version", ["2.13.0+cpu", "2.14.2", "2.15.0"])
 def test_a_known_torch_is_accepted(version: str) -> None:
     c10d_tables.check_torch(version)
+
+
+def test_no_flight_recorder_is_attached_to_our_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.15 attaches one to each group of a backend that this set does not name."""
+    named = {"gloo"}
+    monkeypatch.setattr(c10d_tables.c10d, "_FR_SELF_RECORDING_BACKENDS", named, raising=False)
+    c10d_tables.register_backend(lambda options, backend_options: None)
+    assert named == {"gloo", c10d_tables.BACKEND}
+    c10d_tables.unregister_backend()
+    assert named == {"gloo"}
 
 
 def _name_again(peer: Peer) -> None:

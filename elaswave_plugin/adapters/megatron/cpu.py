@@ -120,7 +120,7 @@ def _record(target: str, make: Callable[[Any], Any], reason: str, *parameters: s
         target=target,
         reason=reason,
         distribution="megatron-core" if of_megatron else "torch",
-        valid=VALID if of_megatron else ">=2.13,<2.15",
+        valid=VALID if of_megatron else ">=2.13,<2.16",
         make=make,
         parameters=parameters or None,
     )

@@ -22,7 +22,7 @@ def cut_patches() -> PatchSet:
                 target="torch.nn.functional:dropout",
                 reason="the samples of a cut micro-batch are dropped as in the whole one",
                 distribution="torch",
-                valid=">=2.13,<2.15",
+                valid=">=2.13,<2.16",
                 parameters=("input", "p", "training", "inplace"),
                 make=_of_cut_rows,
             )

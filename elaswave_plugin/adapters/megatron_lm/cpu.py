@@ -42,7 +42,7 @@ def _as_with_a_device(original: Callable[..., Any]) -> Callable[..., Any]:
         target="torch.cuda:device_count",
         reason="groups and generators are made only where a device is counted",
         distribution="torch",
-        valid=">=2.13,<2.15",
+        valid=">=2.13,<2.16",
         make=lambda count: lambda: 1,
     )
 
@@ -69,7 +69,7 @@ def lm_cpu_patches() -> PatchSet:
                 target="torch.cuda:Stream",
                 reason="streams have no meaning on CPU",
                 distribution="torch",
-                valid=">=2.13,<2.15",
+                valid=">=2.13,<2.16",
                 make=_streams,
             ),
             record(
