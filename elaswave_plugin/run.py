@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from elaswave_plugin.core.ending import EXIT_FAILED, EXIT_LEFT_OUT
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.descriptors import allow_descriptors
 from elaswave_plugin.runtime.launch import connect_zygote
@@ -116,7 +117,8 @@ def supervise(
             listener=listener,
             zygote=connection,
         )
-        return supervisor.run()
+        code = supervisor.run()
+        return EXIT_FAILED if code == EXIT_LEFT_OUT else code
     except Exception:
         traceback.print_exc()
         return EXIT_CRASHED

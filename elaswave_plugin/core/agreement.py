@@ -60,7 +60,7 @@ from elaswave_plugin.core.agreement_orders import (
 from elaswave_plugin.core.agreement_wire import pack_payload
 from elaswave_plugin.core.due import boundary_of, due_view
 from elaswave_plugin.core.election import outcome_of
-from elaswave_plugin.core.ending import EXIT_FAILED, ending_of
+from elaswave_plugin.core.ending import EXIT_FAILED, EXIT_LEFT_OUT, ending_of
 from elaswave_plugin.core.follower import Follower
 from elaswave_plugin.core.membership import MembershipView, WorkerId
 from elaswave_plugin.core.patience import Patience
@@ -181,7 +181,7 @@ class Agreement(Follower):
             case Stays():
                 self._forget_notice(message.worker)
             case Stop():
-                self._stop(message.reason, message.exit_code)
+                self._on_stop(sender, message)
 
     def lost(self, slot: int, evidence: str) -> None:
         """The supervisor of `slot` is gone (its link closed, or it was silent too long)."""
@@ -303,16 +303,8 @@ class Agreement(Follower):
         for slot in lost:
             self.lost(slot, "declared lost by the leader")
         if self.slot in lost:
-            self._stop("this worker was declared lost by the others", EXIT_FAILED, tell=False)
+            self._end_alone("this worker was declared lost by the others")
         return self.slot in lost
-
-    def _is_left_behind(self) -> bool:
-        """Who takes part has answered every proposal that was committed; this one was left out."""
-        before = self.memory.before
-        if not before or before[0].epoch <= self._sure_epoch:
-            return False
-        self._stop("the others have gone on without this worker", EXIT_FAILED, tell=False)
-        return True
 
     def _forget(self, slot: int) -> None:
         """Nothing of a lost supervisor counts any more: the snapshots it listed went with it."""
@@ -539,6 +531,7 @@ class Agreement(Follower):
                 f"only {len(heard)} of {len(of)} nodes can be reached, which is no majority "
                 f"({causes})",
                 EXIT_FAILED,
+                part=True,
             )
         return False
 
@@ -560,14 +553,26 @@ class Agreement(Follower):
             self._news.append(AllSealed())
             self._broadcast(AllSealed())
 
-    def _stop(self, reason: str, exit_code: int, *, tell: bool = True) -> None:
+    def _stop(self, reason: str, exit_code: int, *, part: bool = False) -> None:
+        """End the job, or only those who follow this one."""
         if self.over:
             return
-        if tell:
-            self._broadcast(Stop(reason=reason, exit_code=exit_code))
-        if not tell:
-            self._note("shut_out", slot=self.slot, reason=reason)
-        elif self.leader == self.slot:
+        self._broadcast(Stop(reason=reason, exit_code=exit_code, part=part))
+        if self.leader == self.slot:
             self._note("job_over", reason=reason, exit_code=exit_code)
-        self.over = True
-        self._effects.append(Over(reason=reason, exit_code=exit_code))
+        self._end(reason, EXIT_LEFT_OUT if part else exit_code)
+
+    def _on_stop(self, sender: int, message: Stop) -> None:
+        if message.part and sender != self.leader:
+            return  # others may go on, and this one with them
+        nodes, own = self._supervisors.nodes, self._supervisors.nodes[self.slot]
+        # The leader says it on its node. Here one does, or each where others here may go on.
+        beside = [slot for slot in self._supervisors.living() if nodes[slot] == own]
+        speaks = message.part or self.slot == min(beside)
+        if message.exit_code and speaks and own not in (nodes[sender], nodes[self.leader]):
+            by = {"by": sender, "node": nodes[sender]}
+            self._note("told_to_stop", slot=self.slot, **by, reason=message.reason)
+        if message.part:
+            self._end(message.reason, EXIT_LEFT_OUT)
+        else:
+            self._stop(message.reason, message.exit_code)

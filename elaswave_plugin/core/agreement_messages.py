@@ -260,10 +260,11 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """The job is over."""
+    """The job is over; `part`: for those who follow the sender, which has no majority."""
 
     reason: str
     exit_code: int
+    part: bool = False
 
 
 News = Report | Severed | Replan | FirstSeal | AllSealed | Done | Ready | Notice | Settled | Starts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from elaswave_plugin.core.agreement_messages import (
@@ -118,7 +119,7 @@ def to_wire(message: Message) -> dict[str, Any]:
         case Starts() | Admit() | Welcome():
             return _newcomer_to_wire(message)
         case Stop():
-            return {"m": "stop", "reason": message.reason, "exit_code": message.exit_code}
+            return {"m": "stop", **asdict(message)}
 
 
 def from_wire(record: Mapping[str, Any]) -> Message:
@@ -182,7 +183,8 @@ def from_wire(record: Mapping[str, Any]) -> Message:
         case "starts" | "admit" | "welcome":
             return _newcomer_from_wire(record)
         case "stop":
-            return Stop(reason=record["reason"], exit_code=record["exit_code"])
+            code, part = record["exit_code"], record["part"]
+            return Stop(reason=record["reason"], exit_code=code, part=part)
         case other:
             raise UnknownMessageError(other)
 

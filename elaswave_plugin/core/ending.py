@@ -11,6 +11,8 @@ from elaswave_plugin.core.reports import Reports
 
 EXIT_FAILED = 1
 EXIT_CONFIGURATION = 2
+# Of a supervisor whose part of the job ends: others may go on, and it is they who tell the job's.
+EXIT_LEFT_OUT = 72
 EXIT_REQUEUE = 75
 # As a process that SIGTERM ends.
 EXIT_TOLD = 143

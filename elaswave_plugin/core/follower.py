@@ -18,7 +18,8 @@ from elaswave_plugin.core.agreement_messages import (
     Refuse,
     StopBefore,
 )
-from elaswave_plugin.core.agreement_orders import Deliver, Dismiss, Fence, Ring
+from elaswave_plugin.core.agreement_orders import Deliver, Dismiss, Fence, Over, Ring
+from elaswave_plugin.core.ending import EXIT_LEFT_OUT
 from elaswave_plugin.core.membership import MembershipView, WorkerId
 from elaswave_plugin.core.node_memory import NodeMemory
 from elaswave_plugin.core.own_trainer import OwnTrainer
@@ -65,10 +66,6 @@ class Follower(OwnTrainer, ABC):
     @abstractmethod
     def _shut_out(self, lost: Iterable[int]) -> bool:
         """Take over the losses that a leader declares; true if it is this worker that is lost."""
-
-    @abstractmethod
-    def _is_left_behind(self) -> bool:
-        """Whether its node remembers views that this one cannot follow; it ends then."""
 
     # ---- what it answers ----------------------------------------------------------------------
 
@@ -168,3 +165,21 @@ class Follower(OwnTrainer, ABC):
 
     def _learn(self, views: Iterable[MembershipView]) -> None:
         self.history += [view for view in views if view.epoch > self.committed.epoch]
+
+    # ---- how it ends alone ---------------------------------------------------------------------
+
+    def _is_left_behind(self) -> bool:
+        """Who takes part has answered every proposal that was committed; this one was left out."""
+        before = self.memory.before
+        if not before or before[0].epoch <= self._sure_epoch:
+            return False
+        self._end_alone("the others have gone on without this worker")
+        return True
+
+    def _end_alone(self, reason: str) -> None:
+        self._note("shut_out", slot=self.slot, reason=reason)
+        self._end(reason, EXIT_LEFT_OUT)
+
+    def _end(self, reason: str, exit_code: int) -> None:
+        self.over = True
+        self._effects.append(Over(reason=reason, exit_code=exit_code))

@@ -360,6 +360,10 @@ class Coordinator:
         elif note.kind == "supervisor_admitted":
             slot, node = note.fields["slot"], note.fields["node"]
             say(f"worker {slot} has a supervisor now, on node {node}")
+        elif note.kind == "told_to_stop":
+            by, node, reason = (note.fields[name] for name in ("by", "node", "reason"))
+            slot = note.fields["slot"]
+            say(f"worker {slot} ends: worker {by} (node {node}) stops it: {reason}")
         elif note.kind == "shut_out":
             say(f"worker {note.fields['slot']} ends: {note.fields['reason']}")
         elif note.kind == "quorum_lost":

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from elaswave_plugin.core.ending import EXIT_FAILED, EXIT_LEFT_OUT
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.coordinator import say
 from elaswave_plugin.runtime.descriptors import allow_descriptors
@@ -357,12 +358,12 @@ class _NodeJob:
             return code
         if set(self._codes) == {EXIT_UNUSED}:
             return 0  # standbys alone, of which none was needed
-        told = [
-            code for code in self._codes if code >= 0 and code not in (EXIT_CRASHED, EXIT_UNUSED)
-        ]
+        silent = (EXIT_CRASHED, EXIT_UNUSED, EXIT_LEFT_OUT)
+        told = [code for code in self._codes if code >= 0 and code not in silent]
         if not told:
-            say(f"no supervisor of node {node} lived to the end of the job")
-            return 1
+            if EXIT_LEFT_OUT not in self._codes:  # those have said why
+                say(f"no supervisor of node {node} lived to the end of the job")
+            return EXIT_FAILED
         return next((code for code in told if code), 0)
 
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from elaswave_plugin.core.patience import Patience
-from tests.core.test_agreement import Cluster
+from tests.core.cluster import Cluster
 from tests.core.test_agreement_random import let_somebody_come
 
 NODES = (

@@ -8,7 +8,7 @@ import pytest
 from elaswave_plugin.core.membership import MembershipView
 from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.core.reserve import NOWHERE
-from tests.core.test_agreement import Cluster
+from tests.core.cluster import Cluster
 
 LAUNCHED = ((0, 0, 0, 0), (0, 0, 1, 1, 2, 2), (0, 1, 2), (0, 1, 2, 3, 4))
 GROWING = ((0, 1, 2, NOWHERE), (0, 0, 1, 1, NOWHERE, NOWHERE), (0, 0, 1, 2, NOWHERE))

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 from elaswave_plugin.core.agreement_messages import Ballot, Prepare, Proposal
 from elaswave_plugin.core.agreement_wire import memory_to_wire
-from elaswave_plugin.core.ending import EXIT_FAILED
+from elaswave_plugin.core.ending import EXIT_LEFT_OUT
 from elaswave_plugin.core.membership import first_view
 from elaswave_plugin.core.node_memory import NodeMemory
 from elaswave_plugin.core.patience import Patience
-from tests.core.test_agreement import Cluster
+from tests.core.cluster import Cluster
 
 NODES = (0, 1, 1, 2, 2, 3)
 
@@ -66,5 +66,5 @@ def test_who_was_left_out_of_the_views_of_its_node_ends() -> None:
     prepare = Prepare(ballot=Ballot(term=10, leader=2, epoch=10), epoch=1, lost=(0, 1))
     cluster.vote(3, type(agreement).receive, 2, prepare)
     cluster.settle(3)
-    assert cluster.ends[3].exit_code == EXIT_FAILED
+    assert cluster.ends[3].exit_code == EXIT_LEFT_OUT
     assert "gone on without this worker" in cluster.ends[3].reason

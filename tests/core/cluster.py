@@ -1,0 +1,503 @@
+"""Supervisors without processes: links and trainers that a script or chance moves."""
+
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+from elaswave_plugin.core.admission import Applicant
+from elaswave_plugin.core.agreement import Agreement
+from elaswave_plugin.core.agreement_messages import (
+    Ballot,
+    Message,
+    Stop,
+    Welcome,
+)
+from elaswave_plugin.core.agreement_orders import (
+    Connect,
+    Deliver,
+    Disconnect,
+    Dismiss,
+    Effect,
+    Fence,
+    Note,
+    Over,
+    Ring,
+    Send,
+)
+from elaswave_plugin.core.agreement_wire import from_wire, to_wire, unpack_payload
+from elaswave_plugin.core.membership import MembershipView
+from elaswave_plugin.core.node_memory import NodeMemory
+from elaswave_plugin.core.patience import Patience
+from elaswave_plugin.core.reserve import NOWHERE
+from tests.core.described import describe
+
+T = TypeVar("T")
+
+
+class Cluster:
+    """Supervisors without processes: messages are delivered in a fixed (or a random) order."""
+
+    def __init__(self, nodes: tuple[int, ...], patience: Patience) -> None:
+        self.now_s = 0.0
+        self.lines: list[str] = []
+        self.nodes = list(nodes)
+        self.patience = patience
+        self.alive = {
+            slot: Agreement(slot=slot, nodes=nodes, patience=patience)
+            for slot, node in enumerate(nodes)
+            if node != NOWHERE
+        }
+        # What each node remembers, for as long as one of its supervisors lives.
+        self.memories: dict[int, NodeMemory] = {}
+        self.lives = 0
+        self.wires: dict[tuple[int, int], deque[Message]] = {}
+        self.order: deque[tuple[int, int]] = deque()
+        self.open: dict[int, Ballot] = {}
+        self.launched = frozenset(self.alive)
+        self.trainers = set(self.alive)
+        self.cut: set[tuple[int, int]] = set()
+        # Those of them that nobody has acted on yet.
+        self.broken: set[tuple[int, int]] = set()
+        # Links that newcomers have opened and that the other end does not use yet.
+        self.unread: set[tuple[int, int]] = set()
+        # Newcomers that wait for the welcome of a leader, and then until all use their links.
+        self.asking: dict[int, int] = {}
+        self.welcomes: dict[int, Welcome] = {}
+        # Newcomers whose trainers are not built yet.
+        self.new: set[int] = set()
+        self.joined: set[int] = set()
+        self.entered: set[int] = set()
+        self.doom: dict[int, tuple[str, int]] = {}
+        self.commits: dict[int, list[MembershipView]] = {slot: [] for slot in self.alive}
+        # Every view that any trainer was ever told of, by epoch.
+        self.decided: dict[int, MembershipView] = {}
+        self.ends: dict[int, Over] = {}
+        # Where each trainer is: (step, whether it has begun it), and who waits to be let in.
+        self.at: dict[int, tuple[int, bool]] = dict.fromkeys(self.alive, (0, False))
+        self.outside = set(self.alive)
+        self.stopped: set[int] = set()
+        self.boundary: dict[int, tuple[Ballot, int | None]] = {}
+        self.verbose = True
+
+    # ---- commands -----------------------------------------------------------------------------
+
+    def do(self, command: str) -> None:
+        name, *words = command.split()
+        getattr(self, f"do_{name}")(words)
+        self.run()
+
+    def do_start(self, words: list[str]) -> None:
+        for slot in list(self.alive):
+            self.settle(slot)
+
+    def do_quiesce(self, words: list[str]) -> None:
+        for slot in self.slots(words):
+            if slot in self.alive and slot in self.open:
+                ballot = self.open.pop(slot)
+                self.stopped.add(slot)
+                step, begun = self.at[slot]
+                entering = slot in self.outside
+                facts = {"at": slot, "step": step, "begun": begun, "entering": entering}
+                self.alive[slot].quiesced(
+                    ballot,
+                    facts if slot in self.trainers else None,
+                    [{"owner": slot}],
+                    entering=entering,
+                )
+                self.settle(slot)
+
+    def do_step(self, words: list[str]) -> None:
+        """step SLOTS: these trainers go on, to the next boundary or over it where they may."""
+        for slot in self.slots(words):
+            running = self.trainers & set(self.alive) - self.outside - set(self.open)
+            if slot not in running - self.stopped:
+                continue
+            step, begun = self.at[slot]
+            if begun:
+                # A step ends with a collective: nobody leaves it before everyone has begun it.
+                view = self.commits[slot][-1]
+                peers = [one for one in view.ranks if one in self.trainers]
+                if all(
+                    self.commits[one][-1:] == [view] and self.at[one] >= (step, True)
+                    for one in peers
+                ):
+                    self.at[slot] = (step + 1, False)
+                continue
+            ballot, before = self.boundary.get(slot, (None, step + 1))
+            if before is not None and step < before:
+                self.at[slot] = (step, True)
+            elif before is not None and ballot is not None:
+                self.say(f"{slot}: stops before step {step}")
+                self.open[slot] = ballot
+                del self.boundary[slot]
+                self.do_quiesce([str(slot)])
+
+    def do_respawn(self, words: list[str]) -> None:
+        """respawn SLOTS: new trainers are built there and wait to be let in."""
+        for slot in self.slots(words):
+            agreement = self.alive[slot]
+            agreement.trainer_starts(agreement.incarnation + 1)
+            self.trainers.add(slot)
+            self.outside.add(slot)
+            self.commits[slot] = []
+            agreement.trainer_ready(self.now_s)
+            self.settle(slot)
+
+    def do_join(self, words: list[str]) -> None:
+        """join SLOT NODE [UNLINKED]: another supervisor asks whoever leads for this slot."""
+        slot, node = map(int, words[:2])
+        unlinked = self.slots(words[2:])
+        linked = frozenset(set(self.alive) - set(unlinked))
+        applicant = Applicant(slot=slot, node=node, address=f"of {slot}", linked=linked)
+        answers = {}
+        for one in sorted(set(self.alive) - set(self.ends)):
+            answers[one] = self.alive[one].admit(applicant)
+            if answers[one].reason is None:
+                self.nodes[slot] = node
+                self.asking[slot] = one
+                self.ends.pop(slot, None)
+                for other in self.alive:
+                    for link in ((slot, other), (other, slot)):
+                        self.wires.pop(link, None)
+                        self.cut.discard(link)
+                        self.unread.discard(link)
+                    self.unread.add((slot, other))
+                self.settle(one)
+                return
+        why = {answer.reason for answer in answers.values() if not answer.later}
+        why = why or {answer.reason for answer in answers.values()}
+        self.say(f"worker {slot} on node {node} is not let in: {'; '.join(sorted(map(str, why)))}")
+
+    def do_ready(self, words: list[str]) -> None:
+        """ready SLOTS: the trainers of newcomers are built and wait to be let in."""
+        for slot in self.slots(words):
+            self.new.discard(slot)
+            self.trainers.add(slot)
+            self.alive[slot].trainer_ready(self.now_s)
+            self.settle(slot)
+
+    def begin_or_give_up(self) -> None:
+        """A newcomer takes part once all that it was told of use its links, or not at all."""
+        for slot, leader in list(self.asking.items()):
+            message = self.welcomes.get(slot)
+            if message is None:
+                gives_up = leader not in self.alive and not self.wires.get((leader, slot))
+                waits = not gives_up
+            else:
+                living = set(range(len(self.nodes))) - message.lost.keys() - {slot}
+                gives_up = not living <= self.alive.keys()
+                gives_up = gives_up or any((slot, one) in self.cut for one in living)
+                waits = any((slot, one) in self.unread for one in living)
+            if gives_up:
+                self.give_up(slot)
+            elif message is not None and not waits:
+                self.begin(message)
+
+    def give_up(self, slot: int) -> None:
+        """A newcomer closes its links; it does so too where it has waited for long."""
+        self.say(f"{slot}: gives up, it is not let in by all")
+        del self.asking[slot]
+        self.welcomes.pop(slot, None)
+        self.order += [(slot, other) for other in self.alive]
+
+    def begin(self, message: Welcome) -> None:
+        slot = message.worker.slot
+        del self.asking[slot], self.welcomes[slot]
+        if all(self.nodes[other] != self.nodes[slot] for other in self.alive):
+            self.memories.pop(self.nodes[slot], None)
+        self.lives += 1
+        self.alive[slot] = Agreement.of_newcomer(message, patience=self.patience, life=self.lives)
+        self.new.add(slot)
+        self.joined.add(slot)
+        self.outside.add(slot)
+        self.commits[slot] = []
+        self.at[slot] = (0, False)
+        self.stopped.discard(slot)
+        for state in (self.open, self.boundary, self.doom):
+            state.pop(slot, None)
+        # What came to it meanwhile is read now.
+        self.order += [link for link, wire in self.wires.items() if link[1] == slot for _ in wire]
+        self.settle(slot)
+
+    def do_notice(self, words: list[str]) -> None:
+        """notice SLOTS [saves] [asked]: these trainers are to leave between two steps."""
+        for slot in self.slots(words[:1]):
+            how = {"saves_last": "saves" in words, "asked": "asked" in words}
+            self.alive[slot].give_notice("it is drained", self.now_s, **how)
+            self.settle(slot)
+
+    def do_replan(self, words: list[str]) -> None:
+        """replan SLOTS: these trainers were told what layout somebody wants."""
+        for slot in self.slots(words):
+            self.alive[slot].replan("layers move", self.now_s)
+            self.settle(slot)
+
+    def do_seal(self, words: list[str]) -> None:
+        for slot in self.slots(words):
+            self.alive[slot].first_seal()
+            self.settle(slot)
+
+    def do_exit(self, words: list[str]) -> None:
+        """exit SLOTS CODE|SIGNAL: these trainers end in the same moment."""
+        code = int(words[1]) if words[1].isdigit() else None
+        evidence = f"exit code {code}" if code is not None else f"killed by {words[1]}"
+        slots = self.slots(words[:1])
+        for slot in slots:
+            self.trainers.discard(slot)
+            self.boundary.pop(slot, None)
+            self.alive[slot].trainer_failed(evidence, code, self.now_s)
+            ballot = self.open.pop(slot, None)
+            if ballot is not None:
+                self.alive[slot].quiesced(ballot, None, [{"owner": slot}])
+        for slot in slots:
+            self.settle(slot)
+
+    def do_done(self, words: list[str]) -> None:
+        for slot in self.slots(words[:1]):
+            self.alive[slot].trainer_done(int(words[1]) if words[1:] else None)
+            self.settle(slot)
+
+    def do_kill(self, words: list[str]) -> None:
+        """kill SLOTS: these supervisors die in the same moment."""
+        dead = self.slots(words)
+        for slot in dead:
+            self.bury(slot)
+        for slot in list(self.alive):
+            if slot in self.alive:  # the leader may have killed it, on its own node
+                for gone in dead:
+                    self.alive[slot].lost(gone, "its connection closed")
+                self.settle(slot)
+
+    def do_doom(self, words: list[str]) -> None:
+        """doom SLOT KIND N: this supervisor dies once it has sent N messages of a kind."""
+        self.doom[int(words[0])] = words[1], int(words[2])
+
+    def do_part(self, words: list[str]) -> None:
+        """part A B [C D ...]: the links between A and B break, and those between C and D."""
+        pairs = zip(words[::2], words[1::2], strict=True)
+        cut = [
+            (a, b) for one, other in pairs for a in self.slots([one]) for b in self.slots([other])
+        ]
+        both = [*cut, *((b, a) for a, b in cut)]
+        for slot, far in sorted(both):
+            self.cut.add((slot, far))
+            self.wires.pop((slot, far), None)
+            self.alive[slot].lost(far, "its connection broke")
+        for slot in dict.fromkeys(slot for pair in cut for slot in pair):
+            self.settle(slot)
+
+    def do_sunder(self, words: list[str]) -> None:
+        """sunder A B [C D ...]: as `part`, but who is behind a broken link is lost where one leads.
+
+        So coordinators go by it (`Coordinator._lose_who_is_needed`).
+        """
+        for one, other in zip(words[::2], words[1::2], strict=True):
+            for a in self.slots([one]):
+                for b in self.slots([other]):
+                    self.cut |= {(a, b), (b, a)}
+                    self.broken |= {(a, b), (b, a)}
+                    self.wires.pop((a, b), None)
+                    self.wires.pop((b, a), None)
+        for slot in list(self.alive):
+            self.settle(slot)
+
+    def lose_who_is_needed(self, slot: int) -> None:
+        """Of a broken link one end leads, or each of them may be right."""
+        agreement = self.alive[slot]
+        for _ in self.nodes:
+            leader = agreement.leader
+            gone = [far for near, far in sorted(self.broken) if near == slot]
+            for far in gone if leader == slot else {leader}.intersection(gone):
+                self.broken.discard((slot, far))
+                agreement.lost(far, "its connection broke")
+
+    def do_tick(self, words: list[str]) -> None:
+        """tick SECONDS: time passes, and with its beats each learns whom its node follows."""
+        self.now_s += float(words[0])
+        for slot, agreement in self.alive.items():
+            agreement.recall(self.memories.get(self.nodes[slot], NodeMemory()), self.now_s)
+        for slot in list(self.alive):
+            self.settle(slot)
+
+    def do_sever(self, words: list[str]) -> None:
+        for slot in self.slots(words):
+            epoch = self.commits[slot][-1].epoch
+            self.alive[slot].severed(epoch, "a link broke", self.now_s)
+            self.settle(slot)
+
+    def do_progress(self, words: list[str]) -> None:
+        for slot in self.slots(words):
+            self.alive[slot].progress(self.now_s)
+
+    # ---- the network --------------------------------------------------------------------------
+
+    def slots(self, words: list[str]) -> list[int]:
+        if words == ["all"]:
+            return list(self.alive)
+        return [int(slot) for word in words for slot in word.split(",")]
+
+    def bury(self, slot: int) -> None:
+        self.say(f"{slot}: supervisor dies")
+        self.alive.pop(slot)
+        self.new.discard(slot)
+        self.trainers.discard(slot)
+        self.open.pop(slot, None)
+
+    def settle(self, slot: int) -> None:
+        if slot in self.alive:
+            self.lose_who_is_needed(slot)
+        while slot in self.alive and (effects := self.vote(slot, Agreement.settle)):
+            for effect in effects:
+                if slot in self.alive:
+                    self.carry_out(slot, effect)
+
+    def vote(self, slot: int, act: Callable[..., T], *words: object) -> T:
+        """Settle or receive as this supervisor, with the memory of its node."""
+        agreement, node = self.alive[slot], self.nodes[slot]
+        message = words[1] if words else None
+        if not agreement.votes(message):  # type: ignore[arg-type]
+            known = agreement.memory
+            try:
+                return act(agreement, *words, self.now_s)
+            finally:
+                assert agreement.memory is known
+        agreement.recall(self.memories.get(node, NodeMemory()), self.now_s)
+        try:
+            return act(agreement, *words, self.now_s)
+        finally:
+            self.memories[node] = agreement.memory
+
+    def carry_out(self, slot: int, effect: Effect) -> None:
+        match effect:
+            case Send():
+                self.send(slot, effect.to, effect.message)
+            case Ring():
+                self.ring(slot, effect)
+            case Dismiss():
+                self.say(f"{slot}: may leave")
+                self.trainers.discard(slot)
+                self.open.pop(slot, None)
+            case Deliver():
+                view = effect.committed.proposal.view
+                skipped = [skipped.epoch for skipped in effect.skipped]
+                facts, inventory = unpack_payload(effect.committed.payload)
+                holders = [record["owner"] for record in inventory]
+                self.say(
+                    f"{slot}: commit epoch {view.epoch} ranks {list(view.ranks)} "
+                    f"facts of {sorted(facts)} inventory of {holders}"
+                    + (f" after {skipped}" if skipped else "")
+                )
+                self.boundary.pop(slot, None)
+                self.stopped.discard(slot)
+                newcomer = slot in self.outside
+                if newcomer and slot in self.joined:
+                    self.entered.add(slot)
+                self.outside.discard(slot)
+                history = tuple(self.alive[slot].history[1:])
+                self.commits[slot] = (
+                    [*history] if newcomer else [*self.commits[slot], *effect.skipped, view]
+                )
+                for known in self.commits[slot]:
+                    assert self.decided.setdefault(known.epoch, known) == known
+                if newcomer and view.epoch > 1 and self.alive[slot].incarnation:
+                    old = [fact["step"] for fact in facts.values() if not fact["entering"]]
+                    # Those whom it meets stand before one and the same step, or have begun it.
+                    assert len(set(old)) <= 1, facts
+                self.at[slot] = (
+                    (min(fact["step"] for fact in facts.values() if not fact["entering"]), False)
+                    if any(not fact["entering"] for fact in facts.values())
+                    else (0, False)
+                )
+            case Disconnect() if effect.kill and self.nodes[slot] == self.nodes[effect.slot]:
+                self.cut |= {(slot, effect.slot), (effect.slot, slot)}
+                if effect.slot in self.alive and effect.slot not in self.ends:
+                    self.bury(effect.slot)
+                    self.order += [(effect.slot, other) for other in self.alive]
+            case Disconnect():
+                self.cut |= {(slot, effect.slot), (effect.slot, slot)}
+                if effect.slot in self.alive and effect.slot not in self.ends:
+                    self.alive[effect.slot].lost(slot, "its connection closed")
+                    self.settle(effect.slot)
+            case Connect():
+                link = (effect.slot, slot)
+                self.unread.discard(link)
+                self.begin_or_give_up()
+                gone = effect.slot not in self.alive and effect.slot not in self.asking
+                self.order += [link] * (len(self.wires.get(link, ())) + gone)
+            case Fence():
+                self.say(f"{slot}: fence: {effect.evidence}")
+            case Over():
+                self.say(f"{slot}: over, exit code {effect.exit_code}: {effect.reason}")
+                self.ends[slot] = effect
+            case Note():
+                if effect.kind == "quorum_lost":
+                    self.say(f"{slot}: no quorum, heard {effect.fields['nodes_heard']}")
+                elif effect.kind == "told_to_stop":
+                    self.say(f"{slot}: says that {effect.fields['by']} has stopped it")
+
+    def ring(self, slot: int, effect: Ring) -> None:
+        where = ""
+        if effect.boundary:
+            where = " between steps"
+            if effect.before_step is not None:
+                where += f", before step {effect.before_step}"
+        self.say(f"{slot}: ring {effect.ballot}{where}")
+        running = self.trainers - self.outside - set(self.open) - self.stopped
+        waits = effect.boundary and slot in running
+        step, begun = self.at[slot]
+        if waits and (effect.before_step is None or (step, begun) < (effect.before_step, True)):
+            self.boundary[slot] = effect.ballot, effect.before_step
+            if effect.before_step is None:
+                self.alive[slot].begun(effect.ballot, step if begun else step - 1)
+        else:
+            self.boundary.pop(slot, None)
+            self.open[slot] = effect.ballot
+
+    def send(self, slot: int, to: int, message: Message) -> None:
+        # Through the wire form and back, as between processes.
+        message = from_wire(to_wire(message))
+        if (to in self.alive or to in self.asking) and (slot, to) not in self.cut:
+            self.wires.setdefault((slot, to), deque()).append(message)
+            self.order.append((slot, to))
+        kind = type(message).__name__.lower()
+        if slot in self.doom and self.doom[slot][0] == kind:
+            left = self.doom[slot][1] - 1
+            self.doom[slot] = kind, left
+            if left == 0:
+                self.bury(slot)
+                for other in list(self.alive):
+                    # After what it has sent already: the end of a connection comes last.
+                    self.wires.setdefault((slot, other), deque())
+                    self.order.append((slot, other))
+
+    def run(self, dice: random.Random | None = None, *, most: int = 100_000) -> None:
+        """Deliver until nothing is under way; `dice` picks the link, else first come first.
+
+        Or as many as `most`.
+        """
+        while self.order and most > 0:
+            most -= 1
+            if dice is not None:
+                self.order.rotate(-dice.randrange(len(self.order)))
+            sender, to = self.order.popleft()
+            wire = self.wires.get((sender, to))
+            if to in self.asking and wire and isinstance(wire[0], Welcome):
+                message = wire.popleft()
+                self.say(f"{sender} -> {to}: {describe(message)}")
+                self.welcomes[to] = message
+            self.begin_or_give_up()
+            if to not in self.alive or {(sender, to)} & (self.cut | self.unread):
+                continue
+            if wire:
+                message = wire.popleft()
+                if not isinstance(message, Stop):
+                    self.say(f"{sender} -> {to}: {describe(message)}")
+                self.vote(to, Agreement.receive, sender, message)
+            elif sender not in self.alive and sender not in self.asking:
+                self.alive[to].lost(sender, "its connection closed")
+            self.settle(to)
+
+    def say(self, line: str) -> None:
+        if self.verbose:
+            self.lines.append(f"  {line}")

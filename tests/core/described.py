@@ -1,0 +1,61 @@
+"""Messages between supervisors as the lines of a golden script."""
+
+from elaswave_plugin.core.agreement_messages import (
+    Accuse,
+    Admit,
+    Begun,
+    Committed,
+    Done,
+    Message,
+    Prepare,
+    Promise,
+    Propose,
+    Quiesced,
+    Ready,
+    Refuse,
+    Report,
+    Starts,
+    StopBefore,
+    Welcome,
+)
+
+
+def describe(message: Message) -> str:
+    match message:
+        case Prepare():
+            return f"prepare {message.ballot} lost={list(message.lost)}"
+        case Promise():
+            accepted = message.accepted.ballot if message.accepted else None
+            newer = f", knows {[view.epoch for view in message.newer]}" if message.newer else ""
+            applied = message.applied_epoch
+            return f"promise {message.ballot}, applied {applied}, has {accepted}{newer}"
+        case Propose():
+            return f"propose {message.proposal}"
+        case Quiesced():
+            return f"quiesced {message.ballot}" + (" without trainer" if not message.facts else "")
+        case Committed():
+            return f"committed {message.proposal.ballot}"
+        case Refuse():
+            return f"refuse, promised {message.promised}"
+        case Report():
+            return f"report {message.failure}"
+        case Begun():
+            return f"begun {message.step}, {message.ballot}"
+        case StopBefore():
+            return f"stop before step {message.step}, {message.ballot}"
+        case Ready():
+            return f"ready: {message.arrival}"
+        case Starts():
+            return f"starts {message.worker}"
+        case Admit():
+            return f"admit {message.worker} on node {message.node}, {message.ballot}"
+        case Welcome():
+            epochs = [view.epoch for view in message.history]
+            lost = f" lost={sorted(message.lost)}" if message.lost else ""
+            return f"welcome {message.worker}, {message.ballot}{lost}, after {epochs}"
+        case Accuse():
+            return f"accuse {message.slot}: {message.evidence}"
+        case Done():
+            return f"done, exit code {message.exit_code}"
+        case _:
+            return type(message).__name__.lower()

@@ -1,0 +1,55 @@
+"""Who is told to stop by a leader elsewhere says so; and whose leader it is decides."""
+
+from elaswave_plugin.core.agreement import Agreement
+from elaswave_plugin.core.agreement_messages import Stop
+from elaswave_plugin.core.agreement_orders import Note, Over
+from elaswave_plugin.core.agreement_wire import from_wire, to_wire
+from elaswave_plugin.core.ending import EXIT_FAILED, EXIT_LEFT_OUT
+from elaswave_plugin.core.patience import Patience
+
+NODES = (0, 1, 1, 2, 2)
+
+
+def told(slot: int, sender: int, message: Stop, *, lost: tuple[int, ...] = ()) -> Agreement:
+    agreement = Agreement(slot=slot, nodes=NODES, patience=Patience())
+    for gone in lost:
+        agreement.lost(gone, "its connection broke")
+    agreement.receive(sender, from_wire(to_wire(message)), 0.0)
+    return agreement
+
+
+def stop(*, exit_code: int = EXIT_FAILED, part: bool = False) -> Stop:
+    return Stop(reason="as it is", exit_code=exit_code, part=part)
+
+
+def ending(agreement: Agreement) -> tuple[int, list[tuple[object, object]]]:
+    """With which exit code it ends, and of whom it says why."""
+    effects = agreement.settle(0.0)
+    codes = [effect.exit_code for effect in effects if isinstance(effect, Over)]
+    notes = [effect.fields for effect in effects if isinstance(effect, Note)]
+    assert len(codes) == 1
+    return codes[0], [(note["by"], note["reason"]) for note in notes if "by" in note]
+
+
+def test_one_of_each_node_says_that_the_job_was_stopped_elsewhere() -> None:
+    endings = [ending(told(slot, 0, stop())) for slot in (1, 2, 3, 4)]
+    says = (EXIT_FAILED, [(0, "as it is")])
+    assert endings == [says, (EXIT_FAILED, []), says, (EXIT_FAILED, [])]
+
+
+def test_nobody_says_so_where_the_leader_of_its_node_does_or_all_is_well() -> None:
+    assert ending(told(0, 3, stop())) == (EXIT_FAILED, [])
+    assert ending(told(3, 0, stop(exit_code=0))) == (0, [])
+
+
+def test_each_that_a_leader_without_majority_stops_on_another_node_says_so() -> None:
+    """The other one of its node may go on, and would not know of it."""
+    says = (EXIT_LEFT_OUT, [(1, "as it is")])
+    assert ending(told(4, 1, stop(part=True), lost=(0,))) == says
+    assert ending(told(2, 1, stop(part=True), lost=(0,))) == (EXIT_LEFT_OUT, [])
+
+
+def test_a_leader_without_majority_stops_nobody_who_hears_another_one() -> None:
+    """Of two that lead, the one that waits for its end may still reach those of the other."""
+    assert not told(4, 1, stop(part=True)).over
+    assert told(4, 1, stop()).over  # whatever ends the whole job may be found by anyone
