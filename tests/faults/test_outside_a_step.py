@@ -59,6 +59,27 @@ def test_a_step_redone_from_inside_an_evaluation_trains_again(
     assert {event["restored_step"] for event in killed.events("recovered")} == {3}
 
 
+# As a model comes that was loaded for evaluation, with model.train() after bind().
+BOUND_FOR_EVALUATION = """
+from elaswave_plugin.adapters.megatron.job import ElasticJob
+bind = ElasticJob.bind
+def bound(self, model, *args, **kwargs):
+    for chunk in model if isinstance(model, list) else [model]:
+        chunk.eval()
+    bind(self, model, *args, **kwargs)
+    for chunk in model if isinstance(model, list) else [model]:
+        chunk.train()
+ElasticJob.bind = bound
+"""
+
+
+def test_after_a_loss_modules_are_in_the_modes_that_they_were_in(
+    run: Launch, reference: Reference
+) -> None:
+    killed = run(JobSpec(kills=("1@4:backward",), sabotage=BOUND_FOR_EVALUATION))
+    check_equal(killed, reference(JobSpec()))
+
+
 def test_more_evaluations_than_validation_batches(run: Launch) -> None:
     options = ("--eval-interval=1", "--eval-iters=1")
     run_of_many = run(JobSpec(steps=12, options=options, dump="never"))

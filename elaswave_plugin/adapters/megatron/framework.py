@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from elaswave_plugin.core.dataflow import Dataflow, Shares
 from elaswave_plugin.core.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.plan import Flow, RecoveryPlan
 from elaswave_plugin.core.shards import ALIGNMENT
+from elaswave_plugin.errors import EpochChanged
 from elaswave_plugin.runtime.state_dump import NamedPiece
 from elaswave_plugin.runtime.worker import Worker
 
@@ -144,7 +146,7 @@ class MegatronFramework:
     def _watch_layers(self) -> None:
         """Announce the phases of a step from inside the layers and buckets that there are now."""
         modules = [module for chunk in self.chunks for module in chunk.modules()]
-        self._modes = [(module, module.training) for module in modules]
+        self._modules = modules
         layers = [module for module in modules if isinstance(module, TransformerLayer)]
         middle = layers[len(layers) // 2]
         for hook in self._watched:
@@ -242,15 +244,24 @@ class MegatronFramework:
         return self._shard.group_of
 
     def pause(self) -> None:
-        """Drop the interrupted step, and whatever an interrupted evaluation had switched."""
+        """Drop the interrupted step."""
         self.reduction.drop()
         for chunk in self.chunks:
             buffers.drop_step(chunk)
-        for module, training in self._modes:
-            module.training = training
         for config in (self.chunks[0].config, self._distributed.config):
             for timer in getattr(config.timers, "_timers", {}).values():
                 timer._started = False
+
+    @contextmanager
+    def modes_kept(self) -> Iterator[None]:
+        """What is interrupted leaves every module in the mode in which it found it."""
+        modes = [(module, module.training) for module in self._modules]
+        try:
+            yield
+        except EpochChanged:
+            for module, training in modes:
+                module.training = training
+            raise
 
     def rebind(self, plan: RecoveryPlan) -> None:
         """Point everything Megatron-Core cached at the new layout.

@@ -174,7 +174,8 @@ class ElasticJob:
             self._worker.member.saves_last()
 
         def attempt() -> StepReport:
-            losses, grad_norm = train_step()
+            with self._framework.modes_kept():
+                losses, grad_norm = train_step()
             pace = self._worker.stopwatch.times.told_pace()
             loss, tokens, norm = self._agree(losses, float(grad_norm or 0.0), pace=pace)
             lr = self._framework.learning_rate()
@@ -236,7 +237,11 @@ class ElasticJob:
 
     @ends_in_a_sentence
     def _between_steps(self, work: Callable[[], Result], *, phase: str, alone: Result) -> Result:
-        return self._loop.run(work, phase=phase, alone=alone)
+        def whole() -> Result:
+            with self._framework.modes_kept():
+                return work()
+
+        return self._loop.run(whole, phase=phase, alone=alone)
 
     def _record(self, step: int, report: StepReport, seconds: float) -> None:
         """Write a completed step to the files and trackers."""

@@ -186,7 +186,8 @@ class LmJob:
 
         def attempt(iteration: int) -> StepReport:
             self._args.curr_iteration = iteration
-            losses, *others = train_step(iteration)
+            with self._framework.modes_kept():
+                losses, *others = train_step(iteration)
             # The last rank logs them, and need not be in the last stage after a loss.
             results.append((losses or self._losses.means, *others))
             for loader in self._trained_from:
@@ -246,7 +247,14 @@ class LmJob:
 
         None for a worker that came later, where the others have it behind them.
         """
-        return work() if self._loop is None else self._loop.run(work, phase=phase)
+        if self._loop is None:
+            return work()
+
+        def whole() -> Result:
+            with self._framework.modes_kept():
+                return work()
+
+        return self._loop.run(whole, phase=phase)
 
     def settle_generators(self) -> None:
         """Set the random generators to what follows from the completed steps."""
