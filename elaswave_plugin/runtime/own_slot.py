@@ -35,7 +35,10 @@ class OwnSlot:
 
 
 def slot_at_launch(place: Place, host: str, listener: socket.socket | None, data: str) -> OwnSlot:
-    """Meet the others: at `listener` those that come, else at `host`. Raises AgreementError."""
+    """Meet the others: at `listener` those that come, else at `host`.
+
+    Raises AgreementError, ConfigurationError as `host_meeting` and `join_meeting` do.
+    """
     # The others look for it as soon as they have met.
     own = NodeRegister.create()
     if listener is not None:
@@ -72,11 +75,6 @@ def slot_in_job(place: Place, contacts: Sequence[str], data: str) -> OwnSlot:
 
 
 def _register_of(peer: Peer, place: Place) -> NodeRegister:
-    if peer.machine != own_machine():
-        raise AgreementError(
-            f"workers {peer.slot} and {place.slot} are both on node {place.node}, in two PID "
-            "namespaces or on two machines: give each of these a node number of its own"
-        )
     try:
         return NodeRegister.of_process(peer.pid)
     except AgreementError as error:

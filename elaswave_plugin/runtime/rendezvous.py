@@ -163,7 +163,8 @@ def _way_to(host: str, port: int) -> str:
 def host_meeting(place: Place, listener: socket.socket, data: str) -> Meeting:
     """Slot 0: wait for everybody at `listener`; `data` is where it serves snapshots.
 
-    Raises AgreementError when someone stays away.
+    Raises AgreementError when someone stays away, ConfigurationError where two machines are told
+    that they are one node.
     """
     deadline_s = time.monotonic() + place.timeout_s
     own = Peer(
@@ -188,15 +189,37 @@ def host_meeting(place: Place, listener: socket.socket, data: str) -> Meeting:
                 links[peer.slot] = sock
     roster = [peers[slot].to_json() for slot in sorted(peers)]
     token = os.urandom(8).hex()
-    for sock in links.values():
-        send_frame(sock, {"roster": roster, "token": token})
-    return Meeting(peers=(*(peers[slot] for slot in sorted(peers)), *_nobody(place)), links=links)
+    met = tuple(peers[slot] for slot in sorted(peers))
+    with contextlib.ExitStack() as undo:
+        for sock in links.values():
+            send_frame(undo.enter_context(sock), {"roster": roster, "token": token})
+        _check_nodes(met)
+        undo.pop_all()
+    return Meeting(peers=(*met, *_nobody(place)), links=links)
+
+
+def _check_nodes(peers: tuple[Peer, ...]) -> None:
+    """Everybody finds the same in the roster, so nobody waits for who does not start."""
+    firsts: dict[int, Peer] = {}
+    for peer in peers:
+        first = firsts.setdefault(peer.node, peer)
+        if first.machine != peer.machine:
+            raise ConfigurationError(
+                f"workers {first.slot} and {peer.slot} are both on node {peer.node}, and on two "
+                "machines or in two containers (PID namespaces): give each of these a node "
+                "number of its own, or start their workers in one"
+            )
 
 
 def _why_not(greeting: dict[str, Any], place: Place, *, taken: bool) -> str | None:
     """Why somebody has no place in the meeting; None for who is awaited."""
-    if greeting.get("world_size") != place.world_size or taken:
-        return f"this job has {place.world_size} workers, one of each slot"
+    if greeting.get("world_size") != place.world_size:
+        return (
+            f"its job has {greeting.get('world_size')} workers and that of worker 0 has "
+            f"{place.world_size}: give every node the same numbers of nodes and of workers"
+        )
+    if taken:
+        return "another one has come as that: give every node a rank of its own"
     if greeting.get("reserve") != place.reserve:
         return (
             f"its reserve is {greeting.get('reserve')} and that of worker 0 is {place.reserve}: "
@@ -256,32 +279,42 @@ class _Door:
 def join_meeting(place: Place, host: str, data: str) -> Meeting:
     """Any other slot, at `host`: go to slot 0, then link up with the rest.
 
-    `data` is where it serves snapshots. Raises AgreementError.
+    `data` is where it serves snapshots. Raises AgreementError where somebody is missing, and
+    ConfigurationError where this one is not wanted, or two machines are told they are one node.
     """
     deadline_s = time.monotonic() + place.timeout_s
-    first = _look_for_first(place, deadline_s)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, 0), family=family, backlog=place.world_size)
-    own = Peer(
-        slot=place.slot,
-        node=place.node,
-        pid=os.getpid(),
-        control=f"{host}:{listener.getsockname()[1]}",
-        data=data,
-        machine=own_machine(),
-    )
+    with contextlib.ExitStack() as undo:
+        first = undo.enter_context(_look_for_first(place, deadline_s))
+        listener = socket.create_server((host, 0), family=family, backlog=place.world_size)
+        with listener:
+            own = Peer(
+                slot=place.slot,
+                node=place.node,
+                pid=os.getpid(),
+                control=f"{host}:{listener.getsockname()[1]}",
+                data=data,
+                machine=own_machine(),
+            )
+            answer = _greet(first, own, place, deadline_s)
+            peers = tuple(Peer(**entry) for entry in answer["roster"])
+            _check_nodes(peers)
+            others = _link_up(place, peers, listener, answer["token"], deadline_s)
+        undo.pop_all()
+    return Meeting(peers=(*peers, *_nobody(place)), links={0: first, **others})
+
+
+def _greet(first: socket.socket, own: Peer, place: Place, deadline_s: float) -> dict[str, Any]:
+    """What slot 0 answers once all have come."""
+    sizes = {"world_size": place.world_size, "reserve": place.reserve}
     try:
-        sizes = {"world_size": place.world_size, "reserve": place.reserve}
         send_frame(first, {**own.to_json(), **sizes})
         answer = receive_frame(first, deadline_s - time.monotonic())
     except OSError as error:
         raise AgreementError(f"the supervisor of worker 0 went away: {error}") from error
     if "error" in answer:
-        raise AgreementError(f"worker {place.slot} is not wanted: {answer['error']}")
-    peers = tuple(Peer(**entry) for entry in answer["roster"])
-    links = {0: first, **_link_up(place, peers, listener, answer["token"], deadline_s)}
-    listener.close()
-    return Meeting(peers=(*peers, *_nobody(place)), links=links)
+        raise ConfigurationError(f"worker {place.slot} is not wanted: {answer['error']}")
+    return answer
 
 
 def _link_up(

@@ -23,7 +23,7 @@ from elaswave_plugin.core.layout import why_impossible, why_needed
 from elaswave_plugin.core.membership import MembershipView
 from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.core.respawn import Deaths, GiveUp
-from elaswave_plugin.errors import AgreementError
+from elaswave_plugin.errors import AgreementError, ConfigurationError
 from elaswave_plugin.runtime.address_file import Address, clear_addresses, published
 from elaswave_plugin.runtime.admission import SlotRefusedError
 from elaswave_plugin.runtime.coordinator import Coordinator, Heartbeat, say
@@ -123,10 +123,11 @@ class Supervisor:
             self._store.close()
             self._reactor.close()
             raise
-        except AgreementError as error:
+        except (AgreementError, ConfigurationError) as error:
             say(f"the job does not start: {error}")
             self._trainer.process.send_signal(signal.SIGKILL)
-            return EXIT_REQUEUE
+            bad_input = isinstance(error, ConfigurationError)
+            return EXIT_CONFIGURATION if bad_input else EXIT_REQUEUE
         self._coordinator = Coordinator(
             self._reactor,
             own.meeting,

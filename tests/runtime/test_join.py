@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elaswave_plugin.cli import run_command
-from elaswave_plugin.core.ending import EXIT_REQUEUE
+from elaswave_plugin.core.ending import EXIT_CONFIGURATION, EXIT_REQUEUE
 from elaswave_plugin.runtime.address_file import read_addresses
 from elaswave_plugin.status import addresses_in, ask_job
 from tests.ports import free_port
@@ -284,7 +284,7 @@ def test_nodes_that_disagree_on_the_reserve_do_not_start(tmp_path: Path) -> None
         port = f"--master-port={free_port()}"
         job.launch("--node-rank=0", "--nnodes=2", port, "--reserve=2")
         job.launch("--node-rank=1", "--nnodes=2", port, "--reserve=1")
-        assert job.code(1) == 75
+        assert job.code(1) == EXIT_CONFIGURATION
         said = job.output(1)
         assert "its reserve is 1 and that of worker 0 is 2: give every node the same" in said
 

@@ -5,10 +5,11 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import replace
 
 import pytest
 
-from elaswave_plugin.errors import AgreementError
+from elaswave_plugin.errors import AgreementError, ConfigurationError
 from elaswave_plugin.runtime import rendezvous
 from elaswave_plugin.runtime.rendezvous import Meeting, Place, host_meeting, join_meeting, listen_at
 from elaswave_plugin.runtime.wire import encode
@@ -16,8 +17,12 @@ from elaswave_plugin.runtime.wire import encode
 HOST = "127.0.0.1"
 
 
-def place(slot: int, ports: tuple[int, ...], *, job: str = "ours", wait_s: float = 20.0) -> Place:
-    return Place(slot=slot, node=0, world_size=2, host=HOST, ports=ports, job=job, timeout_s=wait_s)
+def place(
+    slot: int, ports: tuple[int, ...], *, job: str = "ours", wait_s: float = 20.0, size: int = 2
+) -> Place:
+    return Place(
+        slot=slot, node=0, world_size=size, host=HOST, ports=ports, job=job, timeout_s=wait_s
+    )
 
 
 @pytest.fixture
@@ -84,4 +89,36 @@ def test_a_stranger_that_says_nothing_keeps_nobody_waiting(
         met = ours.result(20.0)
         assert met.peers == joined.peers
         for meeting in (joined, met):
+            close(meeting)
+
+
+def test_two_machines_with_one_node_number_are_told_to_all(
+    listeners: list[socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is on a good node does not start either, and is not left waiting."""
+    monkeypatch.setattr(rendezvous, "own_machine", lambda: f"thread {threading.get_ident()}")
+    port = int(listeners[0].getsockname()[1])
+    with ThreadPoolExecutor(3) as threads:
+        places = [place(slot, (port,), size=3) for slot in range(3)]
+        places[1] = replace(places[1], node=1)
+        all_three = [
+            threads.submit(host_meeting, places[0], listeners[0], ""),
+            *(threads.submit(join_meeting, places[slot], HOST, "") for slot in (1, 2)),
+        ]
+        for one in all_three:
+            with pytest.raises(ConfigurationError, match="workers 0 and 2 are both on node 0, and"):
+                one.result(20.0)
+
+
+def test_who_is_not_wanted_is_told_why(listeners: list[socket.socket]) -> None:
+    port = int(listeners[0].getsockname()[1])
+    with ThreadPoolExecutor(1) as threads:
+        ours = threads.submit(host_meeting, place(0, (port,)), listeners[0], "")
+        for stranger, why in (
+            (place(0, (port,)), "worker 0 is not wanted: another one has come as that: give every"),
+            (place(1, (port,), size=4), "its job has 4 workers and that of worker 0 has 2: give"),
+        ):
+            with pytest.raises(ConfigurationError, match=why):
+                join_meeting(stranger, HOST, "")
+        for meeting in (join_meeting(place(1, (port,)), HOST, ""), ours.result(20.0)):
             close(meeting)

@@ -152,6 +152,36 @@ def test_bad_input_under_torchrun_is_a_sentence(tmp_path: Path) -> None:
             assert complaint in done.stderr
 
 
+def test_one_node_number_in_two_containers_is_a_sentence(tmp_path: Path) -> None:
+    """As `srun` has it that starts each worker in a container of its own."""
+    enter = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    if subprocess.run([*enter, "true"], capture_output=True, timeout=10).returncode:
+        pytest.skip("PID namespaces are not permitted here")
+    worker = {
+        **{"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
+    }
+    command = [sys.executable, "-m", "elaswave_plugin.run", str(TRAINER)]
+    processes = [
+        subprocess.Popen(
+            [*words, *command],
+            env=environment(**worker, RANK=str(rank), TINY_FOLDER=str(tmp_path)),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, words in enumerate(([], enter))
+    ]
+    try:
+        said = [process.communicate(timeout=60)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [2, 2], said
+    for lines in said:
+        assert lines.count("\n") == 1
+        assert "the job does not start: workers 0 and 1 are both on node 0, and on two" in lines
+
+
 def test_the_wrapper_is_python_for_everything_else(tmp_path: Path) -> None:
     python = str(wrapper(tmp_path))
     (tmp_path / "s.py").write_text("import sys; print(sys.argv, sys.flags.optimize)")
