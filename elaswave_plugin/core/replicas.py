@@ -63,6 +63,11 @@ class ReplicaSeating:
         )
 
     @property
+    def stages(self) -> tuple[Replica, ...]:
+        """The slots of each stage at the launch, in which they stay."""
+        return tuple(zip(*self.homes, strict=True))
+
+    @property
     def replicas(self) -> tuple[Replica, ...]:
         """The present pipelines, by the slot of their first stage.
 
@@ -72,8 +77,7 @@ class ReplicaSeating:
         whole = [replica for replica in self.homes if live.issuperset(replica)]
         together = {slot for replica in whole for slot in replica}
         survivors = (
-            sorted(slot for slot in stage if slot in live - together)
-            for stage in zip(*self.homes, strict=True)
+            sorted(slot for slot in stage if slot in live - together) for stage in self.stages
         )
         return tuple(sorted([*whole, *zip(*survivors, strict=False)]))
 
@@ -122,8 +126,7 @@ class ReplicaSeating:
         """The same with other members; LayoutError where no pipeline is whole any more."""
         seating = replace(self, ranks=tuple(ranks))
         if not seating.replicas:
-            stages = zip(*self.homes, strict=True)
-            empty = next(n for n, stage in enumerate(stages) if set(stage).isdisjoint(ranks))
+            empty = next(n for n, stage in enumerate(self.stages) if set(stage).isdisjoint(ranks))
             raise LayoutError(
                 f"stage {empty} has no worker left, and in DeepSpeed's pipelines nobody can change"
                 " stage; restart from the last checkpoint"

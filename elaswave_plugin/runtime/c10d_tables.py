@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -59,6 +60,15 @@ def local_store() -> Any:
     """A store in this process's memory: torch wants one, our groups never use it."""
     make: Any = torch._C._distributed_c10d.HashStore
     return make()
+
+
+def imagine_world(rank: int, size: int) -> None:
+    """Make WORLD one of ``size`` in which this process is ``rank`` and meets nobody.
+
+    Torch's own fake group answers: every call returns at once, and nobody's data comes.
+    """
+    import_module("torch.testing._internal.distributed.fake_pg")
+    dist.init_process_group(dist.Backend.FAKE, store=local_store(), rank=rank, world_size=size)
 
 
 def wrap_backend(backend: Any, store: Any, rank: int, size: int, *, kind: str, device: str) -> Any:

@@ -201,7 +201,10 @@ class ElasticLoop:
             except EpochChanged:
                 pass
             # Outside of the handler: its traceback would keep the step's autograd graph alive.
-            self._steps.recover()
+            self._recover()
+
+    def _recover(self) -> None:
+        self._steps.recover()
 
     def _attempt_step(self) -> None:
         self._steps.begin()

@@ -123,15 +123,16 @@ def as_it_counted(run: Outcome) -> EngineSpec:
     That is one step earlier where somebody had not sealed the last one yet when the fault fired.
     """
     assert isinstance(run.spec, EngineSpec)
-    losses = {
-        event["epoch"]: event["restored_step"]
-        for event in run.events("recovered")
-        if not event["newcomers"]
-    }
-    kills = [kill for kill in map(parse_kill, run.spec.kills) if not kill.incarnation]
-    steps = [losses[epoch] for epoch in sorted(losses)][: len(kills)]
-    told = tuple(f"{kill.slot}@{step}" for kill, step in zip(kills, steps, strict=True))
-    return replace(run.spec, kills=told)
+    losses = {event["epoch"]: event["restored_step"] for event in run.events("recovered")}
+    views = [(event["epoch"], event["ranks"]) for event in run.events("view_committed")]
+    told = []
+    for kill in map(parse_kill, run.spec.kills):
+        if not kill.incarnation:
+            without = next(epoch for epoch, ranks in views if kill.slot not in ranks)
+            # A view that another loss superseded was recovered from together with that one.
+            step = losses[min(epoch for epoch in losses if epoch >= without)]
+            told.append(f"{kill.slot}@{step}")
+    return replace(run.spec, kills=tuple(told))
 
 
 def check_recovered(run: Outcome, *, twin: Outcome, reference: Outcome) -> None:

@@ -243,7 +243,6 @@ def test_a_checkpoint_after_a_loss_loads_in_a_smaller_job(
 
 
 REFUSED = (
-    ({"elaswave": {"enabled": True, "respawn": 2}}, (), "respawn is 2, and DeepSpeed's Pipeline"),
     ({"elaswave": {"enabled": True, "move_layers": "always"}}, (), "lost as a whole"),
     ({"csv_monitor": {"enabled": True, "output_path": "."}}, (), "a monitor of DeepSpeed's"),
     ({}, ("--own-loader",), "whose samples nobody could read again"),

@@ -21,8 +21,8 @@ from elaswave_plugin.adapters.deepspeed.pipeline_grid import make_groups_again
 from elaswave_plugin.adapters.deepspeed.pipeline_job import PipelineJob
 from elaswave_plugin.adapters.deepspeed.refuse import (
     check_configuration,
+    check_no_reserve,
     check_stages,
-    without_newcomers,
 )
 from elaswave_plugin.adapters.deepspeed.seams import (
     deepspeed_patches,
@@ -36,6 +36,7 @@ from elaswave_plugin.adapters.deepspeed.zero3 import is_cut, take_world
 from elaswave_plugin.adapters.growth import check_reserve
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.runtime.c10d_tables import BACKEND
+from elaswave_plugin.runtime.lifeline import exit_at_once
 from elaswave_plugin.runtime.refusal import ends_in_a_sentence
 from elaswave_plugin.runtime.reserve import read_reserve
 from elaswave_plugin.runtime.worker import Worker
@@ -79,12 +80,7 @@ def _attach(
     module = arguments.get("model")
     is_pipeline = isinstance(module, PipelineModule)
     if is_pipeline:
-        settings = without_newcomers(
-            settings,
-            reserve,
-            "DeepSpeed's PipelineModule meets the other workers before one that comes later could "
-            "be let in beside the training",
-        )
+        check_no_reserve(reserve)
     cut = module is not None and is_cut(module)
     if cut:
         settings = settings.without_respawn(
@@ -160,8 +156,15 @@ def _leave_at_exit(job: AttachedEngine) -> None:
         job.abandon()
         show(kind, error, trace)
 
+    def leave() -> None:
+        try:
+            job.leave()
+        except SystemExit as end:
+            # Among the functions of an exit it would be printed, and its code forgotten.
+            exit_at_once(int(end.code or 0))
+
     sys.excepthook = failing
-    atexit.register(job.leave)
+    atexit.register(leave)
 
 
 def _leave_with_the_groups(job: AttachedEngine) -> None:

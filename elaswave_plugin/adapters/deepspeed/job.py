@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from elaswave_plugin.adapters.deepspeed.attached import AttachedEngine, abandoning
 from elaswave_plugin.adapters.deepspeed.checkpoint import save_whole
-from elaswave_plugin.adapters.deepspeed.framework import COUNTERS, DeepSpeedFramework
+from elaswave_plugin.adapters.deepspeed.framework import DeepSpeedFramework
 from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader, Reader, tokens_of
 from elaswave_plugin.adapters.deepspeed.monitor import ElasticMonitor, Holders
-from elaswave_plugin.adapters.deepspeed.newcomer import News, check_together
+from elaswave_plugin.adapters.deepspeed.newcomer import Loads, News, check_together
 from elaswave_plugin.adapters.deepspeed.refuse import check_engine, check_shares
 from elaswave_plugin.adapters.deepspeed.stand_in import StandIn, detached
 from elaswave_plugin.adapters.patching import PatchSet
@@ -61,6 +61,7 @@ class EngineJob(AttachedEngine):
         self._sealed = False
         self._monitor = engine.monitor = ElasticMonitor(engine, self._loop)
         self._news = News(worker, self._framework, monitor=self._monitor, stand_in=self._stand_in)
+        self._loads = Loads(worker)
         self._framework.watch(self._announce, self._check)
         self._take_over(
             {
@@ -229,7 +230,7 @@ class EngineJob(AttachedEngine):
                 "engine.load_checkpoint was called after the first batch, and the state that it "
                 "replaces is in the snapshots already; load before the loop starts"
             )
-        return self._news.load(self._engine, COUNTERS, lambda: native(*args, **kwargs))
+        return self._loads.load(self._engine, lambda: native(*args, **kwargs))
 
     def _mean_loss(self) -> tuple[float, int, Holders]:
         """Mean over the samples of the step, its tokens, who has monitors open.

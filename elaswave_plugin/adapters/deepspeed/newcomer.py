@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from elaswave_plugin.adapters.deepspeed.framework import DeepSpeedFramework
+from elaswave_plugin.adapters.deepspeed.framework import COUNTERS, DeepSpeedFramework
 from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader
 from elaswave_plugin.adapters.deepspeed.monitor import ElasticMonitor
 from elaswave_plugin.adapters.deepspeed.stand_in import StandIn
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError
-from elaswave_plugin.runtime.c10d_tables import local_store
+from elaswave_plugin.runtime.c10d_tables import imagine_world
 from elaswave_plugin.runtime.member import INCARNATION
 from elaswave_plugin.runtime.worker import Worker
 
@@ -27,10 +27,11 @@ from elaswave_plugin.runtime.worker import Worker
 def meet_nobody() -> None:
     """Before a script initializes torch.distributed: a WORLD of its own, for who comes later.
 
-    The others have met long ago. ``deepspeed.initialize`` makes the job's in its place.
+    It has the sizes of the launch, by which a `PipelineModule` finds its stage. The others have met
+    long ago. ``deepspeed.initialize`` makes the job's in its place.
     """
     if int(os.environ.get(INCARNATION, "0")) and not dist.is_initialized():
-        dist.init_process_group("gloo", store=local_store(), rank=0, world_size=1)
+        imagine_world(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
 
 class _Told(NamedTuple):
@@ -58,7 +59,6 @@ class News:
         self._monitor = monitor
         self._stand_in = stand_in
         self._is_told = not worker.alone
-        self._loads = list(worker.remembered.get("loads", ()))
         self._remembered_epoch = worker.remembered.get("data_epoch", 0)
 
     def exchange(self) -> None:
@@ -109,10 +109,18 @@ class News:
             self._remembered_epoch = epoch
             self._worker.remember(data_epoch=epoch)
 
-    def load(self, engine: Any, counters: tuple[str, ...], native: Callable[[], Any]) -> Any:
+
+class Loads:
+    """What the script's loads of checkpoints gave at the start of the job."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._loads = list(worker.remembered.get("loads", ()))
+
+    def load(self, engine: Any, native: Callable[[], Any]) -> Any:
         """What ``native()`` returns; for a worker that comes later, what it did at the start."""
         if not self._worker.alone:
-            loaded = native(), {name: getattr(engine, name) for name in counters}
+            loaded = native(), {name: getattr(engine, name) for name in COUNTERS}
             self._loads.append(base64.b64encode(pickle.dumps(loaded)).decode())
             self._worker.remember(loads=self._loads)
             return loaded[0]

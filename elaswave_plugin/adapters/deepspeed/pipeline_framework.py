@@ -26,6 +26,9 @@ class PipelineFramework(DeepSpeedFramework):
     def __init__(self, engine: Any, worker: Worker) -> None:
         super().__init__(engine)
         self._worker = worker
+        self._counters: dict[str, int] = {}
+        self.hides_counters = False
+        """Whether the engine shows the script those of a step that the others have behind them."""
 
     @property
     def seating(self) -> ReplicaSeating:
@@ -90,6 +93,17 @@ class PipelineFramework(DeepSpeedFramework):
         groups = self._inner.param_groups
         for group, values in zip(groups, state["param_groups"], strict=False):
             group["lr"] = values["lr"]
+
+    def _write_progress(self, state: dict[str, Any]) -> None:
+        self._counters = state["counters"]
+        super()._write_progress({**state, "counters": {}} if self.hides_counters else state)
+
+    def show_counters(self) -> None:
+        """The script has come to where the others are: the engine has the job's counters."""
+        if self.hides_counters:
+            self.hides_counters = False
+            for name, value in self._counters.items():
+                setattr(self._engine, name, value)
 
     def sync_weights(self) -> int:
         """Gather the weights of this worker's stage; returns the digest of all of them."""

@@ -19,15 +19,18 @@ from deepspeed.runtime.pipe import schedule
 from elaswave_plugin.adapters.deepspeed.attached import AttachedEngine, abandoning
 from elaswave_plugin.adapters.deepspeed.checkpoint import save_whole
 from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader, Reader, tokens_of
+from elaswave_plugin.adapters.deepspeed.newcomer import Loads
 from elaswave_plugin.adapters.deepspeed.pipeline_framework import PipelineFramework
 from elaswave_plugin.adapters.deepspeed.pipeline_grid import launch_replicas
+from elaswave_plugin.adapters.deepspeed.pipeline_newcomer import PipelineKnowledge
 from elaswave_plugin.adapters.deepspeed.refuse import check_engine, check_pipeline
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.core.dataflow import Dataflow
 from elaswave_plugin.core.replicas import ReplicaSeating, deal_replicas
 from elaswave_plugin.core.rng import draw_key
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.runtime.loop import ElasticLoop, GuardedSteps, StepReport
+from elaswave_plugin.runtime.counted_loop import CountedLoop
+from elaswave_plugin.runtime.loop import GuardedSteps, StepReport
 from elaswave_plugin.runtime.worker import Worker
 
 _GIVE_DATA = (
@@ -81,7 +84,9 @@ class PipelineJob(AttachedEngine):
         steps = GuardedSteps(
             worker, framework, on_commit=self._record, on_recovered=self._recording.recovered
         )
-        self._loop = ElasticLoop(steps)
+        self._loop = CountedLoop(steps, knowledge=PipelineKnowledge(worker, framework))
+        framework.hides_counters = self._loop.is_behind
+        self._loads = Loads(worker)
         self._sealed = self._evaluating = False
         self._data: Any = None
         # Of the present attempt of a step.
@@ -107,10 +112,13 @@ class PipelineJob(AttachedEngine):
         self._attached()
 
     def _buckets_by_stage(self) -> list[tuple[int, ...]]:
-        everyone: list[Any] = [None] * dist.get_world_size()
-        mine = self._engine.stage_id, self._framework.bucket_lengths()
-        dist.all_gather_object(everyone, mine)
-        return [lengths for _, lengths in sorted(dict(everyone).items())]
+        worker = self._worker
+        if not worker.alone:
+            everyone: list[Any] = [None] * dist.get_world_size()
+            mine = self._engine.stage_id, self._framework.bucket_lengths()
+            dist.all_gather_object(everyone, mine)
+            worker.remember(stages=[list(lengths) for _, lengths in sorted(dict(everyone).items())])
+        return [tuple(lengths) for lengths in worker.remembered["stages"]]
 
     @property
     def _weight(self) -> float:
@@ -127,9 +135,15 @@ class PipelineJob(AttachedEngine):
         if self._data is None:
             raise ConfigurationError(f"engine.train_batch has no data on this worker; {_GIVE_DATA}")
         self._begin()
-        self._loop.step(lambda: self._attempt(native))
+        if self._loop.next_step(lambda: self._attempt(native)) is None:
+            return self._passed()
         self._end_where_all_leave()
         return self._result
+
+    def _passed(self) -> torch.Tensor:
+        """A step that the others have behind them: the script counts it, and has no loss of it."""
+        self._count_step()
+        return torch.tensor(math.nan, device=self._engine.device)
 
     def _begin(self) -> None:
         if not self._sealed:
@@ -139,6 +153,7 @@ class PipelineJob(AttachedEngine):
 
     def _attempt(self, native: Callable[[], Any]) -> StepReport:
         worker, framework = self._worker, self._pipeline
+        framework.show_counters()
         worker.phases.enter("data")
         self._passes = self._tokens = 0
         self._step = self._read_step()
@@ -159,14 +174,18 @@ class PipelineJob(AttachedEngine):
     def _looked_on(self, report: StepReport) -> StepReport:
         """The step of a worker without a pipeline: its script counts it as the others' do."""
         engine = self._engine
-        engine.global_steps += 1
-        engine.global_samples += engine.train_batch_size()
+        self._count_step()
         if math.isinf(report.grad_norm):
             engine.skipped_steps += 1
         elif engine.lr_scheduler is not None:
             engine.lr_scheduler.step()
         self._result = torch.tensor(report.loss, dtype=torch.float32, device=engine.device)
         return replace(report, lr=self._framework.learning_rate())
+
+    def _count_step(self) -> None:
+        engine = self._engine
+        engine.global_steps += 1
+        engine.global_samples += engine.train_batch_size()
 
     def _begin_update(self) -> None:
         """All state is here and safe, and everyone has come here; see ``await_copies``."""
@@ -323,6 +342,10 @@ class PipelineJob(AttachedEngine):
         count = num_micro_batches or self._num_microbatches // self._width
         told_to_all = compute_loss and bcast_loss
         batches = Rereading(data_iter)
+        if self._loop.is_behind:
+            self._skip_batches(batches.from_the_first(), count)
+            passed = torch.tensor(math.nan, device=self._engine.device)
+            return (passed, None) if return_logits else passed
 
         def work() -> Any:
             self._evaluating = True
@@ -349,14 +372,17 @@ class PipelineJob(AttachedEngine):
 
     def _look_on_evaluation(self, batches: Iterator[Any], count: int, told: bool) -> Any:
         """Without a pipeline: what native code does with everyone, and as many batches."""
-        engine = self._engine
         dist.barrier()
-        if engine.is_first_stage() or engine.is_last_stage():
-            for _ in range(count):
-                next(batches)
+        self._skip_batches(batches, count)
         if not told:
             return None
-        return self._tell_free(torch.zeros(1, device=engine.device))[0]
+        return self._tell_free(torch.zeros(1, device=self._engine.device))[0]
+
+    def _skip_batches(self, batches: Iterator[Any], count: int) -> None:
+        """Read as many as the stage reads in an evaluation."""
+        if self._engine.is_first_stage() or self._engine.is_last_stage():
+            for _ in range(count):
+                next(batches)
 
     def _tell_free(self, value: torch.Tensor) -> torch.Tensor:
         """Workers without a pipeline get the value of the first one's first stage."""
@@ -388,7 +414,7 @@ class PipelineJob(AttachedEngine):
                 "engine.load_checkpoint was called after the first batch, and the state that it "
                 "replaces is in the snapshots already; load before the loop starts"
             )
-        return native(*args, **kwargs)
+        return self._loads.load(self._engine, lambda: native(*args, **kwargs))
 
     # ---- the end --------------------------------------------------------------------------------
 

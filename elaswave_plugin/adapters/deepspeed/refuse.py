@@ -79,6 +79,15 @@ def check_shares(reserve: int, *, width: int, num_samples: int) -> None:
         )
 
 
+def check_no_reserve(reserve: int) -> None:
+    """Raise ConfigurationError where a job of pipelines is to grow."""
+    if reserve:
+        raise ConfigurationError(
+            f"--reserve is {reserve}, and DeepSpeed's PipelineModule finds the stage of a worker by"
+            " its rank among those of the launch; leave --reserve out"
+        )
+
+
 def check_stages(config: Mapping[str, Any]) -> None:
     """Raise ConfigurationError where the stages of a pipeline are to differ."""
     moved = _lookup(config, "elaswave.move_layers", "auto")

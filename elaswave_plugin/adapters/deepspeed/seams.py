@@ -167,6 +167,14 @@ def newcomer_patches() -> PatchSet:
                 parameters=("monitor_config",),
                 make=_opens_nothing,
             ),
+            PatchRecord(
+                target="deepspeed.runtime.pipe.p2p:recv",
+                reason="an engine of a pipeline waits for its neighbour, who does not send again",
+                distribution=_DEEPSPEED,
+                valid=_VALID,
+                parameters=("tensor", "src_stage", "async_op"),
+                make=_receives_nothing,
+            ),
         ]
     )
 
@@ -211,6 +219,10 @@ def destruction_patches(leaving_first: Callable[[Any], Any] | None) -> PatchSet:
 
 def _opens_nothing(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda monitor_config: SimpleNamespace(enabled=monitor_config.enabled)
+
+
+def _receives_nothing(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda tensor, src_stage, async_op=False: None
 
 
 def _endless(original: Callable[[Any], Any]) -> Callable[[Any], Any]:

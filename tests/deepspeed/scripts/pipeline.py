@@ -94,8 +94,7 @@ def evaluated(engine: deepspeed.PipelineEngine, data: TextDataset | None, args: 
     return run(engine, work)
 
 
-def main() -> None:
-    """Train, and leave what the script saw."""
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--deepspeed_config")
     parser.add_argument("--steps", type=int)
@@ -115,10 +114,23 @@ def main() -> None:
     parser.add_argument("--with-logits", action="store_true")
     parser.add_argument("--halving", action="store_true")
     parser.add_argument("--guarded", action="store_true")
+    parser.add_argument("--frozen", action="store_true")
+    parser.add_argument("--counted", action="store_true")
+    parser.add_argument("--late-steps", type=int, default=None)
     parser.add_argument("--load", default=None)
     args, _ = parser.parse_known_args()
+    return args
+
+
+def main() -> None:
+    """Train, and leave what the script saw."""
+    args = parse_arguments()
+    came_later = int(os.environ.get("ELASWAVE_INCARNATION", "0"))
+    if came_later and args.late_steps:
+        args.steps = args.late_steps
     deepspeed.init_distributed()
-    torch.manual_seed(1234)
+    # Who comes later draws other weights, which it must not use.
+    torch.manual_seed(1234 + came_later)
     module = PipelineModule(
         layers_of(args),
         num_stages=args.stages,
@@ -127,6 +139,9 @@ def main() -> None:
         seed_fn=seed_with,
         activation_checkpoint_interval=int(args.recompute),
     )
+    if args.frozen:
+        for block in (layer for layer in module.forward_funcs if isinstance(layer, Block)):
+            block.up.weight.requires_grad = False
     engine, optimizer, loader, scheduler = deepspeed.initialize(
         model=module,
         model_parameters=[p for p in module.parameters() if p.requires_grad],
@@ -142,7 +157,7 @@ def main() -> None:
     if args.own_loader:
         batches = iter(torch.utils.data.DataLoader(held_out, batch_size=2))
     seen, evaluations = [], []
-    while engine.global_steps < args.steps:
+    while (len(seen) if args.counted else engine.global_steps) < args.steps:
         if engine.global_steps in args.evaluate_at:
             # Every pipeline has the same batches.
             reads = engine.is_first_stage() or engine.is_last_stage()
