@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from types import NoneType
 from typing import Any
 
 from elaswave_plugin.core.agreement_messages import (
@@ -41,13 +43,29 @@ from elaswave_plugin.core.agreement_messages import (
 from elaswave_plugin.core.membership import Arrival, FailureEvent, MembershipView, WorkerId
 from elaswave_plugin.core.node_memory import NodeMemory
 
+# What JSON may carry in a field of such a type.
+_SCALARS = (("int", int), ("str", str), ("bool", bool), ("int | None", (int, NoneType)))
 
-class UnknownMessageError(ValueError):
-    """A message of a kind that nobody here knows: another version said it."""
 
-    def __init__(self, kind: str) -> None:
-        super().__init__(f"unknown message {kind!r} between supervisors")
-        self.kind = kind
+class UnreadableMessageError(ValueError):
+    """A message of a kind that nobody here knows, or with a flaw: another version said it."""
+
+    def __init__(self, kind: object, flaw: str = ", unknown here") -> None:
+        super().__init__(f"message {kind!r}{flaw}")
+        self.kind, self.flaw = kind, flaw
+
+
+@contextmanager
+def reading(kind: object) -> Iterator[None]:
+    """Inside, a message is taken apart: raises UnreadableMessageError where that fails."""
+    try:
+        yield
+    except UnreadableMessageError:
+        raise
+    except KeyError as error:
+        raise UnreadableMessageError(kind, f" without {error}") from error
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        raise UnreadableMessageError(kind, f" with something else in it ({error})") from error
 
 
 def to_wire(message: Message) -> dict[str, Any]:
@@ -123,7 +141,18 @@ def to_wire(message: Message) -> dict[str, Any]:
 
 
 def from_wire(record: Mapping[str, Any]) -> Message:
-    """The message that `to_wire` described; raises UnknownMessageError for any other."""
+    """The message that `to_wire` described; raises UnreadableMessageError for any other."""
+    kind = record.get("m")
+    with reading(kind):
+        message = _read(record)
+    for field in fields(message):
+        value = getattr(message, field.name)
+        if any(field.type == name and not isinstance(value, one) for name, one in _SCALARS):
+            raise UnreadableMessageError(kind, f" with {field.name} {value!r:.60}")
+    return message
+
+
+def _read(record: Mapping[str, Any]) -> Message:
     match record["m"]:
         case "prepare":
             epoch, lost = record["epoch"], tuple(record["lost"])
@@ -186,7 +215,7 @@ def from_wire(record: Mapping[str, Any]) -> Message:
             code, part = record["exit_code"], record["part"]
             return Stop(reason=record["reason"], exit_code=code, part=part)
         case other:
-            raise UnknownMessageError(other)
+            raise UnreadableMessageError(other)
 
 
 def _newcomer_to_wire(message: Starts | Admit | Welcome) -> dict[str, Any]:
@@ -296,7 +325,7 @@ def _ballot(ballot: Ballot) -> list[int]:
 
 
 def _read_ballot(record: list[int]) -> Ballot:
-    term, leader, life, epoch = record
+    term, leader, life, epoch = map(int, record)
     return Ballot(term=term, leader=leader, life=life, epoch=epoch)
 
 

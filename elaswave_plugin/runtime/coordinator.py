@@ -26,12 +26,13 @@ from elaswave_plugin.core.agreement_orders import (
     Ring,
     Send,
 )
-from elaswave_plugin.core.agreement_wire import UnknownMessageError, from_wire, to_wire
+from elaswave_plugin.core.agreement_wire import UnreadableMessageError, from_wire, to_wire
 from elaswave_plugin.core.hang import Sample
 from elaswave_plugin.core.lease import Lease
 from elaswave_plugin.core.membership import MembershipView
 from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.runtime.control_frames import SAID_BY_PEER, flaw_of
 from elaswave_plugin.runtime.hang_watch import HangWatch
 from elaswave_plugin.runtime.node_register import NodeRegister
 from elaswave_plugin.runtime.reactor import Reactor
@@ -259,25 +260,25 @@ class Coordinator:
             if peer in self._arriving:
                 self._arriving.discard(peer)
                 self._open_neighbour(self.peers[peer])
-            if frame["m"] == "goodbye":
+            try:
+                message = _read(frame)
+            except UnreadableMessageError as error:
+                # Whoever hears less than was said does not act on the rest of it.
+                self._channels[peer].close()
+                self._cut[peer] = f"its supervisor {not_understood(error.kind, error.flaw)}"
+                return
+            if message is not None:
+                with self._turn(message):
+                    self.agreement.receive(peer, message, now_s)
+            elif frame["m"] == "goodbye":
                 self._ending.add(peer)
             elif frame["m"] == "ask":
                 self._channels[peer].send({"m": "here"})
             elif frame["m"] == "here":
                 pass  # it has been heard: that is all
-            elif frame["m"] == "beat":
+            else:  # "beat"
                 self._hangs.heard(peer, frame)
                 self._take_beat(peer, frame, now_s)
-            else:
-                try:
-                    message = from_wire(frame)
-                except UnknownMessageError as error:
-                    # Whoever hears less than was said does not act on the rest of it.
-                    self._channels[peer].close()
-                    self._cut[peer] = f"its supervisor {not_understood(error.kind)}"
-                    return
-                with self._turn(message):
-                    self.agreement.receive(peer, message, now_s)
 
         def closed(evidence: str) -> None:
             self._cut[peer] = f"its supervisor (pid {self.peers[peer].pid}) is gone: {evidence}"
@@ -473,3 +474,13 @@ def _takes_more(stream: TextIO) -> bool:
 
 def _wake() -> None:
     """A timer that only ends the wait: `settle` runs after each batch of events anyway."""
+
+
+def _read(frame: Frame) -> Message | None:
+    """What a frame says to the agreement; None where it is of the link alone."""
+    flaw = flaw_of(frame, SAID_BY_PEER, key="m")
+    if flaw is None:
+        return from_wire(frame)
+    if flaw:
+        raise UnreadableMessageError(frame["m"], flaw)
+    return None

@@ -10,12 +10,13 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from elaswave_plugin.core.agreement_wire import unpack_payload
+from elaswave_plugin.core.agreement_wire import UnreadableMessageError, reading, unpack_payload
 from elaswave_plugin.core.hang import COMMIT, OUTSIDE
 from elaswave_plugin.core.membership import MembershipView, WorkerId
 from elaswave_plugin.core.worker_facts import WorkerFacts
 from elaswave_plugin.errors import AgreementError, ConfigurationError, EpochChanged, JobStopped
 from elaswave_plugin.runtime.continuing import await_lease, guard_continuing
+from elaswave_plugin.runtime.control_frames import SAID_BY_SUPERVISOR, misunderstood
 from elaswave_plugin.runtime.control_link import ControlLink
 from elaswave_plugin.runtime.progress import ANNOUNCED_LIMIT_S, ProgressPage, page_fd
 from elaswave_plugin.runtime.remembered import Remembered
@@ -410,6 +411,10 @@ class Member:
                 self.progress(phase)
 
     def _on_frame(self, frame: Frame) -> None:
+        flaw = misunderstood(frame, SAID_BY_SUPERVISOR)
+        if flaw is not None:
+            self._ended(f"the supervisor of worker {self.slot} {flaw}")
+            return
         match frame["t"]:
             case "propose":
                 if not self._can_wait(frame):
@@ -422,8 +427,12 @@ class Member:
             case "cuts_wanted":
                 self.cuts_wanted = tuple(frame["cuts"])
             case _:
-                with self._changed:
-                    self._note(frame)
+                try:
+                    with self._changed:
+                        self._note(frame)
+                except UnreadableMessageError as error:
+                    flaw = not_understood(error.kind, error.flaw)
+                    self._ended(f"the supervisor of worker {self.slot} {flaw}")
         with self._changed:
             self._changed.notify_all()
 
@@ -440,7 +449,8 @@ class Member:
         """Keep what somebody waits for; the condition is held."""
         match frame["t"]:
             case "commit":
-                self._commits.append(_read_commit(frame))
+                with reading("commit"):
+                    self._commits.append(_read_commit(frame))
             case "started":
                 self._started = True
             case "copied":
@@ -448,10 +458,9 @@ class Member:
             case "copying":
                 self._moving_s[frame["slot"]] = time.monotonic()
             case "alone":
-                view = MembershipView.from_json(frame["view"])
+                with reading("alone"):
+                    view = MembershipView.from_json(frame["view"])
                 self._alone = Alone(view=view, remembered=frame["remembered"])
-            case _:
-                self._ended(f"the supervisor of worker {self.slot} {not_understood(frame['t'])}")
 
     def _can_wait(self, frame: Frame) -> bool:
         """Whether a proposal waits for a boundary between steps; it is noted for then.

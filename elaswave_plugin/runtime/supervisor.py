@@ -26,6 +26,7 @@ from elaswave_plugin.core.respawn import Deaths, GiveUp
 from elaswave_plugin.errors import AgreementError, ConfigurationError
 from elaswave_plugin.runtime.address_file import Address, clear_addresses, published
 from elaswave_plugin.runtime.admission import SlotRefusedError
+from elaswave_plugin.runtime.control_frames import SAID_BY_TRAINER, misunderstood
 from elaswave_plugin.runtime.coordinator import Coordinator, Heartbeat, say
 from elaswave_plugin.runtime.copies import Copies
 from elaswave_plugin.runtime.member import HOST, SLOT
@@ -42,7 +43,7 @@ from elaswave_plugin.runtime.snapshot_store import SnapshotStore
 from elaswave_plugin.runtime.status import StatusBoard
 from elaswave_plugin.runtime.trainer_process import Program, ZygoteTrainer
 from elaswave_plugin.runtime.trainer_session import TrainerSession, start_session
-from elaswave_plugin.runtime.wire import Frame, not_understood
+from elaswave_plugin.runtime.wire import Frame
 from elaswave_plugin.tracking.behind_log import BehindLog
 
 GRACE_S = 2.0
@@ -365,6 +366,10 @@ class Supervisor:
     # ---- what the trainer says ----------------------------------------------------------------
 
     def _on_trainer_frame(self, trainer: TrainerSession, frame: Frame) -> None:
+        flaw = misunderstood(frame, SAID_BY_TRAINER)
+        if flaw is not None:
+            trainer.fence(f"it {flaw}")
+            return
         self._board.heard(frame)
         match frame["t"]:
             case "join":
@@ -409,8 +414,6 @@ class Supervisor:
                 )
             case "layout" | "slow":
                 pass  # for the board alone
-            case _:
-                trainer.fence(f"it {not_understood(frame['t'])}")
 
     def _on_join(self, trainer: TrainerSession, frame: Frame) -> None:
         if trainer.is_replacement:

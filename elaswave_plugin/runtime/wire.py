@@ -32,9 +32,9 @@ def encode(frame: Frame) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-def not_understood(kind: str) -> str:
-    """What to say of a frame of an unknown kind: nobody goes on who has missed something."""
-    return f"said {kind!r}, unknown here: have all run the same version of elaswave_plugin"
+def not_understood(kind: object, flaw: str = ", unknown here") -> str:
+    """What to say of a frame that cannot be acted on: nobody goes on who has missed something."""
+    return f"said {kind!r}{flaw}: have all run the same version of elaswave_plugin"
 
 
 class FrameBuffer:

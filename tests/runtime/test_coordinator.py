@@ -194,16 +194,25 @@ def test_who_sends_a_long_frame_slowly_is_not_silent() -> None:
 
 
 @pytest.mark.parametrize("hearer", [0, 1])
-def test_who_says_what_nobody_knows_is_lost_and_not_who_hears_it(
-    start: Callable[..., list[Member]], hearer: int
+@pytest.mark.parametrize(
+    ("frame", "flaw"),
+    [
+        ({"m": "sing"}, "'sing', unknown here"),
+        ({"m": "beat", "n": 1}, "'beat' without 'heard'"),
+        ({"m": "accuse", "slot": 0}, "'accuse' without 'evidence'"),
+        ({"m": "settled", "epoch": "soon"}, "'settled' with epoch 'soon'"),
+    ],
+)
+def test_who_says_what_cannot_be_read_is_lost_and_not_who_hears_it(
+    start: Callable[..., list[Member]], hearer: int, frame: dict[str, Any], flaw: str
 ) -> None:
     """Of two versions in one job one goes, be it that of the leader."""
     speaker = 1 - hearer
     members = start(0, 1, nodes=APART[:2])
-    members[speaker].say(hearer, {"m": "sing"})
+    members[speaker].say(hearer, frame)
     members[hearer].until_it_lost({speaker})
     assert members[hearer].lost[speaker] == (
-        "its supervisor said 'sing', unknown here: have all run the same version of elaswave_plugin"
+        f"its supervisor said {flaw}: have all run the same version of elaswave_plugin"
     )
 
 

@@ -281,11 +281,21 @@ def test_an_exit_with_0_in_the_middle_is_a_loss(tmp_path: Path) -> None:
         assert job.finish([0, 2]) == 0
 
 
-def test_a_trainer_of_another_version_is_lost_with_the_reason(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("frame", "flaw"),
+    [
+        ("sing", "'sing', unknown here"),
+        ("severed", "'severed' without 'epoch'"),
+        ("severed epoch=soon evidence=none", "'severed' with epoch 'soon'"),
+    ],
+)
+def test_a_trainer_of_another_version_is_lost_with_the_reason(
+    tmp_path: Path, frame: str, flaw: str
+) -> None:
     with Job(tmp_path, 3).start() as job:
-        job.tell(1, "say sing")
+        job.tell(1, f"say {frame}")
         assert job.one("commit", 0, epoch=2)["reason"] == (
-            "worker 1 (node 0) exited: it said 'sing', unknown here: have all run the same version"
+            f"worker 1 (node 0) exited: it said {flaw}: have all run the same version"
             " of elaswave_plugin"
         )
         assert job.finish([0, 2]) == 0

@@ -221,7 +221,7 @@ class Trainer:
                     child.join(1)
                 self.tell("children", codes=[child.exitcode for child in children])
             case "say":
-                self.member._link.send({"t": words[0]})
+                self.member._link.send({"t": words[0], **dict(w.split("=") for w in words[1:])})
             case "ready":
                 self.member.ready(WorkerFacts(address=f"address {self.slot}"))
             case "remember":
