@@ -48,13 +48,13 @@ def judge(
     applicant: Applicant,
     *,
     supervisors: Supervisors,
-    history: list[MembershipView],
+    view: MembershipView,
     reports: Reports,
     opened: Proposal | None,
     settled: bool,
 ) -> Admission:
     """What a leader answers; ``opened``: its open proposal; ``settled``: none is due by itself."""
-    view, slot = history[-1], applicant.slot
+    slot = applicant.slot
     if reports.is_ending(view):
         return Admission(reason="the job is ending")
     if slot not in supervisors.lost:
@@ -63,7 +63,7 @@ def judge(
         return Admission(reason="the job has not started yet", later=True)
     if opened is not None or not settled or slot in view.ranks:
         return Admission(reason="a change of the view is open", later=True)
-    if not supervisors.may_have(applicant.node, history):
+    if not supervisors.may_have(applicant.node):
         return Admission(reason=f"node {applicant.node} was lost", later=True)
     missing = set(supervisors.living()) - applicant.linked
     if missing:

@@ -96,7 +96,7 @@ class Agreement(Follower):
     def of_newcomer(cls, welcome: Welcome, *, patience: Patience, life: int) -> Agreement:
         """The part of a supervisor that takes the place of a lost one, told what it has missed."""
         new = cls(slot=welcome.worker.slot, nodes=welcome.nodes, patience=patience, life=life)
-        new._supervisors = Supervisors(welcome.nodes, welcome.lost)
+        new._supervisors = Supervisors(welcome.nodes, welcome.lost, unused_node=welcome.unused_node)
         new.history = list(welcome.history)
         new.incarnation = welcome.worker.incarnation
         new._sure_epoch = new._known_epoch = new.committed.epoch
@@ -204,7 +204,7 @@ class Agreement(Follower):
         verdict = judge(
             applicant,
             supervisors=self._supervisors,
-            history=self.history,
+            view=self.committed,
             reports=self._reports,
             opened=self._open,
             settled=not self._must_propose,
@@ -495,6 +495,7 @@ class Agreement(Follower):
             accepted=self.memory.accepted,
             lost=dict(self._supervisors.lost),
             incarnations=dict(self._reports.incarnations),
+            unused_node=self.unused_node,
         )
         self._send(worker.slot, welcome)
         self._note("supervisor_admitted", slot=worker.slot, node=applicant.node)

@@ -246,7 +246,9 @@ class Admit:
 class Welcome:
     """What a supervisor that comes later has to know to take part; `worker`: its first trainer.
 
-    `incarnations`: the newest known of each slot that had more than one; `lost`: with evidence.
+    `incarnations`: the newest known of each slot that had more than one; `lost`: with evidence;
+    `history`: the first two views, and those that somebody may not know; `unused_node`: a number
+    that no node has had.
     """
 
     ballot: Ballot
@@ -256,6 +258,7 @@ class Welcome:
     accepted: Proposal | None
     lost: dict[int, str]
     incarnations: dict[int, int]
+    unused_node: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -241,6 +241,7 @@ def _newcomer_to_wire(message: Starts | Admit | Welcome) -> dict[str, Any]:
                 "accepted": message.accepted and _proposal(message.accepted),
                 "lost": list(message.lost.items()),
                 "incarnations": list(message.incarnations.items()),
+                "unused_node": message.unused_node,
             }
 
 
@@ -277,6 +278,7 @@ def _newcomer_from_wire(record: Mapping[str, Any]) -> Starts | Admit | Welcome:
                 accepted=record["accepted"] and _read_proposal(record["accepted"]),
                 lost=dict(record["lost"]),
                 incarnations=dict(record["incarnations"]),
+                unused_node=record["unused_node"],
             )
 
 

@@ -156,6 +156,9 @@ class Follower(OwnTrainer, ABC):
         self.history.append(proposal.view)
         self._reports.entered(proposal.view)
         self._applied_epoch = self._sure_epoch = proposal.view.epoch
+        recent = [view for view in self.history[2:] if view.epoch >= self._known_epoch]
+        self.history = [*self.history[:2], *recent]
+        self._forget_settled_news(proposal.view)
         me = WorkerId(slot=self.slot, incarnation=self.incarnation)
         if me in proposal.view:
             self._effects.append(Deliver(committed=message, skipped=skipped))

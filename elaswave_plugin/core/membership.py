@@ -52,7 +52,12 @@ class FailureEvent:
             raise ValueError(f"failure kind is {self.kind!r}, must be one of {_KIND_ORDER}")
 
     def __str__(self) -> str:
-        return f"{self.kind} of worker {self.slot}.{self.incarnation}: {self.evidence}"
+        return f"{self.kind} of worker {self.worker}: {self.evidence}"
+
+    @property
+    def worker(self) -> WorkerId:
+        """Whose process failed."""
+        return WorkerId(slot=self.slot, incarnation=self.incarnation)
 
     def to_json(self) -> dict[str, Any]:
         """A dict that JSON can carry."""

@@ -40,6 +40,7 @@ class OwnTrainer:
     def __init__(self, *, slot: int, nodes: tuple[int, ...], patience: Patience) -> None:
         self.slot = slot
         self.patience = patience
+        # The first two of the job, and those that not everybody may know.
         self.history = [first_view(nodes)]
         self.over = False
         self.incarnation = 0
@@ -77,7 +78,7 @@ class OwnTrainer:
     @property
     def unused_node(self) -> int:
         """A number that no node of the job has had."""
-        return self._supervisors.first_unused(self.history)
+        return self._supervisors.unused_node
 
     @property
     def leader(self) -> int:
@@ -205,6 +206,23 @@ class OwnTrainer:
     def _forget_notice(self, worker: WorkerId) -> None:
         """The worker stays, and the next leader is not told that it was to leave."""
         self._news = [news for news in self._news if not (_is_wish(news) and news.worker == worker)]
+
+    def _forget_settled_news(self, view: MembershipView) -> None:
+        """The next leader need not be told what a committed view has answered."""
+        self._news = [news for news in self._news if not self._is_settled(news, view)]
+
+    def _is_settled(self, news: News, view: MembershipView) -> bool:
+        match news:
+            case Severed() | Replan():
+                return news.epoch < view.epoch
+            case Report():
+                return self._reports.is_past(news.failure.worker, view)
+            case Ready():
+                return self._reports.is_past(news.arrival.worker, view)
+            case Notice() | Starts():
+                return self._reports.is_past(news.worker, view)
+            case _:
+                return False  # said once
 
     # ---- sending ------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from elaswave_plugin.core.patience import Patience
 
 
 class Reports:
-    """All news so far. ``changes`` rises with every one that may ask for another view."""
+    """All news that still counts. ``changes`` rises with each that may ask for another view."""
 
     def __init__(self, patience: Patience) -> None:
         self.failures: dict[WorkerId, Report] = {}
@@ -88,8 +88,7 @@ class Reports:
                     self.saves_last.add(news.worker)
 
     def _add_failure(self, report: Report, now_s: float) -> None:
-        failure = replace(report.failure, detected_at_s=now_s)
-        worker = WorkerId(slot=failure.slot, incarnation=failure.incarnation)
+        failure, worker = replace(report.failure, detected_at_s=now_s), report.failure.worker
         if worker not in self.failures:
             # The moment is restamped: the clocks of two nodes need not agree.
             self.failures[worker] = replace(report, failure=failure)
@@ -113,6 +112,17 @@ class Reports:
         for slot, waiting in list(self.arrivals.items()):
             if waiting.worker in view:
                 del self.arrivals[slot]
+        for worker in view.workers:
+            if worker.incarnation > self.incarnations.get(worker.slot, 0):
+                self.incarnations[worker.slot] = worker.incarnation
+        for told in (self.failures, self.notices):
+            for worker in [one for one in told if self.is_past(one, view)]:
+                del told[worker]
+        self.saves_last &= self.notices.keys()
+
+    def is_past(self, worker: WorkerId, view: MembershipView) -> bool:
+        """Whether a worker is not in a committed view, nor can be in a later one."""
+        return worker not in view and worker.incarnation < self.incarnations.get(worker.slot, 0)
 
     def replaced(self, worker: WorkerId) -> None:
         """Another supervisor has the slot: what the trainers before this one asked for is void."""

@@ -21,12 +21,16 @@ from elaswave_plugin.core.reserve import NOBODY_CAME, vacant
 class Supervisors:
     """``nodes[s]`` is the node of slot s; ``lost``: evidence by slot that has no supervisor.
 
-    Without ``lost``, those of the reserve have none.
+    Without ``lost``, those of the reserve have none. ``unused_node``: a number that no node of the
+    job has had, nor any above it.
     """
 
-    def __init__(self, nodes: tuple[int, ...], lost: dict[int, str] | None = None) -> None:
+    def __init__(
+        self, nodes: tuple[int, ...], lost: dict[int, str] | None = None, *, unused_node: int = 0
+    ) -> None:
         self.nodes = nodes
         self.lost = dict.fromkeys(vacant(nodes), NOBODY_CAME) if lost is None else dict(lost)
+        self.unused_node = max(unused_node, 1 + max(nodes))
         self.changes = 0
 
     @property
@@ -47,6 +51,7 @@ class Supervisors:
         """Another supervisor, on this node, has the slot now."""
         self.lost.pop(slot, None)
         self.nodes = (*self.nodes[:slot], node, *self.nodes[slot + 1 :])
+        self.unused_node = max(self.unused_node, 1 + node)
         self.changes += 1
 
     def nodes_of(self, slots: Iterable[int]) -> set[int]:
@@ -64,13 +69,6 @@ class Supervisors:
                 return view
         return None
 
-    def may_have(self, node: int, history: Iterable[MembershipView]) -> bool:
+    def may_have(self, node: int) -> bool:
         """Whether a supervisor that comes later may be on a node of this number."""
-        if node in self.nodes_of(self.living()):
-            return True
-        return node >= self.first_unused(history)
-
-    def first_unused(self, history: Iterable[MembershipView]) -> int:
-        """A number that no node of the job has had."""
-        known = {*self.nodes, *(node for view in history for node in view.nodes)}
-        return 1 + max(known)
+        return node in self.nodes_of(self.living()) or node >= self.unused_node

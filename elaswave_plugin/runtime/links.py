@@ -53,7 +53,6 @@ class LinkTable:
         self.received_bytes = 0
         # How long operations have been waited for, by all threads together.
         self.waited_s = 0.0
-        self.traffic_bytes: dict[int, tuple[int, int]] = {}
         self._on_link_lost = on_link_lost
         self._page = progress or ProgressPage()
         self._lock = threading.Lock()
@@ -93,7 +92,6 @@ class LinkTable:
             if epoch <= self.epoch:
                 raise LinkError(f"epoch {epoch} cannot be opened after epoch {self.epoch}")
             self._abandon(EpochChanged(epoch, "the epoch was opened"))
-            self.traffic_bytes[self.epoch] = (self.sent_bytes, self.received_bytes)
             self.sent_bytes = self.received_bytes = 0
             self.epoch = epoch
             self.alone = False

@@ -98,7 +98,9 @@ class Cluster:
                 self.stopped.add(slot)
                 step, begun = self.at[slot]
                 entering = slot in self.outside
+                seated = self.commits[slot][-1].epoch if self.commits[slot] else 0
                 facts = {"at": slot, "step": step, "begun": begun, "entering": entering}
+                facts["seated"] = seated
                 self.alive[slot].quiesced(
                     ballot,
                     facts if slot in self.trainers else None,
@@ -394,12 +396,13 @@ class Cluster:
                 if newcomer and slot in self.joined:
                     self.entered.add(slot)
                 self.outside.discard(slot)
-                history = tuple(self.alive[slot].history[1:])
-                self.commits[slot] = (
-                    [*history] if newcomer else [*self.commits[slot], *effect.skipped, view]
-                )
-                for known in self.commits[slot]:
+                told = self.alive[slot].history[1:] if newcomer else [*effect.skipped, view]
+                for known in told:
                     assert self.decided.setdefault(known.epoch, known) == known
+                if newcomer:
+                    self.commits[slot] = self.all_decided(told, list(facts.values()))
+                else:
+                    self.commits[slot] = [*self.commits[slot], *told]
                 if newcomer and view.epoch > 1 and self.alive[slot].incarnation:
                     old = [fact["step"] for fact in facts.values() if not fact["entering"]]
                     # Those whom it meets stand before one and the same step, or have begun it.
@@ -435,6 +438,16 @@ class Cluster:
                     self.say(f"{slot}: no quorum, heard {effect.fields['nodes_heard']}")
                 elif effect.kind == "told_to_stop":
                     self.say(f"{slot}: says that {effect.fields['by']} has stopped it")
+
+    def all_decided(
+        self, told: list[MembershipView], facts: list[dict[str, int]]
+    ) -> list[MembershipView]:
+        """All views up to the last one told; what is not told, one of the facts has applied."""
+        decided = [view for epoch, view in sorted(self.decided.items()) if epoch <= told[-1].epoch]
+        seated = max(fact["seated"] for fact in facts)
+        assert all(view in told for view in decided if view.epoch > seated)
+        assert all(view in told for view in decided[-2:])  # by which it knows who came
+        return decided
 
     def ring(self, slot: int, effect: Ring) -> None:
         where = ""
