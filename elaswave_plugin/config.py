@@ -78,7 +78,7 @@ def parse_kill(text: str, phases: tuple[str, ...] = KILL_PHASES) -> Kill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A planned departure before `step`; `arrives`: the arrival of whoever replaces a lost one."""
+    """A planned departure before `step`; `arrives`: the arrival of whoever comes later."""
 
     slot: int
     step: int

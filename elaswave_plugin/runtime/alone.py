@@ -1,6 +1,6 @@
 """Collectives answered locally, as if every member held what this one holds.
 
-A trainer that replaces a lost one builds its model so: at the sizes of the launch, beside a
+A trainer that comes later builds its model so: at the sizes of the launch, beside a
 training that it does not disturb. What it holds is replaced by the job's state before it is used.
 """
 
@@ -93,7 +93,7 @@ def send(op: Operation, data: memoryview, rank: int) -> Steps:
 def receive(op: Operation, data: memoryview, rank: int) -> Steps:
     """Raises ConfigurationError: nobody sends anything."""
     raise ConfigurationError(
-        f"{op.describe()}: this worker replaces a lost one and is building its model beside the "
+        f"{op.describe()}: this worker came later and is building its model beside the "
         "training, where nobody sends to it; receive nothing before the first training step, or "
         "use --elaswave-respawn 0"
     )

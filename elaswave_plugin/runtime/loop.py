@@ -61,7 +61,7 @@ class GuardedSteps:
             self.worker.await_start()
 
     def enter(self) -> None:
-        """A worker that replaces a lost one enters the job, before its first step."""
+        """A worker that comes later enters the job, before its first step."""
         if self.worker.alone:
             self.worker.ask_to_enter()
             self.recover()

@@ -36,7 +36,7 @@ def ends_in_a_sentence(
 
     What everybody sees alike (bad input, lost state or stages, different plans or weights) stops
     the whole job, and its leader prints the reason once; anything else is the loss of this worker,
-    and so is everything that ends one which replaces a lost one. Exit code 2 for bad input, 0 for a
+    and so is everything that ends one that comes later. Exit code 2 for bad input, 0 for a
     worker that has left as it was told to, 1 for the rest.
     """
 

@@ -4,7 +4,8 @@ A script's loop calls its steps, its logging, its evaluations and saves in an or
 Every one of them that contains a collective goes through here: it starts again after a recovery,
 and everyone leaves it together, so that after a recovery all workers are in the same piece.
 
-A worker that replaces a lost one runs the script from its start, and enters before its loop begins.
+A worker that comes later, in the place of a lost one or beyond the launch, runs the script from its
+start, and enters before its loop begins.
 What its loop does before its first step, the others have behind them.
 """
 
@@ -68,7 +69,7 @@ class ScriptLoop:
     def start(self) -> None:
         """Seal the initial state; nobody trains before everyone has done so.
 
-        A worker that replaces a lost one enters the job instead. Raises ElasWaveError where nobody
+        A worker that comes later enters the job instead. Raises ElasWaveError where nobody
         is left who could tell it where the loop is.
         """
         self._reached = self.worker.completed

@@ -64,7 +64,7 @@ class TrainerSession:
 
     @property
     def is_replacement(self) -> bool:
-        """Whether it was started in the place of one that was lost."""
+        """Whether it was started in the place of one that was lost, or beyond the launch."""
         return self.incarnation > 0
 
     def progress(self, slot: int, awake_s: float) -> Sample | None:

@@ -11,8 +11,8 @@ communication, until the loop asks for its next batch. That is the first one of 
 survivors redo. Work between steps that every worker calls, as a save, is the exception: it is ours
 to call, and starts again.
 
-A worker that replaces a lost one runs the script from its start: dead, until its loop has come to
-where the others are.
+A worker that comes later, in the place of a lost one or beyond the launch, runs the script from its
+start: dead, until its loop has come to where the others are.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ class UserLoop:
         self._guarded(self._steps.sealed_everywhere)
 
     def enter(self) -> None:
-        """A worker that replaces a lost one enters the job, before its first batch."""
+        """A worker that comes later enters the job, before its first batch."""
         if self.worker.alone:
             self.worker.ask_to_enter()
             self._recover()

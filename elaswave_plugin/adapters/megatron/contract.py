@@ -51,7 +51,7 @@ class Job(Protocol):
     def run(self, work: Callable[[], Result], *, phase: str) -> Result | None:
         """Run other work between steps, which every worker calls; ``phase`` names it: "save".
 
-        None for a worker that replaces a lost one and is not in the job yet: it has no part in it.
+        None for a worker that comes later and is not in the job yet: it has no part in it.
         """
 
 

@@ -230,7 +230,7 @@ class ElasticJob:
     def run(self, work: Callable[[], Result], *, phase: str) -> Result | None:
         """Run work between steps, which every worker calls; it starts again after a recovery.
 
-        Everyone leaves it together. None for a worker that replaces a lost one and is not in the
+        Everyone leaves it together. None for a worker that comes later and is not in the
         job yet: it has no part in it.
         """
         return self._between_steps(work, phase=phase, alone=None)

@@ -129,7 +129,7 @@ class LmJob:
     ) -> None:
         """Take what was built into care and seal it: training begins.
 
-        A worker that replaces a lost one enters here, and gets the state of the others.
+        A worker that comes later enters here, and gets the state of the others.
         ``patched``: what the patch records have set, for the events.
         Raises ConfigurationError for a model that it could not get.
         """
@@ -272,7 +272,7 @@ class LmJob:
 
     @property
     def comes_later(self) -> bool:
-        """Whether this worker replaces a lost one, and builds its model beside the training."""
+        """Whether this worker comes later, and builds its model beside the training."""
         return self.worker.alone
 
     @property
