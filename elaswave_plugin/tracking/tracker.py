@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import math
 import os
 import queue
 import threading
@@ -198,11 +199,14 @@ class Tracker:
 
 
 def step_metrics(record: Mapping[str, Any], live_workers: int | None = None) -> dict[str, float]:
-    """Turn a record of steps.jsonl into the metrics of a step: names are the same everywhere."""
+    """Turn a record of steps.jsonl into the metrics of a step: names are the same everywhere.
+
+    A number that is not known, as the norm that ZeRO 0 does not compute, is left out.
+    """
     metrics = {
         f"train/{name}": float(record[name])
         for name in ("loss", "grad_norm", "lr", "step_s")
-        if isinstance(record.get(name), int | float)
+        if isinstance(record.get(name), int | float) and not math.isnan(record[name])
     }
     if record.get("tokens") and record.get("step_s"):
         metrics["train/tokens_per_s"] = record["tokens"] / record["step_s"]

@@ -1,6 +1,7 @@
 """Settings that are not carried are refused by name, before anything is built."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,13 @@ from tests.deepspeed.test_pipeline import PP2_DP2
 from tests.faults.test_bad_input import check_refused
 
 MODEL = torch.nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("option", ["fused", "amsgrad", "capturable"])
+def test_a_variant_of_adam_is_refused(option: str) -> None:
+    engine = SimpleNamespace(basic_optimizer=torch.optim.Adam(MODEL.parameters(), **{option: True}))
+    with pytest.raises(ConfigurationError, match=f"^{option} is set in Adam"):
+        check_engine(engine)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Tracker: only the owner logs, each step once, in order, and it never waits or raises."""
 
 import json
+import math
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -166,6 +167,11 @@ def test_tracker_without_sinks_starts_no_thread() -> None:
     subject.step(0, {"train/loss": 1.0})
     assert threading.active_count() == before
     assert subject.close()
+
+
+def test_a_number_that_is_not_known_is_left_out_of_the_row() -> None:
+    """As the norm that ZeRO 0 does not compute; one that has overflowed is shown as it is."""
+    assert step_metrics({"loss": math.inf, "grad_norm": math.nan}) == {"train/loss": math.inf}
 
 
 def test_step_metrics_have_the_same_names_everywhere() -> None:

@@ -174,8 +174,9 @@ def _engine_problems(engine: Any) -> Iterator[str]:
             f"the optimizer is {kind.__name__} of {kind.__module__}, wanted Adam or AdamW of torch,"
             " or DeepSpeed's FusedAdam or DeepSpeedCPUAdam"
         )
-    elif any(group.get("fused") or group.get("amsgrad") for group in inner.param_groups):
-        yield "fused or amsgrad is set in Adam, and elaswave_plugin carries neither; unset it"
+    for name in ("fused", "amsgrad", "capturable"):
+        if any(group.get(name) for group in inner.param_groups):
+            yield f"{name} is set in {type(inner).__name__}, which is not carried; unset it"
     outer = engine.optimizer
     if isinstance(outer, BF16_Optimizer):
         yield (

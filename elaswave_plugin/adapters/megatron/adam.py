@@ -11,6 +11,8 @@ import torch
 from megatron.core.optimizer import distrib_optimizer
 
 _TORCH = (torch.optim.Adam, torch.optim.AdamW)
+# With `capturable` steps are counted on the GPU, which nobody has tried here.
+_TORCH_WITHOUT = ("fused", "amsgrad", "capturable")
 # What FusedAdam can do and is not carried, by its attribute, with the value that is; a version that
 # lacks the attribute cannot do it. `store_param_remainders` asks for `master_weights`.
 _FUSED = (
@@ -25,8 +27,9 @@ _FUSED = (
 def problems(inner: torch.optim.Optimizer) -> Iterator[tuple[str, object, object]]:
     """What is not carried of an optimizer: setting, value seen, value carried."""
     if isinstance(inner, _TORCH):
-        if any(group.get("fused") or group.get("amsgrad") for group in inner.param_groups):
-            yield "fused or amsgrad Adam", True, False
+        for name in _TORCH_WITHOUT:
+            if any(group.get(name) for group in inner.param_groups):
+                yield f"{name} of {type(inner).__name__}", True, False
     elif isinstance(inner, distrib_optimizer.Adam):
         for name, carried in _FUSED:
             seen = getattr(inner, name, carried)
