@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import struct
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -13,6 +14,9 @@ from elaswave_plugin.errors import JobStopped
 from elaswave_plugin.runtime.wire import Frame, FrameBuffer, encode
 
 _READ_BYTES = 1 << 16
+# Long after the other supervisors have given up one that does not run.
+_SEND_WITHIN_S = 300.0
+_TIMEVAL = struct.Struct("ll")
 
 
 class ControlLink:
@@ -29,7 +33,12 @@ class ControlLink:
         slot: int,
         on_frame: Callable[[Frame], None],
         on_end: Callable[[str], None],
+        send_within_s: float = _SEND_WITHIN_S,
     ) -> None:
+        # The kernel's own limit, since others receive from this socket meanwhile.
+        within = _TIMEVAL.pack(int(send_within_s), int(send_within_s % 1 * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, within)
+        self._send_within_s = send_within_s
         self._sock = sock
         self._slot = slot
         self._on_frame = on_frame
@@ -57,10 +66,15 @@ class ControlLink:
         threading.Thread(target=run, name="elaswave-doorbell", daemon=True).start()
 
     def send(self, frame: Frame) -> None:
-        """From any thread. Raises JobStopped where the supervisor is gone."""
+        """From any thread. Raises JobStopped where the supervisor is gone, or does not read."""
         try:
             with self._sending:
                 self._sock.sendall(encode(frame))
+        except BlockingIOError as error:
+            raise JobStopped(
+                f"the supervisor of worker {self._slot} has read nothing for"
+                f" {self._send_within_s:g} s: is it stopped?"
+            ) from error
         except OSError as error:
             raise JobStopped(f"the supervisor of worker {self._slot} is gone: {error}") from error
 

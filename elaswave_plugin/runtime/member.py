@@ -53,7 +53,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alone:
-    """What a trainer is told that replaces a lost one: it builds by itself, beside the training.
+    """What a trainer is told that comes later: it builds by itself, beside the training.
 
     `view` is that of the launch; `remembered` is what its predecessor had the supervisor keep.
     """

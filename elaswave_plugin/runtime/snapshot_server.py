@@ -17,6 +17,7 @@ from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET, Record
 from elaswave_plugin.runtime.snapshot_store import SnapshotStore
 from elaswave_plugin.runtime.wire import (
     Frame,
+    not_understood,
     probe_when_silent,
     receive_frame,
     receive_into,
@@ -101,7 +102,7 @@ class SnapshotServer:
                         self._takers[request["t"]](request, sock.dup())
                         return
                     else:
-                        return
+                        raise LookupError(not_understood(request["t"]))
             except OSError:
                 return  # the peer is gone or stuck; an unfinished copy has never become a record
             except _MALFORMED as error:

@@ -20,6 +20,7 @@ from elaswave_plugin.errors import (
     EpochChanged,
     JobStopped,
 )
+from elaswave_plugin.runtime.control_link import ControlLink
 from elaswave_plugin.runtime.member import ANNOUNCED_LIMIT_S, Member
 from elaswave_plugin.runtime.wire import encode, receive_frame, send_frame
 from tests.runtime.jobs import environment
@@ -472,6 +473,18 @@ def test_a_doorbell_that_fails_interrupts_the_links_too(supervisor: Supervisor) 
     assert supervisor.rang.wait(LONG_S)
     assert supervisor.rings[-1][0] == 3
     assert "its doorbell failed: ValueError('frame of " in supervisor.rings[-1][1]
+
+
+def test_a_supervisor_that_does_not_read_is_not_waited_for() -> None:
+    theirs, ours = socket.socketpair()
+    link = ControlLink(
+        ours, slot=3, on_frame=lambda frame: None, on_end=lambda why: None, send_within_s=0.2
+    )
+    began_s = time.monotonic()
+    with pytest.raises(JobStopped, match=r"supervisor of worker 3 has read nothing for 0\.2 s"):
+        link.send({"t": "progress", "text": "x" * (1 << 22)})
+    assert 0.2 <= time.monotonic() - began_s < LONG_S
+    theirs.close()
 
 
 def test_a_message_of_another_version_ends_the_worker(supervisor: Supervisor) -> None:

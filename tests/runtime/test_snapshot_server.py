@@ -253,9 +253,10 @@ COPY = {"owner": 8, "buffer": 0, "step": 6, "epoch": 9}
         b"[" * 100_000,
         b'{"t": "fetch"}',
         b'{"t": []}',
+        b'{"t": "sing"}',
         json.dumps({"t": "copy", "record": {**COPY, "length": 1 << 80}}).encode(),
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_what_is_no_request_ends_its_connection_in_one_line(
     served: tuple[SnapshotStore, str], body: bytes, capfd: pytest.CaptureFixture[str]
