@@ -1,9 +1,9 @@
 """Reads the state dumps of a run and hashes them by global parameter name, whatever the layout.
 
 A dump of one worker at one step is `state/step-XXXXX/slot-N*.npz`, with one-dimensional float32
-pieces named `<parameter>|<part>|<start>` (part: master, exp_avg or exp_avg_sq; start: offset in the
-flattened parameter), and beside it, of the same name, a `.json` with "epoch", "step", "slot" and
-"numel" {parameter: total}.
+pieces named `<parameter>|<part>|<start>` (part: master, exp_avg or exp_avg_sq, or buffer of what no
+optimizer updates; start: offset in the flattened parameter), and beside it, of the same name, a
+`.json` with "epoch", "step", "slot" and "numel" {parameter: total}.
 """
 
 import hashlib
@@ -19,6 +19,7 @@ from elaswave_plugin.errors import ElasWaveError
 
 STATE_FOLDER = "state"
 PARTS = ("exp_avg", "exp_avg_sq", "master")
+BUFFER = "buffer"
 
 Pieces = dict[tuple[str, str], list[tuple[int, npt.NDArray[np.float32]]]]
 
@@ -62,7 +63,7 @@ def hash_state(directory: Path, step: int | None = None) -> StateHash:
     whole, by_name = hashlib.sha256(), []
     for name in sorted(numel):
         one = hashlib.sha256()
-        for part in PARTS:
+        for part in (BUFFER,) if (name, BUFFER) in pieces else PARTS:
             data = _assembled(folder, name, part, numel[name], pieces.get((name, part), []))
             for sink in (whole, one):
                 sink.update(f"{name}|{part}|{numel[name]}\n".encode())
@@ -101,7 +102,7 @@ def _read(folder: Path) -> tuple[int, dict[str, int], Pieces]:
                     f"{path}: {name} has {total} elements, elsewhere {numel[name]}"
                 )
         for name, part, start, data in _pieces_of(path.with_suffix(".npz")):
-            if name not in numel or part not in PARTS:
+            if name not in numel or part not in (*PARTS, BUFFER):
                 raise StateDumpError(f"{path}: {name}|{part} is not announced")
             pieces.setdefault((name, part), []).append((start, data))
     return epoch, numel, pieces

@@ -6,6 +6,7 @@ import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
@@ -16,7 +17,10 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -64,7 +68,25 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--attention-dropout", type=float, default=0.1)
     parser.add_argument("--hidden-dropout", type=float, default=0.1)
     parser.add_argument("--calculate-per-token-loss", action="store_true")
-    parser.add_argument("--recompute-granularity", choices=["full"], default=None)
+    parser.add_argument("--recompute-granularity", choices=["full", "selective"], default=None)
+    parser.add_argument("--recompute-modules", nargs="*", default=None, help="of selective")
+    parser.add_argument("--disable-bias-linear", action="store_true")
+    experts = parser.add_argument_group("mixture of experts")
+    experts.add_argument("--num-experts", type=int, default=None)
+    experts.add_argument("--moe-layer-freq", type=int, default=1, help="one layer in so many")
+    experts.add_argument("--moe-ffn-hidden-size", type=int, default=None)
+    experts.add_argument("--moe-router-topk", type=int, default=2)
+    experts.add_argument("--moe-router-load-balancing-type", default="aux_loss")
+    experts.add_argument("--moe-router-score-function", default="softmax")
+    experts.add_argument("--moe-router-enable-expert-bias", action="store_true")
+    experts.add_argument("--moe-router-bias-update-rate", type=float, default=1e-3)
+    experts.add_argument("--moe-aux-loss-coeff", type=float, default=0.0)
+    experts.add_argument("--moe-z-loss-coeff", type=float, default=None)
+    experts.add_argument("--moe-input-jitter-eps", type=float, default=None)
+    experts.add_argument("--moe-expert-capacity-factor", type=float, default=None)
+    experts.add_argument("--moe-pad-expert-input-to-capacity", action="store_true")
+    experts.add_argument("--moe-token-dispatcher-type", default="alltoall")
+    experts.add_argument("--moe-shared-expert-intermediate-size", type=int, default=None)
     precision = parser.add_mutually_exclusive_group()
     precision.add_argument("--bf16", action="store_true")
     precision.add_argument("--fp16", action="store_true", help="with a loss scale that adapts")
@@ -105,8 +127,11 @@ def build_model(args: argparse.Namespace) -> list[DistributedDataParallel]:
         hidden_dropout=args.hidden_dropout,
         calculate_per_token_loss=args.calculate_per_token_loss,
         recompute_granularity=recompute,
-        recompute_method="uniform" if recompute else None,
-        recompute_num_layers=1 if recompute else None,
+        recompute_method="uniform" if recompute == "full" else None,
+        recompute_num_layers=1 if recompute == "full" else None,
+        recompute_modules=args.recompute_modules,
+        add_bias_linear=not args.disable_bias_linear,
+        **expert_settings(args),
         fp16=args.fp16,
         bf16=args.bf16,
         params_dtype=dtype,
@@ -130,13 +155,25 @@ def build_model(args: argparse.Namespace) -> list[DistributedDataParallel]:
     ]
 
 
+def expert_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Those of a mixture of experts, all of them on every replica; none of a dense model."""
+    if args.num_experts is None:
+        return {}
+    names = [name for name in vars(args) if name.startswith("moe_")]
+    return {"num_moe_experts": args.num_experts, **{name: getattr(args, name) for name in names}}
+
+
 def build_chunk(args: argparse.Namespace, config: TransformerConfig, number: int):
     """One model chunk: the layers of one virtual pipeline stage."""
     virtual = number if args.num_virtual_stages_per_pipeline_rank else None
     place = {"ignore_virtual": False, "vp_stage": virtual}
+    if args.num_experts is None:
+        layers = get_gpt_layer_local_spec()
+    else:
+        layers = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=virtual)
     chunk = GPTModel(
         config,
-        get_gpt_layer_local_spec(),
+        layers,
         vocab_size=384,
         max_sequence_length=args.seq_length,
         pre_process=parallel_state.is_pipeline_first_stage(**place),

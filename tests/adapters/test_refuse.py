@@ -41,7 +41,6 @@ DDP_SETTINGS: tuple[tuple[str, Any], ...] = (
     ("reduce_scatter_with_fp32_accumulation", True),
 )
 MODEL_SETTINGS: tuple[tuple[str, Any], ...] = (
-    ("num_moe_experts", 4),
     ("mtp_num_layers", 1),
     ("cuda_graph_impl", "local"),
     ("delay_wgrad_compute", True),
@@ -55,6 +54,19 @@ MODEL_SETTINGS: tuple[tuple[str, Any], ...] = (
     ("defer_embedding_wgrad_compute", True),
     ("variable_seq_lengths", True),
     ("pipeline_model_parallel_layout", "Et|tL"),
+)
+# Each with what is shown of it, where that is not the value.
+EXPERT_SETTINGS: tuple[tuple[str, Any, str], ...] = (
+    ("moe_router_load_balancing_type", "global_aux_loss", ""),
+    ("moe_router_load_balancing_type", ["aux_loss", "global_aux_loss"], "global_aux_loss"),
+    ("expert_tensor_parallel_size", 2, ""),
+    ("moe_token_dispatcher_type", "flex", "flex is True"),
+    ("moe_grouped_gemm", True, ""),
+    ("moe_latent_size", 8, ""),
+    ("moe_shared_expert_overlap", True, ""),
+    ("overlap_moe_expert_parallel_comm", True, ""),
+    ("moe_enable_routing_replay", True, ""),
+    ("moe_router_force_load_balancing", True, ""),
 )
 
 
@@ -146,12 +158,27 @@ def test_a_setting_of_the_model_is_refused(owner: str, name: str, value: Any) ->
         ("ddp_config", "param_name_patterns_for_fp32_local_accumulation", ("all",)),
         ("config", "gtp_weight_remat_size", 2),
         ("config", "use_transformer_engine_op_fuser", True),
+        ("config", "moe_router_force_biased", 0.5),
+        ("config", "moe_paged_stash", True),
     ],
 )
 def test_a_setting_of_later_versions_is_refused(owner: str, name: str, value: Any) -> None:
     model = made_model()
     setattr(getattr(model, owner), name, value)
     check_refused(model, made_optimizer(), f"{name} is {value}")
+
+
+@pytest.mark.parametrize(("name", "value", "shown"), EXPERT_SETTINGS)
+def test_a_setting_of_experts_is_refused(name: str, value: Any, shown: str) -> None:
+    model, optimizer = made_model(), made_optimizer()
+    model.config.num_moe_experts = 4
+    assert check_supported([model], optimizer) is optimizer
+    assert hasattr(model.config, name), f"Megatron-Core has no setting {name}"
+    setattr(model.config, name, value)
+    check_refused(model, optimizer, name, shown or f"{name} is {value}")
+    # A dense model has no experts to which it applies.
+    model.config.num_moe_experts = None
+    assert check_supported([model], optimizer) is optimizer
 
 
 def test_parameters_of_two_dtypes_are_refused() -> None:
@@ -162,11 +189,7 @@ def test_parameters_of_two_dtypes_are_refused() -> None:
 
 def test_every_setting_that_the_source_names_is_among_these() -> None:
     tree = ast.parse(inspect.getsource(refuse._model_problems))
-    named = {
-        node.elts[0].value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Tuple) and isinstance(node.elts[0], ast.Constant)
-    } | {
+    named = named_in(tree) | {
         key.value
         for node in ast.walk(tree)
         if isinstance(node, ast.Dict)
@@ -175,6 +198,18 @@ def test_every_setting_that_the_source_names_is_among_these() -> None:
     }
     tested = {name for name, _ in (*DDP_SETTINGS, *MODEL_SETTINGS)} | set(SIZES)
     assert named == tested
+    of_experts = named_in(ast.parse(inspect.getsource(refuse._expert_problems)))
+    of_experts.add("moe_router_load_balancing_type")
+    assert {name.split()[0] for name in of_experts} == {name for name, _, _ in EXPERT_SETTINGS}
+
+
+def named_in(tree: ast.AST) -> set[str]:
+    """The first string of every tuple."""
+    return {
+        str(node.elts[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Tuple) and isinstance(node.elts[0], ast.Constant)
+    }
 
 
 def test_a_model_that_is_no_ddp_is_refused() -> None:

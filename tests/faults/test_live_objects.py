@@ -6,8 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.faults.conftest import Launch
 from tests.faults.harness import JobSpec, check_survived
+from tests.tiers import sampled
+
+EXPERTS = ("--num-experts=4", "--disable-bias-linear")
 
 # What differs for a known reason, each with that reason.
 KNOWN = {
@@ -20,6 +25,8 @@ KNOWN = {
     r".*gradient_scaling_factor": "the gradient scale is that of the launch, whoever is left",
     r".*(is_first_batch|per_param_grad_ready_counts)": "the live ones have trained",
     r"modules/.*/current_microbatch": "the live ones have trained",
+    r".*\.token_dispatcher/(\w+_splits\w*|tokens_per_expert)": "the live ones have trained",
+    r".*\.token_dispatcher/(num_out_tokens|cuda_sync_point)": "the live ones have trained",
     r".*(param_gather_dispatched|cached_\w+_shard_list)": "the live ones have trained",
     r".*(start_grad_sync|finish_grad_sync|start_param_sync)": "seams of ours",
     r".*sharded_(state_dict|param_state_\w+)": "seams of ours",
@@ -68,10 +75,15 @@ def test_live_objects_after_a_loss_equal_fresh_ones(run: Launch, tmp_path: Path)
             assert members in ranks["groups"], name
 
 
-def test_live_objects_at_another_tp_position_equal_fresh_ones(run: Launch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "experts", sampled([((),), (EXPERTS,)], keep=(0,)), ids=["dense", "experts"]
+)
+def test_live_objects_at_another_tp_position_equal_fresh_ones(
+    run: Launch, tmp_path: Path, experts: tuple[str, ...]
+) -> None:
     """Both survivors come from tp position 1; one of them is at position 0 now."""
     spec = JobSpec(
-        options=("--tensor-model-parallel-size=2", "--sequence-parallel"),
+        options=("--tensor-model-parallel-size=2", "--sequence-parallel", *experts),
         kills=("0@1:backward", "2@3:backward"),
         walk=str(tmp_path),
     )
@@ -80,6 +92,8 @@ def test_live_objects_at_another_tp_position_equal_fresh_ones(run: Launch, tmp_p
     assert len(files) == 2
     pictures = [json.loads(file.read_text()) for file in files]
     assert [unknown_differences(picture) for picture in pictures] == [[], []]
+    if experts:
+        assert any("token_dispatcher" in name for name in pictures[0]["live"]["modules"])
     starts = {
         attributes["vocab_start_index"]
         for picture in pictures

@@ -47,13 +47,22 @@ def described(value: Any, seen: dict[int, str], path: str, depth: int = 0) -> An
     return type(value).__name__
 
 
+def dispatchers(model: Any) -> list[tuple[str, Any]]:
+    """What sends tokens to experts, and is no module."""
+    return [
+        (f"{name}.token_dispatcher", module.token_dispatcher)
+        for name, module in model.named_modules()
+        if hasattr(module, "token_dispatcher")
+    ]
+
+
 def picture(model: Any, optimizer: Any) -> dict[str, Any]:
     """The parts of a job that depend on its groups."""
     distributed = optimizer.chained_optimizers[0]
     return {
         "modules": {
-            name: {key: value for key, value in vars(module).items() if isinstance(value, SIMPLE)}
-            for name, module in model.named_modules()
+            name: {key: value for key, value in vars(one).items() if isinstance(value, SIMPLE)}
+            for name, one in (*model.named_modules(), *dispatchers(model))
         },
         "ddp": {
             name: described(value, {}, name)

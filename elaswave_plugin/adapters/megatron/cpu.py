@@ -8,6 +8,7 @@ meaning. On a machine with a GPU none of them is applied.
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import logging
 import sys
@@ -24,15 +25,22 @@ _FACTORIES = ("tensor", "zeros", "empty", "ones", "full", "arange", "zeros_like"
 
 
 class _CpuStream:
-    """A stream on a device without streams: everything has already happened."""
+    """A stream, or an event, on a device without them: everything has already happened."""
 
     cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
 
     def wait_stream(self, stream: object) -> None:
         """Nothing to wait for."""
 
     def wait_event(self, event: object) -> None:
         """Nothing to wait for."""
+
+    def record_event(self) -> "_CpuStream":
+        """What it stands for has happened too."""
+        return self
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
@@ -113,6 +121,20 @@ def _torch_norm(original: Any) -> Any:
     return make
 
 
+def _gating_without_kernels(original: Any) -> Any:
+    def router_gating_linear(
+        inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, router_dtype: Any
+    ) -> torch.Tensor:
+        wide = None if bias is None else bias.to(router_dtype)
+        return torch.nn.functional.linear(inp.to(router_dtype), weight.to(router_dtype), wide)
+
+    return router_gating_linear
+
+
+def _not_compiled(original: Any) -> Any:
+    return getattr(original, "_torchdynamo_orig_callable", original)
+
+
 def _record(target: str, make: Callable[[Any], Any], reason: str, *parameters: str) -> PatchRecord:
     """A record whose distribution and range follow from the module of its target."""
     of_megatron = target.startswith("megatron")
@@ -126,6 +148,26 @@ def _record(target: str, make: Callable[[Any], Any], reason: str, *parameters: s
     )
 
 
+def _router_records() -> list[PatchRecord]:
+    """Of mixtures of experts."""
+    router = "megatron.core.transformer.moe.router"
+    gating = _record(
+        f"{router}:router_gating_linear",
+        _gating_without_kernels,
+        "without Transformer Engine it asks for a name that is not there",
+        *("inp", "weight", "bias", "router_dtype"),
+    )
+    return [
+        dataclasses.replace(gating, gone=">=0.17"),
+        _record(
+            f"{router}:TopKRouter._apply_expert_bias",
+            _not_compiled,
+            "it adds up a few numbers, and is compiled for longer than a small job runs",
+            *("self", "routing_map", "padding_mask"),
+        ),
+    ]
+
+
 def cpu_patches() -> PatchSet:
     """All records for training on CPU."""
     device = "the device is asked from torch.cuda"
@@ -137,6 +179,7 @@ def cpu_patches() -> PatchSet:
         _record("torch.cuda:current_device", _returning(torch.device("cpu")), device),
         _record("torch.cuda:current_stream", _returning(_CpuStream()), streams),
         _record("torch.cuda:stream", _returning(contextlib.nullcontext()), streams),
+        _record("torch.cuda:Stream", lambda original: _CpuStream, streams),
         _record("torch.cuda:synchronize", _returning(None), "no device to wait for"),
         _record("torch.cuda:empty_cache", _returning(None), "no device to act on"),
         _record("torch.cuda:set_device", _returning(None), "no device to choose"),
@@ -170,5 +213,6 @@ def cpu_patches() -> PatchSet:
             _torch_norm,
             "sequence parallelism needs the fused norms, which need a GPU",
         ),
+        *_router_records(),
     ]
     return PatchSet(records)

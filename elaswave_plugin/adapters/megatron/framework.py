@@ -14,6 +14,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from elaswave_plugin.adapters.megatron import buffers, stage_layers, stage_parts, unplaced
+from elaswave_plugin.adapters.megatron.expert_bias import ExpertBiases, routers
 from elaswave_plugin.adapters.megatron.fused_gradients import add_in_one_sum
 from elaswave_plugin.adapters.megatron.layer_timer import watch_passes
 from elaswave_plugin.adapters.megatron.optimizer_state import FlatShard
@@ -112,6 +113,7 @@ class MegatronFramework:
             exact=worker.config.consistency == "exact",
             announce=self._announce,
         )
+        self._expert_biases = ExpertBiases(self.chunks)
         for chunk in self.chunks:
             add_in_one_sum(chunk)
             prepare(chunk)
@@ -180,6 +182,7 @@ class MegatronFramework:
             if self._free_workers_scale and not self._is_applied(result[0]):
                 # As Megatron-Core says it: a step that is skipped has no norm.
                 result = (False, None, None)
+            self._expert_biases.gather(is_seated=self._seated)
             self._applied_steps += int(bool(result[0]))
             if not self._seated:
                 # What all workers save alike, rank 0 saves: maybe this one.
@@ -359,11 +362,12 @@ class MegatronFramework:
             self._shard.write_moments(moments)
 
     def read_capsule(self) -> bytes:
-        """Scheduler, loss scaler, applied steps, and what the schedule set in the groups."""
+        """Scheduler, loss scaler, applied steps, biases of experts, what is set in the groups."""
         scaler = self._distributed.grad_scaler
         return pickle.dumps(
             {
                 "applied_steps": self._applied_steps,
+                "expert_biases": self._expert_biases.values,
                 "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
                 "grad_scaler": None if scaler is None else scaler.state_dict(),
                 "param_groups": [
@@ -378,6 +382,7 @@ class MegatronFramework:
         state = pickle.loads(capsule)
         self._applied_steps = state["applied_steps"]
         self._shard.set_applied_steps(self._applied_steps)
+        self._expert_biases.write(state["expert_biases"])
         if self._scheduler is not None:
             # load_state_dict() of Megatron's scheduler advances from its present count.
             if hasattr(self._scheduler, "num_steps"):
@@ -408,6 +413,14 @@ class MegatronFramework:
                 yield NamedPiece(
                     name=name, part=part, start=span.start, numel=param.numel(), data=data.view(-1)
                 )
+        for router in routers(self.chunks):
+            yield NamedPiece(
+                name=f"decoder.layers.{router.layer_number - 1}.mlp.router.expert_bias",
+                part="buffer",
+                start=0,
+                numel=router.expert_bias.numel(),
+                data=router.expert_bias,
+            )
 
     def _global_names(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Parameters with the global number of their layer, and their tp position if there are."""

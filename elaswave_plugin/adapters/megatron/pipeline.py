@@ -211,6 +211,9 @@ class RaggedPipeline:
         groups.tp = parallel_state.get_tensor_model_parallel_group()
         groups.pp = parallel_state.get_pipeline_model_parallel_group()
         groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(
+            with_context_parallel=True
+        )
         # A group of one: nothing is added here between stages; that follows below.
         groups.embd = groups.pos_embd = parallel_state.get_context_parallel_group()
         self._config.finalize_model_grads_func(list(self._chunks), None, pg_collection=groups)

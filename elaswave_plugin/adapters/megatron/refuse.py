@@ -14,6 +14,9 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from elaswave_plugin.adapters.megatron import adam, rng
 from elaswave_plugin.errors import ConfigurationError
 
+# How a router may be balanced: by nothing, or by what one micro-batch tells.
+_BALANCING = ("none", "aux_loss", "seq_aux_loss", "sinkhorn")
+
 
 def check_supported(
     chunks: Sequence[Any], optimizer: Any, *, overlaps_param_gather: bool = False
@@ -53,6 +56,8 @@ def check_grid(config: Any) -> None:
 def why_whole_pieces(chunks: Sequence[DistributedDataParallel]) -> str | None:
     """The reason why micro-batches cannot be cut into sample intervals; None where they can."""
     config = chunks[0].config
+    if config.num_moe_experts is not None:
+        return "the routers of a mixture of experts balance the tokens of a micro-batch"
     if not config.calculate_per_token_loss:
         return (
             "without calculate_per_token_loss a micro-batch counts as one, which its samples alone"
@@ -109,7 +114,6 @@ def _model_problems(model: Any, overlaps_param_gather: bool) -> Iterator[str]:
             ddp.reduce_scatter_with_fp32_accumulation,
             False,
         ),
-        ("num_moe_experts", config.num_moe_experts, None),
         ("mtp_num_layers", config.mtp_num_layers, None),
         ("cuda_graph_impl", config.cuda_graph_impl, "none"),
         ("delay_wgrad_compute", config.delay_wgrad_compute, False),
@@ -132,6 +136,36 @@ def _model_problems(model: Any, overlaps_param_gather: bool) -> Iterator[str]:
     for setting, seen, carried in (*wanted, *_later_settings(model)):
         if seen != carried:
             yield _unsupported(setting, seen, carried)
+    if config.num_moe_experts is not None:
+        yield from _expert_problems(config)
+
+
+def _expert_problems(config: Any) -> Iterator[str]:
+    """Of a mixture of experts: whatever is not a function of one micro-batch, or was never run."""
+    chosen = config.moe_router_load_balancing_type
+    for kind in chosen if isinstance(chosen, list) else [chosen]:
+        # The other kinds average over what the replicas happen to run at the same time.
+        if kind not in _BALANCING:
+            yield _unsupported("moe_router_load_balancing_type", kind, " and ".join(_BALANCING))
+    wanted: list[tuple[str, object, object]] = [
+        (
+            "expert_tensor_parallel_size",
+            config.expert_tensor_parallel_size,
+            config.tensor_model_parallel_size,
+        ),
+        # It sends tokens by kernels of its own, between ranks that it keeps.
+        ("moe_token_dispatcher_type flex", config.moe_token_dispatcher_type == "flex", False),
+        ("moe_grouped_gemm", config.moe_grouped_gemm, False),
+        ("moe_latent_size", config.moe_latent_size, None),
+        ("moe_shared_expert_overlap", config.moe_shared_expert_overlap, False),
+        ("overlap_moe_expert_parallel_comm", config.overlap_moe_expert_parallel_comm, False),
+        ("moe_enable_routing_replay", config.moe_enable_routing_replay, False),
+        # Its draws are from a stream of each rank, which no micro-batch tells.
+        ("moe_router_force_load_balancing", config.moe_router_force_load_balancing, False),
+    ]
+    for setting, seen, carried in wanted:
+        if seen != carried:
+            yield _unsupported(setting, seen, carried)
 
 
 def _later_settings(model: DistributedDataParallel) -> Iterator[tuple[str, object, object]]:
@@ -141,6 +175,8 @@ def _later_settings(model: DistributedDataParallel) -> Iterator[tuple[str, objec
         (model.ddp_config, accumulated, ()),
         (model.config, "gtp_weight_remat_size", 1),
         (model.config, "use_transformer_engine_op_fuser", False),
+        (model.config, "moe_router_force_biased", None),
+        (model.config, "moe_paged_stash", False),
     ):
         if hasattr(owner, name):
             yield name, getattr(owner, name), carried

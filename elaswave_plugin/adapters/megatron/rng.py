@@ -37,6 +37,12 @@ def set_key(step: int, samples: Samples, *, size: int) -> None:
     tracker.states_[_KEY] = torch.tensor([step, *samples, size], dtype=torch.int64)
 
 
+def keyed_microbatch() -> int | None:
+    """The micro-batch that is drawn for now, also where it is recomputed; None without a key."""
+    key = megatron_random.get_cuda_rng_tracker().states_.get(_KEY)
+    return None if key is None else int(key[1] // key[-1])
+
+
 def settle(seed: int, step: int) -> None:
     """Set the generators to states that follow from the step alone, and drop the key."""
     tracker = megatron_random.get_cuda_rng_tracker()

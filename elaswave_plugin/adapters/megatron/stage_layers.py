@@ -22,6 +22,11 @@ def why_fixed(chunks: Sequence[DistributedDataParallel]) -> str | None:
     if len(blocks) != 1:
         return f"the model has {len(blocks)} transformer blocks, wanted one"
     specs = blocks[0].submodules.layer_specs
+    every_so_often = blocks[0].config.moe_layer_freq
+    if blocks[0].config.num_moe_experts is not None and set(
+        every_so_often if isinstance(every_so_often, list) else [every_so_often]
+    ) != {1}:
+        return "not every layer is a mixture of experts (moe_layer_freq)"
     if blocks[0].config.heterogeneous_block_specs or any(spec != specs[0] for spec in specs):
         return "the layers are not all alike"
     if not isinstance(specs[0], ModuleSpec) or not issubclass(specs[0].module, TransformerLayer):

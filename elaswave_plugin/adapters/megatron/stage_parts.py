@@ -14,6 +14,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.utils import VocabUtility
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from elaswave_plugin.adapters.constructed import arguments_of
 from elaswave_plugin.adapters.megatron.rng import undone_draws
@@ -70,3 +71,6 @@ def move_to_tp_position(model: torch.nn.Module) -> None:
         elif hasattr(module, "tp_rank") and hasattr(module, "_tp_group"):
             # Megatron-Core's layers on top of Transformer Engine's.
             module.tp_rank = module._tp_group.rank()
+        elif isinstance(module, MoELayer):
+            dispatcher = module.token_dispatcher
+            dispatcher.tp_rank = dispatcher.tp_group.rank()

@@ -15,20 +15,6 @@ from elaswave_plugin.adapters.patching import PatchRecord, PatchSet
 _NO_OLD_GPU = 10
 
 
-class _CpuStream:
-    """A new stream on a device without streams: everything has already happened."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def wait_stream(self, stream: object) -> None:
-        """Nothing to wait for."""
-
-
-def _streams(original: Any) -> Any:
-    return _CpuStream
-
-
 def _nothing(original: Any) -> Any:
     return lambda *args, **kwargs: None
 
@@ -65,13 +51,6 @@ def lm_cpu_patches() -> PatchSet:
     return PatchSet(
         [
             *cpu_patches().records,
-            PatchRecord(
-                target="torch.cuda:Stream",
-                reason="streams have no meaning on CPU",
-                distribution="torch",
-                valid=">=2.13,<2.16",
-                make=_streams,
-            ),
             record(
                 "megatron.training.training:initialize_megatron",
                 _without_cuda,

@@ -215,10 +215,13 @@ class Hooks:
             variables.before_logging(call.arguments)
             interval = call.arguments["total_loss_dict"]
             before = dict(interval)
+            router_losses = self._joined.router_losses
 
             def work() -> Any:
                 interval.clear()
                 interval.update(before)
+                if router_losses is not None:
+                    call.arguments["pg_collection"] = router_losses.fill_table()
                 return native(*call.args, **call.kwargs)
 
             reports_memory = self._joined.run(work)

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from elaswave_plugin.adapters.megatron_lm.batch_size import global_batch_sizes
 from elaswave_plugin.adapters.megatron_lm.loader import MicrobatchLoader
 from elaswave_plugin.adapters.megatron_lm.losses import LossTotals
 from elaswave_plugin.adapters.megatron_lm.newcomer import LoopVariables, check_seals_everything
+from elaswave_plugin.adapters.megatron_lm.router_losses import RouterLosses
 from elaswave_plugin.adapters.megatron_lm.script_writers import ScriptWriters
 from elaswave_plugin.adapters.megatron_lm.side_state import SideState
 from elaswave_plugin.adapters.recording import Recording, tracker_of
@@ -81,6 +81,9 @@ class LmJob:
         self._trained_from: list[MicrobatchLoader] = []
         self._trained_samples = 0
         self.variables = LoopVariables(args)
+        self.router_losses: RouterLosses | None = None
+        if args.num_experts is not None:
+            self.router_losses = RouterLosses(num_layers=args.num_layers, num_replicas=self.width)
 
     def take_writers(self, openers: Mapping[str, Callable[[Any], None]]) -> None:
         """Open the script's TensorBoard and W&B writers where the last rank is, now and later."""
@@ -145,7 +148,7 @@ class LmJob:
             optimizer=optimizer,
             distributed_optimizer=check_supported(chunks, optimizer, overlaps_param_gather=True),
             scheduler=scheduler,
-            prepare=partial(rng.install_keyed_draws, seed=self._seed),
+            prepare=self._prepare,
             shard=self._shard,
         )
         worker.completed = args.iteration
@@ -174,6 +177,12 @@ class LmJob:
         self._recording.attached(
             num_microbatches=self._num_microbatches, micro_batch_size=args.micro_batch_size
         )
+
+    def _prepare(self, module: Any) -> None:
+        """A chunk of the model, or a layer that has come to it, is about to train."""
+        rng.install_keyed_draws(module, seed=self._seed)
+        if self.router_losses is not None:
+            self.router_losses.watch(module)
 
     # ---- the pieces of the loop -----------------------------------------------------------------
 
@@ -216,6 +225,8 @@ class LmJob:
         loaders = [_loader_of(one) for one in iterators]
         if not forward_only:
             self._trained_from, self._trained_samples = loaders, samples
+            if self.router_losses is not None:
+                self.router_losses.begin()
         step = self.worker.completed
 
         def begin(iterator: Any, chunk: Any, samples: Samples) -> None:
@@ -231,6 +242,8 @@ class LmJob:
             num_microbatches=num_microbatches,
             **kwargs,
         )
+        if self.router_losses is not None and not forward_only:
+            self.router_losses.agree(num_microbatches)
         for loader in loaders if forward_only else ():
             loader.advance(samples)
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)

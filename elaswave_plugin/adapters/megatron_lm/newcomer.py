@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core.transformer.moe.router import TopKRouter
 
 from elaswave_plugin.errors import ConfigurationError
 
@@ -16,6 +17,8 @@ from elaswave_plugin.errors import ConfigurationError
 _LOADED = ("iteration", "num_floating_point_operations_so_far", "finetune")
 # When the job began, by which it ends after a time that was asked for.
 _BEGAN = ("_TRAIN_START_TIME", "_LEGACY_TRAIN_START_TIME")
+# What is in snapshots without being a parameter (adapters/megatron/expert_bias.py).
+_SEALED = TopKRouter, "expert_bias"
 _TRAINING = "megatron.training.training"
 
 
@@ -116,7 +119,7 @@ def check_seals_everything(chunks: list[Any]) -> None:
             f"{place}.{name}"
             for place, module in chunk.named_modules()
             for name in module._buffers.keys() - module._non_persistent_buffers_set
-            if module._buffers[name] is not None
+            if module._buffers[name] is not None and (type(module), name) != _SEALED
         ]
         for name in (*frozen, *saved):
             raise ConfigurationError(

@@ -37,6 +37,8 @@ _WANTED: tuple[tuple[str, object], ...] = (
     ("save_dgrads_interval", None),
     ("save_wgrads_interval", None),
     ("check_weight_hash_across_dp_replicas_interval", None),
+    # A dense checkpoint is made one of experts by a second model, before training.
+    ("moe_use_upcycling", False),
     ("cuda_graph_impl", "none"),
     ("overlap_param_gather_with_optimizer_step", False),
     ("reuse_grad_buf_for_mxfp8_param_ag", False),
