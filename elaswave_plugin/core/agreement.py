@@ -388,6 +388,7 @@ class Agreement(Follower):
         known = self._reports.changes, self._supervisors.changes, len(self._outside), is_severed
         if self._open is None or known != self._known_to_open:
             self._known_to_open = known
+            self._keep_who_is_needed(None if self._open is None else self._open.view)
             self._propose_what_is_due(now_s)
         if self._open is not None:
             self._name_the_boundary(self._open)

@@ -202,7 +202,8 @@ class Notice:
     """The sender's trainer has to go, and does so between two steps.
 
     `saves_last`: where all have to go, it writes a last checkpoint with the others, and ends.
-    `asked`: by somebody who wants the job to go on; void where it would end, with nothing saved.
+    `asked`: by somebody who wants the job to go on; void once it is time to leave where the job
+    would end, with nothing saved.
     """
 
     worker: WorkerId

@@ -44,7 +44,7 @@ def ending_of(
         return _at_start(view, failed, gone, lost)
     if all(slot in gone or slot in reports.done for slot in view.ranks):
         return _with_nobody_left(reports, failed, lost)
-    if view.workers <= reports.notices.keys() and not reports.all_save_last(view):
+    if reports.all_leave(view) and not reports.all_save_last(view):
         return Ending(reason="every worker was told to leave", exit_code=EXIT_TOLD)
     if view.epoch == 0 and reports.done and joined:
         early = ", ".join(map(str, sorted(reports.done)))

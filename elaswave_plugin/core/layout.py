@@ -417,9 +417,11 @@ def why_impossible(layout: Mapping[str, Any], cuts: Sequence[int]) -> str | None
     return None
 
 
-def why_needed(layout: Mapping[str, Any], slot: int) -> str | None:
-    """Why the job of a layout (as JSON) would end without a worker; None where it would go on."""
-    rest = ParallelLayout.from_json(layout).without([slot]).reformed_in_place()
+def why_needed(layout: Mapping[str, Any], slots: Collection[int]) -> str | None:
+    """Why the job of a layout (as JSON) would end with these workers alone; None: it would not."""
+    whole_layout = ParallelLayout.from_json(layout)
+    gone = [slot for slot in whole_layout.workers if slot not in slots]
+    rest = whole_layout.without(gone).reformed_in_place()
     stays = layout["why_workers_stay"]
     if stays is None:
         rest = rest.reformed()

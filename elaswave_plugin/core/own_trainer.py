@@ -5,7 +5,8 @@ The base of `agreement.Agreement`: news goes to the leader, and with a promise t
 
 from __future__ import annotations
 
-from typing import TypeGuard
+from collections.abc import Mapping
+from typing import Any, TypeGuard
 
 from elaswave_plugin.core.agreement_messages import (
     Done,
@@ -32,6 +33,7 @@ from elaswave_plugin.core.membership import (
 from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.core.reports import Reports
 from elaswave_plugin.core.supervisors import Supervisors
+from elaswave_plugin.core.wishes import who_stays
 
 
 class OwnTrainer:
@@ -42,6 +44,8 @@ class OwnTrainer:
         self.patience = patience
         # The first two of the job, and those that not everybody may know.
         self.history = [first_view(nodes)]
+        # As JSON, None in a data-parallel job: what the own trainer has told of it.
+        self.layout: Mapping[str, Any] | None = None
         self.over = False
         self.incarnation = 0
         self._supervisors = Supervisors(nodes)
@@ -176,19 +180,26 @@ class OwnTrainer:
         )
 
     def _learn_news(self, slot: int, news: News, now_s: float) -> None:
-        if isinstance(news, Notice) and self._reports.is_void(news, self.committed):
-            self._note("notice_void", slot=slot, evidence=news.evidence)
-            if slot == self.slot:
-                self._forget_notice(news.worker)
-            else:
-                self._send(slot, Stays(worker=news.worker))
-            return
         self._reports.learn(slot, news, epoch=self.committed.epoch, now_s=now_s)
+
+    def _keep_who_is_needed(self, opened: MembershipView | None) -> None:
+        """Once it is time to leave; `opened`: the view that is proposed."""
+        if not (self._reports.leaving and self._reports.asked):
+            return
+        lost, view = self._supervisors.lost, self.committed
+        stays = who_stays(view, opened, self._reports, lost=lost, layout=self.layout)
+        for worker, why in stays.items():
+            evidence = self._reports.take_back(worker, view)
+            self._note("notice_void", slot=worker.slot, evidence=evidence, why=why)
+            if worker.slot == self.slot:
+                self._forget_notice(worker)
+            else:
+                self._send(worker.slot, Stays(worker=worker))
 
     def _tell_leader(self, news: News, now_s: float) -> None:
         """Only the leader acts on it; the next one is told with the promise that elects it."""
         self._news.append(news)
-        # Whether a wish is void only the leader can tell, who knows those of all.
+        # Whether it stays only the leader can tell, who knows the wishes of all.
         if self.leader == self.slot or not _is_wish(news):
             self._learn_news(self.slot, news, now_s)
         if self.leader != self.slot:

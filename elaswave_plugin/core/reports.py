@@ -38,6 +38,7 @@ class Reports:
         self.arrivals: dict[int, Arrival] = {}
         self.notices: dict[WorkerId, str] = {}
         self.saves_last: set[WorkerId] = set()
+        self.asked: set[WorkerId] = set()
         self.sealed: set[int] = set()
         self.settled: dict[int, int] = {}
         self.incarnations: dict[int, int] = {}
@@ -86,6 +87,8 @@ class Reports:
                     self.leave_at_s = now_s + self._patience.gather_s
                 if news.saves_last:
                     self.saves_last.add(news.worker)
+                if news.asked:
+                    self.asked.add(news.worker)
 
     def _add_failure(self, report: Report, now_s: float) -> None:
         failure, worker = replace(report.failure, detected_at_s=now_s), report.failure.worker
@@ -119,6 +122,15 @@ class Reports:
             for worker in [one for one in told if self.is_past(one, view)]:
                 del told[worker]
         self.saves_last &= self.notices.keys()
+        self.asked &= self.notices.keys()
+
+    def take_back(self, worker: WorkerId, view: MembershipView) -> str:
+        """A worker stays that was told to leave; returns why it was."""
+        self.saves_last.discard(worker)
+        self.asked.discard(worker)
+        evidence = self.notices.pop(worker)
+        self._leaving = any(one in view for one in self.notices)
+        return evidence
 
     def is_past(self, worker: WorkerId, view: MembershipView) -> bool:
         """Whether a worker is not in a committed view, nor can be in a later one."""
@@ -136,18 +148,14 @@ class Reports:
         return bool(self.done) or self.all_leave(view)
 
     def all_leave(self, view: MembershipView) -> bool:
-        """Whether every member of a view was told to leave."""
-        return view.epoch > 0 and view.workers <= self.notices.keys()
+        """Whether every member of a view was told to leave, and none of them stays."""
+        if view.epoch == 0 or not view.workers <= self.notices.keys():
+            return False
+        return self.asked.isdisjoint(view.workers) or view.workers <= self.saves_last
 
     def all_save_last(self, view: MembershipView) -> bool:
         """Whether all of them write a last checkpoint then, and end by themselves."""
         return self.all_leave(view) and view.workers <= self.saves_last
-
-    def is_void(self, notice: Notice, view: MembershipView) -> bool:
-        """Whether a worker that was asked to leave stays: nobody would, and nothing be saved."""
-        told = self.notices.keys() | {notice.worker}
-        saves = notice.saves_last and view.workers <= self.saves_last | {notice.worker}
-        return notice.asked and view.workers <= told and not saves
 
     def failed_in(self, view: MembershipView) -> list[Report]:
         """The failures of members of a view that had not finished their work, as they came."""
@@ -198,6 +206,11 @@ class Reports:
             same = None if self.replan is None else replace(view, reason=self.replan)
             return grown or shrunk or same
         return replace(grown, epoch=shrunk.epoch, reason=f"{shrunk.reason}; {grown.reason}")
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it is time for those that were told to leave."""
+        return self._leaving
 
     def departures(self, view: MembershipView, now_s: float) -> list[FailureEvent]:
         """The members of a view that leave between two steps, once it is time."""

@@ -357,7 +357,8 @@ class Coordinator:
         elif note.kind == "job_over" and note.fields["exit_code"] != 0:
             say(f"the job stops: {note.fields['reason']}")
         elif note.kind == "notice_void":
-            say(f"worker {note.fields['slot']} stays: all others leave; end the job instead")
+            why = f"{note.fields['why']}; end the job instead"
+            say(f"worker {note.fields['slot']} stays: {why}")
         elif note.kind == "supervisor_admitted":
             slot, node = note.fields["slot"], note.fields["node"]
             say(f"worker {slot} has a supervisor now, on node {node}")

@@ -260,7 +260,8 @@ class Supervisor:
 
     def _answer_drain(self, request: Frame) -> Frame:
         layout = self._board.layout
-        needed = None if layout is None else why_needed(layout, self._spec.place.slot)
+        others = set(self._agreement.committed.ranks) - {self._spec.place.slot}
+        needed = None if layout is None else why_needed(layout, others)
         refused = None
         if not (self._trainer.works and self._trainer.delivered):
             refused = "its trainer has no part in the training now"
@@ -412,7 +413,9 @@ class Supervisor:
                 self._agreement.abandon(
                     f"worker {self._slot}: {frame['reason']}", int(frame["exit_code"])
                 )
-            case "layout" | "slow":
+            case "layout":
+                self._agreement.layout = frame["layout"]
+            case "slow":
                 pass  # for the board alone
 
     def _on_join(self, trainer: TrainerSession, frame: Frame) -> None:
@@ -564,7 +567,7 @@ class Supervisor:
     def drain(self, reason: str, *, asked: bool = False) -> None:
         """Have the trainer leave between two steps, with nothing lost and nothing done twice.
 
-        `asked`: the last one stays, where it would take the job with it and nothing is saved.
+        `asked`: it stays where the job would end without it and nothing is saved.
         """
         trainer = self._trainer
         trainer.send({"t": "notice"})  # before the change of the view that it leads to

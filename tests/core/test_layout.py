@@ -297,7 +297,8 @@ def test_a_worker_is_needed_where_the_job_would_end_without_it(
     tp: int, dead: list[int], stays: str | None, slot: int, words: str | None
 ) -> None:
     layout = launch_layout(tp=tp, pp=2, dp=2, num_layers=4).without(dead)
-    assert why_needed({**layout.to_json(), "why_workers_stay": stays}, slot) == words
+    others = set(range(2 * 2 * tp)) - {slot}
+    assert why_needed({**layout.to_json(), "why_workers_stay": stays}, others) == words
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from elaswave_plugin.observer import read_run
 from elaswave_plugin.runtime.address_file import read_addresses
 from tests.faults.conftest import Reference
 from tests.faults.harness import Outcome, Zygote, check_equal, started
+from tests.faults.hybrid_matrix import PP2_DP2
 from tests.faults.test_notice import SPEC, TOLD, UNTIL_TOLD
 from tests.faults.test_signals import LIMIT_S, wait_for_step
 from tests.tiers import sampled
@@ -35,4 +36,39 @@ def test_a_drained_worker_leaves_between_two_steps(
     assert left["reason"].endswith("node 7 gets new memory")
     attempts = {(line["step"], line["epoch"]) for line in read_run(tmp_path).ledger}
     assert len(attempts) == SPEC.steps  # every step was computed once
+    assert read_addresses(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("slots", "rest"),
+    sampled([((0, 3), [1, 2]), ((2, 0), [1, 3]), ((0, 1, 2), [2, 3])], keep=(2,)),
+    ids=str,
+)
+def test_workers_of_a_pipeline_that_are_drained_within_a_step_leave_at_once(
+    zygote: Zygote,
+    data: Path,
+    tmp_path: Path,
+    reference: Reference,
+    slots: tuple[int, ...],
+    rest: list[int],
+) -> None:
+    """With one change of the view; as many of them as leave somebody to each stage."""
+    spec = replace(PP2_DP2, steps=SPEC.steps, dump="last")
+    held = replace(spec, sabotage=UNTIL_TOLD)
+    with started(held, zygote=zygote, data=data, directory=tmp_path) as (launcher,):
+        wait_for_step(tmp_path, 3)
+        for slot in slots:
+            assert run_command(["drain", str(slot), str(tmp_path)]) == 0
+        (tmp_path / TOLD).touch()
+        code = launcher.wait(LIMIT_S * 3)
+    output = (tmp_path / "output").read_text()
+    run = Outcome(spec=spec, directory=tmp_path, returncode=code, output=output, seconds=0)
+    check_equal(run, reference(spec))
+    _, left = run.events("view_committed")
+    assert sorted(left["ranks"]) == rest
+    stays = [event["slot"] for event in run.events("notice_void")]
+    assert stays == [slot for slot in slots if slot in rest]
+    assert ("stays: 1 whole TP groups of 1 would be left for 2 stages" in output) == bool(stays)
+    attempts = {(line["step"], line["epoch"]) for line in read_run(tmp_path).ledger}
+    assert len(attempts) == spec.steps  # every step was computed once
     assert read_addresses(tmp_path) == []
