@@ -69,6 +69,13 @@ def test_settings_of_experts(run: Launch, reference: Reference, options: tuple[s
 
 
 @pytest.mark.slow
+def test_weight_gradients_of_experts_go_apart(run: Launch, reference: Reference) -> None:
+    spec = with_experts(TP2_PP2_DP2)
+    split = with_experts(spec, "--elaswave-split-backward=always")
+    check_equal(run(replace(split, kills=("6@3:backward",))), reference(spec))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_experts_at_another_tp_position(run: Launch, reference: Reference, dispatcher: str) -> None:
     """Both survivors come from tp position 1; tokens go to experts by the position of each."""

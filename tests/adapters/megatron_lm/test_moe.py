@@ -1,12 +1,15 @@
 """An unmodified pretrain_gpt.py with a mixture of experts loses a worker: nothing changes."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.adapters.megatron_lm.conftest import Launch
 from tests.adapters.megatron_lm.harness import TP2_PP2, ScriptSpec, needs_repository, printed
+from tests.adapters.megatron_lm.test_join import BACK, EVERY_FOURTH, check_back
 from tests.adapters.megatron_lm.test_kill import check_same
+from tests.adapters.megatron_lm.test_without_plugin import NO_DROPOUT, check_close, without_plugin
 
 pytestmark = needs_repository
 
@@ -32,3 +35,22 @@ def test_a_worker_of_a_data_parallel_job(run: Launch, reference: Launch) -> None
 def test_a_worker_of_tp_pp_dp(run: Launch, reference: Launch, kill: str) -> None:
     """Its last rank prints; after the loss that is another one, which may have no place."""
     check_same(run, reference, replace(TP2_PP2_DP2, kills=(kill,)), alive=7)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_lost_worker_comes_back(run: Launch, reference: Launch) -> None:
+    """With the biases, and with the losses of routers since the last line of the log."""
+    options = (*DP4.options, *EVERY_FOURTH)
+    check_back(run, reference, replace(BACK, options=options, kills=("2@3:backward",)), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("model_parallel", [(), TP2_PP2], ids=["dp", "tp_pp"])
+def test_without_a_fault_the_log_is_that_without_the_plugin(
+    reference: Launch, script: Path, data: Path, tmp_path: Path, model_parallel: tuple[str, ...]
+) -> None:
+    spec = replace(DP4, options=(*DP4.options, *NO_DROPOUT, *model_parallel))
+    plain = without_plugin(spec, script=script, data=data, folder=tmp_path / "run")
+    check_close(printed(reference(spec)), plain)
