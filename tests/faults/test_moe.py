@@ -173,3 +173,25 @@ def test_without_what_the_routers_keep_the_bits_are_others(
     survived = run(replace(spec, sabotage=sabotage))
     check_survived(survived)
     assert survived.trace() != reference(spec).trace()
+
+
+COUNT_IN_16_BITS = FORGET.format("""
+    from elaswave_plugin.adapters.megatron.expert_bias import routers
+    write(self, values)
+    for router in routers(self._chunks):
+        router.local_tokens_per_expert = router.local_tokens_per_expert.to(torch.bfloat16)
+""")
+# Every expert gets about half of 256 tokens a micro-batch: more than bf16 counts one by one.
+MANY_TOKENS = ("--num-experts=16", "--moe-router-topk=8", "--seq-length=256", "--bf16")
+
+
+@pytest.mark.slow
+def test_tokens_counted_in_16_bits_would_depend_on_who_counts_them(
+    run: Launch, reference: Reference
+) -> None:
+    spec = replace(with_experts(JobSpec(), *MOE, *MANY_TOKENS), kills=("3@2:backward",))
+    check_equal(run(spec), reference(spec))
+    rounded = replace(spec, sabotage=COUNT_IN_16_BITS)
+    survived = run(rounded)
+    check_survived(survived)
+    assert survived.trace() != reference(rounded).trace()
