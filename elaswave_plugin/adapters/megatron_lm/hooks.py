@@ -289,8 +289,9 @@ class Hooks:
         return start_or_stop
 
     def meet(self, group: Any) -> None:
-        """A barrier is a piece of the loop."""
-        self.piece(dist.barrier)(group=group)
+        """A timer's barrier is a piece of the loop; none where not everybody runs what is timed."""
+        if self.job is None or self.job.all_have_place:
+            self.piece(dist.barrier)(group=group)
 
     def leave_detector(self, native: Native) -> Native:
         """An interrupted step is no error to be shown."""

@@ -293,6 +293,12 @@ class LmJob:
         """Whether this worker holds a part of the model, and is not free."""
         return self._loop is None or self._microbatches.seat is not None
 
+    @property
+    def all_have_place(self) -> bool:
+        """Whether every worker holds a part of the model; alike on all."""
+        cells = self.worker.seating.cells
+        return sum(len(cell.ranks) for cell in cells) == len(self.worker.view.ranks)
+
     # ---- the end --------------------------------------------------------------------------------
 
     def _recovered(self, record: dict[str, object]) -> None:

@@ -10,6 +10,8 @@ import torch
 from tests.adapters.megatron_lm.conftest import Launch
 from tests.adapters.megatron_lm.harness import (
     EVALUATION,
+    NO_EVALUATION,
+    TP2_PP2,
     ScriptSpec,
     needs_repository,
     printed,
@@ -103,6 +105,46 @@ def test_any_job_can_load_what_was_saved_after_a_loss(
 def losses(run: Outcome) -> list[float]:
     """The loss of each step."""
     return [float.fromhex(loss) for _, (loss, _, _) in sorted(run.trace().items())]
+
+
+# The last rank, who logs, dies as it calls this in the log of iteration 4.
+DIES_LOGGING = """
+import builtins, os, signal
+from megatron.core import timers
+def dying(call):
+    def called(*args, **kwargs):
+        from megatron.training import get_args
+        logs = call is not print or " iteration        4/" in str(args[:1])
+        if os.environ["RANK"] == "{last}" and logs:
+            if getattr(get_args(), "curr_iteration", -1) == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return call(*args, **kwargs)
+    return called
+{owner}.{name} = dying({owner}.{name})
+"""
+TIMES = ("--log-timers-to-tensorboard", "--tensorboard-dir", "{data}/times")
+
+
+@pytest.mark.parametrize(
+    ("nproc", "options", "owner", "name"),
+    [
+        # TP x PP: whoever was in a group with it has no place any more, and runs no timers.
+        (8, (*NO_EVALUATION, *TP2_PP2, "--timing-log-level", "1"), "builtins", "print"),
+        (4, (*NO_EVALUATION, *TIMES), "timers.Timers", "write"),
+    ],
+)
+def test_a_kill_of_who_logs_logs_again(
+    run: Launch, reference: Launch, nproc: int, options: tuple[str, ...], owner: str, name: str
+) -> None:
+    spec = ScriptSpec(nproc=nproc, options=options)
+    dies = DIES_LOGGING.format(last=nproc - 1, owner=owner, name=name)
+    killed, undisturbed = run(replace(spec, sabotage=dies)), reference(spec)
+    assert killed.returncode == 0, killed.output[-4000:]
+    assert f"worker {nproc - 1} (node 0) exited: killed by SIGKILL" in killed.output
+    assert killed.trace() == undisturbed.trace()
+    # What it had printed before it died, its successor prints again.
+    assert list(dict.fromkeys(printed(killed))) == printed(undisturbed)
+    assert "Traceback" not in killed.output
 
 
 def test_a_kill_during_the_start_stops_the_job_and_asks_for_a_requeue(run: Launch) -> None:
