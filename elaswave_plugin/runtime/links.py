@@ -177,7 +177,8 @@ class LinkTable:
             if operation.tag is None:
                 group = operation.group.number
                 operation.sequence = self._sequences.get(group, 0)
-                self._sequences[group] = operation.sequence + 1
+                # What is answered here the other members have not begun.
+                self._sequences[group] = operation.sequence + (not self.alone)
             operation.deadline_s = time.monotonic() + operation.timeout_s
             self._live.add(operation)
             self._page.count_operation()

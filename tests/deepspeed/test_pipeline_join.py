@@ -14,7 +14,6 @@ from tests.deepspeed.test_fp16 import ALLOWED, FP16, scales, skipped
 from tests.deepspeed.test_join import entered, sizes
 from tests.deepspeed.test_pipeline import KINDS, PHASES, PP2_DP2, check_pipeline, seen_by
 from tests.faults.harness import Outcome, Zygote, check_survived, max_relative_difference
-from tests.faults.test_join import LATER
 from tests.faults.test_node_join import lose_and_join, lose_with_standby
 from tests.tiers import sampled
 
@@ -98,6 +97,7 @@ WAYS: tuple[tuple[str, str, dict[str, object]], ...] = (
     # Epochs of nine micro-batches a pipeline: a step goes over the end of one.
     ("3", "--limit=37", {"dataloader_drop_last": True}),
     ("0", "--counted", {}),
+    ("2", "--agree", {}),
 )
 
 
@@ -124,14 +124,14 @@ def test_what_scripts_do(
     check_back(killed, slots=tuple(map(int, slots)))
 
 
-# The newcomer of slot 1 asks to be let in only once a step is complete that the other one was in.
+# The newcomer of this slot asks to be let in once a step is complete that the other one was in.
 A_STEP_LATER = """
 import json, time
 from elaswave_plugin.runtime.worker import Worker
 ask = Worker.ask_to_enter
 def ask_later(self):
     deadline_s = time.monotonic() + 60
-    while self.slot == 1 and time.monotonic() < deadline_s:
+    while self.slot == {slot} and time.monotonic() < deadline_s:
         lines = [json.loads(line) for line in open(self.config.dir / "events.jsonl")]
         if any(line["kind"] == "recovered" and line["newcomers"] for line in lines):
             break
@@ -149,7 +149,7 @@ def test_a_pipeline_is_whole_once_all_of_its_stages_have_a_worker(
     """Who comes back first looks on, and has the losses."""
     changes = (f"+3@{BACK}", f"+1@{BACK + 2}")
     spec = replace(
-        spec_of(1, "forward", stage=stage, sabotage=A_STEP_LATER),
+        spec_of(1, "forward", stage=stage, sabotage=A_STEP_LATER.format(slot=1)),
         steps=11,
         kills=BOTH["13"],
         changes=changes,
@@ -171,7 +171,7 @@ def test_survivors_of_two_pipelines_part_again(
     """Six workers, three pipelines: each goes back to that of its launch."""
     spec = replace(
         spec_of(1, "forward", stage=stage, global_batch=12, accumulation=2),
-        sabotage=LATER.format(slot=3),
+        sabotage=A_STEP_LATER.format(slot=3),
         nproc=6,
         steps=11,
         kills=("1@2:backward", "3@4:forward"),

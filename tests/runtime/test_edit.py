@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager as coalescing
 from elaswave_plugin.core.membership import fill_holes
 from elaswave_plugin.errors import ConfigurationError, EpochChanged
 from elaswave_plugin.runtime.process_group import check_growing_groups
-from tests.runtime.forked import LIMIT_S, Peer, Workers, connected
+from tests.runtime.forked import LIMIT_S, Peer, Workers, connected, run
 
 LARGE = 4 << 20  # float32 elements: 16 MB
 
@@ -437,3 +437,21 @@ def test_groups_that_cannot_grow_are_refused(
     with pytest.raises(ConfigurationError, match=wanted):
         check_growing_groups(table(native, mine=members), width=4)
     check_growing_groups(table(False, dp=(0, 1, 2, 3), tp=(0,)), width=4)
+
+
+def _passes_over(peer: Peer) -> None:
+    """One of two has calls of its own answered here; the next one is of both again."""
+    peer.install()
+    dist.barrier()
+    if peer.slot == 1:
+        peer.links.alone = True
+        for _ in range(3):
+            dist.all_reduce(torch.ones(2))
+        peer.links.alone = False
+    total = torch.full((2,), float(peer.slot + 1))
+    dist.all_reduce(total)
+    assert torch.equal(total, torch.full((2,), 3.0))
+
+
+def test_calls_that_are_answered_here_are_none_of_the_group() -> None:
+    run(2, _passes_over)

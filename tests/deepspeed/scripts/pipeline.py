@@ -116,6 +116,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--guarded", action="store_true")
     parser.add_argument("--frozen", action="store_true")
     parser.add_argument("--counted", action="store_true")
+    parser.add_argument("--agree", action="store_true")
     parser.add_argument("--late-steps", type=int, default=None)
     parser.add_argument("--load", default=None)
     args, _ = parser.parse_known_args()
@@ -165,6 +166,9 @@ def main() -> None:
         if engine.global_steps == args.save_at:
             engine.save_checkpoint(str(folder / "checkpoints"))
         loss = engine.train_batch(data_iter=batches)
+        if args.agree:
+            # A collective of the script's own.
+            torch.distributed.broadcast(loss, src=0)
         seen.append((engine.global_steps, engine.global_samples, float(loss)))
     told = {
         "seen": seen,
