@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.faults.conftest import Grown, Launch, Reference
-from tests.faults.harness import JobSpec, check_equal, check_survived
-from tests.faults.hybrid_matrix import PP2_DP2, TP2_PP2_DP2
+from tests.faults.harness import JobSpec, check_equal, check_survived, max_relative_difference
+from tests.faults.hybrid_matrix import PP2_DP2, PP2_VPP2_DP2, TP2_PP2_DP2
 from tests.faults.test_growth import GROWS
 from tests.faults.test_layer_moves import cuts_after
 from tests.faults.test_outside_a_step import saved_tensors
@@ -66,6 +66,46 @@ def test_any_worker_of_tp_pp_dp(run: Launch, reference: Reference, kill: str) ->
 def test_settings_of_experts(run: Launch, reference: Reference, options: tuple[str, ...]) -> None:
     spec = replace(with_experts(JobSpec(), *options), kills=("1@3:backward",))
     check_equal(run(spec), reference(spec))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        (*EXPERTS, *LOSSES, "--moe-router-load-balancing-type=seq_aux_loss"),
+        (*EXPERTS, *LOSSES, "--moe-expert-capacity-factor=1"),
+        (*MOE, "--moe-shared-expert-intermediate-size=32"),
+        (*MOE, "--recompute-granularity=selective", "--recompute-modules", "moe"),
+    ],
+    ids=lambda options: options[-1].strip("-"),
+)
+def test_settings_of_experts_with_tp(
+    run: Launch, reference: Reference, options: tuple[str, ...]
+) -> None:
+    spec = replace(with_experts(JobSpec(), *TP2, *options), kills=("1@3:backward",))
+    check_equal(run(spec), reference(spec))
+
+
+@pytest.mark.slow
+def test_interleaved_stages_of_experts(run: Launch, reference: Reference) -> None:
+    spec = replace(with_experts(PP2_VPP2_DP2), kills=("2@3:backward",))
+    check_equal(run(spec), reference(spec))
+
+
+@pytest.mark.slow
+def test_experts_in_fast_mode(run: Launch, reference: Reference) -> None:
+    """Close as dense models are, until a sum of another order sends a token to another expert."""
+    spec = replace(with_experts(TP2_PP2_DP2), consistency="fast", kills=("6@3:backward",))
+    survived = run(spec)
+    check_survived(survived)
+    assert max_relative_difference(survived, reference(spec)) < 1e-6
+
+
+def test_experts_see_whole_microbatches(run: Launch) -> None:
+    spec = with_experts(PP2_DP2, *MOE, "--elaswave-dataflow=resize", "--micro-batch-size=2")
+    refused = run(replace(spec, global_batch=16, consistency="fast"))
+    assert refused.returncode == 2
+    assert "micro-batches cannot be cut here: the routers" in refused.output
 
 
 @pytest.mark.slow
