@@ -50,6 +50,8 @@ def loader(engine: Any, data: Any, **options: Any) -> Any:
 def run(engine: Any, work: Callable[[], Any], *, phase: str = "evaluation") -> Any:
     """Call ``work()`` on every worker between two steps; a loss makes all call it again.
 
+    Make its loader in it: torch's DistributedSampler and ``engine.deepspeed_io`` keep the shards
+    that there were when they were made, and what a lost worker's shard held is then not evaluated.
     Returns its result; None where the loss rolled a step back, which the loop then redoes first.
     Without the section it is just called.
     """

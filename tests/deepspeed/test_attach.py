@@ -29,6 +29,16 @@ def test_a_loader_of_the_script_is_refused_in_words_that_name_ours(run: Launch) 
     assert "Traceback" not in refused.output and not refused.orphans
 
 
+def test_a_scheduler_that_the_script_steps_is_refused(run: Launch) -> None:
+    """A step that is redone would step it twice."""
+    script = str(SCRIPTS / "own_optimizer.py")
+    settings = json.dumps({"optimizer": None, "scheduler": None})
+    refused = run(EngineSpec(script=script, options=("--steps-scheduler",), settings=settings))
+    assert refused.returncode == 2
+    assert "give it to deepspeed.initialize as lr_scheduler" in refused.output
+    assert "Traceback" not in refused.output and not refused.orphans
+
+
 def test_our_loader_over_a_torch_loader_survives_a_kill(
     run: Launch, twin: Twin, reference: Launch
 ) -> None:

@@ -100,6 +100,17 @@ def test_an_evaluation_is_made_again_with_the_same_result(
     assert [ours[step] for step in range(again)] == [theirs[step] for step in range(again)]
 
 
+def test_a_loader_made_in_the_evaluation_has_the_shards_of_who_is_left(
+    run: Launch, tmp_path: Path
+) -> None:
+    killed = run(spec_of(tmp_path / "run", 1, options=("--loader",), kills=("1@3:backward",)))
+    check_survived(killed)
+    sliced = run(spec_of(tmp_path / "sliced", 1, kills=("1@3:backward",)))
+    found, *others = results(killed)
+    assert others == [found] * 2 and [step for step, _ in found] == [2, 4, 6]
+    assert dict(found) == pytest.approx(dict(results(sliced)[0]), rel=1e-6)
+
+
 @pytest.mark.parametrize("stage", sampled([2, 3], keep=(1,)))
 def test_an_evaluation_by_the_script_itself_is_never_a_wrong_number(
     run: Launch, tmp_path: Path, stage: int

@@ -1,8 +1,8 @@
 """DeepSpeed behind the verbs of ``runtime/framework.py``: one engine, its optimizer, scheduler."""
 
 import pickle
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, is_dataclass
 from typing import Any
 
 import torch
@@ -219,9 +219,22 @@ class DeepSpeedFramework:
 
 def _announce_backward(announce: Callable[[str], None]) -> Callable[..., None]:
     def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        tensors = [output] if isinstance(output, torch.Tensor) else list(output)
-        for tensor in tensors[:1]:
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda gradient: announce("backward"))
+        tensor = _first_with_gradient(output)
+        if tensor is not None:
+            tensor.register_hook(lambda gradient: announce("backward"))
 
     return hook
+
+
+def _first_with_gradient(output: Any) -> torch.Tensor | None:
+    """Modules return tensors, tuples, mappings, or anything at all."""
+    if isinstance(output, torch.Tensor):
+        return output if output.requires_grad else None
+    parts: Any = output
+    if isinstance(output, Mapping):
+        parts = tuple(output.values())
+    elif is_dataclass(output):
+        parts = tuple(vars(output).values())
+    elif not isinstance(output, tuple | list):
+        return None
+    return next((one for one in map(_first_with_gradient, parts) if one is not None), None)

@@ -16,7 +16,7 @@ from elaswave_plugin.adapters.deepspeed.framework import DeepSpeedFramework
 from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader, Reader, tokens_of
 from elaswave_plugin.adapters.deepspeed.monitor import ElasticMonitor, Holders
 from elaswave_plugin.adapters.deepspeed.newcomer import Loads, News, check_together
-from elaswave_plugin.adapters.deepspeed.refuse import check_engine, check_shares
+from elaswave_plugin.adapters.deepspeed.refuse import check_engine, check_schedules, check_shares
 from elaswave_plugin.adapters.deepspeed.stand_in import StandIn, detached
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.core.dataflow import Shares, share
@@ -265,6 +265,7 @@ class EngineJob(AttachedEngine):
     def next_batch(self, loader: ElasticLoader) -> Any:
         """The next batch of this worker's share; the first one is preceded by the first seal."""
         if not self._sealed:
+            check_schedules(self._engine)
             self._framework.begin()
             self._loop.start()
             self._sealed = True

@@ -23,7 +23,7 @@ from elaswave_plugin.adapters.deepspeed.newcomer import Loads
 from elaswave_plugin.adapters.deepspeed.pipeline_framework import PipelineFramework
 from elaswave_plugin.adapters.deepspeed.pipeline_grid import launch_replicas
 from elaswave_plugin.adapters.deepspeed.pipeline_newcomer import PipelineKnowledge
-from elaswave_plugin.adapters.deepspeed.refuse import check_engine, check_pipeline
+from elaswave_plugin.adapters.deepspeed.refuse import check_engine, check_pipeline, check_schedules
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.core.dataflow import Dataflow
 from elaswave_plugin.core.replicas import ReplicaSeating, deal_replicas
@@ -147,6 +147,7 @@ class PipelineJob(AttachedEngine):
 
     def _begin(self) -> None:
         if not self._sealed:
+            check_schedules(self._engine)
             self._framework.begin()
             self._loop.start()
             self._sealed = True

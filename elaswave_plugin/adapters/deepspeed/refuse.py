@@ -152,6 +152,18 @@ def check_engine(engine: Any) -> None:
         raise ConfigurationError(problem)
 
 
+def check_schedules(engine: Any) -> None:
+    """Raise ConfigurationError where the script steps a scheduler of torch's by itself."""
+    # Torch leaves this mark on the optimizer, and nothing that leads to the scheduler.
+    is_scheduled = hasattr(engine.basic_optimizer.step, "_wrapped_by_lr_sched")
+    if is_scheduled and engine.lr_scheduler is None:
+        raise ConfigurationError(
+            "a learning-rate scheduler of torch has the optimizer, and the script steps it, also in"
+            " a step that is redone after a loss; give it to deepspeed.initialize as lr_scheduler,"
+            " which steps it once a step, and leave scheduler.step() out"
+        )
+
+
 def check_pipeline(engine: Any) -> None:
     """Raise ConfigurationError for what is carried elsewhere, and not of a pipeline."""
     if type(engine) is not PipelineEngine:

@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--deepspeed_config")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--loader", action="store_true")
     args, _ = parser.parse_known_args()
     sizes = {"hidden_size": 64, "seq_length": 32, "num_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(1234)
@@ -44,7 +45,14 @@ def main() -> None:
         """Mean loss over the same samples, whoever evaluates them."""
         engine.eval()
         rank, width = dist.get_rank(), dist.get_world_size()
-        mine = [dataset[index] for index in range(NUM_SAMPLES)][rank::width]
+        samples = torch.utils.data.Subset(dataset, range(NUM_SAMPLES))
+        # DeepSpeed's loader has the shards of when it is made: after a loss, those of who is left.
+        loader = engine.deepspeed_io(samples, batch_size=1, route="eval", pin_memory=False)
+        mine = (
+            [(one[0], other[0]) for one, other in loader]
+            if args.loader
+            else [*samples][rank::width]
+        )
         tokens, labels = (torch.stack(column) for column in zip(*mine, strict=True))
         with torch.no_grad():
             total = engine(tokens, labels).double() * len(mine)

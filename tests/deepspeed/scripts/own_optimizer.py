@@ -37,6 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--deepspeed_config")
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--steps-scheduler", action="store_true")
     args, _ = parser.parse_known_args()
     torch.manual_seed(7)
     # As models come that were loaded: their script says when they train.
@@ -51,7 +52,7 @@ def main() -> None:
         args=args,
         model=model,
         optimizer=inner,
-        lr_scheduler=scheduler,
+        lr_scheduler=None if args.steps_scheduler else scheduler,
         training_data=TextDataset(None, 16),
     )
     handles = [id(one) for one in (engine.optimizer, engine.basic_optimizer, engine.lr_scheduler)]
@@ -65,6 +66,8 @@ def main() -> None:
             loss = F.cross_entropy(logits.view(-1, VOCABULARY_SIZE), labels.reshape(-1))
             engine.backward(loss)
             engine.step()
+            if args.steps_scheduler:
+                scheduler.step()
             seen.append((engine.global_steps, len(tokens), loss.item()))
             if engine.global_steps == args.steps:
                 break
