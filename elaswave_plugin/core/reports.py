@@ -52,7 +52,10 @@ class Reports:
         self._leaving = False
 
     def learn(self, slot: int, news: News, *, epoch: int, now_s: float) -> None:
-        """Take in what the supervisor of ``slot`` tells; ``epoch``: the newest committed one."""
+        """Take in what the supervisor of ``slot`` tells; ``epoch``: the newest committed one.
+
+        What a promise told is taken in late, after what was said since.
+        """
         match news:
             case Report():
                 self._add_failure(news, now_s)
@@ -70,9 +73,12 @@ class Reports:
                 self.started = True
             case Done():
                 self.changes += slot not in self.done
-                self.done[slot] = news.exit_code
+                if self.done.get(slot) is None:
+                    self.done[slot] = news.exit_code
             case Ready():
-                if news.arrival.worker not in self.failures:
+                worker = news.arrival.worker
+                is_last = worker.incarnation >= self.incarnations.get(slot, 0)
+                if is_last and worker not in self.failures:
                     self.changes += self.arrivals.get(slot) != news.arrival
                     self.arrivals[slot] = news.arrival
             case Settled():
