@@ -39,7 +39,7 @@ class Recording:
         """The job begins: say once what the snapshots cost and do not cover."""
         worker = self._worker
         if worker.owns_rank_0 and worker.config.snapshots:
-            mib = worker.snapshot_bytes / 2**20
+            mib = worker.state.snapshot_bytes / 2**20
             one_node = len(set(worker.view.nodes)) == 1
             where = "; all copies are on one node: losing it ends the job" if one_node else ""
             print(

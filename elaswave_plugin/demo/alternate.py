@@ -18,7 +18,9 @@ from typing import Any
 from elaswave_plugin.demo.blocks import ALTERNATED, CPU_EVENT, is_on
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.framework import Framework
+from elaswave_plugin.runtime.loop import GuardedSteps, StepReport
 from elaswave_plugin.runtime.member import CONTROL_FD
+from elaswave_plugin.runtime.state_keeper import StateKeeper
 from elaswave_plugin.runtime.worker import Worker
 
 NORM = "get_grad_norm_fp32"
@@ -26,21 +28,22 @@ NORM = "get_grad_norm_fp32"
 
 def alternate_snapshots() -> None:
     """In off-blocks nothing is sealed and no copy is waited for."""
-    seal, await_copies = Worker.seal, Worker.await_copies
-    sealed_step = -1
+    seal, await_copies = StateKeeper.seal, StateKeeper.await_copies
+    completed, sealed_step = 0, -1
 
-    def seal_in_turn(worker: Worker, framework: Framework) -> None:
-        nonlocal sealed_step
+    def seal_in_turn(state: StateKeeper, framework: Framework, step: int) -> None:
+        nonlocal completed, sealed_step
+        completed = step
         # The state of step 0 is sealed in any case: without it the job counts as starting.
-        if worker.completed == 0 or is_on(worker.completed - 1):
-            seal(worker, framework)
-            sealed_step = worker.completed
+        if step == 0 or is_on(step - 1):
+            seal(state, framework, step)
+            sealed_step = step
 
-    def await_in_turn(worker: Worker) -> None:
-        if is_on(worker.completed) and sealed_step == worker.completed:
-            await_copies(worker)
+    def await_in_turn(state: StateKeeper) -> None:
+        if is_on(completed) and sealed_step == completed:
+            await_copies(state)
 
-    replaced: Any = Worker
+    replaced: Any = StateKeeper
     replaced.seal, replaced.await_copies = seal_in_turn, await_in_turn
 
 
@@ -79,11 +82,12 @@ def alternate_consistency() -> None:
 
 def record_cpu_times() -> None:
     """Note the CPU seconds of trainer and supervisor after every step, in events.jsonl."""
-    seal = Worker.seal
+    complete = GuardedSteps.complete
     supervisor_clock = _cpu_clock_of(_supervisor_pid())
 
-    def seal_and_note(worker: Worker, framework: Framework) -> None:
-        seal(worker, framework)
+    def complete_and_note(steps: GuardedSteps, report: StepReport) -> None:
+        complete(steps, report)
+        worker = steps.worker
         worker.events.emit(
             CPU_EVENT,
             slot=worker.slot,
@@ -92,8 +96,8 @@ def record_cpu_times() -> None:
             supervisor_s=time.clock_gettime(supervisor_clock),
         )
 
-    replaced: Any = Worker
-    replaced.seal = seal_and_note
+    replaced: Any = GuardedSteps
+    replaced.complete = complete_and_note
 
 
 def main(argv: list[str]) -> None:

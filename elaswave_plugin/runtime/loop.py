@@ -56,9 +56,9 @@ class GuardedSteps:
     def sealed_everywhere(self) -> None:
         """Seal the initial state; nobody trains before everyone has done so."""
         if not self.worker.alone:
-            self.worker.seal_initial(self._framework)
+            self.worker.state.seal_initial(self._framework, self.worker.completed)
             dist.barrier()
-            self.worker.await_start()
+            self.worker.state.await_start()
 
     def enter(self) -> None:
         """A worker that comes later enters the job, before its first step."""
@@ -96,7 +96,7 @@ class GuardedSteps:
         worker = self.worker
         worker.member.await_lease()
         worker.completed += 1
-        worker.seal(self._framework)
+        worker.state.seal(self._framework, worker.completed)
         worker.phases.end_step()
         worker.stopwatch.step_over()
         elapsed_s = time.monotonic() - self._began_s
@@ -172,7 +172,7 @@ class ElasticLoop:
                 try:
                     self.worker.phases.enter(phase)
                     # It may change weights for a while, as averages of them do.
-                    self.worker.leave_seal()
+                    self.worker.state.leave_seal()
                     results.append(work())
                     steps.finish_work()
                 finally:
@@ -194,7 +194,7 @@ class ElasticLoop:
                 while self.worker.completed < steps:
                     self._attempt_step()
                 self.worker.phases.step = self.worker.completed
-                self.worker.complete_state()
+                self.worker.state.complete()
                 result = work()
                 self._steps.note_recovery()
                 return result

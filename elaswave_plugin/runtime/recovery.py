@@ -17,7 +17,7 @@ from elaswave_plugin.runtime.worker import Worker
 def recover(worker: Worker, framework: Framework) -> None:
     """Bring this worker to the start of the step that all survivors redo together.
 
-    The optimizer state follows while that step computes; `Worker.complete_state` waits for it.
+    The optimizer state follows while that step computes; `StateKeeper.complete` waits for it.
     A proposal that arrives at any point supersedes the attempt and starts it again: until the new
     layout is sealed, nothing that an attempt reads from is overwritten.
     Raises SnapshotGapError, PlanDigestError, WeightsDifferError, JobStopped.
@@ -33,7 +33,7 @@ def recover(worker: Worker, framework: Framework) -> None:
             with phases.timed("edit"):
                 worker.install_view(commit)
             state = take_state(worker, framework, commit)
-            worker.read_behind(state.plan, framework)
+            worker.state.read_behind(state.plan, framework)
             worker.end_recovery(state.plan, fetched_bytes=state.fetched_bytes)
             return
         except EpochChanged:
@@ -50,7 +50,7 @@ def take_state(worker: Worker, framework: Framework, commit: Commit) -> Restored
         with phases.timed("move"):
             state = restore(
                 slot=worker.slot,
-                pool=worker.pool,
+                pool=worker.state.pool,
                 plan_without=worker.planner(commit, trusts_memory=trusts_memory),
                 timeout_s=worker.config.transfer_timeout_s,
                 check=worker.member.check,
@@ -58,7 +58,7 @@ def take_state(worker: Worker, framework: Framework, commit: Commit) -> Restored
                 reading=partial(worker.member.progress_page.waiting, OUTSIDE),
             )
         with phases.timed("rebind"):
-            worker.leave_seal()
+            worker.state.leave_seal()
             framework.rebind(state.plan)
             framework.write_weights(state.masters)
             framework.write_capsule(state.capsule)

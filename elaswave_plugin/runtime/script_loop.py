@@ -126,7 +126,7 @@ class ScriptLoop:
         self._state.put_back(before)
         self.worker.phases.step = self.worker.completed
         try:
-            self.worker.complete_state()
+            self.worker.state.complete()
             results.append(self._announced(work, phase))
             self._after = self._state.keep()
             self._steps.finish_work()
@@ -144,7 +144,7 @@ class ScriptLoop:
         try:
             self.worker.phases.enter(phase)
             # It may change weights for a while, as averages of them do.
-            self.worker.leave_seal()
+            self.worker.state.leave_seal()
             return work()
         finally:
             self.worker.member.announce(None)

@@ -115,7 +115,7 @@ class UserLoop:
             # A proposal waits for announced work; silence inside a step is fenced.
             self.worker.member.announce(phase)
             try:
-                self.worker.complete_state()
+                self.worker.state.complete()
                 self.worker.phases.step = step
                 self.worker.phases.enter(phase)
                 result = work()
@@ -132,7 +132,7 @@ class UserLoop:
 
     def complete_state(self) -> None:
         """Have all of the state here, as somebody is about to read it."""
-        self._guarded(self.worker.complete_state)
+        self._guarded(self.worker.state.complete)
 
     def finish(self, *, before_leaving: Callable[[], object]) -> None:
         """Leave when everyone has completed its last step."""

@@ -1,4 +1,4 @@
-"""A trainer's side of an elastic job: joins, keeps the view, seals snapshots, guards the work."""
+"""A trainer's side of an elastic job: joins, keeps the view, and what everyone runs in it."""
 
 import time
 import uuid
@@ -10,20 +10,16 @@ from elaswave_plugin import __version__
 from elaswave_plugin.config import ElasticConfig, check_given, parse_kill
 from elaswave_plugin.core.dataflow import Shares
 from elaswave_plugin.core.due import LAST_CALL
-from elaswave_plugin.core.hang import COMMIT, OUTSIDE
+from elaswave_plugin.core.hang import COMMIT
 from elaswave_plugin.core.layer_times import PassTimes, agreed
 from elaswave_plugin.core.pipeline_flow import PipelineFlow
-from elaswave_plugin.core.plan import Flow, RecoveryPlan, copy_targets, make_plan
+from elaswave_plugin.core.plan import Flow, RecoveryPlan, make_plan
 from elaswave_plugin.core.reserve import built_among, replicas_beyond
-from elaswave_plugin.core.seating import Cell, FlatSeating, GridSeating, Seating
-from elaswave_plugin.core.shards import ShardCut
+from elaswave_plugin.core.seating import FlatSeating, GridSeating, Seating
 from elaswave_plugin.core.slow import slowness_told
 from elaswave_plugin.core.worker_facts import SlowTold, WorkerFacts
-from elaswave_plugin.errors import SnapshotUnreadableError
-from elaswave_plugin.runtime.behind import MomentsBehind
 from elaswave_plugin.runtime.broken_links import BrokenLinks
 from elaswave_plugin.runtime.framework import Framework
-from elaswave_plugin.runtime.free_memory import available_bytes
 from elaswave_plugin.runtime.links import LinkTable
 from elaswave_plugin.runtime.member import Alone, Commit, Member
 from elaswave_plugin.runtime.phases import Phases
@@ -33,12 +29,10 @@ from elaswave_plugin.runtime.recovery_record import RecoveryRecord
 from elaswave_plugin.runtime.remembered import Remembered
 from elaswave_plugin.runtime.reserve import read_reserve
 from elaswave_plugin.runtime.slow_workers import SlowWorkers
-from elaswave_plugin.runtime.snapshot import SnapshotPool, capacity_of
+from elaswave_plugin.runtime.state_keeper import StateKeeper
 from elaswave_plugin.runtime.stopwatch import Stopwatch
 from elaswave_plugin.tracking.events import EventLog
 
-# Room for the step capsule (schedulers, scalers, counters) in a buffer.
-CAPSULE_ROOM_BYTES = 1 << 20
 # Deals the work of a step; takes what the seating says that it is dealt over.
 Deal = Callable[..., Flow]
 # Longer than the launcher's own limit for the meeting, whose message is the better one.
@@ -91,17 +85,13 @@ class Worker:
         self.stopwatch = Stopwatch(
             PassTimes(),
             waited=lambda: self.links.waited_s,
-            is_followed=lambda: self._behind is not None and self._behind.is_on_its_way,
+            is_followed=lambda: self.state.is_followed,
         )
         self.slow_workers = SlowWorkers(self)
-        self._seals_in_epoch, self._has_sealed = 0, False
-        self._behind: MomentsBehind | None = None
-        # (step, epoch) of the seal at which model and optimizer still are.
-        self._live: tuple[int, int] | None = None
-        # (holder, owner, step) of snapshots found damaged since the last seal.
-        self._unreadable: set[tuple[int, int, int]] = set()
-        self._handed_over_step = -1
         self._record = RecoveryRecord(slot=self.slot, events=self.events, phases=self.phases)
+        self.state = StateKeeper(
+            self.member, config=config, phases=self.phases, record=self._record
+        )
         self._entering, self._ready_s = False, 0.0
         self._newcomers: tuple[str, ...] = ()
         self._started_s = time.time()
@@ -166,7 +156,7 @@ class Worker:
             address=self.links.address,
             communicators=self.groups.device_facts(),
             step=self.completed,
-            unreadable=tuple(sorted(self._unreadable)),
+            unreadable=tuple(sorted(self.state.unreadable)),
             told_to_leave=self.member.told_to_leave,
         )
 
@@ -179,7 +169,7 @@ class Worker:
             times=self.stopwatch.times.medians(),
             slow=self.slow_workers.told(),
             cuts_wanted=self.member.cuts_wanted,
-            live=self._live,
+            live=self.state.live,
         )
 
     @property
@@ -209,15 +199,12 @@ class Worker:
 
     def quiesce(self) -> Commit:
         """Answer the open proposal and wait for its commit; what was on its way is dropped."""
-        if self._behind is not None:
-            self._behind.drop()
-            self._behind = None
+        self.state.drop_behind()
         with self.member.progress_page.waiting(COMMIT):
             return self.member.quiesce(self._told())
 
     def install_view(self, commit: Commit) -> None:
         """Edit every group in place to the committed view and start its epoch."""
-        self._seals_in_epoch = 0
         self._open_links(commit)
         told_slow = self._follow_views(commit)
         before = commit.path[-2] if len(commit.path) > 1 else self.view
@@ -228,6 +215,7 @@ class Worker:
         self.last_call = commit.view.reason == LAST_CALL or (self.last_call and all_told)
         self.view = commit.view
         self.slow_workers.learn(told_slow)
+        self.state.begin_epoch(self.view, self.seating)
         edits = self.seating.edits(self.groups.launched(), self.slot)
         self.groups.edit_groups(commit.view.ranks, edits)
         self.groups.settle({slot: told.communicators for slot, told in commit.facts.items()})
@@ -279,16 +267,12 @@ class Worker:
         # Of batches with fewer micro-batches than a view is planned for.
         self._smaller: dict[int, Flow] = {}
         self._describe_layout()
-        self._alignment = framework.shard_alignment
-        if self.config.snapshots:
-            whole = self._cut(self.seating.largest, 1).payload_bytes
-            self.pool = SnapshotPool(
-                self.member.snapshot_fds,
-                slot=self.slot,
-                capacity_bytes=capacity_of(whole + CAPSULE_ROOM_BYTES),
-                needed_bytes=self.local_workers * self.snapshot_bytes,
-                available_bytes=available_bytes(),
-            )
+        self.state.open(
+            self.view,
+            self.seating,
+            alignment=framework.shard_alignment,
+            local_workers=self.local_workers,
+        )
 
     def _describe_layout(self) -> None:
         if isinstance(self.dataflow, PipelineFlow):
@@ -298,139 +282,6 @@ class Worker:
                 "why_workers_stay": self.seating.why_workers_stay,
             }
             self.member.describe({**self.dataflow.layout.to_json(), **stay})
-
-    @property
-    def snapshot_bytes(self) -> int:
-        """Shared memory a worker: two buffers of its shard, and as much for each copy it holds.
-
-        What is held for a worker of the same node is that worker's own memory.
-        """
-        cell = self.seating.cell_of(self.slot)
-        shard = 0 if cell is None else self._cut(cell.buckets, len(cell.ranks)).payload_bytes
-        elsewhere = sum(not self._is_local(target) for target in self._copy_targets())
-        return 2 * shard * (1 + elsewhere)
-
-    def _copy_targets(self) -> tuple[int, ...]:
-        view = self.view
-        cell = self.seating.cell_of(self.slot)
-        return copy_targets(
-            self.slot,
-            ranks=view.ranks,
-            nodes=view.nodes,
-            copies=self.config.snapshot_copies,
-            peers=() if cell is None else cell.ranks,
-        )
-
-    def _is_local(self, slot: int) -> bool:
-        node = dict(zip(self.view.ranks, self.view.nodes, strict=True))
-        return node[slot] == node[self.slot]
-
-    def _cut(self, buckets: tuple[int, ...], width: int) -> ShardCut:
-        return ShardCut(buckets=buckets, width=width, alignment=self._alignment)
-
-    def seal_initial(self, framework: Framework) -> None:
-        """Seal the state before the first step, once."""
-        if not self._has_sealed:
-            self.seal(framework)
-
-    def await_start(self) -> None:
-        """Wait until the supervisors know that everyone has sealed, as everyone has by now.
-
-        Until they do, a loss ends the job: it would in the first step, on a busy machine.
-        """
-        if self.config.snapshots:
-            self.member.wait_started(self.config.transfer_timeout_s)
-
-    def seal(self, framework: Framework) -> None:
-        """Seal the state after ``completed`` steps and have other supervisors hold it.
-
-        Those of this node are told once an epoch, those of other nodes get a copy of each step.
-        """
-        if self._behind is not None:
-            raise AssertionError("the state was to be sealed before its optimizer state was here")
-        self._unreadable.clear()
-        if not self.config.snapshots:
-            return
-        self._seals_in_epoch += 1
-        cell = self.seating.cell_of(self.slot)
-        if cell is not None:
-            self._seal_shard(framework, cell)
-        if framework.keeps_state:
-            self._live = self.completed, self.view.epoch
-        if self._seals_in_epoch == 2:
-            # The collective between the two has shown that the first is safe everywhere.
-            self.member.release(self.view.epoch)
-
-    def _seal_shard(self, framework: Framework, cell: Cell) -> None:
-        record = self.pool.seal(
-            step=self.completed,
-            epoch=self.view.epoch,
-            cell=cell.key,
-            units=cell.units,
-            ranks=cell.ranks,
-            parts=framework.read_shard(),
-            capsule=framework.read_capsule(),
-            before_seal=lambda: self.phases.enter("snapshot"),
-        )
-        self._has_sealed = True
-        first = self._seals_in_epoch == 1
-        targets = [slot for slot in self._copy_targets() if first or not self._is_local(slot)]
-        if first or targets:
-            self.member.sealed(record, targets)
-            self._handed_over_step = self.completed
-
-    def await_copies(self) -> None:
-        """Wait until the last own snapshot is held wherever it has to be.
-
-        Everyone does so before the grad norm of the next step; that collective therefore proves
-        that the step is sealed and copied everywhere, and the older buffer may be overwritten.
-        """
-        if self._seals_in_epoch and self._handed_over_step == self.completed:
-            with self.member.progress_page.waiting(OUTSIDE):
-                self.member.wait_copied(self.completed, timeout_s=self.config.transfer_timeout_s)
-
-    def begin_update(self) -> None:
-        """Model and optimizer are about to change: have the state whole, and its snapshot safe."""
-        self.complete_state()
-        self.await_copies()
-        self.leave_seal()
-
-    def leave_seal(self) -> None:
-        """From here on model and optimizer are no longer what was sealed last."""
-        self._live = None
-
-    def read_behind(self, plan: RecoveryPlan, framework: Framework) -> None:
-        """Have the optimizer state follow the weights, from the same snapshots.
-
-        A snapshot is overwritten only after a grad norm of everyone that comes after the update.
-        """
-        self._behind = MomentsBehind(
-            plan,
-            slot=self.slot,
-            pool=self.pool,
-            timeout_s=self.config.transfer_timeout_s,
-            check=self.member.check,
-            write=framework.write_moments,
-        )
-        if not framework.moments_may_follow:
-            self.complete_state()
-
-    def complete_state(self) -> None:
-        """Install the optimizer state that follows the weights, where it has not been yet.
-
-        Everyone does so before the update, and before work that may read it. Where a snapshot
-        cannot be read, the view is renewed, and the next plan avoids it. Raises EpochChanged.
-        """
-        if self._behind is None:
-            return
-        with self.member.progress_page.waiting(OUTSIDE):
-            try:
-                self._record.followed = self._behind.complete()
-            except SnapshotUnreadableError as error:
-                self._unreadable.add((error.holder, error.owner, error.step))
-                self.member.severed(self.view.epoch, str(error))
-                self.member.await_proposal(timeout_s=self.config.transfer_timeout_s)
-        self._behind = None
 
     def planner(
         self, commit: Commit, *, trusts_memory: bool
@@ -449,7 +300,7 @@ class Worker:
                 ranks=commit.view.ranks,
                 cells=self.seating.cells,
                 dataflow=self.deal(**self.seating.dealt_over),
-                alignment=self._alignment,
+                alignment=self.state.alignment,
                 inventory=commit.inventory,
                 rejected=rejected | unreadable,
                 live=live if trusts_memory else {},

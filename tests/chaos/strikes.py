@@ -19,6 +19,7 @@ from elaswave_plugin.runtime.faults import strike
 from elaswave_plugin.runtime.loop import GuardedSteps
 from elaswave_plugin.runtime.phases import Phases
 from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET
+from elaswave_plugin.runtime.state_keeper import StateKeeper
 from elaswave_plugin.runtime.worker import Worker
 from elaswave_plugin.tracking.events import read_lines
 
@@ -41,7 +42,7 @@ class Striker:
     def arm(self) -> None:
         """Look at every announced phase, every step that begins, every wait for a copy."""
         init, fire = Worker.__init__, Phases.fire
-        begin, await_copies = GuardedSteps.begin, Worker.await_copies
+        begin, await_copies = GuardedSteps.begin, StateKeeper.await_copies
 
         def remember(worker: Worker, **options: Any) -> None:
             self._worker = worker
@@ -55,11 +56,11 @@ class Striker:
             begin(steps)
             self._hold()
 
-        def wait_and_flip(worker: Worker) -> None:
-            await_copies(worker)
+        def wait_and_flip(state: StateKeeper) -> None:
+            await_copies(state)
             for event in self._due(("flip",)):
                 if self._is_picked(event) and self._claim(event):
-                    worker.pool._maps[worker.completed % 2][BODY_OFFSET + 1000] ^= 1
+                    state.pool._maps[self.worker.completed % 2][BODY_OFFSET + 1000] ^= 1
 
         layers = sys.modules.get("megatron.core.transformer.transformer_layer")
         if layers is not None:  # where a slow layer is what is measured
@@ -71,7 +72,7 @@ class Striker:
 
             layers.TransformerLayer.forward = dawdle
         Worker.__init__, Phases.fire = remember, fire_and_strike  # type: ignore[method-assign]
-        GuardedSteps.begin, Worker.await_copies = begin_and_hold, wait_and_flip  # type: ignore[method-assign]
+        GuardedSteps.begin, StateKeeper.await_copies = begin_and_hold, wait_and_flip  # type: ignore[method-assign]
 
     # ---- which events, and whom they strike ---------------------------------------------------
 

@@ -9,14 +9,14 @@ from tests.faults.harness import JobSpec, check_equal, check_survived
 
 FLIP = """
 from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET
-from elaswave_plugin.runtime.worker import Worker
-wait = Worker.await_copies
+from elaswave_plugin.runtime.state_keeper import StateKeeper
+wait = StateKeeper.await_copies
 def flip(self):
     wait(self)
-    if self.slot == {slot} and self.completed in {steps}:
+    if self._member.slot == {slot} and self._sealed_step in {steps}:
         for step in {damaged}:
             self.pool._maps[step % 2][BODY_OFFSET + 1000] ^= 1
-Worker.await_copies = flip
+StateKeeper.await_copies = flip
 """
 
 

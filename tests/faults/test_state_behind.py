@@ -41,16 +41,16 @@ FLIP = """
 from elaswave_plugin.core.shards import PARTS
 from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET
 from elaswave_plugin.runtime.snapshot import CHUNK_BYTES
-from elaswave_plugin.runtime.worker import Worker
-wait = Worker.await_copies
+from elaswave_plugin.runtime.state_keeper import StateKeeper
+wait = StateKeeper.await_copies
 def flip(self):
     wait(self)
-    if (self.slot, self.completed) == (1, 3):
-        payload_bytes = self._cut(self.seating.cells[0].buckets, 4).payload_bytes
+    if (self._member.slot, self._sealed_step) == (1, 3):
+        payload_bytes = self._cut(self._cell.buckets, 4).payload_bytes
         chunk = -(-payload_bytes // len(PARTS) // CHUNK_BYTES)
         assert chunk < payload_bytes // CHUNK_BYTES
         self.pool._maps[1][BODY_OFFSET + chunk * CHUNK_BYTES + 1000] ^= 1
-Worker.await_copies = flip
+StateKeeper.await_copies = flip
 """
 
 

@@ -23,11 +23,10 @@ def _worker(asked: list[bool]) -> Any:
     return SimpleNamespace(
         slot=0,
         phases=_Phases(),
-        pool=None,
         config=SimpleNamespace(transfer_timeout_s=1.0),
         member=SimpleNamespace(check=None, progress_page=SimpleNamespace(waiting=lambda _: None)),
         planner=lambda commit, trusts_memory: asked.append(trusts_memory),
-        leave_seal=lambda: None,
+        state=SimpleNamespace(pool=None, leave_seal=lambda: None),
     )
 
 

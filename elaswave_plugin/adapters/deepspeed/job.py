@@ -184,7 +184,7 @@ class EngineJob(AttachedEngine):
                     " this worker was not weighted; call engine.backward(loss) in the place of"
                     " loss.backward() and engine.scale(loss).backward()"
                 )
-            self._worker.begin_update()
+            self._worker.state.begin_update()
             # The collective that shows that everyone has come here; see ``await_copies``.
             loss, tokens, holders = self._mean_loss()
             self._monitor.release(holders=holders)

@@ -190,7 +190,7 @@ class PipelineJob(AttachedEngine):
 
     def _begin_update(self) -> None:
         """All state is here and safe, and everyone has come here; see ``await_copies``."""
-        self._worker.begin_update()
+        self._worker.state.begin_update()
         engine, mine = self._engine, 0.0
         if self._pipeline.is_busy and engine.is_last_stage():
             mine = sum(float(loss) for loss in engine.fwd_outputs)

@@ -177,7 +177,7 @@ class MegatronFramework:
         update = self._optimizer.step
 
         def step(*args: Any, **kwargs: Any) -> Any:
-            self._worker.begin_update()
+            self._worker.state.begin_update()
             result = update(*args, **kwargs) if self._seated else (True, 0.0, None)
             if self._free_workers_scale and not self._is_applied(result[0]):
                 # As Megatron-Core says it: a step that is skipped has no norm.
