@@ -34,13 +34,15 @@ class ReplicaSeating:
     """A PP x DP job that has one pipeline or more at any time.
 
     ``homes``: the pipelines of the launch; ``ranks``: slots of all live workers, in rank order;
-    ``buckets``: unpadded lengths by stage, in elements; ``rules`` of the groups by name.
+    ``buckets``: unpadded lengths by stage, in elements; ``rules`` of the groups by name;
+    ``reserve``: so many pipelines may join beyond the launch.
     """
 
     homes: tuple[Replica, ...]
     ranks: tuple[int, ...]
     buckets: tuple[tuple[int, ...], ...]
     rules: Mapping[str, GroupRule]
+    reserve: int = 0
 
     @classmethod
     def at_launch(
@@ -49,8 +51,9 @@ class ReplicaSeating:
         *,
         groups: Mapping[str, Sequence[int]],
         buckets: Sequence[Sequence[int]],
+        reserve: int = 0,
     ) -> ReplicaSeating:
-        """The seating of the launch; ``groups``: members by name.
+        """The seating of the launch; ``groups``: members by name, all of them of the launch.
 
         Raises ConfigurationError for a group that follows no axis.
         """
@@ -60,21 +63,30 @@ class ReplicaSeating:
             ranks=tuple(slot for stage in zip(*homes, strict=True) for slot in stage),
             buckets=tuple(map(tuple, buckets)),
             rules={name: rule_of(slots, layout) for name, slots in groups.items()},
+            reserve=reserve,
         )
 
     @property
+    def places(self) -> tuple[Replica, ...]:
+        """The pipelines of the launch, then those for which the slots of the reserve are."""
+        num_stages = len(self.homes[0])
+        first, count = num_stages * len(self.homes), num_stages * self.reserve
+        beyond = range(first, first + count)
+        return (*self.homes, *zip(*[iter(beyond)] * num_stages, strict=True))
+
+    @property
     def stages(self) -> tuple[Replica, ...]:
-        """The slots of each stage at the launch, in which they stay."""
-        return tuple(zip(*self.homes, strict=True))
+        """The slots of each stage, in which they stay."""
+        return tuple(zip(*self.places, strict=True))
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
         """The present pipelines, by the slot of their first stage.
 
-        Those of the launch stay together; the survivors of broken ones are matched in slot order.
+        Those that came together stay so; survivors of broken ones are matched in slot order.
         """
         live = set(self.ranks)
-        whole = [replica for replica in self.homes if live.issuperset(replica)]
+        whole = [replica for replica in self.places if live.issuperset(replica)]
         together = {slot for replica in whole for slot in replica}
         survivors = (
             sorted(slot for slot in stage if slot in live - together) for stage in self.stages

@@ -177,6 +177,12 @@ class Worker:
         """So many replicas may every stage have beyond those of the launch."""
         return replicas_beyond(self.reserve, tp=self._tp, pp=self._pp)
 
+    def groups_at_launch(self) -> dict[str, tuple[int, ...]]:
+        """The groups before a change: who builds beyond the launch as the one where it stands."""
+        home = dict(zip(self.view.ranks, self.homes, strict=True))
+        groups = self.groups.members()
+        return {name: tuple(home[slot] for slot in slots) for name, slots in groups.items()}
+
     @property
     def owns_rank_0(self) -> bool:
         """Whether the duties of rank 0 are this worker's now."""

@@ -10,11 +10,13 @@ from elaswave_plugin.core.replicas import ReplicaSeating, deal_replicas
 from elaswave_plugin.errors import LayoutError
 
 
-def launched(stages: int, width: int, **groups: tuple[int, ...]) -> ReplicaSeating:
+def launched(
+    stages: int, width: int, reserve: int = 0, **groups: tuple[int, ...]
+) -> ReplicaSeating:
     """Slots go by stage, as DeepSpeed's ranks do."""
     homes = [tuple(stage * width + d for stage in range(stages)) for d in range(width)]
     buckets = [(10 * (stage + 1),) for stage in range(stages)]
-    return ReplicaSeating.at_launch(homes, groups=groups, buckets=buckets)
+    return ReplicaSeating.at_launch(homes, groups=groups, buckets=buckets, reserve=reserve)
 
 
 def test_a_pipeline_that_lost_a_worker_is_free() -> None:
@@ -34,6 +36,19 @@ def test_survivors_of_two_pipelines_are_one_again() -> None:
 def test_whoever_comes_back_makes_its_pipeline_whole() -> None:
     start = launched(3, 2)
     assert start.after((0, 1, 2, 3, 4)).after(range(6)).replicas == start.replicas
+
+
+def test_pipelines_beyond_the_launch_go_stage_by_stage() -> None:
+    seating = launched(2, 2, reserve=2, alike=(0, 1), own=(2,), whole=(1, 3)).after((0, 1, 2, 3, 6))
+    assert seating.stages == ((0, 1, 4, 6), (2, 3, 5, 7)) and seating.free == (6,)
+    seating = seating.after((0, 1, 2, 3, 6, 7))
+    assert seating.replicas == ((0, 2), (1, 3), (6, 7))
+    edits = seating.edits({"alike": (0, 1), "own": (2,), "whole": (1, 3)}, 7)
+    assert [edits[name].members for name in ("alike", "own", "whole")] == [(2, 3, 7), (7,), (6, 7)]
+    flow = deal_replicas(num_microbatches=8, homes=seating.homes, replicas=seating.replicas)
+    assert flow.microbatches(6) == flow.microbatches(7) == (6, 7)
+    # A survivor of a broken pipeline and who has come alone are one, too.
+    assert seating.after((0, 2, 3, 6)).replicas == ((0, 2), (6, 3))
 
 
 def test_a_stage_without_workers_ends_the_job_in_words() -> None:

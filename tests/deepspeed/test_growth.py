@@ -5,6 +5,7 @@ the global batch is the same, in smaller shares, and its sums are made in anothe
 """
 
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import BITS_16_BOUND, FP32_BOUND, EngineSpec, check_recovered, rates
 from tests.deepspeed.test_join import EPOCHS, entered, files_of, seen_by, sizes
 from tests.deepspeed.test_kill import PHASES
+from tests.deepspeed.test_pipeline import PP2_DP2, norms
 from tests.deepspeed.test_save import SAVING
 from tests.faults.harness import Outcome, check_survived, max_relative_difference
 from tests.faults.test_join import last_ranks
@@ -198,3 +200,48 @@ def test_a_reserve_with_too_little_to_share_is_refused(run: Launch) -> None:
     assert "4 workers and a --reserve of 1 share iterations of which the smallest" in refused.output
     assert "has 4 samples, wanted one for each worker" in refused.output
     assert "Traceback" not in refused.output and not refused.orphans
+
+
+# Micro-batches of two samples, four a pipeline; another pipeline of two stages joins.
+PIPELINES = replace(
+    PP2_DP2,
+    steps=9,
+    launcher=("--reserve=2",),
+    joiners=2,
+    changes=(f"+4@{GROWS_AT}", f"+5@{GROWS_AT}"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "bf16", "option"),
+    [(1, False, "--tied"), (0, False, "--counted"), (1, True, "--frozen")],
+)
+def test_a_third_pipeline_joins_two(
+    run: Launch, reference: Launch, stage: int, bf16: bool, option: str
+) -> None:
+    spec = replace(PIPELINES, stage=stage, bf16=bf16, options=(option,))
+    grown = run(spec)
+    check_grown(grown, reference(spec))
+    assert sorted(entered(grown)) == [(4, 1, GROWS_AT), (5, 1, GROWS_AT)]
+    assert last_ranks(grown) == [0, 1, 2, 3, 4, 5]
+    bound = 2e-2 if bf16 else 1e-5
+    wanted = norms(reference(spec))
+    assert norms(grown) == {step: pytest.approx(norm, rel=bound) for step, norm in wanted.items()}
+    for step in range(GROWS_AT, 9):
+        lines = [line for line in grown.files.ledger if line["step"] == step]
+        assert sorted(line["k"] for line in lines) == [*range(8)]
+        counts = Counter(line["slot"] for line in lines)
+        assert counts == {0: 3, 1: 3, 4: 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "kill"), [(1, "4.1@7:backward"), (0, "1@7:forward")])
+def test_a_worker_of_grown_pipelines_is_lost(
+    run: Launch, twin: Twin, reference: Launch, stage: int, kill: str
+) -> None:
+    """Three pipelines become two, as where it leaves as planned."""
+    spec, slot = replace(PIPELINES, stage=stage, kills=(kill,)), int(kill[0])
+    killed = run(spec)
+    check_recovered(killed, twin=twin(without(killed, slot)), reference=reference(spec))
+    assert sizes(killed)[-2:] == [6, 5]

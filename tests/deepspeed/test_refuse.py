@@ -12,6 +12,7 @@ pytest.importorskip("deepspeed")
 from elaswave_plugin.adapters.deepspeed.refuse import (
     check_configuration,
     check_engine,
+    check_pipelines,
     check_shares,
     check_stages,
 )
@@ -122,10 +123,27 @@ def test_iterations_that_are_too_small_for_a_reserve_are_refused() -> None:
         check_shares(5, width=4, num_samples=8)
 
 
+@pytest.mark.parametrize(
+    ("axes", "reserve", "wanted"),
+    [
+        (("pipe", "data"), 3, "--reserve is 3, .* a whole pipeline of 2 stages .* a multiple of 2"),
+        (("pipe", "data"), 14, "a --reserve of 14 workers share 8 micro-batches .* at most 12"),
+        (("data", "pipe"), 2, "the axes data, pipe, wanted pipe, data"),
+    ],
+)
+def test_pipelines_that_cannot_join_are_refused(
+    axes: tuple[str, ...], reserve: int, wanted: str
+) -> None:
+    check_pipelines(12, module=pipeline("pipe", "data"), width=2, num_microbatches=8)
+    check_pipelines(0, module=pipeline("data", "pipe"), width=2, num_microbatches=8)
+    with pytest.raises(ConfigurationError, match=wanted):
+        check_pipelines(reserve, module=pipeline(*axes), width=2, num_microbatches=8)
+
+
 @pytest.mark.slow
-def test_a_pipeline_does_not_grow(run: Launch) -> None:
+def test_half_a_pipeline_does_not_join(run: Launch) -> None:
     refused = run(replace(PP2_DP2, launcher=("--reserve=1",)))
-    check_refused(refused, "--reserve is 1, and DeepSpeed's PipelineModule", "leave --reserve out")
+    check_refused(refused, "--reserve is 1, and who joins has a place", "use a multiple of 2")
 
 
 @pytest.mark.slow

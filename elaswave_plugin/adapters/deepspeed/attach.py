@@ -21,7 +21,6 @@ from elaswave_plugin.adapters.deepspeed.pipeline_grid import make_groups_again
 from elaswave_plugin.adapters.deepspeed.pipeline_job import PipelineJob
 from elaswave_plugin.adapters.deepspeed.refuse import (
     check_configuration,
-    check_no_reserve,
     check_stages,
 )
 from elaswave_plugin.adapters.deepspeed.seams import (
@@ -70,17 +69,16 @@ def _attach(
         **{name: arguments.get(name) for name in ("model", "mpu", "mesh_param")},
     )
     workers, reserve = int(os.environ.get("WORLD_SIZE", "1")), read_reserve(os.environ)
-    check_reserve(settings, reserve, width=workers, fewest=2)
+    module = arguments.get("model")
+    is_pipeline = isinstance(module, PipelineModule)
+    stages = module.topology().get_dim("pipe") if isinstance(module, PipelineModule) else 1
+    check_reserve(settings, reserve, width=workers // stages, fewest=2 * stages)
     settings.check_slots(workers + reserve)
     check_sinks(settings)
     accelerate = _accelerate()
     if accelerate is not None:
         accelerate.check_script()
         settings = accelerate.without_newcomers(settings, reserve)
-    module = arguments.get("model")
-    is_pipeline = isinstance(module, PipelineModule)
-    if is_pipeline:
-        check_no_reserve(reserve)
     cut = module is not None and is_cut(module)
     if cut:
         settings = settings.without_respawn(
@@ -90,7 +88,7 @@ def _attach(
     launch_patches().apply()
     patches = deepspeed_patches()
     patches.apply()
-    worker = Worker(config=settings, environ=os.environ)
+    worker = Worker(config=settings, environ=os.environ, model_parallel=(1, stages))
     _install_groups(worker)
     if is_pipeline:
         make_groups_again(module)

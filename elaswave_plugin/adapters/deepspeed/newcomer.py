@@ -9,6 +9,7 @@ import base64
 import os
 import pickle
 from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +18,12 @@ import torch.distributed as dist
 from elaswave_plugin.adapters.deepspeed.framework import COUNTERS, DeepSpeedFramework
 from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader
 from elaswave_plugin.adapters.deepspeed.monitor import ElasticMonitor
+from elaswave_plugin.adapters.deepspeed.seams import stage_patches
 from elaswave_plugin.adapters.deepspeed.stand_in import StandIn
+from elaswave_plugin.core.reserve import built_among
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError
 from elaswave_plugin.runtime.c10d_tables import imagine_world
-from elaswave_plugin.runtime.member import INCARNATION
+from elaswave_plugin.runtime.member import INCARNATION, SLOT
 from elaswave_plugin.runtime.worker import Worker
 
 
@@ -31,7 +34,30 @@ def meet_nobody() -> None:
     long ago. ``deepspeed.initialize`` makes the job's in its place.
     """
     if int(os.environ.get(INCARNATION, "0")) and not dist.is_initialized():
-        imagine_world(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        slot, width = int(os.environ[SLOT]), int(os.environ["WORLD_SIZE"])
+        imagine_world(int(os.environ["RANK"]), width)
+        if slot >= width:
+            stage_patches(partial(_finds_its_stage, slot, width)).apply()
+
+
+def _finds_its_stage(slot: int, width: int, native: Callable[..., None]) -> Callable[..., None]:
+    """Beyond the launch a slot has its place by the number of stages, first known here."""
+
+    @wraps(native)
+    def __init__(
+        self: Any,
+        layers: Any,
+        num_stages: Any = None,
+        topology: Any = None,
+        *args: Any,
+        **more: Any,
+    ) -> None:
+        stages = num_stages if topology is None else topology.get_dim("pipe")
+        dist.destroy_process_group()
+        imagine_world(built_among(slot, range(width), pp=stages).index(slot), width)
+        native(self, layers, num_stages, topology, *args, **more)
+
+    return __init__
 
 
 class _Told(NamedTuple):

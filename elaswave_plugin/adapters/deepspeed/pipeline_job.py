@@ -23,7 +23,12 @@ from elaswave_plugin.adapters.deepspeed.newcomer import Loads
 from elaswave_plugin.adapters.deepspeed.pipeline_framework import PipelineFramework
 from elaswave_plugin.adapters.deepspeed.pipeline_grid import launch_replicas
 from elaswave_plugin.adapters.deepspeed.pipeline_newcomer import PipelineKnowledge
-from elaswave_plugin.adapters.deepspeed.refuse import check_engine, check_pipeline, check_schedules
+from elaswave_plugin.adapters.deepspeed.refuse import (
+    check_engine,
+    check_pipeline,
+    check_pipelines,
+    check_schedules,
+)
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.core.dataflow import Dataflow
 from elaswave_plugin.core.replicas import ReplicaSeating, deal_replicas
@@ -72,13 +77,20 @@ class PipelineJob(AttachedEngine):
         check_pipeline(engine)
         framework = self._pipeline = PipelineFramework(engine, worker)
         homes = launch_replicas(engine.module, worker.homes)
+        count = len(homes) * int(engine.gradient_accumulation_steps())
+        check_pipelines(
+            worker.reserve, module=engine.module, width=len(homes), num_microbatches=count
+        )
         super().__init__(worker, engine, framework, width=len(homes), patches=patches, seed=seed)
-        self._num_microbatches = len(homes) * int(engine.gradient_accumulation_steps())
+        self._num_microbatches = count
         worker.bind(
             framework,
             deal=partial(deal_replicas, num_microbatches=self._num_microbatches),
             seating=ReplicaSeating.at_launch(
-                homes, groups=worker.groups.launched(), buckets=self._buckets_by_stage()
+                homes,
+                groups=worker.groups_at_launch(),
+                buckets=self._buckets_by_stage(),
+                reserve=worker.spare_width,
             ),
         )
         steps = GuardedSteps(

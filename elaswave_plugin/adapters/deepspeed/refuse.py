@@ -79,12 +79,28 @@ def check_shares(reserve: int, *, width: int, num_samples: int) -> None:
         )
 
 
-def check_no_reserve(reserve: int) -> None:
-    """Raise ConfigurationError where a job of pipelines is to grow."""
-    if reserve:
+def check_pipelines(reserve: int, *, module: Any, width: int, num_microbatches: int) -> None:
+    """Raise ConfigurationError where ``reserve`` workers make no pipelines, or too many.
+
+    ``width``: pipelines of the launch; ``num_microbatches``: of all of them in a step.
+    """
+    axes = module.topology().get_axis_names()
+    stages = module.topology().get_dim("pipe")
+    if reserve and list(axes) != ["pipe", "data"]:
         raise ConfigurationError(
-            f"--reserve is {reserve}, and DeepSpeed's PipelineModule finds the stage of a worker by"
-            " its rank among those of the launch; leave --reserve out"
+            f"--reserve is {reserve} and the topology has the axes {', '.join(axes)}, wanted pipe, "
+            "data; leave --reserve out, or give num_stages"
+        )
+    if reserve % stages:
+        raise ConfigurationError(
+            f"--reserve is {reserve}, and who joins has a place once a whole pipeline of {stages} "
+            f"stages has joined: use a multiple of {stages}"
+        )
+    if width + reserve // stages > num_microbatches:
+        raise ConfigurationError(
+            f"{width} pipelines and a --reserve of {reserve} workers share {num_microbatches} "
+            "micro-batches a step, wanted one for each pipeline; use a --reserve of at most "
+            f"{(num_microbatches - width) * stages}, or more gradient accumulation steps"
         )
 
 

@@ -179,6 +179,24 @@ def newcomer_patches() -> PatchSet:
     )
 
 
+def stage_patches(finding: Callable[[Any], Any] | None) -> PatchSet:
+    """``finding`` wraps the constructor of modules that look for their stage; never undone.
+
+    None lists the records only.
+    """
+    return PatchSet(
+        [
+            PatchRecord(
+                target="deepspeed.runtime.pipe.module:PipelineModule.__init__",
+                reason="it takes its stage from a rank of the launch, beyond which a slot has none",
+                distribution=_DEEPSPEED,
+                valid=_VALID,
+                make=finding or _builds_nothing,
+            ),
+        ]
+    )
+
+
 def launch_patches() -> PatchSet:
     """What a worker of ours needs before torch.distributed is initialized; never undone."""
     return PatchSet(

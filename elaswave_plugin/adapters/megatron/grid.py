@@ -102,7 +102,7 @@ class Grid:
             )
         self.seating = GridSeating.at_launch(
             self.layout,
-            groups=_at_launch(worker),
+            groups=worker.groups_at_launch(),
             units=units,
             partition=partition,
             why_workers_stay=framework.why_workers_stay(),
@@ -113,13 +113,6 @@ class Grid:
         if gpu is None and not worker.alone:
             worker.stopwatch.times.link_rate = measure_link()
         self.deal = partial(within_memory, state, flow_of, **work, split_backward=splits, **more)
-
-
-def _at_launch(worker: Worker) -> dict[str, tuple[int, ...]]:
-    """The groups, with whoever builds beyond the launch as the one where it stands."""
-    home = dict(zip(worker.view.ranks, worker.homes, strict=True))
-    groups = worker.groups.members()
-    return {name: tuple(home[slot] for slot in slots) for name, slots in groups.items()}
 
 
 def _stages(worker: Worker, framework: MegatronFramework) -> list[Stage]:
