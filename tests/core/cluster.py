@@ -43,6 +43,7 @@ class Cluster:
         self.lines: list[str] = []
         self.nodes = list(nodes)
         self.patience = patience
+        self.settling: set[int] = set()
         self.alive = {
             slot: Agreement(slot=slot, nodes=nodes, patience=patience)
             for slot, node in enumerate(nodes)
@@ -68,6 +69,8 @@ class Cluster:
         self.new: set[int] = set()
         self.joined: set[int] = set()
         self.entered: set[int] = set()
+        # Those that may leave, as they were told to.
+        self.left: set[int] = set()
         self.doom: dict[int, tuple[str, int]] = {}
         self.commits: dict[int, list[MembershipView]] = {slot: [] for slot in self.alive}
         # Every view that any trainer was ever told of, by epoch.
@@ -212,6 +215,7 @@ class Cluster:
         self.alive[slot] = Agreement.of_newcomer(message, patience=self.patience, life=self.lives)
         self.new.add(slot)
         self.joined.add(slot)
+        self.left.discard(slot)
         self.outside.add(slot)
         self.commits[slot] = []
         self.at[slot] = (0, False)
@@ -256,8 +260,14 @@ class Cluster:
             self.settle(slot)
 
     def do_done(self, words: list[str]) -> None:
+        """done SLOTS [CODE]: these trainers have finished, and with a code exited too."""
         for slot in self.slots(words[:1]):
+            self.trainers.discard(slot)
+            self.boundary.pop(slot, None)
             self.alive[slot].trainer_done(int(words[1]) if words[1:] else None)
+            ballot = self.open.pop(slot, None)
+            if ballot is not None:
+                self.alive[slot].quiesced(ballot, None, [{"owner": slot}])
             self.settle(slot)
 
     def do_kill(self, words: list[str]) -> None:
@@ -347,12 +357,15 @@ class Cluster:
         self.open.pop(slot, None)
 
     def settle(self, slot: int) -> None:
-        if slot in self.alive:
-            self.lose_who_is_needed(slot)
+        if slot not in self.alive or slot in self.settling:
+            return  # whatever it has heard meanwhile comes after what it is about to say
+        self.settling.add(slot)
+        self.lose_who_is_needed(slot)
         while slot in self.alive and (effects := self.vote(slot, Agreement.settle)):
             for effect in effects:
                 if slot in self.alive:
                     self.carry_out(slot, effect)
+        self.settling.discard(slot)
 
     def vote(self, slot: int, act: Callable[..., T], *words: object) -> T:
         """Settle or receive as this supervisor, with the memory of its node."""
@@ -378,6 +391,7 @@ class Cluster:
                 self.ring(slot, effect)
             case Dismiss():
                 self.say(f"{slot}: may leave")
+                self.left.add(slot)
                 self.trainers.discard(slot)
                 self.open.pop(slot, None)
             case Deliver():

@@ -164,13 +164,14 @@ def exit_who_is_over(cluster: Cluster) -> None:
 
 
 def lose_who_is_silent(cluster: Cluster) -> None:
-    """A leader sends beats, and who follows another one does not (`Coordinator._beat`)."""
+    """A leader sends beats, and hears those that follow it and no others (`Coordinator._beat`)."""
     for slot in list(cluster.alive):
-        if slot in cluster.alive:
-            leader = cluster.alive[slot].leader
-            if leader in cluster.alive and cluster.alive[leader].leader != leader:
-                cluster.alive[slot].lost(leader, "was silent")
-                cluster.settle(slot)
+        for other in list(cluster.alive):
+            if slot in cluster.alive and other in cluster.alive and slot != other:
+                leader, theirs = cluster.alive[slot].leader, cluster.alive[other].leader
+                if leader in (slot, other) and theirs not in (slot, other):
+                    cluster.alive[slot].lost(other, "was silent")
+                    cluster.settle(slot)
 
 
 def working(cluster: Cluster) -> set[int]:
