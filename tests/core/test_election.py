@@ -30,6 +30,7 @@ def promised(known: int) -> Promise:
         accepted=None,
         lost={},
         incarnations={},
+        unused_node=3,
     )
     member = Agreement.of_newcomer(welcome, patience=Patience(), life=1)
     member.lost(0, "its connection closed")
