@@ -7,6 +7,8 @@ import pytest
 
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import EngineSpec, check_recovered
+from tests.deepspeed.test_pipeline import check_pipeline
+from tests.deepspeed.test_pipeline_join import check_back, spec_of
 from tests.faults.foreign_launchers import TORCHRUN, run_under
 from tests.faults.harness import Outcome
 from tests.ports import free_port
@@ -39,3 +41,23 @@ def test_the_deepspeed_launcher_with_our_module_survives_a_kill(
     command = (DEEPSPEED, f"--num_gpus={nproc}", f"--master_port={free_port()}", "--module")
     survived = launched((*command, "elaswave_plugin.run"), spec, tmp_path / "run")
     check_recovered(survived, twin=twin(survived), reference=reference(spec))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        (*TORCHRUN, "--nproc-per-node=4", "--nnodes=1", "--master-port={port}", "-m"),
+        (DEEPSPEED, "--num_gpus=4", "--master_port={port}", "--module"),
+    ],
+    ids=["torchrun", "deepspeed"],
+)
+def test_a_worker_of_a_pipeline_comes_back_without_a_zygote(
+    tmp_path: Path, twin: Twin, reference: Launch, launcher: tuple[str, ...]
+) -> None:
+    """Its replacement is a new interpreter."""
+    spec = spec_of(0, "backward", stage=1)
+    command = tuple(word.format(port=free_port()) for word in launcher)
+    survived = launched((*command, "elaswave_plugin.run"), spec, tmp_path / "run")
+    check_pipeline(survived, twin, reference)
+    check_back(survived, slots=(0,))
