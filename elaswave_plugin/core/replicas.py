@@ -21,7 +21,7 @@ from typing import Any
 from elaswave_plugin.core.dataflow import Dataflow, Slowness, deal
 from elaswave_plugin.core.groups import GroupRule, rule_of
 from elaswave_plugin.core.layer_times import LayerTimes
-from elaswave_plugin.core.layout import ParallelLayout, TpGroup
+from elaswave_plugin.core.layout import FreeWorker, ParallelLayout, TpGroup
 from elaswave_plugin.core.seating import Cell, GroupEdit, edits_by_rule
 from elaswave_plugin.errors import LayoutError
 
@@ -152,6 +152,17 @@ class ReplicaSeating:
     def as_told(self, told: Mapping[str, Any]) -> ReplicaSeating:
         """The same."""
         return self
+
+    def described(self) -> dict[str, Any]:
+        """The places of all workers; a stage counts as one layer."""
+        stage_of = {slot: stage for stage, slots in enumerate(self.stages) for slot in slots}
+        layout = replace(
+            _layout_of(self.replicas, width=len(self.homes)),
+            free=tuple(FreeWorker(slot, stage_of[slot]) for slot in self.free),
+            reserve=self.reserve,
+        )
+        why = "in DeepSpeed's pipelines everything stays in the stage of its launch"
+        return {**layout.to_json(), "why_layers_stay": why, "why_workers_stay": why}
 
     def recut(self, cuts: Sequence[int]) -> ReplicaSeating:
         """Raises LayoutError."""

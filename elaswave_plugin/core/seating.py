@@ -90,6 +90,9 @@ class Seating(Protocol):
     def as_told(self, told: Mapping[str, Any]) -> Seating:
         """The seating of whoever told so with `told`."""
 
+    def described(self) -> dict[str, Any] | None:
+        """The layout, and why layers and workers stay, as JSON; None where there are no stages."""
+
     def recut(self, cuts: Sequence[int]) -> Seating:
         """The same places with other layers; LayoutError where there are no stages."""
 
@@ -142,6 +145,9 @@ class FlatSeating:
     def as_told(self, told: Mapping[str, Any]) -> FlatSeating:
         """The same, with the slow ones that were told."""
         return replace(self, slow=_slow_told(told))
+
+    def described(self) -> None:
+        """There are no stages."""
 
     def recut(self, cuts: Sequence[int]) -> FlatSeating:
         """Raises LayoutError."""
@@ -293,6 +299,14 @@ class GridSeating:
             self._check_staff(layout)
             layout = layout.staffed()
         return layout
+
+    def described(self) -> dict[str, Any]:
+        """The places of all workers."""
+        return {
+            **self.layout.to_json(),
+            "why_layers_stay": self.why_layers_stay,
+            "why_workers_stay": self.why_workers_stay,
+        }
 
     def recut(self, cuts: Sequence[int]) -> GridSeating:
         """The same places, with the layers that somebody has asked for."""

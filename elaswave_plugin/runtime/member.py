@@ -322,7 +322,7 @@ class Member:
         self._keep_alive()
 
     def describe(self, layout: dict[str, Any]) -> None:
-        """Say who works where, for `elaswave status`; the supervisor knows nothing of stages."""
+        """Say who works where, for `elaswave status` and for who asks whom it cannot do without."""
         self._link.send({"t": "layout", "layout": layout})
 
     def tell_slow(self, slow: Mapping[int, str]) -> None:

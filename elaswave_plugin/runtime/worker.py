@@ -15,7 +15,7 @@ from elaswave_plugin.core.layer_times import PassTimes, agreed
 from elaswave_plugin.core.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.plan import Flow, RecoveryPlan, make_plan
 from elaswave_plugin.core.reserve import built_among, replicas_beyond
-from elaswave_plugin.core.seating import FlatSeating, GridSeating, Seating
+from elaswave_plugin.core.seating import FlatSeating, Seating
 from elaswave_plugin.core.slow import slowness_told
 from elaswave_plugin.core.worker_facts import SlowTold, WorkerFacts
 from elaswave_plugin.runtime.broken_links import BrokenLinks
@@ -281,13 +281,9 @@ class Worker:
         )
 
     def _describe_layout(self) -> None:
-        if isinstance(self.dataflow, PipelineFlow):
-            assert isinstance(self.seating, GridSeating)
-            stay = {
-                "why_layers_stay": self.seating.why_layers_stay,
-                "why_workers_stay": self.seating.why_workers_stay,
-            }
-            self.member.describe({**self.dataflow.layout.to_json(), **stay})
+        layout = self.seating.described()
+        if layout is not None:
+            self.member.describe(layout)
 
     def planner(
         self, commit: Commit, *, trusts_memory: bool

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elaswave_plugin.core.layout import why_needed
 from elaswave_plugin.core.replicas import ReplicaSeating, deal_replicas
 from elaswave_plugin.errors import LayoutError
 
@@ -102,3 +103,15 @@ def test_every_micro_batch_runs_once_at_every_stage(
     for stage in range(stages):
         ran = [flow.microbatches(replica[stage]) for replica in seating.replicas]
         assert sorted(itertools.chain(*ran)) == list(range(count))
+
+
+def test_who_is_needed_for_a_stage_follows_from_what_is_told_of_the_layout() -> None:
+    seating = launched(2, 3, reserve=1)
+    assert why_needed(seating.described(), {0, 1, 3, 4}) is None
+    seating = seating.after((0, 1, 3))
+    assert seating.free == (1,)
+    told = seating.described()
+    assert why_needed(told, {1, 3}) is None  # whoever is free takes the place of who goes
+    why = "in DeepSpeed's pipelines everything stays in the stage of its launch"
+    assert why_needed(told, {0, 1}) == f"stage 1 would have nobody, and workers keep theirs: {why}"
+    assert told["why_layers_stay"] == why
