@@ -17,9 +17,9 @@ from tests.faults.harness import ROOT, JobSpec, Outcome, pids_of
 # Not only at the start of a line: a traceback of another worker may be under way.
 SENTENCE = re.compile(r"elaswave(?: run)?: .*")
 LITTLE_MEMORY = """
-from elaswave_plugin.runtime import worker
-pool = worker.SnapshotPool
-worker.SnapshotPool = lambda fds, **more: pool(fds, **{**more, "available_bytes": 1000})
+from elaswave_plugin.runtime import state_keeper
+pool = state_keeper.SnapshotPool
+state_keeper.SnapshotPool = lambda fds, **more: pool(fds, **{**more, "available_bytes": 1000})
 """
 CP_OF_TWO = """
 from functools import partial

@@ -441,7 +441,6 @@ def test_groups_that_cannot_grow_are_refused(
 
 def _passes_over(peer: Peer) -> None:
     """One of two has calls of its own answered here; the next one is of both again."""
-    peer.install()
     dist.barrier()
     if peer.slot == 1:
         peer.links.alone = True
