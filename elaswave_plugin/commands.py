@@ -87,6 +87,7 @@ def make_command() -> Any:
     app.command("migrate")(migrate)
     app.command("plan")(plan)
     app.command("doctor")(doctor)
+    app.command("checkpoint")(checkpoint)
     bench = typer.Typer(help="Measure parts of the product; simulated figures say so.")
     bench.callback()(lambda: None)  # keeps the name of a single command
     bench.command("plan")(bench_plan)
@@ -330,6 +331,19 @@ def doctor(
     problem = examination.verdict(findings)
     if problem is not None:
         raise PatchMismatchError(problem)
+    return 0
+
+
+def checkpoint(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder that a job saves to (--save).")
+    ],
+) -> int:
+    """List the checkpoints of a folder, and check that each can be read; no data is read."""
+    from elaswave_plugin.checkpoints.listing import list_checkpoints
+
+    for line in list_checkpoints(directory):
+        typer.echo(line)
     return 0
 
 

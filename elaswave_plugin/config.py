@@ -23,7 +23,7 @@ from elaswave_plugin.errors import ConfigurationError
 
 STEP_PHASES = ("data", "forward", "backward", "reduce", "optimizer", "gather", "snapshot")
 RECOVERY_PHASES = ("detect", "agree", "edit", "move", "rebind", "verify", "replay")
-OUTSIDE_PHASES = ("startup", "evaluation", "save")
+OUTSIDE_PHASES = ("startup", "evaluation", "save", "finalize")
 KILL_PHASES = STEP_PHASES + RECOVERY_PHASES + OUTSIDE_PHASES
 
 _PREFIX = "elaswave"

@@ -8,6 +8,7 @@ ElasWaveError                      anything that can happen in a run
 ├── WeightsDifferError             replicas hold other weights after a recovery, read anew as well
 ├── LayoutError                    the live workers do not make a layout any more
 ├── SnapshotGapError               state is lost with all its copies; the missing shards are named
+├── CheckpointUnreadableError      what the tracker of a directory names cannot be loaded
 ├── SnapshotUnreadableError        sealed bytes do not arrive, or not as they were sealed
 ├── LinkError                      a link to a live worker failed or timed out
 │   └── PeerError                  another member's part of a collective failed; says whose and why
@@ -47,6 +48,10 @@ class LayoutError(ElasWaveError):
 
 class SnapshotGapError(ElasWaveError):
     """State was lost together with all its copies; the message names the missing shards."""
+
+
+class CheckpointUnreadableError(ElasWaveError):
+    """What is to be loaded cannot be read; the message names the file and the newest whole one."""
 
 
 class LinkError(ElasWaveError):

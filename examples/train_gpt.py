@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -265,8 +264,7 @@ def save_checkpoint(folder, iteration, state):
     """Write DIR/iter_N in torch_dist format; the tracker file names it only when it is whole."""
     path = Path(folder) / f"iter_{iteration:07d}"
     if torch.distributed.get_rank() == 0:
-        shutil.rmtree(path, ignore_errors=True)
-        path.mkdir(parents=True)
+        path.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
     dist_checkpointing.save(state, str(path))
     torch.distributed.barrier()

@@ -68,7 +68,7 @@ class CountedLoop(ElasticLoop):
                 pass
             self._recover()
 
-    def run(self, work: Callable[[], Result], *, phase: str, alone: Result) -> Result:
+    def run(self, work: Callable[[], Result], *, phase: str, alone: Result) -> Result | None:
         """Run work between steps; ``alone``: what is had of work that the others have behind them.
 
         Otherwise as in any loop.

@@ -10,12 +10,16 @@ import torch
 import torch.distributed as dist
 
 from elaswave_plugin.errors import EpochChanged
+from elaswave_plugin.runtime.drafts import Drafts
+from elaswave_plugin.runtime.failed_saves import FailedSaves
 from elaswave_plugin.runtime.framework import Framework
 from elaswave_plugin.runtime.lifeline import exit_at_once
 from elaswave_plugin.runtime.recovery import recover
 from elaswave_plugin.runtime.worker import Worker
 
 Result = TypeVar("Result")
+# The phase of work that writes a checkpoint.
+SAVE = "save"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +56,8 @@ class GuardedSteps:
         self._began_s = 0.0
         # Pieces of work between steps that everyone has completed.
         self.works_done = 0
+        self.drafts = Drafts(worker)
+        self._failed_saves = FailedSaves(worker, self.drafts)
 
     def sealed_everywhere(self) -> None:
         """Seal the initial state; nobody trains before everyone has done so."""
@@ -103,6 +109,21 @@ class GuardedSteps:
         self.note_recovery()
         self._on_commit(worker.completed - 1, report, elapsed_s)
 
+    def announced(self, work: Callable[[], Result], phase: str) -> Result | None:
+        """Run work between steps, for which a proposal waits; None for a save that failed.
+
+        ``phase`` names it. A save that the storage fails is told, and the job goes on.
+        """
+        # A proposal waits for announced work; silence inside a step is fenced.
+        self.worker.member.announce(phase)
+        try:
+            self.worker.phases.enter(phase)
+            # It may change weights for a while, as averages of them do.
+            self.worker.state.leave_seal()
+            return self._failed_saves.attempt(work, self.works_done) if phase == SAVE else work()
+        finally:
+            self.worker.member.announce(None)
+
     def finish_work(self) -> None:
         """The own part of a work between steps is done: leave it together with the others."""
         dist.barrier()
@@ -119,9 +140,11 @@ class GuardedSteps:
 
     def _compare_works(self) -> None:
         """Work that one worker has left is complete: it left a barrier that met everyone."""
-        done = torch.tensor(self.works_done)
+        done = torch.tensor([self.works_done, self._failed_saves.has_failed])
         dist.all_reduce(done, op=dist.ReduceOp.MAX)
-        self.works_done = int(done)
+        self.works_done = int(done[0])
+        if int(done[1]):
+            self._failed_saves.agree()
 
     def note_recovery(self) -> None:
         """Work was completed: a recovery that led to it is over."""
@@ -154,32 +177,24 @@ class ElasticLoop:
         assert self._report is not None
         return self._report
 
-    def run(self, work: Callable[[], Result], *, phase: str, alone: Result) -> Result:
+    def run(self, work: Callable[[], Result], *, phase: str, alone: Result) -> Result | None:
         """Run work between steps, announced as ``phase``; it starts again after a recovery.
 
         Everyone leaves it together. ``alone``: what a worker gets that is not in the job yet and
-        so has no part in it.
+        so has no part in it. None for a save that failed.
         """
         if self.worker.alone:
             return alone
         steps, wanted = self._steps, self._steps.works_done + 1
-        results: list[Result] = []
+        results: list[Result | None] = []
 
-        def announced() -> Result:
+        def once() -> Result | None:
             if steps.works_done < wanted:
-                # A proposal waits for announced work; silence inside a step is fenced.
-                self.worker.member.announce(phase)
-                try:
-                    self.worker.phases.enter(phase)
-                    # It may change weights for a while, as averages of them do.
-                    self.worker.state.leave_seal()
-                    results.append(work())
-                    steps.finish_work()
-                finally:
-                    self.worker.member.announce(None)
+                results.append(steps.announced(work, phase))
+                steps.finish_work()
             return results[-1]
 
-        return self._run(announced, steps=self.worker.completed)
+        return self._run(once, steps=self.worker.completed)
 
     def finish(self, *, before_leaving: Callable[[], object]) -> None:
         """Leave when everyone has completed its last step."""

@@ -17,8 +17,18 @@ class Orphans:
         self._grace_s = grace_s
         self._leaders: set[int] = set()
 
+    @staticmethod
+    def end_now(leader_pid: int) -> None:
+        """End what a lost trainer had started, by SIGKILL: a writer of its could still write.
+
+        The others write the same checkpoint again. A script that handles SIGTERM hands that on to
+        the processes that it forks, so that it would end none of them.
+        """
+        if leader_pid:
+            signal_group(leader_pid, signal.SIGKILL)
+
     def end(self, leader_pid: int) -> None:
-        """End what is left of the group of a trainer that died.
+        """End what is left of the group of a trainer that is done.
 
         Only a group that still has members is signalled again, so that its number is not reused.
         """

@@ -7,6 +7,7 @@ from functools import wraps
 from typing import NoReturn, ParamSpec, TypeVar
 
 from elaswave_plugin.errors import (
+    CheckpointUnreadableError,
     ConfigurationError,
     ElasWaveError,
     JobStopped,
@@ -22,7 +23,7 @@ EXIT_FAILURE = 1
 # Errors that every worker meets alike.
 _OF_THE_JOB = (
     *(ConfigurationError, LayoutError, PlanDigestError, SnapshotGapError),
-    WeightsDifferError,
+    *(WeightsDifferError, CheckpointUnreadableError),
 )
 
 Parameters = ParamSpec("Parameters")
@@ -34,7 +35,7 @@ def ends_in_a_sentence(
 ) -> Callable[Parameters, Result]:
     """Turn an ElasWaveError that leaves ``function`` into a sentence and the process's end.
 
-    What everybody sees alike (bad input, lost state or stages, different plans or weights) stops
+    What everybody sees alike (bad input, lost state, a checkpoint that cannot be read) stops
     the whole job, and its leader prints the reason once; anything else is the loss of this worker,
     and so is everything that ends one that comes later. Exit code 2 for bad input, 0 for a
     worker that has left as it was told to, 1 for the rest.

@@ -101,13 +101,14 @@ class ScriptLoop:
         """Run work between steps; it starts again after a recovery.
 
         ``phase`` announces work that a proposal waits for. Within other work it is a part of it.
-        None for a worker that came later, before its first step: it has no part in it.
+        None for a worker that came later, before its first step: it has no part in it; and for a
+        save that failed.
         """
         if self._told:
             return None
         if self._inside:
             return self._announced(work, phase)
-        results: list[Result] = []
+        results: list[Result | None] = []
         before, done = self._state.keep(), self._steps.works_done
         self._inside = True
         try:
@@ -120,7 +121,11 @@ class ScriptLoop:
         return results[-1]
 
     def _worked(
-        self, work: Callable[[], Result], before: Any, results: list[Result], phase: str | None
+        self,
+        work: Callable[[], Result],
+        before: Any,
+        results: list[Result | None],
+        phase: str | None,
     ) -> bool:
         """One attempt, up to where everyone has done it; false where it is interrupted."""
         self._state.put_back(before)
@@ -136,18 +141,8 @@ class ScriptLoop:
             # Outside of the handler: its traceback would keep a step's autograd graph alive.
             return False
 
-    def _announced(self, work: Callable[[], Result], phase: str | None) -> Result:
-        if phase is None:
-            return work()
-        # A proposal waits for announced work; silence inside a step is fenced.
-        self.worker.member.announce(phase)
-        try:
-            self.worker.phases.enter(phase)
-            # It may change weights for a while, as averages of them do.
-            self.worker.state.leave_seal()
-            return work()
-        finally:
-            self.worker.member.announce(None)
+    def _announced(self, work: Callable[[], Result], phase: str | None) -> Result | None:
+        return work() if phase is None else self._steps.announced(work, phase)
 
     def _redone(self) -> bool:
         """Complete the steps up to the one reached; false where that is interrupted."""

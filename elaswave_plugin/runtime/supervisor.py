@@ -476,6 +476,8 @@ class Supervisor:
         evidence = trainer.fence_evidence or status
         self._board.exited(evidence)
         pid = trainer.process.pid
+        # Before anybody is told, and begins anew.
+        (self._orphans.end if exit_code == 0 else self._orphans.end_now)(pid)
         who = {"slot": self._slot, "incarnation": trainer.incarnation, "pid": pid}
         self._events.emit("worker_exited", **who, status=status, evidence=evidence)
         if self._exit_code is not None:
@@ -488,6 +490,12 @@ class Supervisor:
         elif not trainer.left:
             if exit_code == 0:
                 evidence = "exit code 0 before its work was finished"
+                if not trainer.is_replacement and self._store.newest_step() < 0:
+                    self._agreement.abandon(
+                        f"worker {self._slot}: the script ended with exit code 0 before it trained"
+                        " a step; its own output above says why",
+                        EXIT_FAILED,
+                    )
             self._agreement.trainer_failed(evidence, exit_code, time.monotonic())
             # Another one would not find the device free, nor the memory.
             (self._give_slot_back if trainer.undead else self._replace)(exit_code)
@@ -495,14 +503,12 @@ class Supervisor:
             self._start_again()
         if self._ballot is not None:
             self._answer(None)
-        if exit_code != 0:
-            self._orphans.end(pid)
 
     def _on_late_exit(self, trainer: TrainerSession, status: str, exit_code: int | None) -> None:
         """One that did not die, and counts as gone, has ended after all."""
         fields = {"slot": self._slot, "incarnation": trainer.incarnation}
         self._events.emit("worker_exited_late", status=status, **fields)
-        self._orphans.end(trainer.process.pid)
+        self._orphans.end_now(trainer.process.pid)
         if trainer.returns:
             self._start_again()
         elif not (trainer.finished or trainer.left):

@@ -112,21 +112,16 @@ class UserLoop:
         step, done = self.worker.completed, self._steps.works_done
         result: Result | None = None
         while (self.worker.completed, self._steps.works_done) == (step, done):
-            # A proposal waits for announced work; silence inside a step is fenced.
-            self.worker.member.announce(phase)
             try:
                 self.worker.state.complete()
                 self.worker.phases.step = step
-                self.worker.phases.enter(phase)
-                result = work()
+                result = self._steps.announced(work, phase)
                 self._steps.finish_work()
                 self.dead = False
                 self._steps.note_recovery()
                 return result
             except EpochChanged:
                 pass
-            finally:
-                self.worker.member.announce(None)
             self._recover()
         return result if self.worker.completed == step else None
 

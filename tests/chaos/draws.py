@@ -194,7 +194,7 @@ class _Draw:
     def _phase(self) -> str:
         phases = list(STEP_PHASES)
         if self._kind.evaluates:
-            phases += ["evaluation", "save"]
+            phases += ["evaluation", "save", "finalize"]
         return self._dice.choice(phases)
 
     def _event(self, kind: str, **fields: object) -> int:

@@ -2,13 +2,16 @@
 
 import json
 import math
-from collections.abc import Callable
+import os
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.checkpoints.disks import mounted
 from tests.deepspeed.checkpoints import convert, merged, parts, same
 from tests.deepspeed.conftest import Launch
 from tests.deepspeed.harness import SCRIPTS, EngineSpec
@@ -110,8 +113,9 @@ def writers(folder: Path) -> int:
             ("0@2:save", "torn"),
             ("3@4:save", "written"),
             ("3@1:snapshot", "before"),
+            ("2@4:finalize", "before"),
         ],
-        keep=(0, 1),
+        keep=(0, 1, 4),
     ),
 )
 def test_a_save_is_made_again_and_is_whole(
@@ -123,7 +127,7 @@ def test_a_save_is_made_again_and_is_whole(
     assert max_relative_difference(killed, reference) <= 1e-6
     # Nobody writes before all have sealed the step: then three workers write what four computed.
     tag = f"global_step{kill[2]}"
-    if when != "before":
+    if when != "before" or "finalize" in kill:
         ours, theirs = state_of(folder / tag, tmp_path), state_of(reference_folder / tag, tmp_path)
         assert writers(folder / tag) == 3
         assert same(ours, theirs)
@@ -149,6 +153,60 @@ def test_checkpoints_after_a_loss_equal_those_after_a_planned_departure(
     for name, tensor in ours.items():
         # Adam moves an element of rounding noise by its learning rate at most, per step.
         assert torch.allclose(tensor, undisturbed[name], atol=4e-3), name
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, saved: Saved) -> Iterator[Path]:
+    """A file system that has room for one checkpoint and a half."""
+    written = sum(path.stat().st_size for path in (saved(1)[1] / TAGS[0]).iterdir())
+    with mounted(tmp_path / "small", written * 3 // 2) as folder:
+        yield folder
+
+
+def test_a_full_disk_costs_a_checkpoint_and_no_worker(
+    run: Launch, saved: Saved, small_disk: Path
+) -> None:
+    """The first save fits, the others do not: it stays the latest, and nothing half is left."""
+    full = run(spec_of(small_disk, 1))
+    assert full.returncode == 0, full.output[-3000:]
+    failures = full.events("save_failed")
+    assert [failure["step"] for failure in failures] == [4, 6]
+    assert all("No space left on device" in failure["reason"] for failure in failures)
+    assert full.output.count("was not saved to") == 2 and "Traceback" not in full.output
+    assert full.events("view_committed")[-1]["ranks"] == [0, 1, 2, 3]
+    assert (small_disk / "latest").read_text() == TAGS[0]
+    assert [path.name for path in small_disk.iterdir() if path.is_dir()] == [TAGS[0]]
+    reference, reference_folder = saved(1)
+    ours, theirs = parts(small_disk / TAGS[0]), parts(reference_folder / TAGS[0])
+    assert ours.keys() == theirs.keys() and all(same(ours[name], theirs[name]) for name in ours)
+    assert max_relative_difference(full, reference) == 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda folder: (folder / "latest").write_text(""), "has '', wanted the name of a tag"),
+        (
+            lambda folder: os.truncate(
+                folder / TAGS[-1] / "zero_pp_rank_1_mp_rank_00_optim_states.pt", 1000
+            ),
+            "zero_pp_rank_1_mp_rank_00_optim_states.pt (1000 bytes) was not written to its end",
+        ),
+    ],
+    ids=["no tag", "cut"],
+)
+def test_a_checkpoint_that_cannot_be_read_is_named(
+    run: Launch, saved: Saved, tmp_path: Path, damage: Callable[[Path], object], said: str
+) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(saved(1)[1], folder)
+    damage(folder)
+    spec = spec_of(tmp_path / "second", 1)
+    refused = run(replace(spec, options=(*spec.options, f"--load={folder}")))
+    assert refused.returncode == 1, refused.output[-3000:]
+    (sentence,) = [line for line in refused.output.splitlines() if said in line]
+    assert "the newest whole checkpoint is" in sentence
+    assert "Traceback" not in refused.output and "queue it again" not in refused.output
 
 
 def check_loaded(run: Outcome, folder: Path) -> None:

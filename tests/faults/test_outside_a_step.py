@@ -100,25 +100,15 @@ def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-# Megatron-Core starts a process that carries the results of its writers, and has it import all
-# anew, for many seconds. What is written is the same without that.
-FORKED_CARRIER = """
-import functools, multiprocessing
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-filesystem_async._get_write_results_queue = functools.cache(
-    lambda: multiprocessing.get_context("fork").Manager().Queue()
-)
-"""
-
-
+@pytest.mark.parametrize("phase", ["save", "finalize"])
 def test_kill_during_a_save_keeps_the_last_checkpoint_and_saves_again(
-    run: Launch, tmp_path: Path
+    run: Launch, tmp_path: Path, phase: str
 ) -> None:
     def spec(name: str) -> JobSpec:
         return JobSpec(options=(f"--save={tmp_path / name}", "--save-interval=2"))
 
-    killed = run(replace(spec("killed"), kills=("2@4:save",)))
-    undisturbed = run(replace(spec("undisturbed"), sabotage=FORKED_CARRIER))
+    killed = run(replace(spec("killed"), kills=(f"2@4:{phase}",)))
+    undisturbed = run(spec("undisturbed"))
     check_equal(killed, undisturbed)
     for iteration in (2, 4, 6):
         left, right = (

@@ -49,6 +49,7 @@ FRAMEWORK_HOMES = (
 )
 # package -> parts of ours that it must not import
 FORBIDDEN_DIRECTIONS = (
+    ("checkpoints", ("core", "runtime", "tracking", "adapters", "demo", "cli", "observer")),
     ("runtime", ("adapters", "sim", "demo", "cli", "observer", "report", "tracking.tracker")),
     ("tracking", ("core", "runtime", "adapters", "sim", "demo", "cli", "observer", "report")),
     ("adapters", ("sim", "demo", "cli", "observer", "report")),

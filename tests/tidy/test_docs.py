@@ -19,7 +19,7 @@ from tests.tidy import documents
 ROOT = documents.ROOT
 PACKAGE = ROOT / "elaswave_plugin"
 FOLDERS = ("core", "runtime", "adapters", "adapters/megatron", "adapters/megatron_lm")
-MAPPED = (*FOLDERS, "demo", "tracking")
+MAPPED = (*FOLDERS, "checkpoints", "demo", "tracking")
 PAGES = (
     "README.md",
     "CONTRIBUTING.md",

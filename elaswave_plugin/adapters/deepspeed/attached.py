@@ -164,7 +164,9 @@ class AttachedEngine:
         folder = self._worker.config.last_checkpoint_dir
         if folder is None or not self._worker.last_call:
             return
-        if self._engine.save_checkpoint(str(folder)) is None:
+        completed = self._worker.completed
+        saved = self._engine.save_checkpoint(str(folder))
+        if saved is None and self._worker.completed < completed:
             return  # the step was rolled back, and the loop comes here again
         self.leave()
         raise SystemExit(0)

@@ -5,20 +5,22 @@ may still write. A loss meanwhile would leave a torn checkpoint there, and the f
 number of workers beside those of the new one, which no reader of DeepSpeed's can tell apart.
 """
 
-import os
-import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-# What is being written, and what was in its place before.
-_PART, _FORMER = ".part", ".former"
-_LATEST = "latest"
+from elaswave_plugin.checkpoints.deepspeed_tag import flaw_of
+from elaswave_plugin.checkpoints.directory import DEEPSPEED_TRACKER
+from elaswave_plugin.checkpoints.draft import pointing_to
+from elaswave_plugin.checkpoints.loading import check_everywhere, check_loadable
+from elaswave_plugin.runtime.drafts import Drafts
 
 
 def save_whole(
+    drafts: Drafts,
     native: Callable[..., Any],
     engine: Any,
     save_dir: str,
@@ -29,48 +31,42 @@ def save_whole(
 ) -> bool:
     """``engine.save_checkpoint``; may be called again after an interruption anywhere in it.
 
-    Source: deepspeed/runtime/engine.py, ``save_checkpoint``.
+    Raises OSError. Source: deepspeed/runtime/engine.py, ``save_checkpoint``.
     """
     if not save_dir:
         raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    place, writes = Path(save_dir, name), dist.get_rank() == 0
-    if writes:
-        _remove(_beside(place, _PART))
-    # Its first barrier comes before its first file, and a barrier is its end.
-    native(
-        save_dir,
-        tag=name + _PART,
-        client_state=client_state or {},
-        save_latest=False,
-        exclude_frozen_parameters=exclude_frozen_parameters,
-    )
-    if writes:
-        _take_place(place)
-        if save_latest:
-            _point_to(Path(save_dir, _LATEST), name)
+
+    def write(draft: Path) -> None:
+        native(
+            save_dir,
+            tag=draft.name,
+            client_state=client_state or {},
+            save_latest=False,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+        )
+
+    shards = int(engine.dp_world_size) if engine.zero_optimization_stage() else None
+    drafts.write(Path(save_dir, name), write, partial(flaw_of, shards=shards))
+    if save_latest and dist.get_rank() == 0:
+        with pointing_to(Path(save_dir, DEEPSPEED_TRACKER)) as latest:
+            latest.write(name)
     return True
 
 
-def _beside(place: Path, ending: str) -> Path:
-    return place.with_name(place.name + ending)
+def load_checked(
+    native: Callable[..., Any],
+    engine: Any,
+    load_dir: str,
+    tag: object = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """``engine.load_checkpoint``, once what it is to load was found whole.
 
-
-def _take_place(place: Path) -> None:
-    former = _beside(place, _FORMER)
-    if place.exists():
-        _remove(former)
-        place.rename(former)
-    _beside(place, _PART).rename(place)
-    _remove(former)
-
-
-def _point_to(latest: Path, name: str) -> None:
-    fresh = _beside(latest, _PART)
-    fresh.write_text(name)
-    os.replace(fresh, latest)
-
-
-def _remove(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
+    A universal checkpoint has another form, which DeepSpeed's converter has made as a whole.
+    Raises CheckpointUnreadableError, on all workers alike.
+    """
+    if not engine.load_universal_checkpoint():
+        check_everywhere(partial(check_loadable, load_dir, tag=None if tag is None else str(tag)))
+    return native(load_dir, tag, *args, **kwargs)

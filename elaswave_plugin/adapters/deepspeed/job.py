@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from elaswave_plugin.adapters.deepspeed.attached import AttachedEngine, abandoning
-from elaswave_plugin.adapters.deepspeed.checkpoint import save_whole
+from elaswave_plugin.adapters.deepspeed.checkpoint import load_checked, save_whole
 from elaswave_plugin.adapters.deepspeed.framework import DeepSpeedFramework
 from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader, Reader, tokens_of
 from elaswave_plugin.adapters.deepspeed.monitor import ElasticMonitor, Holders
@@ -39,15 +39,14 @@ class EngineJob(AttachedEngine):
         )
         num_samples = self._micro_batch_size * self._width
         worker.bind(framework, deal=partial(share, num_samples=num_samples))
-        self._loop = UserLoop(
-            GuardedSteps(
-                worker,
-                self._framework,
-                on_commit=self._record,
-                on_recovered=self._recording.recovered,
-            ),
-            after_recovery=self._recovered,
+        steps = GuardedSteps(
+            worker,
+            self._framework,
+            on_commit=self._record,
+            on_recovered=self._recording.recovered,
         )
+        self._drafts = steps.drafts
+        self._loop = UserLoop(steps, after_recovery=self._recovered)
         # Whether what counts the micro-batches of a step knows where a redone one begins.
         self.boundaries_follow = False
         # Called on every worker after each recovery.
@@ -211,7 +210,7 @@ class EngineJob(AttachedEngine):
         native(is_boundary)
 
     def _save_checkpoint(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._save(partial(save_whole, native, self._engine), *args, **kwargs)
+        return self._save(partial(save_whole, self._drafts, native, self._engine), *args, **kwargs)
 
     def _save(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._run(lambda: native(*args, **kwargs), phase="save")
@@ -230,7 +229,8 @@ class EngineJob(AttachedEngine):
                 "engine.load_checkpoint was called after the first batch, and the state that it "
                 "replaces is in the snapshots already; load before the loop starts"
             )
-        return self._loads.load(self._engine, lambda: native(*args, **kwargs))
+        load = partial(load_checked, native, self._engine, *args, **kwargs)
+        return self._loads.load(self._engine, load)
 
     def _mean_loss(self) -> tuple[float, int, Holders]:
         """Mean over the samples of the step, its tokens, who has monitors open.

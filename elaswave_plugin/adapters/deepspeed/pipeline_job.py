@@ -17,7 +17,7 @@ from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.pipe import schedule
 
 from elaswave_plugin.adapters.deepspeed.attached import AttachedEngine, abandoning
-from elaswave_plugin.adapters.deepspeed.checkpoint import save_whole
+from elaswave_plugin.adapters.deepspeed.checkpoint import load_checked, save_whole
 from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader, Reader, tokens_of
 from elaswave_plugin.adapters.deepspeed.newcomer import Loads
 from elaswave_plugin.adapters.deepspeed.pipeline_framework import PipelineFramework
@@ -96,6 +96,7 @@ class PipelineJob(AttachedEngine):
         steps = GuardedSteps(
             worker, framework, on_commit=self._record, on_recovered=self._recording.recovered
         )
+        self._drafts = steps.drafts
         self._loop = CountedLoop(steps, knowledge=PipelineKnowledge(worker, framework))
         framework.hides_counters = self._loop.is_behind
         self._loads = Loads(worker)
@@ -410,7 +411,7 @@ class PipelineJob(AttachedEngine):
         return self._between_steps(work, phase=phase)
 
     def _save_checkpoint(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        save = partial(save_whole, native, self._engine, *args, **kwargs)
+        save = partial(save_whole, self._drafts, native, self._engine, *args, **kwargs)
         return self._between_steps(save, phase="save")
 
     def _between_steps(self, work: Callable[[], Any], *, phase: str) -> Any:
@@ -427,7 +428,8 @@ class PipelineJob(AttachedEngine):
                 "engine.load_checkpoint was called after the first batch, and the state that it "
                 "replaces is in the snapshots already; load before the loop starts"
             )
-        return self._loads.load(self._engine, lambda: native(*args, **kwargs))
+        load = partial(load_checked, native, self._engine, *args, **kwargs)
+        return self._loads.load(self._engine, load)
 
     # ---- the end --------------------------------------------------------------------------------
 

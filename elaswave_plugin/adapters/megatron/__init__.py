@@ -13,6 +13,7 @@ from elaswave_plugin.adapters.megatron.cpu import cpu_patches
 from elaswave_plugin.adapters.megatron.job import ElasticJob
 from elaswave_plugin.adapters.megatron.plain import PlainJob
 from elaswave_plugin.adapters.megatron.seams import elastic_patches
+from elaswave_plugin.adapters.megatron.whole_saves import WholeSaves
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.config import add_arguments, from_namespace
 from elaswave_plugin.runtime.refusal import ends_in_a_sentence
@@ -43,9 +44,10 @@ def attach(args: argparse.Namespace) -> Job:
     if config is None:
         job: Job = PlainJob(patches=patches, **sizes)
     else:
-        elastic = elastic_patches(exact=config.consistency == "exact")
+        saves = WholeSaves()
+        elastic = elastic_patches(exact=config.consistency == "exact", saves=saves)
         patches = PatchSet([*patches.records, *elastic.records])
         patches.check()  # before the others are waited for
-        job = ElasticJob(config, patches=patches, seed=args.seed, **sizes)
+        job = ElasticJob(config, patches=patches, saves=saves, seed=args.seed, **sizes)
     patches.apply()
     return job

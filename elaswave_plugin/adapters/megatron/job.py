@@ -22,6 +22,7 @@ from elaswave_plugin.adapters.megatron.framework import MegatronFramework
 from elaswave_plugin.adapters.megatron.growth import check_growth
 from elaswave_plugin.adapters.megatron.microbatches import Microbatches
 from elaswave_plugin.adapters.megatron.refuse import check_supported
+from elaswave_plugin.adapters.megatron.whole_saves import WholeSaves
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.adapters.recording import Recording, tracker_of
 from elaswave_plugin.config import ElasticConfig
@@ -42,12 +43,13 @@ class ElasticJob:
         config: ElasticConfig,
         *,
         patches: PatchSet,
+        saves: WholeSaves,
         global_batch_size: int,
         micro_batch_size: int,
         model_parallel: tuple[int, int],
         seed: int,
     ) -> None:
-        """Join the job; ``model_parallel``: the sizes of tp and pp.
+        """Join the job; ``model_parallel``: the sizes of tp and pp; ``saves``: its checkpoints.
 
         Raises ConfigurationError outside a supervisor, for workers that do not factor, and for
         uneven batches.
@@ -80,6 +82,7 @@ class ElasticJob:
         self._train_iters = 0
         self._evaluations = 0
         self._patches = patches
+        self._saves = saves
 
     def process_group(self) -> dict[str, Any]:
         """Our communicator, which needs no store and no rendezvous."""
@@ -117,6 +120,7 @@ class ElasticJob:
             on_commit=self._record,
             on_recovered=self._recording.recovered,
         )
+        self._saves.drafts = steps.drafts
         self._loop = ElasticLoop(steps)
         self._loop.start()
         self._recording.patched(self._patches.places)
@@ -225,18 +229,22 @@ class ElasticJob:
             means = [self._agree(losses)[0] for losses in evaluate()]
             return sum(means) / len(means)
 
-        return self._between_steps(from_the_start, phase="evaluation", alone=math.nan)
+        loss = self._between_steps(from_the_start, phase="evaluation", alone=math.nan)
+        assert loss is not None  # as only a save's result can be
+        return loss
 
     def run(self, work: Callable[[], Result], *, phase: str) -> Result | None:
         """Run work between steps, which every worker calls; it starts again after a recovery.
 
         Everyone leaves it together. None for a worker that comes later and is not in the
-        job yet: it has no part in it.
+        job yet: it has no part in it; and for a save that the storage has failed, which is told.
         """
         return self._between_steps(work, phase=phase, alone=None)
 
     @ends_in_a_sentence
-    def _between_steps(self, work: Callable[[], Result], *, phase: str, alone: Result) -> Result:
+    def _between_steps(
+        self, work: Callable[[], Result], *, phase: str, alone: Result
+    ) -> Result | None:
         def whole() -> Result:
             with self._framework.modes_kept():
                 return work()

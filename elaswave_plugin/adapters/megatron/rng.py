@@ -8,10 +8,12 @@ A piece that is no whole micro-batch has streams of draws for each micro-batch o
 ``cut_dropout.py`` draws from these.
 """
 
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.language_model_embedding import (
@@ -53,6 +55,9 @@ def settle(seed: int, step: int) -> None:
         tracker.states_[name] = _kept(draw_key(seed, step, number, tp))
     torch.cuda.manual_seed(draw_key(seed, step))
     torch.default_generator.manual_seed(draw_key(seed, step))
+    # NumPy takes 32 bits. Otherwise these would be those of the stage that a worker began in.
+    np.random.seed(draw_key(seed, step) & 0xFFFFFFFF)
+    random.seed(draw_key(seed, step))
 
 
 @contextmanager

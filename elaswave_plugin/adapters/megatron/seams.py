@@ -7,6 +7,7 @@ import torch
 
 from elaswave_plugin.adapters.constructed import remember, remembering
 from elaswave_plugin.adapters.megatron.versions import VALID
+from elaswave_plugin.adapters.megatron.whole_saves import WholeSaves
 from elaswave_plugin.adapters.patching import Hook, PatchRecord, PatchSet
 from elaswave_plugin.runtime.reduce import canonical_norm
 
@@ -72,9 +73,13 @@ def _with_step(state: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
     return {"step": state["step"], **loaded} if "step" in state else loaded
 
 
-def elastic_patches(*, exact: bool) -> PatchSet:
-    """What every elastic job needs, and what exact mode needs on top."""
-    records = [_group_record(), *_checkpoint_records(), _model_record()]
+def elastic_patches(*, exact: bool, saves: WholeSaves | None = None) -> PatchSet:
+    """What every elastic job needs, and what exact mode needs on top.
+
+    ``saves`` is told of the job's loop later on.
+    """
+    saves = saves or WholeSaves()
+    records = [_group_record(), *_checkpoint_records(), *saves.records(), _model_record()]
     return PatchSet([*records, _norm_record()] if exact else records)
 
 

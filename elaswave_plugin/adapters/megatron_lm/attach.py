@@ -29,7 +29,7 @@ def run(train: Callable[[], Any]) -> Any:
             hooks.places += patches.places
 
         def joining(config: ElasticConfig) -> None:
-            apply(elastic_patches(exact=config.consistency == "exact"))
+            apply(elastic_patches(exact=config.consistency == "exact", saves=hooks.saves))
 
         hooks = Hooks(joining)
         if not torch.cuda.is_available():

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial, wraps
 from importlib import import_module
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +16,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
+from elaswave_plugin.adapters.megatron.whole_saves import WholeSaves, forget_strategies
 from elaswave_plugin.adapters.megatron_lm.job import LmJob
 from elaswave_plugin.adapters.megatron_lm.losses import told_everyone
 from elaswave_plugin.adapters.megatron_lm.nominal import Answering
 from elaswave_plugin.adapters.megatron_lm.refuse import check_arguments
+from elaswave_plugin.checkpoints.draft import pointing_to
+from elaswave_plugin.checkpoints.loading import check_everywhere, check_loadable
 from elaswave_plugin.config import ElasticConfig, from_namespace
 from elaswave_plugin.errors import EpochChanged
 
@@ -39,6 +43,7 @@ class Hooks:
         """``on_join(config)`` is called before the job is joined."""
         self._on_join = on_join
         self.job: LmJob | None = None
+        self.saves = WholeSaves()
         # What the patch records of the run have set.
         self.places: list[str] = []
         self._openers: dict[str, Native] = {}
@@ -62,7 +67,7 @@ class Hooks:
             arguments.dist_ckpt_optim_fully_reshardable = True
             config = config_of(arguments)
             self._on_join(config)
-            self.job = LmJob(config, arguments)
+            self.job = LmJob(config, arguments, self.saves)
             self.job.make_world()
             self.job.take_writers(self._openers)
             return native(*args, **kwargs)
@@ -317,6 +322,28 @@ class Hooks:
 
         return load_checkpoint
 
+    def load_base(self, native: Native) -> Native:
+        """What cannot be read is named before anything is read from it."""
+
+        @wraps(native)
+        def load_base_checkpoint(load_dir: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
+            step = getattr(args, "ckpt_step", None)
+            check_everywhere(partial(check_loadable, load_dir, step=step))
+            return native(load_dir, args, *rest, **kwargs)
+
+        return load_base_checkpoint
+
+    def open_tracker(self, native: Native) -> Native:
+        """The tracker is never seen empty or half written."""
+
+        @wraps(native)
+        def open_file(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            if mode != "w" or "://" in str(path):
+                return native(path, mode, *args, **kwargs)
+            return pointing_to(Path(path))
+
+        return open_file
+
     def save(self, native: Native) -> Native:
         """What it caches of the job's layout is made anew for each save."""
 
@@ -324,7 +351,7 @@ class Hooks:
         def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
             for one in (*args, *kwargs.values()):
                 if isinstance(one, dict):
-                    one.pop("save_strategy", None)
+                    forget_strategies(one)
             work = partial(native, *args, **kwargs)
             return work() if self.job is None else self.job.run(work, phase="save")
 

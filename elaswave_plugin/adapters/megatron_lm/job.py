@@ -15,6 +15,7 @@ from elaswave_plugin.adapters.megatron.growth import check_growth
 from elaswave_plugin.adapters.megatron.microbatches import Microbatches
 from elaswave_plugin.adapters.megatron.optimizer_state import FlatShard
 from elaswave_plugin.adapters.megatron.refuse import check_supported
+from elaswave_plugin.adapters.megatron.whole_saves import WholeSaves
 from elaswave_plugin.adapters.megatron_lm.batch_size import global_batch_sizes
 from elaswave_plugin.adapters.megatron_lm.loader import MicrobatchLoader
 from elaswave_plugin.adapters.megatron_lm.losses import LossTotals
@@ -39,8 +40,8 @@ Result = TypeVar("Result")
 class LmJob:
     """One worker's part of the loop."""
 
-    def __init__(self, config: ElasticConfig, args: Any) -> None:
-        """Join the job.
+    def __init__(self, config: ElasticConfig, args: Any, saves: WholeSaves) -> None:
+        """Join the job; ``saves`` is told when checkpoints are the job's.
 
         Raises ConfigurationError outside a supervisor, and for uneven batches.
         """
@@ -71,6 +72,7 @@ class LmJob:
                 " script's own run is logged to; leave --elaswave-wandb out"
             )
         self._args = args
+        self._saves = saves
         self._seed = args.seed if config.seed is None else config.seed
         self.worker = Worker(config=config, environ=os.environ, model_parallel=model_parallel)
         self._tracker = tracker_of(self.worker)
@@ -168,6 +170,7 @@ class LmJob:
             on_commit=self._record,
             on_recovered=self._recovered,
         )
+        self._saves.drafts = steps.drafts
         self._loop = ScriptLoop(steps, state=SideState(self._loaders, self.variables))
         if args.save:
             worker.member.saves_last()

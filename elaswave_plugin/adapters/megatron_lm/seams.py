@@ -137,7 +137,6 @@ def _steps(hooks: Hooks) -> list[PatchRecord]:
 def _pieces(hooks: Hooks) -> list[PatchRecord]:
     again = "it contains collectives, and starts again after a recovery"
     evaluation = partial(hooks.piece, phase="evaluation")
-    save = partial(hooks.piece, phase="save")
     return [
         _record(
             f"{_TRAINING}:training_log", hooks.training_log, again, *_parameters_of_training_log()
@@ -157,7 +156,7 @@ def _pieces(hooks: Hooks) -> list[PatchRecord]:
             *("forward_step_func", "data_iterator", "model", "process_non_loss_data_func"),
             *("config", "verbose", "non_loss_data_func", "eval_iters"),
         ),
-        _record(f"{_TRAINING}:save_checkpoint_and_time", save, again),
+        _record(f"{_TRAINING}:save_checkpoint_and_time", hooks.piece, again),
         _record(
             f"{_TRAINING}:checkpoint_and_decide_exit",
             hooks.decide_exit,
@@ -217,6 +216,18 @@ def _checkpoints(hooks: Hooks) -> list[PatchRecord]:
             *("ddp_model", "optimizer", "opt_param_scheduler", "load_arg", "strict"),
             *("checkpointing_context", "skip_load_to_model_and_opt", "tp_group", "pp_group"),
             "dp_cp_group",
+        ),
+        _record(
+            f"{checkpointing}:_load_base_checkpoint",
+            hooks.load_base,
+            "a checkpoint that cannot be read is named, with the newest one that can",
+            *("load_dir", "args", "rank0", "sharded_state_dict", "checkpointing_context"),
+        ),
+        _record(
+            f"{checkpointing}:open_file",
+            hooks.open_tracker,
+            "the tracker names a checkpoint by a rename: it is never seen half written",
+            *("args", "kwargs"),
         ),
         _record(f"{_TRAINING}:save_checkpoint", hooks.save, "a save starts again after a recovery"),
         _record(

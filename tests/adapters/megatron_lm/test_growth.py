@@ -17,7 +17,6 @@ from tests.adapters.megatron_lm.test_pieces import check_checkpoints
 from tests.faults.growth import grow
 from tests.faults.harness import Zygote, check_equal
 from tests.faults.test_join import LATER
-from tests.faults.test_outside_a_step import FORKED_CARRIER
 from tests.faults.test_stage_moves import stages_after
 
 pytestmark = [needs_repository, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -59,7 +58,7 @@ def test_a_tp_group_joins_pretrain_gpt(
         script=str(script),
         launcher=("--reserve=2",),
         awaits=((2, 1), (5, 2)),
-        sabotage=LATER.format(slot=9) + FORKED_CARRIER,
+        sabotage=LATER.format(slot=9),
     )
     grown = grow(spec, joiners=2, zygote=zygote, data=data, directory=tmp_path)
     undisturbed = reference(in_stages("staged"))

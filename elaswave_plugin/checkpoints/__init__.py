@@ -1,0 +1,1 @@
+"""Checkpoints on disk: written beside their place, checked, then named."""

@@ -1,0 +1,32 @@
+"""Finds out whether the folder of a tag that DeepSpeed saved can be read."""
+
+import re
+from collections import defaultdict
+from pathlib import Path
+
+from elaswave_plugin.checkpoints.archives import archive_flaw
+
+_SHARD = re.compile(r"(.*?)zero_pp_rank_(\d+)_mp_rank_(.*)_states\.pt")
+
+
+def flaw_of(folder: Path, *, shards: int | None = None) -> str | None:
+    """Say what keeps a checkpoint from being read, naming the file; None where it is whole.
+
+    ``shards``: so many of each kind ZeRO is to have written, where that is known. No data is read.
+    Source: deepspeed/runtime/engine.py, ``_get_ckpt_name`` and ``_get_zero_ckpt_name``.
+    """
+    files = sorted(folder.glob("*.pt"))
+    if not any(file.name.endswith("model_states.pt") for file in files):
+        return f"{folder} has no *model_states.pt"
+    ranks: defaultdict[str, set[int]] = defaultdict(set)
+    for file in files:
+        if (flaw := archive_flaw(file)) is not None:
+            return flaw
+        if (named := _SHARD.fullmatch(file.name)) is not None:
+            before, rank, kind = named.groups()
+            ranks[f"{before}zero_pp_rank_{{}}_mp_rank_{kind}_states.pt"].add(int(rank))
+    for name, found in sorted(ranks.items()):
+        for rank in range(shards or max(found) + 1):
+            if rank not in found:
+                return f"{folder / name.format(rank)} is missing"
+    return None

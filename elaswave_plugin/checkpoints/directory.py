@@ -1,0 +1,113 @@
+"""What lies in a directory of checkpoints, and which of it is whole."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from elaswave_plugin.checkpoints import deepspeed_tag, torch_dist
+from elaswave_plugin.checkpoints.draft import is_draft
+
+MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
+DEEPSPEED_TRACKER = "latest"
+_RELEASE = "release"
+_ITERATION = re.compile(r"iter_(\d+)")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One folder that a tracker can name."""
+
+    folder: Path
+    # Iteration, or the number in a tag; -1 where there is none.
+    number: int
+    check: Callable[[Path], str | None]
+
+    @cached_property
+    def flaw(self) -> str | None:
+        """What keeps it from being read, None where it is whole."""
+        return self.check(self.folder)
+
+
+@dataclass(frozen=True)
+class CheckpointDirectory:
+    """The checkpoints of one directory, oldest first, and what its tracker says."""
+
+    tracker: Path
+    # The tracker's text; None without a tracker.
+    text: str | None
+    checkpoints: tuple[Checkpoint, ...]
+    # What saves left that did not come to their end.
+    unfinished: tuple[Path, ...]
+
+    @property
+    def named(self) -> Path | None:
+        """The folder that the tracker names; None where it names none."""
+        if self.text is None:
+            return None
+        if self.tracker.name == DEEPSPEED_TRACKER:
+            return self.tracker.parent / self.text if self.text else None
+        if self.text == _RELEASE:
+            return self.tracker.parent / _RELEASE
+        return self.tracker.parent / f"iter_{int(self.text):07d}" if self.text.isdigit() else None
+
+    @property
+    def newest_whole(self) -> Checkpoint | None:
+        """The newest one that can be read."""
+        return next((one for one in reversed(self.checkpoints) if one.flaw is None), None)
+
+    def flaw_of_named(self) -> str | None:
+        """Say why what the tracker names cannot be read; None where it can, or nothing is named."""
+        if self.text is None:
+            return None
+        if self.named is None:
+            wanted = "the name of a tag" if self.tracker.name == DEEPSPEED_TRACKER else "a number"
+            return f"{self.tracker} has {self.text!r}, wanted {wanted}"
+        return self.flaw_at(self.named)
+
+    def flaw_at(self, folder: Path) -> str | None:
+        """Say why the checkpoint in a folder cannot be read, None where it can."""
+        if not folder.is_dir():
+            return f"{folder} is missing"
+        found = next((one for one in self.checkpoints if one.folder == folder), None)
+        return None if found is None else found.flaw
+
+
+def read_directory(directory: Path) -> CheckpointDirectory | None:
+    """Look at a directory that Megatron-LM or DeepSpeed saves to; None where there is neither's.
+
+    Raises OSError where it cannot be read.
+    """
+    folders = sorted(path for path in directory.iterdir() if path.is_dir())
+    finished = [folder for folder in folders if not is_draft(folder)]
+    megatron = [_of_megatron(folder) for folder in finished]
+    deepspeed = [_of_deepspeed(folder) for folder in finished]
+    for name, found in ((MEGATRON_TRACKER, megatron), (DEEPSPEED_TRACKER, deepspeed)):
+        tracker = directory / name
+        checkpoints = [one for one in found if one is not None]
+        if tracker.is_file() or checkpoints:
+            return CheckpointDirectory(
+                tracker=tracker,
+                text=tracker.read_text().strip() if tracker.is_file() else None,
+                checkpoints=tuple(sorted(checkpoints, key=lambda one: one.number)),
+                unfinished=tuple(folder for folder in folders if is_draft(folder)),
+            )
+    return None
+
+
+def _of_megatron(folder: Path) -> Checkpoint | None:
+    """Of the torch_dist format: another one, whose folders are those of ranks, is not judged."""
+    named = _ITERATION.fullmatch(folder.name)
+    if named is None and folder.name != _RELEASE:
+        return None
+    if any(path.name.startswith("mp_rank_") for path in folder.iterdir()):
+        return None
+    return Checkpoint(folder, int(named[1]) if named else -1, torch_dist.flaw_of)
+
+
+def _of_deepspeed(folder: Path) -> Checkpoint | None:
+    if not any(folder.glob("*_states.pt")):
+        return None
+    numbers = re.findall(r"\d+", folder.name)
+    return Checkpoint(folder, int(numbers[-1]) if numbers else -1, deepspeed_tag.flaw_of)

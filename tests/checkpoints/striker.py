@@ -1,0 +1,157 @@
+"""Kills workers from outside while they write checkpoints, at moments that the files show."""
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from elaswave_plugin.tracking.events import EVENTS_FILE, Tail
+
+TRACKER = "latest_checkpointed_iteration.txt"
+LIMIT_S = 90.0
+# As Megatron-LM saves by default: every replica writes a part.
+FULLY_PARALLEL = """
+import functools
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
+save = dist_checkpointing.save
+@functools.wraps(save)
+def fully_parallel(state, folder):
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), group)
+    return save(state, folder, strategy)
+dist_checkpointing.save = fully_parallel
+"""
+# As on slow storage: a writer has a part of its file, and is not done with it.
+SLOW_STORAGE = """
+import functools, time
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+write_item = filesystem_async._write_item
+@functools.wraps(write_item)
+def slowly(*args, **kwargs):
+    result = write_item(*args, **kwargs)
+    if not done:
+        done.append(True)
+        next(one for one in args if hasattr(one, "flush")).flush()
+        time.sleep(0.3)
+    return result
+done, save_config = [], serialization.save_config
+def save_config_slowly(*args):
+    save_config(*args)
+    time.sleep(0.3)
+serialization.save_config = save_config_slowly
+filesystem_async._write_item = slowly
+"""
+
+
+@dataclass(slots=True)
+class Strike:
+    """One kill: in the save of this iteration, at this moment; what was seen then."""
+
+    iteration: int
+    moment: str
+    slot: int
+    pid: int = 0
+    bytes_written: int = 0
+    fired: bool = field(default=False)
+
+
+def plan(seed: int, iterations: Sequence[int], moments: Sequence[str], slots: int) -> list[Strike]:
+    """A kill in each of these saves; never of the same worker twice in a row."""
+    dice = random.Random(seed)
+    strikes: list[Strike] = []
+    for number, iteration in enumerate(iterations):
+        last = strikes[-1].slot if strikes else -1
+        slot = dice.choice([slot for slot in range(slots) if slot != last])
+        strikes.append(Strike(iteration, moments[number % len(moments)], slot))
+    return strikes
+
+
+class Striker:
+    """Watches one job's run directory and the folder that it saves to."""
+
+    def __init__(self, directory: Path, saves: Path) -> None:
+        self._saves = saves
+        self._events = Tail(directory / EVENTS_FILE)
+        self._pids: dict[int, int] = {}
+
+    def strike_all(self, strikes: Sequence[Strike], running: Callable[[], bool]) -> None:
+        """Carry them out in order; ends with the job."""
+        for strike in strikes:
+            deadline_s = time.monotonic() + LIMIT_S
+            while running() and not strike.fired:
+                assert time.monotonic() < deadline_s, f"no moment for {strike}"
+                self._learn()
+                if self._is_time(strike):
+                    strike.pid = self._pids[strike.slot]
+                    strike.bytes_written = self._written(strike.iteration)
+                    os.kill(strike.pid, signal.SIGKILL)
+                    strike.fired = True
+
+    def await_save(self, iteration: int, running: Callable[[], bool]) -> None:
+        """Wait for the first bytes of a save."""
+        deadline_s = time.monotonic() + LIMIT_S
+        while not self._written(iteration):
+            assert running() and time.monotonic() < deadline_s, f"no save of {iteration}"
+
+    def _learn(self) -> None:
+        for event in self._events.new():
+            if event["kind"] == "worker_started":
+                self._pids[event["slot"]] = event["pid"]
+
+    def _is_time(self, strike: Strike) -> bool:
+        if strike.slot not in self._pids or self._named() >= strike.iteration:
+            return False
+        if strike.moment == "open":
+            return self._written(strike.iteration) > 0 and self._is_open(strike)
+        if strike.moment == "named":
+            # Between the data and the tracker.
+            return (self._folder(strike.iteration) / "metadata.json").exists() or any(
+                (folder / "metadata.json").exists() for folder in self._parts(strike.iteration)
+            )
+        assert strike.moment == "exists"
+        return self._written(strike.iteration) > 0
+
+    def _named(self) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            return int((self._saves / TRACKER).read_text())
+        return -1
+
+    def _folder(self, iteration: int) -> Path:
+        return self._saves / f"iter_{iteration:07d}"
+
+    def _parts(self, iteration: int) -> list[Path]:
+        """The folder of a save, under whatever name it is being written."""
+        return list(self._saves.glob(f"iter_{iteration:07d}*"))
+
+    def _written(self, iteration: int) -> int:
+        return sum(size for folder in self._parts(iteration) for size in _sizes(folder))
+
+    def _is_open(self, strike: Strike) -> bool:
+        """Whether the victim, or a process of its own, has a file of the save open."""
+        with contextlib.suppress(psutil.Error):
+            victim = psutil.Process(self._pids[strike.slot])
+            for process in (victim, *victim.children(recursive=True)):
+                with contextlib.suppress(OSError, psutil.Error):
+                    for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+                        with contextlib.suppress(OSError):
+                            if descriptor.readlink().name.endswith(".distcp"):
+                                return True
+        return False
+
+
+def _sizes(folder: Path) -> Iterator[int]:
+    with contextlib.suppress(OSError):
+        for path in folder.rglob("*"):
+            with contextlib.suppress(OSError):
+                yield path.stat().st_size

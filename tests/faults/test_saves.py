@@ -1,0 +1,290 @@
+"""Workers are killed from outside while they write checkpoints, each of which can be read after."""
+
+import contextlib
+import itertools
+import random
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elaswave_plugin.checkpoints.torch_dist import flaw_of
+from tests.checkpoints.reader import differences, read_checkpoint
+from tests.checkpoints.striker import FULLY_PARALLEL, SLOW_STORAGE, TRACKER, Striker, plan
+from tests.checkpoints.struck import check_saves, losses, struck
+from tests.faults.conftest import Launch
+from tests.faults.harness import JobSpec, Outcome, Zygote, check_survived, started
+from tests.tiers import sampled
+
+STEPS = 8
+MOMENTS = ("open", "exists", "named")
+LAYOUTS = {
+    "dp4": (),
+    "tp2-dp2": ("--tensor-model-parallel-size=2",),
+    "pp2-dp2": ("--pipeline-model-parallel-size=2",),
+}
+
+
+def spec_of(layout: str, saves: Path) -> JobSpec:
+    options = (*LAYOUTS[layout], f"--save={saves}", "--save-interval=1")
+    return JobSpec(
+        steps=STEPS, options=options, sabotage=FULLY_PARALLEL + SLOW_STORAGE, dump="never"
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    zygote: Zygote, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Outcome, Path]]:
+    """The run of each layout without kills, and where it saved; made when it is asked for."""
+
+    class Made(dict[str, tuple[Outcome, Path]]):
+        def __missing__(self, layout: str) -> tuple[Outcome, Path]:
+            saves = tmp_path_factory.mktemp("undisturbed")
+            directory = tmp_path_factory.mktemp("run")
+            run = struck(
+                spec_of(layout, saves), [], saves, zygote=zygote, data=data, directory=directory
+            )
+            assert run.returncode == 0, run.output[-4000:]
+            self[layout] = run, saves
+            return self[layout]
+
+    return Made()
+
+
+@pytest.mark.parametrize(
+    ("layout", "seed"), sampled(list(itertools.product(LAYOUTS, (1, 2))), keep=(0, 2, 4))
+)
+def test_a_kill_in_each_of_eight_saves_with_a_return(
+    zygote: Zygote,
+    data: Path,
+    tmp_path: Path,
+    undisturbed: dict[str, tuple[Outcome, Path]],
+    layout: str,
+    seed: int,
+) -> None:
+    strikes = plan(seed, range(1, STEPS + 1), MOMENTS, slots=4)
+    saves = tmp_path / "saves"
+    saves.mkdir()
+    # Each is back before the next save.
+    awaits = tuple((step, step) for step in range(1, STEPS))
+    spec = replace(spec_of(layout, saves), respawn=10, awaits=awaits)
+    run = struck(spec, strikes, saves, zygote=zygote, data=data, directory=tmp_path / "run")
+    assert run.returncode == 0, run.output[-4000:]
+    assert all(strike.fired and strike.bytes_written > 0 for strike in strikes), strikes
+    reference, reference_saves = undisturbed[layout]
+    check_saves(saves, reference_saves, STEPS)
+    assert losses(run) == losses(reference)
+
+
+@pytest.mark.parametrize(
+    ("layout", "iteration", "moment"),
+    sampled(list(itertools.product(LAYOUTS, range(1, STEPS + 1), MOMENTS)), keep=(2, 33)),
+)
+def test_a_kill_in_a_save_without_a_return(
+    zygote: Zygote,
+    data: Path,
+    tmp_path: Path,
+    undisturbed: dict[str, tuple[Outcome, Path]],
+    layout: str,
+    iteration: int,
+    moment: str,
+) -> None:
+    strikes = plan(iteration, [iteration], [moment], slots=4)
+    saves = tmp_path / "saves"
+    saves.mkdir()
+    run = struck(
+        spec_of(layout, saves),
+        strikes,
+        saves,
+        zygote=zygote,
+        data=data,
+        directory=tmp_path / "run",
+    )
+    assert run.returncode == 0, run.output[-4000:]
+    assert all(strike.fired and strike.bytes_written > 0 for strike in strikes), strikes
+    reference, reference_saves = undisturbed[layout]
+    check_saves(saves, reference_saves, STEPS)
+    assert losses(run) == losses(reference)
+
+
+def test_all_killed_at_once_in_a_save_leave_a_whole_newest_checkpoint(
+    zygote: Zygote, data: Path, tmp_path: Path, undisturbed: dict[str, tuple[Outcome, Path]]
+) -> None:
+    """Ten times, at a random moment of a save: every process of the job, the supervisors too."""
+    dice = random.Random(42)
+    _, reference_saves = undisturbed["dp4"]
+    for number in range(10):
+        saves, directory = tmp_path / f"saves-{number}", tmp_path / f"run-{number}"
+        saves.mkdir()
+        iteration, delay_s = dice.randrange(2, 5), dice.uniform(0, 0.5)
+        with started(
+            spec_of("dp4", saves), zygote=zygote, data=data, directory=directory
+        ) as launchers:
+            striker = Striker(directory, saves)
+            striker.await_save(iteration, lambda: launchers[0].poll() is None)
+            time.sleep(delay_s)  # the moment is to be random
+            kill_all(launchers[0].pid)
+            launchers[0].wait(20)
+        named = int((saves / TRACKER).read_text())
+        assert iteration - 1 <= named <= STEPS
+        name = f"iter_{named:07d}"
+        ours, theirs = (read_checkpoint(folder / name) for folder in (saves, reference_saves))
+        assert set(differences(ours, theirs)) == set()
+        assert flaw_of(saves / name) is None
+
+
+def kill_all(launcher: int) -> None:
+    """SIGKILL a launcher and everything below it; all are stopped first, so that none acts."""
+    processes = [psutil.Process(launcher), *psutil.Process(launcher).children(recursive=True)]
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+
+# The file system of the job's checkpoints is full from a step on.
+FULL = """
+import builtins, errno, os
+from megatron.core.dist_checkpointing.strategies import common, filesystem_async
+def full(path, *args, **kwargs):
+    if "iter_0000004" in str(path) and {condition}:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    return real(path, *args, **kwargs)
+"""
+# In a writer's process of one worker; in the common file, on rank 0 alone; in torch's own writer.
+FULL_DATA = (
+    FULL.format(condition="'wb' in args and '__2_' in str(path)")
+    + """
+real = builtins.open
+filesystem_async.open = full
+"""
+)
+FULL_COMMON = (
+    FULL.format(condition="True")
+    + """
+import torch
+real_save = torch.save
+real = lambda path, obj: real_save(obj, path)
+torch.save = lambda obj, path, *args: full(path, obj) if str(path).endswith("common.pt") else (
+    real_save(obj, path, *args)
+)
+"""
+)
+
+
+@pytest.mark.parametrize("sabotage", [FULL_DATA, FULL_COMMON], ids=["data", "common"])
+def test_a_save_that_the_storage_fails_is_told_and_the_job_goes_on(
+    zygote: Zygote,
+    data: Path,
+    tmp_path: Path,
+    undisturbed: dict[str, tuple[Outcome, Path]],
+    sabotage: str,
+) -> None:
+    saves = tmp_path / "saves"
+    saves.mkdir()
+    spec = spec_of("dp4", saves)
+    spec = replace(spec, sabotage=FULLY_PARALLEL + sabotage)
+    run = struck(spec, [], saves, zygote=zygote, data=data, directory=tmp_path / "run")
+    assert run.returncode == 0, run.output[-4000:]
+    (failed,) = run.events("save_failed")
+    assert failed["step"] == 4 and "No space left on device" in failed["reason"]
+    said = [line for line in run.output.splitlines() if "was not saved" in line]
+    assert len(said) == 1 and "No space left on device" in said[0]
+    assert run.events("view_committed")[-1]["ranks"] == [0, 1, 2, 3]
+    assert "Traceback" not in run.output
+    reference, reference_saves = undisturbed["dp4"]
+    check_saves(saves, reference_saves, STEPS, without=(4,))
+    assert losses(run) == losses(reference)
+
+
+# Of worker 2, a process of its own that takes no SIGTERM and writes on, until it is killed.
+WRITER = """
+import os, signal, time
+from elaswave_plugin.runtime.phases import Phases
+enter = Phases.enter
+def with_a_writer(self, phase):
+    if (self._slot, self.step, phase) == (2, 3, "data") and not begun:
+        begun.append(True)
+        if os.fork() == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            with open("written", "w") as file:
+                while True:
+                    print(time.time(), file=file, flush=True)
+                    time.sleep(0.002)
+    enter(self, phase)
+begun = []
+Phases.enter = with_a_writer
+"""
+
+
+def test_what_a_lost_worker_had_started_writes_no_more_when_the_others_go_on(run: Launch) -> None:
+    killed = run(JobSpec(kills=("2@3:backward",), sabotage=WRITER))
+    check_survived(killed)
+    written = [float(line) for line in (killed.directory / "written").read_text().split()]
+    (fired,) = killed.events("fault_fired")
+    (recovered,) = [event for event in killed.events("view_committed") if event["epoch"] == 2]
+    assert fired["at_s"] - 1 < written[-1] < recovered["time_s"]
+    assert not killed.orphans
+
+
+# As Megatron-LM ends where the tracker names no checkpoint.
+LEAVES = """
+from elaswave_plugin.adapters.megatron.job import ElasticJob
+def leave(self, *args, **kwargs):
+    raise SystemExit(0)
+ElasticJob.bind = leave
+"""
+
+
+def test_a_script_that_ends_before_its_first_step_is_not_queued_again(run: Launch) -> None:
+    ended = run(JobSpec(sabotage=LEAVES))
+    assert ended.returncode == 1
+    assert "ended with exit code 0 before it trained a step" in ended.output
+    assert "queue it again" not in ended.output and not ended.orphans
+
+
+# dist_checkpointing.save by other ways than its name in the package, and one that nobody waits for.
+PAST = """
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import serialization
+dist_checkpointing.save = lambda *args: serialization.save(*args)
+from elaswave_plugin.adapters.megatron import whole_saves
+records = whole_saves.WholeSaves.records
+whole_saves.WholeSaves.records = lambda self: records(self)[1:]
+"""
+UNAWAITED = """
+from megatron.core.dist_checkpointing import serialization
+import megatron.core.dist_checkpointing as package
+import functools
+save = package.save
+@functools.wraps(save)
+def unawaited(state, folder, **kwargs):
+    return save(state, folder, **kwargs)
+import elaswave_plugin.adapters.megatron as adapter
+attach = adapter.attach
+def attached(args):
+    job = attach(args)
+    ours = package.save
+    package.save = lambda state, folder: ours(state, folder, async_sharded_save=True)
+    return job
+adapter.attach = attached
+"""
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "said"),
+    [(PAST, "call dist_checkpointing.save(...)"), (UNAWAITED, "leave async_sharded_save out")],
+    ids=["past our save", "unawaited"],
+)
+def test_a_save_that_would_be_torn_is_refused(
+    run: Launch, tmp_path: Path, sabotage: str, said: str
+) -> None:
+    options = (f"--save={tmp_path / 'saves'}", "--save-interval=2")
+    refused = run(JobSpec(options=options, sabotage=sabotage))
+    assert refused.returncode == 2, refused.output[-3000:]
+    assert sum(said in line for line in refused.output.splitlines()) == 1
+    assert "Traceback" not in refused.output
