@@ -183,6 +183,8 @@ def report(
         json_file.write_text(text + "\n")
     picture = draw_report(run_files, other, out)
     typer.echo(text)
+    for sentence in summary["differing_reports"]:
+        typer.echo(f"elaswave: {sentence}", err=True)
     typer.echo(f"picture: {picture}", err=True)
     return 0
 

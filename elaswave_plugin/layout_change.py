@@ -9,6 +9,7 @@ these.
 """
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from elaswave_plugin.core.layer_times import LayerTimes
@@ -18,11 +19,6 @@ from elaswave_plugin.core.schedule import Piece
 from elaswave_plugin.errors import ElasWaveError
 
 Record = dict[str, Any]
-# What all survivors of an epoch report alike.
-_SHARED = (
-    *("layout_before", "layout_after", "dataflow", "pieces", "windows", "clocks", "slow"),
-    *("greedy_order", "split_backward", "bytes_moved", "layer_times_s"),
-)
 
 
 def layout_fields(
@@ -35,18 +31,19 @@ def layout_fields(
     """What summary.json says of the first and last layout; nothing for data-parallel runs.
 
     ``attached``, ``recovered``: these events; ``nodes``: by slot; ``step_s``: median step "before"
-    and "after". Raises ElasWaveError where survivors report different layouts.
+    and "after". A change is told by the first worker that reports it (`differing_reports`).
     """
-    by_epoch: dict[int, list[Record]] = {}
+    by_epoch: dict[int, Record] = {}
     for event in recovered:
         if "layout_after" in event:
-            by_epoch.setdefault(event["epoch"], []).append(event)
-    if not by_epoch or not attached:
+            by_epoch.setdefault(event["epoch"], event)
+    changes = [by_epoch[epoch] for epoch in sorted(by_epoch)]
+    known = [event for event in recovered if "layout_before" in event]
+    if not known or not attached:
         return {}
-    changes = [_agreed(by_epoch[epoch]) for epoch in sorted(by_epoch)]
     sizes = attached[0]
-    before = ParallelLayout.from_json(changes[0]["layout_before"])
-    measured = changes[-1]["layer_times_s"]
+    before = ParallelLayout.from_json(min(known, key=itemgetter("epoch"))["layout_before"])
+    measured = changes[-1].get("layer_times_s")
     times = LayerTimes() if measured is None else LayerTimes.from_json(measured)
     flow = _flow(changes[-1], sizes["num_microbatches"], sizes["micro_batch_size"], times)
     after = flow.layout
@@ -75,7 +72,7 @@ def layout_fields(
                 step_s=step_s,
                 times=times,
             ),
-            **_planned(by_epoch[max(by_epoch)][0], step_s["after"]),
+            **_planned(changes[-1], step_s["after"]),
         },
         "measured_step_s": step_s["after"],
     }
@@ -98,18 +95,6 @@ def simulated_units(
     return max(step.seconds, layout.tp * sum(map(sum, step.busy)) / processors)
 
 
-def _agreed(reports: Sequence[Record]) -> Record:
-    first = {key: reports[0].get(key) for key in _SHARED}
-    for report in reports:
-        for key in _SHARED:
-            if report.get(key) != first[key]:
-                raise ElasWaveError(
-                    f"survivors {reports[0]['slot']} and {report['slot']} report different {key}"
-                    f" of epoch {report['epoch']}"
-                )
-    return first
-
-
 def _flow(
     change: Record, num_microbatches: int, micro_batch_size: int, times: LayerTimes
 ) -> PipelineFlow:
@@ -125,12 +110,12 @@ def _flow(
         policy=change["dataflow"],
         pieces=pieces,
         windows=tuple(change["windows"]),
-        clocks=tuple(change["clocks"] or ()),
-        slow=tuple((slot, factor) for slot, factor in change["slow"] or ()),
+        clocks=tuple(change.get("clocks") or ()),
+        slow=tuple((slot, factor) for slot, factor in change.get("slow") or ()),
         times=times,
     )
-    flow = flow.in_greedy_order() if change["greedy_order"] else flow
-    return flow.with_split_backward() if change["split_backward"] else flow
+    flow = flow.in_greedy_order() if change.get("greedy_order") else flow
+    return flow.with_split_backward() if change.get("split_backward") else flow
 
 
 def _work(flow: PipelineFlow) -> Record:

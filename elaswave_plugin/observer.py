@@ -9,7 +9,8 @@ from statistics import median
 from typing import Any
 
 from elaswave_plugin.config import RECOVERY_PHASES, Kill
-from elaswave_plugin.errors import ConfigurationError, ElasWaveError
+from elaswave_plugin.differing_reports import differing_reports
+from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.joins import joins_from
 from elaswave_plugin.layout_change import layout_fields
 from elaswave_plugin.state_dump import differing_names, dumped_steps, hash_state
@@ -182,8 +183,8 @@ def recoveries_of(run: RunFiles) -> list[Record]:
                 "phases_s": phases,
                 "mttr_s": done_s - fault_s if seen and done_s and fault_s else reported_s,
                 "reported_mttr_s": reported_s,
-                "bytes_moved": _agreed(reports[epoch], "bytes_moved"),
-                "restored_step": _agreed(reports[epoch], "restored_step"),
+                "bytes_moved": int(reports[epoch][0]["bytes_moved"]),
+                "restored_step": int(reports[epoch][0]["restored_step"]),
                 "survivors": sorted(event["slot"] for event in reports[epoch]),
             }
         )
@@ -245,7 +246,6 @@ def throughput(run: RunFiles) -> list[Record]:
     for step, records in sorted(counted_steps(run).items()):
         by_epoch.setdefault(records[0]["epoch"], []).append((step, records))
     changes = {event["epoch"]: event for event in run.of_kind("recovered")}
-    why = {event["epoch"]: event["reason"] for event in run.of_kind("view_committed")}
     layouts = [change[key] for change in changes.values() for key in _LAYOUTS if key in change]
     cuts = layouts[0]["cuts"] if layouts else None
     found: list[Record] = []
@@ -258,7 +258,7 @@ def throughput(run: RunFiles) -> list[Record]:
         found.append(
             {
                 "epoch": epoch,
-                "reason": why[epoch] if epoch in changes else LAUNCH,
+                "reason": changes[epoch]["reason"] if epoch in changes else LAUNCH,
                 "cuts": cuts,
                 "first_step": steps[0][0],
                 "steps": len(steps),
@@ -316,6 +316,7 @@ def summarize(
             (abs(losses[step] - others[step]) for step in common), default=None
         ),
         "disagreeing_steps": disagreeing_steps(run),
+        "differing_reports": differing_reports(run.of_kind("recovered")),
         "kills": kills_of(run, kills),
         "recoveries": recoveries_of(run),
         "joins": joins_of(run),
@@ -355,15 +356,6 @@ def _loss(record: Record) -> float:
 
 def _norm(record: Record) -> str:
     return record.get("grad_norm_hex") or repr(record.get("grad_norm"))
-
-
-def _agreed(reports: list[Record], key: str) -> int:
-    """The value that all survivors report: it belongs to the plan, which is the same for all."""
-    values = {int(report[key]) for report in reports}
-    if len(values) != 1:
-        epoch = reports[0]["epoch"]
-        raise ElasWaveError(f"survivors report different {key} of epoch {epoch}: {sorted(values)}")
-    return values.pop()
 
 
 def _first_step_done_s(run: RunFiles, epoch: int) -> float | None:

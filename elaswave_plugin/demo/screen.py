@@ -166,6 +166,8 @@ def show_comparison(console: Console, summary: dict[str, Any]) -> None:
         name = f"worker {join['slot']} lost to a step of all again, ms"
         stall = f"{_ms(join['time_to_full_s'])}; the others stood still for {_ms(join['stall_s'])}"
         table.add_row(name, stall, "")
+    for sentence in summary["differing_reports"]:
+        table.add_row(sentence, "", "")
     console.print(table)
     ratio = summary["snapshot_overhead_ratio"]
     cost = summary["snapshot_overhead_reason"] if ratio is None else f"{ratio:.3f}"

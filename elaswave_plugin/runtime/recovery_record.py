@@ -21,6 +21,7 @@ class RecoveryRecord:
         self._replay_started_s = 0.0
         # What is known when work begins again; None once the event is written.
         self._fields: dict[str, object] | None = None
+        # None for a newcomer, which has worked under none.
         self._left_flow: Flow | None = None
         self._plan: RecoveryPlan | None = None
         self._change: dict[str, object] = {}
@@ -37,16 +38,18 @@ class RecoveryRecord:
         self,
         plan: RecoveryPlan,
         *,
-        left: Flow,
+        left: Flow | None,
         interrupted_step: int,
         newcomers: tuple[str, ...],
         fetched_bytes: int,
     ) -> float:
-        """Work begins again under ``plan``, after ``left``; returns the seconds without any."""
+        """Work begins again under ``plan``, after ``left``; returns the seconds without any.
+
+        ``left``: None for a newcomer, which cannot tell how the others worked before.
+        """
         # A recovery that was itself interrupted has not been worked under.
         if self._fields is None:
             self._left_flow = left
-        assert self._left_flow is not None
         self._plan = plan
         self._change = _layout_change(self._left_flow, plan.dataflow)
         self._fetched_bytes = fetched_bytes
@@ -89,12 +92,13 @@ class RecoveryRecord:
         return fields
 
 
-def _layout_change(before: Flow, after: Flow) -> dict[str, object]:
+def _layout_change(before: Flow | None, after: Flow) -> dict[str, object]:
     """What an outside reader needs to judge a change of layout; nothing without stages."""
-    if not isinstance(before, PipelineFlow) or not isinstance(after, PipelineFlow):
+    if not isinstance(after, PipelineFlow):
         return {}
+    known = {"layout_before": before.layout.to_json()} if isinstance(before, PipelineFlow) else {}
     return {
-        "layout_before": before.layout.to_json(),
+        **known,
         "layout_after": after.layout.to_json(),
         "dataflow": after.policy,
         "pieces": after.pieces,

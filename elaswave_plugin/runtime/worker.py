@@ -322,7 +322,7 @@ class Worker:
         """Adopt the plan; the event is emitted when the redone step is committed."""
         pause_s = self._record.end(
             plan,
-            left=self.dataflow,
+            left=None if self._entering else self.dataflow,
             interrupted_step=self.completed,
             newcomers=self._newcomers,
             fetched_bytes=fetched_bytes,

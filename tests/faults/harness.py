@@ -1,6 +1,7 @@
 """Runs the example training script under `elaswave run` and reads what it left behind."""
 
 import contextlib
+import json
 import os
 import re
 import select
@@ -26,6 +27,7 @@ from elaswave_plugin.observer import (
     losses_of,
     read_run,
     recoveries_of,
+    summarize,
 )
 from elaswave_plugin.observer import survivor_pids_unchanged as pids_unchanged
 from elaswave_plugin.state_dump import dumped_steps, hash_state
@@ -391,6 +393,14 @@ def check_survived(run: Outcome) -> None:
     assert not run.orphans
     assert audit_samples(run.files, batches=run.spec.batches) == (0, 0)
     assert len(run.trace()) == run.spec.steps
+    check_judged(run)
+
+
+def check_judged(run: Outcome) -> None:
+    """The judge of `elaswave report` and the demo takes what the run left, and finds it alike."""
+    summary = summarize(run.files, None, steps=run.spec.steps, global_batch=None)
+    assert not summary["differing_reports"]
+    json.dumps(summary)
 
 
 def check_equal(run: Outcome, reference: Outcome) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from elaswave_plugin.cli import run_command
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived
 from tests.faults.hybrid_matrix import PP2_VPP2_DP2, TP2_PP2_DP2
@@ -134,6 +135,7 @@ def test_a_lost_worker_of_an_interleaved_pipeline_comes_back(
     check_equal(survived, reference(spec))
     assert entered(survived) == [(3, 1)]
     assert last_ranks(survived) == [0, 1, 2, 3]
+    assert run_command(["report", str(survived.directory)]) == 0
 
 
 # The first newcomer of slot 2 dies when it has called this method of the class.

@@ -8,10 +8,18 @@ import pytest
 
 from elaswave_plugin.core.layout import ParallelLayout, launch_layout
 from elaswave_plugin.core.pipeline_flow import flow_of
-from elaswave_plugin.errors import ElasWaveError
 from elaswave_plugin.layout_change import simulated_units
 from elaswave_plugin.observer import read_run, summarize
-from tests.observer.made_up import GLOBAL_BATCH, HYBRID, KILLED, STEPS, Change, make_run, same
+from tests.observer.made_up import (
+    GLOBAL_BATCH,
+    HYBRID,
+    KILL_STEP,
+    KILLED,
+    STEPS,
+    Change,
+    make_run,
+    same,
+)
 
 FIELDS = {"layout_before", "layout_after", "plan", "measured_step_s"}
 
@@ -122,11 +130,40 @@ def test_two_changes_are_told_from_the_first_layout_to_the_last(tmp_path: Path) 
     assert got["plan"]["bytes_to_move"] == 404
 
 
-def test_survivors_that_report_different_layouts_are_named(tmp_path: Path) -> None:
+def test_reports_that_differ_are_named_and_the_run_is_judged(tmp_path: Path) -> None:
     def one_differs(name: str, record: dict[str, Any]) -> dict[str, Any]:
         if record.get("kind") == "recovered" and record["slot"] == 3:
-            return {**record, "layout_after": HYBRID.without([0]).to_json()}
+            return {**record, "layout_after": HYBRID.without([0]).to_json(), "restored_step": 9}
         return record
 
-    with pytest.raises(ElasWaveError, match="survivors 0 and 3 report different layout_after"):
-        summary(tmp_path, one_differs)
+    got = summary(tmp_path, one_differs)
+    assert got["differing_reports"] == [
+        "workers 0 and 3 report different layout_after of view 2",
+        "workers 0 and 3 report different restored_step of view 2",
+    ]
+    assert ParallelLayout.from_json(got["layout_after"]) == HYBRID.without([KILLED])
+    assert got["recoveries"][0]["restored_step"] == KILL_STEP
+    assert summary(tmp_path / "alike")["differing_reports"] == []
+
+
+def test_who_comes_back_has_no_say_about_the_layout_before(tmp_path: Path) -> None:
+    """Nor has one whose recovery was interrupted: it tells of the layout before both changes."""
+
+    def and_a_return(name: str, record: dict[str, Any]) -> dict[str, Any]:
+        if record.get("kind") == "recovered" and record["slot"] != 0:
+            returned = {
+                **record,
+                "epoch": 3,
+                "layout_after": HYBRID.to_json(),
+                "newcomers": ["2.1"],
+            }
+            flow = flow_of(layout=HYBRID, num_microbatches=6, micro_batch_size=2)
+            returned |= {"pieces": flow.pieces, "windows": flow.windows}
+            if record["slot"] == 3:
+                del returned["layout_before"]
+            return returned
+        return record
+
+    got = summary(tmp_path, and_a_return)
+    assert got["differing_reports"] == []
+    assert got["layout_before"] == got["layout_after"] == HYBRID.to_json()
