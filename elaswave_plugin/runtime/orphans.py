@@ -1,15 +1,20 @@
-"""Ends what a trainer that died had started: a checkpoint writer, a data loader."""
+"""Ends what a trainer that has ended had started: a checkpoint writer, a data loader."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 from elaswave_plugin.runtime.lifeline import signal_group
 from elaswave_plugin.runtime.reactor import Reactor
 
 
 class Orphans:
-    """The process groups that dead trainers have led, until nothing is left of them."""
+    """The process groups that ended trainers have led, until nothing is left of them."""
 
     def __init__(self, reactor: Reactor, *, grace_s: float) -> None:
         """SIGKILL comes `grace_s` seconds after SIGTERM."""
@@ -17,18 +22,21 @@ class Orphans:
         self._grace_s = grace_s
         self._leaders: set[int] = set()
 
-    @staticmethod
-    def end_now(leader_pid: int) -> None:
-        """End what a lost trainer had started, by SIGKILL: a writer of its could still write.
+    def end_now(self, leader_pid: int) -> None:
+        """End what a lost trainer had started by SIGKILL: a writer of its could still write.
 
         The others write the same checkpoint again. A script that handles SIGTERM hands that on to
-        the processes that it forks, so that it would end none of them.
+        the processes that it forks, so that it would end none of them. Python's resource tracker
+        writes nothing, and frees shared memory: it has its time.
         """
-        if leader_pid:
-            signal_group(leader_pid, signal.SIGKILL)
+        if leader_pid and signal_group(leader_pid, signal.SIGSTOP):
+            for pid in _group(leader_pid):
+                os.kill(pid, signal.SIGKILL)
+            signal_group(leader_pid, signal.SIGCONT)
+            self.end(leader_pid)
 
     def end(self, leader_pid: int) -> None:
-        """End what is left of the group of a trainer that is done.
+        """End what is left of the group of a trainer that has ended.
 
         Only a group that still has members is signalled again, so that its number is not reused.
         """
@@ -36,7 +44,28 @@ class Orphans:
             self._leaders.add(leader_pid)
             self._reactor.after(self._grace_s, self.kill)
 
+    def finish(self) -> None:
+        """Wait for all that are left, for `grace_s` at most: they may have shared memory to free.
+
+        The reactor has stopped by then.
+        """
+        until_s = time.monotonic() + self._grace_s
+        while any(signal_group(leader, 0) for leader in self._leaders):
+            if time.monotonic() > until_s:
+                return self.kill()
+            time.sleep(0.01)  # they are no children of ours: nothing tells of their end
+
     def kill(self) -> None:
         """SIGKILL to all that are left, at once."""
         while self._leaders:
             signal_group(self._leaders.pop(), signal.SIGKILL)
+
+
+def _group(leader_pid: int) -> Iterator[int]:
+    """The members of a group that is stopped, except for resource trackers."""
+    for entry in os.scandir("/proc"):
+        with contextlib.suppress(OSError):
+            # It may be somebody else's, who ends meanwhile.
+            if entry.name.isdigit() and os.getpgid(int(entry.name)) == leader_pid:
+                if b"resource_tracker" not in Path(entry.path, "cmdline").read_bytes():
+                    yield int(entry.name)

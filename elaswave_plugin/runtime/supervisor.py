@@ -158,8 +158,8 @@ class Supervisor:
         with closing(self._events), address:
             on_met(self._data_address)
             self._reactor.run()
-        self._orphans.kill()
         self._coordinator.finish(GOODBYE_S)
+        self._orphans.finish()
         return EXIT_FAILED if self._exit_code is None else self._exit_code
 
     # ---- start --------------------------------------------------------------------------------

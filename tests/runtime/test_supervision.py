@@ -281,6 +281,20 @@ def test_an_exit_with_0_in_the_middle_is_a_loss(tmp_path: Path) -> None:
         assert job.finish([0, 2]) == 0
 
 
+def test_what_a_trainer_has_started_ends_also_where_it_exits_with_0(tmp_path: Path) -> None:
+    with Job(tmp_path, 3).start() as job:
+        started = []
+        for slot in range(3):
+            job.tell(slot, "start")
+            started.append(job.one("start", slot)["pid"])
+            job.watch(started[-1])
+        job.tell(1, "exit 0")
+        job.all("commit", [0, 2], epoch=2)
+        assert job.ended(started[1])
+        assert job.finish([0, 2]) == 0
+        assert job.left(0) == []
+
+
 @pytest.mark.parametrize(
     ("frame", "flaw"),
     [
