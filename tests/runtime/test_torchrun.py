@@ -161,11 +161,13 @@ def test_one_node_number_in_two_containers_is_a_sentence(tmp_path: Path) -> None
         **{"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
     }
-    command = [sys.executable, "-m", "elaswave_plugin.run", str(TRAINER)]
+    # One that says nothing, however soon the job is refused.
+    (tmp_path / "s.py").write_text("import time; time.sleep(60)")
+    command = [sys.executable, "-m", "elaswave_plugin.run", str(tmp_path / "s.py")]
     processes = [
         subprocess.Popen(
             [*words, *command],
-            env=environment(**worker, RANK=str(rank), TINY_FOLDER=str(tmp_path)),
+            env=environment(**worker, RANK=str(rank)),
             stderr=subprocess.PIPE,
             text=True,
         )
