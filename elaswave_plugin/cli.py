@@ -1,11 +1,14 @@
 """The command `elaswave` with its subcommands; bad input costs one sentence and exit code 2."""
 
+import errno
+import os
 import sys
 from typing import Any
 
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError
 
 USAGE_EXIT_CODE = 2
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -28,6 +31,18 @@ def run_command(argv: list[str]) -> int:
         return _failed(str(error), USAGE_EXIT_CODE)
     except ElasWaveError as error:
         return _failed(str(error), getattr(error, "exit_code", 1))
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        return _failed(_unwritten(error), 1)
+
+
+def _unwritten(error: OSError) -> str:
+    """Say what has no room; standard output is given up, so that nothing tries it again."""
+    what = "standard output" if error.filename is None else repr(os.fspath(error.filename))
+    if error.filename is None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return f"{what} cannot be written: {error.strerror}; free some, or write it elsewhere"
 
 
 def _run_typer(argv: list[str]) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.run import supervise
 from elaswave_plugin.runtime.member import CONTROL_FD
+from elaswave_plugin.runtime.standard_streams import fill_closed_streams
 from elaswave_plugin.runtime.trainer_process import Program
 
 _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
@@ -25,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     program = worker_program(words, os.environ)
     if program is None:
         os.execv(sys.executable, [sys.executable, *words])
+    fill_closed_streams()
     try:
         return supervise(program, os.environ)
     except ConfigurationError as error:

@@ -26,6 +26,7 @@ from elaswave_plugin.runtime.notice_file import NOTICE_FILE, check_notice_file
 from elaswave_plugin.runtime.rendezvous import Place, listen_at, own_host
 from elaswave_plugin.runtime.reserve import RESERVE, read_reserve
 from elaswave_plugin.runtime.run_dir import check_run_dir, refuse_second_job
+from elaswave_plugin.runtime.standard_streams import fill_closed_streams
 from elaswave_plugin.runtime.supervisor import Supervisor, SupervisorSpec
 from elaswave_plugin.runtime.supervisor_main import EXIT_CRASHED
 from elaswave_plugin.runtime.timeouts import QUIESCE, add_timeouts, read_timeouts, variable
@@ -48,6 +49,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Supervise one worker; bad input is one sentence on stderr and exit code 2."""
+    fill_closed_streams()
     options = sys.argv[1:] if argv is None else argv
     try:
         parsed = _parser().parse_args(options)

@@ -456,13 +456,14 @@ class Coordinator:
 
 
 def say(text: str) -> None:
-    """One line for the person who watches the job; lost where what reads it has stopped reading.
+    """One line for the person who watches the job; lost where nobody reads it, or not now.
 
     A full pipe would hold up the control loop, and whose beats stop is lost.
     """
-    if _takes_more(sys.stderr):
-        sys.stderr.write(f"elaswave: {text}\n")
-        sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        if _takes_more(sys.stderr):
+            sys.stderr.write(f"elaswave: {text}\n")
+            sys.stderr.flush()
 
 
 def _takes_more(stream: TextIO) -> bool:

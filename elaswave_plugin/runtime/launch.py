@@ -23,6 +23,7 @@ from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.rendezvous import Place, listen_at, own_host
 from elaswave_plugin.runtime.reserve import RESERVE
 from elaswave_plugin.runtime.run_dir import refuse_second_job
+from elaswave_plugin.runtime.standard_streams import fill_closed_streams, relayed_output
 from elaswave_plugin.runtime.supervisor import SupervisorSpec
 from elaswave_plugin.runtime.supervisor_main import (
     EXIT_CRASHED,
@@ -42,6 +43,7 @@ _LAST_RESORT_S = 10.0
 
 def main(argv: Sequence[str]) -> int:
     """`elaswave run ARGV`; bad input is one sentence on stderr and exit code 2."""
+    fill_closed_streams()
     try:
         return run_job(parse_run_args(argv))
     except ConfigurationError as error:
@@ -71,9 +73,11 @@ def run_job(spec: LaunchSpec) -> int:
     zygotes = _connect_zygotes(spec)
     if spec.nnodes == 2 and spec.node_rank == 0:
         say("with 2 nodes the loss of node 0 cannot be survived: it is the half that goes on")
-    with EventLog(spec.run_dir / "events.jsonl" if spec.run_dir else None) as events:
-        job = _NodeJob(spec, events, host)
-        return job.run(listener, port, zygotes)
+    with (
+        EventLog(spec.run_dir / "events.jsonl" if spec.run_dir else None) as events,
+        relayed_output(),
+    ):
+        return _NodeJob(spec, events, host).run(listener, port, zygotes)
 
 
 def _join_job(spec: LaunchSpec) -> int:
@@ -83,7 +87,10 @@ def _join_job(spec: LaunchSpec) -> int:
     contact, _, port = vacancy.contacts[0].rpartition(":")
     host = own_host(contact, int(port), listener=None, timeout_s=spec.start_timeout_s)
     zygotes = _connect_zygotes(spec)
-    with EventLog(spec.run_dir / "events.jsonl" if spec.run_dir else None) as events:
+    with (
+        EventLog(spec.run_dir / "events.jsonl" if spec.run_dir else None) as events,
+        relayed_output(),
+    ):
         return _NodeJob(spec, events, host).run_newcomers(vacancy, zygotes)
 
 

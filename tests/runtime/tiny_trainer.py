@@ -202,6 +202,10 @@ class Trainer:
             case "await_start":
                 self.member.wait_started(WAIT_S)
                 self.tell("job_started")
+            case "print":
+                sys.stdout.write(100 * "x" + "\n")
+                sys.stderr.write(100 * "y" + "\n")
+                self.tell("printed")
             case "start":
                 self.tell("start", pid=subprocess.Popen(["sleep", "60"]).pid)
             case "lock_clocks":
