@@ -25,7 +25,7 @@ from elaswave_plugin.runtime.lifeline import die_with_parent
 from elaswave_plugin.runtime.notice_file import NOTICE_FILE, check_notice_file
 from elaswave_plugin.runtime.rendezvous import Place, listen_at, own_host
 from elaswave_plugin.runtime.reserve import RESERVE, read_reserve
-from elaswave_plugin.runtime.run_dir import check_run_dir, refuse_second_job
+from elaswave_plugin.runtime.run_dir import check_run_dir, open_run_dir, refuse_second_job
 from elaswave_plugin.runtime.standard_streams import fill_closed_streams
 from elaswave_plugin.runtime.supervisor import Supervisor, SupervisorSpec
 from elaswave_plugin.runtime.supervisor_main import EXIT_CRASHED
@@ -82,6 +82,7 @@ def supervise(
     if not program.module and not Path(program.script).is_file():
         raise ConfigurationError(f"script {program.script!r} is no file")
     check_run_dir(settings.run_dir)
+    open_run_dir(settings.run_dir)
     if place.slot == 0:
         refuse_second_job(settings.run_dir)
     if notice_file := env.get(NOTICE_FILE):

@@ -22,7 +22,7 @@ from elaswave_plugin.runtime.notice_file import NOTICE_FILE
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.rendezvous import Place, listen_at, own_host
 from elaswave_plugin.runtime.reserve import RESERVE
-from elaswave_plugin.runtime.run_dir import refuse_second_job
+from elaswave_plugin.runtime.run_dir import open_run_dir, refuse_second_job
 from elaswave_plugin.runtime.standard_streams import fill_closed_streams, relayed_output
 from elaswave_plugin.runtime.supervisor import SupervisorSpec
 from elaswave_plugin.runtime.supervisor_main import (
@@ -59,6 +59,7 @@ def run_job(spec: LaunchSpec) -> int:
     if spec.join is not None:
         return _join_job(spec)
     allow_descriptors(spec.nnodes * spec.nproc_per_node + spec.reserve)
+    open_run_dir(spec.run_dir)
     if spec.node_rank == 0:
         refuse_second_job(spec.run_dir)
     listener = _listen(spec) if spec.node_rank == 0 else None
@@ -83,6 +84,7 @@ def run_job(spec: LaunchSpec) -> int:
 def _join_job(spec: LaunchSpec) -> int:
     vacancy = find_vacancy(spec)
     spec = vacancy.spec
+    open_run_dir(spec.run_dir)
     allow_descriptors(vacancy.world_size)
     contact, _, port = vacancy.contacts[0].rpartition(":")
     host = own_host(contact, int(port), listener=None, timeout_s=spec.start_timeout_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,7 +10,10 @@ from pathlib import Path
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.address_file import Address, read_addresses
 from elaswave_plugin.runtime.requests import request
+from elaswave_plugin.tracking.events import EVENTS_FILE, LEDGER_FILE, STEPS_FILE
 
+# As many as the smallest file takes on a disk.
+_TRIAL_BYTES = 4096
 ANSWER_S = 2.0
 MOST_AT_ONCE = 64
 
@@ -26,6 +30,28 @@ def check_run_dir(folder: Path | None) -> None:
             f"the run directory is {str(folder)!r}, and {found!r} {what}; name a folder of yours"
             " (--elaswave-dir)"
         )
+
+
+def open_run_dir(folder: Path | None) -> None:
+    """Make it, and try all that a job does there; raises ConfigurationError. None is none."""
+    if folder is None:
+        return
+    trial = folder / f"trial-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (EVENTS_FILE, STEPS_FILE, LEDGER_FILE):
+            with contextlib.suppress(FileNotFoundError):
+                os.close(os.open(folder / name, os.O_WRONLY | os.O_APPEND))
+        read_addresses(folder)
+        try:
+            trial.write_bytes(bytes(_TRIAL_BYTES))
+        finally:
+            trial.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the run directory is {str(folder)!r}, and {str(error.filename or folder)!r} cannot be"
+            f" written ({error.strerror}); name a folder of yours (--elaswave-dir)"
+        ) from None
 
 
 def refuse_second_job(folder: Path | None) -> None:

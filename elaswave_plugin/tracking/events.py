@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from elaswave_plugin.errors import ConfigurationError
+
 EVENTS_FILE = "events.jsonl"
 STEPS_FILE = "steps.jsonl"
 LEDGER_FILE = "ledger.jsonl"
@@ -20,8 +22,8 @@ class EventLog:
     Each line goes out in a single write on an O_APPEND descriptor, so lines of different processes
     never mix and a SIGKILL leaves whole lines only (of one machine: NFS does not append so).
     Writing never raises into training: a line that the disk refuses is counted in `lost_lines`,
-    and the first one said on stderr. Opening does raise (OSError), since a wrong directory is a
-    mistake to report at the start.
+    and the first one said on stderr. Opening does raise (ConfigurationError), since a wrong
+    directory is a mistake to report at the start.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
@@ -30,8 +32,14 @@ class EventLog:
         self._is_torn = False
         self._fd = -1
         if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            except OSError as error:
+                raise ConfigurationError(
+                    f"{str(self.path)!r} cannot be written ({error.strerror}); name a folder of"
+                    " yours (--elaswave-dir, key 'dir')"
+                ) from None
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Append {"time_s": now, "kind": kind, **fields}."""

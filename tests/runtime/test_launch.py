@@ -146,6 +146,40 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     assert done.stderr.count("\n") == 1 and done.stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        ("mkdir -p run/events.jsonl", "run/events.jsonl' cannot be written (Is a directory)"),
+        ("mkdir -p run/steps.jsonl", "run/steps.jsonl' cannot be written (Is a directory)"),
+        ("mkdir -p run/supervisor-0.json", "supervisor-0.json' cannot be written (Is a directory)"),
+        ("ln -s run run", "run' cannot be written (File exists); name a folder"),
+        ("ulimit -f 0", "cannot be written (File too large); name a folder of yours"),
+    ],
+    ids=["events", "steps", "address", "loop", "full"],
+)
+@pytest.mark.parametrize("torchruns", [False, True], ids=["run", "worker"])
+def test_a_run_directory_that_cannot_be_opened_is_one_sentence(
+    tmp_path: Path, make: str, complaint: str, torchruns: bool
+) -> None:
+    (tmp_path / "s.py").write_text("raise SystemExit('must not run')")
+    command = ["-c", LAUNCH, "--dir=run"]
+    worker = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    if torchruns:
+        command = ["-m", "elaswave_plugin.run"]
+        worker |= {"MASTER_PORT": str(free_port()), "ELASWAVE_DIR": str(tmp_path / "run")}
+    done = subprocess.run(
+        ["bash", "-c", f'{make}; exec "$@"', "bash", sys.executable, *command, "s.py"],
+        cwd=tmp_path,
+        env=environment(**worker),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2, done.stderr
+    assert complaint in done.stderr
+    assert done.stderr.count("\n") == 1 and done.stdout == ""
+
+
 def test_a_taken_port_is_refused(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text("raise SystemExit('must not run')")
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.tracking.events import EventLog, Tail, read_lines
 
 WRITER = """
@@ -99,7 +100,7 @@ def test_event_log_on_a_full_disk_counts_the_lost_line_and_goes_on() -> None:
 
 def test_event_log_in_a_place_that_cannot_be_written_raises_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(FileExistsError):
+    with pytest.raises(ConfigurationError, match="cannot be written"):
         EventLog(tmp_path / "file" / "events.jsonl")
 
 
