@@ -529,12 +529,13 @@ class Agreement(Follower):
         elif now_s >= self._quorum_until_s:
             gone = sorted((s, why) for s, why in self._supervisors.lost.items() if s in short.ranks)
             causes = "; ".join(f"worker {slot}: {why}" for slot, why in gone)
-            self._stop(
-                f"only {len(heard)} of {len(of)} nodes can be reached, which is no majority "
-                f"({causes})",
-                EXIT_FAILED,
-                part=True,
-            )
+            if heard:
+                reason = (
+                    f"only {len(heard)} of {len(of)} nodes can be reached, which is no majority"
+                )
+            else:
+                reason = "no node with the training's state can be reached, and this one has none"
+            self._stop(f"{reason} ({causes})", EXIT_FAILED, part=True)
         return False
 
     # ---- the end ------------------------------------------------------------------------------

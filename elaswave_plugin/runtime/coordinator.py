@@ -370,7 +370,8 @@ class Coordinator:
             say(f"worker {note.fields['slot']} ends: {note.fields['reason']}")
         elif note.kind == "quorum_lost":
             heard, of = note.fields["nodes_heard"], note.fields["of"]
-            say(f"only nodes {heard} of {of} can be reached: no majority, waiting")
+            who = f"only nodes {heard} of {of}" if heard else f"none of the training's nodes {of}"
+            say(f"{who} can be reached: no majority, waiting")
 
     def _beat(self) -> None:
         """Send heartbeats and look for supervisors that have been silent too long.

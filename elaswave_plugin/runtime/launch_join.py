@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.admission import Roster, ask_roster
 from elaswave_plugin.runtime.coordinator import Heartbeat
 from elaswave_plugin.runtime.launch_options import LaunchSpec
-from elaswave_plugin.runtime.reception import describe_program
 from elaswave_plugin.runtime.rendezvous import own_machine
 from elaswave_plugin.runtime.reserve import RESERVE
+from elaswave_plugin.runtime.same_program import describe_program, difference
 from elaswave_plugin.runtime.trainer_process import Program
 
 
@@ -68,17 +68,6 @@ def find_vacancy(spec: LaunchSpec) -> Vacancy:
 
 def _check_program(spec: LaunchSpec, roster: Roster) -> None:
     program = Program(script=spec.script, args=spec.args, module=spec.module)
-    ours, theirs = describe_program(program), roster.record["program"]
-    if ours["args"] != theirs["args"]:
-        raise ConfigurationError(
-            f"the job runs {_words(theirs)!r} and this is {_words(ours)!r}: give its arguments"
-        )
-    if any(ours[key] != theirs[key] for key in ("name", "module", "digest")):
-        raise ConfigurationError(
-            f"the job runs {theirs['name']}, and the {ours['name']} here differs from it: give the "
-            "same script"
-        )
-
-
-def _words(program: dict[str, Any]) -> str:
-    return " ".join([program["name"], *program["args"]])
+    differs = difference(describe_program(program), roster.record["program"])
+    if differs is not None:
+        raise ConfigurationError(differs)

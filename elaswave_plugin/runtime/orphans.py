@@ -31,7 +31,8 @@ class Orphans:
         """
         if leader_pid and signal_group(leader_pid, signal.SIGSTOP):
             for pid in _group(leader_pid):
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             signal_group(leader_pid, signal.SIGCONT)
             self.end(leader_pid)
 

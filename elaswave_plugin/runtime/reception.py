@@ -12,10 +12,8 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from elaswave_plugin.core.admission import Applicant
@@ -25,6 +23,7 @@ from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.rendezvous import Peer
 from elaswave_plugin.runtime.requests import in_loop
 from elaswave_plugin.runtime.reserve import RESERVE
+from elaswave_plugin.runtime.same_program import describe_program
 from elaswave_plugin.runtime.trainer_process import Program
 from elaswave_plugin.runtime.wire import Frame, send_frame
 
@@ -142,17 +141,3 @@ def take_link(
     # Where it has gone meanwhile, whoever reads the link finds its end.
     with contextlib.suppress(OSError):
         send_frame(sock, answer)
-
-
-def describe_program(program: Program) -> dict[str, Any]:
-    """What has to be alike for two workers of one job; the script by its content."""
-    digest = None
-    if not program.module:
-        with contextlib.suppress(OSError):
-            digest = zlib.crc32(Path(program.script).read_bytes())
-    return {
-        "name": program.script if program.module else Path(program.script).name,
-        "module": program.module,
-        "args": list(program.args),
-        "digest": digest,
-    }

@@ -17,7 +17,7 @@ from tests.faults.harness import Outcome, max_relative_difference
 
 STOPPED = re.compile(
     r"state was lost with all its copies|which is no majority|whole TP groups of \d+ are left"
-    r"|has no worker left"
+    r"|no node with the training's state|has no worker left"
 )
 
 

@@ -12,7 +12,10 @@ import pytest
 from elaswave_plugin.cli import run_command
 from elaswave_plugin.core.ending import EXIT_CONFIGURATION, EXIT_REQUEUE
 from elaswave_plugin.runtime.address_file import read_addresses
+from elaswave_plugin.runtime.same_program import describe_program, difference
+from elaswave_plugin.runtime.trainer_process import Program
 from elaswave_plugin.status import addresses_in, ask_job
+from elaswave_plugin.tracking.events import EVENTS_FILE, read_lines
 from tests.ports import free_port
 from tests.runtime.jobs import LAUNCH, TRAINER, WAIT_S, Job, environment
 from tests.tiers import sampled
@@ -212,9 +215,8 @@ def test_what_cannot_join_is_refused_in_a_sentence(tmp_path: Path) -> None:
         assert "--reserve is the job's own: leave it out with --join" in refusal(
             job, there, "--reserve=2", script
         )
-        assert "the job runs 'tiny_trainer.py' and this is 'tiny_trainer.py --lr 1'" in refusal(
-            job, there, script, "--lr", "1"
-        )
+        differs = "after the script's name the script gets '--lr' here and nothing in the job: give"
+        assert differs in refusal(job, there, script, "--lr", "1")
         assert "the job runs tiny_trainer.py, and the jobs.py here differs" in refusal(
             job, there, str(TRAINER.with_name("jobs.py"))
         )
@@ -232,6 +234,41 @@ def test_what_cannot_join_is_refused_in_a_sentence(tmp_path: Path) -> None:
         said = refusal(job, f"--join={nowhere}", script)
         assert f"--join is {nowhere}, where no supervisor of a job answers" in said
         assert "wanted HOST:PORT of a supervisor" in refusal(job, "--join=there", script)
+
+
+def test_the_first_difference_of_two_command_lines_is_named() -> None:
+    def described(*args: str) -> dict[str, object]:
+        return describe_program(Program(script="train", args=args, module=True))
+
+    job = described("--steps=10", "--lr", "1", "--elaswave-dir", "/job")
+    for words, said in (
+        (("--steps=10", "--lr", "2", "x"), "after '--lr' the script gets '2' here and '1' in the"),
+        (("--steps=10", "--lr"), "after '--lr' the script gets nothing here and '1' in the job"),
+        (("--lr", "1"), "after the script's name the script gets '--lr' here and '--steps=10' in"),
+    ):
+        assert said in str(difference(described(*words), job))
+    for place in ((), ("--elaswave-dir=/elsewhere",), ("--elaswave_dir", "/elsewhere")):
+        assert difference(described("--steps=10", *place, "--lr", "1"), job) is None
+
+
+def test_a_newcomer_may_have_a_run_directory_of_its_own(tmp_path: Path) -> None:
+    """The settings of a script reach its supervisors: the job's has none of its own here."""
+    with Job(tmp_path, 2, TINY_READY="told") as job:
+        command = [sys.executable, "-c", LAUNCH]
+        there = [str(TRAINER), f"--elaswave-dir={job.run_dir}"]
+        port = f"--master-port={free_port()}"
+        for node in range(2):
+            job.launch(command=[*command, "--nnodes=2", f"--node-rank={node}", port, *there])
+        job.joined()
+        lose(job, 1, [0])
+        own = [str(TRAINER), "--elaswave-dir", str(tmp_path / "own")]
+        job.launch(command=[*command, f"--join={address_of(job, 0)}", *own])
+        job.one("alone", 1)
+        job.tell(1, "ready")
+        assert let_in(job, 1, [0], 3) == [0, 1]
+        assert job.finish([0, 1]) == 0 and job.code(2) == 0
+    kinds = [event["kind"] for event in read_lines(tmp_path / "own" / EVENTS_FILE)]
+    assert kinds[0] == "node_joins" and "worker_started" in kinds
 
 
 def test_a_newcomer_takes_a_slot_of_the_reserve(tmp_path: Path) -> None:
