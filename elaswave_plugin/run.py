@@ -1,7 +1,8 @@
 """`torchrun ... -m elaswave_plugin.run script.py args`: one worker's supervisor under a launcher.
 
 The launcher (torchrun, or any other that sets RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and
-GROUP_RANK) starts this in the worker's place; it starts the trainer and outlives it.
+GROUP_RANK, the first two by Open MPI's names too) starts this in the worker's place; it starts the
+trainer and outlives it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,13 @@ from elaswave_plugin.runtime.timeouts import QUIESCE, add_timeouts, read_timeout
 from elaswave_plugin.runtime.trainer_process import Program
 
 _WANTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# What Open MPI's mpirun calls what torchrun sets.
+_OF_OPEN_MPI = (
+    ("RANK", "OMPI_COMM_WORLD_RANK"),
+    ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"),
+    ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+)
 # What launchers set alike for all workers of a job, and otherwise for other jobs.
 _NAMES_OF_A_JOB = (
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
@@ -75,6 +83,7 @@ def supervise(
     worker, a port is taken, the notice file is there already, or the run directory is another
     job's or cannot be made.
     """
+    env = {**{ours: env[name] for ours, name in _OF_OPEN_MPI if name in env}, **env}
     settings = script_settings(program.args, env)
     timeouts = read_timeouts(options, env, quiesce_timeout_s=settings.quiesce_timeout_s)
     place = _place(env, getattr(options, "elaswave_control_port", None), timeouts.start_s)
@@ -151,8 +160,8 @@ def _place(env: Mapping[str, str], control_port: int | None, start_s: float) -> 
     missing = [name for name in _WANTED if name not in env]
     if missing:
         raise ConfigurationError(
-            f"{', '.join(missing)} not set: start this with torchrun, "
-            "or use `elaswave run` without torchrun"
+            f"{', '.join(missing)} not set: start this with torchrun, with mpirun and"
+            " `-x MASTER_ADDR=HOST -x MASTER_PORT=PORT`, or use `elaswave run` without either"
         )
     reserve = read_reserve(env)
     # torchrun's name of the node's rank, and the DeepSpeed launcher's.

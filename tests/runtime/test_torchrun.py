@@ -69,6 +69,29 @@ def test_torchrun_does_not_see_the_loss_of_a_trainer(tmp_path: Path, way: str) -
         assert job.left(60.0) == []
 
 
+def test_mpiruns_variables_are_read(tmp_path: Path) -> None:
+    """Where those of torchrun are missing; a script finds torchrun's."""
+    port = free_port()
+    with Job(tmp_path / "job", 3, TINY_RESPAWN="1") as job:
+        for rank in range(3):
+            of_mpirun = {
+                **{"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": rank},
+                **{"SIZE": 3, "LOCAL_SIZE": 3},
+            }
+            env = [f"OMPI_COMM_WORLD_{name}={value}" for name, value in of_mpirun.items()]
+            env += ["MASTER_ADDR=127.0.0.1", f"MASTER_PORT={port}", f"ELASWAVE_DIR={job.run_dir}"]
+            words = [sys.executable, "-m", "elaswave_plugin.run", str(TRAINER)]
+            job.launch(command=["env", *env, *words])
+        job.joined()
+        job.kill(1)
+        job.all("commit", [0, 2], epoch=2)
+        alone = job.one("alone", 1)
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        assert [alone["env"][name] for name in names] == ["1", "1", "3", "3"]
+        assert job.finish([0, 2]) == 0
+        job.launchers[1].terminate()
+
+
 @pytest.mark.slow
 def test_a_job_of_torchrun_grows(tmp_path: Path) -> None:
     run_dir = tmp_path / "job" / "run"
