@@ -77,7 +77,10 @@ class EpochChanged(BaseException):
     """
 
     def __init__(self, epoch: int, reason: str = "") -> None:
-        super().__init__(f"view of epoch {epoch} is proposed: {reason}")
+        super().__init__(
+            f"view {epoch} of the workers came ({reason}) during a call that nobody makes again: "
+            "have the job's run() call what makes it"
+        )
         self.epoch = epoch
         self.reason = reason
 

@@ -18,7 +18,7 @@ first that nobody has begun.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from elaswave_plugin.core.admission import Admission, Applicant, judge, next_incarnation
 from elaswave_plugin.core.agreement_messages import (
@@ -379,6 +379,8 @@ class Agreement(Follower):
 
     def _lead(self, now_s: float) -> None:
         self._note_start()
+        for worker, raised in self._reports.untold():
+            self._note("worker_raised", **worker.to_json(), **asdict(raised))
         self._reports.pass_time(self.committed, now_s)
         if self._stop_if_decided():
             return
@@ -543,7 +545,8 @@ class Agreement(Follower):
     def _stop_if_decided(self) -> bool:
         """Stop the job where its end is due; true also while the last exits are awaited."""
         joined = any(answer.facts is not None for answer in self._answers.values())
-        ending = ending_of(self.committed, self._reports, self._supervisors.lost, joined=joined)
+        lost, layout = self._supervisors.lost, self.layout
+        ending = ending_of(self.committed, self._reports, lost, joined=joined, layout=layout)
         if ending is not None and ending.reason is not None:
             self._stop(ending.reason, ending.exit_code)
         return ending is not None

@@ -142,11 +142,38 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Raised:
+    """What ended a script: an exception of class `error`, raised at `where`, as "train.py:12".
+
+    `when`: where in the training, as "in step 3"; `traceback`: "" where it was shown already.
+    """
+
+    error: str
+    message: str
+    where: str
+    when: str
+    traceback: str = ""
+
+    def __str__(self) -> str:
+        place = f" ({self.where})" if self.where else ""
+        return f"{self.error}: {self.message}{place}" if self.message else f"{self.error}{place}"
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """The same for workers that fail alike; their messages may name a rank or a sample."""
+        return self.error, self.where, self.when
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A supervisor witnessed the end of its own trainer; exit_code is None after a signal."""
+    """A supervisor witnessed the end of its own trainer; exit_code is None after a signal.
+
+    `raised`: what ended its script, where it has told.
+    """
 
     failure: FailureEvent
     exit_code: int | None
+    raised: Raised | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ from elaswave_plugin.core.agreement_messages import (
     Proposal,
     Propose,
     Quiesced,
+    Raised,
     Ready,
     Refuse,
     Replan,
@@ -105,8 +106,7 @@ def to_wire(message: Message) -> dict[str, Any]:
         case Refuse():
             return {"m": "refuse", "b": _ballot(message.promised)}
         case Report():
-            failure = message.failure.to_json()
-            return {"m": "report", "failure": failure, "exit_code": message.exit_code}
+            return _report(message)
         case Accuse():
             return {"m": "accuse", "slot": message.slot, "evidence": message.evidence}
         case Severed():
@@ -138,6 +138,11 @@ def to_wire(message: Message) -> dict[str, Any]:
             return _newcomer_to_wire(message)
         case Stop():
             return {"m": "stop", **asdict(message)}
+
+
+def _report(message: Report) -> dict[str, Any]:
+    failure, raised = message.failure.to_json(), message.raised and asdict(message.raised)
+    return {"m": "report", "failure": failure, "exit_code": message.exit_code, "raised": raised}
 
 
 def from_wire(record: Mapping[str, Any]) -> Message:
@@ -181,7 +186,8 @@ def _read(record: Mapping[str, Any]) -> Message:
             return Refuse(promised=_read_ballot(record["b"]))
         case "report":
             failure = FailureEvent.from_json(record["failure"])
-            return Report(failure=failure, exit_code=record["exit_code"])
+            raised = record["raised"] and Raised(**record["raised"])
+            return Report(failure=failure, exit_code=record["exit_code"], raised=raised)
         case "accuse":
             return Accuse(slot=record["slot"], evidence=record["evidence"])
         case "severed":

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from elaswave_plugin.core.agreement_messages import Report
+from elaswave_plugin.core.alike import failed_alike
 from elaswave_plugin.core.membership import MembershipView
 from elaswave_plugin.core.reports import Reports
 
@@ -27,12 +29,17 @@ class Ending:
 
 
 def ending_of(
-    view: MembershipView, reports: Reports, lost: Mapping[int, str], *, joined: bool
+    view: MembershipView,
+    reports: Reports,
+    lost: Mapping[int, str],
+    *,
+    joined: bool,
+    layout: Mapping[str, Any] | None = None,
 ) -> Ending | None:
     """How the job ends, or None while it goes on.
 
     ``view``: the newest committed one; ``lost``: evidence by slot whose supervisor is lost;
-    ``joined``: some trainer has come as far as to join.
+    ``joined``: some trainer has come as far as to join; ``layout``: as JSON, with stages.
     """
     gone, failed = reports.gone_from(view, lost), reports.failed_in(view)
     for report in failed:
@@ -42,6 +49,9 @@ def ending_of(
             return Ending(reason=reason, exit_code=EXIT_CONFIGURATION)
     if not reports.started and gone - reports.done.keys():
         return _at_start(view, failed, gone, lost)
+    alike = failed_alike(view, reports.failures.values(), layout)
+    if alike is not None:
+        return Ending(reason=alike, exit_code=EXIT_FAILED)
     if all(slot in gone or slot in reports.done for slot in view.ranks):
         return _with_nobody_left(reports, failed, lost)
     if reports.all_leave(view) and not reports.all_save_last(view):
@@ -56,7 +66,9 @@ def _at_start(
     view: MembershipView, failed: list[Report], gone: set[int], lost: Mapping[int, str]
 ) -> Ending:
     """Before every worker in the view has sealed something, none of it could be replaced."""
-    code = next((report.exit_code for report in failed if report.exit_code), None)
+    codes = [report.exit_code for report in failed if report.exit_code is not None]
+    # A script that ended by itself would do so again.
+    code = (max(codes) or EXIT_FAILED) if codes else None
     why = "the first snapshot of every worker was not sealed yet, so the job stops"
     if code is None:
         why += f" (exit code {EXIT_REQUEUE}: queue it again)"
@@ -79,14 +91,14 @@ def _with_nobody_left(reports: Reports, failed: list[Report], lost: Mapping[int,
     if reports.done:
         return Ending(reason="all workers have finished", exit_code=bad[0] if bad else 0)
     if failed:
-        code = failed[0].exit_code
-        return Ending(
-            reason=_sentence(failed[0], "no live worker remains"),
-            exit_code=EXIT_FAILED if code is None else code,
-        )
+        # One that ended early with exit code 0 has not done its work.
+        code = failed[0].exit_code or EXIT_FAILED
+        return Ending(reason=_sentence(failed[0], "no live worker remains"), exit_code=code)
     return Ending(reason="no live worker remains", exit_code=EXIT_FAILED)
 
 
 def _sentence(report: Report, consequence: str) -> str:
-    failure = report.failure
+    failure, raised = report.failure, report.raised
+    if raised is not None:  # which says enough
+        return f"worker {failure.slot} failed {raised.when}: {raised}"
     return f"worker {failure.slot}: {failure.evidence}; {consequence}"

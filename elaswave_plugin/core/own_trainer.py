@@ -14,6 +14,7 @@ from elaswave_plugin.core.agreement_messages import (
     Message,
     News,
     Notice,
+    Raised,
     Ready,
     Replan,
     Report,
@@ -75,6 +76,12 @@ class OwnTrainer:
         return self._supervisors.minority_in(self._supervisors.living(), [self.committed]) is None
 
     @property
+    def others_went_on(self) -> bool:
+        """Whether a view without the own trainer is so far that nobody needs what was before it."""
+        view = self.committed
+        return self.slot not in view.ranks and self._reports.all_settled(view)
+
+    @property
     def without_supervisor(self) -> dict[int, str]:
         """The slots that have none, with what was seen of it."""
         return dict(self._supervisors.lost)
@@ -107,13 +114,21 @@ class OwnTrainer:
         self._tell_leader(Done(exit_code=exit_code), 0.0)
 
     def trainer_failed(
-        self, evidence: str, exit_code: int | None, now_s: float, *, kind: str = "exit"
+        self,
+        evidence: str,
+        exit_code: int | None,
+        now_s: float,
+        *,
+        kind: str = "exit",
+        raised: Raised | None = None,
     ) -> None:
-        """The own trainer is gone; `exit_code` is None where a signal killed it, or it leaves."""
+        """The own trainer is gone; `exit_code` is None where a signal killed it, or it leaves.
+
+        `raised`: what ended its script.
+        """
         self._fence_at_s = None
-        self._tell_leader(
-            Report(failure=self._own(kind, evidence, now_s), exit_code=exit_code), now_s
-        )
+        failure = self._own(kind, evidence, now_s)
+        self._tell_leader(Report(failure=failure, exit_code=exit_code, raised=raised), now_s)
 
     def trainer_starts(self, incarnation: int) -> None:
         """Another trainer is started in the place of the one that failed."""

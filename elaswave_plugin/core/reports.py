@@ -11,6 +11,7 @@ from elaswave_plugin.core.agreement_messages import (
     FirstSeal,
     News,
     Notice,
+    Raised,
     Ready,
     Replan,
     Report,
@@ -46,6 +47,7 @@ class Reports:
         self.severed: tuple[str, float] | None = None
         self.replan: str | None = None
         self.changes = 0
+        self._told: set[tuple[str, str, str]] = set()
         self._patience = patience
         # When those leave that were told so; and whether it is time.
         self.leave_at_s: float | None = None
@@ -95,6 +97,16 @@ class Reports:
                     self.saves_last.add(news.worker)
                 if news.asked:
                     self.asked.add(news.worker)
+
+    def untold(self) -> list[tuple[WorkerId, Raised]]:
+        """The failures of scripts that are to be shown: each once, as workers may fail alike."""
+        self._told &= {one.raised.key for one in self.failures.values() if one.raised is not None}
+        new = []
+        for worker, report in self.failures.items():
+            if report.raised is not None and report.raised.key not in self._told:
+                self._told.add(report.raised.key)
+                new.append((worker, report.raised))
+        return new
 
     def _add_failure(self, report: Report, now_s: float) -> None:
         failure, worker = replace(report.failure, detected_at_s=now_s), report.failure.worker

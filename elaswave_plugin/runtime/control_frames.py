@@ -23,6 +23,7 @@ SAID_BY_TRAINER: tuple[Kind, ...] = (
     ("progress", (("text", str),)),
     ("severed", (("epoch", int), ("evidence", str))),
     ("replan", (("reason", str),)),
+    ("raised", (("error", str), ("message", str), ("where", str), ("traceback", str))),
     ("finish", ()),
     ("leave", (("reason", str), ("returns", bool))),
     ("abandon", (("reason", str), ("exit_code", int))),

@@ -354,6 +354,9 @@ class Coordinator:
             count = len(note.fields["ranks"])
             text = f"{note.fields['reason']}; epoch {note.fields['epoch']} has {count} workers"
             say(text)
+        elif note.kind == "worker_raised" and note.fields["traceback"]:
+            slot, when, text = (note.fields[name] for name in ("slot", "when", "traceback"))
+            say(f"worker {slot} failed {when}:\n{text.rstrip()}")
         elif note.kind == "job_over" and note.fields["exit_code"] != 0:
             say(f"the job stops: {note.fields['reason']}")
         elif note.kind == "notice_void":
@@ -457,13 +460,14 @@ class Coordinator:
 
 
 def say(text: str) -> None:
-    """One line for the person who watches the job; lost where nobody reads it, or not now.
+    """Lines for the person who watches the job; lost where nobody reads them, or not now.
 
     A full pipe would hold up the control loop, and whose beats stop is lost.
     """
     with contextlib.suppress(OSError):
-        if _takes_more(sys.stderr):
-            sys.stderr.write(f"elaswave: {text}\n")
+        for line in f"elaswave: {text}".splitlines():
+            if _takes_more(sys.stderr):
+                sys.stderr.write(f"{line}\n")
             sys.stderr.flush()
 
 

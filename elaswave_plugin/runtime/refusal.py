@@ -46,12 +46,13 @@ def ends_in_a_sentence(
         try:
             return function(*args, **kwargs)
         except ElasWaveError as error:
-            _end(error)
+            end_in_a_sentence(error)
 
     return guarded
 
 
-def _end(error: ElasWaveError) -> NoReturn:
+def end_in_a_sentence(error: ElasWaveError) -> NoReturn:
+    """End this process, or the job, as ``ends_in_a_sentence`` does."""
     code = EXIT_CONFIGURATION if isinstance(error, ConfigurationError) else EXIT_FAILURE
     if isinstance(error, JobStopped):
         code = error.exit_code

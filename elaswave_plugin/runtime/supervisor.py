@@ -50,6 +50,7 @@ GRACE_S = 2.0
 GOODBYE_S = 1.0
 # Who signals all processes of a node is heard twice: the launcher says so as well.
 AGAIN_S = 2.0
+LOOK_AGAIN_S = 0.25
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -402,6 +403,8 @@ class Supervisor:
                 self._agreement.severed(int(frame["epoch"]), frame["evidence"], time.monotonic())
             case "replan":
                 self._agreement.replan(frame["reason"], time.monotonic())
+            case "raised":
+                trainer.take_raised(frame, sealed=self._store.newest_step())
             case "finish":
                 self._on_finish()
             case "leave":
@@ -488,15 +491,9 @@ class Supervisor:
         elif exit_code == 0 and trainer.facts is None and not trainer.is_replacement:
             self._agreement.trainer_done(0)
         elif not trainer.left:
-            if exit_code == 0:
-                evidence = "exit code 0 before its work was finished"
-                if not trainer.is_replacement and self._store.newest_step() < 0:
-                    self._agreement.abandon(
-                        f"worker {self._slot}: the script ended with exit code 0 before it trained"
-                        " a step; its own output above says why",
-                        EXIT_FAILED,
-                    )
-            self._agreement.trainer_failed(evidence, exit_code, time.monotonic())
+            evidence = trainer.end_of(evidence, exit_code, sealed=self._store.newest_step())
+            now_s, raised = time.monotonic(), trainer.raised
+            self._agreement.trainer_failed(evidence, exit_code, now_s, raised=raised)
             # Another one would not find the device free, nor the memory.
             (self._give_slot_back if trainer.undead else self._replace)(exit_code)
         elif trainer.returns and not trainer.undead:
@@ -526,7 +523,15 @@ class Supervisor:
             say(f"worker {self._slot} is not started again: {verdict.reason}")
             self._give_slot_back(exit_code)
         else:
-            self._reactor.after(verdict.after_s, self._start_again)
+            self._reactor.after(verdict.after_s, self._start_again_when_past)
+
+    def _start_again_when_past(self) -> None:
+        """After an exception only once the others are past it: they may have failed alike."""
+        wait = self._trainer.raised is not None and not self._agreement.others_went_on
+        if wait and self._exit_code is None:
+            self._reactor.after(LOOK_AGAIN_S, self._start_again_when_past)
+        else:
+            self._start_again()
 
     def _give_slot_back(self, exit_code: int | None) -> None:
         """A supervisor that came later, and has brought no worker in, leaves the slot to others."""

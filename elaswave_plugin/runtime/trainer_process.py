@@ -20,12 +20,13 @@ from elaswave_plugin.runtime.wire import Frame, FrameBuffer, encode
 OnExit = Callable[[str, int | None], None]
 OnStart = Callable[[int], None]
 _STATUS_WAIT_S = 0.5
+_RUNNER = "elaswave_plugin.runtime.script_run"
 _OF_THE_SUPERVISOR = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What a trainer runs: `python [options] script args`, or `-m script` where `module`."""
+    """What a trainer runs, as `python [options] script args`, or `-m script` where `module`."""
 
     script: str
     args: tuple[str, ...]
@@ -35,7 +36,7 @@ class Program:
     def command(self) -> list[str]:
         """The command line for a new interpreter."""
         how = ["-m", self.script] if self.module else [self.script]
-        return [sys.executable, *self.options, *how, *self.args]
+        return [sys.executable, *self.options, "-m", _RUNNER, *how, *self.args]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from elaswave_plugin.core.agreement_messages import Facts
+from elaswave_plugin.core.agreement_messages import Facts, Raised
+from elaswave_plugin.core.ending import EXIT_CONFIGURATION
 from elaswave_plugin.core.hang import Sample
 from elaswave_plugin.runtime.lifeline import is_stopped
 from elaswave_plugin.runtime.member import INCARNATION
 from elaswave_plugin.runtime.processor_waits import ProcessorWaits
-from elaswave_plugin.runtime.progress import ProgressPage, create_page
+from elaswave_plugin.runtime.progress import BETWEEN_STEPS, ProgressPage, create_page
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.trainer_process import (
     ExecTrainer,
@@ -27,6 +28,15 @@ from elaswave_plugin.runtime.wire import Channel, Frame
 
 # The end of a process that holds much memory, or a device, takes seconds as it is.
 DIES_WITHIN_S = 5.0
+_EARLY = (
+    "before its work was finished; where a loop over job.train() ends early, write job.finish() "
+    "behind it"
+)
+_UNTRAINED = "before it trained a step; the script's own output says why"
+_UNKNOWN_OPTION = (
+    "before it attached; where its parser does not know --elaswave, write "
+    "elaswave.add_arguments(parser) before parser.parse_args()"
+)
 OnExit = Callable[["TrainerSession", str, int | None], None]
 
 
@@ -35,7 +45,7 @@ class TrainerSession:
     """One incarnation; its `control` channel exists once it is attached.
 
     `facts`: it has joined, or waits to be let in; `delivered`: a view was delivered to it;
-    `undead`: it counts as gone, and its process is still there.
+    `undead`: it counts as gone, and its process is still there; `raised`: what ended its script.
     """
 
     incarnation: int
@@ -52,6 +62,7 @@ class TrainerSession:
     lives: bool = True
     undead: bool = False
     fence_evidence: str | None = None
+    raised: Raised | None = None
     waits: ProcessorWaits = field(default_factory=ProcessorWaits)
     _reactor: Reactor = field(init=False)
     _on_exit: OnExit = field(init=False)
@@ -76,6 +87,30 @@ class TrainerSession:
         return self.page.sample(
             slot=slot, awake_s=awake_s, waited_s=waited_s, stopped=is_stopped(pid)
         )
+
+    def when(self, sealed: int) -> str:
+        """Where in the training it is, as "in step 3"; `sealed`: steps that its snapshot has."""
+        sample = self.page.sample(slot=0)
+        if sample is None or (sample.phase == BETWEEN_STEPS and sealed <= 0):
+            return "before the first step"
+        if sample.phase == BETWEEN_STEPS:
+            return f"after step {sealed - 1}"
+        return f"in step {sample.step}"
+
+    def take_raised(self, frame: Frame, *, sealed: int) -> None:
+        """It tells what ended its script."""
+        told = {name: frame[name] for name in ("error", "message", "where", "traceback")}
+        self.raised = Raised(**told, when=self.when(sealed))
+
+    def end_of(self, status: str, exit_code: int | None, *, sealed: int) -> str:
+        """What was seen of its end, before its work was finished, as it is told to the others."""
+        if exit_code == 0:
+            why = _UNTRAINED if sealed < 0 else _EARLY
+            self.raised = Raised(error=status, message=why, where="", when=self.when(sealed))
+            return f"{status} before its work was finished"
+        if exit_code == EXIT_CONFIGURATION and self.facts is None:
+            return f"{status} {_UNKNOWN_OPTION}"
+        return status if self.raised is None else f"{status}, {self.raised}"
 
     def send(self, frame: Frame) -> None:
         """Tell it something."""

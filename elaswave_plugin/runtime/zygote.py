@@ -14,7 +14,6 @@ import contextlib
 import gc
 import importlib
 import os
-import runpy
 import selectors
 import signal
 import socket
@@ -24,13 +23,14 @@ import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
+from functools import partial
 from typing import Any, NoReturn
 
 from elaswave_plugin.core.ending import EXIT_CONFIGURATION
 from elaswave_plugin.runtime.lifeline import die_with_parent, exit_at_once, lead_group
 from elaswave_plugin.runtime.member import CONTROL_FD, SNAPSHOT_FDS
 from elaswave_plugin.runtime.progress import PROGRESS_FD
+from elaswave_plugin.runtime.script_run import Reporter, guarded, run
 from elaswave_plugin.runtime.wire import Frame, FrameBuffer, encode
 
 _FDS_A_REQUEST = 7
@@ -199,7 +199,7 @@ def _close_all(fds: Sequence[int]) -> None:
 
 
 def become_trainer(request: Frame) -> None:
-    """Make this forked process look like `python -u script args` (or -m) and run that."""
+    """Make this forked process look like the one of `python -u script args` (or -m)."""
     stdin, stdout, stderr, control, progress, *snapshots = request["given"]
     for target, fd in enumerate((stdin, stdout, stderr)):
         os.dup2(fd, target)
@@ -216,15 +216,6 @@ def become_trainer(request: Frame) -> None:
     os.environ[PROGRESS_FD] = str(progress)
     os.environ[SNAPSHOT_FDS] = ",".join(map(str, snapshots))
     _set_path(request)
-    main = ModuleType("__main__")
-    main.__dict__["__builtins__"] = __builtins__
-    sys.modules["__main__"] = main
-    if request["module"]:
-        sys.argv = [request["script"], *request["args"]]
-        runpy._run_module_as_main(request["script"])  # type: ignore[attr-defined]
-    else:
-        sys.argv = [request["script"], *request["args"]]
-        _run_script(request["script"], main)
 
 
 def _set_path(request: Frame) -> None:
@@ -242,15 +233,6 @@ def _base_path() -> list[str]:
     while rest and rest[0] in own:
         rest = rest[1:]
     return rest
-
-
-def _run_script(path: str, main: ModuleType) -> None:
-    path = os.path.abspath(path)
-    with open(path, "rb") as file:
-        code = compile(file.read(), path, "exec")
-    main.__file__ = path
-    main.__dict__["__cached__"] = None
-    exec(code, main.__dict__)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -309,22 +291,18 @@ def _leave(code: int) -> NoReturn:
 
 
 def _run(request: dict[str, Any]) -> int:
-    """Run the trainer; our own frames are left out of the traceback it may print."""
+    """Run the trainer; returns its exit code."""
     try:
         become_trainer(request)
+        work = partial(run, request["script"], request["args"], module=request["module"])
+        guarded(Reporter(os.environ), work, ours=(__file__,))
     except SystemExit as wanted:
         if wanted.code is None or isinstance(wanted.code, int):
             return wanted.code or 0
         print(wanted.code, file=sys.stderr)
         return 1
-    except BaseException as error:
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__):
-            trace = trace.tb_next
-        if sys.excepthook is sys.__excepthook__:
-            traceback.print_exception(type(error), error, trace)
-        else:
-            sys.excepthook(type(error), error.with_traceback(trace), trace)
+    except BaseException:
+        traceback.print_exc()
         return 1
     return 0
 

@@ -10,6 +10,7 @@ from elaswave_plugin.core.agreement import Agreement
 from elaswave_plugin.core.agreement_messages import (
     Ballot,
     Message,
+    Raised,
     Stop,
     Welcome,
 )
@@ -30,7 +31,7 @@ from elaswave_plugin.core.membership import MembershipView
 from elaswave_plugin.core.node_memory import NodeMemory
 from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.core.reserve import NOWHERE
-from tests.core.described import describe
+from tests.core.described import describe, describe_note
 
 T = TypeVar("T")
 
@@ -245,14 +246,21 @@ class Cluster:
             self.settle(slot)
 
     def do_exit(self, words: list[str]) -> None:
-        """exit SLOTS CODE|SIGNAL: these trainers end in the same moment."""
+        """exit SLOTS CODE|SIGNAL [STEP]: these trainers end in the same moment.
+
+        With a step, by an exception of their scripts, in the same line.
+        """
         code = int(words[1]) if words[1].isdigit() else None
         evidence = f"exit code {code}" if code is not None else f"killed by {words[1]}"
+        raised = None
+        if words[2:]:
+            when = f"in step {words[2]}"
+            raised = Raised(error="ValueError", message="no", where="train.py:7", when=when)
         slots = self.slots(words[:1])
         for slot in slots:
             self.trainers.discard(slot)
             self.boundary.pop(slot, None)
-            self.alive[slot].trainer_failed(evidence, code, self.now_s)
+            self.alive[slot].trainer_failed(evidence, code, self.now_s, raised=raised)
             ballot = self.open.pop(slot, None)
             if ballot is not None:
                 self.alive[slot].quiesced(ballot, None, [{"owner": slot}])
@@ -448,10 +456,9 @@ class Cluster:
                 self.say(f"{slot}: over, exit code {effect.exit_code}: {effect.reason}")
                 self.ends[slot] = effect
             case Note():
-                if effect.kind == "quorum_lost":
-                    self.say(f"{slot}: no quorum, heard {effect.fields['nodes_heard']}")
-                elif effect.kind == "told_to_stop":
-                    self.say(f"{slot}: says that {effect.fields['by']} has stopped it")
+                told = describe_note(effect)
+                if told is not None:
+                    self.say(f"{slot}: {told}")
 
     def all_decided(
         self, told: list[MembershipView], facts: list[dict[str, int]]

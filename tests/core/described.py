@@ -18,6 +18,7 @@ from elaswave_plugin.core.agreement_messages import (
     StopBefore,
     Welcome,
 )
+from elaswave_plugin.core.agreement_orders import Note
 
 
 def describe(message: Message) -> str:
@@ -59,3 +60,17 @@ def describe(message: Message) -> str:
             return f"done, exit code {message.exit_code}"
         case _:
             return type(message).__name__.lower()
+
+
+def describe_note(note: Note) -> str | None:
+    """What is said for whoever watches, of the notes that a golden script shows."""
+    fields = note.fields
+    match note.kind:
+        case "quorum_lost":
+            return f"no quorum, heard {fields['nodes_heard']}"
+        case "told_to_stop":
+            return f"says that {fields['by']} has stopped it"
+        case "worker_raised":
+            return f"shows what worker {fields['slot']} raised {fields['when']}"
+        case _:
+            return None

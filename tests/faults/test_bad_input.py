@@ -166,8 +166,14 @@ def test_bad_file_costs_one_sentence(
 
 def test_missing_data_is_the_scripts_own_error(run: Launch, tmp_path: Path) -> None:
     failed = run(JobSpec(options=(f"--data-path={tmp_path / 'nowhere'}",)))
-    check_refused(failed, "exit code 1", code=1)
-    assert f"cannot be found at the path prefix {tmp_path / 'nowhere'}" in failed.output
+    assert failed.returncode == 1 and not failed.orphans, failed.output[-4000:]
+    said = f"cannot be found at the path prefix {tmp_path / 'nowhere'}"
+    last = failed.output.splitlines()[-1]
+    assert re.match(
+        f"elaswave: the job stops: worker . failed before the first step: .*{said}", last
+    )
+    # In the traceback, and in the sentence.
+    assert failed.output.count(said) == 2
 
 
 def test_a_taken_port_costs_one_sentence(run: Launch) -> None:

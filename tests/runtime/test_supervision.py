@@ -237,13 +237,43 @@ def test_from_kill_to_commit_takes_milliseconds(tmp_path: Path) -> None:
 
 def test_the_job_stops_when_no_trainer_is_left(tmp_path: Path) -> None:
     with Job(tmp_path, 2).start() as job:
-        job.tell(1, "raise")
+        job.kill(1)
         job.one("commit", 0, epoch=2)
-        job.tell(0, "raise")
+        job.kill(0)
         assert job.code() == 1
         assert job.left(WAIT_S) == []
     assert "no live worker remains" in job.output()
     assert job.events("job_over")[0]["exit_code"] == 1
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_workers_that_fail_alike_end_the_job_once(tmp_path: Path, at_once: bool) -> None:
+    """Also where the second one fails only when it is on its own."""
+    with Job(tmp_path, 2, TINY_RESPAWN="10").start() as job:
+        job.tell(1, "raise")
+        if not at_once:
+            job.one("commit", 0, epoch=2)
+        job.tell(0, "raise")
+        assert job.code() == 1
+        assert job.left(WAIT_S) == []
+    said = "the job stops: all workers failed alike before the first step: RuntimeError: as told"
+    assert job.output().count(said) == 1
+    assert job.output().count("Traceback (most recent call last)") == 1
+    assert "no live worker remains" not in job.output()
+    assert {event["incarnation"] for event in job.events("worker_started")} == {0}
+
+
+def test_the_exception_of_one_worker_is_shown_once_and_is_its_loss(tmp_path: Path) -> None:
+    with Job(tmp_path, 3).start() as job:
+        job.tell(1, "raise")
+        assert (
+            "exited: exit code 1, RuntimeError: as told (tiny_trainer.py:"
+            in (job.one("commit", 0, epoch=2)["reason"])
+        )
+        job.one("commit", 2, epoch=2)
+        assert job.finish([0, 2]) == 0
+    assert job.output().count("Traceback (most recent call last)") == 1
+    assert "failed alike" not in job.output()
 
 
 def test_a_loss_before_the_first_snapshots_stops_the_job_for_a_requeue(tmp_path: Path) -> None:
