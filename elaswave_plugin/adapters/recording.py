@@ -42,9 +42,9 @@ class Recording:
             mib = worker.state.snapshot_bytes / 2**20
             one_node = len(set(worker.view.nodes)) == 1
             where = "; all copies are on one node: losing it ends the job" if one_node else ""
-            print(
-                f"elaswave: snapshots use {mib:.1f} MiB of shared memory per worker{where}",
-                file=sys.stderr,
+            # In one piece: print() writes the end of a line apart, and supervisors write as well.
+            sys.stderr.write(
+                f"elaswave: snapshots use {mib:.1f} MiB of shared memory per worker{where}\n"
             )
         worker.events.emit(
             "attached",

@@ -56,10 +56,49 @@ def _self_recording() -> set[str]:
     return getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set())
 
 
-def local_store() -> Any:
-    """A store in this process's memory: torch wants one, our groups never use it."""
-    make: Any = torch._C._distributed_c10d.HashStore
-    return make()
+class LocalStore(dist.Store):  # type: ignore[name-defined,misc]
+    """A store in this process's memory: torch wants one, our groups never use it.
+
+    A native group would wait in it for its other members, and is refused.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: Any) -> None:
+        """Remember it."""
+        self._values[key] = value.encode() if isinstance(value, str) else value
+
+    def get(self, key: str) -> bytes:
+        """What was set here; raises ConfigurationError for what another process would set."""
+        self.wait([key])
+        return self._values[key]
+
+    def add(self, key: str, value: int) -> int:
+        """Count on."""
+        count = int(self._values.get(key, b"0")) + value
+        self._values[key] = str(count).encode()
+        return count
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of them were set here."""
+        return all(key in self._values for key in keys)
+
+    def wait(self, keys: list[str], timeout: Any = None) -> None:
+        """Raises ConfigurationError for what another process would set."""
+        if not self.check(keys):
+            raise ConfigurationError(
+                "a group of torch's own is made (gloo, nccl), which cannot lose a member: leave "
+                "out its backend, as in torch.distributed.new_group(ranks)"
+            )
+
+    def delete_key(self, key: str) -> bool:
+        """Forget it; whether it was set."""
+        return self._values.pop(key, None) is not None
+
+    def set_timeout(self, timeout: Any) -> None:
+        """Nothing waits."""
 
 
 def imagine_world(rank: int, size: int) -> None:
@@ -68,7 +107,8 @@ def imagine_world(rank: int, size: int) -> None:
     Torch's own fake group answers: every call returns at once, and nobody's data comes.
     """
     import_module("torch.testing._internal.distributed.fake_pg")
-    dist.init_process_group(dist.Backend.FAKE, store=local_store(), rank=rank, world_size=size)
+    store: Any = torch._C._distributed_c10d.HashStore
+    dist.init_process_group(dist.Backend.FAKE, store=store(), rank=rank, world_size=size)
 
 
 def wrap_backend(backend: Any, store: Any, rank: int, size: int, *, kind: str, device: str) -> Any:

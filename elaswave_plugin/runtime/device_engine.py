@@ -82,6 +82,7 @@ class DeviceEngine:
         kwargs: dict[str, Any],
         peer: int | None,
     ) -> DeviceWork:
+        group.begins(call)
         communicator = self._communicator(group)
         run = getattr(communicator.inner.calls, call)
 
@@ -113,6 +114,7 @@ class DeviceEngine:
 
         `asynchronous`: the current stream does not wait for them; the `tensors` are what they use.
         """
+        group.begins(what)
         communicator = self._communicator(group)
         inner = communicator.inner
         # Busy to the end: an abort has to come after the last kernel, which writes for the caller.

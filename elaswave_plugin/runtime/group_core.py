@@ -206,6 +206,11 @@ class GroupCore:
 
     # ---- starting operations -----------------------------------------------------------------
 
+    def begins(self, call: str) -> None:
+        """A call starts; raises whatever the watch of the links does."""
+        if self._links.watch is not None:
+            self._links.watch(call, self.members)
+
     @property
     def _run(self) -> Any:
         """The module of the collectives."""
@@ -226,6 +231,7 @@ class GroupCore:
 
         ``timeout``: where the call has it beside its `opts`.
         """
+        self.begins(name)
         timeout = timeout or getattr(opts, "timeout", None)
         timeout_s = timeout.total_seconds() if timeout is not None else -1.0
         operation = Operation(

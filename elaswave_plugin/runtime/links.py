@@ -7,7 +7,7 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from elaswave_plugin.core.hang import NOBODY, OUTSIDE
@@ -48,6 +48,8 @@ class LinkTable:
         self.epoch = 0
         # Without an epoch, groups of several are answered by `alone.py` where this is set.
         self.alone = False
+        # Called with the name and the members of each call of a group before it starts.
+        self.watch: Callable[[str, Sequence[int]], None] | None = None
         self.scratch = Scratch()
         self.sent_bytes = 0
         self.received_bytes = 0

@@ -86,6 +86,8 @@ class GroupTable:
         self._groups: dict[str, ElasticProcessGroup] = {}
         self._launched: dict[str, tuple[int, ...]] = {}
         self._installed = False
+        # Torch keeps no reference that Python would see.
+        self._store = c10d_tables.LocalStore()
 
     @property
     def has_native_groups(self) -> bool:
@@ -192,7 +194,7 @@ class GroupTable:
         self._world_ranks = world
         return {
             "backend": c10d_tables.BACKEND,
-            "store": c10d_tables.local_store(),
+            "store": self._store,
             "rank": world.index(self.links.slot),
             "world_size": len(world),
         }

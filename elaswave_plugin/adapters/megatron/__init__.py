@@ -8,12 +8,14 @@ import argparse
 
 import torch
 
+from elaswave_plugin.adapters.megatron.arguments import read_sizes
 from elaswave_plugin.adapters.megatron.contract import Job
 from elaswave_plugin.adapters.megatron.cpu import cpu_patches
 from elaswave_plugin.adapters.megatron.job import ElasticJob
 from elaswave_plugin.adapters.megatron.plain import PlainJob
 from elaswave_plugin.adapters.megatron.seams import elastic_patches
 from elaswave_plugin.adapters.megatron.whole_saves import WholeSaves
+from elaswave_plugin.adapters.megatron.world import check_no_world
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.config import add_arguments, from_namespace
 from elaswave_plugin.runtime.refusal import ends_in_a_sentence
@@ -26,28 +28,23 @@ def attach(args: argparse.Namespace) -> Job:
     """Join the job when ``args`` has --elaswave, else return the same verbs without the plugin.
 
     Reads global_batch_size, micro_batch_size, seed and, where there are, the sizes of tensor and
-    pipeline model parallelism, as Megatron-LM's arguments name them.
+    pipeline model parallelism, as Megatron-LM's arguments name them. Comes before
+    ``torch.distributed.init_process_group``.
     On a machine without GPU the CPU patch records are applied in both cases; ``finish`` undoes all
     records. Bad input ends the process with one sentence and exit code 2, here and in the job's
     other verbs.
     """
+    sizes = read_sizes(args)
     config = from_namespace(args)
     patches = PatchSet([]) if torch.cuda.is_available() else cpu_patches()
-    sizes = {
-        "global_batch_size": args.global_batch_size,
-        "micro_batch_size": args.micro_batch_size,
-        "model_parallel": (
-            getattr(args, "tensor_model_parallel_size", 1),
-            getattr(args, "pipeline_model_parallel_size", 1),
-        ),
-    }
     if config is None:
-        job: Job = PlainJob(patches=patches, **sizes)
+        job: Job = PlainJob(sizes, patches=patches)
     else:
+        check_no_world()
         saves = WholeSaves()
         elastic = elastic_patches(exact=config.consistency == "exact", saves=saves)
         patches = PatchSet([*patches.records, *elastic.records])
         patches.check()  # before the others are waited for
-        job = ElasticJob(config, patches=patches, saves=saves, seed=args.seed, **sizes)
+        job = ElasticJob(config, sizes, patches=patches, saves=saves)
     patches.apply()
     return job

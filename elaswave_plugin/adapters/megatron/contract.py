@@ -10,7 +10,8 @@ from elaswave_plugin.runtime.loop import StepReport
 
 Result = TypeVar("Result")
 ForwardBackward = Callable[..., list[Any]]
-Losses = Sequence[tuple[float, float]]
+# One a micro-batch: (sum, tokens), a tensor of the two, one mean, or a dict with one of these.
+Losses = Sequence[Any]
 # The norm is None where a loss scaler skipped the step.
 TrainStep = Callable[[], tuple[Losses, float | None]]
 
@@ -19,16 +20,21 @@ class Job(Protocol):
     """What a script asks of the plugin, whether it is on or off."""
 
     def process_group(self) -> dict[str, Any]:
-        """Arguments of ``torch.distributed.init_process_group``."""
+        """Arguments of ``torch.distributed.init_process_group``, which has not been called yet."""
 
     def bind(self, model: Any, optimizer: Any, scheduler: Any, *, train_iters: int) -> None:
-        """Take the built job into care."""
+        """Take the built job into care, once."""
 
     def batches(self, dataset: Any) -> Iterator[dict[str, torch.Tensor]]:
-        """The data iterator over a dataset with sequential sampling."""
+        """The data iterator over a map-style dataset with sequential sampling."""
 
     def forward_backward(self, function: ForwardBackward) -> ForwardBackward:
-        """Megatron-Core's forward-backward function, for whatever this worker runs now."""
+        """Megatron-Core's forward-backward function, for whatever this worker runs now.
+
+        Called by the functions of ``train``, ``evaluate`` and ``run`` only. ``num_microbatches``
+        may be left out; else it is that of one replica, as in Megatron-LM. Neither ``forward_step``
+        nor its loss function calls a collective between replicas.
+        """
 
     def train(
         self, train_step: TrainStep, *, last_checkpoint: Callable[[], object] | None = None
@@ -37,9 +43,9 @@ class Job(Protocol):
 
         ``last_checkpoint()`` is called where every worker is told to leave, and the last thing.
 
-        ``train_step()`` returns the losses that ``forward_backward`` reported, one (sum, tokens) a
-        micro-batch, and the gradient norm: None, reported as 0, where a loss scaler skipped the
-        step.
+        ``train_step()`` calls the wrapped ``forward_backward`` once. It returns the losses that
+        this reported, in any form of ``Losses``, and the gradient norm: None, reported as 0, where
+        a loss scaler skipped the step.
         """
 
     def finish(self) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 
 from elaswave_plugin.core.dataflow import Samples, sample_ids
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.runtime.refusal import ends_in_a_sentence
 
 
 def in_order(
@@ -40,27 +42,43 @@ class KeyedBatches:
     ) -> None:
         """``on_batch(step, micro-batch, sample ids)`` is told of what is read before it is used.
 
-        Once for each micro-batch of which a piece has samples.
+        Once for each micro-batch of which a piece has samples. Raises ConfigurationError for
+        anything but a map-style dataset.
         """
+        _check_dataset(dataset)
         self._dataset = dataset
         self._micro_batch_size = micro_batch_size
         self._num_microbatches = num_microbatches
         self._on_batch = on_batch
         self._step = 0
-        self._queue: Iterator[Samples] = iter(())
+        self._delivered = 0
+        self._queue: list[Samples] = []
 
     def deliver(self, step: int, samples: Samples) -> None:
         """The next batch is these samples of ``step``."""
         self._step = step
-        self._queue = iter((samples,))
+        self._delivered += 1
+        self._queue = [samples]
 
     def __iter__(self) -> "KeyedBatches":
         return self
 
+    @ends_in_a_sentence
     def __next__(self) -> dict[str, torch.Tensor]:
-        """The next piece as a dict of stacked tensors [samples, ...]."""
+        """The next piece as a dict of stacked tensors [samples, ...].
+
+        Raises ConfigurationError where the wrapped forward-backward function has delivered none.
+        """
+        if not self._queue:
+            raise ConfigurationError(
+                "next(batches) is called twice in one forward_step, which has one micro-batch: "
+                "call it once there"
+                if self._delivered
+                else "next(batches) is called where no micro-batch is due: write forward_backward "
+                "= job.forward_backward(get_forward_backward_func()), and call that in train_step"
+            )
         read: list[int] = []
-        for microbatch, start, stop in next(self._queue).rows(size=self._micro_batch_size):
+        for microbatch, start, stop in self._queue.pop().rows(size=self._micro_batch_size):
             ids = sample_ids(
                 step=self._step,
                 microbatch=microbatch,
@@ -70,3 +88,30 @@ class KeyedBatches:
             self._on_batch(self._step, microbatch, ids)
             read += ids
         return torch.utils.data.default_collate([self._dataset[one] for one in read])
+
+
+def served(batches: Any) -> KeyedBatches:
+    """The data iterator of a forward-backward call; raises ConfigurationError for any other."""
+    if not isinstance(batches, KeyedBatches):
+        raise ConfigurationError(
+            f"data_iterator is {_kind(batches)}, of which nobody knows what it serves again after "
+            "a loss: write train_batches = job.batches(dataset), and give that on every stage"
+        )
+    return batches
+
+
+def _check_dataset(dataset: Any) -> None:
+    if isinstance(dataset, torch.utils.data.DataLoader):
+        raise ConfigurationError(
+            "job.batches got a DataLoader, wanted its dataset, which it reads by sample number: "
+            "write job.batches(loader.dataset)"
+        )
+    if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise ConfigurationError(
+            f"job.batches got {_kind(dataset)}, wanted a dataset with dataset[i], since samples "
+            "are read by number, and again after a loss: give one with __getitem__, or a list"
+        )
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"

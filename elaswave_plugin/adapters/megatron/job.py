@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from elaswave_plugin.adapters.megatron import rng
+from elaswave_plugin.adapters.megatron.arguments import Sizes
 from elaswave_plugin.adapters.megatron.contract import (
     ForwardBackward,
     Losses,
@@ -17,12 +19,17 @@ from elaswave_plugin.adapters.megatron.contract import (
     TrainStep,
     num_microbatches_of,
 )
-from elaswave_plugin.adapters.megatron.data import KeyedBatches
+from elaswave_plugin.adapters.megatron.data import KeyedBatches, served
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
 from elaswave_plugin.adapters.megatron.growth import check_growth
+from elaswave_plugin.adapters.megatron.lonely_calls import without_collectives
+from elaswave_plugin.adapters.megatron.losses import Reported, check_evaluation, check_result
 from elaswave_plugin.adapters.megatron.microbatches import Microbatches
-from elaswave_plugin.adapters.megatron.refuse import check_supported
+from elaswave_plugin.adapters.megatron.refuse import check_loop, check_supported
+from elaswave_plugin.adapters.megatron.schedule_calls import check_call, check_schedule, check_work
+from elaswave_plugin.adapters.megatron.turns import EVALUATE, RUN, TRAIN, Turns
 from elaswave_plugin.adapters.megatron.whole_saves import WholeSaves
+from elaswave_plugin.adapters.megatron.world import check_no_world, check_world
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.adapters.recording import Recording, tracker_of
 from elaswave_plugin.config import ElasticConfig
@@ -41,28 +48,26 @@ class ElasticJob:
     def __init__(
         self,
         config: ElasticConfig,
+        sizes: Sizes,
         *,
         patches: PatchSet,
         saves: WholeSaves,
-        global_batch_size: int,
-        micro_batch_size: int,
-        model_parallel: tuple[int, int],
-        seed: int,
     ) -> None:
-        """Join the job; ``model_parallel``: the sizes of tp and pp; ``saves``: its checkpoints.
+        """Join the job; ``saves`` is told of its loop.
 
         Raises ConfigurationError outside a supervisor, for workers that do not factor, and for
         uneven batches.
         """
         workers = int(os.environ.get("WORLD_SIZE", "1"))
-        tp, pp = model_parallel
+        tp, pp = sizes.model_parallel
         width = sizes_of(workers, tp=tp, pp=pp)
-        if model_parallel == (1, 1):
+        if sizes.model_parallel == (1, 1):
             config.check_without_stages()
         config.check_last_checkpoint("give a function of yours to train(), as last_checkpoint")
+        self._width = width
         self._num_microbatches = num_microbatches_of(
-            global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
+            global_batch_size=sizes.global_batch_size,
+            micro_batch_size=sizes.micro_batch_size,
             width=width,
         )
         reserve = read_reserve(os.environ)
@@ -70,22 +75,29 @@ class ElasticJob:
             config,
             reserve,
             width=width,
-            model_parallel=model_parallel,
+            model_parallel=sizes.model_parallel,
             num_microbatches=self._num_microbatches,
         )
         config.check_slots(workers + reserve)
-        self._micro_batch_size = micro_batch_size
-        self._seed = seed if config.seed is None else config.seed
+        self._sizes = sizes
+        self._micro_batch_size = sizes.micro_batch_size
+        self._seed = sizes.seed if config.seed is None else config.seed
         check_sinks(config)
-        self._worker = Worker(config=config, environ=os.environ, model_parallel=model_parallel)
+        self._turns = Turns()
+        self._worker = Worker(
+            config=config, environ=os.environ, model_parallel=sizes.model_parallel
+        )
         self._tracker = tracker_of(self._worker)
         self._train_iters = 0
         self._evaluations = 0
         self._patches = patches
         self._saves = saves
+        self._finished = False
 
+    @ends_in_a_sentence
     def process_group(self) -> dict[str, Any]:
         """Our communicator, which needs no store and no rendezvous."""
+        check_no_world()
         return self._worker.groups.install(self._worker.view.ranks)
 
     @ends_in_a_sentence
@@ -94,8 +106,11 @@ class ElasticJob:
 
         Raises ConfigurationError for anything that is not carried.
         """
+        self._turns.bind()
+        check_world(self._worker.groups, model_parallel=self._sizes.model_parallel)
         chunks = model if isinstance(model, list) else [model]
         distributed = check_supported(chunks, optimizer)
+        check_loop(scheduler, train_iters)
         self._train_iters = train_iters
         self._framework = MegatronFramework(
             self._worker,
@@ -128,29 +143,48 @@ class ElasticJob:
             num_microbatches=self._num_microbatches, micro_batch_size=self._micro_batch_size
         )
 
+    @ends_in_a_sentence
     def batches(self, dataset: Any) -> KeyedBatches:
         """Batches keyed by sample; every one is written to the ledger before it is used."""
         return KeyedBatches(
             dataset,
             micro_batch_size=self._micro_batch_size,
             num_microbatches=self._num_microbatches,
-            on_batch=self._microbatches.consume,
+            on_batch=lambda *piece: self._microbatches.consume(*piece),
         )
 
+    @ends_in_a_sentence
     def forward_backward(self, function: ForwardBackward) -> ForwardBackward:
         """Healthy: the function itself. After a loss: what this worker has to run."""
+        check_schedule(function)
 
+        @ends_in_a_sentence
         def run(*, forward_only: bool = False, **kwargs: Any) -> list[Any]:
+            self._turns.forward_backward(forward_only=forward_only)
+            # A script may read the width once, or at every step.
+            widths = self._width, parallel_state.get_data_parallel_world_size()
+            check_call(
+                kwargs,
+                micro_batch_size=self._micro_batch_size,
+                count=self._num_microbatches,
+                widths=widths,
+            )
+            kwargs.pop("num_microbatches", None)
+            kwargs["forward_step_func"] = without_collectives(
+                kwargs["forward_step_func"], self._worker.links
+            )
             step = self._evaluations if forward_only else self._worker.completed
             self._evaluations += int(forward_only)
 
-            def begin(batches: KeyedBatches, chunk: Any, samples: Samples) -> None:
-                batches.deliver(step, samples)
+            def begin(batches: Any, chunk: Any, samples: Samples) -> None:
+                served(batches).deliver(step, samples)
                 rng.set_key(step, samples, size=self._micro_batch_size)
 
-            return self._microbatches.forward_backward(
+            losses = self._microbatches.forward_backward(
                 function, begin, forward_only=forward_only, **kwargs
             )
+            self._turns.returned.append(losses)
+            return losses
 
         return run
 
@@ -160,7 +194,11 @@ class ElasticJob:
 
     @ends_in_a_sentence
     def finish(self) -> None:
-        """Leave with the others."""
+        """Leave with the others; the second call does nothing."""
+        self._turns.check_bound("finish")
+        if self._finished:
+            return
+        self._finished = True
         self._loop.finish(before_leaving=self._tracker.close)
         self._worker.groups.uninstall()
         self._microbatches.finish()
@@ -174,14 +212,16 @@ class ElasticJob:
         A step that a recovery rolled back is redone before the next one is reported.
         ``last_checkpoint()`` writes one where every worker is told to leave; training ends then.
         """
+        self._begin(train_step, last_checkpoint)
         if last_checkpoint is not None:
             self._worker.member.saves_last()
 
         def attempt() -> StepReport:
-            with self._framework.modes_kept():
-                losses, grad_norm = train_step()
+            with self._framework.modes_kept(), self._turns.of(TRAIN):
+                result = train_step()
+            losses, grad_norm = check_result(result, *self._turns.returned)
             pace = self._worker.stopwatch.times.told_pace()
-            loss, tokens, norm = self._agree(losses, float(grad_norm or 0.0), pace=pace)
+            loss, tokens, norm = self._agree(losses, grad_norm, pace=pace)
             lr = self._framework.learning_rate()
             return StepReport(loss=loss, grad_norm=norm, lr=lr, tokens=tokens)
 
@@ -193,43 +233,52 @@ class ElasticJob:
                 break
         self.finish()
 
+    @ends_in_a_sentence
+    def _begin(self, train_step: object, last_checkpoint: object) -> None:
+        self._turns.begin_training()
+        check_work(train_step, TRAIN)
+        if last_checkpoint is not None:
+            check_work(last_checkpoint, TRAIN, like="last_checkpoint=save")
+
     def _agree(
-        self, losses: Losses, grad_norm: float = 0.0, *, pace: tuple[float, int] | None = None
+        self,
+        losses: Sequence[Reported],
+        grad_norm: float = 0.0,
+        *,
+        pace: tuple[float, int] | None = None,
     ) -> tuple[float, int, float]:
         """Mean loss, tokens and gradient norm, alike on every worker; paces are compared.
 
-        Losses are summed in ascending order of samples and divided by the tokens.
+        Losses are summed in ascending order of samples and divided by their weights.
         """
         worker, count = self._worker, self._microbatches.num_reports
         ranks = worker.view.ranks
         # A row for each loss of the step, for the norm, and for each worker.
-        table = torch.zeros(count + 1 + len(ranks), 2, dtype=torch.float64)
-        table[count + 1 + ranks.index(worker.slot)] = torch.tensor(
+        table = torch.zeros(count + 1 + len(ranks), 3, dtype=torch.float64)
+        table[count + 1 + ranks.index(worker.slot), :2] = torch.tensor(
             pace or (0.0, 0), dtype=torch.float64
         )
         if self._microbatches.reports_losses:
-            for row, pair in zip(self._microbatches.reports, losses, strict=True):
-                table[row] = torch.tensor(pair, dtype=torch.float64)
+            for row, one in zip(self._microbatches.reports, losses, strict=True):
+                table[row] = torch.tensor(one, dtype=torch.float64)
         table[count, 0] = grad_norm if self._microbatches.seat == Seat(0, 0, 0) else 0.0
         # Every row has one contributor, so that the sum only adds zeros to it.
         dist.all_reduce(table)
-        *rows, (norm, _) = table[: count + 1].tolist()
-        paces = zip(ranks, table[count + 1 :].tolist(), strict=True)
+        *reports, (norm, _, _) = table[: count + 1].tolist()
+        paces = zip(ranks, table[count + 1 :, :2].tolist(), strict=True)
         worker.slow_workers.compare({slot: (pace, int(n)) for slot, (pace, n) in paces if pace})
-        total, tokens = 0.0, 0.0
-        for loss, count in rows:
-            total, tokens = total + loss, tokens + count
-        return total / tokens, int(tokens), norm
+        total, weight, tokens = map(sum, zip(*reports, strict=True))
+        return total / weight, int(tokens), norm
 
     def evaluate(self, evaluate: Callable[[], Sequence[Losses]]) -> float:
         """Run an evaluation; it starts again after a recovery."""
 
         def from_the_start() -> float:
-            self._evaluations = 0
-            means = [self._agree(losses)[0] for losses in evaluate()]
+            batches = check_evaluation(evaluate(), self._turns.returned)
+            means = [self._agree(losses)[0] for losses in batches]
             return sum(means) / len(means)
 
-        loss = self._between_steps(from_the_start, phase="evaluation", alone=math.nan)
+        loss = self._between_steps(from_the_start, EVALUATE, phase="evaluation", alone=math.nan)
         assert loss is not None  # as only a save's result can be
         return loss
 
@@ -239,14 +288,18 @@ class ElasticJob:
         Everyone leaves it together. None for a worker that comes later and is not in the
         job yet: it has no part in it; and for a save that the storage has failed, which is told.
         """
-        return self._between_steps(work, phase=phase, alone=None)
+        return self._between_steps(work, RUN, phase=phase, alone=None)
 
     @ends_in_a_sentence
     def _between_steps(
-        self, work: Callable[[], Result], *, phase: str, alone: Result
+        self, work: Callable[[], Result], verb: str, *, phase: str, alone: Result
     ) -> Result | None:
+        self._turns.check_bound(verb)
+        check_work(work, verb, phase)
+
         def whole() -> Result:
-            with self._framework.modes_kept():
+            self._evaluations = 0
+            with self._framework.modes_kept(), self._turns.of(verb):
                 return work()
 
         return self._loop.run(whole, phase=phase, alone=alone)

@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from elaswave_plugin.adapters.megatron.arguments import Sizes
 from elaswave_plugin.adapters.megatron.contract import (
     ForwardBackward,
     Losses,
@@ -15,12 +17,17 @@ from elaswave_plugin.adapters.megatron.contract import (
     TrainStep,
     num_microbatches_of,
 )
-from elaswave_plugin.adapters.megatron.data import KeyedBatches, in_order
+from elaswave_plugin.adapters.megatron.data import KeyedBatches, in_order, served
+from elaswave_plugin.adapters.megatron.losses import Reported, check_evaluation, check_result
+from elaswave_plugin.adapters.megatron.refuse import check_loop
+from elaswave_plugin.adapters.megatron.schedule_calls import check_call, check_schedule, check_work
+from elaswave_plugin.adapters.megatron.turns import EVALUATE, RUN, TRAIN, Turns
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.core.dataflow import Samples
 from elaswave_plugin.core.exact import replica_microbatches
 from elaswave_plugin.core.layout import sizes_of
 from elaswave_plugin.runtime.loop import StepReport
+from elaswave_plugin.runtime.refusal import ends_in_a_sentence
 
 
 class PlainJob:
@@ -28,35 +35,39 @@ class PlainJob:
 
     def __init__(
         self,
+        sizes: Sizes,
         *,
         patches: PatchSet,
-        global_batch_size: int,
-        micro_batch_size: int,
-        model_parallel: tuple[int, int],
     ) -> None:
-        """``model_parallel``: the sizes of tp and pp; raises ConfigurationError for bad sizes."""
+        """Raises ConfigurationError for workers that do not factor, and for uneven batches."""
         self._patches = patches
-        tp, pp = model_parallel
+        self._turns = Turns()
+        tp, pp = sizes.model_parallel
         self._width = sizes_of(int(os.environ.get("WORLD_SIZE", "1")), tp=tp, pp=pp)
-        self._micro_batch_size = micro_batch_size
+        self._micro_batch_size = sizes.micro_batch_size
         self._num_microbatches = num_microbatches_of(
-            global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
+            global_batch_size=sizes.global_batch_size,
+            micro_batch_size=sizes.micro_batch_size,
             width=self._width,
         )
         self._step = 0
         self._evaluations = 0
         self._train_iters = 0
+        self._finished = False
 
     def process_group(self) -> dict[str, Any]:
         """gloo, or NCCL where there is a GPU."""
         return {"backend": "nccl" if torch.cuda.is_available() else "gloo"}
 
+    @ends_in_a_sentence
     def bind(self, model: Any, optimizer: Any, scheduler: Any, *, train_iters: int) -> None:
         """Remember how long to train, and where the learning rate is."""
+        self._turns.bind()
+        check_loop(scheduler, train_iters)
         self._optimizer = optimizer
         self._train_iters = train_iters
 
+    @ends_in_a_sentence
     def batches(self, dataset: Any) -> KeyedBatches:
         """Sequential sampling, as MegatronPretrainingSampler does."""
         return KeyedBatches(
@@ -66,25 +77,38 @@ class PlainJob:
             on_batch=lambda step, microbatch, ids: None,
         )
 
+    @ends_in_a_sentence
     def forward_backward(self, function: ForwardBackward) -> ForwardBackward:
         """The function itself, with this rank's micro-batches."""
+        check_schedule(function)
 
-        def run(**kwargs: Any) -> list[Any]:
+        @ends_in_a_sentence
+        def run(*, forward_only: bool = False, **kwargs: Any) -> list[Any]:
+            self._turns.forward_backward(forward_only=forward_only)
+            check_call(
+                kwargs,
+                micro_batch_size=self._micro_batch_size,
+                count=self._num_microbatches,
+                widths=(self._width,),
+            )
             mine = replica_microbatches(
                 parallel_state.get_data_parallel_rank(),
                 num_replicas=self._width,
                 num_microbatches=self._num_microbatches,
             )
             step = self._step
-            if kwargs.get("forward_only"):
+            if forward_only:
                 step = self._evaluations
                 self._evaluations += 1
+            kwargs |= {"num_microbatches": len(mine), "forward_only": forward_only}
             kwargs["forward_step_func"] = in_order(
                 kwargs["forward_step_func"],
                 [Samples.of(k, size=self._micro_batch_size) for k in mine],
-                lambda batches, chunk, samples: batches.deliver(step, samples),
+                lambda batches, chunk, samples: served(batches).deliver(step, samples),
             )
-            return function(num_microbatches=len(mine), **kwargs)
+            losses = function(**kwargs)
+            self._turns.returned.append(losses)
+            return losses
 
         return run
 
@@ -95,42 +119,66 @@ class PlainJob:
 
         ``last_checkpoint`` is for workers that are told to leave, which nobody is here.
         """
+        self._begin(train_step, last_checkpoint)
         while self._step < self._train_iters:
-            losses, grad_norm = train_step()
-            total, tokens = self._totals(losses)
-            lr = self._optimizer.param_groups[0]["lr"]
+            report = self._report(train_step)
             self._step += 1
-            yield (
-                self._step - 1,
-                StepReport(
-                    loss=total / tokens,
-                    grad_norm=float(grad_norm or 0.0),
-                    lr=lr,
-                    tokens=int(tokens),
-                ),
-            )
+            yield self._step - 1, report
         self.finish()
 
+    @ends_in_a_sentence
+    def _begin(self, train_step: object, last_checkpoint: object) -> None:
+        self._turns.begin_training()
+        check_work(train_step, TRAIN)
+        if last_checkpoint is not None:
+            check_work(last_checkpoint, TRAIN, like="last_checkpoint=save")
+
+    @ends_in_a_sentence
+    def _report(self, train_step: TrainStep) -> StepReport:
+        with self._turns.of(TRAIN):
+            result = train_step()
+        losses, grad_norm = check_result(result, *self._turns.returned)
+        total, weight, tokens = self._totals(losses)
+        lr = self._optimizer.param_groups[0]["lr"]
+        return StepReport(loss=total / weight, grad_norm=grad_norm, lr=lr, tokens=int(tokens))
+
     def finish(self) -> None:
-        """Leave together."""
+        """Leave together; the second call does nothing."""
+        if self._finished:
+            return
+        self._finished = True
         dist.barrier()
         dist.destroy_process_group()
         self._patches.undo()
 
-    def _totals(self, losses: Losses) -> tuple[float, float]:
-        sums = torch.zeros(2, dtype=torch.float64)
+    def _totals(self, losses: Sequence[Reported]) -> list[float]:
+        """Sums over all workers: losses, weights, tokens."""
+        sums = torch.zeros(3, dtype=torch.float64)
         # Where they are: at the last stage, and there once for each TP group.
         if losses and parallel_state.get_tensor_model_parallel_rank() == 0:
             sums = torch.tensor(losses, dtype=torch.float64).sum(dim=0)
         dist.all_reduce(sums)
-        return float(sums[0]), float(sums[1])
+        total: list[float] = sums.tolist()
+        return total
 
+    @ends_in_a_sentence
     def evaluate(self, evaluate: Callable[[], Sequence[Losses]]) -> float:
         """Sum over sums, batch by batch."""
-        self._evaluations = 0
-        totals = [self._totals(losses) for losses in evaluate()]
-        return sum(total / tokens for total, tokens in totals) / len(totals)
+        with self._between(EVALUATE, evaluate, "evaluation"):
+            batches = check_evaluation(evaluate(), self._turns.returned)
+            totals = [self._totals(losses) for losses in batches]
+        return sum(total / weight for total, weight, _ in totals) / len(totals)
 
+    @ends_in_a_sentence
     def run(self, work: Callable[[], Result], *, phase: str) -> Result | None:
         """Call it."""
-        return work()
+        with self._between(RUN, work, phase):
+            return work()
+
+    @contextmanager
+    def _between(self, verb: str, work: object, phase: object) -> Iterator[None]:
+        self._turns.check_bound(verb)
+        check_work(work, verb, phase)
+        self._evaluations = 0
+        with self._turns.of(verb):
+            yield

@@ -42,6 +42,21 @@ def check_supported(
     return only
 
 
+def check_loop(scheduler: Any, train_iters: Any) -> None:
+    """Raise ConfigurationError for a schedule without a state, or no number of steps."""
+    named = ("state_dict", "load_state_dict")
+    if scheduler is not None and not all(hasattr(scheduler, name) for name in named):
+        raise ConfigurationError(
+            f"job.bind got {type(scheduler).__name__} as scheduler, wanted one with state_dict() "
+            "and load_state_dict(), since a redone step is scheduled anew: write job.bind(model, "
+            "optimizer, scheduler, train_iters=...)"
+        )
+    if isinstance(train_iters, bool) or not isinstance(train_iters, int) or train_iters < 1:
+        raise ConfigurationError(
+            f"job.bind got train_iters={train_iters!r}, wanted the number of steps, at least 1"
+        )
+
+
 def check_grid(config: Any) -> None:
     """Raise ConfigurationError for what tensor and pipeline parallel jobs do not carry."""
     finalize = config.finalize_model_grads_func

@@ -1,0 +1,118 @@
+"""The losses that a script reports, in the forms that Megatron-Core's own loops take."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from elaswave_plugin.errors import ConfigurationError
+
+_FORMS = "(sum, tokens), a tensor of these two, one mean, or a dict with one of them"
+
+
+class Reported(NamedTuple):
+    """A loss as sum and weight; a mean alone weighs one micro-batch, whose tokens are unknown."""
+
+    total: float
+    weight: float
+    tokens: float
+
+
+def reported(value: Any) -> Reported:
+    """What a micro-batch's loss function reported; raises ConfigurationError for other forms.
+
+    As megatron/training/training.py, ``train_step``, tells them apart: two numbers are sum and
+    tokens, one is a mean.
+    """
+    if isinstance(value, Mapping):
+        if len(value) != 1:
+            raise ConfigurationError(
+                f"loss_func reports {len(value)} losses ({', '.join(map(str, value))}), and "
+                "job.train reports one: return a dict with that one"
+            )
+        (value,) = value.values()
+    numbers = _numbers(value)
+    if numbers is None or len(numbers) not in (1, 2):
+        raise ConfigurationError(
+            f"loss_func reports {_shown(value)}, wanted {_FORMS}: change what it returns last"
+        )
+    if len(numbers) == 1:
+        return Reported(total=numbers[0], weight=1.0, tokens=0.0)
+    return Reported(total=numbers[0], weight=numbers[1], tokens=numbers[1])
+
+
+def check_result(result: Any, known: Sequence[Any]) -> tuple[list[Reported], float]:
+    """Losses and gradient norm of a ``train_step``; raises ConfigurationError for other results.
+
+    ``known``: what forward_backward returned in it.
+    """
+    wanted = (
+        "wanted (losses, grad_norm): write `return losses, grad_norm` at the end of train_step, "
+        "with the list that forward_backward returned and the norm that optimizer.step() did"
+    )
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ConfigurationError(f"train_step returned {_shown(result)}, {wanted}")
+    losses, norm = result
+    norms = [0.0] if norm is None else _numbers(norm)
+    if isinstance(norm, bool) or norms is None or len(norms) != 1:
+        raise ConfigurationError(f"train_step returned {_shown(norm)} as gradient norm, {wanted}")
+    return check_losses(losses, known, of="train_step"), norms[0]
+
+
+def check_losses(losses: Any, known: Sequence[Any], *, of: str) -> list[Reported]:
+    """The losses that ``of`` returned; raises ConfigurationError unless they are those ``known``.
+
+    ``known``: what forward_backward returned, one a micro-batch.
+    """
+    told = [reported(one) for one in known]
+    if losses is known:
+        return told
+    given = [reported(one) for one in losses] if _is_list(losses) else None
+    # As text, in which a loss that is not a number equals itself.
+    if given is None or repr(given) != repr(told):
+        raise ConfigurationError(
+            f"{of} returned {_shown(losses)} as losses, wanted the list that forward_backward "
+            f"returned, which has {len(known)} of them here: return that list"
+        )
+    return told
+
+
+def check_evaluation(result: Any, known: Sequence[Sequence[Any]]) -> list[list[Reported]]:
+    """The losses of every batch of an ``evaluate``; raises ConfigurationError for others.
+
+    ``known``: what each call of forward_backward in it returned.
+    """
+    if not _is_list(result) or not result or len(result) != len(known):
+        raise ConfigurationError(
+            f"evaluate returned {_shown(result)}, wanted a list of what forward_backward returned, "
+            f"which it called {len(known)} times: collect that, one a call, and return the list"
+        )
+    return [check_losses(*both, of="evaluate") for both in zip(result, known, strict=True)]
+
+
+def _numbers(value: Any) -> list[float] | None:
+    """The numbers of a tensor or a sequence; None where it is neither."""
+    if isinstance(value, torch.Tensor):
+        return [float(one) for one in value.detach().flatten().tolist()] if value.numel() else []
+    if isinstance(value, tuple | list):
+        parts = [_numbers(one) for one in value]
+        return None if any(part is None or len(part) != 1 for part in parts) else _flat(parts)
+    if isinstance(value, int | float):
+        return [float(value)]
+    return None
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _flat(parts: Sequence[list[float] | None]) -> list[float]:
+    return [number for part in parts for number in part or ()]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if _is_list(value):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}" if value is not None else "None"

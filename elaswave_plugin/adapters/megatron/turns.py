@@ -1,0 +1,92 @@
+"""Which verb of the job runs, and what a script may call in it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from elaswave_plugin.errors import ConfigurationError
+
+TRAIN, EVALUATE, RUN = "train", "evaluate", "run"
+_OUTSIDE = "is called outside of job.train, job.evaluate and job.run, where no loss is survived"
+
+
+class Turns:
+    """The verb that runs now, None between them; refuses what has no place there."""
+
+    def __init__(self) -> None:
+        self._verb: str | None = None
+        self._bound = False
+        self._begun = False
+        # What each call of forward_backward in the verb has returned.
+        self.returned: list[list[Any]] = []
+
+    def bind(self) -> None:
+        """``bind`` is called; raises ConfigurationError the second time."""
+        if self._bound:
+            raise ConfigurationError("job.bind is called twice: delete the second call")
+        self._bound = True
+
+    def check_bound(self, verb: str) -> None:
+        """Raise ConfigurationError where ``verb`` comes before ``bind``."""
+        if not self._bound:
+            raise ConfigurationError(
+                f"job.{verb} is called before job.bind: write job.bind(model, optimizer, "
+                "scheduler, train_iters=...) behind the lines that build the three"
+            )
+
+    def begin_training(self) -> None:
+        """``train`` is called; raises ConfigurationError before ``bind``, and the second time."""
+        self.check_bound(TRAIN)
+        if self._begun:
+            raise ConfigurationError(
+                "job.train is called twice, and the first call makes all steps: put both loops "
+                "into one"
+            )
+        self._begun = True
+
+    @contextmanager
+    def of(self, verb: str) -> Iterator[None]:
+        """Inside, the verb runs an attempt of the script's function."""
+        if self._verb is not None:
+            raise ConfigurationError(
+                f"job.{verb} is called inside of job.{self._verb}: call it in the body of "
+                "`for iteration, report in job.train(train_step):`"
+            )
+        self._verb, self.returned = verb, []
+        try:
+            yield
+            if verb == TRAIN and not self.returned:
+                raise ConfigurationError(
+                    "train_step did not call what job.forward_backward returned, so that nothing "
+                    "of this step is known: write forward_backward = "
+                    "job.forward_backward(get_forward_backward_func()), and call that in it"
+                )
+        finally:
+            self._verb = None
+
+    def forward_backward(self, *, forward_only: bool) -> None:
+        """The wrapped function is called; raises ConfigurationError where it has no place."""
+        if self._verb is None and forward_only:
+            raise ConfigurationError(
+                f"forward_backward(forward_only=True) {_OUTSIDE}: write loss = "
+                "job.evaluate(evaluate), with `evaluate` the function that calls it"
+            )
+        if self._verb is None:
+            raise ConfigurationError(
+                f"forward_backward {_OUTSIDE}: write `for iteration, report in "
+                "job.train(train_step):`, with `train_step` the function that calls it, not called"
+            )
+        if self._verb == TRAIN and forward_only:
+            raise ConfigurationError(
+                "forward_backward(forward_only=True) is called in a training step: write loss = "
+                "job.evaluate(evaluate) between the steps"
+            )
+        if self._verb == EVALUATE and not forward_only:
+            raise ConfigurationError(
+                "forward_backward trains inside of job.evaluate: give it forward_only=True there"
+            )
+        if self._verb == TRAIN and self.returned:
+            raise ConfigurationError(
+                "forward_backward is called twice in one training step, and one call runs all "
+                "micro-batches of it: call it once in train_step"
+            )

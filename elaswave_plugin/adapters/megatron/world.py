@@ -1,0 +1,51 @@
+"""Whether the groups that a script has made are those of the job."""
+
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.runtime.process_group import GroupTable
+
+INIT = "torch.distributed.init_process_group(**job.process_group())"
+
+
+def check_no_world() -> None:
+    """Raise ConfigurationError where torch.distributed has its groups before the job's."""
+    if dist.is_initialized():
+        raise ConfigurationError(
+            f"torch.distributed is initialized already, on {dist.get_backend()!r}: delete that "
+            f"line, and write {INIT} behind attach"
+        )
+
+
+def check_world(groups: GroupTable, *, model_parallel: tuple[int, int]) -> None:
+    """Raise ConfigurationError where a group is not the job's, or of other sizes than its own.
+
+    ``model_parallel``: the sizes of tp and pp that the arguments name.
+    """
+    if not dist.is_initialized():
+        raise ConfigurationError(f"torch.distributed is not initialized: write {INIT}")
+    if groups.world is None:
+        raise ConfigurationError(
+            f"torch.distributed runs on {dist.get_backend()!r}, whose groups cannot lose a member: "
+            f"write {INIT}"
+        )
+    ours = groups.groups
+    made: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if not any(made is one for one in ours):
+        raise ConfigurationError(
+            "Megatron-Core's groups were made before the job's: call "
+            f"initialize_model_parallel(...) behind {INIT}"
+        )
+    seen = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    )
+    if seen != model_parallel:
+        raise ConfigurationError(
+            f"initialize_model_parallel made tensor and pipeline parallel sizes {seen}, and the "
+            f"arguments name {model_parallel}: set args.tensor_model_parallel_size and "
+            "args.pipeline_model_parallel_size before attach(args)"
+        )
