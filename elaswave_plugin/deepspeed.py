@@ -67,6 +67,7 @@ def _elastic(native: Callable[..., Any]) -> Callable[..., Any]:
         reading = import_module(f"{_ADAPTER}.configuration")
         arguments = reading.arguments_of(native, args, kwargs)
         config = reading.configuration_of(arguments)
+        import_module("deepspeed").__dict__[_MARK] = reading.missing_in(config)
         if reading.SECTION not in config:
             return native(*args, **kwargs)
         return import_module(f"{_ADAPTER}.attach").initialize(native, config, arguments)

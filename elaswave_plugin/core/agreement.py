@@ -28,6 +28,7 @@ from elaswave_plugin.core.agreement_messages import (
     Ballot,
     Begun,
     Committed,
+    Detached,
     Done,
     Facts,
     FirstSeal,
@@ -91,6 +92,7 @@ class Agreement(Follower):
         self._outside: set[int] = set()
         self._answers: dict[int, Quiesced] = {}
         self._quorum_until_s: float | None = None
+        self._knows_of_detached = False
 
     @classmethod
     def of_newcomer(cls, welcome: Welcome, *, patience: Patience, life: int) -> Agreement:
@@ -178,6 +180,8 @@ class Agreement(Follower):
                 | Starts()
             ):
                 self._learn_news(sender, message, now_s)
+            case Detached():
+                self._note_detached(sender, message)
             case Stays():
                 self._forget_notice(message.worker)
             case Stop():
@@ -228,6 +232,7 @@ class Agreement(Follower):
         if self.over or self._accepted is None or self._accepted.ballot != ballot:
             return
         self._fence_at_s = None
+        self._detached = self._detached and facts is None
         answer = Quiesced(ballot=ballot, facts=facts, inventory=inventory, entering=entering)
         if ballot.leader == self.slot:
             self._take_answer(self.slot, answer)
@@ -241,6 +246,21 @@ class Agreement(Follower):
             self.receive(self.slot, message, 0.0)
         else:
             self._send(ballot.leader, message)
+
+    def detached(self, message: Detached) -> None:
+        """The own trainer works without the job, which the leader says once for all of them."""
+        if self._detached:
+            return
+        self._detached, self._fence_at_s = True, None
+        if self.leader == self.slot:
+            self._note_detached(self.slot, message)
+        else:
+            self._send(self.leader, message)
+
+    def _note_detached(self, slot: int, message: Detached) -> None:
+        if not self._knows_of_detached:
+            self._knows_of_detached = True
+            self._note("detached", slot=slot, trains=message.trains, missing=message.missing)
 
     def abandon(self, reason: str, exit_code: int) -> None:
         """The own trainer found that the job cannot go on: stop all of it."""

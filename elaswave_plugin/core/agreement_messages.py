@@ -218,6 +218,17 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Detached:
+    """The sender's trainer trains (else: has ended) without having joined the job.
+
+    `missing`: what the script lacks. It is no news for the next leader: one has said it.
+    """
+
+    trains: bool
+    missing: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
     """The sender's trainer, a new incarnation, is built and waits to be let in."""
 
@@ -316,6 +327,7 @@ Message = (
     | FirstSeal
     | AllSealed
     | Done
+    | Detached
     | Ready
     | Notice
     | Stays

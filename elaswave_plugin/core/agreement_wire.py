@@ -16,6 +16,7 @@ from elaswave_plugin.core.agreement_messages import (
     Ballot,
     Begun,
     Committed,
+    Detached,
     Done,
     Facts,
     FirstSeal,
@@ -119,17 +120,13 @@ def to_wire(message: Message) -> dict[str, Any]:
             return {"m": "all_sealed"}
         case Done():
             return {"m": "done", "exit_code": message.exit_code}
+        case Detached():
+            return {"m": "detached", **asdict(message)}
         case Ready():
             arrival = message.arrival
             return {"m": "ready", "worker": arrival.worker.to_json(), "node": arrival.node}
         case Notice():
-            return {
-                "m": "notice",
-                "worker": message.worker.to_json(),
-                "evidence": message.evidence,
-                "saves_last": message.saves_last,
-                "asked": message.asked,
-            }
+            return {"m": "notice", **asdict(message), "worker": message.worker.to_json()}
         case Stays():
             return {"m": "stays", "worker": message.worker.to_json()}
         case Settled():
@@ -200,6 +197,8 @@ def _read(record: Mapping[str, Any]) -> Message:
             return AllSealed()
         case "done":
             return Done(exit_code=record["exit_code"])
+        case "detached":
+            return Detached(trains=record["trains"], missing=record["missing"])
         case "ready":
             worker = WorkerId.from_json(record["worker"])
             return Ready(arrival=Arrival(worker=worker, node=record["node"]))

@@ -119,7 +119,8 @@ class Follower(OwnTrainer, ABC):
         me = WorkerId(slot=self.slot, incarnation=self.incarnation)
         lives = me not in self._reports.failures and self.slot not in self._reports.done
         # A boundary may be far: who never comes to it hangs, which is found elsewhere.
-        waits = lives and self.slot in proposal.view.ranks and not proposal.boundary
+        may_answer = lives and not self._detached and self.slot in proposal.view.ranks
+        waits = may_answer and not proposal.boundary
         self._fence_at_s = now_s + self._answer_limit_s() if waits else None
         self._effects.append(ring)
 

@@ -52,6 +52,8 @@ class OwnTrainer:
         self._supervisors = Supervisors(nodes)
         self._reports = Reports(patience)
         self._fence_at_s: float | None = None
+        # Whether it works without having joined: nobody waits for it to join then.
+        self._detached = False
         self._news: list[News] = []
         self._effects: list[Effect] = []
 

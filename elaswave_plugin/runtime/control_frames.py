@@ -24,6 +24,7 @@ SAID_BY_TRAINER: tuple[Kind, ...] = (
     ("severed", (("epoch", int), ("evidence", str))),
     ("replan", (("reason", str),)),
     ("raised", (("error", str), ("message", str), ("where", str), ("traceback", str))),
+    ("detached", (("trains", bool), ("missing", str))),
     ("finish", ()),
     ("leave", (("reason", str), ("returns", bool))),
     ("abandon", (("reason", str), ("exit_code", int))),

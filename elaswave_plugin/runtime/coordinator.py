@@ -359,6 +359,11 @@ class Coordinator:
             say(f"worker {slot} failed {when}:\n{text.rstrip()}")
         elif note.kind == "job_over" and note.fields["exit_code"] != 0:
             say(f"the job stops: {note.fields['reason']}")
+        elif note.kind == "detached":
+            slot, missing = note.fields["slot"], note.fields["missing"]
+            trains = "trains without elaswave, and no loss will be survived"
+            did = trains if note.fields["trains"] else "has ended, and elaswave never attached"
+            say(f"worker {slot} {did}: {missing}")
         elif note.kind == "notice_void":
             why = f"{note.fields['why']}; end the job instead"
             say(f"worker {note.fields['slot']} stays: {why}")

@@ -65,8 +65,9 @@ class Orphans:
 def _group(leader_pid: int) -> Iterator[int]:
     """The members of a group that is stopped, except for resource trackers."""
     for entry in os.scandir("/proc"):
+        # One that is somebody else's may end meanwhile.
         with contextlib.suppress(OSError):
-            # It may be somebody else's, who ends meanwhile.
-            if entry.name.isdigit() and os.getpgid(int(entry.name)) == leader_pid:
-                if b"resource_tracker" not in Path(entry.path, "cmdline").read_bytes():
-                    yield int(entry.name)
+            is_member = entry.name.isdigit() and os.getpgid(int(entry.name)) == leader_pid
+            command = Path(entry.path, "cmdline").read_bytes() if is_member else b""
+            if is_member and b"resource_tracker" not in command:
+                yield int(entry.name)

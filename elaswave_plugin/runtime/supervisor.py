@@ -15,7 +15,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 
-from elaswave_plugin.core.agreement_messages import Ballot, Committed, Facts
+from elaswave_plugin.core.agreement_messages import Ballot, Committed, Detached, Facts
 from elaswave_plugin.core.agreement_orders import Ring
 from elaswave_plugin.core.ending import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_REQUEUE
 from elaswave_plugin.core.hang import Sample
@@ -416,6 +416,10 @@ class Supervisor:
                 self._agreement.abandon(
                     f"worker {self._slot}: {frame['reason']}", int(frame["exit_code"])
                 )
+            case "detached":
+                trainer.missing = frame["missing"]
+                if frame["trains"]:
+                    self._tell_detached(trainer, trains=True)
             case "layout":
                 self._agreement.layout = frame["layout"]
             case "slow":
@@ -431,6 +435,9 @@ class Supervisor:
         trainer.facts = frame["facts"]
         if self._ballot is not None:
             self._answer(trainer.facts)
+
+    def _tell_detached(self, trainer: TrainerSession, *, trains: bool) -> None:
+        self._agreement.detached(Detached(trains=trains, missing=trainer.missing))
 
     def _on_finish(self) -> None:
         self._trainer.finished = True
@@ -489,6 +496,7 @@ class Supervisor:
             # A signal after the work was done takes nothing away from it.
             self._agreement.trainer_done(exit_code or 0)
         elif exit_code == 0 and trainer.facts is None and not trainer.is_replacement:
+            self._tell_detached(trainer, trains=False)
             self._agreement.trainer_done(0)
         elif not trainer.left:
             evidence = trainer.end_of(evidence, exit_code, sealed=self._store.newest_step())

@@ -26,6 +26,11 @@ from elaswave_plugin.runtime.trainer_process import (
 )
 from elaswave_plugin.runtime.wire import Channel, Frame
 
+# Of a script that never imported torch, or does not let torch import us.
+_UNKNOWN = (
+    "the script imported no torch, or TORCH_DEVICE_BACKEND_AUTOLOAD is 0; have it train with"
+    " Megatron-Core or DeepSpeed"
+)
 # The end of a process that holds much memory, or a device, takes seconds as it is.
 DIES_WITHIN_S = 5.0
 _EARLY = (
@@ -45,7 +50,8 @@ class TrainerSession:
     """One incarnation; its `control` channel exists once it is attached.
 
     `facts`: it has joined, or waits to be let in; `delivered`: a view was delivered to it;
-    `undead`: it counts as gone, and its process is still there; `raised`: what ended its script.
+    `undead`: it counts as gone, and its process is still there; `raised`: what ended its script;
+    `missing`: what its script lacks to join, where it has not.
     """
 
     incarnation: int
@@ -63,6 +69,7 @@ class TrainerSession:
     undead: bool = False
     fence_evidence: str | None = None
     raised: Raised | None = None
+    missing: str = _UNKNOWN
     waits: ProcessorWaits = field(default_factory=ProcessorWaits)
     _reactor: Reactor = field(init=False)
     _on_exit: OnExit = field(init=False)

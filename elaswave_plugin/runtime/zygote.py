@@ -216,6 +216,8 @@ def become_trainer(request: Frame) -> None:
     os.environ[PROGRESS_FD] = str(progress)
     os.environ[SNAPSHOT_FDS] = ",".join(map(str, snapshots))
     _set_path(request)
+    if "torch" in sys.modules:  # which looks for us at its import, and knew of no supervisor then
+        importlib.import_module("elaswave_plugin.runtime.detached").watch()
 
 
 def _set_path(request: Frame) -> None:

@@ -9,6 +9,7 @@ from elaswave_plugin.core.admission import Applicant
 from elaswave_plugin.core.agreement import Agreement
 from elaswave_plugin.core.agreement_messages import (
     Ballot,
+    Detached,
     Message,
     Raised,
     Stop,
@@ -276,6 +277,12 @@ class Cluster:
             ballot = self.open.pop(slot, None)
             if ballot is not None:
                 self.alive[slot].quiesced(ballot, None, [{"owner": slot}])
+            self.settle(slot)
+
+    def do_detached(self, words: list[str]) -> None:
+        """detached SLOTS: these trainers train, and have not joined."""
+        for slot in self.slots(words):
+            self.alive[slot].detached(Detached(trains=True, missing="a flag"))
             self.settle(slot)
 
     def do_kill(self, words: list[str]) -> None:

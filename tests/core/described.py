@@ -70,6 +70,8 @@ def describe_note(note: Note) -> str | None:
             return f"no quorum, heard {fields['nodes_heard']}"
         case "told_to_stop":
             return f"says that {fields['by']} has stopped it"
+        case "detached":
+            return f"says that {fields['slot']} is detached"
         case "worker_raised":
             return f"shows what worker {fields['slot']} raised {fields['when']}"
         case _:

@@ -16,13 +16,16 @@ from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
-from tests.faults.harness import ROOT, Outcome, max_relative_difference
+from tests.faults.foreign_launchers import run_under
+from tests.faults.harness import ROOT, Outcome, check_survived, max_relative_difference
+from tests.runtime.jobs import LAUNCH
 from tests.tiers import sampled
 
 EXAMPLE = str(ROOT / "examples" / "train_hf.py")
 TRAINER = str(SCRIPTS / "hf_trainer.py")
 EVALUATING = str(SCRIPTS / "hf_evaluating.py")
 OWN_OPTIMIZER = {"optimizer": None, "scheduler": None}
+COLD = (sys.executable, "-W", "ignore", "-c", LAUNCH)
 SIZES = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
 
 
@@ -76,6 +79,23 @@ def test_a_kill_is_absorbed_and_the_script_counts_each_step_once(
     )
     rates = {one[0]: one[2] for one in wanted}
     assert all(rates[one[0]] == one[2] for one in ours if one[0] != step)
+
+
+@pytest.mark.parametrize("script", [EXAMPLE, EVALUATING], ids=["example", "no deepspeed first"])
+def test_a_kill_is_survived_in_interpreters_that_import_all_anew(
+    tmp_path: Path, reference: Launch, script: str
+) -> None:
+    """Accelerate and Transformers look DeepSpeed up before anybody imports it."""
+    spec = spec_of("1@2:backward", nproc=2, accumulation=1, global_batch=2)
+    if script == EVALUATING:
+        spec = EngineSpec(
+            script=script, nproc=2, accumulation=1, global_batch=2, kills=("1@2:backward",)
+        )
+    command = (*COLD, "--nproc-per-node=2", f"--dir={tmp_path / 'run'}")
+    killed = run_under(command, spec, data=tmp_path, directory=tmp_path / "run")
+    check_survived(killed)
+    assert killed.output.count("worker 1 (node 0) exited: killed by SIGKILL") == 1
+    assert max_relative_difference(killed, reference(spec)) <= 1e-6
 
 
 @pytest.mark.slow
@@ -170,13 +190,24 @@ def test_loaders_that_nobody_could_read_again_are_refused(
     assert not refused.orphans
 
 
-def test_the_trainer_is_refused_by_name(run: Launch) -> None:
-    settings = json.dumps({**SIZES, **OWN_OPTIMIZER})
-    refused = run(EngineSpec(script=TRAINER, settings=settings))
+def check_trainer_refused(refused: Outcome) -> None:
     assert refused.returncode == 2
     assert refused.output.count("the script trains with transformers.Trainer") == 1
     assert "examples/train_hf.py" in refused.output
     assert "Traceback" not in refused.output and not refused.orphans
+
+
+def test_the_trainer_is_refused_by_name(run: Launch) -> None:
+    settings = json.dumps({**SIZES, **OWN_OPTIMIZER})
+    check_trainer_refused(run(EngineSpec(script=TRAINER, settings=settings)))
+
+
+def test_the_trainer_is_refused_in_interpreters_that_import_all_anew(tmp_path: Path) -> None:
+    """With use_cpu, too, by which it trained without a word that it was not protected."""
+    settings = json.dumps({**SIZES, **OWN_OPTIMIZER})
+    spec = EngineSpec(nproc=2, script=TRAINER, options=("--use-cpu",), settings=settings)
+    command = (*COLD, "--nproc-per-node=2", f"--dir={tmp_path / 'run'}")
+    check_trainer_refused(run_under(command, spec, data=tmp_path, directory=tmp_path / "run"))
 
 
 def test_a_lost_worker_stays_away_and_more_is_refused(

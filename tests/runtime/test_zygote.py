@@ -121,9 +121,9 @@ def look(
         text=True,
         timeout=60,
     )
-    # Our own line, which names a port, is none of the trainer's.
+    # Our own lines, of which one names a port, are none of the trainer's.
     lines = done.stderr.splitlines(keepends=True)
-    stderr = "".join(line for line in lines if "elaswave status --connect" not in line)
+    stderr = "".join(line for line in lines if not line.startswith("elaswave: "))
     return json.loads(seen.read_text()), done.returncode, done.stdout, stderr
 
 

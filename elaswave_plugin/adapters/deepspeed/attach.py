@@ -14,6 +14,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.dataloader import RepeatingLoader
 
 from elaswave_plugin.adapters.deepspeed.attached import AttachedEngine
+from elaswave_plugin.adapters.deepspeed.configuration import missing_in
 from elaswave_plugin.adapters.deepspeed.job import EngineJob
 from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader
 from elaswave_plugin.adapters.deepspeed.monitor import name_wandb_run
@@ -36,6 +37,7 @@ from elaswave_plugin.adapters.growth import check_reserve
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.runtime.c10d_tables import BACKEND
 from elaswave_plugin.runtime.lifeline import exit_at_once
+from elaswave_plugin.runtime.member import CONTROL_FD
 from elaswave_plugin.runtime.refusal import ends_in_a_sentence
 from elaswave_plugin.runtime.reserve import read_reserve
 from elaswave_plugin.runtime.worker import Worker
@@ -54,6 +56,7 @@ def initialize(
         check_stages(config)
     settings = elastic_config(config)
     if settings is None:
+        _say_detached(config)
         return native(**arguments)
     return _attach(native, settings, config, dict(arguments))
 
@@ -118,6 +121,12 @@ def _attach(
         else:
             engine.training_dataloader = loader_of(engine, training_data, collate_fn=collate_fn)
     return engine, optimizer, engine.training_dataloader, scheduler
+
+
+def _say_detached(config: Mapping[str, Any]) -> None:
+    """Without a supervisor, which would say it: once for the job, what its configuration lacks."""
+    if CONTROL_FD not in os.environ and os.environ.get("RANK", "0") == "0":
+        print(f"elaswave: nothing attaches: {missing_in(config)}", file=sys.stderr)
 
 
 def _accelerate() -> Any:

@@ -28,3 +28,19 @@ def configuration_of(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         return config or {}
     loaded: Mapping[str, Any] = load_ds_config(config)
     return loaded
+
+
+def missing_in(config: Mapping[str, Any]) -> str | None:
+    """Return what a configuration lacks for an engine to join the job; None for nothing."""
+    section = config.get(SECTION)
+    if section is None:
+        return (
+            f'the DeepSpeed configuration has no section "{SECTION}"; add'
+            f' "{SECTION}": {{"enabled": true}}'
+        )
+    if isinstance(section, Mapping) and section.get("enabled", True) is False:
+        return (
+            f'"enabled" is false in the section "{SECTION}" of the DeepSpeed configuration; set it'
+            " to true"
+        )
+    return None

@@ -16,12 +16,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--deepspeed_config")
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--use-cpu", action="store_true")
+    parser.add_argument("--without-deepspeed", action="store_true")
     args, _ = parser.parse_known_args()
     trainer = Trainer(
         model=build_model(argparse.Namespace(num_layers=2, hidden_size=64, seq_length=32)),
         args=TrainingArguments(
             output_dir=str(Path(args.deepspeed_config).parent / "trainer"),
-            deepspeed=args.deepspeed_config,
+            deepspeed=None if args.without_deepspeed else args.deepspeed_config,
+            use_cpu=args.use_cpu,
             max_steps=args.steps,
             per_device_train_batch_size=1,
             gradient_accumulation_steps=2,
