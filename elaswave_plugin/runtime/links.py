@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from elaswave_plugin.core.hang import NOBODY, OUTSIDE
 from elaswave_plugin.errors import EpochChanged, LinkError, PeerError
+from elaswave_plugin.runtime import alone
 from elaswave_plugin.runtime.buffers import Scratch
 from elaswave_plugin.runtime.connection import Connection, State
 from elaswave_plugin.runtime.connections import Connections
@@ -170,10 +171,10 @@ class LinkTable:
     def run(self, operation: Operation, steps: Callable[[Operation], Steps]) -> None:
         """Start an operation: it runs here as far as it can. Raises EpochChanged, LinkError."""
         with self._locked():
-            if self._interrupted is not None:
-                raise EpochChanged(*self._interrupted)
             if self._closed:
-                raise LinkError(f"{operation.describe()}: the link table is closed")
+                steps = self._after_the_end(operation)
+            elif self._interrupted is not None:
+                raise EpochChanged(*self._interrupted)
             if operation.size > 1 and not self.epoch and not self.alone:
                 raise LinkError(f"{operation.describe()}: no epoch is open")
             if operation.tag is None:
@@ -186,6 +187,15 @@ class LinkTable:
             self._page.count_operation()
             self._end_if_failed_elsewhere(operation)
             operation.begin(steps(operation))
+
+    def _after_the_end(self, operation: Operation) -> Callable[[Operation], Steps]:
+        """Workers leave together: a barrier has nobody left to wait for, all else is refused."""
+        if operation.name != "barrier":
+            raise LinkError(
+                f"{operation.describe()}: this worker has left the job, with all its links closed;"
+                " make its last collective before the training loop ends"
+            )
+        return alone.barrier
 
     def wait(self, operation: Operation, timeout_s: float | None = None) -> None:
         """Block until the operation is done. Raises its error; LinkError after the timeout."""

@@ -1,5 +1,6 @@
 """The verbs of a script without the plugin: plain data parallelism on the launched workers."""
 
+import atexit
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -143,12 +144,12 @@ class PlainJob:
         return StepReport(loss=total / weight, grad_norm=grad_norm, lr=lr, tokens=int(tokens))
 
     def finish(self) -> None:
-        """Leave together; the second call does nothing."""
+        """Leave together, once; the groups go with the script, which may destroy them first."""
         if self._finished:
             return
         self._finished = True
         dist.barrier()
-        dist.destroy_process_group()
+        atexit.register(_destroy_groups)
         self._patches.undo()
 
     def _totals(self, losses: Sequence[Reported]) -> list[float]:
@@ -172,13 +173,7 @@ class PlainJob:
     @ends_in_a_sentence
     def run(self, work: Callable[[], Result], *, phase: str) -> Result | None:
         """Call it."""
-        with self._between(RUN, work, phase):
-            return work()
-
-    @contextmanager
-    def _between(self, verb: str, work: object, phase: object) -> Iterator[None]:
-        self._turns.check_bound(verb)
-        check_work(work, verb, phase)
-        self._evaluations = 0
-        with self._turns.of(verb):
-            yield
+        """Leave together, once; the groups go with the script, which may destroy them first."""
+        if self._finished:
+            return
+        self._finished = True

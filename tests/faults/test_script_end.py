@@ -1,0 +1,63 @@
+"""What scripts do after their last step, with the plugin and without."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.faults.conftest import Launch
+from tests.faults.harness import ROOT, JobSpec, check_survived
+
+ENDS = str(ROOT / "tests" / "faults" / "ends_with.py")
+DIST = "from torch import distributed as dist\n"
+FORMS = {
+    "world": "dist.destroy_process_group()",
+    "by name": "from torch.distributed import destroy_process_group as d; d(dist.group.WORLD)",
+    "where there is one": "if dist.is_initialized(): dist.destroy_process_group()",
+    "after a barrier": "dist.barrier(); dist.destroy_process_group()",
+    "after Megatron's": "parallel_state.destroy_model_parallel(); dist.destroy_process_group()",
+    "only Megatron's": "parallel_state.destroy_model_parallel()",
+    "after the last word": "print('rank', dist.get_rank()); dist.destroy_process_group()",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndSpec(JobSpec):
+    """A launch of the example with another end."""
+
+    end: str
+    elastic: bool
+    script: str = ENDS
+    nproc: int = 2
+    steps: int = 3
+
+    def arguments(self, data: Path, directory: Path) -> list[str]:
+        """The statement and the script come first."""
+        words = super(EndSpec, self).arguments(data, directory)
+        if not self.elastic:
+            words = [word for word in words if not word.startswith("--elaswave")]
+        return [DIST + self.end, JobSpec(kills=()).script, *words]
+
+
+@pytest.mark.parametrize("end", FORMS.values(), ids=FORMS.keys())
+def test_a_script_without_the_plugin_may_destroy_its_groups(run: Launch, end: str) -> None:
+    """Its launcher says once, for both workers, that nothing attached."""
+    ended = run(EndSpec(end=end, elastic=False))
+    assert ended.returncode == 0, ended.output[-3000:]
+    assert not ended.orphans
+    assert ended.output.count("trains without elaswave, and no loss will be survived") == 1
+    assert ended.output.count("--elaswave is not among the script's arguments") == 1
+
+
+@pytest.mark.parametrize("end", FORMS.values(), ids=FORMS.keys())
+def test_a_script_with_the_plugin_may_destroy_its_groups(run: Launch, end: str) -> None:
+    ended = run(EndSpec(end=end, elastic=True, kills=("1@1:backward",)))
+    check_survived(ended)
+    assert "without elaswave" not in ended.output and "never attached" not in ended.output
+
+
+def test_another_collective_after_the_last_step_is_refused(run: Launch) -> None:
+    """Nobody is there any more, and an answer made up here would be wrong without a word."""
+    ended = run(EndSpec(end="dist.all_reduce(torch.ones(1))", elastic=True))
+    assert ended.returncode == 1
+    assert "make its last collective before the training loop ends" in ended.output
