@@ -235,7 +235,7 @@ def _worker(peer: Record, answer: Record | None, view: Record) -> Record:
         proposal = _open_proposal([answer], view["epoch"])
         if proposal is not None and answer["proposal"]["late"]:
             worker["suspicion"] = (
-                f"has not answered the proposal of epoch {proposal['epoch']}"
+                f"has not answered the proposal of view {proposal['epoch']}"
                 f" for {proposal['open_s']:.1f} s"
             )
     return worker

@@ -22,6 +22,7 @@ REFRESH_S = 1.0
 COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (
     ("slot", "right"),
     ("node", "right"),
+    ("pids", "right"),
     ("phase", "left"),
     ("step", "right"),
     ("waits for", "left"),
@@ -60,10 +61,10 @@ def draw_status(status: Record) -> RenderableType:
 def _headline(status: Record) -> Text:
     view = status["view"]
     if view["epoch"]:
-        text = Text(f"epoch {view['epoch']}, {len(view['ranks'])} workers", style="bold")
+        text = Text(f"{_count(view['ranks'])} (view {view['epoch']})", style="bold")
         text.append(f": {view['reason']}", style="not bold")
     else:
-        text = Text(f"starting, {len(view['ranks'])} workers", style="bold")
+        text = Text(f"starting, {_count(view['ranks'])}", style="bold")
     text.append(f"\nslots by rank: {' '.join(map(str, view['ranks']))}", style="not bold")
     if status["standbys"]:
         where = ", ".join(f"pid {one['pid']} of node {one['node']}" for one in status["standbys"])
@@ -72,14 +73,14 @@ def _headline(status: Record) -> Text:
         text.append(f"; {len(status['vacant'])} more may join", style="not bold")
     proposal = status["proposal"]
     if proposal is not None:
-        change = f"\nepoch {proposal['epoch']} proposed {proposal['open_s']:.1f} s ago"
+        change = f"\nview {proposal['epoch']} proposed {proposal['open_s']:.1f} s ago"
         text.append(f"{change}: {proposal['reason']}", style="yellow")
     return text
 
 
 def _workers(workers: list[Record]) -> Group:
     """A row each, and below the table what speaks against some of them."""
-    table = Table(title="workers", title_justify="left")
+    table = Table(title="workers (pids: the worker's, its supervisor's)", title_justify="left")
     for name, justify in COLUMNS:
         table.add_column(name, justify=justify, no_wrap=name not in ("phase", "held by"))
     for worker in workers:
@@ -87,6 +88,7 @@ def _workers(workers: list[Record]) -> Group:
         table.add_row(
             _name(worker),
             str(worker["node"]),
+            f"{worker['trainer_pid'] or '-'} {worker['supervisor_pid']}",
             escape(worker["phase"]),
             "-" if worker["step"] is None else str(worker["step"]),
             _wait(worker),
@@ -99,6 +101,10 @@ def _workers(workers: list[Record]) -> Group:
         if worker["suspicion"]
     ]
     return Group(table, *evidence)
+
+
+def _count(ranks: list[int]) -> str:
+    return f"{len(ranks)} worker{'' if len(ranks) == 1 else 's'}"
 
 
 def _name(worker: Record) -> str:
@@ -121,14 +127,14 @@ def _snapshot(snapshot: Record) -> tuple[str, str, str]:
         str(one["slot"]) + (f" ({one['step']})" if (one["epoch"], one["step"]) < newest else "")
         for one in snapshot["held_by"]
     ]
-    place = f"{snapshot['step']} (epoch {snapshot['epoch']})"
+    place = f"{snapshot['step']} (view {snapshot['epoch']})"
     return place, ", ".join(holders) or "nobody", f"{snapshot['bytes'] / 2**20:.2f}"
 
 
 def _views(views: list[Record]) -> Table:
     table = Table(title="views", title_justify="left")
     table.add_column("time")
-    table.add_column("epoch", justify="right")
+    table.add_column("view", justify="right")
     table.add_column("workers", justify="right")
     table.add_column("reason", overflow="fold")
     for view in views:

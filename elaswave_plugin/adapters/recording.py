@@ -40,7 +40,7 @@ class Recording:
         worker = self._worker
         if worker.owns_rank_0 and worker.config.snapshots:
             mib = worker.state.snapshot_bytes / 2**20
-            one_node = len(set(worker.view.nodes)) == 1
+            one_node = len(worker.view.nodes) > len(set(worker.view.nodes)) == 1
             where = "; all copies are on one node: losing it ends the job" if one_node else ""
             # In one piece: print() writes the end of a line apart, and supervisors write as well.
             sys.stderr.write(

@@ -350,10 +350,14 @@ class Coordinator:
 
     def _record(self, note: Note) -> None:
         self._events.emit(note.kind, **note.fields)
-        if note.kind == "view_committed" and note.fields["epoch"] > 1:
-            count = len(note.fields["ranks"])
-            text = f"{note.fields['reason']}; epoch {note.fields['epoch']} has {count} workers"
-            say(text)
+        if note.kind == "view_committed":
+            view, count = note.fields["epoch"], len(note.fields["ranks"])
+            alone = ", and nobody can take over from it" if count == 1 else ""
+            workers = f"{count} worker{'s' if count > 1 else ''}{alone}"
+            if view > 1:
+                say(f"{note.fields['reason']}; the job goes on with {workers} (view {view})")
+            elif alone:
+                say(f"the job has {workers}; start two or more")
         elif note.kind == "worker_raised" and note.fields["traceback"]:
             slot, when, text = (note.fields[name] for name in ("slot", "when", "traceback"))
             say(f"worker {slot} failed {when}:\n{text.rstrip()}")

@@ -21,6 +21,7 @@ from elaswave_plugin.runtime.control_link import ControlLink
 from elaswave_plugin.runtime.progress import ANNOUNCED_LIMIT_S, ProgressPage, page_fd
 from elaswave_plugin.runtime.remembered import Remembered
 from elaswave_plugin.runtime.shared_signals import outlive_shared_signals
+from elaswave_plugin.runtime.title import set_title
 from elaswave_plugin.runtime.wire import Frame, not_understood
 
 CONTROL_FD = "ELASWAVE_CONTROL_FD"
@@ -124,6 +125,7 @@ class Member:
                 "script with `elaswave run` or `torchrun ... -m elaswave_plugin.run`"
             )
         first, second = env[SNAPSHOT_FDS].split(",")
+        set_title(f"worker {env[SLOT]}")
         return cls(
             sock=socket.socket(fileno=int(env[CONTROL_FD])),
             slot=int(env[SLOT]),

@@ -41,6 +41,7 @@ from elaswave_plugin.runtime.requests import in_loop
 from elaswave_plugin.runtime.snapshot_server import SnapshotServer
 from elaswave_plugin.runtime.snapshot_store import SnapshotStore
 from elaswave_plugin.runtime.status import StatusBoard
+from elaswave_plugin.runtime.title import set_title
 from elaswave_plugin.runtime.trainer_process import Program, ZygoteTrainer
 from elaswave_plugin.runtime.trainer_session import TrainerSession, start_session
 from elaswave_plugin.runtime.wire import Frame
@@ -115,6 +116,7 @@ class Supervisor:
         and 0 at its end.
         """
         self._on_trainer = on_trainer
+        set_title(f"supervisor {self._slot}")
         for number in _SIGNALS:
             signal.signal(number, self._on_early_signal)
         self._server.start()

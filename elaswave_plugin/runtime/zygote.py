@@ -31,6 +31,7 @@ from elaswave_plugin.runtime.lifeline import die_with_parent, exit_at_once, lead
 from elaswave_plugin.runtime.member import CONTROL_FD, SNAPSHOT_FDS
 from elaswave_plugin.runtime.progress import PROGRESS_FD
 from elaswave_plugin.runtime.script_run import Reporter, guarded, run
+from elaswave_plugin.runtime.title import set_title
 from elaswave_plugin.runtime.wire import Frame, FrameBuffer, encode
 
 _FDS_A_REQUEST = 7
@@ -246,6 +247,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--preload", default="", help="modules to import, as torch,megatron.core")
     options = parser.parse_args(argv)
     base_path = _base_path()
+    set_title("zygote")
     connections = [int(fd) for fd in options.connections.split(",") if fd]
     if options.parent:
         die_with_parent(options.parent)

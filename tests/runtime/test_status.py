@@ -90,7 +90,10 @@ def test_a_job_tells_its_view_its_snapshots_and_after_a_kill_the_new_view(tmp_pa
     for view, event in zip(after["views"], committed, strict=True):
         assert abs(view["time_s"] - event["time_s"]) < 1
     text = drawn(after)
-    assert f"epoch 2, 3 workers: {KILLED}" in text and "1 (epoch 2)" in text
+    assert f"3 workers (view 2): {KILLED}" in text and "1 (view 2)" in text
+    for slot in (0, 1, 3):
+        assert f" {job.pids[slot]} {job.supervisors[slot]} " in text
+    assert f" - {job.supervisors[2]} " in text
     assert "slots by rank: 0 1 3" in text and "worker 2: killed by SIGKILL" in text
 
 
@@ -108,8 +111,8 @@ def test_a_worker_that_does_not_answer_is_suspected(tmp_path: Path) -> None:
     assert status["proposal"]["epoch"] == 2 and "killed by SIGKILL" in status["proposal"]["reason"]
     assert status["view"]["epoch"] == 1
     assert column(status, "phase")[2] == f"stopping ({BETWEEN_STEPS})"
-    assert column(status, "suspicion")[2].startswith("has not answered the proposal of epoch 2 for")
-    assert "epoch 2 proposed" in drawn(status)
+    assert column(status, "suspicion")[2].startswith("has not answered the proposal of view 2 for")
+    assert "view 2 proposed" in drawn(status)
     assert answered["proposal"] is None and column(answered, "suspicion")[2] is None
 
 
@@ -154,7 +157,7 @@ def test_the_command_draws_once_or_prints_json(
         assert run_command(["status", str(job.run_dir), "--json"]) == 0
         status = json.loads(capsys.readouterr().out)
         assert job.finish([0, 1]) == 0
-    assert "epoch 1, 2 workers: the job starts" in table and BETWEEN_STEPS in table
+    assert "2 workers (view 1): the job starts" in table and BETWEEN_STEPS in table
     assert status["view"]["ranks"] == [0, 1]
 
 
@@ -171,7 +174,7 @@ def test_watching_ends_with_the_job(tmp_path: Path) -> None:
         first = watching.stdout.readline()
         assert job.finish([0, 1]) == 0
         rest, _ = watching.communicate(timeout=WAIT_S)
-    assert "epoch 1, 2 workers" in first
+    assert "2 workers (view 1)" in first
     assert "the job is over" in rest and watching.returncode == 0
 
 
