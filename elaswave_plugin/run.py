@@ -28,8 +28,9 @@ from elaswave_plugin.runtime.rendezvous import Place, listen_at, own_host
 from elaswave_plugin.runtime.reserve import RESERVE, read_reserve
 from elaswave_plugin.runtime.run_dir import check_run_dir, open_run_dir, refuse_second_job
 from elaswave_plugin.runtime.standard_streams import fill_closed_streams
-from elaswave_plugin.runtime.supervisor import Supervisor, SupervisorSpec
+from elaswave_plugin.runtime.supervisor import Supervisor
 from elaswave_plugin.runtime.supervisor_main import EXIT_CRASHED
+from elaswave_plugin.runtime.supervisor_spec import SupervisorSpec
 from elaswave_plugin.runtime.timeouts import QUIESCE, add_timeouts, read_timeouts, variable
 from elaswave_plugin.runtime.trainer_process import Program
 

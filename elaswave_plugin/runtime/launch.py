@@ -24,12 +24,12 @@ from elaswave_plugin.runtime.rendezvous import Place, listen_at, own_host
 from elaswave_plugin.runtime.reserve import RESERVE
 from elaswave_plugin.runtime.run_dir import open_run_dir, refuse_second_job
 from elaswave_plugin.runtime.standard_streams import fill_closed_streams, relayed_output
-from elaswave_plugin.runtime.supervisor import SupervisorSpec
 from elaswave_plugin.runtime.supervisor_main import (
     EXIT_CRASHED,
     Descriptors,
     SupervisorProcess,
 )
+from elaswave_plugin.runtime.supervisor_spec import SupervisorSpec
 from elaswave_plugin.runtime.timeouts import QUIESCE, variable
 from elaswave_plugin.runtime.trainer_process import Program
 from elaswave_plugin.tracking.events import EventLog

@@ -16,7 +16,8 @@ from elaswave_plugin.core.reserve import built_among
 from elaswave_plugin.runtime.admission import Roster, SlotRefusedError, ask_roster
 from elaswave_plugin.runtime.coordinator import say
 from elaswave_plugin.runtime.rendezvous import own_machine
-from elaswave_plugin.runtime.supervisor import Supervisor, SupervisorSpec
+from elaswave_plugin.runtime.supervisor import Supervisor
+from elaswave_plugin.runtime.supervisor_spec import SupervisorSpec
 
 # How soon a standby sees that a slot has nobody.
 _LOOK_EVERY_S = 0.2

@@ -10,9 +10,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import closing
-from dataclasses import dataclass, field
 from functools import partial
 
 from elaswave_plugin.core.agreement_messages import Ballot, Committed, Detached, Facts
@@ -21,13 +20,12 @@ from elaswave_plugin.core.ending import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_RE
 from elaswave_plugin.core.hang import Sample
 from elaswave_plugin.core.layout import why_impossible, why_needed
 from elaswave_plugin.core.membership import MembershipView
-from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.core.respawn import Deaths, GiveUp
 from elaswave_plugin.errors import AgreementError, ConfigurationError
 from elaswave_plugin.runtime.address_file import Address, clear_addresses, published
 from elaswave_plugin.runtime.admission import SlotRefusedError
 from elaswave_plugin.runtime.control_frames import SAID_BY_TRAINER, misunderstood
-from elaswave_plugin.runtime.coordinator import Coordinator, Heartbeat, say
+from elaswave_plugin.runtime.coordinator import Coordinator, say
 from elaswave_plugin.runtime.copies import Copies
 from elaswave_plugin.runtime.member import HOST, SLOT
 from elaswave_plugin.runtime.notice_file import NOTICE_FILE, watch_notice_file
@@ -36,13 +34,13 @@ from elaswave_plugin.runtime.own_slot import OwnSlot, slot_at_launch, slot_in_jo
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.reception import Reception, take_link
 from elaswave_plugin.runtime.remembered import Remembered
-from elaswave_plugin.runtime.rendezvous import Place
 from elaswave_plugin.runtime.requests import in_loop
 from elaswave_plugin.runtime.snapshot_server import SnapshotServer
 from elaswave_plugin.runtime.snapshot_store import SnapshotStore
 from elaswave_plugin.runtime.status import StatusBoard
+from elaswave_plugin.runtime.supervisor_spec import SupervisorSpec
 from elaswave_plugin.runtime.title import set_title
-from elaswave_plugin.runtime.trainer_process import Program, ZygoteTrainer
+from elaswave_plugin.runtime.trainer_process import ZygoteTrainer
 from elaswave_plugin.runtime.trainer_session import TrainerSession, start_session
 from elaswave_plugin.runtime.wire import Frame
 from elaswave_plugin.tracking.behind_log import BehindLog
@@ -53,23 +51,6 @@ GOODBYE_S = 1.0
 AGAIN_S = 2.0
 LOOK_AGAIN_S = 0.25
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SupervisorSpec:
-    """Everything a supervisor is told when it starts; at `host` the others reach this machine.
-
-    `joins`: supervisors of a running job ("host:port") in which it takes the place of a lost one.
-    """
-
-    place: Place
-    host: str
-    program: Program
-    env: Mapping[str, str]
-    run_dir: str | None = None
-    patience: Patience = field(default_factory=Patience)
-    heartbeat: Heartbeat = field(default_factory=Heartbeat)
-    joins: tuple[str, ...] = ()
 
 
 class Supervisor:

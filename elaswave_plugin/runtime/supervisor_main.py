@@ -23,7 +23,8 @@ from elaswave_plugin.runtime.lifeline import (
     signal_group,
 )
 from elaswave_plugin.runtime.newcomer import serve as serve_newcomer
-from elaswave_plugin.runtime.supervisor import Supervisor, SupervisorSpec
+from elaswave_plugin.runtime.supervisor import Supervisor
+from elaswave_plugin.runtime.supervisor_spec import SupervisorSpec
 
 EXIT_CRASHED = 70
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

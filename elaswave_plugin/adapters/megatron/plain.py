@@ -173,7 +173,18 @@ class PlainJob:
     @ends_in_a_sentence
     def run(self, work: Callable[[], Result], *, phase: str) -> Result | None:
         """Call it."""
-        """Leave together, once; the groups go with the script, which may destroy them first."""
-        if self._finished:
-            return
-        self._finished = True
+        with self._between(RUN, work, phase):
+            return work()
+
+    @contextmanager
+    def _between(self, verb: str, work: object, phase: object) -> Iterator[None]:
+        self._turns.check_bound(verb)
+        check_work(work, verb, phase)
+        self._evaluations = 0
+        with self._turns.of(verb):
+            yield
+
+
+def _destroy_groups() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,28 @@
+"""What a supervisor is told when it starts (standard library only)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from elaswave_plugin.core.patience import Patience
+from elaswave_plugin.runtime.coordinator import Heartbeat
+from elaswave_plugin.runtime.rendezvous import Place
+from elaswave_plugin.runtime.trainer_process import Program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisorSpec:
+    """Everything a supervisor is told when it starts; at `host` the others reach this machine.
+
+    `joins`: supervisors of a running job ("host:port") in which it takes the place of a lost one.
+    """
+
+    place: Place
+    host: str
+    program: Program
+    env: Mapping[str, str]
+    run_dir: str | None = None
+    patience: Patience = field(default_factory=Patience)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    joins: tuple[str, ...] = ()
