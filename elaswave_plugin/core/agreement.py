@@ -61,7 +61,7 @@ from elaswave_plugin.core.agreement_orders import (
 from elaswave_plugin.core.agreement_wire import pack_payload
 from elaswave_plugin.core.due import boundary_of, due_view
 from elaswave_plugin.core.election import outcome_of
-from elaswave_plugin.core.ending import EXIT_FAILED, EXIT_LEFT_OUT, ending_of
+from elaswave_plugin.core.ending import EXIT_FAILED, EXIT_LEFT_OUT, ending_of, no_quorum
 from elaswave_plugin.core.follower import Follower
 from elaswave_plugin.core.membership import MembershipView, WorkerId
 from elaswave_plugin.core.patience import Patience
@@ -551,13 +551,7 @@ class Agreement(Follower):
         elif now_s >= self._quorum_until_s:
             gone = sorted((s, why) for s, why in self._supervisors.lost.items() if s in short.ranks)
             causes = "; ".join(f"worker {slot}: {why}" for slot, why in gone)
-            if heard:
-                reason = (
-                    f"only {len(heard)} of {len(of)} nodes can be reached, which is no majority"
-                )
-            else:
-                reason = "no node with the training's state can be reached, and this one has none"
-            self._stop(f"{reason} ({causes})", EXIT_FAILED, part=True)
+            self._stop(no_quorum(len(heard), len(of), causes), EXIT_FAILED, part=True)
         return False
 
     # ---- the end ------------------------------------------------------------------------------

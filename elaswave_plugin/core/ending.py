@@ -62,6 +62,13 @@ def ending_of(
     return None
 
 
+def no_quorum(heard: int, nodes: int, causes: str) -> str:
+    """Say why this part of a job cannot go on; ``heard``: nodes of the view that it can reach."""
+    if heard:
+        return f"only {heard} of {nodes} nodes can be reached, which is no majority ({causes})"
+    return f"no node with the training's state can be reached, and this one has none ({causes})"
+
+
 def _at_start(
     view: MembershipView, failed: list[Report], gone: set[int], lost: Mapping[int, str]
 ) -> Ending:
