@@ -11,6 +11,7 @@ ElasWaveError                      anything that can happen in a run
 ├── CheckpointUnreadableError      what the tracker of a directory names cannot be loaded
 ├── SnapshotUnreadableError        sealed bytes do not arrive, or not as they were sealed
 ├── LinkError                      a link to a live worker failed or timed out
+│   ├── MismatchError              members of a group do not call the same collective
 │   └── PeerError                  another member's part of a collective failed; says whose and why
 └── JobStopped                     the job ends by a decision of the coordinator; carries the reason
 
@@ -56,6 +57,10 @@ class CheckpointUnreadableError(ElasWaveError):
 
 class LinkError(ElasWaveError):
     """A link to a worker that is believed to be alive failed or timed out."""
+
+
+class MismatchError(LinkError):
+    """Members of a group do not call the same collective, or on tensors that do not match."""
 
 
 class PeerError(LinkError):

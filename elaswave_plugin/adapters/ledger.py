@@ -54,6 +54,7 @@ def _of_deepspeed() -> Iterable[Entry]:
         (seams.deepspeed_patches(), "elastic"),
         (seams.destruction_patches(None), "elastic"),
         (seams.newcomer_patches(), "elastic, started again"),
+        (seams.alone_patches(), "elastic, started again, ZeRO-3"),
         (seams.stage_patches(None), "elastic, beyond the launch"),
         (seams.accelerate_patches(None), "elastic, Accelerate"),
     ):

@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from elaswave_plugin.errors import LinkError
+from elaswave_plugin.errors import MismatchError
 from elaswave_plugin.runtime.frames import DTYPES, OPERATIONS, FrameHeader, Kind
 from elaswave_plugin.runtime.transfers import ANY_SOURCE, Inbound, Key, Receive
 
@@ -165,5 +165,5 @@ def _mismatch(receive: Receive, header: FrameHeader, slot: int) -> bool:
         )
     else:
         return False
-    operation.fail(LinkError(f"{operation.describe()}: {what}"))
+    operation.fail(MismatchError(f"{operation.describe()}: {what}"))
     return True

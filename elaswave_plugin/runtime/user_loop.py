@@ -20,7 +20,13 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from elaswave_plugin.errors import EpochChanged
+from elaswave_plugin.errors import (
+    ConfigurationError,
+    EpochChanged,
+    LinkError,
+    MismatchError,
+    PeerError,
+)
 from elaswave_plugin.runtime.loop import GuardedSteps, StepReport
 
 Result = TypeVar("Result")
@@ -87,6 +93,8 @@ class UserLoop:
             return work()
         except EpochChanged:
             pass
+        except (MismatchError, PeerError) as error:
+            self._blame_newcomers(error)
         # Outside of the handler: its traceback would keep the step's autograd graph alive.
         self._recover()
         return instead()
@@ -159,3 +167,21 @@ class UserLoop:
                 return self._after_recovery()
             except EpochChanged:
                 pass
+            except (MismatchError, PeerError) as error:
+                self._blame_newcomers(error)
+
+    def _blame_newcomers(self, error: LinkError) -> None:
+        """Workers do not do the same: those that have just come leave, and the others go on.
+
+        Raises ConfigurationError on one that came, ``error`` where nobody has. Returns where the
+        others leave, which interrupts this.
+        """
+        member, newcomers = self.worker.member, self.worker.untried
+        if str(member.worker) in newcomers:
+            raise ConfigurationError(
+                f"this worker came later and does not do in its first step what the others do"
+                f" ({error}); have the script build the same model and do the same wherever it"
+                " starts, or set respawn to 0 and leave --reserve out"
+            ) from error
+        if not newcomers:
+            raise error

@@ -94,6 +94,7 @@ class Worker:
         )
         self._entering, self._ready_s = False, 0.0
         self._newcomers: tuple[str, ...] = ()
+        self._restored_step = 0
         self._started_s = time.time()
         self._join()
 
@@ -187,6 +188,11 @@ class Worker:
     def owns_rank_0(self) -> bool:
         """Whether the duties of rank 0 are this worker's now."""
         return self.view.ranks[0] == self.slot and not self.alone
+
+    @property
+    def untried(self) -> tuple[str, ...]:
+        """Those that came with the last change, before they have made a step with the others."""
+        return self._newcomers if self.completed == self._restored_step else ()
 
     def remember(self, **what: Unpack[Remembered]) -> None:
         """Keep what the job fixed at its start for whoever may have to replace this worker."""
@@ -328,7 +334,7 @@ class Worker:
             fetched_bytes=fetched_bytes,
         )
         self.slow_workers.note_pause(pause_s)
-        self.completed = self.phases.step = plan.restore_step
+        self.completed = self.phases.step = self._restored_step = plan.restore_step
         self.phases.replaying = True
         self.dataflow = plan.dataflow
         self._smaller = {}

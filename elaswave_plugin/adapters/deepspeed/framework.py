@@ -10,6 +10,12 @@ import torch.distributed as dist
 import xxhash
 
 from elaswave_plugin.adapters.deepspeed import zero
+from elaswave_plugin.adapters.deepspeed.first_pass import (
+    Structure,
+    buffers_like,
+    fit,
+    structure_of,
+)
 from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader, Position
 from elaswave_plugin.adapters.deepspeed.zero import ZeroState
 from elaswave_plugin.adapters.deepspeed.zero0 import ReplicatedState
@@ -205,12 +211,24 @@ class DeepSpeedFramework:
         norm = self._engine.get_global_grad_norm()
         return float("nan") if norm is None else float(norm)
 
-    def unsealed(self) -> Iterator[torch.Tensor]:
-        """What every worker holds alike and no step changes: frozen parameters, buffers."""
+    def unsealed(self, told: Structure | None = None) -> Iterator[torch.Tensor]:
+        """What every worker holds alike and no step changes: frozen parameters, buffers.
+
+        ``told``: the structure that has the buffers; without it, it is this worker's.
+        """
         module = self._engine.module
         sealed = {id(param) for param in self._state.params}
         yield from (param.data for param in module.parameters() if id(param) not in sealed)
-        yield from module.buffers()
+        yield from module.buffers() if told is None else buffers_like(module, told)
+
+    @property
+    def structure(self) -> Structure:
+        """What the model consists of."""
+        return structure_of(self._engine.module)
+
+    def fit(self, told: Structure) -> None:
+        """Have the buffers of the others' model; raises ConfigurationError for another model."""
+        fit(self._engine.module, told)
 
     def named_pieces(self) -> Iterator[NamedPiece]:
         """This worker's pieces of the state, by global parameter name."""

@@ -17,7 +17,9 @@ from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader, Reader, tok
 from elaswave_plugin.adapters.deepspeed.monitor import ElasticMonitor, Holders
 from elaswave_plugin.adapters.deepspeed.newcomer import Loads, News, check_together
 from elaswave_plugin.adapters.deepspeed.refuse import check_engine, check_schedules, check_shares
+from elaswave_plugin.adapters.deepspeed.seams import alone_patches
 from elaswave_plugin.adapters.deepspeed.stand_in import StandIn, detached
+from elaswave_plugin.adapters.deepspeed.zero3_external import finding_external
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.core.dataflow import Shares, share
 from elaswave_plugin.core.rng import draw_key
@@ -130,8 +132,8 @@ class EngineJob(AttachedEngine):
 
     def _recovered(self) -> None:
         self._news.exchange()
-        self._learn_output()
         self._framework.resume()
+        self._learn_output()
         for react in self.reactions:
             react()
 
@@ -140,14 +142,26 @@ class EngineJob(AttachedEngine):
         """In the first step of ZeRO-3 nobody may know yet what an output looks like."""
         inputs, self._inputs = self._inputs, None
         if self._needs_others_to_compute and self._worker.completed == 0:
-            self._stand_in.learn(inputs, lambda both: self._engine.module(*both[0], **both[1]))
+            self._stand_in.learn(inputs, lambda both: self._compute(*both[0], **both[1]))
+
+    def _compute(self, *inputs: Any, **kwargs: Any) -> Any:
+        """A pass of ZeRO-3 that the script did not ask the engine for."""
+        beside = alone_patches() if self._worker.alone else None
+        if beside is not None:
+            beside.apply()
+        try:
+            with finding_external(self._engine.module):
+                return self._engine.module(*inputs, **kwargs)
+        finally:
+            if beside is not None:
+                beside.undo()
 
     @torch.no_grad()
     def _dead_output(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], *, counts: bool) -> Any:
         if self._needs_others_to_compute:
             if not self._stand_in.shapes:
                 # Only a worker that has not entered yet: it computes with what it was built with.
-                self._stand_in.remember((inputs, kwargs), self._engine.module(*inputs, **kwargs))
+                self._stand_in.remember((inputs, kwargs), self._compute(*inputs, **kwargs))
             with torch.enable_grad():
                 return self._stand_in.make((inputs, kwargs), self._engine.device, counts=counts)
         output = self._engine.module(*inputs, **kwargs)

@@ -90,7 +90,8 @@ class News:
     def exchange(self) -> None:
         """Tell, and be told (collective over WORLD).
 
-        Raises ElasWaveError where nobody is left who knows.
+        Raises ElasWaveError where nobody is left who knows, ConfigurationError on a worker that
+        comes with another model than the others'.
         """
         mine = torch.tensor([not self._is_told, self._monitor.holds], dtype=torch.int64)
         dist.all_reduce(mine, op=dist.ReduceOp.MAX)
@@ -113,7 +114,11 @@ class News:
                 "had come; restart from the last checkpoint"
             )
         source = next((rank for rank, one in told.items() if one.was_first), min(told))
-        for tensor in self._framework.unsealed():
+        structure = [self._framework.structure]
+        dist.broadcast_object_list(structure, src=source)
+        if not self._is_told:
+            self._framework.fit(structure[0])
+        for tensor in self._framework.unsealed(structure[0]):
             dist.broadcast(tensor, src=source)
         if not self._is_told:
             loader.follow(told[source].loader)

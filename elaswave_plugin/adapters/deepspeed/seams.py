@@ -179,6 +179,26 @@ def newcomer_patches() -> PatchSet:
     )
 
 
+def alone_patches() -> PatchSet:
+    """What a pass through a model of ZeRO-3 needs beside a running job; undone after it."""
+    return PatchSet(
+        [
+            PatchRecord(
+                # As bound in the coordinator, which compares what it has recorded.
+                target=(
+                    "deepspeed.runtime.zero.partitioned_param_coordinator"
+                    ":assert_ints_same_as_other_ranks"
+                ),
+                reason="who is not in yet has nobody to compare its passes with",
+                distribution=_DEEPSPEED,
+                valid=_VALID,
+                parameters=("args", "kwargs"),  # DeepSpeed's own wrapper
+                make=_compares_nothing,
+            ),
+        ]
+    )
+
+
 def stage_patches(finding: Callable[[Any], Any] | None) -> PatchSet:
     """``finding`` wraps the constructor of modules that look for their stage; never undone.
 
@@ -241,6 +261,10 @@ def _opens_nothing(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _receives_nothing(original: Callable[..., Any]) -> Callable[..., Any]:
     return lambda tensor, src_stage, async_op=False: None
+
+
+def _compares_nothing(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: None
 
 
 def _endless(original: Callable[[Any], Any]) -> Callable[[Any], Any]:

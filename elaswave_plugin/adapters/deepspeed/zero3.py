@@ -15,6 +15,7 @@ from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus, f
 
 from elaswave_plugin.adapters.deepspeed import zero
 from elaswave_plugin.adapters.deepspeed.seams import constructor_arguments
+from elaswave_plugin.adapters.deepspeed.zero3_external import agree_on_external
 from elaswave_plugin.adapters.deepspeed.zero3_order import FetchOrder
 from elaswave_plugin.core.shards import MOMENTS, padded_size
 from elaswave_plugin.runtime.state_dump import NamedPiece
@@ -155,7 +156,8 @@ class PartitionedWeightsState:
             yield param.detach().reshape(-1)
 
     def resume(self) -> None:
-        """Fetch ahead in the redone step, in the order of the passes before the change."""
+        """Fetch what the passes before the change have used, ahead and in their order."""
+        agree_on_external(self._engine.module)
         self._order.give(self._zero.parameter_offload)
 
     def named_pieces(self) -> Iterator[NamedPiece]:
