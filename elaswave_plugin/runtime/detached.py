@@ -32,7 +32,7 @@ def watch() -> None:
 
 
 class _Watch:
-    """Says it once."""
+    """The look-out of one process, which tells its supervisor once."""
 
     def __init__(self) -> None:
         self._pid: int | None = os.getpid()
