@@ -36,6 +36,7 @@ class _Watch:
 
     def __init__(self) -> None:
         self._pid: int | None = os.getpid()
+        self._environ = dict(os.environ)  # the script may change its own
         atexit.register(self._ended)
         # It stays, and does nothing any more: torch goes through its hooks while it calls one.
         register_optimizer_step_post_hook(self._stepped)
@@ -51,18 +52,19 @@ class _Watch:
     def _tell(self, *, trains: bool) -> None:
         """Tell the supervisor, unless this process has joined, or is a fork of the trainer."""
         pid, self._pid = self._pid, None
-        if pid == os.getpid() and not _has_joined():
-            link = socket.socket(fileno=os.dup(int(os.environ[CONTROL_FD])))
-            # Where the supervisor is gone, this process is about to be killed.
-            with link, contextlib.suppress(OSError):
-                link.sendall(encode({"t": "detached", "trains": trains, "missing": _missing()}))
+        if pid != os.getpid():
+            return
+        page = page_of(self._environ)
+        if page is not None:
+            page.close()
+            return
+        frame = encode({"t": "detached", "trains": trains, "missing": _missing()})
+        # Where the supervisor is gone, this process is about to be killed.
+        with contextlib.suppress(OSError), socket.socket(fileno=self._copy_of_link()) as link:
+            link.sendall(frame)
 
-
-def _has_joined() -> bool:
-    page = page_of(os.environ)
-    if page is not None:
-        page.close()
-    return page is not None
+    def _copy_of_link(self) -> int:
+        return os.dup(int(self._environ[CONTROL_FD]))
 
 
 def _missing() -> str:

@@ -92,8 +92,9 @@ def test_the_first_step_of_a_script_that_did_not_join_is_told_at_once(
         ("", "the script imported no torch"),
         ("import torch", "the script uses neither Megatron-Core nor DeepSpeed"),
         (FORKS, "the script uses neither Megatron-Core nor DeepSpeed"),
+        ("import os, torch; os.environ.clear()", "the script uses neither Megatron-Core nor"),
     ],
-    ids=["no torch", "no step", "a step of a child"],
+    ids=["no torch", "no step", "a step of a child", "no environment"],
 )
 def test_a_script_that_ends_without_having_joined_is_told(
     tmp_path: Path, script: str, missing: str
