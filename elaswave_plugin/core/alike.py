@@ -15,23 +15,32 @@ from elaswave_plugin.core.membership import MembershipView
 
 
 def failed_alike(
-    view: MembershipView, reports: Iterable[Report], layout: Mapping[str, Any] | None
+    view: MembershipView,
+    reports: Iterable[Report],
+    lost: Iterable[int],
+    layout: Mapping[str, Any] | None,
 ) -> str | None:
     """What all workers, or all of a stage, have failed with; None where they have not.
 
     ``reports``: all failures that count, also of workers that an earlier view had: those that are
-    left redo the step, and meet there what the first one met. ``layout``: as JSON, None without
-    stages. One worker alone is its own loss.
+    left redo the step, and meet there what the first one met. ``lost``: slots whose supervisor is.
+    ``layout``: as JSON, None without stages. One worker alone is its own loss.
     """
     failed: dict[tuple[str, str, str], dict[int, Raised]] = {}
+    gone = set(lost)
     for report in reports:
+        slot = report.failure.slot
         if report.raised is not None:
-            failed.setdefault(report.raised.key, {})[report.failure.slot] = report.raised
+            failed.setdefault(report.raised.key, {})[slot] = report.raised
+        elif report.failure.worker in view:
+            gone.add(slot)
     for alike in failed.values():
         for name, crew in _crews(view, layout):
-            if len(alike) > 1 and crew and crew <= alike.keys():
+            left = crew - gone
+            if len(alike) > 1 and left and left <= alike.keys():
+                who = f"all workers{name} that were left" if crew & gone else f"all workers{name}"
                 first = alike[min(alike)]
-                return f"all workers{name} failed alike {first.when}: {first}"
+                return f"{who} failed alike {first.when}: {first}"
     return None
 
 

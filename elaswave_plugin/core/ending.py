@@ -49,7 +49,7 @@ def ending_of(
             return Ending(reason=reason, exit_code=EXIT_CONFIGURATION)
     if not reports.started and gone - reports.done.keys():
         return _at_start(view, failed, gone, lost)
-    alike = failed_alike(view, reports.failures.values(), layout)
+    alike = failed_alike(view, reports.failures.values(), lost, layout)
     if alike is not None:
         return Ending(reason=alike, exit_code=EXIT_FAILED)
     if all(slot in gone or slot in reports.done for slot in view.ranks):

@@ -482,7 +482,8 @@ class Supervisor:
             self._tell_detached(trainer, trains=False)
             self._agreement.trainer_done(0)
         elif not trainer.left:
-            evidence = trainer.end_of(evidence, exit_code, sealed=self._store.newest_step())
+            sealed, args = self._store.newest_step(), self._spec.program.args
+            evidence = trainer.end_of(evidence, exit_code, sealed=sealed, args=args)
             now_s, raised = time.monotonic(), trainer.raised
             self._agreement.trainer_failed(evidence, exit_code, now_s, raised=raised)
             # Another one would not find the device free, nor the memory.

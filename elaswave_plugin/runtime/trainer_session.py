@@ -109,13 +109,19 @@ class TrainerSession:
         told = {name: frame[name] for name in ("error", "message", "where", "traceback")}
         self.raised = Raised(**told, when=self.when(sealed))
 
-    def end_of(self, status: str, exit_code: int | None, *, sealed: int) -> str:
-        """What was seen of its end, before its work was finished, as it is told to the others."""
+    def end_of(
+        self, status: str, exit_code: int | None, *, sealed: int, args: Sequence[str]
+    ) -> str:
+        """What was seen of its end, before its work was finished, as it is told to the others.
+
+        `sealed`: steps that its snapshot has; `args`: of its script.
+        """
         if exit_code == 0:
             why = _UNTRAINED if sealed < 0 else _EARLY
             self.raised = Raised(error=status, message=why, where="", when=self.when(sealed))
             return f"{status} before its work was finished"
-        if exit_code == EXIT_CONFIGURATION and self.facts is None:
+        is_ours = any(one.startswith("--elaswave") for one in args)
+        if exit_code == EXIT_CONFIGURATION and self.facts is None and is_ours:
             return f"{status} {_UNKNOWN_OPTION}"
         return status if self.raised is None else f"{status}, {self.raised}"
 

@@ -30,45 +30,52 @@ def failure(slot: int, raised: Raised | None = RAISED) -> Report:
 
 
 def test_all_workers_at_one_place_of_one_step() -> None:
-    assert failed_alike(VIEW, map(failure, range(4)), None) == f"all workers {SENTENCE}"
+    assert failed_alike(VIEW, map(failure, range(4)), (), None) == f"all workers {SENTENCE}"
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        None,
         replace(RAISED, error="KeyError"),
         replace(RAISED, where="train.py:8"),
         replace(RAISED, when="in step 4"),
     ],
-    ids=["killed", "another exception", "another line", "another step"],
+    ids=["another exception", "another line", "another step"],
 )
-def test_one_that_fails_otherwise_makes_all_of_them_losses(other: Raised | None) -> None:
+def test_one_that_fails_otherwise_makes_all_of_them_losses(other: Raised) -> None:
     reports = [*map(failure, range(3)), failure(3, other)]
-    assert failed_alike(VIEW, reports, None) is None
+    assert failed_alike(VIEW, reports, (), None) is None
 
 
 def test_a_message_may_name_the_rank() -> None:
     reports = [failure(slot, replace(RAISED, message=f"rank {slot}")) for slot in range(4)]
-    found = failed_alike(VIEW, reports, None)
+    found = failed_alike(VIEW, reports, (), None)
     assert found == "all workers failed alike in step 3: ValueError: rank 0 (train.py:7)"
 
 
 def test_one_worker_alone_is_a_loss() -> None:
-    assert failed_alike(first_view((0,)), [failure(0)], None) is None
-    assert failed_alike(VIEW, [failure(1)], None) is None
+    assert failed_alike(first_view((0,)), [failure(0)], (), None) is None
+    assert failed_alike(VIEW, [failure(1)], (), None) is None
 
 
 def test_those_that_are_left_fail_as_the_first_one_did() -> None:
     (first,) = reports = [failure(3)]
     view = next_view(VIEW, [first.failure], 1.0)
-    assert view is not None and failed_alike(view, [*reports, failure(0)], None) is None
+    assert view is not None and failed_alike(view, [*reports, failure(0)], (), None) is None
     reports += map(failure, range(3))
-    assert failed_alike(view, reports, None) == f"all workers {SENTENCE}"
+    assert failed_alike(view, reports, (), None) == f"all workers {SENTENCE}"
+
+
+def test_the_others_fail_alike_after_a_kill() -> None:
+    said = "all workers that were left failed alike in step 3: ValueError: no (train.py:7)"
+    reports = [failure(0, None), *map(failure, range(1, 4))]
+    assert failed_alike(VIEW, reports, (), None) == said
+    assert failed_alike(VIEW, reports[1:], (0,), None) == said
+    assert failed_alike(VIEW, reports[:2], (2, 3), None) is None
 
 
 def test_all_of_a_stage_are_enough() -> None:
     reports = [failure(2), failure(3)]
-    assert failed_alike(VIEW, reports, LAYOUT) == f"all workers of stage 1 {SENTENCE}"
-    assert failed_alike(VIEW, reports, None) is None
-    assert failed_alike(VIEW, [failure(1), failure(3)], LAYOUT) is None
+    assert failed_alike(VIEW, reports, (), LAYOUT) == f"all workers of stage 1 {SENTENCE}"
+    assert failed_alike(VIEW, reports, (), None) is None
+    assert failed_alike(VIEW, [failure(1), failure(3)], (), LAYOUT) is None

@@ -67,12 +67,47 @@ def test_one_worker_of_a_stage_of_two_is_lost(
     assert "worker 1 (node 0) exited: exit code 1, ValueError: a broken sample (" in lost
 
 
-def test_a_worker_that_failed_alone_is_started_again_later(
+OUTSIDE = """\
+        print_rank_0(
+"""
+
+
+def test_a_collective_that_nobody_makes_again_is_named(run: Launch, tmp_path: Path) -> None:
+    """It waits for a worker that dies; all that are left fail there, where no verb redoes it."""
+    text = SCRIPT.read_text()
+    assert text.count(OUTSIDE) == 1
+    script = tmp_path / "train_gpt.py"
+    script.write_text(text.replace(OUTSIDE, f"        torch.distributed.barrier()\n{OUTSIDE}"))
+    spec = JobSpec(nproc=3, global_batch=6, kills=("1@3:snapshot",), script=str(script), respawn=10)
+    failed = run(replace(spec, dump="never"))
+    check_ended(
+        failed,
+        "all workers that were left failed alike after step 3: EpochChanged: view 2 of the workers",
+        "during a call that nobody makes again: have the job's run() call what makes it",
+    )
+
+
+# The others take longer over the step than a lost worker is to wait for its successor.
+SLOW_REDO = """
+import time
+raising = Microbatches.consume
+def slowly(self, step, microbatch, ids):
+    if (step, self._worker.view.epoch) == (2, 2):
+        time.sleep(0.7)
+    raising(self, step, microbatch, ids)
+Microbatches.consume = slowly
+"""
+
+
+def test_a_worker_that_failed_alone_is_started_again_once_the_others_are_past_that_step(
     run: Launch, reference: Reference
 ) -> None:
-    """Not before the others are past the step: they might have failed alike."""
+    """Before that they might still fail alike."""
     spec = JobSpec(steps=9)
-    waits = replace(spec, respawn=10, awaits=((6, 1),), sabotage=RAISE.format(slots="(1,)"))
-    broken = run(waits)
+    sabotage = RAISE.format(slots="(1,)") + SLOW_REDO
+    broken = run(replace(spec, respawn=10, awaits=((6, 1),), sabotage=sabotage))
     check_equal(broken, reference(spec))
-    assert len(broken.events("worker_ready")) == 1
+    (again,) = [e for e in broken.events("worker_started") if e["incarnation"] == 1]
+    redone = [record for record in broken.files.steps if record["step"] == 2]
+    assert len(redone) == 3
+    assert again["time_s"] > max(record["time_s"] for record in redone)
