@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +14,22 @@ import psutil
 
 from elaswave_plugin.tracking.events import EVENTS_FILE, Tail
 
-TRACKER = "latest_checkpointed_iteration.txt"
 LIMIT_S = 90.0
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How a framework names what it saves: folders, the tracker, files of data, the last file."""
+
+    folder: str
+    tracker: str
+    data: str
+    last: str
+
+
+MEGATRON = Kind("iter_{:07d}", "latest_checkpointed_iteration.txt", ".distcp", "metadata.json")
+DEEPSPEED = Kind("global_step{}", "latest", ".pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+TRACKER = MEGATRON.tracker
 # As Megatron-LM saves by default: every replica writes a part.
 FULLY_PARALLEL = """
 import functools
@@ -52,6 +67,23 @@ def save_config_slowly(*args):
 serialization.save_config = save_config_slowly
 filesystem_async._write_item = slowly
 """
+# The same for whatever torch.save writes for DeepSpeed.
+SLOW_TORCH_SAVE = """
+import io, time, torch
+save = torch.save
+def slowly(obj, path, *args, **kwargs):
+    if not str(path).endswith("_states.pt"):
+        return save(obj, path, *args, **kwargs)
+    written = io.BytesIO()
+    save(obj, written, *args, **kwargs)
+    data = written.getvalue()
+    with open(path, "wb") as file:
+        file.write(data[: len(data) // 2])
+        file.flush()
+        time.sleep(0.3)
+        file.write(data[len(data) // 2 :])
+torch.save = slowly
+"""
 
 
 @dataclass(slots=True)
@@ -80,8 +112,8 @@ def plan(seed: int, iterations: Sequence[int], moments: Sequence[str], slots: in
 class Striker:
     """Watches one job's run directory and the folder that it saves to."""
 
-    def __init__(self, directory: Path, saves: Path) -> None:
-        self._saves = saves
+    def __init__(self, directory: Path, saves: Path, kind: Kind = MEGATRON) -> None:
+        self._saves, self._kind = saves, kind
         self._events = Tail(directory / EVENTS_FILE)
         self._pids: dict[int, int] = {}
 
@@ -116,23 +148,21 @@ class Striker:
             return self._written(strike.iteration) > 0 and self._is_open(strike)
         if strike.moment == "named":
             # Between the data and the tracker.
-            return (self._folder(strike.iteration) / "metadata.json").exists() or any(
-                (folder / "metadata.json").exists() for folder in self._parts(strike.iteration)
+            return any(
+                (folder / self._kind.last).exists() for folder in self._parts(strike.iteration)
             )
         assert strike.moment == "exists"
         return self._written(strike.iteration) > 0
 
     def _named(self) -> int:
-        with contextlib.suppress(OSError, ValueError):
-            return int((self._saves / TRACKER).read_text())
+        with contextlib.suppress(OSError, IndexError):
+            text = (self._saves / self._kind.tracker).read_text()
+            return int(re.findall(r"\d+", text)[-1])
         return -1
-
-    def _folder(self, iteration: int) -> Path:
-        return self._saves / f"iter_{iteration:07d}"
 
     def _parts(self, iteration: int) -> list[Path]:
         """The folder of a save, under whatever name it is being written."""
-        return list(self._saves.glob(f"iter_{iteration:07d}*"))
+        return list(self._saves.glob(f"{self._kind.folder.format(iteration)}*"))
 
     def _written(self, iteration: int) -> int:
         return sum(size for folder in self._parts(iteration) for size in _sizes(folder))
@@ -145,7 +175,7 @@ class Striker:
                 with contextlib.suppress(OSError, psutil.Error):
                     for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
                         with contextlib.suppress(OSError):
-                            if descriptor.readlink().name.endswith(".distcp"):
+                            if descriptor.readlink().name.endswith(self._kind.data):
                                 return True
         return False
 

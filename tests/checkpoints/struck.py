@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.checkpoints.reader import differences, read_checkpoint
-from tests.checkpoints.striker import TRACKER, Strike, Striker
+from tests.checkpoints.striker import MEGATRON, TRACKER, Kind, Strike, Striker
 from tests.faults.harness import JobSpec, Outcome, Zygote, started
 
 # Of Megatron-LM's arguments, which it saves: who wrote, and where.
@@ -23,11 +23,12 @@ def struck(
     zygote: Zygote,
     data: Path,
     directory: Path,
+    kind: Kind = MEGATRON,
 ) -> Outcome:
     """Run a job and carry out the kills."""
     began_s = time.monotonic()
     with started(spec, zygote=zygote, data=data, directory=directory) as (launcher,):
-        Striker(directory, saves).strike_all(strikes, lambda: launcher.poll() is None)
+        Striker(directory, saves, kind).strike_all(strikes, lambda: launcher.poll() is None)
         code = launcher.wait(120)
     return Outcome(
         spec=spec,

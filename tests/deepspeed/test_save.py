@@ -1,5 +1,6 @@
 """Checkpoints: a loss during a save, checkpoints after a shrink, and jobs that load them."""
 
+import itertools
 import json
 import math
 import os
@@ -12,10 +13,12 @@ import pytest
 import torch
 
 from tests.checkpoints.disks import mounted
+from tests.checkpoints.striker import DEEPSPEED, SLOW_TORCH_SAVE, plan
+from tests.checkpoints.struck import struck
 from tests.deepspeed.checkpoints import convert, merged, parts, same
 from tests.deepspeed.conftest import Launch
 from tests.deepspeed.harness import SCRIPTS, EngineSpec
-from tests.faults.harness import Outcome, check_survived, max_relative_difference
+from tests.faults.harness import Outcome, Zygote, check_survived, max_relative_difference
 from tests.tiers import sampled
 
 SAVING = str(SCRIPTS / "saving.py")
@@ -153,6 +156,38 @@ def test_checkpoints_after_a_loss_equal_those_after_a_planned_departure(
     for name, tensor in ours.items():
         # Adam moves an element of rounding noise by its learning rate at most, per step.
         assert torch.allclose(tensor, undisturbed[name], atol=4e-3), name
+
+
+@pytest.mark.parametrize(
+    ("stage", "step", "moment"),
+    sampled(
+        list(itertools.product((1, 2, 3), (2, 4, 6), ("open", "exists", "named"))), keep=(0, 13, 23)
+    ),
+)
+def test_a_kill_from_outside_while_files_are_written(
+    zygote: Zygote, saved: Saved, tmp_path: Path, stage: int, step: int, moment: str
+) -> None:
+    """That save is made again and equal; those after it are whole, and close."""
+    _, reference = saved(stage)
+    saves = tmp_path / "saves"
+    saves.mkdir()
+    strikes = plan(7 * step + stage, [step], [moment], slots=4)
+    spec = spec_of(saves, stage, sabotage=SLOW_TORCH_SAVE)
+    directory = tmp_path / "run"
+    run = struck(
+        spec, strikes, saves, zygote=zygote, data=directory, directory=directory, kind=DEEPSPEED
+    )
+    assert strikes[0].fired and strikes[0].bytes_written > 0, strikes
+    check_saved(run, saves, reference)
+    for tag in TAGS:
+        ours, theirs = state_of(saves / tag, tmp_path), state_of(reference / tag, tmp_path)
+        width = 4 if int(tag[-1]) < step else 3
+        assert writers(saves / tag) == width
+        assert ours.keys() == theirs.keys()
+        if int(tag[-1]) <= step:
+            assert same(ours, theirs), tag
+        for name, tensor in ours.items():
+            assert torch.allclose(tensor, theirs[name], atol=4e-3), name
 
 
 @pytest.fixture
