@@ -15,8 +15,16 @@ Metrics = Mapping[str, float]
 class Sink(Protocol):
     """One destination of metrics; opened, used and closed in the tracker's own thread."""
 
+    name: str
+
     def log(self, metrics: Metrics, step: int) -> None:
         """Write the metrics of a step; steps rise strictly."""
+
+    def last_step(self) -> int | None:
+        """Tell the last step that the run has here, whoever logged it.
+
+        -1 where there is none, None where that cannot be known.
+        """
 
     def close(self) -> None:
         """Flush and close."""

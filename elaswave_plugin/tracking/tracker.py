@@ -6,9 +6,11 @@ import logging
 import math
 import os
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +23,26 @@ log = logging.getLogger(__name__)
 STATE_FILE = "tracker.json"
 QUEUE_ROWS = 10_000
 CLOSE_TIMEOUT_S = 15.0
+POLL_S = 0.05
 
 Row = tuple[int, dict[str, float], bool]  # step, metrics, whether the row completes the step
+
+
+@dataclass(slots=True)
+class _Place:
+    """A sink, and the last step that it was given, by whichever owner."""
+
+    sink: Sink
+    last: int
 
 
 class Tracker:
     """Sends metrics to the configured sinks while this worker is the owner; never raises or waits.
 
-    Every worker makes one and calls `step` and `event`; only the owner's calls go anywhere. When
-    the owner is lost, `own` on the next one opens the same run id, adds from the run directory's
-    steps file the steps that the lost owner had not logged, and goes on; a step is logged once.
+    Every worker makes one and calls `step` and `event`; only the owner's calls go anywhere. The
+    next owner opens the same run id, asks each sink which steps it has, adds from the run
+    directory's steps file what is missing, and goes on: a step is logged once, and it counts as
+    logged when the sink has it.
     """
 
     def __init__(
@@ -55,6 +67,8 @@ class Tracker:
         self._is_heir = False
         self._rows: queue.Queue[Row | None] | None = None
         self._thread: threading.Thread | None = None
+        # Of the times when this worker was the owner: each closes its sinks, which takes a while.
+        self._closing: list[threading.Thread] = []
         if is_owner:
             self.own()
 
@@ -64,6 +78,8 @@ class Tracker:
             # Where the queue is full the sinks hang, and what is in it is lost with them.
             with contextlib.suppress(queue.Full):
                 self._rows.put_nowait(None)
+            assert self._thread is not None
+            self._closing.append(self._thread)
             self._rows = self._thread = None
 
     def own(self, *, logged: int = -1, is_heir: bool = False) -> None:
@@ -100,15 +116,16 @@ class Tracker:
         """Flush and close the sinks; False if they took longer than the limit and were left."""
         rows, thread = self._rows, self._thread
         self._rows = self._thread = None
-        if rows is None or thread is None:
-            return True
         deadline_s = time.monotonic() + timeout_s
-        try:
-            rows.put(None, timeout=timeout_s)
-        except queue.Full:
-            return False
-        thread.join(max(0.0, deadline_s - time.monotonic()))
-        return not thread.is_alive()
+        if rows is not None and thread is not None:
+            try:
+                rows.put(None, timeout=timeout_s)
+            except queue.Full:
+                return False
+            self._closing.append(thread)
+        for one in self._closing:
+            one.join(max(0.0, deadline_s - time.monotonic()))
+        return not any(one.is_alive() for one in self._closing)
 
     def _put(self, row: Row) -> None:
         try:
@@ -119,69 +136,111 @@ class Tracker:
 
     def _drain(self, rows: "queue.Queue[Row | None]") -> None:
         """The tracker's thread: open, write row after row, close."""
+        last, note = self._last_step, self._note()
+        follows = max(last, -1 if note is None else note[0]) >= 0 or bool(note and note[1])
+        if follows and not self._is_heir:
+            self._await_handover()
+        # Before the sinks open, which takes seconds: the next owner is to wait for this one.
+        self._guarded(self._write_note, -1 if note is None else note[0], is_open=True)
         sinks = [sink for opener in self._openers or () if (sink := self._opened(opener))]
+        if note is not None:
+            last = note[0] if self._is_heir else max(last, note[0])
+        places = [_Place(sink, self._had(sink, last) if follows else last) for sink in sinks]
         pending: dict[str, float] = {}
-        last, stored = self._last_step, self._stored_last_step()
-        taking_over = max(last, -1 if stored is None else stored) >= 0
-        if stored is not None:
-            last = stored if self._is_heir else max(last, stored)
+        last = min([place.last for place in places], default=last)
         while (row := rows.get()) is not None:
             step, metrics, completes = row
             pending.update(metrics)
             if not completes or step <= last:
                 continue
-            if taking_over:
+            if follows:
                 for missed, values in self._missed_steps(last, step):
-                    last = self._write(sinks, values, missed)
-                taking_over = False
-            last = self._write(sinks, pending, step)
+                    last = self._write(places, values, missed)
+                follows = False
+            last = self._write(places, pending, step)
             pending = {}
         if pending:
-            self._write(sinks, pending, last + 1)
-        for sink in sinks:
-            self._guarded(sink.close)
+            last = self._write(places, pending, last + 1)
+        for place in places:
+            self._close_sink(place)
+        self._guarded(self._write_note, last, is_open=False)
 
-    def _write(self, sinks: list[Sink], metrics: Mapping[str, float], step: int) -> int:
+    def _write(self, places: "list[_Place]", metrics: Mapping[str, float], step: int) -> int:
         self._before_row()
-        # The note goes first: a kill between the two loses a point, which is better than a step
-        # that appears twice.
-        self._guarded(self._store_last_step, step)
-        for sink in sinks:
-            self._guarded(sink.log, metrics, step)
+        # The note goes first, for sinks that cannot tell: a kill between the two loses a point,
+        # which is better than a step that appears twice.
+        self._guarded(self._write_note, step, is_open=True)
+        for place in places:
+            if step > place.last:
+                self._guarded(place.sink.log, metrics, step)
+                place.last = step
         return step
+
+    def _had(self, sink: Sink, noted: int) -> int:
+        """The last step that a sink has of earlier owners; what was noted where it cannot tell."""
+        had = self._guarded(sink.last_step)
+        return noted if had is None else int(had)
+
+    def _close_sink(self, place: "_Place") -> None:
+        """Close a sink; what went wrong meanwhile is said where rows are missing, and only then."""
+        problem: Exception | None = None
+        try:
+            place.sink.close()
+        except Exception as error:
+            problem = error
+        had = self._guarded(place.sink.last_step)
+        if had is not None and had < place.last:
+            self._say(f"{place.sink.name} has no rows of steps {had + 1} to {place.last}")
+        elif had is None and problem is not None:
+            self._say(f"{type(problem).__name__}: {problem}")
 
     def _opened(self, opener: OpenSink) -> Sink | None:
         sink: Sink | None = self._guarded(opener)
         return sink
 
-    def _guarded(self, call: Any, *arguments: Any) -> Any:
+    def _guarded(self, call: Any, *arguments: Any, **more: Any) -> Any:
         """Run a call of a sink; training goes on without the tracker, so the error is only said."""
         try:
-            return call(*arguments)
+            return call(*arguments, **more)
         except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            if text != self.problem:
-                log.warning("tracking: %s; training goes on without it", text)
-            self.problem = text
+            self._say(f"{type(error).__name__}: {error}")
             return None
 
-    def _stored_last_step(self) -> int | None:
-        """-1 where nobody has logged a step yet, None where it is not known."""
+    def _say(self, text: str) -> None:
+        if text != self.problem:
+            log.warning("tracking: %s; training goes on without it", text)
+        self.problem = text
+
+    def _await_handover(self) -> None:
+        """Wait until the owner before this one, who lives, has closed its sinks."""
+        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
+        while (note := self._note()) is not None and time.monotonic() < deadline_s:
+            if not note[1] or _is_gone(note[1]):
+                return
+            time.sleep(POLL_S)  # another process: its note is all that tells
+
+    def _note(self) -> tuple[int, str] | None:
+        """The last step handed to the sinks, and the owner that has them open, "" for none.
+
+        -1 where nobody has logged a step yet, None where it is not known.
+        """
         if self._directory is None:
             return None
         try:
-            return int(json.loads((self._directory / STATE_FILE).read_text())["last_step"])
+            note = json.loads((self._directory / STATE_FILE).read_text())
+            return int(note["last_step"]), str(note.get("open", ""))
         except FileNotFoundError:
-            return -1
+            return -1, ""
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def _store_last_step(self, step: int) -> None:
+    def _write_note(self, step: int, *, is_open: bool) -> None:
         if self._directory is None:
             return
         self._directory.mkdir(parents=True, exist_ok=True)
         fresh = self._directory / f".{STATE_FILE}.{os.getpid()}"
-        fresh.write_text(json.dumps({"last_step": step}))
+        owner = f"{socket.gethostname()}:{os.getpid()}" if is_open else ""
+        fresh.write_text(json.dumps({"last_step": step, "open": owner}))
         fresh.replace(self._directory / STATE_FILE)
 
     def _missed_steps(self, last: int, before: int) -> list[tuple[int, dict[str, float]]]:
@@ -196,6 +255,12 @@ class Tracker:
                 if known is None or record.get("epoch", 0) > known.get("epoch", 0):
                     newest[step] = record
         return [(step, step_metrics(newest[step])) for step in sorted(newest)]
+
+
+def _is_gone(owner: str) -> bool:
+    """Whether an owner on this host has ended; one elsewhere may live."""
+    host, _, pid = owner.rpartition(":")
+    return host == socket.gethostname() and not Path("/proc", pid).exists()
 
 
 def step_metrics(record: Mapping[str, Any], live_workers: int | None = None) -> dict[str, float]:

@@ -2,10 +2,13 @@
 
 import netrc
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
+
+from elaswave_plugin.tracking.wandb_files import last_history_step
 
 Mode = Literal["auto", "off", "offline", "online"]
 
@@ -13,6 +16,7 @@ Mode = Literal["auto", "off", "offline", "online"]
 FLUSH_INTERVAL_S = 0.2
 OPEN_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 10.0
+POLL_S = 0.05
 
 
 class WandbSink:
@@ -21,6 +25,8 @@ class WandbSink:
     Offline, each owner leaves its own folder with the same run id; `wandb sync --append` joins
     them. W&B's service process watches the process id of its owner and ends with it.
     """
+
+    name = "W&B"
 
     def __init__(
         self,
@@ -34,6 +40,7 @@ class WandbSink:
         import wandb
 
         directory.mkdir(parents=True, exist_ok=True)
+        self._directory, self._run_id, self._logged = directory, run_id, -1
         self.mode = chosen_mode(mode, os.environ)
         self._run = wandb.init(
             id=run_id,
@@ -47,11 +54,23 @@ class WandbSink:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Write one row; commit at once, because W&B holds back the row of the newest step."""
+        self._logged = step
         self._run.log(dict(metrics), step=step, commit=True)
 
+    def last_step(self) -> int | None:
+        """Tell the last step in the run's files or, online, what the server had at the start."""
+        if self.mode == "offline":
+            return last_history_step(self._directory, self._run_id)
+        return None if self._logged >= 0 else int(self._run.starting_step) - 1
+
     def close(self) -> None:
-        """Finish the run."""
+        """Finish the run; offline, its last rows come to the file a moment later."""
         self._run.finish()
+        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
+        while self.mode == "offline" and time.monotonic() < deadline_s:
+            if last_history_step(self._directory, self._run_id) >= self._logged:
+                return
+            time.sleep(POLL_S)  # W&B's own process writes it, and tells nobody when
 
 
 def chosen_mode(mode: Mode, environment: Mapping[str, str]) -> Literal["offline", "online"]:

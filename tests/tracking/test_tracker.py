@@ -16,6 +16,8 @@ from elaswave_plugin.tracking.tracker import STATE_FILE, Tracker, numbers_of, st
 
 
 class ListSink:
+    name = "list"
+
     def __init__(self) -> None:
         self.rows: list[tuple[int, dict[str, float]]] = []
         self.closed = False
@@ -25,6 +27,9 @@ class ListSink:
 
     def close(self) -> None:
         self.closed = True
+
+    def last_step(self) -> int | None:
+        return None
 
     def steps(self) -> list[int]:
         return [step for step, _ in self.rows]
@@ -42,7 +47,7 @@ def test_tracker_owner_logs_each_step_once_and_in_order(tmp_path: Path) -> None:
     assert subject.close()
     assert sink.rows == [(step, {"train/loss": step / 4}) for step in (0, 1, 2, 3)]
     assert sink.closed
-    assert json.loads((tmp_path / STATE_FILE).read_text()) == {"last_step": 3}
+    assert json.loads((tmp_path / STATE_FILE).read_text()) == {"last_step": 3, "open": ""}
 
 
 def test_tracker_recovery_joins_the_row_of_its_step() -> None:
@@ -204,3 +209,79 @@ def test_check_sinks_refuses_what_cannot_work(monkeypatch: pytest.MonkeyPatch) -
         sinks.check_sinks(ElasticConfig(wandb="offline"))
     with pytest.raises(ConfigurationError, match="tensorboard is not installed"):
         sinks.check_sinks(ElasticConfig(tensorboard=Path("tb")))
+
+
+class Holding(ListSink):
+    """A sink that tells what it has: steps of earlier owners, and its own but for the lost ones."""
+
+    def __init__(self, held: int, loses: int = 0) -> None:
+        super().__init__()
+        self._held, self._loses = held, loses
+
+    def last_step(self) -> int | None:
+        return max([self._held, *self.steps()]) - (self._loses if self.closed else 0)
+
+
+def steps_file(folder: Path, count: int) -> None:
+    with EventLog(folder / "steps.jsonl") as steps:
+        for step in range(count):
+            steps.write({"epoch": 1, "step": step, "loss": float(step)})
+
+
+@pytest.mark.parametrize("is_heir", [True, False])
+def test_a_step_counts_as_logged_when_the_sink_has_it(tmp_path: Path, is_heir: bool) -> None:
+    """The lost owner had handed over more than came to the sink."""
+    steps_file(tmp_path, 9)
+    (tmp_path / STATE_FILE).write_text('{"last_step": 7}')
+    sink = Holding(2)
+    heir = tracker(sink, owner=False, directory=tmp_path)
+    heir.own(logged=7, is_heir=is_heir)
+    heir.step(9, {"train/loss": 9.0})
+    assert heir.close()
+    assert sink.steps() == [3, 4, 5, 6, 7, 8, 9]
+    assert heir.problem is None
+
+
+def test_what_a_sink_has_not_got_at_the_end_is_named() -> None:
+    sink = Holding(-1, loses=2)
+    subject = tracker(sink)
+    for step in range(6):
+        subject.step(step, {"train/loss": 1.0})
+    assert subject.close()
+    assert subject.problem == "list has no rows of steps 4 to 5"
+
+
+def test_a_sink_that_has_all_may_fail_to_close() -> None:
+    class Breaking(Holding):
+        def close(self) -> None:
+            super().close()
+            raise ConnectionResetError("Connection lost")
+
+    subject = tracker(Breaking(-1))
+    subject.step(0, {"train/loss": 1.0})
+    assert subject.close()
+    assert subject.problem is None
+
+
+def test_the_next_owner_waits_until_the_one_before_has_closed_its_sinks(tmp_path: Path) -> None:
+    """Which may still be opening them: what it was given is added by neither twice."""
+    opening, held = threading.Event(), Holding(-1)
+
+    def slow() -> ListSink:
+        assert opening.wait(60)
+        return held
+
+    steps_file(tmp_path, 4)
+    before = Tracker(ElasticConfig(), "run", True, directory=tmp_path, openers=(slow,))
+    for step in range(3):
+        before.step(step, {"train/loss": 1.0})
+    before.give_up()
+    while not (tmp_path / STATE_FILE).exists():
+        assert not opening.is_set()
+    after = tracker(held, owner=False, directory=tmp_path)
+    after.own(logged=2)
+    after.step(3, {"train/loss": 1.0})
+    assert held.rows == []
+    opening.set()
+    assert before.close() and after.close()
+    assert held.steps() == [0, 1, 2, 3]
