@@ -22,23 +22,27 @@ class PipelineKnowledge:
         self._framework = framework
 
     def tell(self) -> Any:
-        """Where the loader is."""
+        """Where the loader is, and what this worker's part of the model consists of."""
         assert self._framework.loader is not None
-        return self._framework.loader.tell()
+        return self._framework.loader.tell(), self._framework.structure
 
     def follow(self, told: Sequence[Any | None]) -> None:
         """Who knows of each stage sends its tensors (called on every worker).
 
         ``told``: by rank, None for those who came. Raises ElasWaveError where nobody of a stage
-        with such tensors knows them.
+        with such tensors knows them, ConfigurationError on one that came with another model.
         """
         ranks, stages = self._worker.view.ranks, self._framework.seating.stages
         mine = next(stage for stage in stages if self._worker.slot in stage)
         peers = [rank for rank, slot in enumerate(ranks) if slot in mine]
         source = next((rank for rank in peers if told[rank] is not None), None)
-        tensors = [*self._framework.unsealed()]
+        structure = None if source is None else told[source][1]  # type: ignore[index]
         if told[dist.get_rank()] is None:
-            self._learn_place(next(one for one in told if one is not None))
+            self._learn_place(next(one for one in told if one is not None)[0])
+            if structure is not None:
+                self._framework.fit(structure)
+        tensors = [*self._framework.unsealed(structure)]
+        if told[dist.get_rank()] is None:
             for tensor in tensors:
                 if source is None:
                     raise ElasWaveError(

@@ -19,11 +19,24 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
 from train_deepspeed import VOCABULARY_SIZE, Block, TextDataset
 
 
+class Scale(nn.Module):
+    """Times a number that is a buffer."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((1,), scale))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
 class Embedding(nn.Module):
     """Tokens [batch, time] to [batch, time, hidden]."""
 
-    def __init__(self, hidden: int, length: int) -> None:
+    def __init__(self, hidden: int, length: int, table: bool = False) -> None:
+        """``table``: the places of tokens are a table that the first pass makes."""
         super().__init__()
+        self.scaled = Scale(0.5) if table else None
         self.tokens = nn.Embedding(VOCABULARY_SIZE, hidden)
         self.positions = nn.Embedding(length, hidden)
 
@@ -32,7 +45,13 @@ class Embedding(nn.Module):
         return self.tokens.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        places = torch.arange(tokens.shape[1])
+        x = self.tokens(tokens) + self.positions(places)
+        if self.scaled is None:
+            return x
+        if "table" not in self._buffers:
+            self.register_buffer("table", places.sin()[:, None], persistent=False)
+        return x + self.scaled(self.table)
 
 
 class Head(nn.Module):
@@ -57,7 +76,7 @@ def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def layers_of(args: argparse.Namespace) -> list[LayerSpec]:
     hidden, length = args.hidden_size, args.seq_length
-    embedding, head = LayerSpec(Embedding, hidden, length), LayerSpec(Head, hidden)
+    embedding, head = LayerSpec(Embedding, hidden, length, args.table), LayerSpec(Head, hidden)
     if args.tied:
         tied = partial(TiedLayerSpec, "embedding", Embedding, hidden, length)
         embedding, head = tied(), tied(forward_fn=logits_of)
@@ -115,6 +134,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--halving", action="store_true")
     parser.add_argument("--guarded", action="store_true")
     parser.add_argument("--frozen", action="store_true")
+    parser.add_argument("--table", action="store_true")
     parser.add_argument("--counted", action="store_true")
     parser.add_argument("--agree", action="store_true")
     parser.add_argument("--late-steps", type=int, default=None)
