@@ -33,7 +33,7 @@ def check_run_dir(folder: Path | None) -> None:
 
 
 def open_run_dir(folder: Path | None) -> None:
-    """Make it, and try all that a job does there; raises ConfigurationError. None is none."""
+    """Make a run directory and try all that a job does there; raises ConfigurationError."""
     if folder is None:
         return
     trial = folder / f"trial-{os.getpid()}"

@@ -16,7 +16,7 @@ _OF_THE_NODE = "--elaswave-dir"
 
 
 def describe_program(program: Program) -> dict[str, Any]:
-    """What has to be alike for two workers of one job; the script by its content."""
+    """Describe what has to be alike for two workers of one job; the script by its content."""
     digest = None
     if not program.module:
         with contextlib.suppress(OSError):
