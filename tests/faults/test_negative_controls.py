@@ -16,7 +16,7 @@ SABOTAGE = {
     "native norm": (
         "from elaswave_plugin.adapters import megatron; "
         "from elaswave_plugin.adapters.megatron import seams; "
-        "megatron.elastic_patches = lambda exact: seams.elastic_patches(exact=False)"
+        "megatron.elastic_patches = lambda exact, **more: seams.elastic_patches(exact=False, **more)"
     ),
     # Contributions added in the order of workers instead of the canonical order.
     "order of workers": (
