@@ -63,8 +63,9 @@ class SnapshotServer:
 
     def close(self) -> None:
         """Accept nobody any more."""
-        self._closed.set()
+        # In this order: once it is told, the accepting thread closes the socket.
         self._listener.shutdown(socket.SHUT_RDWR)
+        self._closed.set()
 
     def _accept(self) -> None:
         while not self._closed.is_set():

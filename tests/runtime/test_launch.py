@@ -277,6 +277,7 @@ def test_a_worker_that_ends_before_it_joins_does_not_hang_the_others(tmp_path: P
             command=[sys.executable, "-c", LAUNCH, "--nproc-per-node=2", str(tmp_path / "s.py")]
         )
         assert job.code() == 1
+    assert job.output().count("worker 1 has ended, and elaswave never attached") == 1
     assert "worker 1 ended before it joined the job" in job.output()
 
 

@@ -1,5 +1,6 @@
 """Sealed snapshots: served, copied, fetched, and what breaks on the way."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -564,3 +565,23 @@ def test_bulk_copies_do_not_delay_the_agreement(tmp_path: Path) -> None:
         took_s = max(r["at_s"] for r in job.all("commit", [0, 1], epoch=2)) - at_s
         assert took_s < copy_s / 2
         assert job.finish([0, 1]) == 0
+
+
+def test_a_server_is_closed_while_somebody_connects() -> None:
+    """Its accepting thread, woken by that one, may be the first to see that it is closed."""
+    server = SnapshotServer(SnapshotStore(0), "127.0.0.1")
+    server.start()
+    tell_closed = server._closed.set
+
+    def tell_and_let_it_see() -> None:
+        tell_closed()
+        host, _, port = server.address.rpartition(":")
+        with contextlib.suppress(OSError):
+            socket.create_connection((host, int(port))).close()
+        deadline_s = time.monotonic() + LONG_S
+        while server._listener.fileno() >= 0:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)  # nothing tells that the thread has closed it
+
+    server._closed.set = tell_and_let_it_see  # type: ignore[method-assign]
+    server.close()
