@@ -51,7 +51,7 @@ class Deaths:
         self._at_step: Counter[int] = Counter()
 
     def after_death(self, *, step: int) -> StartAgain | GiveUp:
-        """What follows the death of a trainer; ``step``: the last that was sealed on the slot."""
+        """What follows the death of a trainer; ``step``: the one that it had come to."""
         self._at_step[step] += 1
         if self._count == self.limit:
             return GiveUp(reason=f"it was started again {self.limit} times, the limit of respawn")

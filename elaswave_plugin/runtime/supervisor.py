@@ -508,7 +508,7 @@ class Supervisor:
         if exit_code == EXIT_CONFIGURATION or self._deaths is None:
             self._give_slot_back(exit_code)
             return
-        verdict = self._deaths.after_death(step=self._store.newest_step())
+        verdict = self._deaths.after_death(step=self._trainer.reached(self._store.newest_step()))
         fields = {"slot": self._slot, "incarnation": self._trainer.incarnation}
         if isinstance(verdict, GiveUp):
             self._events.emit("respawn_given_up", reason=verdict.reason, **fields)

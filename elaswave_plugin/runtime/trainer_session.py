@@ -95,6 +95,11 @@ class TrainerSession:
             slot=slot, awake_s=awake_s, waited_s=waited_s, stopped=is_stopped(pid)
         )
 
+    def reached(self, sealed: int) -> int:
+        """The step that it has come to; one without a place in the layout seals nothing of it."""
+        sample = self.page.sample(slot=0)
+        return sealed if sample is None else max(sealed, sample.step)
+
     def when(self, sealed: int) -> str:
         """Where in the training it is, as "in step 3"; `sealed`: steps that its snapshot has."""
         sample = self.page.sample(slot=0)

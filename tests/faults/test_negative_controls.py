@@ -16,7 +16,8 @@ SABOTAGE = {
     "native norm": (
         "from elaswave_plugin.adapters import megatron; "
         "from elaswave_plugin.adapters.megatron import seams; "
-        "megatron.elastic_patches = lambda exact, **more: seams.elastic_patches(exact=False, **more)"
+        "megatron.elastic_patches = lambda exact, saves: "
+        "seams.elastic_patches(exact=False, saves=saves)"
     ),
     # Contributions added in the order of workers instead of the canonical order.
     "order of workers": (

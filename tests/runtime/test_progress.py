@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -23,6 +23,7 @@ from elaswave_plugin.runtime.progress import (
     create_page,
     page_of,
 )
+from elaswave_plugin.runtime.trainer_session import TrainerSession
 
 
 @pytest.fixture
@@ -283,3 +284,15 @@ def test_a_phase_costs_microseconds(pages: tuple[ProgressPage, ProgressPage]) ->
             clock.enter("backward")
         best_s = min(best_s, (time.perf_counter() - started_s) / 1000)
     assert best_s < 20e-6
+
+
+def test_one_that_seals_nothing_is_known_to_have_come_further() -> None:
+    """Deaths of a worker without a place, at different steps, are none at one and the same."""
+    page, nobody = ProgressPage(), cast(Any, None)
+    session = TrainerSession(incarnation=1, process=nobody, sock=nobody, page=page)
+    assert session.reached(4) == 4
+    page.begin(1)
+    page.set_place(step=9)
+    page.enter("data", 2.0)
+    assert session.reached(4) == 9
+    assert session.reached(11) == 11
