@@ -94,13 +94,21 @@ class PatchRecord:
             if seen != wanted:
                 raise PatchMismatchError(
                     f"{self.target} takes {seen} in {self.distribution} {installed}, "
-                    f"wanted {wanted}; look at the upstream change of this function"
+                    f"wanted {wanted}; {self._whose(found)}"
                 )
         seam = self.seam
         if seam is self.hook and (taken := getattr(*_locate(seam.place))) is not None:
             raise PatchMismatchError(
                 f"{seam.place} is set already, to {taken!r}, wanted None; take out what sets it"
             )
+
+    def _whose(self, found: Any) -> str:
+        """What to do about a target of another signature: it may be nobody of upstream's."""
+        module = getattr(found, "__module__", None)
+        own = self.target.partition(":")[0].partition(".")[0]
+        if module is None or module.partition(".")[0] == own:
+            return "look at the upstream change of this function"
+        return f"what is there now is of the module {module!r}, which replaced it: take that out"
 
     def _found(self, installed: str) -> Any:
         try:

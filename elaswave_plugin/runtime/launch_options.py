@@ -17,6 +17,7 @@ from elaswave_plugin.runtime.coordinator import Heartbeat
 from elaswave_plugin.runtime.notice_file import NOTICE_FILE, check_notice_file
 from elaswave_plugin.runtime.reserve import RESERVE, read_reserve
 from elaswave_plugin.runtime.run_dir import check_run_dir
+from elaswave_plugin.runtime.script_options import check_script_options, hint_for
 from elaswave_plugin.runtime.timeouts import START_S, add_timeouts, read_timeouts, seconds
 
 # Fixed at the launch of a job.
@@ -99,7 +100,7 @@ class LaunchSpec:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigurationError(f"{message}; see `elaswave run --help`")
+        raise ConfigurationError(f"{message}{hint_for(message)}; see `elaswave run --help`")
 
 
 def parse_run_args(argv: Sequence[str]) -> LaunchSpec:
@@ -107,6 +108,7 @@ def parse_run_args(argv: Sequence[str]) -> LaunchSpec:
     parser = _parser()
     options = parser.parse_args(argv)
     args = tuple(options.args)
+    check_script_options(args)
     if options.join is not None:
         _check_join(options, parser)
     shared = script_settings(args, os.environ)

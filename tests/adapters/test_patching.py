@@ -150,3 +150,18 @@ def test_what_does_not_fit_is_refused_before_the_others_are_waited_for(
     with pytest.raises(SystemExit) as end:
         megatron.attach(args)
     assert end.value.code == 2 and "megatron-core is 0.15" in capsys.readouterr().err
+
+
+def test_a_target_that_somebody_else_has_replaced_is_told_with_their_module(
+    target: types.ModuleType,
+) -> None:
+    def stub(seed: int) -> None:
+        """As of a stand-in for torch.cuda of a user's own."""
+
+    stub.__module__ = "my_stubs"
+    target.function = stub  # type: ignore[attr-defined]
+    with pytest.raises(PatchMismatchError, match=r"of the module 'my_stubs', which replaced it"):
+        record("function", parameters=("first", "second")).check("9")
+    stub.__module__ = "some_framework.parts"
+    with pytest.raises(PatchMismatchError, match="upstream change of this function"):
+        record("function", parameters=("first", "second")).check("9")

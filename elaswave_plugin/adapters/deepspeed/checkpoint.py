@@ -12,10 +12,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from elaswave_plugin.checkpoints.deepspeed_tag import flaw_of
+from elaswave_plugin.checkpoints.deepspeed_tag import flaw_of, shards_of
 from elaswave_plugin.checkpoints.directory import DEEPSPEED_TRACKER
 from elaswave_plugin.checkpoints.draft import pointing_to
 from elaswave_plugin.checkpoints.loading import check_everywhere, check_loadable
+from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.drafts import Drafts
 
 
@@ -65,8 +66,26 @@ def load_checked(
     """``engine.load_checkpoint``, once what it is to load was found whole.
 
     A universal checkpoint has another form, which DeepSpeed's converter has made as a whole.
-    Raises CheckpointUnreadableError, on all workers alike.
+    Raises CheckpointUnreadableError, and ConfigurationError for a checkpoint of another number of
+    workers, on all alike.
     """
     if not engine.load_universal_checkpoint():
         check_everywhere(partial(check_loadable, load_dir, tag=None if tag is None else str(tag)))
+        if kwargs.get("load_optimizer_states", True) and not kwargs.get("load_module_only", False):
+            _check_width(Path(load_dir), tag, int(engine.dp_world_size))
     return native(load_dir, tag, *args, **kwargs)
+
+
+def _check_width(load_dir: Path, tag: object, width: int) -> None:
+    tracker = load_dir / DEEPSPEED_TRACKER
+    if tag is None and not tracker.is_file():
+        return
+    folder = load_dir / (tracker.read_text().strip() if tag is None else str(tag))
+    written = shards_of(folder)
+    if written is not None and written != width:
+        raise ConfigurationError(
+            f"{folder} was written by {written} workers, and this job has {width}: start as many, "
+            "or convert it by `python -m deepspeed.checkpoint.ds_to_universal --input_folder "
+            f"{folder} --output_folder ...` and load that with "
+            '"checkpoint": {"load_universal": true} in the configuration'
+        )
