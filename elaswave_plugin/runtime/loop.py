@@ -65,6 +65,7 @@ class GuardedSteps:
             self.worker.state.seal_initial(self._framework, self.worker.completed)
             dist.barrier()
             self.worker.state.await_start()
+            self.worker.phases.between_steps()
 
     def enter(self) -> None:
         """A worker that comes later enters the job, before its first step."""
@@ -128,6 +129,7 @@ class GuardedSteps:
         """The own part of a work between steps is done: leave it together with the others."""
         dist.barrier()
         self.works_done += 1
+        self.worker.phases.between_steps()
 
     def recover(self) -> None:
         """Take part in the recovery after an interruption."""

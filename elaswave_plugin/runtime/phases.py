@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from elaswave_plugin.config import STEP_PHASES, Kill
 from elaswave_plugin.runtime.faults import strike
-from elaswave_plugin.runtime.progress import PhaseClock, ProgressPage
+from elaswave_plugin.runtime.progress import BETWEEN_STEPS, PhaseClock, ProgressPage
 from elaswave_plugin.tracking.events import EventLog
 
 
@@ -55,6 +55,10 @@ class Phases:
     def end_step(self) -> None:
         """A step is complete; the script may do what it wants before the next."""
         self._clock.step_over()
+
+    def between_steps(self) -> None:
+        """What follows is the script's, and nobody knows how long it takes."""
+        self._clock.outside(BETWEEN_STEPS)
 
     def enter(self, phase: str) -> None:
         """Announce a phase of a step; leaves by EpochChanged when a view is proposed."""

@@ -55,7 +55,7 @@ class Reporter:
         frame = {
             "t": "raised",
             "error": type(error).__name__,
-            "message": str(error).strip().split("\n")[0][:_LONGEST_MESSAGE],
+            "message": _message(error),
             "where": _place(error, trace),
             "traceback": _cut(text),
         }
@@ -140,6 +140,12 @@ def _without(trace: TracebackType | None, files: Sequence[str]) -> TracebackType
     while trace is not None and trace.tb_frame.f_code.co_filename in files:
         trace = trace.tb_next
     return trace
+
+
+def _message(error: BaseException) -> str:
+    """The first line of what it says; without the place, which `_place` has."""
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    return text.strip().split("\n")[0][:_LONGEST_MESSAGE]
 
 
 def _place(error: BaseException, trace: TracebackType | None) -> str:

@@ -4,7 +4,8 @@ from itertools import groupby
 from pathlib import Path
 
 from tests.faults.harness import ROOT, SCRIPT
-from tests.faults.mutants import TRAINS, Mutant, mutants
+from tests.faults.mutants import Mutant, mutants
+from tests.faults.replacements import TRAINS
 
 PAGE = ROOT / "elaswave_plugin" / "docs" / "wrong_lines.md"
 HEAD = """\

@@ -8,8 +8,9 @@ import pytest
 from elaswave_plugin.tracking.events import EVENTS_FILE, STEPS_FILE, read_lines
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal
-from tests.faults.mutants import RAISES, REFUSED, TRAINS, Mutant, mutants
+from tests.faults.mutants import Mutant, mutants
 from tests.faults.mutants_page import PAGE, page
+from tests.faults.replacements import RAISES, REFUSED, TRAINS
 from tests.faults.test_outside_a_step import FORKED_CARRIER
 
 SPEC = JobSpec(nproc=2, steps=4, global_batch=4)

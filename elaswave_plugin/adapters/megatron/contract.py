@@ -32,8 +32,9 @@ class Job(Protocol):
         """Megatron-Core's forward-backward function, for whatever this worker runs now.
 
         Called by the functions of ``train``, ``evaluate`` and ``run`` only. ``num_microbatches``
-        may be left out; else it is that of one replica, as in Megatron-LM. Neither ``forward_step``
-        nor its loss function calls a collective between replicas.
+        may be left out; else it is that of one replica, as in Megatron-LM. Only in ``train`` is
+        ``forward_only`` not True. Neither ``forward_step`` nor its loss function calls a collective
+        between replicas.
         """
 
     def train(

@@ -81,9 +81,10 @@ class Turns:
                 "forward_backward(forward_only=True) is called in a training step: write loss = "
                 "job.evaluate(evaluate) between the steps"
             )
-        if self._verb == EVALUATE and not forward_only:
+        if self._verb != TRAIN and not forward_only:
             raise ConfigurationError(
-                "forward_backward trains inside of job.evaluate: give it forward_only=True there"
+                f"forward_backward trains inside of job.{self._verb}, whose work is no step and is "
+                "not kept: give it forward_only=True there"
             )
         if self._verb == TRAIN and self.returned:
             raise ConfigurationError(
