@@ -108,7 +108,14 @@ REPLACED: tuple[Replacement, ...] = (
         REFUSED,
         "leave out its backend, as in torch.distributed.new_group(ranks)",
     ),
-    (4, "no double asterisk", "(**job.process_group())", "(job.process_group())", RAISES, ""),
+    (
+        4,
+        "no double asterisk",
+        "(**job.process_group())",
+        "(job.process_group())",
+        RAISES,
+        "ValueError: Backend constructor parameter must be string-ish",
+    ),
     (
         5,
         "the bare model",
