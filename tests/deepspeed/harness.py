@@ -84,6 +84,8 @@ class EngineSpec(JobSpec):
                 },
             },
             "bf16": {"enabled": self.bf16},
+            # A pipeline's stages tell each other the shape of a batch once.
+            "dataloader_drop_last": self.stages > 1,
             "zero_optimization": {
                 "stage": self.stage,
                 # Small enough that most parameters of the tiny model are really cut.

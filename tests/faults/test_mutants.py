@@ -9,10 +9,9 @@ from elaswave_plugin.tracking.events import EVENTS_FILE, STEPS_FILE, read_lines
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal
 from tests.faults.hybrid_matrix import PP2_DP2
-from tests.faults.mutants import SAVES, Mutant, mutants
+from tests.faults.mutants import Mutant, mutants
 from tests.faults.mutants_page import PAGE, page
 from tests.faults.replacements import RAISES, REFUSED, TRAINS
-from tests.faults.test_outside_a_step import FORKED_CARRIER
 
 SPEC = JobSpec(nproc=2, steps=4, global_batch=4)
 MUTANTS = list(mutants())
@@ -55,8 +54,7 @@ def test_a_mutant_is_not_silent(
     options = tuple(one.replace("SAVED", str(tmp_path / "saved")) for one in mutant.options)
     trains = mutant.end == TRAINS
     spec = replace(SPEC, options=options, kills=("1@3:backward",), respawn=0 if trains else 10)
-    sabotage = FORKED_CARRIER if mutant.options == SAVES else ""
-    done = run(replace(spec, script=str(script), sabotage=sabotage))
+    done = run(replace(spec, script=str(script)))
     assert not done.orphans
     if trains:
         check_equal(done, reference(SPEC))

@@ -25,6 +25,7 @@ from elaswave_plugin.adapters.deepspeed.pipeline_grid import launch_replicas
 from elaswave_plugin.adapters.deepspeed.pipeline_newcomer import PipelineKnowledge
 from elaswave_plugin.adapters.deepspeed.refuse import (
     check_engine,
+    check_last_batch,
     check_pipeline,
     check_pipelines,
     check_schedules,
@@ -184,6 +185,13 @@ class PipelineJob(AttachedEngine):
             tokens=self._agreed[1],
         )
         return report if framework.is_busy else self._looked_on(report)
+
+    def _took_loader(self, loader: ElasticLoader) -> None:
+        check_last_batch(
+            num_samples=loader.fewest_samples,
+            whole=self._micro_batch_size * self._width,
+            dynamic_shape=bool(self._engine.module.dynamic_shape),
+        )
 
     def _looked_on(self, report: StepReport) -> StepReport:
         """The step of a worker without a pipeline: its script counts it as the others' do."""

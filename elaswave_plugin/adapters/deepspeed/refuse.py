@@ -79,6 +79,20 @@ def check_shares(reserve: int, *, width: int, num_samples: int) -> None:
         )
 
 
+def check_last_batch(*, num_samples: int, whole: int, dynamic_shape: bool) -> None:
+    """Raise ConfigurationError where a pipeline's epoch ends in a smaller batch than the others.
+
+    ``num_samples``: those of the last iteration of an epoch; ``whole``: those of the others.
+    Source: deepspeed/runtime/pipe/engine.py, ``_exec_recv_activations``.
+    """
+    if num_samples != whole and not dynamic_shape:
+        raise ConfigurationError(
+            f"the last iteration of an epoch has {num_samples} samples, and the others {whole}, "
+            "while the stages of a pipeline tell each other the shape of a batch once; set "
+            '"dataloader_drop_last": true, or dynamic_shape=True in the PipelineModule'
+        )
+
+
 def check_pipelines(reserve: int, *, module: Any, width: int, num_microbatches: int) -> None:
     """Raise ConfigurationError where ``reserve`` workers make no pipelines, or too many.
 
