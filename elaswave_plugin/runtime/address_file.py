@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,12 +36,17 @@ def published(
     """Has the file there while the block runs; also removes what those of `lost()` left.
 
     They are (slot, process id). The file of another process in a slot is its own, and stays.
-    Raises OSError where it cannot be written.
+    Where it cannot be written, a line says so: the launch has tried it, so the directory has gone
+    bad since, and the job goes on.
     """
     if run_dir is None:
         yield
         return
-    _write(run_dir, address)
+    try:
+        _write(run_dir, address)
+    except OSError as error:
+        text = f"worker {address.slot} is not found by way of {run_dir}: {error.strerror}"
+        print(f"elaswave: {text}", file=sys.stderr)
     try:
         yield
     finally:

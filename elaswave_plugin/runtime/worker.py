@@ -63,10 +63,9 @@ class Worker:
         self.reserve = read_reserve(environ)
         """So many workers may join beyond those of the launch."""
         self._tp, self._pp = model_parallel
-        directory = config.dir
-        self.events = EventLog(directory / "events.jsonl" if directory else None)
-        self.ledger = EventLog(directory / "ledger.jsonl" if directory else None)
-        self.steps = EventLog(directory / "steps.jsonl" if directory else None)
+        self.events = self._log("events.jsonl")
+        self.ledger = self._log("ledger.jsonl")
+        self.steps = self._log("steps.jsonl")
         broken_links = BrokenLinks(self.member)
         self.links = LinkTable(
             self.slot,
@@ -97,6 +96,11 @@ class Worker:
         self._restored_step = 0
         self._started_s = time.time()
         self._join()
+
+    def _log(self, name: str) -> EventLog:
+        """A file of the run directory, which may have gone bad since the launch."""
+        path = self.config.dir / name if self.config.dir else None
+        return EventLog(path, late=self.member.incarnation > 0)
 
     def _timed_phases(self) -> Phases:
         page, config = self.member.progress_page, self.config

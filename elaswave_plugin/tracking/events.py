@@ -23,10 +23,11 @@ class EventLog:
     never mix and a SIGKILL leaves whole lines only (of one machine: NFS does not append so).
     Writing never raises into training: a line that the disk refuses is counted in `lost_lines`,
     and the first one said on stderr. Opening does raise (ConfigurationError), since a wrong
-    directory is a mistake to report at the start.
+    directory is a mistake to report at the start; in a job that runs, `late`, it is said as well
+    and costs the lines.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None) -> None:
+    def __init__(self, path: str | os.PathLike[str] | None, *, late: bool = False) -> None:
         self.path = None if path is None else Path(path)
         self.lost_lines = 0
         self._is_torn = False
@@ -36,6 +37,9 @@ class EventLog:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             except OSError as error:
+                if late:
+                    self._say_lost(str(error.strerror))
+                    return
                 raise ConfigurationError(
                     f"{str(self.path)!r} cannot be written ({error.strerror}); name a folder of"
                     " yours (--elaswave-dir, key 'dir')"
@@ -63,7 +67,15 @@ class EventLog:
         if written != len(line):
             self.lost_lines += 1
             if self.lost_lines == 1:
-                print(f"elaswave: lines of {self.path} are lost ({why})", file=sys.stderr)
+                self._say_lost(why)
+
+    def _say_lost(self, why: str) -> None:
+        print(f"elaswave: lines of {self.path} are lost ({why})", file=sys.stderr)
+
+    @property
+    def is_deleted(self) -> bool:
+        """Whether somebody has deleted the file, so that nobody can read what goes there."""
+        return self._fd >= 0 and os.fstat(self._fd).st_nlink == 0
 
     def close(self) -> None:
         """Close the file; later lines are dropped."""

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from elaswave_plugin.tracking.events import EVENTS_FILE, read_lines
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, check_equal, check_survived
 
@@ -170,3 +171,31 @@ def test_kill_of_all_but_one_worker_finishes_the_run(run: Launch, reference: Ref
 
 def test_survivors_of_an_undisturbed_run_are_all_of_it(reference: Reference) -> None:
     check_survived(reference(JobSpec()))
+
+
+# Files of the run directory become folders: nobody can open them any more.
+SPOIL = """
+import os
+from elaswave_plugin.runtime.phases import Phases
+enter = Phases.enter
+def spoil(self, phase):
+    if (self._slot, self.step, phase) == (1, 2, "data"):
+        for name in ("steps.jsonl", "ledger.jsonl"):
+            path = os.path.join(os.environ["ELASWAVE_DIR"], name)
+            if not os.path.isdir(path):
+                os.rename(path, path + ".old")
+                os.mkdir(path)
+    enter(self, phase)
+Phases.enter = spoil
+"""
+
+
+def test_a_run_directory_that_goes_bad_keeps_nobody_away(run: Launch) -> None:
+    spec = JobSpec(steps=9, kills=("2@3:backward",), respawn=10, awaits=((5, 1),), dump="never")
+    spoiled = run(replace(spec, sabotage=SPOIL))
+    assert spoiled.returncode == 0, spoiled.output[-4000:]
+    came = [e for e in read_lines(spoiled.directory / EVENTS_FILE) if e["kind"] == "entered"]
+    assert [event["slot"] for event in came] == [2]
+    said = [line for line in spoiled.output.splitlines() if "are lost (" in line]
+    assert len(said) == 2 and all("Is a directory" in line for line in said)
+    assert "Traceback" not in spoiled.output and not spoiled.orphans
