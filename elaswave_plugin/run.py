@@ -114,7 +114,7 @@ def supervise(
         several=several,
     )
     zygote = getattr(options, "elaswave_zygote", None) or env.get("ELASWAVE_ZYGOTE")
-    connection = connect_zygote(zygote) if zygote else None
+    connection = connect_zygote(zygote, trainer_env) if zygote else None
     die_with_parent(os.getppid())
     try:
         supervisor = Supervisor(

@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from elaswave_plugin.runtime.supervisor_main import (
 from elaswave_plugin.runtime.supervisor_spec import SupervisorSpec
 from elaswave_plugin.runtime.timeouts import QUIESCE, variable
 from elaswave_plugin.runtime.trainer_process import Program
+from elaswave_plugin.runtime.zygote_settings import check_zygote
 from elaswave_plugin.tracking.events import EventLog
 
 __all__ = ["LaunchSpec", "main", "parse_run_args", "run_job"]
@@ -391,11 +392,15 @@ def _listen(spec: LaunchSpec) -> socket.socket:
 def _connect_zygotes(spec: LaunchSpec) -> list[socket.socket]:
     if spec.zygote is None:
         return []
-    return [connect_zygote(spec.zygote) for _ in range(spec.nproc_per_node + spec.standby)]
+    count, env = spec.nproc_per_node + spec.standby, _job_env(spec)
+    return [connect_zygote(spec.zygote, env) for _ in range(count)]
 
 
-def connect_zygote(path: str | os.PathLike[str]) -> socket.socket:
-    """A connection to the zygote that serves at `path`. Raises ConfigurationError."""
+def connect_zygote(path: str | os.PathLike[str], env: Mapping[str, str]) -> socket.socket:
+    """A connection to the zygote that serves at `path`, for workers with this environment.
+
+    Raises ConfigurationError where there is none, or one that has loaded other settings.
+    """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.connect(os.fspath(path))
@@ -405,6 +410,11 @@ def connect_zygote(path: str | os.PathLike[str]) -> socket.socket:
             f"--zygote is {path}, where no zygote answers ({error.strerror}): start one with "
             "`python -m elaswave_plugin.runtime.zygote --socket PATH --preload torch`"
         ) from error
+    try:
+        check_zygote(sock, os.fspath(path), env)
+    except ConfigurationError:
+        sock.close()
+        raise
     return sock
 
 

@@ -29,7 +29,8 @@ def environment(**more: str) -> dict[str, str]:
     """The environment in which the package is found from any directory."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("ELASWAVE_")}
     path = os.pathsep.join(filter(None, (str(ROOT), kept.get("PYTHONPATH", ""))))
-    return {**kept, "PYTHONPATH": path, **more}
+    # As `elaswave run` sets it for several workers; a zygote has to have the same.
+    return {"OMP_NUM_THREADS": "1", **kept, "PYTHONPATH": path, **more}
 
 
 class Job:

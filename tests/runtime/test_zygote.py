@@ -47,7 +47,7 @@ seen = {
 with open(os.environ["SEEN"], "w") as file:
     json.dump(seen, file, default=str)
 print("to stdout")
-print("to stderr", file=sys.stderr)
+sys.stderr.write("to stderr\\n")  # in one piece: others write there as well
 ENDING
 """
 IGNORED = (
