@@ -3,12 +3,12 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from elaswave_plugin.config import RECOVERY_PHASES, Kill
+from elaswave_plugin.core.audit import batch_sizes, counting_views, lost_and_repeated
 from elaswave_plugin.differing_reports import differing_reports
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.joins import joins_from
@@ -112,33 +112,8 @@ def disagreeing_steps(run: RunFiles) -> list[int]:
 
 
 def audit_samples(run: RunFiles, *, batches: Sequence[int]) -> tuple[int, int]:
-    """Return (samples lost, samples repeated) over all steps; ``batches``: the size of each.
-
-    A step has to consume as many samples once each, from where the one before ended. Only the
-    ledger lines of the attempt that counts are its consumption; a sample that belongs to another
-    step counts as repeated, and all samples of a step that was not completed as lost.
-    """
-    epochs = {step: records[0]["epoch"] for step, records in counted_steps(run).items()}
-    consumed: dict[int, Counter[int]] = {step: Counter() for step in range(len(batches))}
-    for line in run.ledger:
-        if line["step"] in consumed and epochs.get(line["step"]) == line["epoch"]:
-            consumed[line["step"]].update(line["samples"])
-    lost = repeated = 0
-    firsts = accumulate(batches, initial=0)
-    for (step, got), first in zip(consumed.items(), firsts, strict=False):
-        wanted = Counter(range(first, first + batches[step]))
-        lost += (wanted - got).total()
-        repeated += (got - wanted).total()
-    return lost, repeated
-
-
-def batch_sizes(run: RunFiles, steps: int) -> list[int]:
-    """Return how far each step came in the order of the samples; sizes may ramp up."""
-    ends: dict[int, int] = {}
-    for line in run.ledger:
-        ends[line["step"]] = max([ends.get(line["step"], 0), *(one + 1 for one in line["samples"])])
-    reached = accumulate((ends.get(step, 0) for step in range(steps)), max, initial=0)
-    return [end - start for start, end in pairwise(reached)]
+    """Return (samples lost, samples repeated) over all steps; ``batches``: the size of each."""
+    return lost_and_repeated(counting_views(run.steps), run.ledger, batches=batches)
 
 
 def kills_of(run: RunFiles, wanted: Iterable[Kill] | None = None) -> list[Record]:
@@ -306,7 +281,9 @@ def summarize(
     losses = losses_of(run)
     others = losses_of(reference) if reference else {}
     common = sorted(set(losses) & set(others))
-    batches = batch_sizes(run, steps) if global_batch is None else steps * [global_batch]
+    views, batches = counting_views(run.steps), steps * [global_batch or 0]
+    if global_batch is None:
+        batches = batch_sizes(views, run.ledger, steps)
     lost, repeated = audit_samples(run, batches=batches)
     return {
         "steps": len(losses),

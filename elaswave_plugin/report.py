@@ -165,7 +165,7 @@ def _draw_phases(axes: Axes, recoveries: list[Record]) -> None:
             left_ms += width_ms
     axes.set_yticks(
         range(len(recoveries)),
-        [f"epoch {r['epoch']}\n{r['mttr_s'] * 1e3:.0f} ms to step" for r in recoveries],
+        [f"view {r['epoch']}\n{r['mttr_s'] * 1e3:.0f} ms to step" for r in recoveries],
     )
     axes.set_ylim(len(recoveries) - 0.5, -0.5)
     for row, recovery in enumerate(recoveries):

@@ -38,7 +38,7 @@ class StateHash:
     by_name: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        return f"step {self.step}, epoch {self.epoch}, sha256 {self.sha256}"
+        return f"step {self.step}, view {self.epoch}, sha256 {self.sha256}"
 
 
 def dumped_steps(directory: Path) -> tuple[int, ...]:

@@ -139,7 +139,7 @@ class Follower(OwnTrainer, ABC):
         if self.committed.epoch == 0:
             self._effects.append(Fence(evidence=f"did not join the job within {limit_s}"))
         else:
-            evidence = f"did not answer the proposal of epoch {epoch} within {limit_s}"
+            evidence = f"did not answer the proposal of view {epoch} within {limit_s}"
             self._effects.append(Fence(evidence=evidence))
 
     def _on_committed(self, message: Committed) -> None:

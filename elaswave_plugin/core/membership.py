@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -105,11 +106,11 @@ class MembershipView:
     def __post_init__(self) -> None:
         if not len(self.ranks) == len(self.incarnations) == len(self.nodes):
             raise ValueError(
-                f"view of epoch {self.epoch} has {len(self.ranks)} ranks, "
+                f"view {self.epoch} has {len(self.ranks)} ranks, "
                 f"{len(self.incarnations)} incarnations and {len(self.nodes)} nodes"
             )
         if len(set(self.ranks)) != len(self.ranks):
-            raise ValueError(f"view of epoch {self.epoch} names a slot twice: {self.ranks}")
+            raise ValueError(f"view {self.epoch} names a slot twice: {self.ranks}")
 
     def __str__(self) -> str:
         members = ",".join(
@@ -118,7 +119,7 @@ class MembershipView:
                 self.ranks, self.incarnations, self.nodes, strict=True
             )
         )
-        return f"epoch {self.epoch} [{members}]: {self.reason}"
+        return f"view {self.epoch} [{members}]: {self.reason}"
 
     def __contains__(self, worker: WorkerId) -> bool:
         """Whether a worker is a member: quicker than `workers`, asked once."""
@@ -211,6 +212,12 @@ def grown_view(view: MembershipView, arrivals: Iterable[Arrival]) -> MembershipV
         nodes=tuple(members[slot][1] for slot in order),
         reason="; ".join(str(new[slot]) for slot in sorted(new)),
     )
+
+
+def departed(view: MembershipView, slot: int) -> bool:
+    """Tell whether a worker that ``view`` is the first one without left as it was told to."""
+    verb = _KIND_WORDS[_KIND_ORDER.index("leave")]
+    return re.search(rf"\bworker {slot} \(node \d+\) {verb}: ", view.reason) is not None
 
 
 def fill_holes(ranks: tuple[int, ...], gone: Iterable[int]) -> tuple[int, ...]:

@@ -95,7 +95,7 @@ class RecoveryPlan:
                 parts[cell.stage] = f"{len(old.units) if old else 0} -> {len(cell.units)}"
         moved = f"model parts {', '.join(parts.values())}, " if parts else ""
         return (
-            f"epoch {self.epoch}: width {', '.join(widths.values())}, {moved}"
+            f"view {self.epoch}: width {', '.join(widths.values())}, {moved}"
             f"restore step {self.restore_step}, {self.dataflow}"
         )
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from elaswave_plugin.config import RECOVERY_PHASES
 from elaswave_plugin.core.layout import ParallelLayout
 from elaswave_plugin.layout_change import layout_lines
+from elaswave_plugin.runtime.recovery_record import recovered_text
 from elaswave_plugin.tracking.events import EVENTS_FILE, STEPS_FILE, Tail
 
 STEP_LINES = 10
@@ -87,12 +88,11 @@ class RunScreen:
         self._epoch = event["epoch"]
 
     def _recovered(self, reports: list[dict[str, Any]]) -> None:
-        times_ms = {
-            name: max(float(report["phases_s"].get(name, 0.0)) for report in reports) * 1e3
+        times_s = {
+            name: max(float(report["phases_s"].get(name, 0.0)) for report in reports)
             for name in RECOVERY_PHASES
         }
-        times_ms["detect"] = times_ms["detect"] or self._detect_s * 1e3
-        phases = "  ".join(f"{name} {time_ms:.1f}" for name, time_ms in times_ms.items())
+        times_s["detect"] = times_s["detect"] or self._detect_s
         if reports[0]["newcomers"]:
             new = {name.partition(".")[0] for name in reports[0]["newcomers"]}
             pauses_s = [float(r["pause_s"]) for r in reports if str(r["slot"]) not in new]
@@ -100,8 +100,7 @@ class RunScreen:
             self._say(f"[bold green]joined[/]: the others stood still for {pause_ms:.1f} ms")
             return
         moved, restored = int(reports[0]["bytes_moved"]), reports[0]["restored_step"]
-        text = f"state of step {restored} restored, {moved / 2**10:.0f} KiB moved"
-        self._say(f"[bold green]recovered[/]: {text}; ms: {phases}")
+        self._say(f"[bold green]recovered[/]: {recovered_text(restored, moved, times_s)}")
         if "layout_after" in reports[0]:
             layout = ParallelLayout.from_json(reports[0]["layout_after"])
             title, places = map(escape, layout_lines(layout))
@@ -160,7 +159,7 @@ def show_comparison(console: Console, summary: dict[str, Any]) -> None:
         off = "" if error is None else f", {error:+.0%} of the measured one"
         table.add_row(name, f"{_ms(plan['predicted_step_s'])}{off}", "")
     for recovery in summary["recoveries"]:
-        name = f"fault to next completed step, ms (epoch {recovery['epoch']})"
+        name = f"fault to next completed step, ms (view {recovery['epoch']})"
         table.add_row(name, _ms(recovery["mttr_s"]), "")
     for join in summary["joins"]:
         name = f"worker {join['slot']} lost to a step of all again, ms"

@@ -52,7 +52,7 @@ class Connections:
         self._epoch, self.addresses = epoch, dict(addresses)
         for slot, link in list(self.links.items()):
             if self.addresses.get(slot) != link.address or link.state is State.CLOSED:
-                self._retire(link, "not a member of the epoch")
+                self._retire(link, "not a member of the view")
                 del self.links[slot]
         parked, self._parked = self._parked, []
         for connection in parked:
@@ -147,7 +147,7 @@ class Connections:
         address = self.addresses.get(slot)
         if address is None:
             raise LinkError(
-                f"slot {slot} is not a member of epoch {self._epoch} "
+                f"slot {slot} is not a member of view {self._epoch} "
                 f"(members {sorted(self.addresses)})"
             )
         sock, error = self._doors.dial(address)
@@ -204,7 +204,7 @@ class Connections:
                 self._greet(connection)
             elif event & ~_WRITE:
                 if connection.state is State.PARKED:
-                    self._retire(connection, "gone before its epoch")
+                    self._retire(connection, "gone before its view")
                 else:
                     connection.read()
             if event & _WRITE and connection.state is State.OPEN:

@@ -25,7 +25,7 @@ SAID_BY_TRAINER: tuple[Kind, ...] = (
     ("replan", (("reason", str),)),
     ("raised", (("error", str), ("message", str), ("where", str), ("traceback", str))),
     ("detached", (("trains", bool), ("missing", str))),
-    ("finish", ()),
+    ("finish", (("completed", int),)),
     ("leave", (("reason", str), ("returns", bool))),
     ("abandon", (("reason", str), ("exit_code", int))),
     ("layout", (("layout", object),)),

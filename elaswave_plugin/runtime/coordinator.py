@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import socket
-import sys
 import time
 from dataclasses import dataclass, replace
-from typing import Protocol, TextIO
+from typing import Protocol
 
 from elaswave_plugin.core.agreement import Agreement
 from elaswave_plugin.core.agreement_messages import Committed, Message
@@ -37,6 +35,7 @@ from elaswave_plugin.runtime.hang_watch import HangWatch
 from elaswave_plugin.runtime.node_register import NodeRegister
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.rendezvous import Meeting, Peer
+from elaswave_plugin.runtime.say import say
 from elaswave_plugin.runtime.wire import Channel, Frame, encode, has_ended, not_understood
 from elaswave_plugin.tracking.events import EventLog
 
@@ -466,26 +465,6 @@ class Coordinator:
         if deadline_s is not None and deadline_s != self._alarm_s:
             self._reactor.after(max(0.0, deadline_s - time.monotonic()), _wake)
         self._alarm_s = deadline_s
-
-
-def say(text: str) -> None:
-    """Lines for the person who watches the job; lost where nobody reads them, or not now.
-
-    A full pipe would hold up the control loop, and whose beats stop is lost.
-    """
-    with contextlib.suppress(OSError):
-        for line in f"elaswave: {text}".splitlines():
-            if _takes_more(sys.stderr):
-                sys.stderr.write(f"{line}\n")
-            sys.stderr.flush()
-
-
-def _takes_more(stream: TextIO) -> bool:
-    """Whether a line can be written without waiting for a reader."""
-    try:
-        return bool(select.select([], [stream], [], 0)[1])
-    except (OSError, ValueError):
-        return True  # no file at all
 
 
 def _wake() -> None:

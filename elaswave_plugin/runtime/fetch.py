@@ -33,7 +33,7 @@ class Fetcher:
 
         Raises LinkError where the bytes are not there or the supervisor does not deliver in time.
         """
-        what = f"snapshot of worker {owner} at step {step} (epoch {epoch})"
+        what = f"snapshot of worker {owner} at step {step} (view {epoch})"
         deadline_s = time.monotonic() + timeout_s
         view = into.cast("B")
         request = {"owner": owner, "step": step, "epoch": epoch, "offset": offset}

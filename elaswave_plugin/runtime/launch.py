@@ -13,7 +13,6 @@ from pathlib import Path
 
 from elaswave_plugin.core.ending import EXIT_FAILED, EXIT_LEFT_OUT
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.runtime.coordinator import say
 from elaswave_plugin.runtime.descriptors import allow_descriptors
 from elaswave_plugin.runtime.launch_join import Vacancy, find_vacancy
 from elaswave_plugin.runtime.launch_options import LaunchSpec, parse_run_args
@@ -23,6 +22,7 @@ from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.rendezvous import Place, listen_at, own_host
 from elaswave_plugin.runtime.reserve import RESERVE
 from elaswave_plugin.runtime.run_dir import open_run_dir, refuse_second_job
+from elaswave_plugin.runtime.say import say
 from elaswave_plugin.runtime.standard_streams import fill_closed_streams, relayed_output
 from elaswave_plugin.runtime.supervisor_main import (
     EXIT_CRASHED,

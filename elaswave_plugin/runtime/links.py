@@ -93,8 +93,8 @@ class LinkTable:
         """
         with self._locked():
             if epoch <= self.epoch:
-                raise LinkError(f"epoch {epoch} cannot be opened after epoch {self.epoch}")
-            self._abandon(EpochChanged(epoch, "the epoch was opened"))
+                raise LinkError(f"view {epoch} cannot be opened after view {self.epoch}")
+            self._abandon(EpochChanged(epoch, "the view was opened"))
             self.sent_bytes = self.received_bytes = 0
             self.epoch = epoch
             self.alone = False
@@ -176,7 +176,7 @@ class LinkTable:
             elif self._interrupted is not None:
                 raise EpochChanged(*self._interrupted)
             if operation.size > 1 and not self.epoch and not self.alone:
-                raise LinkError(f"{operation.describe()}: no epoch is open")
+                raise LinkError(f"{operation.describe()}: no view is open")
             if operation.tag is None:
                 group = operation.group.number
                 operation.sequence = self._sequences.get(group, 0)

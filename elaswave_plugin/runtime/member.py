@@ -199,7 +199,7 @@ class Member:
                 epoch, reason = self._boundary
                 if self._before_step is None:
                     with self.progress_page.waiting(COMMIT):
-                        self._wait(deadline_s, f"the step before which epoch {epoch} begins")
+                        self._wait(deadline_s, f"the step before which view {epoch} begins")
                 elif step < self._before_step:
                     break
                 else:
@@ -250,9 +250,7 @@ class Member:
             while not self._commits:
                 if self._proposed_epoch > epoch:
                     raise EpochChanged(self._proposed_epoch, self._proposed_reason)
-                self._receive_next(
-                    deadline_s, f"the commit of epoch {epoch} within {timeout_s:g} s"
-                )
+                self._receive_next(deadline_s, f"the commit of view {epoch} within {timeout_s:g} s")
             return self._take_commit()
 
     def sealed(self, record: dict[str, Any], copy_to: list[int]) -> None:
@@ -354,9 +352,9 @@ class Member:
         """
         self._link.send({"t": "leave", "reason": reason, "returns": returns})
 
-    def finish(self) -> None:
-        """The work is done here: an exit with code 0 is no failure from now on."""
-        self._link.send({"t": "finish"})
+    def finish(self, completed: int = 0) -> None:
+        """The work is done here, with so many steps: an exit with code 0 is no failure any more."""
+        self._link.send({"t": "finish", "completed": completed})
 
     # ---- inside -------------------------------------------------------------------------------
 

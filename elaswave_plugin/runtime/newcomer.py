@@ -14,8 +14,8 @@ from dataclasses import replace
 from elaswave_plugin.core.ending import EXIT_CONFIGURATION, EXIT_REQUEUE
 from elaswave_plugin.core.reserve import built_among
 from elaswave_plugin.runtime.admission import Roster, SlotRefusedError, ask_roster
-from elaswave_plugin.runtime.coordinator import say
 from elaswave_plugin.runtime.rendezvous import own_machine
+from elaswave_plugin.runtime.say import say
 from elaswave_plugin.runtime.supervisor import Supervisor
 from elaswave_plugin.runtime.supervisor_spec import SupervisorSpec
 

@@ -2,11 +2,15 @@
 
 import os
 import time
+from collections.abc import Mapping
+from typing import Any
 
+from elaswave_plugin.config import RECOVERY_PHASES
 from elaswave_plugin.core.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.plan import Flow, RecoveryPlan
 from elaswave_plugin.runtime.behind import Followed
 from elaswave_plugin.runtime.phases import Phases
+from elaswave_plugin.runtime.say import say
 from elaswave_plugin.tracking.events import EventLog
 
 
@@ -71,7 +75,7 @@ class RecoveryRecord:
         if self._fields is None or self._plan is None:
             return None
         now_s = time.monotonic()
-        fields: dict[str, object] = {
+        fields: dict[str, Any] = {
             **self._fields,
             "mttr_s": now_s - self._started_s,
             "phases_s": {**self._phases.seconds, "replay": now_s - self._replay_started_s},
@@ -81,6 +85,9 @@ class RecoveryRecord:
             "followed_late_s": self.followed.late_s,
         }
         self._fields = None
+        told = _line(self._plan, fields)
+        if told[0] == self._slot:
+            say(told[1])
         self._events.emit(
             "recovered",
             slot=self._slot,
@@ -90,6 +97,25 @@ class RecoveryRecord:
             **self._change,
         )
         return fields
+
+
+def recovered_text(restored_step: int, bytes_moved: int, phases_s: Mapping[str, float]) -> str:
+    """Return what a recovery did, and the milliseconds of each of its phases that was timed."""
+    times = (f"{name} {phases_s[name] * 1e3:.1f}" for name in RECOVERY_PHASES if name in phases_s)
+    moved = f"{bytes_moved / 2**10:.0f} KiB moved"
+    return f"state of step {restored_step} restored, {moved}; ms: {'  '.join(times)}"
+
+
+def _line(plan: RecoveryPlan, fields: Mapping[str, Any]) -> tuple[int, str]:
+    """Who says that a recovery is over, the first that was there before; and in which words."""
+    came = {int(name.partition(".")[0]) for name in fields["newcomers"]}
+    speaker = next(slot for slot in plan.ranks if slot not in came)
+    if came:
+        who = " and ".join(f"worker {slot}" for slot in sorted(came))
+        has = f"{who} work{'s' if len(came) == 1 else ''} again from step {plan.restore_step} on"
+        return speaker, f"{has}; the others stood still for {fields['pause_s'] * 1e3:.1f} ms"
+    text = recovered_text(plan.restore_step, fields["bytes_moved"], fields["phases_s"])
+    return speaker, f"recovered: {text}"
 
 
 def _layout_change(before: Flow | None, after: Flow) -> dict[str, object]:

@@ -9,11 +9,13 @@ from typing import Any, TypedDict
 class Remembered(TypedDict, total=False):
     """Alike on all workers of the job, so that a newcomer gets that of any of them.
 
-    ``given``: version and settings; ``devices``: slot and device of each worker of the launch;
-    ``seed``: of the random draws; ``stages``: the fields of each pipeline stage; ``loads``: what
-    the script's loads of checkpoints gave, pickled; ``data_epoch``: of the last completed step.
+    ``started_s``: when the job began, by the wall clock; ``given``: version and settings;
+    ``devices``: slot and device of each worker of the launch; ``seed``: of the random draws;
+    ``stages``: the fields of each pipeline stage; ``loads``: what the script's loads of checkpoints
+    gave, pickled; ``data_epoch``: of the last completed step.
     """
 
+    started_s: float
     run_id: str
     given: dict[str, Any]
     devices: list[tuple[int, str]]

@@ -75,7 +75,7 @@ def _compare_digests(plan: RecoveryPlan) -> None:
     dist.all_gather(everyone, mine)
     digests = {slot: int(one) for slot, one in zip(plan.ranks, everyone, strict=True)}
     if len(set(digests.values())) != 1:
-        raise PlanDigestError(f"plans of epoch {plan.epoch} differ by worker: {digests}")
+        raise PlanDigestError(f"plans of view {plan.epoch} differ by worker: {digests}")
 
 
 def _read(

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 
-from elaswave_plugin.runtime.coordinator import say
 from elaswave_plugin.runtime.requests import Answer
+from elaswave_plugin.runtime.say import say
 from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET, Record
 from elaswave_plugin.runtime.snapshot_store import SnapshotStore
 from elaswave_plugin.runtime.wire import (
@@ -149,7 +149,7 @@ class SnapshotServer:
             memory = memoryview(mmap.mmap(fd, BODY_OFFSET + length))[BODY_OFFSET:]
             # Before the bytes come: memory for a third copy of a worker is not reckoned with.
             if not self._store.make_room(record):
-                raise ConnectionAbortedError(f"worker {record['owner']} sealed in a newer epoch")
+                raise ConnectionAbortedError(f"worker {record['owner']} sealed in a newer view")
             for start in range(0, length, _PIECE_BYTES):
                 piece = memory[start : start + _PIECE_BYTES]
                 receive_into(sock, piece, time.monotonic() + STALL_S)

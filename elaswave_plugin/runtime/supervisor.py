@@ -25,8 +25,9 @@ from elaswave_plugin.errors import AgreementError, ConfigurationError
 from elaswave_plugin.runtime.address_file import Address, clear_addresses, published
 from elaswave_plugin.runtime.admission import SlotRefusedError
 from elaswave_plugin.runtime.control_frames import SAID_BY_TRAINER, misunderstood
-from elaswave_plugin.runtime.coordinator import Coordinator, say
+from elaswave_plugin.runtime.coordinator import Coordinator
 from elaswave_plugin.runtime.copies import Copies
+from elaswave_plugin.runtime.job_summary import job_summary, sums_up
 from elaswave_plugin.runtime.member import HOST, SLOT
 from elaswave_plugin.runtime.notice_file import NOTICE_FILE, watch_notice_file
 from elaswave_plugin.runtime.orphans import Orphans
@@ -35,6 +36,7 @@ from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.reception import Reception, take_link
 from elaswave_plugin.runtime.remembered import Remembered
 from elaswave_plugin.runtime.requests import in_loop
+from elaswave_plugin.runtime.say import say
 from elaswave_plugin.runtime.snapshot_server import SnapshotServer
 from elaswave_plugin.runtime.snapshot_store import SnapshotStore
 from elaswave_plugin.runtime.status import StatusBoard
@@ -78,7 +80,8 @@ class Supervisor:
         self._signalled_s: float | None = None
         self._zygote = zygote
         self._deaths: Deaths | None = None
-        self._remembered: Remembered = {}
+        self._remembered: Remembered = {"started_s": time.time()}
+        self._completed, self._sums_up = 0, False
         self._server = self._make_server()
         self._data_address = self._server.address
         if not spec.joins:
@@ -144,6 +147,9 @@ class Supervisor:
             self._reactor.run()
         self._coordinator.finish(GOODBYE_S)
         self._orphans.finish()
+        if self._sums_up:
+            history, started_s = self._agreement.history, self._remembered["started_s"]
+            say(job_summary(history, self._completed, started_s, self._spec.run_dir))
         return EXIT_FAILED if self._exit_code is None else self._exit_code
 
     # ---- start --------------------------------------------------------------------------------
@@ -340,6 +346,8 @@ class Supervisor:
         """The job is over: exit as soon as the trainer has."""
         self._exit_code = exit_code
         trainer = self._trainer
+        view, lost = self._agreement.committed, self._coordinator.lost
+        self._sums_up = exit_code == 0 and self._completed > 0 and sums_up(self._slot, view, lost)
         if not trainer.lives:
             self._reactor.stop()
             return
@@ -389,6 +397,7 @@ class Supervisor:
             case "raised":
                 trainer.take_raised(frame, sealed=self._store.newest_step())
             case "finish":
+                self._completed = frame["completed"]
                 self._on_finish()
             case "leave":
                 trainer.left, trainer.returns = True, bool(frame["returns"])
@@ -541,6 +550,7 @@ class Supervisor:
         if isinstance(last, ZygoteTrainer) and not last.zygote_lives:
             self._zygote = None
         incarnation = self._trainer.incarnation + 1
+        say(f"worker {self._slot} is being started again")
         self._agreement.trainer_starts(incarnation)
         self._trainer = self._start_trainer(incarnation)
         self._attach(self._trainer)

@@ -399,6 +399,6 @@ class Worker:
 
     def close(self) -> None:
         """Leave the job as done."""
-        self.member.finish()
+        self.member.finish(self.completed)
         self.stopwatch.clocks.close()
         self.links.close()

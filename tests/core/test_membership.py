@@ -23,7 +23,7 @@ def exited(slot: int, evidence: str = "killed by SIGKILL", at_s: float = 1.0) ->
 def test_a_loss_moves_the_last_rank_into_the_hole_and_says_why() -> None:
     view = next_view(first_view((0, 0, 1, 1)), [exited(1)], 2.0)
     assert view is not None
-    assert str(view) == "epoch 1 [0.0@0,3.0@1,2.0@1]: worker 1 (node 0) exited: killed by SIGKILL"
+    assert str(view) == "view 1 [0.0@0,3.0@1,2.0@1]: worker 1 (node 0) exited: killed by SIGKILL"
 
 
 def test_losing_the_last_rank_moves_nobody() -> None:
@@ -61,7 +61,7 @@ def test_the_order_of_events_does_not_matter() -> None:
     ]
     views = {str(next_view(first_view((0,) * 5), order, 2.0)) for order in permutations(events)}
     assert views == {
-        "epoch 1 [0.0@0,3.0@0,2.0@0]: worker 1 (node 0) exited: exit code 1; "
+        "view 1 [0.0@0,3.0@0,2.0@0]: worker 1 (node 0) exited: exit code 1; "
         "worker 4 (node 0) exited: killed by SIGKILL"
     }
 
@@ -139,4 +139,4 @@ def test_json_round_trips() -> None:
     assert WorkerId.from_json(worker.to_json()) == worker
     assert str(worker) == "3.2"
     assert str(event) == "leave of worker 1.3: e"
-    assert str(view) == "epoch 3 [4.1@7,2.0@5]: why"
+    assert str(view) == "view 3 [4.1@7,2.0@5]: why"

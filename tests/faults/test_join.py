@@ -1,11 +1,13 @@
 """A lost worker comes back: it builds beside the training and enters between two steps."""
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
 
 from elaswave_plugin.cli import run_command
+from elaswave_plugin.config import RECOVERY_PHASES
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived
 from tests.faults.hybrid_matrix import PP2_VPP2_DP2, TP2_PP2_DP2
@@ -67,6 +69,30 @@ def test_a_lost_worker_comes_back(run: Launch, reference: Reference, slot: int) 
     assert entered(survived) == [(slot, 1)]
     assert last_ranks(survived) == [0, 1, 2, 3]
     check_nothing_thrown_away(survived)
+    check_console(survived, slot)
+
+
+def check_console(survived: Outcome, slot: int) -> None:
+    """Each thing is said once for the job, and in this order."""
+    phases = "  ".join(rf"{name} [\d.]+" for name in RECOVERY_PHASES if name != "detect")
+    (entry,) = survived.events("entered")
+    steps = survived.spec.steps
+    wanted = (
+        rf"worker {slot} \(node 0\) exited: .*; the job goes on with 3 workers \(view 2\)",
+        rf"recovered: state of step 3 restored, \d+ KiB moved; ms: {phases}",
+        rf"worker {slot} works again from step {entry['step']} on; the others stood still for"
+        r" [\d.]+ ms",
+        rf"the job is done: {steps} steps completed, 1 loss survived, 1 arrival, \d+ s;"
+        " samples: 0 lost, 0 repeated",
+    )
+    lines = survived.output.splitlines()
+    found = [
+        [n for n, line in enumerate(lines) if re.fullmatch(f"elaswave: {one}", line)]
+        for one in wanted
+    ]
+    assert [len(one) for one in found] == [1, 1, 1, 1], survived.output
+    assert found == sorted(found)
+    assert lines.count(f"elaswave: worker {slot} is being started again") == 1
 
 
 # The newcomer of this slot asks to be let in only once the other one is in.

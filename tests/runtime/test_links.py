@@ -217,7 +217,7 @@ def test_old_and_equal_epochs_do_not_interrupt(pair: tuple[LinkTable, LinkTable]
     left.interrupt(4, "newer")
     left.interrupt(3, "overtaken")
     assert left.interrupted == (4, "newer")
-    with pytest.raises(LinkError, match="epoch 1 cannot be opened after epoch 1"):
+    with pytest.raises(LinkError, match="view 1 cannot be opened after view 1"):
         left.open_epoch(1, {})
     addresses = {0: left.address, 1: right.address}
     left.open_epoch(3, addresses)
@@ -403,14 +403,14 @@ def test_an_address_where_nobody_listens_is_a_hint_too() -> None:
 
 def test_no_operation_before_an_epoch_or_to_a_stranger() -> None:
     table = LinkTable(0)
-    with pytest.raises(LinkError, match="no epoch is open"):
+    with pytest.raises(LinkError, match="no view is open"):
         table.run(
             Operation(table, _group(table), "send", timeout_s=1, tag=0),
             lambda op: send(op, memoryview(b"x"), 1),
         )
     table.open_epoch(1, {0: table.address})
     sent = _send(table, b"x")
-    with pytest.raises(LinkError, match="slot 1 is not a member of epoch 1"):
+    with pytest.raises(LinkError, match="slot 1 is not a member of view 1"):
         table.wait(sent)
     table.close()
 

@@ -248,7 +248,7 @@ def test_quiescing_before_the_proposal_waits_for_it(supervisor: Supervisor) -> N
     with pytest.raises(AgreementError, match="a proposal of the next view within"):
         supervisor.member.quiesce(FACTS, SHORT_S)
     supervisor.propose(2)
-    with pytest.raises(AgreementError, match="the commit of epoch 2 within"):
+    with pytest.raises(AgreementError, match="the commit of view 2 within"):
         supervisor.member.quiesce(FACTS, SHORT_S)
 
 

@@ -150,7 +150,7 @@ def test_a_trainer_that_does_not_answer_is_killed(tmp_path: Path) -> None:
         job.kill(1)
         report = job.one("commit", 0, epoch=3)
         assert report["ranks"] == [0]
-        evidence = "did not answer the proposal of epoch 2 within 1 s"
+        evidence = "did not answer the proposal of view 2 within 1 s"
         assert report["reason"].endswith(f"worker 2 (node 0) exited: {evidence}")
         assert job.finish([0]) == 0
     assert job.events("worker_exited")[1]["evidence"] == evidence
@@ -177,7 +177,7 @@ def test_silence_and_a_wedged_announced_phase_are_not(tmp_path: Path, order: str
         job.kill(1)
         report = job.one("commit", 0, epoch=3)
         assert report["ranks"] == [0]
-        assert "did not answer the proposal of epoch 2 within 1 s" in report["reason"]
+        assert "did not answer the proposal of view 2 within 1 s" in report["reason"]
         assert job.finish([0]) == 0
 
 

@@ -50,7 +50,7 @@ def test_one_that_does_not_answer_and_does_not_die_counts_as_gone(tmp_path: Path
         assert job.left(WAIT_S) == []
     assert report["ranks"] == [0]
     assert report["reason"].endswith(
-        "worker 2 (node 0) exited: did not answer the proposal of epoch 2 within 1 s; "
+        "worker 2 (node 0) exited: did not answer the proposal of view 2 within 1 s; "
         "SIGKILL has not ended it within 5 s"
     )
 

@@ -243,6 +243,16 @@ def text_findings(text: str) -> list[str]:
     return found
 
 
+def view_findings(source: str) -> list[str]:
+    """Find texts in which a number of a view is called an epoch; only data has epochs there."""
+    about_views = r"epoch \{(?!self\._epoch\} of the data|epoch\}, and others have not)"
+    return [
+        f"line {number}: a view is called an epoch"
+        for number, line in enumerate(source.splitlines(), start=1)
+        if re.search(about_views, line)
+    ]
+
+
 def _within(module: str, package: str) -> bool:
     return module == package or module.startswith(package + ".")
 

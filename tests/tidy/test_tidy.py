@@ -120,6 +120,10 @@ def test_texts_name_an_issue_for_what_is_unfinished_and_no_machine() -> None:
     check([path for path in texts() if ROOT / "tests" / "tidy" not in path.parents], text_rule)
 
 
+def test_texts_call_a_view_no_epoch() -> None:
+    check(sources("elaswave_plugin"), rules.view_findings)
+
+
 def text_rule(text: str) -> list[str]:
     return rules.text_findings(text)
 
@@ -154,6 +158,7 @@ def text_rule(text: str) -> list[str]:
             rules.public_name_findings,
             "from elaswave_plugin.a import A, B\n__all__ = ['B', 'A']",
         ),
+        (rules.view_findings, 'text = f"epoch {view.epoch} has {count} workers"'),
         (rules.text_findings, "x = 1  # TODO finish"),
         (rules.text_findings, "# FIXME: later"),
         (rules.text_findings, "open('/home/me/file')"),
@@ -174,6 +179,7 @@ def test_rule_control_finds(rule: Callable[[str], list[str]], bad: str) -> None:
         (rules.state_findings, "if __name__ == '__main__':\n    main()"),
         (rules.state_findings, "A, B = 1, (2, 3)\n_ABSENT = object()"),
         (rules.state_findings, "Fold = Callable[[int], int]\nT = TypeVar('T')"),
+        (rules.view_findings, 'text = f"in epoch {self._epoch} of the data"'),
         (rules.text_findings, "x = 1  # TODO(#12) finish\nlocalhost/work/x ../work/y"),
     ],
 )
