@@ -151,14 +151,17 @@ def report(
     directory: RunFolder,
     reference: ReferenceFolder = None,
     out: Picture = None,
-    json_file: JsonFile = None,
     global_batch: GlobalBatch = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> int:
     """Judge a run by its files: draw report.png and print the summary."""
+    from rich.console import Console
+
     from elaswave_plugin.errors import ConfigurationError
     from elaswave_plugin.observer import check_one_job, read_run, summarize
-    from elaswave_plugin.output_file import check_output, check_picture
+    from elaswave_plugin.output_file import check_picture
     from elaswave_plugin.report import draw_report
+    from elaswave_plugin.report_screen import draw_summary
 
     if global_batch is not None and global_batch < 1:
         raise ConfigurationError(f"--global-batch is {global_batch}, wanted 1 or more")
@@ -171,20 +174,17 @@ def report(
         raise ConfigurationError(f"{str(directory)!r} is of a run that completed no step")
     out = out or directory / "report.png"
     check_picture("--out", out)
-    check_output("--json", json_file)
     summary = summarize(
         run_files,
         other,
         steps=1 + max(record["step"] for record in run_files.steps),
         global_batch=global_batch,
     )
-    text = json.dumps(summary, indent=2)
-    if json_file is not None:
-        json_file.write_text(text + "\n")
     picture = draw_report(run_files, other, out)
-    typer.echo(text)
-    for sentence in summary["differing_reports"]:
-        typer.echo(f"elaswave: {sentence}", err=True)
+    if as_json:
+        typer.echo(json.dumps(summary, indent=2))
+    else:
+        Console().print(draw_summary(summary))
     typer.echo(f"picture: {picture}", err=True)
     return 0
 

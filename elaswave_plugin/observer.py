@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from elaswave_plugin.changes import changes_from
 from elaswave_plugin.config import RECOVERY_PHASES, Kill
 from elaswave_plugin.core.audit import batch_sizes, counting_views, lost_and_repeated
 from elaswave_plugin.differing_reports import differing_reports
@@ -177,6 +178,13 @@ def joins_of(run: RunFiles) -> list[Record]:
     )
 
 
+def changes_of(run: RunFiles) -> list[Record]:
+    """Return one record a worker that was lost, left or came, whoever ended it."""
+    return changes_from(
+        committed=run.of_kind("view_committed"), entered=run.of_kind("entered"), steps=run.steps
+    )
+
+
 def survivor_pids_unchanged(run: RunFiles) -> bool:
     """Tell whether every worker of all views ran from start to end in the process it began in."""
     views = [set(event["ranks"]) for event in run.of_kind("view_committed")]
@@ -295,6 +303,7 @@ def summarize(
         "disagreeing_steps": disagreeing_steps(run),
         "differing_reports": differing_reports(run.of_kind("recovered")),
         "kills": kills_of(run, kills),
+        "changes": changes_of(run),
         "recoveries": recoveries_of(run),
         "joins": joins_of(run),
         **_state_fields(run, reference),

@@ -7,12 +7,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from elaswave_plugin.changes import CAME, LEFT, LOST
 from elaswave_plugin.config import RECOVERY_PHASES
 from elaswave_plugin.core.layout import ParallelLayout
 from elaswave_plugin.layout_change import layout_lines
 from elaswave_plugin.observer import (
     Record,
     RunFiles,
+    changes_of,
     kills_of,
     layout_change_of,
     losses_of,
@@ -21,7 +23,9 @@ from elaswave_plugin.observer import (
     tokens_per_s,
 )
 
-RUN, REFERENCE, LOST, INK = "#1f5fa8", "#f2a33a", "#c0392b", "#333333"
+RUN, REFERENCE, INK = "#1f5fa8", "#f2a33a", "#333333"
+COLOURS = ((LOST, "#c0392b"), (LEFT, "#8e6c1f"), (CAME, "#1e8449"))
+TEXT_ROWS = 6
 PHASE_COLOURS = ("#8c2d04", "#d94801", "#f5a623", "#2b7a78", "#5ab4ac", "#7b6fb0", "#1f5fa8")
 SMALL_MS = 1.0
 
@@ -38,7 +42,7 @@ def draw_report(run: RunFiles, reference: RunFiles | None, path: Path) -> Path:
     _draw_rates(rates, run, reference)
     _draw_phases(phases, recoveries)
     for axes in (losses, rates):
-        _mark_kills(axes, run, with_text=axes is losses)
+        _mark_changes(axes, run, with_text=axes is losses)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("step")
     title = "\n".join([_title(recoveries), *layout_text(run)])
@@ -122,24 +126,44 @@ def _draw_rates(axes: Axes, run: RunFiles, reference: RunFiles | None) -> None:
     _plain(axes, "tokens/s")
 
 
-def _mark_kills(axes: Axes, run: RunFiles, with_text: bool) -> None:
-    marks: dict[int, list[str]] = {}
-    for kill in kills_of(run):
-        marks.setdefault(kill["step"], []).append(f"worker {kill['slot']}, {kill['phase']}")
-    for step, texts in marks.items():
-        axes.axvline(step, color=LOST, linewidth=1.2, linestyle=(0, (4, 3)))
-        if not with_text:
-            continue
-        axes.annotate(
-            "killed: " + "; ".join(texts),
-            (step, 1.0),
-            xycoords=("data", "axes fraction"),
-            xytext=(4, -2),
-            textcoords="offset points",
-            va="top",
-            color=LOST,
-            fontsize=9,
+def _marks(run: RunFiles) -> list[tuple[int, str, str]]:
+    """Return (step, text, colour) of every loss, departure and arrival, whoever caused it."""
+    kills = {(kill["slot"], kill["step"]): kill["phase"] for kill in kills_of(run)}
+    last = max((record["step"] for record in run.steps), default=0)
+    colours = dict(COLOURS)
+    marks = []
+    for one in changes_of(run):
+        what, slot, step = one["what"], one["slot"], last if one["step"] is None else one["step"]
+        phase = None
+        if what == LOST:
+            # What struck behind the update of a step is met in the next one.
+            phase = kills.pop((slot, step), None) or kills.pop((slot, step - 1), None)
+        marks.append(
+            (step, f"worker {slot} {what}" + (f", {phase}" if phase else ""), colours[what])
         )
+    for (slot, step), phase in kills.items():  # that no view followed
+        marks.append((step, f"worker {slot} {LOST}, {phase}", colours[LOST]))
+    return sorted(marks)
+
+
+def _mark_changes(axes: Axes, run: RunFiles, with_text: bool) -> None:
+    lines: set[int] = set()
+    for row, (step, text, colour) in enumerate(_marks(run)):
+        if step not in lines:
+            axes.axvline(step, color=colour, linewidth=1.2, linestyle=(0, (4, 3)))
+        lines.add(step)
+        if with_text:
+            axes.annotate(
+                text,
+                (step, 1.0),
+                xycoords=("data", "axes fraction"),
+                # A row each, for some time: steps may lie close together.
+                xytext=(4, -2 - 11 * (row % TEXT_ROWS)),
+                textcoords="offset points",
+                va="top",
+                color=colour,
+                fontsize=9,
+            )
 
 
 def _draw_phases(axes: Axes, recoveries: list[Record]) -> None:

@@ -214,10 +214,10 @@ def grown_view(view: MembershipView, arrivals: Iterable[Arrival]) -> MembershipV
     )
 
 
-def departed(view: MembershipView, slot: int) -> bool:
-    """Tell whether a worker that ``view`` is the first one without left as it was told to."""
+def departed(reason: str, slot: int) -> bool:
+    """Tell whether, by the reason of the first view without it, a worker left as it was told to."""
     verb = _KIND_WORDS[_KIND_ORDER.index("leave")]
-    return re.search(rf"\bworker {slot} \(node \d+\) {verb}: ", view.reason) is not None
+    return re.search(rf"\bworker {slot} \(node \d+\) {verb}: ", reason) is not None
 
 
 def fill_holes(ranks: tuple[int, ...], gone: Iterable[int]) -> tuple[int, ...]:

@@ -40,7 +40,7 @@ def _changes(history: Sequence[MembershipView]) -> str:
     lost = left = came = 0
     for before, after in pairwise(history):
         gone = before.workers - after.workers
-        told = sum(departed(after, worker.slot) for worker in gone)
+        told = sum(departed(after.reason, worker.slot) for worker in gone)
         left += told
         lost += len(gone) - told
         came += len(after.workers - before.workers)

@@ -1,14 +1,18 @@
-"""report.png shows what the files say: its lines hold the run's own numbers."""
+"""What a report prints and draws is what the files say: the run's own numbers and changes."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 matplotlib = pytest.importorskip("matplotlib")
 
 from elaswave_plugin import report  # noqa: E402
+from elaswave_plugin.changes import changes_from  # noqa: E402
 from elaswave_plugin.cli import run_command  # noqa: E402
-from elaswave_plugin.observer import losses_of, read_run  # noqa: E402
+from elaswave_plugin.observer import kills_of, losses_of, read_run  # noqa: E402
+from elaswave_plugin.tracking.events import EventLog  # noqa: E402
 from tests.observer.made_up import make_run  # noqa: E402
 
 
@@ -51,8 +55,7 @@ def test_report_says_how_the_layout_changed(tmp_path: Path) -> None:
         (["--out", "{run}"], "which is a folder, wanted a file"),
         (["--out", "{run}/report.txt"], "report.txt', wanted a name that ends in one of: "),
         (["--out", "{run}/report"], "report', wanted a name that ends in one of: "),
-        (["--json", "{run}"], "which is a folder, wanted a file"),
-        (["--json", "{run}/no/x.json"], "whose folder does not exist"),
+        (["--out", "{run}/no/x.png"], "whose folder does not exist"),
         (["--global-batch", "0"], "--global-batch is 0, wanted 1 or more"),
         (["--reference", "{run}/no"], "holds no events.jsonl"),
     ],
@@ -90,3 +93,75 @@ def test_the_files_of_two_jobs_are_not_judged_as_one(
     assert run_command(["report", str(alone), "--reference", str(run)]) == 2
     assert "run' holds the files of 2 jobs" in capsys.readouterr().err
     assert run_command(["report", str(alone)]) == 0
+
+
+def from_outside(name: str, record: dict[str, Any]) -> dict[str, Any] | None:
+    """No worker says that a fault was fired: the kill came from outside."""
+    return None if record.get("kind") == "fault_fired" else record
+
+
+def made_to_change(folder: Path) -> Path:
+    """Slot 2 is lost in step 3, told from outside; slot 1 leaves before step 6; both are back."""
+    run = make_run(folder, killed=True, change=from_outside)
+    left = "worker 1 (node 0) left: elaswave drain"
+    back = "worker 1 (node 0) joins as 1.1; worker 2 (node 0) joins as 2.1"
+    with EventLog(run / "events.jsonl") as events:
+        events.emit("view_committed", epoch=3, ranks=[0, 3], reason=left, by=0)
+        events.emit("view_committed", epoch=4, ranks=[0, 1, 2, 3], reason=back, by=0)
+    with EventLog(run / "steps.jsonl") as steps:
+        for view, step, slots in ((3, 6, (0, 3)), (4, 7, (0, 1, 2, 3))):
+            for slot in slots:
+                place = {"slot": slot, "epoch": view, "step": step, "pid": 1000 + slot}
+                steps.write({**place, "time_s": 9.0, "loss": 1.0, "step_s": 0.1})
+    return run
+
+
+CHANGES = [(3, 2, "lost"), (6, 1, "left"), (7, 1, "came"), (7, 2, "came")]
+
+
+def test_report_marks_every_loss_departure_and_return(tmp_path: Path) -> None:
+    run = read_run(made_to_change(tmp_path / "run"))
+    assert not kills_of(run), "nothing was injected"
+    axes = matplotlib.figure.Figure().subplots()
+    report._mark_changes(axes, run, with_text=True)
+    found = {(int(text.xy[0]), text.get_text()) for text in axes.texts}
+    assert found == {(step, f"worker {slot} {what}") for step, slot, what in CHANGES}
+    assert sorted(int(line.get_xdata()[0]) for line in axes.get_lines()) == [3, 6, 7]
+
+
+def test_report_says_in_which_phase_a_kill_of_a_test_struck(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "run", killed=True))
+    axes = matplotlib.figure.Figure().subplots()
+    report._mark_changes(axes, run, with_text=True)
+    assert [text.get_text() for text in axes.texts] == ["worker 2 lost, backward"]
+
+
+def test_a_worker_that_is_replaced_in_one_view_is_lost_and_came() -> None:
+    views = [{"epoch": n, "ranks": [0, 1], "reason": "worker 1 (node 0) exited: x"} for n in (1, 2)]
+    changes = changes_from(committed=views, entered=[{"epoch": 2, "slot": 1}], steps=[])
+    assert [(one["what"], one["step"]) for one in changes] == [("lost", None), ("came", None)]
+
+
+def test_report_prints_a_table_and_what_is_wrong_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = made_to_change(tmp_path / "run")
+    with (run / "ledger.jsonl").open() as ledger:
+        lines = ledger.readlines()
+    (run / "ledger.jsonl").write_text("".join(lines[1:]))  # two samples of step 0
+    with EventLog(run / "events.jsonl") as events:
+        record = read_run(run).of_kind("recovered")[0]
+        events.write({**record, "slot": 3, "bytes_moved": 1})
+    assert run_command(["report", str(run), "--global-batch", "12", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [(one["step"], one["slot"], one["what"]) for one in document["changes"]] == CHANGES
+    lost = document["samples_lost"]
+    assert lost >= 2
+    assert run_command(["report", str(run), "--global-batch", "12"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == f"samples: {lost} lost, 0 repeated"
+    assert printed[1] == "workers 0 and 3 report different bytes_moved of view 2"
+    table = [line for line in printed if line.startswith("│")]
+    for step, slot, what in CHANGES:
+        words = [str(step), str(slot), what]
+        assert any([cell.strip() for cell in line.split("│")[1:4]] == words for line in table)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from elaswave_plugin.cli import run_command
 from tests.observer.made_up import make_run
@@ -83,10 +84,10 @@ def test_a_file_of_a_report_that_finds_no_room_is_named(
 ) -> None:
     run = make_run(tmp_path / "run", killed=False)
 
-    def full(path: Path, text: str) -> None:
+    def full(figure: Figure, path: Path) -> None:
         raise OSError(28, os.strerror(28), str(path))
 
-    monkeypatch.setattr(Path, "write_text", full)
-    assert run_command(["report", str(run), "--json", str(tmp_path / "x.json")]) == 1
-    said = f"elaswave: '{tmp_path}/x.json' cannot be written: No space left on device; free some"
+    monkeypatch.setattr(Figure, "savefig", full)
+    assert run_command(["report", str(run), "--out", str(tmp_path / "x.png")]) == 1
+    said = f"elaswave: '{tmp_path}/x.png' cannot be written: No space left on device; free some"
     assert capsys.readouterr().err.startswith(said)
