@@ -109,6 +109,7 @@ def test_a_loader_made_in_the_evaluation_has_the_shards_of_who_is_left(
     found, *others = results(killed)
     assert others == [found] * 2 and [step for step, _ in found] == [2, 4, 6]
     assert dict(found) == pytest.approx(dict(results(sliced)[0]), rel=1e-6)
+    assert "evaluates by itself" not in killed.output
 
 
 @pytest.mark.parametrize("stage", sampled([2, 3], keep=(1,)))
@@ -132,6 +133,9 @@ def test_an_evaluation_by_the_script_itself_is_never_a_wrong_number(
     files = sorted(tmp_path.glob("evaluations-*.json"))
     values = [json.loads(file.read_text())["4"] for file in files]
     assert len(values) == 3
+    wanted = "elaswave: the script evaluates by itself with 3 of 4 workers: "
+    said = [line for line in killed.output.splitlines() if line.startswith(wanted)]
+    assert len(said) == 1 and "elaswave_plugin.deepspeed.run(engine, evaluate)" in said[0]
     if stage == 3:
         assert all(math.isnan(value) for value in values)
     else:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from elaswave_plugin.observer import losses_of
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
 from tests.faults.harness import Outcome, check_survived, max_relative_difference
@@ -44,6 +45,12 @@ def test_four_workers_become_one(run: Launch, twin: Twin, reference: Launch, sta
     spec = EngineSpec(stage=stage, kills=("0@1:backward", "2@2:forward", "3@4:reduce"))
     killed = run(spec)
     check_recovered(killed, twin=twin(killed), reference=reference(spec))
+    said = [line for line in killed.output.splitlines() if "from now on" in line]
+    heirs = [line for line in said if "; worker 3 is rank 0 from now on" in line]
+    assert len(heirs) == 1 and "worker 0 (node 0) exited" in heirs[0]
+    wanted = "elaswave: workers have 1 or 2 samples of an iteration from now on: "
+    shares = [line for line in said if line.startswith(wanted)]
+    assert len(shares) == 1 and shares[0].endswith("(elaswave_plugin/docs/deepspeed_loops.md)")
     sizes = {
         (line["epoch"], line["slot"]): len(line["samples"])
         for line in killed.files.ledger
@@ -101,3 +108,24 @@ def check_survived_with_short_batches(run: Outcome) -> None:
     assert run.returncode == 0, run.output[-4000:]
     assert not run.orphans
     assert len(run.trace()) == run.spec.steps
+
+
+def test_the_lines_of_the_page_on_loops_are_right_after_a_loss(run: Launch) -> None:
+    """Each beside the one that it takes the place of, which a loss makes wrong."""
+    script = str(SCRIPTS / "own_loop.py")
+    killed = run(EngineSpec(script=script, kills=("0@3:optimizer",)))
+    check_survived(killed)
+    found = [json.loads(path.read_text()) for path in sorted(killed.directory.glob("own-loop-*"))]
+    assert [one["rank"] for one in found] == [0, 1, 2]
+    # Rank 0 of the launch is gone: a rank that was read before the loop is nobody's.
+    assert sorted(one["first_rank"] for one in found) == [1, 2, 3]
+    losses = list(losses_of(killed.files).values())
+    for one in found:
+        means, plain = map(list, zip(*one["means"], strict=True))
+        assert means == pytest.approx(losses, rel=1e-6)
+        assert plain[:3] == pytest.approx(losses[:3], rel=1e-6)
+        assert all(abs(a - b) > 1e-4 * b for a, b in zip(plain[3:], losses[3:], strict=True))
+        assert [samples for _, samples in one["evaluations"]] == [12.0] * 3
+    # Once in the interrupted step, and again in the one that is made.
+    assert max(one["boundaries"].count(3) for one in found) == 2
+    assert found[0]["steps"][-3:] == [3, 4, 5], "printed by rank 0, whoever that is"

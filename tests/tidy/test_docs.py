@@ -27,7 +27,10 @@ PAGES = (
     "patches/README.md",
     *(
         f"elaswave_plugin/docs/{name}.md"
-        for name in ("getting_started", "guarantees", "latency", "limits", "operations")
+        for name in (
+            *("getting_started", "deepspeed_loops"),
+            *("guarantees", "latency", "limits", "operations"),
+        )
     ),
     *(f"elaswave_plugin/{folder}/README.md" for folder in MAPPED),
 )

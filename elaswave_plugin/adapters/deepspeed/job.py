@@ -16,6 +16,7 @@ from elaswave_plugin.adapters.deepspeed.framework import DeepSpeedFramework
 from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader, Reader, tokens_of
 from elaswave_plugin.adapters.deepspeed.monitor import ElasticMonitor, Holders
 from elaswave_plugin.adapters.deepspeed.newcomer import Loads, News, check_together
+from elaswave_plugin.adapters.deepspeed.own_loops import OwnLoops
 from elaswave_plugin.adapters.deepspeed.refuse import check_engine, check_schedules, check_shares
 from elaswave_plugin.adapters.deepspeed.seams import alone_patches
 from elaswave_plugin.adapters.deepspeed.stand_in import StandIn, detached
@@ -53,6 +54,7 @@ class EngineJob(AttachedEngine):
         self.boundaries_follow = False
         # Called on every worker after each recovery.
         self.reactions: list[Callable[[], None]] = []
+        self._own_loops = OwnLoops(worker, width=self._width)
         self._stand_in = StandIn()
         self._inputs: Any = None
         self._weight = 1.0
@@ -120,7 +122,10 @@ class EngineJob(AttachedEngine):
                 self._inputs = None
             return output
 
-        return self._call(work, instead=lambda: self._dead_output(inputs, kwargs, counts=counts))
+        output = self._call(work, instead=lambda: self._dead_output(inputs, kwargs, counts=counts))
+        if counts and not self._working:
+            self._own_loops.evaluates()
+        return output
 
     def _call(self, work: Callable[[], Any], *, instead: Callable[[], Any]) -> Any:
         """A part of the iteration; in work that starts again as a whole, a part of that."""
@@ -134,6 +139,7 @@ class EngineJob(AttachedEngine):
         self._news.exchange()
         self._framework.resume()
         self._learn_output()
+        self._own_loops.recovered()
         for react in self.reactions:
             react()
 

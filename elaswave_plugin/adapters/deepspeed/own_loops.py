@@ -1,0 +1,45 @@
+"""Says once, when it begins to matter, what a loss changes for lines of a script's own loop."""
+
+from elaswave_plugin.core.dataflow import Shares
+from elaswave_plugin.runtime.say import say
+from elaswave_plugin.runtime.worker import Worker
+
+_PAGE = "elaswave_plugin/docs/deepspeed_loops.md"
+
+
+class OwnLoops:
+    """What one worker has said of a loop that the script owns; rank 0 speaks for all."""
+
+    def __init__(self, worker: Worker, *, width: int) -> None:
+        """``width``: the workers of the launch."""
+        self._worker = worker
+        self._width = width
+        self._evaluation_told = self._shares_told = False
+
+    def evaluates(self) -> None:
+        """Warn of a pass of an evaluation that is not work of `run`, where workers are missing."""
+        left = len(self._worker.view.ranks)
+        if self._evaluation_told or not self._worker.owns_rank_0 or left >= self._width:
+            return
+        self._evaluation_told = True
+        say(
+            f"the script evaluates by itself with {left} of {self._width} workers: the samples of a"
+            " lost worker's shard are in no result, unless the loader was made after the loss;"
+            " write elaswave_plugin.deepspeed.run(engine, evaluate) and make the loader in evaluate"
+            f" ({_PAGE})"
+        )
+
+    def recovered(self) -> None:
+        """Warn where workers have unequal shares of an iteration from now on."""
+        shares = self._worker.dataflow
+        if self._shares_told or not self._worker.owns_rank_0 or not isinstance(shares, Shares):
+            return
+        sizes = {stop - start for _, start, stop in shares.intervals}
+        if len(sizes) == 1:
+            return
+        self._shares_told = True
+        say(
+            f"workers have {min(sizes)} or {max(sizes)} samples of an iteration from now on: the"
+            " gradients are weighted by them, and a mean over the workers that the script takes of"
+            f" its losses has to be as well ({_PAGE})"
+        )
