@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,7 @@ def test_who_is_left_evaluates_everything(run: Launch, reference: Launch, stage:
     assert all(count == 21 for count, _ in check.values()) and len(check) == spec.steps
     assert max_relative_difference(killed, alone) <= 1e-6
     assert killed.returncode == 0 and len(evaluations(killed)) == 3
+    assert "evaluates by itself" not in killed.output, "its loader was cut anew"
     for seen in evaluations(killed):
         # The body of the interrupted step ran to its end, and evaluated the step before again.
         assert len(seen) == spec.steps + 1
@@ -222,3 +224,24 @@ def test_a_lost_worker_stays_away_and_more_is_refused(
     refused = run(spec_of(respawn=5))
     assert refused.returncode == 2
     assert "respawn is 5" in refused.output and "set it to 0 or leave it out" in refused.output
+
+
+# The process of slot 2 ends in the middle of its second evaluation.
+IN_EVALUATION = """
+from elaswave_plugin.adapters.deepspeed.job import EngineJob
+check = EngineJob._check
+def fire(self):
+    self._engine.module.training or self._worker.phases.fire("evaluation")
+    check(self)
+EngineJob._check = fire
+"""
+
+
+def test_an_evaluation_that_a_loss_meets_is_said_to_miss_samples(run: Launch) -> None:
+    spec = EngineSpec(script=EVALUATING, stage=3, accumulation=1, global_batch=4)
+    killed = run(replace(spec, kills=("2@2:evaluation",), sabotage=IN_EVALUATION))
+    assert killed.returncode == 0 and len(evaluations(killed)) == 3
+    assert len(killed.events("fault_fired")) == 1
+    assert (
+        killed.output.count("elaswave: the script evaluates by itself with 3 of 4 workers: ") == 1
+    )

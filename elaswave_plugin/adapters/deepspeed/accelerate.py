@@ -81,7 +81,15 @@ class AcceleratedJob:
         if isinstance(batches, BatchSamplerShard):
             # Those who are left evaluate everything.
             batches.num_processes, batches.process_index = dist.get_world_size(), dist.get_rank()
-        return native(loader)
+        return self._evaluate(native(loader))
+
+    def _evaluate(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Serve the batches of an evaluation, which keeps the shards that it began with."""
+        before = self._loop.worker.view
+        for batch in batches:
+            yield batch
+            if self._loop.worker.view is not before:
+                self._job.own_loops.evaluates()
 
     @ends_in_a_sentence
     def refuse_dispatch(self, native: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:

@@ -54,7 +54,7 @@ class EngineJob(AttachedEngine):
         self.boundaries_follow = False
         # Called on every worker after each recovery.
         self.reactions: list[Callable[[], None]] = []
-        self._own_loops = OwnLoops(worker, width=self._width)
+        self.own_loops = OwnLoops(worker, width=self._width)
         self._stand_in = StandIn()
         self._inputs: Any = None
         self._weight = 1.0
@@ -123,8 +123,9 @@ class EngineJob(AttachedEngine):
             return output
 
         output = self._call(work, instead=lambda: self._dead_output(inputs, kwargs, counts=counts))
-        if counts and not self._working:
-            self._own_loops.evaluates()
+        # Accelerate's own loaders are cut anew for each evaluation; it says where that does not do.
+        if counts and not (self._working or self.boundaries_follow):
+            self.own_loops.evaluates()
         return output
 
     def _call(self, work: Callable[[], Any], *, instead: Callable[[], Any]) -> Any:
@@ -139,7 +140,7 @@ class EngineJob(AttachedEngine):
         self._news.exchange()
         self._framework.resume()
         self._learn_output()
-        self._own_loops.recovered()
+        self.own_loops.recovered()
         for react in self.reactions:
             react()
 
