@@ -58,6 +58,7 @@ def undisturbed(
 @pytest.mark.parametrize(
     ("layout", "seed"), sampled(list(itertools.product(LAYOUTS, (1, 2))), keep=(0, 2, 4))
 )
+@pytest.mark.timeout(300)
 def test_a_kill_in_each_of_eight_saves_with_a_return(
     zygote: Zygote,
     data: Path,
@@ -111,6 +112,7 @@ def test_a_kill_in_a_save_without_a_return(
     assert losses(run) == losses(reference)
 
 
+@pytest.mark.timeout(400)  # ten jobs
 def test_all_killed_at_once_in_a_save_leave_a_whole_newest_checkpoint(
     zygote: Zygote, data: Path, tmp_path: Path, undisturbed: dict[str, tuple[Outcome, Path]]
 ) -> None:

@@ -58,6 +58,7 @@ def undisturbed(
 @pytest.mark.parametrize(
     ("layout", "seed"), sampled(list(itertools.product(LAYOUTS, (1, 2))), keep=(2,))
 )
+@pytest.mark.timeout(300)
 def test_a_kill_in_each_of_eight_saves_with_a_return(
     zygote: Zygote,
     script: Path,
