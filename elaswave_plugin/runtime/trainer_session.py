@@ -18,6 +18,7 @@ from elaswave_plugin.runtime.member import INCARNATION
 from elaswave_plugin.runtime.processor_waits import ProcessorWaits
 from elaswave_plugin.runtime.progress import BETWEEN_STEPS, ProgressPage, create_page
 from elaswave_plugin.runtime.reactor import Reactor
+from elaswave_plugin.runtime.say import say
 from elaswave_plugin.runtime.trainer_process import (
     ExecTrainer,
     Given,
@@ -113,6 +114,9 @@ class TrainerSession:
         """It tells what ended its script."""
         told = {name: frame[name] for name in ("error", "message", "where", "traceback")}
         self.raised = Raised(**told, when=self.when(sealed))
+        if self.finished:  # no loss any more, of which the leader would tell
+            whose = f"a worker (process {self.process.pid})"
+            say(f"{whose} failed after its last step:\n{self.raised.traceback.rstrip()}")
 
     def end_of(
         self, status: str, exit_code: int | None, *, sealed: int, args: Sequence[str]
