@@ -41,7 +41,8 @@ _EARLY = (
 _UNTRAINED = "before it trained a step; the script's own output says why"
 _UNKNOWN_OPTION = (
     "before it attached; where its parser does not know --elaswave, write "
-    "elaswave.add_arguments(parser) before parser.parse_args()"
+    "elaswave.add_arguments(parser) before parser.parse_args(); a script of DeepSpeed's takes none,"
+    " but a section in its JSON and `elaswave run --dir DIR`"
 )
 OnExit = Callable[["TrainerSession", str, int | None], None]
 

@@ -130,6 +130,27 @@ def test_bad_setting_costs_one_sentence(run: Launch, spec: JobSpec, seen: str, w
     assert len(pids_of(refused.directory)) > 0
 
 
+# As a checkpoint is loaded into a model that the job has taken into care already.
+LOADED_LATE = """
+import torch
+from elaswave_plugin.adapters.megatron.job import ElasticJob
+bind = ElasticJob.bind
+def then_load(self, model, *args, **kwargs):
+    bind(self, model, *args, **kwargs)
+    with torch.no_grad():
+        next(model[0].parameters()).add_(1.0)
+ElasticJob.bind = then_load
+"""
+
+
+def test_weights_that_are_loaded_after_bind_are_refused(run: Launch) -> None:
+    refused = run(JobSpec(sabotage=LOADED_LATE, kills=("1@1:backward",)))
+    assert refused.returncode == 2, refused.output[-3000:]
+    (sentence,) = re.findall(SENTENCE, refused.output)[-1:]
+    assert "load a checkpoint before job.bind(...)" in sentence
+    assert "Traceback" not in refused.output and not refused.orphans
+
+
 def test_control_a_good_job_is_not_refused(run: Launch) -> None:
     good = run(JobSpec(steps=3, dump="never"))
     with pytest.raises(AssertionError):
@@ -138,9 +159,9 @@ def test_control_a_good_job_is_not_refused(run: Launch) -> None:
 
 
 def test_unknown_option_is_named_by_the_scripts_own_parser(run: Launch) -> None:
-    refused = run(JobSpec(options=("--elaswave-frobnicate=7",)))
+    refused = run(JobSpec(options=("--frobnicate=7",)))
     check_refused(refused, "exit code 2")
-    assert "unrecognized arguments: --elaswave-frobnicate=7" in refused.output
+    assert "unrecognized arguments: --frobnicate=7" in refused.output
     assert "Traceback" not in refused.output
 
 

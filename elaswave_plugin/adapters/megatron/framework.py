@@ -446,13 +446,18 @@ class MegatronFramework:
         if not self._seated:
             return 0
         self._announce("gather")
-        digest = xxhash.xxh3_64()
         for number, bucket in enumerate(buffers.buckets(self.chunks)):
             if number not in self._weights_in_place:
                 buffers.gather_weights(bucket, self._group)
+        return self.weights_digest()
+
+    def weights_digest(self) -> int:
+        """The digest of the weights as they are here; 0 for a worker that has no place."""
+        digest = xxhash.xxh3_64()
+        for bucket in buffers.buckets(self.chunks) if self._seated else ():
             weights = bucket.param_data[: bucket.numel_unpadded].cpu()
             digest.update(weights.view(torch.uint8).numpy())
-        return digest.intdigest() >> 1
+        return digest.intdigest() >> 1 if self._seated else 0
 
 
 def _announce_backward(announce: Callable[[str], None]) -> Callable[..., None]:

@@ -35,6 +35,7 @@ from elaswave_plugin.adapters.recording import Recording, tracker_of
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.core.dataflow import Samples
 from elaswave_plugin.core.layout import Seat, sizes_of
+from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.loop import ElasticLoop, GuardedSteps, StepReport
 from elaswave_plugin.runtime.refusal import ends_in_a_sentence
 from elaswave_plugin.runtime.reserve import read_reserve
@@ -138,6 +139,7 @@ class ElasticJob:
         self._saves.drafts = steps.drafts
         self._loop = ElasticLoop(steps)
         self._loop.start()
+        self._sealed_weights = self._framework.weights_digest()
         self._recording.patched(self._patches.places)
         self._recording.attached(
             num_microbatches=self._num_microbatches, micro_batch_size=self._micro_batch_size
@@ -239,6 +241,12 @@ class ElasticJob:
         check_work(train_step, TRAIN)
         if last_checkpoint is not None:
             check_work(last_checkpoint, TRAIN, like="last_checkpoint=save")
+        if self._framework.weights_digest() != self._sealed_weights:
+            raise ConfigurationError(
+                "the weights were changed after job.bind, which has sealed those from before, so "
+                "that a loss in the first steps would bring these back; load a checkpoint before "
+                "job.bind(...)"
+            )
 
     def _agree(
         self,
