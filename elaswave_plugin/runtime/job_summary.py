@@ -63,9 +63,9 @@ def _samples(run_dir: Path) -> str:
     try:
         if sum(file.stat().st_size for file in files) > _MOST_BYTES:
             return f"`elaswave report {run_dir}` counts samples lost or repeated"
+        steps, ledger = map(read_lines, files)
     except OSError as error:
         return f"samples lost or repeated are not known: {error}"
-    steps, ledger = map(read_lines, files)
     views = counting_views(steps)
     sizes = batch_sizes(views, ledger, 1 + max(views, default=-1))
     lost, repeated = lost_and_repeated(views, ledger, batches=sizes)

@@ -57,7 +57,7 @@ def test_a_lost_supervisor_comes_back(tmp_path: Path, victim: int) -> None:
         lose(job, victim, rest)
         number = join(job, rest[0])
         alone = job.one("alone", victim)
-        assert alone["remembered"] == {"run_id": "fox"}
+        assert alone["remembered"]["run_id"] == "fox"
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "ELASWAVE_INCARNATION")
         assert [alone["env"][name] for name in names] == [str(victim), "0", "3", "3", "1"]
         assert let_in(job, victim, rest, 3) == [0, 1, 2]
