@@ -108,6 +108,9 @@ class GuardedSteps:
         worker.stopwatch.step_over()
         elapsed_s = time.monotonic() - self._began_s
         self.note_recovery()
+        # Sealing takes a while, and the signal that continues this process may reach another thread
+        # first: what the others can read comes after one more look.
+        worker.member.await_lease()
         self._on_commit(worker.completed - 1, report, elapsed_s)
 
     def announced(self, work: Callable[[], Result], phase: str) -> Result | None:
