@@ -84,7 +84,8 @@ class EpochChanged(BaseException):
     def __init__(self, epoch: int, reason: str = "") -> None:
         super().__init__(
             f"view {epoch} of the workers came ({reason}) during a call that nobody makes again: "
-            "have the job's run() call what makes it"
+            "have the job's run() call what makes it (with DeepSpeed, run of "
+            "elaswave_plugin.deepspeed)"
         )
         self.epoch = epoch
         self.reason = reason
