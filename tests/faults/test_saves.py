@@ -16,7 +16,15 @@ from tests.checkpoints.reader import differences, read_checkpoint
 from tests.checkpoints.striker import FULLY_PARALLEL, SLOW_STORAGE, TRACKER, Striker, plan
 from tests.checkpoints.struck import check_saves, losses, struck
 from tests.faults.conftest import Launch
-from tests.faults.harness import JobSpec, Outcome, Zygote, check_survived, started
+from tests.faults.harness import (
+    JobSpec,
+    Outcome,
+    Zygote,
+    check_survived,
+    left_alive,
+    pids_of,
+    started,
+)
 from tests.tiers import sampled
 
 STEPS = 8
@@ -129,8 +137,10 @@ def test_all_killed_at_once_in_a_save_leave_a_whole_newest_checkpoint(
             striker = Striker(directory, saves)
             striker.await_save(iteration, lambda: launchers[0].poll() is None)
             time.sleep(delay_s)  # the moment is to be random
-            kill_all(launchers[0].pid)
+            kill_all(launchers[0].pid, directory)
+            began = pids_of(directory)
             launchers[0].wait(20)
+        assert left_alive(began, limit_s=10.0) == ()
         named = int((saves / TRACKER).read_text())
         assert iteration - 1 <= named <= STEPS
         name = f"iter_{named:07d}"
@@ -139,13 +149,18 @@ def test_all_killed_at_once_in_a_save_leave_a_whole_newest_checkpoint(
         assert flaw_of(saves / name) is None
 
 
-def kill_all(launcher: int) -> None:
-    """SIGKILL a launcher and everything below it; all are stopped first, so that none acts."""
-    processes = [psutil.Process(launcher), *psutil.Process(launcher).children(recursive=True)]
+def kill_all(launcher: int, directory: Path) -> None:
+    """SIGKILL every process of a job; all are stopped first, so that none acts, or starts another.
+
+    Trainers are forked by the zygote, and lead the processes that write for them.
+    """
     for number in (signal.SIGSTOP, signal.SIGKILL):
-        for process in processes:
+        for leader in (launcher, *pids_of(directory)):
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
+                first = psutil.Process(leader)
+                for process in (*first.children(recursive=True), first):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.send_signal(number)
 
 
 # The file system of the job's checkpoints is full from a step on.
