@@ -21,6 +21,7 @@ from elaswave_plugin.errors import (
 
 if TYPE_CHECKING:
     from elaswave_plugin.config import ElasticConfig
+    from elaswave_plugin.kept import keep
     from elaswave_plugin.runtime.progress import phase
 
 __version__ = "0.1.0"
@@ -40,11 +41,13 @@ __all__ = [
     "SnapshotGapError",
     "SnapshotUnreadableError",
     "WeightsDifferError",
+    "keep",
     "phase",
 ]
 
 _LAZY = (
     ("ElasticConfig", "elaswave_plugin.config"),
+    ("keep", "elaswave_plugin.kept"),
     ("phase", "elaswave_plugin.runtime.progress"),
 )
 

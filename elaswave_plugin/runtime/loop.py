@@ -15,6 +15,7 @@ from elaswave_plugin.runtime.failed_saves import FailedSaves
 from elaswave_plugin.runtime.framework import Framework
 from elaswave_plugin.runtime.lifeline import exit_at_once
 from elaswave_plugin.runtime.recovery import recover
+from elaswave_plugin.runtime.step_state import StepState
 from elaswave_plugin.runtime.worker import Worker
 
 Result = TypeVar("Result")
@@ -42,12 +43,15 @@ class GuardedSteps:
         *,
         on_commit: Callable[[int, StepReport, float], None],
         on_recovered: Callable[[dict[str, object]], None],
+        state: StepState | None = None,
     ) -> None:
         """``on_commit(step, report, seconds)`` is told of every completed attempt of a step.
 
         ``on_recovered(record)`` is told of a recovery once work has been completed after it.
+        ``state``: what a step changes beside the framework's shards.
         """
         self.worker = worker
+        self.state = StepState(worker) if state is None else state
         self._framework = framework
         self._on_commit = on_commit
         self._on_recovered = on_recovered
@@ -63,6 +67,7 @@ class GuardedSteps:
         """Seal the initial state; nobody trains before everyone has done so."""
         if not self.worker.alone:
             self.worker.state.seal_initial(self._framework, self.worker.completed)
+            self.state.sealed()
             dist.barrier()
             self.worker.state.await_start()
             self.worker.phases.between_steps()
@@ -79,6 +84,7 @@ class GuardedSteps:
         Raises EpochChanged where others come or go before it.
         """
         worker, step = self.worker, self.worker.completed
+        self.state.begin(step)
         absent = [one for one in self._changes if one.slot not in worker.view.ranks]
         arrives = any(one.arrives and one.step == step for one in absent)
         worker.member.begin_step(step, awaits_arrival=arrives)
@@ -104,6 +110,7 @@ class GuardedSteps:
         worker.member.await_lease()
         worker.completed += 1
         worker.state.seal(self._framework, worker.completed)
+        self.state.sealed()
         worker.phases.end_step()
         worker.stopwatch.step_over()
         elapsed_s = time.monotonic() - self._began_s
@@ -139,6 +146,7 @@ class GuardedSteps:
         while True:
             recover(self.worker, self._framework)
             try:
+                self.state.restored(self.worker.completed)
                 return self._compare_works()
             except EpochChanged:
                 pass
@@ -167,6 +175,11 @@ class ElasticLoop:
         self._train_step: Callable[[], StepReport] | None = None
         self._report: StepReport | None = None
 
+    @property
+    def works_done(self) -> int:
+        """Pieces of work between steps that everyone has completed."""
+        return self._steps.works_done
+
     def start(self) -> None:
         """Seal the initial state; nobody trains before everyone has done so."""
         self._run(self._steps.sealed_everywhere, steps=0)
@@ -192,10 +205,15 @@ class ElasticLoop:
             return alone
         steps, wanted = self._steps, self._steps.works_done + 1
         results: list[Result | None] = []
+        epoch, kept = self.worker.view.epoch, steps.state.keep()
 
         def once() -> Result | None:
+            nonlocal kept
+            if self.worker.view.epoch != epoch:
+                steps.state.put_back(kept)
             if steps.works_done < wanted:
                 results.append(steps.announced(work, phase))
+                kept = steps.state.keep()
                 steps.finish_work()
             return results[-1]
 

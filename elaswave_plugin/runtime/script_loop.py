@@ -19,52 +19,33 @@ from elaswave_plugin.errors import ElasWaveError, EpochChanged
 from elaswave_plugin.runtime.loop import GuardedSteps, StepReport
 
 Result = TypeVar("Result")
-# A recovery goes back to the last step that is sealed everywhere: the present one or the last.
-_REMEMBERED_STEPS = 2
 
 
-class LoopState(Protocol):
-    """What the pieces of a loop change besides the framework's state."""
-
-    def keep(self) -> Any:
-        """A copy of it."""
-        ...
-
-    def put_back(self, kept: Any) -> None:
-        """Make it as it was kept; any number of times."""
-        ...
-
-    def shared(self, kept: Any) -> Any:
-        """The part of what was kept that another worker can put back, too; picklable."""
-        ...
+class LoopVariables(Protocol):
+    """What the loop has in variables of its own, which only those know who have been there."""
 
     def tell(self) -> Any:
         """What a worker has to learn that comes into the loop later, alike on all; picklable."""
         ...
 
-    def follow(self, step: int, told: Any, before: Any) -> None:
-        """Have the loop begin with this step, as it goes on for those who told.
-
-        ``before``: what they had kept before that step, as ``shared`` has it.
-        """
+    def follow(self, step: int, told: Any) -> None:
+        """Have the loop begin with this step, as it goes on for those who told."""
         ...
 
 
 class ScriptLoop:
     """Runs the pieces of one worker's loop."""
 
-    def __init__(self, steps: GuardedSteps, *, state: LoopState) -> None:
+    def __init__(self, steps: GuardedSteps, *, variables: LoopVariables) -> None:
         self.worker = steps.worker
         self._steps = steps
-        self._state = state
+        self._variables = variables
         self._attempt: Callable[[int], StepReport] | None = None
         self._reached = self.worker.completed
         self._inside = False
-        # What there was before each of the last steps, and after the last piece.
-        self._before: dict[int, Any] = {}
-        self._after = state.keep()
         self._is_told = not self.worker.alone
-        self._told: dict[int, Any] = {}
+        # Whether it has come later, and the script has not come to its first step yet.
+        self._is_ahead = False
 
     def start(self) -> None:
         """Seal the initial state; nobody trains before everyone has done so.
@@ -85,9 +66,7 @@ class ScriptLoop:
         It may be called for the step before as well: to redo that one after a roll-back.
         """
         self._attempt = attempt
-        self._take_up()
-        self._before[self._reached] = self._state.keep()
-        self._before.pop(self._reached - _REMEMBERED_STEPS, None)
+        self._is_ahead = False
         self._reached += 1
         self._inside = True
         try:
@@ -95,7 +74,6 @@ class ScriptLoop:
                 self._recover()
         finally:
             self._inside = False
-        self._state.put_back(self._after)
 
     def run(self, work: Callable[[], Result], *, phase: str | None = None) -> Result | None:
         """Run work between steps; it starts again after a recovery.
@@ -104,42 +82,42 @@ class ScriptLoop:
         None for a worker that came later, before its first step: it has no part in it; and for a
         save that failed.
         """
-        if self._told:
+        if self._is_ahead:
             return None
         if self._inside:
             return self._announced(work, phase)
         results: list[Result | None] = []
-        before, done = self._state.keep(), self._steps.works_done
+        state, done, epoch = self._steps.state, self._steps.works_done, self.worker.view.epoch
+        before = after = state.keep()
         self._inside = True
         try:
             while self._steps.works_done == done:
-                if not (self._redone() and self._worked(work, before, results, phase)):
+                if not self._redone():
                     self._recover()
+                    continue
+                if self.worker.view.epoch != epoch:
+                    state.put_back(before)
+                try:
+                    results.append(self._worked(work, phase))
+                    after = state.keep()
+                    self._steps.finish_work()
+                    self._steps.note_recovery()
+                    continue
+                except EpochChanged:
+                    pass
+                # Outside of the handler: its traceback would keep a step's autograd graph alive.
+                self._recover()
         finally:
             self._inside = False
-        self._state.put_back(self._after)
+        if self.worker.view.epoch != epoch:
+            state.put_back(after)
         return results[-1]
 
-    def _worked(
-        self,
-        work: Callable[[], Result],
-        before: Any,
-        results: list[Result | None],
-        phase: str | None,
-    ) -> bool:
-        """One attempt, up to where everyone has done it; false where it is interrupted."""
-        self._state.put_back(before)
+    def _worked(self, work: Callable[[], Result], phase: str | None) -> Result | None:
+        """One attempt; raises EpochChanged where it is interrupted."""
         self.worker.phases.step = self.worker.completed
-        try:
-            self.worker.state.complete()
-            results.append(self._announced(work, phase))
-            self._after = self._state.keep()
-            self._steps.finish_work()
-            self._steps.note_recovery()
-            return True
-        except EpochChanged:
-            # Outside of the handler: its traceback would keep a step's autograd graph alive.
-            return False
+        self.worker.state.complete()
+        return self._announced(work, phase)
 
     def _announced(self, work: Callable[[], Result], phase: str | None) -> Result | None:
         return work() if phase is None else self._steps.announced(work, phase)
@@ -149,11 +127,8 @@ class ScriptLoop:
         try:
             while self.worker.completed < self._reached:
                 assert self._attempt is not None
-                self._state.put_back(self._before[self.worker.completed])
                 self._steps.begin()
-                report = self._attempt(self.worker.completed)
-                self._after = self._state.keep()
-                self._steps.complete(report)
+                self._steps.complete(self._attempt(self.worker.completed))
             return True
         except EpochChanged:
             return False
@@ -169,18 +144,16 @@ class ScriptLoop:
                 pass
 
     def _tell(self) -> None:
-        """Those who have been there tell those who come later (collective over WORLD)."""
+        """Those who have been there tell those who come later (collective over WORLD).
+
+        Workers come between two steps, where everyone is about to begin one.
+        """
         asks = torch.tensor(int(not self._is_told))
         dist.all_reduce(asks, op=dist.ReduceOp.MAX)
         if not int(asks):
             return
-        mine = None
-        if self._is_told:
-            # Workers come between two steps, where everyone is about to begin one.
-            before = {step: self._state.shared(kept) for step, kept in self._before.items()}
-            mine = max(before), before, self._state.tell()
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
+        dist.all_gather_object(everyone, self._variables.tell() if self._is_told else None)
         told = next((one for one in everyone if one is not None), None)
         if told is None:
             raise ElasWaveError(
@@ -188,13 +161,6 @@ class ScriptLoop:
                 " come; restart from the last checkpoint"
             )
         if not self._is_told:
-            self._reached, self._told, variables = told
-            self._is_told = True
-            self._state.follow(self._reached, variables, self._told[self._reached])
-
-    def _take_up(self) -> None:
-        """What the others had before their last steps is what there was here."""
-        for step, shared in sorted(self._told.items()):
-            self._state.put_back(shared)
-            self._before[step] = self._state.keep()
-        self._told = {}
+            self._is_told = self._is_ahead = True
+            self._reached = self.worker.completed
+            self._variables.follow(self._reached, told)

@@ -58,6 +58,7 @@ FORBIDDEN_DIRECTIONS = (
 )
 IMMUTABLE_CALLS = frozenset(
     (
+        "ContextVar",
         "MappingProxyType",
         "NewType",
         "ParamSpec",

@@ -19,6 +19,13 @@ TrainStep = Callable[[], tuple[Losses, float | None]]
 class Job(Protocol):
     """What a script asks of the plugin, whether it is on or off."""
 
+    @property
+    def iteration(self) -> int:
+        """The step that is made now, from 0 on; between two steps, the one that comes next.
+
+        What a step does by its number asks this: a worker that comes later has run no earlier one.
+        """
+
     def process_group(self) -> dict[str, Any]:
         """Arguments of ``torch.distributed.init_process_group``, which has not been called yet."""
 

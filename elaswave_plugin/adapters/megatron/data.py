@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from elaswave_plugin.adapters.megatron.sample_draws import SampleDraws
 from elaswave_plugin.core.dataflow import Samples, sample_ids
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.refusal import ends_in_a_sentence
@@ -39,14 +40,15 @@ class KeyedBatches:
         micro_batch_size: int,
         num_microbatches: int,
         on_batch: Callable[[int, int, tuple[int, ...]], None],
+        seed: int,
     ) -> None:
         """``on_batch(step, micro-batch, sample ids)`` is told of what is read before it is used.
 
-        Once for each micro-batch of which a piece has samples. Raises ConfigurationError for
-        anything but a map-style dataset.
+        Once for each micro-batch of which a piece has samples. ``seed``: of what the dataset draws.
+        Raises ConfigurationError for anything but a map-style dataset.
         """
         _check_dataset(dataset)
-        self._dataset = dataset
+        self._draws = SampleDraws(dataset, seed)
         self._micro_batch_size = micro_batch_size
         self._num_microbatches = num_microbatches
         self._on_batch = on_batch
@@ -87,7 +89,7 @@ class KeyedBatches:
             )[start:stop]
             self._on_batch(self._step, microbatch, ids)
             read += ids
-        return torch.utils.data.default_collate([self._dataset[one] for one in read])
+        return torch.utils.data.default_collate(self._draws.read(read, self._step))
 
 
 def served(batches: Any) -> KeyedBatches:

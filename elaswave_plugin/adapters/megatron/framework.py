@@ -231,8 +231,22 @@ class MegatronFramework:
         """Megatron-Core's own alignment of bucket shards."""
         return ALIGNMENT
 
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The groups of the optimizer, as it has them now."""
+        found: list[dict[str, Any]] = self._distributed.optimizer.param_groups
+        return found
+
+    def masters_apart(self) -> list[torch.Tensor]:
+        """The own masters that are no views of the weights, as of 16-bit models; without a copy."""
+        return self._shard.masters_apart if self._seated else []
+
     def why_layers_stay(self) -> str | None:
         """The reason why no layer can change stage; None where they can."""
+        for chunk in self.chunks:
+            for name, param in chunk.named_parameters():
+                if not param.requires_grad:
+                    return f"the model has weights that are not trained ({name})"
         if not self._shard.layers_are_alike:
             return "the optimizer treats layers differently (config_overrides)"
         return stage_layers.why_fixed(self.chunks)

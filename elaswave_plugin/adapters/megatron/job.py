@@ -27,6 +27,7 @@ from elaswave_plugin.adapters.megatron.losses import Reported, check_evaluation,
 from elaswave_plugin.adapters.megatron.microbatches import Microbatches
 from elaswave_plugin.adapters.megatron.refuse import check_loop, check_supported
 from elaswave_plugin.adapters.megatron.schedule_calls import check_call, check_schedule, check_work
+from elaswave_plugin.adapters.megatron.step_parts import step_state
 from elaswave_plugin.adapters.megatron.turns import EVALUATE, RUN, TRAIN, Turns
 from elaswave_plugin.adapters.megatron.whole_saves import WholeSaves
 from elaswave_plugin.adapters.megatron.world import check_no_world, check_world
@@ -130,11 +131,13 @@ class ElasticJob:
         self._recording = Recording(
             self._worker, self._tracker, pieces=self._framework.named_pieces
         )
+        self._state = step_state(self._worker, self._framework)
         steps = GuardedSteps(
             self._worker,
             self._framework,
             on_commit=self._record,
             on_recovered=self._recording.recovered,
+            state=self._state,
         )
         self._saves.drafts = steps.drafts
         self._loop = ElasticLoop(steps)
@@ -153,6 +156,7 @@ class ElasticJob:
             micro_batch_size=self._micro_batch_size,
             num_microbatches=self._num_microbatches,
             on_batch=lambda *piece: self._microbatches.consume(*piece),
+            seed=self._seed,
         )
 
     @ends_in_a_sentence
@@ -180,15 +184,28 @@ class ElasticJob:
 
             def begin(batches: Any, chunk: Any, samples: Samples) -> None:
                 served(batches).deliver(step, samples)
-                rng.set_key(step, samples, size=self._micro_batch_size)
+                rng.set_key(
+                    self._seed,
+                    step,
+                    samples,
+                    size=self._micro_batch_size,
+                    forward_only=forward_only,
+                )
 
             losses = self._microbatches.forward_backward(
                 function, begin, forward_only=forward_only, **kwargs
             )
+            if not forward_only:
+                self._state.check(self._worker.completed)
             self._turns.returned.append(losses)
             return losses
 
         return run
+
+    @property
+    def iteration(self) -> int:
+        """The step that is made now, from 0 on; between two steps, the one that comes next."""
+        return self._worker.completed
 
     @ends_in_a_sentence
     def _step(self, attempt: Callable[[], StepReport]) -> StepReport:
@@ -219,6 +236,7 @@ class ElasticJob:
             self._worker.member.saves_last()
 
         def attempt() -> StepReport:
+            rng.settle(self._seed, rng.STEP, self._worker.completed)
             with self._framework.modes_kept(), self._turns.of(TRAIN):
                 result = train_step()
             losses, grad_norm = check_result(result, *self._turns.returned)
@@ -229,6 +247,7 @@ class ElasticJob:
 
         while self._worker.completed < self._train_iters:
             report = self._step(attempt)
+            rng.settle(self._seed, rng.BODY, self._worker.completed)
             yield self._worker.completed - 1, report
             if self._worker.last_call and last_checkpoint is not None:
                 self.run(last_checkpoint, phase="save")
@@ -307,10 +326,13 @@ class ElasticJob:
 
         def whole() -> Result:
             self._evaluations = 0
+            rng.settle(self._seed, rng.WORK, self._loop.works_done)
             with self._framework.modes_kept(), self._turns.of(verb):
                 return work()
 
-        return self._loop.run(whole, phase=phase, alone=alone)
+        result = self._loop.run(whole, phase=phase, alone=alone)
+        rng.settle(self._seed, rng.BODY, self._worker.completed, self._loop.works_done)
+        return result
 
     def _record(self, step: int, report: StepReport, seconds: float) -> None:
         """Write a completed step to the files and trackers."""

@@ -166,6 +166,11 @@ class FlatShard:
         return adam.applied_steps(inner)
 
     @property
+    def masters_apart(self) -> list[torch.Tensor]:
+        """The masters of 16-bit weights; those of other weights are the weights."""
+        return [master.detach() for master in self._masters] if self._is_16_bit else []
+
+    @property
     def _is_16_bit(self) -> bool:
         return any(buffer.param_dtype != torch.float32 for buffer in self._optimizer.buffers)
 

@@ -43,6 +43,7 @@ class PlainJob:
         """Raises ConfigurationError for workers that do not factor, and for uneven batches."""
         self._patches = patches
         self._turns = Turns()
+        self._seed = sizes.seed
         tp, pp = sizes.model_parallel
         self._width = sizes_of(int(os.environ.get("WORLD_SIZE", "1")), tp=tp, pp=pp)
         self._micro_batch_size = sizes.micro_batch_size
@@ -55,6 +56,11 @@ class PlainJob:
         self._evaluations = 0
         self._train_iters = 0
         self._finished = False
+
+    @property
+    def iteration(self) -> int:
+        """The step that is made now."""
+        return self._step
 
     def process_group(self) -> dict[str, Any]:
         """gloo, or NCCL where there is a GPU."""
@@ -76,6 +82,7 @@ class PlainJob:
             micro_batch_size=self._micro_batch_size,
             num_microbatches=self._num_microbatches,
             on_batch=lambda step, microbatch, ids: None,
+            seed=self._seed,
         )
 
     @ends_in_a_sentence

@@ -1,4 +1,4 @@
-"""Dropout keyed by (seed, step, micro-batch, layer, tp) instead of a running per-rank stream.
+"""Draws keyed by (seed, step, micro-batch, layer, tp) instead of a running per-rank stream.
 
 The key lives in the tracker's own saved states: activation recomputation restores those states in
 the backward pass and so sees the key of the micro-batch that it recomputes (megatron/core/
@@ -28,15 +28,42 @@ from elaswave_plugin.core.rng import draw_key
 _KEY, _STREAMS = "elaswave-key", "elaswave-streams"
 _EMBEDDING_LAYER = 0
 _REPLICATED, _MODEL_PARALLEL = 0, 1
+# What is drawn for beside layers, which are counted from 0 on.
+STEP, BODY, FORWARD_STEP, FORWARD_ONLY, WORK = -1, -2, -3, -4, -5
 
 
-def set_key(step: int, samples: Samples, *, size: int) -> None:
+def set_key(seed: int, step: int, samples: Samples, *, size: int, forward_only: bool) -> None:
     """Draw for these samples of a step from now on; ``size``: samples of a micro-batch.
 
+    Layers have keys of their own; what ``forward_step`` draws before them, or without them, has
+    that of its micro-batch, alike on all stages and in a TP group.
     What is no whole micro-batch needs the dropout of ``cut_dropout.py``.
     """
     tracker = megatron_random.get_cuda_rng_tracker()
     tracker.states_[_KEY] = torch.tensor([step, *samples, size], dtype=torch.int64)
+    kind = FORWARD_ONLY if forward_only else FORWARD_STEP
+    seed_generators(draw_key(seed, kind, step, samples.start))
+
+
+def seed_generators(key: int) -> None:
+    """Have torch, its device, NumPy and Python draw by a key."""
+    torch.cuda.manual_seed(key)
+    torch.default_generator.manual_seed(key)
+    # NumPy takes 32 bits.
+    np.random.seed(key & 0xFFFFFFFF)
+    random.seed(key)
+
+
+@contextmanager
+def undone_numbers() -> Iterator[None]:
+    """What torch on the host, NumPy and Python draw inside leaves no trace in their generators."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
 
 
 def keyed_microbatch() -> int | None:
@@ -45,19 +72,16 @@ def keyed_microbatch() -> int | None:
     return None if key is None else int(key[1] // key[-1])
 
 
-def settle(seed: int, step: int) -> None:
-    """Set the generators to states that follow from the step alone, and drop the key."""
+def settle(seed: int, *moment: int) -> None:
+    """Set the generators to states that follow from the moment alone, and drop the key."""
     tracker = megatron_random.get_cuda_rng_tracker()
     for name in (_KEY, _STREAMS):
         tracker.states_.pop(name, None)
     tp = parallel_state.get_tensor_model_parallel_rank()
     for number, name in enumerate(sorted(tracker.states_)):
-        tracker.states_[name] = _kept(draw_key(seed, step, number, tp))
-    torch.cuda.manual_seed(draw_key(seed, step))
-    torch.default_generator.manual_seed(draw_key(seed, step))
-    # NumPy takes 32 bits. Otherwise these would be those of the stage that a worker began in.
-    np.random.seed(draw_key(seed, step) & 0xFFFFFFFF)
-    random.seed(draw_key(seed, step))
+        tracker.states_[name] = _kept(draw_key(seed, *moment, number, tp))
+    # Otherwise these would be those of the stage that a worker began in, or of what it ran last.
+    seed_generators(draw_key(seed, *moment))
 
 
 @contextmanager

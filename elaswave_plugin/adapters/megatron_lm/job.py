@@ -15,11 +15,12 @@ from elaswave_plugin.adapters.megatron.growth import check_growth
 from elaswave_plugin.adapters.megatron.microbatches import Microbatches
 from elaswave_plugin.adapters.megatron.optimizer_state import FlatShard
 from elaswave_plugin.adapters.megatron.refuse import check_supported
+from elaswave_plugin.adapters.megatron.step_parts import step_state
 from elaswave_plugin.adapters.megatron.whole_saves import WholeSaves
 from elaswave_plugin.adapters.megatron_lm.batch_size import global_batch_sizes
 from elaswave_plugin.adapters.megatron_lm.loader import MicrobatchLoader
 from elaswave_plugin.adapters.megatron_lm.losses import LossTotals
-from elaswave_plugin.adapters.megatron_lm.newcomer import LoopVariables, check_seals_everything
+from elaswave_plugin.adapters.megatron_lm.newcomer import LoopVariables
 from elaswave_plugin.adapters.megatron_lm.router_losses import RouterLosses
 from elaswave_plugin.adapters.megatron_lm.script_writers import ScriptWriters
 from elaswave_plugin.adapters.megatron_lm.side_state import SideState
@@ -122,6 +123,7 @@ class LmJob:
             num_replicas=self.width,
             micro_batch_size=self._args.micro_batch_size,
             on_batch=self._consume,
+            seed=self._seed,
         )
         self._loaders.append(loader)
         return loader
@@ -140,8 +142,6 @@ class LmJob:
         """
         args, worker = self._args, self.worker
         assert self._shard is not None
-        if worker.config.respawn or worker.reserve or worker.alone:
-            check_seals_everything(chunks)
         # As Megatron-LM's train() sets it a moment later.
         chunks[0].config.finalize_model_grads_func = finalize_model_grads
         self._framework = MegatronFramework(
@@ -164,14 +164,16 @@ class LmJob:
         )
         self._losses = LossTotals(self._microbatches, num_replicas=self.width)
         self._recording = Recording(worker, self._tracker, pieces=self._framework.named_pieces)
+        self._state = step_state(worker, self._framework, beside=[SideState(self._loaders)])
         steps = GuardedSteps(
             worker,
             self._framework,
             on_commit=self._record,
             on_recovered=self._recovered,
+            state=self._state,
         )
         self._saves.drafts = steps.drafts
-        self._loop = ScriptLoop(steps, state=SideState(self._loaders, self.variables))
+        self._loop = ScriptLoop(steps, variables=self.variables)
         if args.save:
             worker.member.saves_last()
         self._loop.start()
@@ -198,6 +200,7 @@ class LmJob:
 
         def attempt(iteration: int) -> StepReport:
             self._args.curr_iteration = iteration
+            rng.settle(self._seed, rng.STEP, iteration)
             with self._framework.modes_kept():
                 losses, *others = train_step(iteration)
             # The last rank logs them, and need not be in the last stage after a loss.
@@ -236,7 +239,7 @@ class LmJob:
             size = self._args.micro_batch_size
             (whole,) = samples.rows(size=size)
             _loader_of(iterator).deliver(whole.microbatch)
-            rng.set_key(step, samples, size=size)
+            rng.set_key(self._seed, step, samples, size=size, forward_only=forward_only)
 
         reports = self._microbatches.forward_backward(
             native,
@@ -245,6 +248,8 @@ class LmJob:
             num_microbatches=num_microbatches,
             **kwargs,
         )
+        if not forward_only:
+            self._state.check(step)
         if self.router_losses is not None and not forward_only:
             self.router_losses.agree(num_microbatches)
         for loader in loaders if forward_only else ():

@@ -7,6 +7,8 @@ of that replica yields there, whoever runs it (megatron/training/datasets/data_s
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from elaswave_plugin.adapters.megatron.sample_draws import SampleDraws
+
 OnBatch = Callable[[int, Sequence[int]], None]
 
 
@@ -35,12 +37,15 @@ class MicrobatchLoader:
         num_replicas: int,
         micro_batch_size: int,
         on_batch: OnBatch,
+        seed: int,
     ) -> None:
         """``make(replica, position)`` is Megatron-LM's own loader of a replica.
 
         ``on_batch(micro-batch, sample ids)`` is told of each micro-batch before it is used.
+        ``seed``: of what the dataset draws.
         """
         self._dataset = dataset
+        self._draws = SampleDraws(dataset, seed)
         self.position = position
         self._make = make
         self._num_replicas = num_replicas
@@ -71,7 +76,7 @@ class MicrobatchLoader:
         self._on_batch(microbatch, ids)
         if hasattr(sampler, "epoch") and hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(sampler.epoch)
-        return self._native.collate_fn([self._dataset[one] for one in ids])
+        return self._native.collate_fn(self._draws.read(ids, self.position))
 
     def _ids(self, microbatch: int) -> tuple[list[int], Any]:
         order, replica = divmod(microbatch, self._num_replicas)

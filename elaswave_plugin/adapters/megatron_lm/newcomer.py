@@ -9,16 +9,11 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.transformer.moe.router import TopKRouter
-
-from elaswave_plugin.errors import ConfigurationError
 
 # What loading a checkpoint sets in the arguments, besides the counters of side_state.py.
 _LOADED = ("iteration", "num_floating_point_operations_so_far", "finetune")
 # When the job began, by which it ends after a time that was asked for.
 _BEGAN = ("_TRAIN_START_TIME", "_LEGACY_TRAIN_START_TIME")
-# What is in snapshots without being a parameter (adapters/megatron/expert_bias.py).
-_SEALED = TopKRouter, "expert_bias"
 _TRAINING = "megatron.training.training"
 
 
@@ -106,26 +101,6 @@ class LoopVariables:
             )
             arguments["report_memory_flag"] = told.reports_memory
             arguments["is_first_iteration"] = False
-
-
-def check_seals_everything(chunks: list[Any]) -> None:
-    """Raise ConfigurationError for tensors of the model that a worker could not get on its return.
-
-    They are not in the optimizer's state, and so in no snapshot.
-    """
-    for chunk in chunks:
-        frozen = [name for name, param in chunk.named_parameters() if not param.requires_grad]
-        saved = [
-            f"{place}.{name}"
-            for place, module in chunk.named_modules()
-            for name in module._buffers.keys() - module._non_persistent_buffers_set
-            if module._buffers[name] is not None and (type(module), name) != _SEALED
-        ]
-        for name in (*frozen, *saved):
-            raise ConfigurationError(
-                f"the model has {name}, which the optimizer does not update, and which a worker"
-                " that comes back could not get; set respawn to 0"
-            )
 
 
 def _on_host(value: Any) -> Any:

@@ -13,7 +13,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from elaswave_plugin.adapters.megatron_lm.batch_size import go_back_to, present_batch
 from elaswave_plugin.adapters.megatron_lm.loader import MicrobatchLoader
-from elaswave_plugin.adapters.megatron_lm.newcomer import LoopVariables, Told
+from elaswave_plugin.runtime.step_state import Plain
 
 _COUNTERS = (
     "consumed_train_samples",
@@ -38,14 +38,13 @@ class Kept(NamedTuple):
     positions: list[int]
 
 
-class SideState:
-    """All of it, as a ``LoopState``; ``variables``: what train() has besides."""
+class SideState(Plain):
+    """All of it, as a part of the state of a step."""
 
-    def __init__(self, loaders: Sequence[MicrobatchLoader], variables: LoopVariables) -> None:
+    name = "the counters of Megatron-LM's loop"
+
+    def __init__(self, loaders: Sequence[MicrobatchLoader]) -> None:
         self._loaders = loaders
-        self._variables = variables
-        # What train() has in variables, those who have been there tell.
-        self.tell = variables.tell
 
     def keep(self) -> Kept:
         """A copy of it."""
@@ -82,10 +81,3 @@ class SideState:
     def shared(self, kept: Kept) -> Kept:
         """What holds for every worker."""
         return kept._replace(reruns={name: kept.reruns[name] for name in _SHARED})
-
-    def follow(self, step: int, told: Told, before: Kept) -> None:
-        """Have train() begin with this step, before which there was ``before``."""
-        self._variables.follow(step, told)
-        # train() saves where a batch is larger than the last one: it takes this one for that.
-        vars(import_module("megatron.training").get_args()).update(before.counters)
-        go_back_to(before.batch)

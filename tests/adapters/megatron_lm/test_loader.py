@@ -36,6 +36,7 @@ def loader(told: list[tuple[int, Sequence[int]]], made: list[tuple[int, int]]) -
         make=make,
         num_replicas=4,
         micro_batch_size=2,
+        seed=1,
         on_batch=lambda microbatch, ids: told.append((microbatch, ids)),
     )
 

@@ -1,0 +1,223 @@
+"""What a step of Megatron-Core changes or relies on beside the flat state, part by part.
+
+Trained weights, moments and the capsule are sealed in shards (`framework.py`), and draws are keyed
+(`rng.py`). Here is the rest: it is kept before a step begins, and put back for its redo.
+"""
+
+import copy
+import pickle
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import xxhash
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.moe.router import TopKRouter
+
+from elaswave_plugin.adapters.megatron import buffers
+from elaswave_plugin.adapters.megatron.framework import MegatronFramework
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.runtime.digests import digest_of
+from elaswave_plugin.runtime.step_state import Part, Plain, StepState, copied
+from elaswave_plugin.runtime.worker import Worker
+
+# Buffers that the capsule has, and counts of a step that are dropped with it (expert_bias.py).
+_OF_ROUTERS = ("expert_bias", "local_tokens_per_expert")
+
+
+def step_state(
+    worker: Worker, framework: MegatronFramework, *, beside: Sequence[Part] = ()
+) -> StepState:
+    """All parts of one worker; ``beside`` those of a framework, what its own loop has."""
+    chunks = framework.chunks
+    parts = (Weights(worker, framework), Frozen(chunks), ModelBuffers(chunks), Settings(framework))
+    return StepState(worker, (*parts, *beside))
+
+
+class Settings(Plain):
+    """Scheduler, loss scaler, and all that is set in the optimizer's groups."""
+
+    name = "the settings of the optimizer's groups"
+
+    def __init__(self, framework: MegatronFramework) -> None:
+        self._framework = framework
+
+    def keep(self) -> tuple[bytes, list[dict[str, Any]]]:
+        """The capsule as it is now, and each group without its parameters."""
+        return self._framework.read_capsule(), [
+            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            for group in self._framework.groups
+        ]
+
+    def put_back(self, kept: Any) -> None:
+        """Install both."""
+        capsule, settings = kept
+        self._framework.write_capsule(capsule)
+        for group, one in zip(self._framework.groups, settings, strict=True):
+            group.update(copy.deepcopy(one))
+
+    def proof(self) -> int:
+        """Of the groups."""
+        return xxhash.xxh3_64_intdigest(pickle.dumps(self.keep()[1])) >> 1
+
+
+class Frozen(Plain):
+    """Weights that are not trained, and what the model consists of.
+
+    The host has one copy of them, which lasts until they change.
+    """
+
+    name = "weights that are not trained, or the names and shapes of weights"
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
+        self._chunks = chunks
+        self._copies: dict[str, tuple[int, torch.Tensor]] = {}
+
+    def keep(self) -> dict[str, tuple[int, torch.Tensor]]:
+        """Digest and copy of each, by name."""
+        for name, param in frozen(self._chunks):
+            digest = digest_of(param)
+            if name not in self._copies or self._copies[name][0] != digest:
+                self._copies[name] = digest, copied(param)
+        return dict(self._copies)
+
+    @torch.no_grad()
+    def put_back(self, kept: Any) -> None:
+        """Install those that differ."""
+        params = dict(frozen(self._chunks))
+        for name, (digest, value) in kept.items():
+            if name in params and digest_of(params[name]) != digest:
+                params[name].copy_(value)
+
+    def proof(self) -> int:
+        """Of their values, and of the names, shapes and kinds of all weights."""
+        digest = xxhash.xxh3_64()
+        for number, chunk in enumerate(self._chunks):
+            for name, param in chunk.named_parameters():
+                told = (number, name, tuple(param.shape), str(param.dtype), param.requires_grad)
+                digest.update(repr(told).encode())
+                if not param.requires_grad:
+                    digest.update(digest_of(param).to_bytes(8, "little"))
+        return digest.intdigest() >> 1
+
+
+class ModelBuffers(Plain):
+    """Tensors of the modules that are no parameters; no pass of a training step may change them."""
+
+    name = "the model's buffers"
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
+        self._chunks = chunks
+
+    def keep(self) -> dict[str, torch.Tensor]:
+        """A copy of each, by name."""
+        return {name: copied(tensor) for name, tensor in model_buffers(self._chunks)}
+
+    @torch.no_grad()
+    def put_back(self, kept: Any) -> None:
+        """Install those that are there."""
+        for name, tensor in model_buffers(self._chunks):
+            if name in kept and kept[name].shape == tensor.shape:
+                tensor.copy_(kept[name])
+
+    def check(self, kept: Any) -> None:
+        """Raise ConfigurationError for one that passes have changed since it was kept."""
+        for name, tensor in model_buffers(self._chunks):
+            if name in kept and not torch.equal(copied(tensor), kept[name]):
+                raise ConfigurationError(
+                    f"the forward pass changes the model's buffer {name!r}, which would depend on "
+                    "who runs which micro-batches: use a layer without running statistics, or "
+                    "change it between the steps, in the body of job.train"
+                )
+
+    def proof(self) -> int:
+        """Of their values."""
+        digest = xxhash.xxh3_64()
+        for name, tensor in model_buffers(self._chunks):
+            digest.update(f"{name} {digest_of(tensor)}".encode())
+        return digest.intdigest() >> 1
+
+
+class Weights(Plain):
+    """Trained weights that the body of the loop has changed since they were sealed."""
+
+    name = "the trained weights"
+
+    def __init__(self, worker: Worker, framework: MegatronFramework) -> None:
+        self._worker = worker
+        self._framework = framework
+        self._sealed: tuple[list[int], int] | None = None
+
+    def _weights(self) -> list[torch.Tensor]:
+        found = buffers.buckets(self._framework.chunks)
+        return [bucket.param_data[: bucket.numel_unpadded] for bucket in found]
+
+    def _masters(self) -> int:
+        """Of masters apart from the weights, which 16-bit models have."""
+        own = self._framework.masters_apart()
+        return hash(tuple(map(digest_of, own)))
+
+    def sealed(self) -> None:
+        """Remember what was sealed, by digest."""
+        self._sealed = [digest_of(one) for one in self._weights()], self._masters()
+
+    def keep(self) -> dict[int, torch.Tensor]:
+        """Copies of the buckets that were changed, by number; raises ConfigurationError.
+
+        Masters lie in shards, of which nobody has a lost worker's.
+        """
+        if self._sealed is None:
+            return {}
+        digests, masters = self._sealed
+        if masters != self._masters():
+            raise ConfigurationError(
+                "the loop's body changes the optimizer's float32 masters between two steps, which "
+                "a loss would undo: change them in train_step, behind optimizer.step()"
+            )
+        changed = {
+            number: copied(one)
+            for number, one in enumerate(self._weights())
+            if digest_of(one) != digests[number]
+        }
+        if changed:
+            self._worker.state.leave_seal()
+        return changed
+
+    @torch.no_grad()
+    def put_back(self, kept: Any) -> None:
+        """Install them on top of what was sealed; raises ConfigurationError where layers moved."""
+        present = self._weights()
+        for number, value in kept.items():
+            if number >= len(present) or present[number].numel() != value.numel():
+                raise ConfigurationError(
+                    "the loop's body changes weights between two steps, and a loss has moved layers"
+                    " to another stage, where nobody has these changes: change weights in "
+                    'train_step, behind optimizer.step(), or set move_layers = "never"'
+                )
+            present[number].copy_(value)
+
+    def proof(self) -> int:
+        """Of all of them."""
+        return self._framework.weights_digest()
+
+
+def frozen(
+    chunks: Sequence[DistributedDataParallel],
+) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The weights that are not trained, by chunk and name."""
+    for number, chunk in enumerate(chunks):
+        for name, param in chunk.named_parameters():
+            if not param.requires_grad:
+                yield f"{number}.{name}", param
+
+
+def model_buffers(
+    chunks: Sequence[DistributedDataParallel],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of modules that are in no snapshot, by chunk and name."""
+    for number, chunk in enumerate(chunks):
+        for place, module in chunk.named_modules():
+            for name, tensor in module.named_buffers(prefix=place, recurse=False):
+                of_router = isinstance(module, TopKRouter)
+                if not (of_router and name.rpartition(".")[2] in _OF_ROUTERS):
+                    yield f"{number}.{name}", tensor

@@ -1,0 +1,230 @@
+"""The state of a step that is in no shard: kept before the step begins, put back for its redo.
+
+One list, `Part` by `Part`; a framework's adapter says which ones there are. What the loop's body
+has changed between two steps is in it, since it is taken when the next one begins. Whoever comes
+later gets it from a worker of the same part of the model, and proves by digests that it has it.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from elaswave_plugin.errors import ConfigurationError, ElasWaveError
+from elaswave_plugin.kept import accessors, kept_objects
+from elaswave_plugin.runtime.hand_over import receive, send
+from elaswave_plugin.runtime.worker import Worker
+
+# A recovery goes back to the last step that is sealed everywhere: the present one or the last.
+_REMEMBERED_STEPS = 2
+Kept = Mapping[str, Any]
+
+
+class Part(Protocol):
+    """One kind of state."""
+
+    name: str
+    """What it is called in messages."""
+
+    def keep(self) -> Any:
+        """A copy of it: tensors on the host and plain values, in dicts, lists and tuples."""
+
+    def put_back(self, kept: Any) -> None:
+        """Make it as it was kept; any number of times."""
+
+    def shared(self, kept: Any) -> Any:
+        """What of it a worker takes that comes later."""
+
+    def sealed(self) -> None:
+        """A step was sealed: what is changed from here on, the loop's body has changed."""
+
+    def check(self, kept: Any) -> None:
+        """Raise ConfigurationError for what the passes of a step have changed and may not change.
+
+        Comes before the update; ``kept`` before the step.
+        """
+
+    def proof(self) -> int:
+        """A 63-bit digest of what has to be alike on all workers of a part of the model."""
+
+
+class Plain:
+    """A part that is shared as it is kept, and watches nothing."""
+
+    def shared(self, kept: Any) -> Any:
+        """All of it."""
+        return kept
+
+    def sealed(self) -> None:
+        """Nothing is compared with it."""
+
+    def check(self, kept: Any) -> None:
+        """Passes may change it."""
+
+    def proof(self) -> int:
+        """Nothing is proved by it."""
+        return 0
+
+
+class KeptObjects(Plain):
+    """What the script keeps by ``elaswave_plugin.keep``."""
+
+    name = "what the script keeps"
+
+    def keep(self) -> dict[str, Any]:
+        """The state of each object, by its name."""
+        return {name: copied(accessors(name, value)[0]()) for name, value in kept_objects().items()}
+
+    def put_back(self, kept: Any) -> None:
+        """Install them; raises ConfigurationError where another worker keeps others."""
+        objects = kept_objects()
+        if missing := sorted(kept.keys() - objects.keys()):
+            raise ConfigurationError(
+                f"the other workers keep {missing[0]!r}, and this one, which came later, has not "
+                "called elaswave_plugin.keep with that name: call it on every worker before its "
+                "first step"
+            )
+        for name, state in kept.items():
+            accessors(name, objects[name])[1](copied(state))
+
+    def proof(self) -> int:
+        """Of their names."""
+        return xxhash.xxh3_64_intdigest("\n".join(sorted(kept_objects())).encode()) >> 1
+
+
+class StepState:
+    """All parts of one worker, and what there was before each of the last steps."""
+
+    def __init__(
+        self, worker: Worker, parts: Sequence[Part] = (), *, repeats_bodies: bool = False
+    ) -> None:
+        """``repeats_bodies``: what is between two steps runs again where both are redone."""
+        self._worker = worker
+        self._parts = {part.name: part for part in (*parts, KeptObjects())}
+        self._repeats_bodies = repeats_bodies
+        self._before: dict[int, Kept] = {}
+        self._asks = worker.alone
+
+    def begin(self, step: int) -> None:
+        """A step begins: keep what there is, or put back what there was when it first began."""
+        if step in self._before:
+            self.put_back(self._before[step])
+            return
+        self._before[step] = self.keep()
+        for old in [one for one in self._before if one <= step - _REMEMBERED_STEPS]:
+            del self._before[old]
+
+    def before(self, step: int) -> Kept:
+        """What there was before a step that has begun."""
+        return self._before[step]
+
+    def keep(self) -> Kept:
+        """A copy of all parts, by name."""
+        return {name: part.keep() for name, part in self._parts.items()}
+
+    def put_back(self, kept: Kept) -> None:
+        """Make all parts as they were kept."""
+        for name, one in kept.items():
+            self._parts[name].put_back(one)
+
+    def check(self, step: int) -> None:
+        """Raise ConfigurationError for what the passes of this step may not change."""
+        for name, one in self._before[step].items():
+            self._parts[name].check(one)
+
+    def sealed(self) -> None:
+        """A step was sealed."""
+        for part in self._parts.values():
+            part.sealed()
+
+    def forget(self) -> None:
+        """This worker has another part of the model now, whose state others have."""
+        self._before.clear()
+        self._asks = True
+
+    # ---- after a recovery -----------------------------------------------------------------------
+
+    def restored(self, step: int) -> None:
+        """The job goes back to the beginning of a step; whoever needs it is given what there was.
+
+        Collective over WORLD. Raises ElasWaveError where nobody has it, ConfigurationError on a
+        worker that came later and does not fit.
+        """
+        # What was sealed is here again, in the layout of this view.
+        self.sealed()
+        if self._repeats_bodies:
+            for later in [one for one in self._before if one > step]:
+                del self._before[later]
+        cell = self._worker.seating.cell_of(self._worker.slot)
+        number = -1 if cell is None else list(self._worker.seating.cells).index(cell)
+        mine = torch.tensor([self._asks, step in self._before, number], dtype=torch.int64)
+        table = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(table, mine)
+        rows = [row.tolist() for row in table]
+        for rank, (asks, _, wanted) in enumerate(rows):
+            if asks and wanted >= 0:
+                self._give(step, to=rank, source=self._source(rows, wanted))
+        if any(asks for asks, _, _ in rows):
+            self._prove([number for _, _, number in rows])
+        self._asks = False
+
+    def _source(self, rows: Sequence[Sequence[int]], cell: int) -> int:
+        """The rank that gives: the first of the same part of the model, or else of any other."""
+        able = [rank for rank, (asks, has, _) in enumerate(rows) if has and not asks]
+        if not able:
+            raise ElasWaveError(
+                "everybody who knew the state of the script's loop is lost, before this worker had "
+                "come; restart from the last checkpoint"
+            )
+        return next((rank for rank in able if rows[rank][2] == cell), able[0])
+
+    def _give(self, step: int, *, to: int, source: int) -> None:
+        rank = dist.get_rank()
+        if rank == source:
+            before = self._before[step]
+            send({name: self._parts[name].shared(one) for name, one in before.items()}, to)
+        elif rank == to:
+            self._before[step] = receive(source)
+            self.put_back(self._before[step])
+
+    def _prove(self, cells: Sequence[int]) -> None:
+        """Compare, part by part, with the others of the same part of the model."""
+        mine = torch.tensor([part.proof() for part in self._parts.values()], dtype=torch.int64)
+        table = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(table, mine)
+        rank = dist.get_rank()
+        for other, (theirs, cell) in enumerate(zip(table, cells, strict=True)):
+            if cell < 0 or cell != cells[rank] or other == rank:
+                continue
+            for name, differs in zip(self._parts, (theirs != mine).tolist(), strict=True):
+                if differs:
+                    self._part_from(name)
+
+    def _part_from(self, what: str) -> None:
+        """Workers differ in ``what``: those that have just come leave, which interrupts this."""
+        if str(self._worker.member.worker) in self._worker.untried:
+            raise ConfigurationError(
+                f"this worker came later and differs from the others in {what}; have the script "
+                "build the same wherever it starts, and give elaswave_plugin.keep(name, object) "
+                "what its loop changes, or set respawn to 0 and leave --reserve out"
+            )
+        if self._worker.untried:
+            dist.barrier()
+        raise ElasWaveError(
+            f"workers that hold the same part of the model differ in {what}; restart from the last "
+            "checkpoint"
+        )
+
+
+def copied(value: Any) -> Any:
+    """A copy with its tensors on the host."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {key: copied(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(copied, value))
+    return copy.deepcopy(value)
