@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from elaswave_plugin.runtime.body_calls import MADE_AGAIN, made_again
 from elaswave_plugin.runtime.device_engine import DeviceEngine
 from elaswave_plugin.runtime.group_calls import GroupCalls
 
@@ -37,7 +38,7 @@ def _routed(call: str) -> Callable[..., Any]:
 
     run.__name__ = call
     run.__doc__ = f"{call}: native for tensors of the device, else over the links."
-    return run
+    return made_again(run) if call in MADE_AGAIN else run
 
 
 class DeviceCalls(GroupCalls):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from elaswave_plugin.runtime.body_calls import made_again
 from elaswave_plugin.runtime.buffers import flat_bytes
 from elaswave_plugin.runtime.group_core import GroupCore, Tensors
 from elaswave_plugin.runtime.operation import Operation, Steps
@@ -34,6 +35,7 @@ class GroupCalls(GroupCore):
 
         return self._start("all_reduce", body, [tensor], opts, dtype=tensor.dtype, timeout=timeout)
 
+    @made_again
     def allreduce(self, tensors: Any, opts: Any = "SUM", timeout: Any = None) -> ElasticWork:
         """All-reduce of one tensor in place."""
         tensor = self._single("all_reduce", tensors)
@@ -109,6 +111,7 @@ class GroupCalls(GroupCore):
 
     # ---- copies ------------------------------------------------------------------------------
 
+    @made_again
     def broadcast(self, tensors: Any, root: Any = 0, timeout: Any = None) -> ElasticWork:
         """Broadcast one tensor; `root` is a rank or BroadcastOptions."""
         tensor = self._single("broadcast", tensors)
@@ -292,6 +295,7 @@ class GroupCalls(GroupCore):
         started = self._start("scatter", body, [output], root, dtype=output.dtype, timeout=timeout)
         return self._work([started])
 
+    @made_again
     def barrier(self, opts: Any = None, timeout: Any = None) -> ElasticWork:
         """Wait for everybody."""
         return self._work([self._start("barrier", self._run.barrier, [], opts, timeout=timeout)])

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from elaswave_plugin.core.hang import NOBODY, OUTSIDE
 from elaswave_plugin.errors import EpochChanged, LinkError, PeerError
 from elaswave_plugin.runtime import alone
+from elaswave_plugin.runtime.body_calls import Body
 from elaswave_plugin.runtime.buffers import Scratch
 from elaswave_plugin.runtime.connection import Connection, State
 from elaswave_plugin.runtime.connections import Connections
@@ -51,6 +52,8 @@ class LinkTable:
         self.alone = False
         # Called with the name and the members of each call of a group before it starts.
         self.watch: Callable[[str, Sequence[int]], None] | None = None
+        # Whose calls these are while a script is between two steps of a loop that we own.
+        self.body: Body | None = None
         self.scratch = Scratch()
         self.sent_bytes = 0
         self.received_bytes = 0

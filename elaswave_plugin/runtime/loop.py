@@ -68,6 +68,7 @@ class GuardedSteps:
         if not self.worker.alone:
             self.worker.state.seal_initial(self._framework, self.worker.completed)
             self.state.sealed()
+            self.state.check_alike()
             dist.barrier()
             self.worker.state.await_start()
             self.worker.phases.between_steps()

@@ -6,7 +6,7 @@ later gets it from a worker of the same part of the model, and proves by digests
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -158,18 +158,15 @@ class StepState:
         if self._repeats_bodies:
             for later in [one for one in self._before if one > step]:
                 del self._before[later]
-        cell = self._worker.seating.cell_of(self._worker.slot)
-        number = -1 if cell is None else list(self._worker.seating.cells).index(cell)
-        mine = torch.tensor([self._asks, step in self._before, number], dtype=torch.int64)
-        table = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(table, mine)
-        rows = [row.tolist() for row in table]
+        rows = _told([self._asks, step in self._before, self._cell])
         for rank, (asks, _, wanted) in enumerate(rows):
             if asks and wanted >= 0:
                 self._give(step, to=rank, source=self._source(rows, wanted))
-        if any(asks for asks, _, _ in rows):
-            self._prove([number for _, _, number in rows])
         self._asks = False
+        if any(asks for asks, _, _ in rows):
+            if step in self._before:
+                self.put_back(self._before[step])
+            self._compare([number for _, _, number in rows], self._part_from)
 
     def _source(self, rows: Sequence[Sequence[int]], cell: int) -> int:
         """The rank that gives: the first of the same part of the model, or else of any other."""
@@ -188,20 +185,33 @@ class StepState:
             send({name: self._parts[name].shared(one) for name, one in before.items()}, to)
         elif rank == to:
             self._before[step] = receive(source)
-            self.put_back(self._before[step])
 
-    def _prove(self, cells: Sequence[int]) -> None:
-        """Compare, part by part, with the others of the same part of the model."""
-        mine = torch.tensor([part.proof() for part in self._parts.values()], dtype=torch.int64)
-        table = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(table, mine)
-        rank = dist.get_rank()
-        for other, (theirs, cell) in enumerate(zip(table, cells, strict=True)):
-            if cell < 0 or cell != cells[rank] or other == rank:
-                continue
-            for name, differs in zip(self._parts, (theirs != mine).tolist(), strict=True):
-                if differs:
-                    self._part_from(name)
+    @property
+    def _cell(self) -> int:
+        """The number of the part of the model that this worker holds; -1 for a free one."""
+        seating = self._worker.seating
+        cell = seating.cell_of(self._worker.slot)
+        return -1 if cell is None else list(seating.cells).index(cell)
+
+    def check_alike(self) -> None:
+        """Raise ConfigurationError where workers differ at the start; collective over WORLD."""
+        self._compare([cell for (cell,) in _told([self._cell])], self._refuse)
+
+    def _compare(self, cells: Sequence[int], differs: Callable[[str], None]) -> None:
+        """Compare part by part; ``differs`` is told on all where two of the same cell differ."""
+        names = list(self._parts)
+        rows = _told([part.proof() for part in self._parts.values()])
+        for cell in set(cells) - {-1}:
+            of_cell = [row for row, one in zip(rows, cells, strict=True) if one == cell]
+            for name, values in zip(names, zip(*of_cell, strict=True), strict=True):
+                if len(set(values)) > 1:
+                    differs(name)
+
+    def _refuse(self, what: str) -> None:
+        raise ConfigurationError(
+            f"workers that hold the same part of the model differ in {what}, before the first step:"
+            " build it alike on all of them, from one seed, or broadcast it before job.bind"
+        )
 
     def _part_from(self, what: str) -> None:
         """Workers differ in ``what``: those that have just come leave, which interrupts this."""
@@ -217,6 +227,14 @@ class StepState:
             f"workers that hold the same part of the model differ in {what}; restart from the last "
             "checkpoint"
         )
+
+
+def _told(mine: Sequence[int]) -> list[list[int]]:
+    """What every worker tells, by rank (collective over WORLD)."""
+    row = torch.tensor(mine, dtype=torch.int64)
+    table = [torch.zeros_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(table, row)
+    return [one.tolist() for one in table]
 
 
 def copied(value: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed import Work
 
-from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.errors import ConfigurationError, EpochChanged
 from elaswave_plugin.runtime import c10d_tables
 from elaswave_plugin.runtime.links import LinkTable
 from elaswave_plugin.runtime.operation import Operation
@@ -28,7 +28,12 @@ class ElasticWork(Work):
         """Block until done. Raises EpochChanged when interrupted, LinkError after a timeout."""
         timeout_s = timeout.total_seconds()
         for operation in self._operations:
-            self._links.wait(operation, timeout_s if timeout_s > 0 else None)
+            try:
+                self._links.wait(operation, timeout_s if timeout_s > 0 else None)
+            except EpochChanged:
+                if self._links.body is not None:
+                    self._links.body.interrupted(operation.name)
+                raise
         return True
 
     def synchronize(self) -> None:

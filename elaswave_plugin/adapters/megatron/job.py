@@ -38,6 +38,7 @@ from elaswave_plugin.core.dataflow import Samples
 from elaswave_plugin.core.layout import Seat, sizes_of
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.loop import ElasticLoop, GuardedSteps, StepReport
+from elaswave_plugin.runtime.loop_body import LoopBody
 from elaswave_plugin.runtime.refusal import ends_in_a_sentence
 from elaswave_plugin.runtime.reserve import read_reserve
 from elaswave_plugin.runtime.worker import Worker
@@ -141,6 +142,7 @@ class ElasticJob:
         )
         self._saves.drafts = steps.drafts
         self._loop = ElasticLoop(steps)
+        self._body = LoopBody(self._loop)
         self._loop.start()
         self._sealed_weights = self._framework.weights_digest()
         self._recording.patched(self._patches.places)
@@ -218,7 +220,8 @@ class ElasticJob:
         if self._finished:
             return
         self._finished = True
-        self._loop.finish(before_leaving=self._tracker.close)
+        with self._body.closed():
+            self._loop.finish(before_leaving=self._tracker.close)
         self._worker.groups.uninstall()
         self._microbatches.finish()
         self._patches.undo()
@@ -248,7 +251,8 @@ class ElasticJob:
         while self._worker.completed < self._train_iters:
             report = self._step(attempt)
             rng.settle(self._seed, rng.BODY, self._worker.completed)
-            yield self._worker.completed - 1, report
+            with self._body.open():
+                yield self._worker.completed - 1, report
             if self._worker.last_call and last_checkpoint is not None:
                 self.run(last_checkpoint, phase="save")
                 break
@@ -330,7 +334,8 @@ class ElasticJob:
             with self._framework.modes_kept(), self._turns.of(verb):
                 return work()
 
-        result = self._loop.run(whole, phase=phase, alone=alone)
+        with self._body.closed():
+            result = self._loop.run(whole, phase=phase, alone=alone)
         rng.settle(self._seed, rng.BODY, self._worker.completed, self._loop.works_done)
         return result
 

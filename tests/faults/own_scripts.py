@@ -1,0 +1,182 @@
+"""Scripts as people write them: `examples/train_gpt.py` with what they change in a step's state."""
+
+from pathlib import Path
+
+from tests.faults.harness import SCRIPT
+
+Change = tuple[str, str]
+
+_BODY = "        log_loss(args.log_losses, report.loss)\n"
+_MAIN = "    optimizer, scheduler = build_optimizer(args, model)\n"
+_BUILD = "build_chunk(args, config, number), disable_bucketing"
+_STEP = "    def train_step():\n"
+_FORWARD = "    output = model(batch["
+_TRAIN = "job.batches(train)"
+_DEF = "def build_chunk(args"
+_IMPORTS = "import torch\n"
+
+
+def script(*changes: Change) -> str:
+    """The example with each text in place of another that is there once."""
+    text = SCRIPT.read_text()
+    for old, new in changes:
+        assert text.count(old) == 1, (text.count(old), old)
+        text = text.replace(old, new)
+    return text
+
+
+def write(folder: Path, *changes: Change) -> str:
+    """The path of such a script in a folder."""
+    path = folder / "train_gpt.py"
+    path.write_text(script(*changes))
+    return str(path)
+
+
+def in_body(code: str) -> Change:
+    """Code that runs between two steps."""
+    return _BODY, _BODY + code
+
+
+def before_model(code: str) -> Change:
+    """Code in front of the functions that build the model."""
+    return _DEF, code + _DEF
+
+
+# What a weight is that only rank 0 knows, and that is not trained: a frozen encoder, say.
+FROZEN = """def with_frozen(chunk):
+    for name, param in chunk.named_parameters():
+        if "mlp.linear_fc1" in name:
+            torch.manual_seed(7 + torch.distributed.get_rank())
+            param.data.normal_(0, 0.03)
+            {share}
+            param.requires_grad = False
+    return chunk
+
+
+"""
+SHARED = "torch.distributed.broadcast(param.data, 0)"
+FREEZES = (
+    before_model(FROZEN.format(share=SHARED)),
+    (_BUILD, "with_frozen(build_chunk(args, config, number)), disable_bucketing"),
+)
+# Alike on all workers, without anybody telling.
+ONE_SEED = FROZEN.replace("7 + torch.distributed.get_rank()", "7").format(share="pass")
+FREEZES_ALIKE = (before_model(ONE_SEED), FREEZES[1])
+FREEZES_EACH = (before_model(FROZEN.format(share="pass")), FREEZES[1])
+
+# Masked language modelling: draws before the model.
+MASKS = (
+    (
+        _FORWARD,
+        '    hidden = torch.rand(batch["tokens"].shape) < 0.3\n'
+        '    batch["tokens"] = batch["tokens"].masked_fill(hidden, 0)\n' + _FORWARD,
+    ),
+)
+NOISY = '''class Noisy(torch.utils.data.Dataset):
+    """Drops tokens, by all generators that a dataset may draw from."""
+
+    def __init__(self, data):
+        self.data, self.np_rng = data, np.random.RandomState(5)
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, number):
+        sample = dict(self.data[number])
+        tokens = sample["tokens"].clone()
+        own, of_torch = self.np_rng.rand, torch.rand(()).item
+        for draw in (np.random.rand, random.random, own, of_torch):
+            tokens[int(draw() * len(tokens))] = 0
+        return sample | {"tokens": tokens}
+
+
+'''
+AUGMENTS = (
+    before_model(NOISY),
+    (_TRAIN, "job.batches(Noisy(train))"),
+    (_IMPORTS, "import random\n\nimport numpy as np\nimport torch\n"),
+)
+
+SETS_LR = (
+    in_body(
+        "        for group in optimizer.param_groups:\n"
+        '            group["lr"] = 2e-3 / (iteration + 2)\n'
+    ),
+)
+CLAMPS = (
+    in_body(
+        "        for param in model[0].parameters():\n            param.data.clamp_(-0.03, 0.03)\n"
+    ),
+)
+# Sequences that get longer, by the number of the step.
+WARMS_UP = (
+    (_STEP, _STEP + "        length[0] = 16 if job.iteration < 4 else 32\n"),
+    (
+        "    def per_chunk(batches):",
+        "    length = [32]\n\n"
+        "    def shortened(batches, model):\n"
+        "        batch = {n: one[:, : length[0]].cuda() for n, one in next(batches).items()}\n"
+        '        output = model(batch["tokens"], batch["position_ids"], None, '
+        'labels=batch["labels"])\n'
+        '        return output, partial(loss_func, batch["loss_mask"], False)\n\n'
+        '    schedule["forward_step_func"] = shortened\n\n'
+        "    def per_chunk(batches):",
+    ),
+)
+AVERAGE = '''class Average:
+    """An exponential moving average of the weights, beside the model."""
+
+    def __init__(self, model):
+        self.values = [param.detach().clone() for param in model.parameters()]
+
+    def update(self, model):
+        for value, param in zip(self.values, model.parameters(), strict=True):
+            value.lerp_(param.detach(), 0.2)
+
+    def state_dict(self):
+        return {"values": self.values}
+
+    def load_state_dict(self, state):
+        for value, new in zip(self.values, state["values"], strict=True):
+            value.copy_(new)
+
+
+'''
+AVERAGES = (
+    before_model(AVERAGE),
+    (_MAIN, _MAIN + '    average = elaswave_plugin.keep("average", Average(model[0]))\n'),
+    in_body(
+        "        average.update(model[0])\n"
+        "        if iteration + 1 == args.train_iters:\n"
+        '            with open(f"average-{os.environ[\'RANK\']}", "w") as file:\n'
+        "                file.write(repr([float(v.double().sum()) for v in average.values]))\n"
+    ),
+    (_IMPORTS, "import torch\n\nimport elaswave_plugin\n"),
+)
+COUNTS = (
+    before_model(
+        "def counting(chunk):\n"
+        '    chunk.register_buffer("seen", torch.zeros(()))\n'
+        "    chunk.register_forward_pre_hook(lambda module, inputs: module.seen.add_(1) and None)\n"
+        "    return chunk\n\n\n"
+    ),
+    (_BUILD, "counting(build_chunk(args, config, number)), disable_bucketing"),
+)
+# Barriers and sums of a script's own between two steps, and a scale that one rank decides.
+MEETS = (
+    in_body(
+        "        torch.distributed.barrier()\n"
+        '        numbers = torch.tensor([report.loss, float(os.environ["RANK"])])\n'
+        "        torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MIN)\n"
+        "        scale = torch.tensor([float(numbers[0]) * 1e-4])\n"
+        "        torch.distributed.broadcast(scale, 0)\n"
+        "        for group in optimizer.param_groups:\n"
+        '            group["lr"] = float(scale)\n'
+    ),
+)
+GATHERS = (
+    in_body(
+        "        everyone = [None] * torch.distributed.get_world_size()\n"
+        "        torch.distributed.all_gather_object(everyone, iteration)\n"
+    ),
+)

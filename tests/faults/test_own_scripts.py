@@ -1,0 +1,149 @@
+"""Scripts that change a step's state by themselves: equal after losses and returns, or refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.faults import own_scripts
+from tests.faults.conftest import Launch, Reference
+from tests.faults.harness import JobSpec, Outcome, check_equal
+from tests.faults.hybrid_matrix import PP2_DP2
+from tests.tiers import sampled
+
+# A worker is lost in a backward pass, comes back, and another one is lost.
+LOSES = JobSpec(nproc=3, steps=10, global_batch=6)
+LOST = ("1@2:backward", "0@6:optimizer")
+BACK = {"respawn": 10, "awaits": ((4, 1), (8, 2))}
+SCRIPTS = {
+    "frozen weights": own_scripts.FREEZES,
+    "draws in forward_step": own_scripts.MASKS,
+    "draws in __getitem__": own_scripts.AUGMENTS,
+    "a learning rate of its own": own_scripts.SETS_LR,
+    "clamped weights": own_scripts.CLAMPS,
+    "longer sequences by the step": own_scripts.WARMS_UP,
+    "collectives between steps": own_scripts.MEETS,
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_of_ones_own_is_equal(
+    run: Launch, reference: Reference, tmp_path: Path, name: str
+) -> None:
+    script = own_scripts.write(tmp_path, *SCRIPTS[name])
+    spec = replace(LOSES, script=script, kills=LOST, **BACK)
+    check_equal(run(spec), reference(spec))
+
+
+@pytest.mark.parametrize("precision", sampled(["--bf16", "--fp16"], keep=(0,)))
+def test_weights_of_16_bits_that_the_body_changes(
+    run: Launch, reference: Reference, tmp_path: Path, precision: str
+) -> None:
+    script = own_scripts.write(tmp_path, *own_scripts.CLAMPS)
+    spec = replace(LOSES, script=script, kills=LOST, options=(precision,), **BACK)
+    check_equal(run(spec), reference(spec))
+
+
+def averages(run: Outcome) -> dict[str, list[float]]:
+    """What each worker that was there at the end had, by its rank at the launch."""
+    files = sorted(run.directory.glob("average-*"))
+    return {path.name: json.loads(path.read_text()) for path in files}
+
+
+def test_an_average_that_the_script_keeps(
+    run: Launch, reference: Reference, tmp_path: Path
+) -> None:
+    """Without a return slot 0's would be missing; with one, it is the others'."""
+    script = own_scripts.write(tmp_path, *own_scripts.AVERAGES)
+    spec = replace(LOSES, script=script, kills=LOST, **BACK)
+    survived, undisturbed = run(spec), reference(spec)
+    check_equal(survived, undisturbed)
+    assert len(averages(undisturbed)) == 3
+    assert averages(survived) == averages(undisturbed)
+
+
+def test_an_average_that_nobody_keeps_is_another(
+    run: Launch, reference: Reference, tmp_path: Path
+) -> None:
+    """The comparison above can fail: no plugin sees such an object."""
+    unkept = [
+        (
+            old,
+            new.replace('elaswave_plugin.keep("average", Average(model[0]))', "Average(model[0])"),
+        )
+        for old, new in own_scripts.AVERAGES
+    ]
+    spec = replace(LOSES, script=own_scripts.write(tmp_path, *unkept), kills=LOST, **BACK)
+    assert averages(run(spec)) != averages(reference(spec))
+
+
+REFUSED = {
+    "a buffer that passes change": (
+        own_scripts.COUNTS,
+        "changes the model's buffer '0.module.seen",
+    ),
+    "frozen weights of each worker": (own_scripts.FREEZES_EACH, "weights that are not trained"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_nobody_could_bring_back_is_refused(run: Launch, tmp_path: Path, name: str) -> None:
+    changes, words = REFUSED[name]
+    refused = run(replace(LOSES, script=own_scripts.write(tmp_path, *changes)))
+    assert refused.returncode == 2, refused.output[-4000:]
+    assert sum(words in line for line in refused.output.splitlines()) == 1
+    assert "Traceback" not in refused.output
+    assert not refused.files.steps and not refused.orphans
+
+
+def test_frozen_weights_with_stages_keep_their_layers(
+    run: Launch, reference: Reference, tmp_path: Path
+) -> None:
+    script = own_scripts.write(tmp_path, *own_scripts.FREEZES_ALIKE)
+    spec = replace(PP2_DP2, options=(*PP2_DP2.options, "--num-layers=4"), script=script)
+    check_equal(run(replace(spec, kills=("0@3:backward",))), reference(spec))
+
+
+# A worker dies on its way to a call in the loop's body, before step 3; others wait for it there.
+DIES_BETWEEN = """
+import os, signal, time
+import torch.distributed as dist
+from elaswave_plugin.runtime.loop_body import LoopBody
+from elaswave_plugin.runtime.links import LinkTable
+call, opened, body = dist.{name}, LoopBody.open, []
+def opening(self):
+    body.append(self)
+    return opened(self)
+def dying(*args, **kwargs):
+    inside = body and body[-1]._worker.links.body is not None
+    if inside and (body[-1]._worker.slot, body[-1]._worker.completed) == (1, 3):
+        time.sleep(0.3)  # nothing is waited for: the others are to be in the call by then
+        body[-1]._worker.events.emit("died_between", call="{name}")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return call(*args, **kwargs)
+LoopBody.open, dist.{name} = opening, dying
+"""
+
+
+@pytest.mark.parametrize("name", ["barrier", "all_reduce", "broadcast"])
+def test_a_call_between_steps_is_made_again(
+    run: Launch, reference: Reference, tmp_path: Path, name: str
+) -> None:
+    script = own_scripts.write(tmp_path, *own_scripts.MEETS)
+    spec = replace(LOSES, script=script)
+    survived = run(replace(spec, sabotage=DIES_BETWEEN.format(name=name)))
+    assert [event["call"] for event in survived.events("died_between")] == [name]
+    check_equal(survived, reference(spec))
+
+
+def test_another_call_between_steps_ends_with_the_line_to_write(
+    run: Launch, tmp_path: Path
+) -> None:
+    script = own_scripts.write(tmp_path, *own_scripts.GATHERS)
+    sabotage = DIES_BETWEEN.format(name="all_gather_object")
+    ended = run(replace(LOSES, script=script, sabotage=sabotage))
+    assert ended.events("died_between") and ended.returncode == 2, ended.output[-3000:]
+    assert ended.output.count("in the body of job.train's loop") == 1
+    assert "job.run(function, phase=" in ended.output and "Traceback" not in ended.output
+    assert not ended.orphans
