@@ -33,7 +33,7 @@ class Recording:
         self.tracker = tracker
         self._pieces = pieces
         # Whose the sinks were before; a worker that comes later does not know it.
-        self._owner = None if worker.alone else worker.view.ranks[0]
+        self._owner = None if worker.alone else worker.ranks[0]
 
     def attached(self, **sizes: int) -> None:
         """The job begins: say once what the snapshots cost and do not cover."""
@@ -60,7 +60,7 @@ class Recording:
 
     def recovered(self, recovery: dict[str, object]) -> None:
         """Tell the trackers; rank 0 may have moved here, or away."""
-        worker, ranks = self._worker, self._worker.view.ranks
+        worker, ranks = self._worker, self._worker.ranks
         is_heir = self._owner is not None and self._owner not in ranks
         self._owner = ranks[0]
         if worker.owns_rank_0:

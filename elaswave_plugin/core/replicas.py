@@ -22,7 +22,7 @@ from elaswave_plugin.core.dataflow import Dataflow, Slowness, deal
 from elaswave_plugin.core.groups import GroupRule, rule_of
 from elaswave_plugin.core.layer_times import LayerTimes
 from elaswave_plugin.core.layout import FreeWorker, ParallelLayout, TpGroup
-from elaswave_plugin.core.seating import Cell, GroupEdit, edits_by_rule
+from elaswave_plugin.core.seating import Cell, GroupEdit, edits_by_rule, with_placed_ends
 from elaswave_plugin.errors import LayoutError
 
 # The slot at each stage of one pipeline.
@@ -131,6 +131,10 @@ class ReplicaSeating:
     def cell_of(self, slot: int) -> Cell | None:
         """The cell of a worker; None for a free one."""
         return next((cell for cell in self.cells if slot in cell.ranks), None)
+
+    def world(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """The order of the view, but that free workers are at neither end."""
+        return with_placed_ends(ranks, {slot for replica in self.replicas for slot in replica})
 
     def after(
         self, ranks: Sequence[int], times: LayerTimes | None = None, slow: Slowness | None = None

@@ -14,7 +14,7 @@ parallel group. A data-parallel job is one cell; a TP x PP x DP job has one a st
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -78,6 +78,9 @@ class Seating(Protocol):
     def cell_of(self, slot: int) -> Cell | None:
         """The cell of a worker; None for one that has no place."""
 
+    def world(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """The slots of a view in the order of WORLD, whose first and last one have a place."""
+
     def after(self, ranks: Sequence[int], times: LayerTimes, slow: Slowness) -> Seating:
         """The seating when only ``ranks`` (slots, in rank order) are left, for these ``times``.
 
@@ -131,6 +134,10 @@ class FlatSeating:
     def cell_of(self, slot: int) -> Cell | None:
         """The one cell, for its members."""
         return self.cells[0] if slot in self.ranks else None
+
+    def world(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """The order of the view: everyone has a place."""
+        return tuple(ranks)
 
     def after(
         self, ranks: Sequence[int], times: LayerTimes | None = None, slow: Slowness | None = None
@@ -253,6 +260,10 @@ class GridSeating:
         """The cell of a worker; None for a free one."""
         return next((cell for cell in self.cells if slot in cell.ranks), None)
 
+    def world(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """The order of the view, but that free workers are at neither end."""
+        return with_placed_ends(ranks, seats_of(self.layout))
+
     def told(self) -> dict[str, Any]:
         """How the layout differs from that of the launch, and who is slow."""
         return told_layout(self.layout, self.homes) | _told_slow(self.slow)
@@ -328,6 +339,20 @@ class GridSeating:
     def edits(self, launched: Mapping[str, Sequence[int]], slot: int) -> dict[str, GroupEdit]:
         """Every group by its rule."""
         return edits_by_rule(self.rules, launched, layout=self.layout, slot=slot)
+
+
+def with_placed_ends(ranks: Sequence[int], placed: Container[int]) -> tuple[int, ...]:
+    """The slots with one that is ``placed`` at each end, as far as there are any.
+
+    >>> with_placed_ends((4, 1, 2, 3, 5), {2, 3})
+    (2, 1, 4, 5, 3)
+    """
+    order = list(ranks)
+    for end, step in ((0, 1), (-1, -1)):
+        found = next((n for n in range(len(order))[::step] if order[n] in placed), None)
+        if found is not None:
+            order[end], order[found] = order[found], order[end]
+    return tuple(order)
 
 
 def edits_by_rule(

@@ -354,8 +354,7 @@ class Coordinator:
             alone = ", and nobody can take over from it" if count == 1 else ""
             workers = f"{count} worker{'s' if count > 1 else ''}{alone}"
             if view > 1:
-                heir = self._new_rank_0(note.fields["ranks"][0], view)
-                say(f"{note.fields['reason']}; the job goes on with {workers} (view {view}){heir}")
+                say(f"{note.fields['reason']}; the job goes on with {workers} (view {view})")
             elif alone:
                 say(f"the job has {workers}; start two or more")
         elif note.kind == "worker_raised" and note.fields["traceback"]:
@@ -384,11 +383,6 @@ class Coordinator:
             heard, of = note.fields["nodes_heard"], note.fields["of"]
             who = f"only nodes {heard} of {of}" if heard else f"none of the training's nodes {of}"
             say(f"{who} can be reached: no majority, waiting")
-
-    def _new_rank_0(self, slot: int, view: int) -> str:
-        """A script that prints on rank 0 alone has to know that it is another one."""
-        before = next(old for old in reversed(self.agreement.history) if old.epoch < view)
-        return "" if before.ranks[0] == slot else f"; worker {slot} is rank 0 from now on"
 
     def _beat(self) -> None:
         """Send heartbeats and look for supervisors that have been silent too long.

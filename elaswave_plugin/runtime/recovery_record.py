@@ -30,10 +30,14 @@ class RecoveryRecord:
         self._plan: RecoveryPlan | None = None
         self._change: dict[str, object] = {}
         self._fetched_bytes = 0
+        self._rank_0_before = -1
         self.followed = Followed()
 
-    def begin(self) -> None:
-        """A step is interrupted."""
+    def begin(self, *, rank_0: int) -> None:
+        """A step is interrupted; ``rank_0``: the slot that has that rank as yet."""
+        # A recovery that was itself interrupted has told nobody.
+        if self._fields is None:
+            self._rank_0_before = rank_0
         self._rung_at_s, self._started_s = time.time(), time.monotonic()
         self._phases.seconds = {}
         self.followed = Followed()
@@ -85,9 +89,9 @@ class RecoveryRecord:
             "followed_late_s": self.followed.late_s,
         }
         self._fields = None
-        told = _line(self._plan, fields)
-        if told[0] == self._slot:
-            say(told[1])
+        speaker, line = _line(self._plan, fields)
+        if speaker == self._slot:
+            say(f"{line}{self._heir(self._plan.ranks[0])}")
         self._events.emit(
             "recovered",
             slot=self._slot,
@@ -97,6 +101,10 @@ class RecoveryRecord:
             **self._change,
         )
         return fields
+
+    def _heir(self, rank_0: int) -> str:
+        """Say that rank 0 is another worker: a script that prints there alone has to know."""
+        return "" if rank_0 == self._rank_0_before else f"; worker {rank_0} is rank 0 from now on"
 
 
 def recovered_text(restored_step: int, bytes_moved: int, phases_s: Mapping[str, float]) -> str:

@@ -191,7 +191,12 @@ class Worker:
     @property
     def owns_rank_0(self) -> bool:
         """Whether the duties of rank 0 are this worker's now."""
-        return self.view.ranks[0] == self.slot and not self.alone
+        return self.ranks[0] == self.slot and not self.alone
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The slots of the view by their rank in WORLD."""
+        return self.seating.world(self.view.ranks)
 
     @property
     def untried(self) -> tuple[str, ...]:
@@ -233,7 +238,7 @@ class Worker:
         self.slow_workers.learn(told_slow)
         self.state.begin_epoch(self.view, self.seating)
         edits = self.seating.edits(self.groups.launched(), self.slot)
-        self.groups.edit_groups(commit.view.ranks, edits)
+        self.groups.edit_groups(self.ranks, edits)
         self.groups.settle({slot: told.communicators for slot, told in commit.facts.items()})
 
     def _follow_views(self, commit: Commit) -> tuple[SlowTold, ...]:
@@ -309,7 +314,7 @@ class Worker:
             return make_plan(
                 epoch=commit.view.epoch,
                 reason=commit.view.reason,
-                ranks=commit.view.ranks,
+                ranks=self.ranks,
                 cells=self.seating.cells,
                 dataflow=self.deal(**self.seating.dealt_over),
                 alignment=self.state.alignment,
@@ -324,7 +329,7 @@ class Worker:
 
     def begin_recovery(self) -> None:
         """Start the clock of a recovery."""
-        self._record.begin()
+        self._record.begin(rank_0=self.ranks[0])
         self.stopwatch.drop_step()
         self.slow_workers.interrupt()
 

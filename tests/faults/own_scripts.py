@@ -180,3 +180,23 @@ GATHERS = (
         "        torch.distributed.all_gather_object(everyone, iteration)\n"
     ),
 )
+# Who answers yes to the questions by which scripts choose who logs and who saves.
+ANSWERS = (
+    in_body(
+        "        weights = [float(p.detach().double().sum()) for p in model[0].parameters()]\n"
+        "        said = {\n"
+        '            "iteration": iteration,\n'
+        '            "rank": torch.distributed.get_rank(),\n'
+        '            "size": torch.distributed.get_world_size(),\n'
+        '            "replica": parallel_state.get_data_parallel_rank(),\n'
+        '            "tp": parallel_state.get_tensor_model_parallel_rank(),\n'
+        '            "stage": parallel_state.get_pipeline_model_parallel_rank(),\n'
+        '            "first": parallel_state.is_pipeline_first_stage(),\n'
+        '            "last": parallel_state.is_pipeline_last_stage(),\n'
+        '            "weights": weights,\n'
+        "        }\n"
+        "        with open(f\"said-{os.environ['RANK']}\", \"a\") as file:\n"
+        '            file.write(json.dumps(said) + "\\n")\n'
+    ),
+    (_IMPORTS, "import json\n\nimport torch\n"),
+)

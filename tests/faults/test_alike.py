@@ -69,40 +69,46 @@ def test_one_worker_of_a_stage_of_two_is_lost(
     assert "worker 1 (node 0) exited: exit code 1, ValueError: a broken sample (" in lost
 
 
-OUTSIDE = """\
-        print_rank_0(
-"""
+BEFORE = "    last = save if args.save else None\n"
+# A script's own barrier between bind and train, where no verb makes it again.
 BARRIER = """\
-        open(f"outside-{iteration}-{torch.distributed.get_rank()}", "w").close()
-        torch.distributed.barrier()
+    open(f"outside-{torch.distributed.get_rank()}", "w").close()
+    torch.distributed.barrier()
 """
-# The victim dies in its snapshot once both others are behind all verbs.
-WAIT = """
-import glob, time
-from elaswave_plugin.runtime.phases import Phases
-fire = Phases.fire
-def slowly(self, phase):
-    if (self._slot, self.step, phase) == (1, 3, "snapshot"):
+# The victim dies on its way into it, once both others are there.
+DIES = """
+import glob, os, signal, time
+import torch.distributed as dist
+from elaswave_plugin.runtime.loop import ElasticLoop
+start, barrier, loops = ElasticLoop.start, dist.barrier, []
+def started(self):
+    start(self)
+    loops.append(self)
+def dying(*args, **kwargs):
+    if loops and loops[0].worker.slot == 1:
         deadline_s = time.monotonic() + 60
-        while len(glob.glob("outside-3-*")) < 2:
-            assert time.monotonic() < deadline_s, "the others are not behind the step"
+        while len(glob.glob("outside-*")) < 3:
+            assert time.monotonic() < deadline_s, "the others are not in the barrier"
             time.sleep(0.005)
-    fire(self, phase)
-Phases.fire = slowly
+        loops[0].worker.events.emit("died_before_training")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return barrier(*args, **kwargs)
+ElasticLoop.start, dist.barrier = started, dying
 """
 
 
 def test_a_collective_that_nobody_makes_again_is_named(run: Launch, tmp_path: Path) -> None:
     """It waits for a worker that dies; all that are left fail there, where no verb redoes it."""
     text = SCRIPT.read_text()
-    assert text.count(OUTSIDE) == 1
+    assert text.count(BEFORE) == 1
     script = tmp_path / "train_gpt.py"
-    script.write_text(text.replace(OUTSIDE, BARRIER + OUTSIDE))
-    spec = JobSpec(nproc=3, global_batch=6, kills=("1@3:snapshot",), sabotage=WAIT, dump="never")
+    script.write_text(text.replace(BEFORE, BARRIER + BEFORE))
+    spec = JobSpec(nproc=3, global_batch=6, sabotage=DIES, dump="never")
     failed = run(replace(spec, script=str(script), respawn=10))
+    assert failed.events("died_before_training")
     check_ended(
         failed,
-        "all workers that were left failed alike after step 3: EpochChanged: view 2 of the workers",
+        "all workers that were left failed alike before the first step: EpochChanged: view 2 of the",
         "during a call that nobody makes again: have the job's run() call what makes it",
     )
 

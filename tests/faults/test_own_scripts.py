@@ -1,15 +1,18 @@
 """Scripts that change a step's state by themselves: equal after losses and returns, or refused."""
 
 import json
+import math
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.faults import own_scripts
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal
-from tests.faults.hybrid_matrix import PP2_DP2
+from tests.faults.hybrid_matrix import PP2_DP2, TP2_PP2_DP2
 from tests.tiers import sampled
 
 # A worker is lost in a backward pass, comes back, and another one is lost.
@@ -147,3 +150,49 @@ def test_another_call_between_steps_ends_with_the_line_to_write(
     assert ended.output.count("in the body of job.train's loop") == 1
     assert "job.run(function, phase=" in ended.output and "Traceback" not in ended.output
     assert not ended.orphans
+
+
+def said_by(run: Outcome) -> dict[int, list[dict[str, Any]]]:
+    """By step, what each worker that was there answered."""
+    steps: dict[int, list[dict[str, Any]]] = {}
+    for path in sorted(run.directory.glob("said-*")):
+        for line in path.read_text().splitlines():
+            said = json.loads(line)
+            steps.setdefault(said["iteration"], []).append(said)
+    return steps
+
+
+def places(said: Iterable[dict[str, Any]]) -> list[tuple[int, int]]:
+    """Stage and TP rank of each who would save its part of the model: of whom replica 0 is."""
+    return sorted((one["stage"], one["tp"]) for one in said if one["replica"] == 0)
+
+
+TP2_DP2 = JobSpec(options=("--tensor-model-parallel-size=2",))
+LOSSES_OF_GROUPS = {
+    "TP2 DP2, rank 0": (TP2_DP2, "0@2:backward"),
+    "TP2 DP2, the last rank": (TP2_DP2, "3@2:backward"),
+    "TP2 PP2 DP2": (TP2_PP2_DP2, "1@2:optimizer"),
+}
+
+
+@pytest.mark.parametrize("name", sampled(LOSSES_OF_GROUPS, keep=(0,)))
+def test_a_worker_without_a_place_is_neither_first_nor_last(
+    run: Launch, reference: Reference, tmp_path: Path, name: str
+) -> None:
+    """Scripts ask who is first, and have that one save: old weights, or two write one file."""
+    spec, kill = LOSSES_OF_GROUPS[name]
+    spec = replace(spec, script=own_scripts.write(tmp_path, *own_scripts.ANSWERS))
+    survived, undisturbed = run(replace(spec, kills=(kill,))), reference(spec)
+    check_equal(survived, undisturbed)
+    wanted, found = said_by(undisturbed), said_by(survived)
+    for step in range(2, spec.steps):
+        by_rank = {said["rank"]: said for said in found[step]}
+        assert sorted(by_rank) == list(range(spec.nproc - 1))
+        free = [said for said in found[step] if said["replica"] < 0]
+        assert len(free) == 1 and all(map(math.isnan, free[0]["weights"]))
+        assert not free[0]["first"] and not free[0]["last"]
+        assert 0 < free[0]["rank"] < spec.nproc - 2
+        assert places(found[step]) == places(wanted[step])
+        of = {(one["stage"], one["tp"]): one["weights"] for one in wanted[step]}
+        placed = [said for said in found[step] if said["replica"] >= 0]
+        assert all(said["weights"] == of[said["stage"], said["tp"]] for said in placed)

@@ -410,7 +410,7 @@ class PipelineJob(AttachedEngine):
         """Workers without a pipeline get the value of the first one's first stage."""
         worker, seating = self._worker, self._pipeline.seating
         if seating.free:
-            dist.broadcast(value, src=worker.view.ranks.index(seating.replicas[0][0]))
+            dist.broadcast(value, src=worker.ranks.index(seating.replicas[0][0]))
         return value
 
     @abandoning

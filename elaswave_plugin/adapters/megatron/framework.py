@@ -1,5 +1,6 @@
 """Megatron-Core behind the verbs of ``runtime/framework.py``: DDP chunks and their optimizer."""
 
+import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -194,7 +195,7 @@ class MegatronFramework:
     @property
     def _free_workers_scale(self) -> bool:
         """Whether there are workers without a place that have to follow a loss scaler."""
-        seating, ranks = self._worker.seating, self._worker.view.ranks
+        seating, ranks = self._worker.seating, self._worker.ranks
         has_free = any(seating.cell_of(slot) is None for slot in ranks)
         return has_free and self._distributed.grad_scaler is not None
 
@@ -303,6 +304,10 @@ class MegatronFramework:
             cell = plan.cell_of(self._worker.slot)
             assert cell is not None
             self._weights_in_place = plan.weights_in_place(cell)
+        else:
+            # They would be of the moment of the loss for ever, and a script could save them.
+            for bucket in buffers.buckets(self.chunks):
+                bucket.param_data.fill_(math.nan)
 
     def _take_stage(self, flow: PipelineFlow) -> None:
         """Have the parts of the model that the layout gives to this worker; weights follow."""
@@ -341,6 +346,7 @@ class MegatronFramework:
         """Reduce as ``flow`` says from now on; false for a worker that has no place in it."""
         cell = self._worker.seating.cell_of(self._worker.slot)
         self._seated = cell is not None
+        unplaced.answer_for(placed=self._seated)
         if cell is not None:
             assert not isinstance(flow, Shares)
             mine: Dataflow | None

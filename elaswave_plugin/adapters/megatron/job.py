@@ -283,7 +283,7 @@ class ElasticJob:
         Losses are summed in ascending order of samples and divided by their weights.
         """
         worker, count = self._worker, self._microbatches.num_reports
-        ranks = worker.view.ranks
+        ranks = worker.ranks
         # A row for each loss of the step, for the norm, and for each worker.
         table = torch.zeros(count + 1 + len(ranks), 3, dtype=torch.float64)
         table[count + 1 + ranks.index(worker.slot), :2] = torch.tensor(

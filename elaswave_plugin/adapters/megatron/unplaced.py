@@ -1,16 +1,28 @@
-"""What a worker without a place in the layout saves: nothing, in the shape of what others save.
+"""A worker without a place in the layout: it answers no where a script asks, and saves nothing.
 
-It holds tensors of an earlier step. But it may be rank 0, and rank 0 saves what all have alike.
+What it gives to a checkpoint has the shape of what others save.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 
+_NO_RANK = -1
 # What makes the shards of the optimizer's state, in each of the formats.
 _PARAM_STATE = "sharded_param_state_"
+
+
+def answer_for(*, placed: bool) -> None:
+    """Have ``parallel_state`` say who is first and last: nobody who has no place.
+
+    Its groups have that worker alone, of which it would be the first of all kinds.
+    """
+    rank = None if placed else _NO_RANK
+    parallel_state.set_data_parallel_rank(rank)
+    parallel_state.set_pipeline_model_parallel_rank(rank)
 
 
 def save_no_shards(part: Any, *, while_unplaced: Callable[[], bool]) -> None:

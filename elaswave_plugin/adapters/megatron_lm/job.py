@@ -96,7 +96,7 @@ class LmJob:
 
     @property
     def _is_last_rank(self) -> bool:
-        return self.worker.view.ranks[-1] == self.worker.slot
+        return self.worker.ranks[-1] == self.worker.slot
 
     def make_world(self) -> None:
         """Make WORLD ours, which needs no store and no rendezvous."""
@@ -257,7 +257,7 @@ class LmJob:
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         pace = None if forward_only else self.worker.stopwatch.times.told_pace()
         agreed = list(self._losses.agree(reports, group, pace=pace))
-        ranks = self.worker.view.ranks
+        ranks = self.worker.ranks
         self.worker.slow_workers.compare(
             {ranks[rank]: one for rank, one in self._losses.paces.items()}
         )

@@ -10,7 +10,6 @@ from megatron.core import num_microbatches_calculator as calculator
 from megatron.core import rerun_state_machine
 
 from elaswave_plugin.adapters.megatron_lm.batch_size import global_batch_sizes
-from elaswave_plugin.adapters.megatron_lm.newcomer import LoopVariables, Told
 from elaswave_plugin.adapters.megatron_lm.side_state import SideState
 
 
@@ -53,7 +52,7 @@ def test_every_size_is_known_before_the_job_is_joined(args: argparse.Namespace) 
 
 
 def test_a_step_back_is_one_to_the_smaller_batch(args: argparse.Namespace) -> None:
-    state = SideState([], LoopVariables(args))
+    state = SideState([])
     assert consume(args, 4) == 2
     before = state.keep()
     assert consume(args, 8) == 4
@@ -67,11 +66,10 @@ def test_a_worker_that_comes_later_begins_with_the_batch_of_the_others(
     args: argparse.Namespace,
 ) -> None:
     """Its train() compares the batch with what it finds, and saves where they differ."""
-    state = SideState([], LoopVariables(args))
+    state = SideState([])
     consume(args, 16)
     told = state.shared(state.keep())
     consume(args, 0)
-    everything = Told({}, {}, 0.0, None, True, False)
-    state.follow(3, everything, told)
+    state.put_back(told)
     assert calculator.get_num_microbatches() == 6
     assert consume(args, args.consumed_train_samples) == 6
