@@ -195,7 +195,7 @@ ANSWERS = (
         '            "last": parallel_state.is_pipeline_last_stage(),\n'
         '            "weights": weights,\n'
         "        }\n"
-        "        with open(f\"said-{os.environ['RANK']}\", \"a\") as file:\n"
+        '        with open(f"said-{os.environ[\'RANK\']}", "a") as file:\n'
         '            file.write(json.dumps(said) + "\\n")\n'
     ),
     (_IMPORTS, "import json\n\nimport torch\n"),
