@@ -10,6 +10,8 @@ takes part in every iteration, with a larger share of its samples. The global ba
 w0: 0 4 1 | w2: 2 6 5 | w3: 3 7
 >>> print(deal(num_microbatches=8, homes=(0, 1), live=(0, 1), slow={1: 3.0}))
 w0: 0 2 4 6 5 7 | w1: 1 3
+>>> print(deal(num_microbatches=8, homes=(0, 1, 2, 3), live=(0, 3, 2), whole=True))
+w0: 0 4 1 5 | w2: 2 6 | w3: 3 7
 >>> shares = share(num_samples=8, homes=(0, 1, 2, 3), live=(0, 3, 2))
 >>> print(shares, shares.weight(0))
 w0: [0, 3) | w2: [3, 6) | w3: [6, 8) 1.125
@@ -93,10 +95,13 @@ def deal(
     homes: Sequence[int],
     live: Sequence[int],
     slow: Slowness | None = None,
+    whole: bool = False,
 ) -> Dataflow:
     """Deal a step's micro-batches over the ``live`` slots; ``homes[d]`` is the slot of replica d.
 
     Who came beyond the launch has no replica of its own, and gets its share of those of others.
+    ``whole``: each replica is run by one worker, however slow, as its micro-batches need what the
+    one before has left.
     Raises ValueError when nobody is alive or there are fewer micro-batches than replicas or than
     workers.
     """
@@ -107,6 +112,9 @@ def deal(
     if num_microbatches < len(live):
         raise ValueError(f"{num_microbatches} micro-batches for {len(live)} workers")
     slots = sorted(live)
+    if whole:
+        placement = _hosted(num_microbatches, homes, slots)
+        return _flow(num_microbatches, homes, placement)
     counts = fair_counts(num_microbatches, _seconds(slots, slow))
     room = dict(zip(slots, counts, strict=True))
     load: dict[int, list[int]] = {slot: [] for slot in slots}
@@ -123,11 +131,33 @@ def deal(
         free = (slot for slot in slots if len(load[slot]) < room[slot])
         least = min(free, key=lambda slot: (len(load[slot]), slot))
         load[least].append(microbatch)
+    return _flow(num_microbatches, homes, load)
+
+
+def _hosted(
+    num_microbatches: int, homes: Sequence[int], slots: Sequence[int]
+) -> dict[int, list[int]]:
+    """The micro-batches by slot, a lost replica with whoever has the fewest."""
+    load: dict[int, list[int]] = {slot: [] for slot in slots}
+    lost = [replica for replica, home in enumerate(homes) if home not in load]
+    own = [replica for replica, home in enumerate(homes) if home in load]
+    for replica in (*own, *lost):
+        home = homes[replica]
+        host = home if home in load else min(slots, key=lambda slot: (len(load[slot]), slot))
+        load[host] += replica_microbatches(
+            replica, num_replicas=len(homes), num_microbatches=num_microbatches
+        )
+    return load
+
+
+def _flow(
+    num_microbatches: int, homes: Sequence[int], load: Mapping[int, Sequence[int]]
+) -> Dataflow:
     return Dataflow(
         num_microbatches=num_microbatches,
         num_replicas=len(homes),
         placement=tuple((slot, tuple(ks)) for slot, ks in load.items()),
-        beyond=not set(slots) <= set(homes),
+        beyond=not load.keys() <= set(homes),
     )
 
 

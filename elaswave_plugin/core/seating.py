@@ -108,12 +108,16 @@ class Seating(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatSeating:
-    """A data-parallel job: everyone in one cell, in rank order; ``homes`` are those of launch."""
+    """A data-parallel job: everyone in one cell, in rank order; ``homes`` are those of launch.
+
+    ``whole``: a worker runs replicas as wholes; see `deal`.
+    """
 
     homes: tuple[int, ...]
     ranks: tuple[int, ...]
     buckets: tuple[int, ...] = ()
     slow: Slowness = field(default_factory=dict)
+    whole: bool = False
 
     @property
     def cells(self) -> tuple[Cell, ...]:
@@ -129,7 +133,8 @@ class FlatSeating:
     @property
     def dealt_over(self) -> dict[str, Any]:
         """Slots at launch, live ones, and the slow ones of these."""
-        return {"homes": self.homes, "live": self.ranks, "slow": self.slow}
+        over = {"homes": self.homes, "live": self.ranks, "slow": self.slow}
+        return over | {"whole": True} if self.whole else over
 
     def cell_of(self, slot: int) -> Cell | None:
         """The one cell, for its members."""
@@ -146,12 +151,12 @@ class FlatSeating:
         return replace(self, ranks=tuple(ranks), slow=_of(ranks, slow))
 
     def told(self) -> dict[str, Any]:
-        """Who is slow; members say the rest."""
-        return _told_slow(self.slow)
+        """Who is slow, and whether replicas stay whole; members say the rest."""
+        return _told_slow(self.slow) | ({"whole": True} if self.whole else {})
 
     def as_told(self, told: Mapping[str, Any]) -> FlatSeating:
-        """The same, with the slow ones that were told."""
-        return replace(self, slow=_slow_told(told))
+        """The same, with what was told."""
+        return replace(self, slow=_slow_told(told), whole=told.get("whole", False))
 
     def described(self) -> None:
         """There are no stages."""

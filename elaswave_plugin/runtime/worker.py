@@ -266,13 +266,20 @@ class Worker:
 
     # ---- the state ----------------------------------------------------------------------------
 
-    def bind(self, framework: Framework, *, deal: Deal, seating: Seating | None = None) -> None:
+    def bind(
+        self,
+        framework: Framework,
+        *,
+        deal: Deal,
+        seating: Seating | None = None,
+        whole: bool = False,
+    ) -> None:
         """Take the framework's state into care: map the snapshot memory for it.
 
         ``deal(**seating.dealt_over)`` says who runs what; it has to be pure, and may be asked for
         another ``num_microbatches``. ``seating``: who shares which state; without one, the job is
-        data-parallel. Raises ConfigurationError for groups that cannot grow where there is a
-        reserve.
+        data-parallel, and a worker runs ``whole`` replicas, or any micro-batches of theirs. Raises
+        ConfigurationError for groups that cannot grow where there is a reserve.
         """
         self.phases.fire("startup")
         self.deal = deal
@@ -282,7 +289,10 @@ class Worker:
             # With stages, who is in a group follows from the seating.
             check_growing_groups(self.groups, width=None if seating else len(self.homes))
         self.seating = seating or FlatSeating(
-            homes=self.homes, ranks=self.view.ranks, buckets=framework.bucket_lengths()
+            homes=self.homes,
+            ranks=self.view.ranks,
+            buckets=framework.bucket_lengths(),
+            whole=whole,
         )
         self.dataflow = deal(**self.seating.dealt_over)
         # Of batches with fewer micro-batches than a view is planned for.

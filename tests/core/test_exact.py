@@ -54,6 +54,21 @@ def test_fold_any_survivors_has_the_bits_of_the_healthy_sum(
     assert struct.pack("<f", found) == struct.pack("<f", wanted)
 
 
+@given(jobs())
+def test_a_whole_deal_has_every_replica_at_one_worker_in_its_own_order(
+    job: tuple[int, list[float], list[int]],
+) -> None:
+    replicas, gradients, live = job
+    homes = tuple(range(replicas))
+    flow = deal(num_microbatches=len(gradients), homes=homes, live=live, whole=True)
+    parts = [(slot, part) for slot, _ in flow.placement for part in flow.contributions(slot)]
+    assert all(part.whole for _, part in parts)
+    assert sorted(part.replica for _, part in parts) == list(homes)
+    assert all(slot == part.replica for slot, part in parts if part.replica in live)
+    counts = [len(ks) for _, ks in flow.placement]
+    assert max(counts) - min(counts) <= len(gradients) // replicas
+
+
 @given(jobs(), st.data())
 def test_fold_of_a_grown_job_has_the_bits_of_the_healthy_sum(
     job: tuple[int, list[float], list[int]], data: st.DataObject

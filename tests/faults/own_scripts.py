@@ -200,3 +200,54 @@ ANSWERS = (
     ),
     (_IMPORTS, "import json\n\nimport torch\n"),
 )
+# Batch norm, a mean that a pass uses and changes, and a power iteration as spectral norm has one.
+NORMALIZED = '''class Normalized(torch.nn.Module):
+    """Buffers that each pass changes, and that change what later passes compute."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(size, affine=False)
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("vector", torch.ones(size))
+
+    def forward(self, hidden):
+        if self.training:
+            with torch.no_grad():
+                flat = hidden.detach().reshape(-1, hidden.shape[-1]).to(self.mean.dtype)
+                self.mean.lerp_(flat.mean(0), 0.1)
+                turned = flat.T @ (flat @ self.vector)
+                self.vector.copy_(turned / turned.norm())
+        scale = 1 + 0.1 * torch.outer(self.vector, self.vector).sum(0)
+        normed = self.norm(hidden.reshape(-1, hidden.shape[-1])).view_as(hidden)
+        return ((hidden - self.mean) * scale + 0.1 * normed).to(hidden.dtype)
+
+
+def normalizing(chunk):
+    chunk.normalized = Normalized(chunk.config.hidden_size)
+    getattr(chunk, "module", chunk).decoder.layers[0].register_forward_hook(
+        lambda module, inputs, output: (chunk.normalized(output[0]), *output[1:])
+    )
+    return chunk
+
+
+'''
+NORMALIZES = (
+    before_model(NORMALIZED),
+    (_BUILD, "normalizing(build_chunk(args, config, number)), disable_bucketing"),
+    in_body(
+        "        if iteration + 1 == args.train_iters:\n"
+        '            with open(f"buffers-{torch.distributed.get_rank()}", "w") as file:\n'
+        "                named = dict(model[0].named_buffers())\n"
+        "                json.dump({k: v.double().tolist() for k, v in named.items()}, file)\n"
+    ),
+    (_IMPORTS, "import json\n\nimport torch\n"),
+)
+# The first of these only, which fast mode averages.
+RUNNING_MEANS = (
+    before_model(
+        NORMALIZED.replace("self.mean.lerp_(flat.mean(0), 0.1)", "pass").replace(
+            "self.vector.copy_(turned / turned.norm())", "pass"
+        )
+    ),
+    *NORMALIZES[1:],
+)

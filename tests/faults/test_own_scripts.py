@@ -11,7 +11,7 @@ import pytest
 
 from tests.faults import own_scripts
 from tests.faults.conftest import Launch, Reference
-from tests.faults.harness import JobSpec, Outcome, check_equal
+from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived
 from tests.faults.hybrid_matrix import PP2_DP2, TP2_PP2_DP2
 from tests.tiers import sampled
 
@@ -81,23 +81,44 @@ def test_an_average_that_nobody_keeps_is_another(
     assert averages(run(spec)) != averages(reference(spec))
 
 
+FAST = replace(LOSES, consistency="fast")
 REFUSED = {
-    "a buffer that passes change": (
+    "a buffer of a TP group": (
         own_scripts.COUNTS,
-        "changes the model's buffer '0.module.seen",
+        "changes the model's buffer '0.module.seen', which is not carried",
+        0,
+        replace(LOSES, nproc=4, global_batch=8, options=("--tensor-model-parallel-size=2",)),
     ),
-    "frozen weights of each worker": (own_scripts.FREEZES_EACH, "weights that are not trained"),
+    "a buffer that is no average, in fast mode": (
+        own_scripts.NORMALIZES,
+        "changes the model's buffer '0.module.normalized.mean', which is not carried",
+        0,
+        FAST,
+    ),
+    "a buffer that the loop changes as well as passes": (
+        (*own_scripts.COUNTS, own_scripts.in_body("        model[0].module.seen.zero_()\n")),
+        "the script changes the model's buffer '0.module.seen' outside of forward passes",
+        1,
+        LOSES,
+    ),
+    "frozen weights of each worker": (
+        own_scripts.FREEZES_EACH,
+        "weights that are not trained",
+        0,
+        LOSES,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_nobody_could_bring_back_is_refused(run: Launch, tmp_path: Path, name: str) -> None:
-    changes, words = REFUSED[name]
-    refused = run(replace(LOSES, script=own_scripts.write(tmp_path, *changes)))
+    changes, words, num_steps, spec = REFUSED[name]
+    refused = run(replace(spec, script=own_scripts.write(tmp_path, *changes)))
     assert refused.returncode == 2, refused.output[-4000:]
     assert sum(words in line for line in refused.output.splitlines()) == 1
     assert "Traceback" not in refused.output
-    assert not refused.files.steps and not refused.orphans
+    assert {record["step"] for record in refused.files.steps} == set(range(num_steps))
+    assert not refused.orphans
 
 
 def test_frozen_weights_with_stages_keep_their_layers(
@@ -150,6 +171,61 @@ def test_another_call_between_steps_ends_with_the_line_to_write(
     assert ended.output.count("in the body of job.train's loop") == 1
     assert "job.run(function, phase=" in ended.output and "Traceback" not in ended.output
     assert not ended.orphans
+
+
+def buffers_of(run: Outcome, rank: int) -> dict[str, Any]:
+    """The buffers that this rank had at the end."""
+    values: dict[str, Any] = json.loads((run.directory / f"buffers-{rank}").read_text())
+    assert values["module.normalized.norm.running_mean"]
+    return values
+
+
+def evaluations(run: Outcome) -> list[str]:
+    """Its lines about evaluations, each once."""
+    return sorted({line for line in run.output.splitlines() if "validation loss" in line})
+
+
+EVALUATES = ("--eval-interval=3", "--eval-iters=2")
+WITH_BUFFERS = {
+    "and come back": replace(LOSES, kills=LOST, options=EVALUATES, **BACK),
+    "in the first step": replace(LOSES, kills=("1@0:backward",), options=EVALUATES),
+    "two of them, one in an evaluation": replace(
+        LOSES, kills=("0@4:forward", "1@6:evaluation"), options=EVALUATES
+    ),
+    "recomputed": replace(
+        LOSES,
+        kills=("0@4:backward",),
+        options=(*EVALUATES, "--recompute-granularity=full"),
+    ),
+    "bf16": replace(LOSES, kills=("2@4:optimizer",), options=(*EVALUATES, "--bf16")),
+}
+
+
+@pytest.mark.parametrize("name", sampled(WITH_BUFFERS, keep=(0, 1)))
+def test_buffers_that_passes_change_stay_with_their_replica(
+    run: Launch, reference: Reference, tmp_path: Path, name: str
+) -> None:
+    """Batch norm, running means, power iterations: the bits of the undisturbed run."""
+    script = own_scripts.write(tmp_path, *own_scripts.NORMALIZES)
+    spec = replace(WITH_BUFFERS[name], script=script)
+    survived, undisturbed = run(spec), reference(spec)
+    check_equal(survived, undisturbed)
+    assert len(evaluations(survived)) == 3
+    assert evaluations(survived) == evaluations(undisturbed)
+    assert buffers_of(undisturbed, 0) != buffers_of(undisturbed, 1)
+    assert buffers_of(survived, 0) == buffers_of(undisturbed, 0)
+
+
+def test_running_statistics_are_averaged_in_fast_mode(run: Launch, tmp_path: Path) -> None:
+    script = own_scripts.write(tmp_path, *own_scripts.RUNNING_MEANS)
+    spec = replace(FAST, script=script, options=EVALUATES)
+    killed, twin = run(replace(spec, kills=("1@4:backward",))), run(replace(spec, changes=("1@4",)))
+    check_survived(killed)
+    check_survived(twin)
+    assert killed.trace() == twin.trace()
+    assert len(evaluations(killed)) == 3
+    assert evaluations(killed) == evaluations(twin)
+    assert buffers_of(killed, 0) == buffers_of(twin, 0) == buffers_of(killed, 1)
 
 
 def said_by(run: Outcome) -> dict[int, list[dict[str, Any]]]:

@@ -25,6 +25,7 @@ from elaswave_plugin.adapters.megatron.growth import check_growth
 from elaswave_plugin.adapters.megatron.lonely_calls import without_collectives
 from elaswave_plugin.adapters.megatron.losses import Reported, check_evaluation, check_result
 from elaswave_plugin.adapters.megatron.microbatches import Microbatches
+from elaswave_plugin.adapters.megatron.model_buffers import ModelBuffers
 from elaswave_plugin.adapters.megatron.refuse import check_loop, check_supported
 from elaswave_plugin.adapters.megatron.schedule_calls import check_call, check_schedule, check_work
 from elaswave_plugin.adapters.megatron.step_parts import step_state
@@ -123,16 +124,22 @@ class ElasticJob:
             scheduler=scheduler,
             prepare=partial(rng.install_keyed_draws, seed=self._seed),
         )
+        self._buffers = ModelBuffers(
+            chunks,
+            exact=self._worker.config.consistency == "exact",
+            refused=self._why_buffers_stay(),
+        )
         self._microbatches = Microbatches(
             self._worker,
             self._framework,
             num_microbatches=self._num_microbatches,
             micro_batch_size=self._micro_batch_size,
+            whole_replicas=self._buffers.by_replica,
         )
         self._recording = Recording(
             self._worker, self._tracker, pieces=self._framework.named_pieces
         )
-        self._state = step_state(self._worker, self._framework)
+        self._state = step_state(self._worker, self._framework, buffers=self._buffers)
         steps = GuardedSteps(
             self._worker,
             self._framework,
@@ -149,6 +156,12 @@ class ElasticJob:
         self._recording.attached(
             num_microbatches=self._num_microbatches, micro_batch_size=self._micro_batch_size
         )
+
+    def _why_buffers_stay(self) -> str | None:
+        """Why forward passes may not change the model's buffers; None where they may."""
+        if self._sizes.model_parallel != (1, 1):
+            return "not with tensor or pipeline parallelism"
+        return "not with --reserve" if self._worker.reserve else None
 
     @ends_in_a_sentence
     def batches(self, dataset: Any) -> KeyedBatches:
@@ -186,6 +199,7 @@ class ElasticJob:
 
             def begin(batches: Any, chunk: Any, samples: Samples) -> None:
                 served(batches).deliver(step, samples)
+                self._buffers.enter(samples.start // self._micro_batch_size % self._width)
                 rng.set_key(
                     self._seed,
                     step,
@@ -194,9 +208,10 @@ class ElasticJob:
                     forward_only=forward_only,
                 )
 
-            losses = self._microbatches.forward_backward(
-                function, begin, forward_only=forward_only, **kwargs
-            )
+            with self._buffers.passes(forward_only=forward_only):
+                losses = self._microbatches.forward_backward(
+                    function, begin, forward_only=forward_only, **kwargs
+                )
             if not forward_only:
                 self._state.check(self._worker.completed)
             self._turns.returned.append(losses)
@@ -243,6 +258,7 @@ class ElasticJob:
             with self._framework.modes_kept(), self._turns.of(TRAIN):
                 result = train_step()
             losses, grad_norm = check_result(result, *self._turns.returned)
+            self._agree_on_buffers()
             pace = self._worker.stopwatch.times.told_pace()
             loss, tokens, norm = self._agree(losses, grad_norm, pace=pace)
             lr = self._framework.learning_rate()
@@ -270,6 +286,12 @@ class ElasticJob:
                 "that a loss in the first steps would bring these back; load a checkpoint before "
                 "job.bind(...)"
             )
+
+    def _agree_on_buffers(self) -> None:
+        if self._buffers.is_carried:
+            self._buffers.agree(self._microbatches.hosted, replicas=self._width)
+            if not self._buffers.changing:
+                self._microbatches.deal_freely()
 
     def _agree(
         self,

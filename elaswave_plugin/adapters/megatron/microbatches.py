@@ -1,6 +1,7 @@
 """Which samples this worker runs in a step, and the forward-backward function that does."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from elaswave_plugin.adapters.megatron.weight_gradients import WeightGradients
 from elaswave_plugin.core.dataflow import Dataflow, Samples, deal
 from elaswave_plugin.core.layout import Seat
 from elaswave_plugin.core.pipeline_flow import PipelineFlow
+from elaswave_plugin.core.seating import FlatSeating
 from elaswave_plugin.runtime.worker import Worker
 
 # Called with (data iterator, model chunk, samples) before each forward step.
@@ -35,11 +37,13 @@ class Microbatches:
         num_microbatches: int,
         micro_batch_size: int,
         why_whole: str | None = None,
+        whole_replicas: bool = False,
     ) -> None:
         """Bind the worker to the framework and its deal; collective over WORLD.
 
         ``num_microbatches`` of the whole batch, for which views are planned; ``why_whole``: why the
-        script gives whole micro-batches only, if so.
+        script gives whole micro-batches only, if so. ``whole_replicas``: in a data-parallel job a
+        worker runs nothing less, until ``deal_freely`` is called.
         Raises ConfigurationError for what tensor and pipeline parallel jobs do not carry.
         """
         self._worker = worker
@@ -58,7 +62,8 @@ class Microbatches:
         tp = parallel_state.get_tensor_model_parallel_world_size()
         if (tp, parallel_state.get_pipeline_model_parallel_world_size()) == (1, 1):
             worker.config.check_without_stages()
-            worker.bind(framework, deal=partial(deal, num_microbatches=num_microbatches))
+            dealt = partial(deal, num_microbatches=num_microbatches)
+            worker.bind(framework, deal=dealt, whole=whole_replicas)
         else:
             grid = Grid(
                 worker,
@@ -86,6 +91,19 @@ class Microbatches:
         if isinstance(flow, PipelineFlow):
             return flow.seat(slot)
         return Seat(stage=0, order=self._worker.view.ranks.index(slot), tp=0)
+
+    @property
+    def hosted(self) -> tuple[int, ...]:
+        """The replicas of which this worker runs micro-batches, in a data-parallel job."""
+        flow = self.flow
+        assert isinstance(flow, Dataflow)
+        return tuple(sorted({part.replica for part in flow.contributions(self._worker.slot)}))
+
+    def deal_freely(self) -> None:
+        """Whatever is dealt from the next view on need not be whole replicas."""
+        seating = self._worker.seating
+        if isinstance(seating, FlatSeating):
+            self._worker.seating = replace(seating, whole=False)
 
     @property
     def reports_losses(self) -> bool:

@@ -12,25 +12,25 @@ from typing import Any
 import torch
 import xxhash
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.transformer.moe.router import TopKRouter
 
 from elaswave_plugin.adapters.megatron import buffers
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
+from elaswave_plugin.adapters.megatron.model_buffers import ModelBuffers
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.digests import digest_of
 from elaswave_plugin.runtime.step_state import Part, Plain, StepState, copied
 from elaswave_plugin.runtime.worker import Worker
 
-# Buffers that the capsule has, and counts of a step that are dropped with it (expert_bias.py).
-_OF_ROUTERS = ("expert_bias", "local_tokens_per_expert")
-
 
 def step_state(
-    worker: Worker, framework: MegatronFramework, *, beside: Sequence[Part] = ()
+    worker: Worker,
+    framework: MegatronFramework,
+    *,
+    buffers: ModelBuffers,
+    beside: Sequence[Part] = (),
 ) -> StepState:
     """All parts of one worker; ``beside`` those of a framework, what its own loop has."""
-    chunks = framework.chunks
-    parts = (Weights(worker, framework), Frozen(chunks), ModelBuffers(chunks), Settings(framework))
+    parts = (Weights(worker, framework), Frozen(framework.chunks), buffers, Settings(framework))
     return StepState(worker, (*parts, *beside))
 
 
@@ -98,43 +98,6 @@ class Frozen(Plain):
                 digest.update(repr(told).encode())
                 if not param.requires_grad:
                     digest.update(digest_of(param).to_bytes(8, "little"))
-        return digest.intdigest() >> 1
-
-
-class ModelBuffers(Plain):
-    """Tensors of the modules that are no parameters; no pass of a training step may change them."""
-
-    name = "the model's buffers"
-
-    def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
-        self._chunks = chunks
-
-    def keep(self) -> dict[str, torch.Tensor]:
-        """A copy of each, by name."""
-        return {name: copied(tensor) for name, tensor in model_buffers(self._chunks)}
-
-    @torch.no_grad()
-    def put_back(self, kept: Any) -> None:
-        """Install those that are there."""
-        for name, tensor in model_buffers(self._chunks):
-            if name in kept and kept[name].shape == tensor.shape:
-                tensor.copy_(kept[name])
-
-    def check(self, kept: Any) -> None:
-        """Raise ConfigurationError for one that passes have changed since it was kept."""
-        for name, tensor in model_buffers(self._chunks):
-            if name in kept and not torch.equal(copied(tensor), kept[name]):
-                raise ConfigurationError(
-                    f"the forward pass changes the model's buffer {name!r}, which would depend on "
-                    "who runs which micro-batches: use a layer without running statistics, or "
-                    "change it between the steps, in the body of job.train"
-                )
-
-    def proof(self) -> int:
-        """Of their values."""
-        digest = xxhash.xxh3_64()
-        for name, tensor in model_buffers(self._chunks):
-            digest.update(f"{name} {digest_of(tensor)}".encode())
         return digest.intdigest() >> 1
 
 
@@ -209,15 +172,3 @@ def frozen(
         for name, param in chunk.named_parameters():
             if not param.requires_grad:
                 yield f"{number}.{name}", param
-
-
-def model_buffers(
-    chunks: Sequence[DistributedDataParallel],
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of modules that are in no snapshot, by chunk and name."""
-    for number, chunk in enumerate(chunks):
-        for place, module in chunk.named_modules():
-            for name, tensor in module.named_buffers(prefix=place, recurse=False):
-                of_router = isinstance(module, TopKRouter)
-                if not (of_router and name.rpartition(".")[2] in _OF_ROUTERS):
-                    yield f"{number}.{name}", tensor

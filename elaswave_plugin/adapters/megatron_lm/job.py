@@ -13,6 +13,7 @@ from elaswave_plugin.adapters.megatron.contract import num_microbatches_of
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework, make_room
 from elaswave_plugin.adapters.megatron.growth import check_growth
 from elaswave_plugin.adapters.megatron.microbatches import Microbatches
+from elaswave_plugin.adapters.megatron.model_buffers import ModelBuffers
 from elaswave_plugin.adapters.megatron.optimizer_state import FlatShard
 from elaswave_plugin.adapters.megatron.refuse import check_supported
 from elaswave_plugin.adapters.megatron.step_parts import step_state
@@ -164,7 +165,12 @@ class LmJob:
         )
         self._losses = LossTotals(self._microbatches, num_replicas=self.width)
         self._recording = Recording(worker, self._tracker, pieces=self._framework.named_pieces)
-        self._state = step_state(worker, self._framework, beside=[SideState(self._loaders)])
+        self._state = step_state(
+            worker,
+            self._framework,
+            buffers=ModelBuffers(chunks, exact=True, refused="not in Megatron-LM's scripts"),
+            beside=[SideState(self._loaders)],
+        )
         steps = GuardedSteps(
             worker,
             self._framework,
