@@ -119,6 +119,7 @@ class UserLoop:
             return None
         step, done = self.worker.completed, self._steps.works_done
         result: Result | None = None
+        before = self._steps.state.keep()
         while (self.worker.completed, self._steps.works_done) == (step, done):
             try:
                 self.worker.state.complete()
@@ -131,6 +132,7 @@ class UserLoop:
             except EpochChanged:
                 pass
             self._recover()
+            self._steps.state.put_back(before)
         return result if self.worker.completed == step else None
 
     def complete_state(self) -> None:

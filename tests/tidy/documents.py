@@ -1,6 +1,6 @@
 """Writes the parts of the documentation that follow from the code.
 
-python -m tests.tidy.documents            write configs/*, patches/README.md, docs/latency.md
+python -m tests.tidy.documents            write configs/*, patches/README.md, docs
 """
 
 import json
@@ -15,6 +15,7 @@ README = ROOT / "README.md"
 TOML = ROOT / "configs" / "elaswave.toml"
 SETTINGS = ROOT / "configs" / "README.md"
 LEDGER = ROOT / "patches" / "README.md"
+STEP_STATE = ROOT / "elaswave_plugin" / "docs" / "step_state.md"
 LATENCY = ROOT / "elaswave_plugin" / "docs" / "latency.md"
 HOW = "python -m tests.tidy.documents"
 WIDTH = 100
@@ -145,6 +146,15 @@ def latency_table() -> str:
     return "\n".join(lines)
 
 
+def step_state_table() -> str:
+    """The state of a step, one row an entry."""
+    from elaswave_plugin.core.step_entries import state_of_a_step
+
+    titles = ("state", "where", "in a redo", "for who comes later", "compared by")
+    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(one[:5]) + " |" for one in state_of_a_step())])
+
+
 def _marks(name: str) -> tuple[str, str]:
     return f"<!-- {name}: written by `{HOW}` -->\n", f"\n<!-- end of {name} -->"
 
@@ -169,6 +179,7 @@ def write_all() -> None:
         (SETTINGS, "settings", settings_table),
         (LEDGER, "ledger", ledger_now),
         (LATENCY, "latency", latency_table),
+        (STEP_STATE, "step state", step_state_table),
     )
     for path, name, make in parts:
         path.write_text(with_block(path.read_text("utf-8"), name, make()), "utf-8")

@@ -13,6 +13,7 @@ import pytest
 
 from elaswave_plugin.config import ElasticConfig, option_of
 from elaswave_plugin.core import ending
+from elaswave_plugin.core.step_entries import state_of_a_step
 from tests.config.files import config_of
 from tests.tidy import documents
 
@@ -29,7 +30,7 @@ PAGES = (
         f"elaswave_plugin/docs/{name}.md"
         for name in (
             *("getting_started", "deepspeed_loops"),
-            *("guarantees", "latency", "limits", "operations"),
+            *("guarantees", "latency", "limits", "operations", "step_state"),
         )
     ),
     *(f"elaswave_plugin/{folder}/README.md" for folder in MAPPED),
@@ -210,6 +211,26 @@ def test_ledger_is_that_of_the_patch_records(doctor: subprocess.CompletedProcess
 def test_latency_table_is_that_of_the_recorded_runs() -> None:
     table = documents.block_of(page("elaswave_plugin/docs/latency.md"), "latency")
     assert table == documents.latency_table(), f"run `{documents.HOW}`"
+
+
+def test_table_of_a_steps_state_is_that_of_the_list() -> None:
+    table = documents.block_of(page("elaswave_plugin/docs/step_state.md"), "step state")
+    assert table == documents.step_state_table(), f"run `{documents.HOW}`"
+
+
+def test_each_part_of_a_steps_state_is_on_the_list() -> None:
+    """A part is a class with the four verbs of `Part`; its name is what messages call it."""
+    found: list[str] = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ClassDef) and any(
+                isinstance(base, ast.Name) and base.id == "Plain" for base in node.bases
+            ):
+                name = next(one for one in node.body if isinstance(one, ast.Assign))
+                assert isinstance(name.value, ast.Constant), node.name
+                found.append(str(name.value.value))
+    assert len(found) >= 8
+    assert set(found) == {one.part for one in state_of_a_step() if one.part}
 
 
 def test_series_lists_exactly_the_diffs() -> None:

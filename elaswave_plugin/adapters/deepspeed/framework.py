@@ -183,7 +183,9 @@ class DeepSpeedFramework:
         modules = [m for m in engine.module.modules() if [*m.parameters(recurse=False)]]
         for module in modules:
             module.register_forward_pre_hook(lambda module, inputs: check())
-        middle = modules[len(modules) // 2]
+        # Nothing flows back through what is not trained, as a teacher.
+        trained = [m for m in modules if any(p.requires_grad for p in m.parameters(recurse=False))]
+        middle = trained[len(trained) // 2]
         middle.register_forward_pre_hook(
             lambda module, inputs: announce("forward") if module.training else None
         )

@@ -25,7 +25,9 @@ from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.core.dataflow import Shares, share
 from elaswave_plugin.core.rng import draw_key
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.runtime.engine_parts import Buffers, Frozen, Generators
 from elaswave_plugin.runtime.loop import GuardedSteps, StepReport
+from elaswave_plugin.runtime.step_state import StepState
 from elaswave_plugin.runtime.user_loop import UserLoop
 from elaswave_plugin.runtime.worker import Worker
 
@@ -42,11 +44,15 @@ class EngineJob(AttachedEngine):
         )
         num_samples = self._micro_batch_size * self._width
         worker.bind(framework, deal=partial(share, num_samples=num_samples))
+        self._buffers = Buffers(engine.module)
+        parts = (Generators(), self._buffers, Frozen(engine.module))
+        self._state = StepState(worker, parts, repeats_bodies=True)
         steps = GuardedSteps(
             worker,
             self._framework,
             on_commit=self._record,
             on_recovered=self._recording.recovered,
+            state=self._state,
         )
         self._drafts = steps.drafts
         self._loop = UserLoop(steps, after_recovery=self._recovered)
@@ -204,10 +210,12 @@ class EngineJob(AttachedEngine):
                     " this worker was not weighted; call engine.backward(loss) in the place of"
                     " loss.backward() and engine.scale(loss).backward()"
                 )
+            self._state.check(self._worker.completed)
             self._worker.state.begin_update()
             # The collective that shows that everyone has come here; see ``await_copies``.
             loss, tokens, holders = self._mean_loss()
             self._monitor.release(holders=holders)
+            self._buffers.agree()
             native(lr_kwargs)
             self._monitor.add_step()
             return StepReport(

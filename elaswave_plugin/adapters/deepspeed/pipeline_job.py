@@ -36,7 +36,9 @@ from elaswave_plugin.core.replicas import ReplicaSeating, deal_replicas
 from elaswave_plugin.core.rng import draw_key
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.counted_loop import CountedLoop
+from elaswave_plugin.runtime.engine_parts import Buffers, Frozen, Generators
 from elaswave_plugin.runtime.loop import GuardedSteps, StepReport
+from elaswave_plugin.runtime.step_state import StepState
 from elaswave_plugin.runtime.worker import Worker
 
 _GIVE_DATA = (
@@ -94,8 +96,14 @@ class PipelineJob(AttachedEngine):
                 reserve=worker.spare_width,
             ),
         )
+        buffers = Buffers(engine.module, refused="a pipeline's stages do not average them")
+        self._state = StepState(worker, (Generators(), buffers, Frozen(engine.module)))
         steps = GuardedSteps(
-            worker, framework, on_commit=self._record, on_recovered=self._recording.recovered
+            worker,
+            framework,
+            on_commit=self._record,
+            on_recovered=self._recording.recovered,
+            state=self._state,
         )
         self._drafts = steps.drafts
         self._loop = CountedLoop(steps, knowledge=PipelineKnowledge(worker, framework))
@@ -242,6 +250,7 @@ class PipelineJob(AttachedEngine):
             native[schedule.BackwardPass](engine, buffer_id)
 
         def step(engine: Any) -> None:
+            self._state.check(self._worker.completed)
             self._begin_update()
             native[schedule.OptimizerStep](engine)
 

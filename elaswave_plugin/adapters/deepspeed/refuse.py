@@ -234,12 +234,6 @@ def _engine_problems(engine: Any) -> Iterator[str]:
         )
     if engine.has_moe_layers:
         yield "the model has MoE layers, and elaswave_plugin carries dense models only"
-    for name, module in engine.module.named_modules():
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
-            yield (
-                f"{name} is a {type(module).__name__} with running statistics, which differ by "
-                "worker and are not part of the snapshots; use LayerNorm or GroupNorm"
-            )
     if int(engine.zero_optimization_stage()) == 3:
         owned = {id(p) for group in engine.optimizer.fp16_groups for p in group}
         for name, param in engine.module.named_parameters():

@@ -18,13 +18,12 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from elaswave_plugin.adapters.megatron.recomputed_buffers import RecomputedBuffers
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.runtime.changing import Changing, average, why_no_average
 from elaswave_plugin.runtime.digests import digest_of
 from elaswave_plugin.runtime.step_state import Plain, copied
 
 # Buffers that the capsule has, and counts of a step that are dropped with it (expert_bias.py).
 _OF_ROUTERS = ("expert_bias", "local_tokens_per_expert")
-# What is averaged in fast mode, and what counts how often; see torch.nn.BatchNorm1d.
-_AVERAGED, _COUNTS = ("running_mean", "running_var"), ("num_batches_tracked",)
 
 Values = dict[str, torch.Tensor]
 
@@ -41,10 +40,7 @@ class ModelBuffers(Plain):
         self._chunks = chunks
         self._exact = exact and refused is None
         self._refused = refused
-        # Names of what passes change; before the first step is complete nobody knows them.
-        self._changing: tuple[str, ...] = ()
-        self._is_settled = False
-        self._found: set[str] = set()
+        self._changes = Changing(why_not=self._why_not)
         # Values by replica, and the replica whose values the modules have; exact mode.
         self._replicas: dict[int, Values] = {}
         self._present: int | None = None
@@ -64,7 +60,7 @@ class ModelBuffers(Plain):
     @property
     def changing(self) -> bool:
         """Whether passes change any, or may, as nobody knows yet."""
-        return bool(self._changing) or not self._is_settled
+        return self._changes.may_change
 
     # ---- a part of the state of a step ----------------------------------------------------------
 
@@ -73,7 +69,7 @@ class ModelBuffers(Plain):
         self._check_untouched()
         return {
             "values": {name: copied(tensor) for name, tensor in self._present_values()},
-            "changing": self._changing if self._is_settled else None,
+            "changing": self._changes.names,
             "replicas": {n: dict(values) for n, values in self._replicas.items()},
         }
 
@@ -81,7 +77,6 @@ class ModelBuffers(Plain):
     def put_back(self, kept: Any) -> None:
         """Install those that are there."""
         self._know(kept["changing"])
-        self._found = set()
         self._replicas = {n: dict(values) for n, values in kept["replicas"].items()}
         self._install(kept["values"])
         self._present = None
@@ -93,12 +88,7 @@ class ModelBuffers(Plain):
 
     def check(self, kept: Any) -> None:
         """Raise ConfigurationError for one that passes have changed and may not change."""
-        for name, tensor in self._present_values():
-            value = kept["values"].get(name)
-            if value is None or name in self._changing or torch.equal(copied(tensor), value):
-                continue
-            self._check_carried(name)
-            self._found.add(name)
+        self._changes.check(self._present_values(), kept["values"])
 
     def proof(self) -> int:
         """Of what is alike on all: what nobody changes, and the values of every replica."""
@@ -111,19 +101,12 @@ class ModelBuffers(Plain):
                 digest.update(f"{number} {name} {digest_of(tensor)}".encode())
         return digest.intdigest() >> 1
 
-    def _check_carried(self, name: str) -> None:
-        why = self._refused
-        if why is None and self._is_settled:
-            why = "it did not in the first step, which says what is changed"
-        leaf = name.rpartition(".")[2]
-        if why is None and not self._exact and leaf not in (*_AVERAGED, *_COUNTS):
-            why = f"in fast mode only {' and '.join(_AVERAGED)} are, which are averaged"
-        if why is not None:
-            raise ConfigurationError(
-                f"the forward pass changes the model's buffer {name!r}, which is not carried "
-                f"through a loss ({why}): use a layer without running statistics, or change it "
-                "between the steps, in the body of job.train"
-            )
+    def _why_not(self, name: str) -> str | None:
+        return self._refused or (None if self._exact else why_no_average(name))
+
+    @property
+    def _changing(self) -> tuple[str, ...]:
+        return self._changes.names or ()
 
     # ---- the passes of a step -------------------------------------------------------------------
 
@@ -183,24 +166,16 @@ class ModelBuffers(Plain):
 
         ``hosted``: the replicas whose micro-batches this worker has run, of so many ``replicas``.
         """
-        if not self._is_settled:
-            self._settle()
+        self._know(self._changes.settle())
         if not self._changing:
             self._replicas, self._present, self._at_launch = {}, None, {}
         elif self._exact:
             self._tell(hosted, replicas)
         else:
-            self._average()
-
-    def _settle(self) -> None:
-        """The first step is over: whatever it has changed on any worker, passes change."""
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, sorted(self._found))
-        self._know(tuple(sorted({name for names in everyone for name in names})))
+            average(dict(self._present_values()), self._changing)
 
     def _know(self, changing: tuple[str, ...] | None) -> None:
-        self._is_settled = changing is not None
-        self._changing = changing or ()
+        self._changes.know(changing)
         if changing is not None:
             self._recomputed.watch_only(name.rpartition(".")[0] for name in changing)
 
@@ -219,25 +194,12 @@ class ModelBuffers(Plain):
             self._present = None
         self._show()
 
-    @torch.no_grad()
-    def _average(self) -> None:
-        """Sums are in rank order, so that they are those of the planned change."""
-        for name, tensor in self._named(self._changing):
-            value = tensor.detach().clone()
-            if name.rpartition(".")[2] in _COUNTS:
-                dist.all_reduce(value, op=dist.ReduceOp.MAX)
-            else:
-                dist.all_reduce(value)
-                value /= dist.get_world_size()
-            tensor.copy_(value)
-
     # ---- values ---------------------------------------------------------------------------------
 
     def _put_away(self) -> None:
         """The values that the modules have are the newest of their replica."""
         if self._present is not None:
-            names = self._changing if self._is_settled else None
-            values = {name: copied(tensor) for name, tensor in self._named(names)}
+            values = {name: copied(tensor) for name, tensor in self._named(self._changes.names)}
             self._replicas[self._present] = values
 
     def _show(self) -> None:

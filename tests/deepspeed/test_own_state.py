@@ -1,0 +1,81 @@
+"""What a script changes beside the weights comes back in a redo, or is refused by name."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.deepspeed.conftest import Launch, Twin
+from tests.deepspeed.harness import SCRIPTS, EngineSpec
+from tests.deepspeed.test_join import entered
+from tests.faults.harness import Outcome, check_survived
+from tests.tiers import sampled
+
+OWN = EngineSpec(script=str(SCRIPTS / "own_state.py"), nproc=3, global_batch=12, steps=9)
+# A kill whose step some have completed already, and one inside of a step.
+KILLS = ("1@3:snapshot", "1@3:backward")
+CARRIED = ("statistics", "kept teacher", "kept average", "draws")
+
+
+def of(mode: str, **more: Any) -> EngineSpec:
+    """A job of the script in a mode."""
+    return replace(OWN, options=(f"--mode={mode}",), **more)
+
+
+def held(run: Outcome) -> dict[str, Any]:
+    """What each rank had at the end beside the weights."""
+    files = sorted(run.directory.glob("state-*.json"))
+    return {path.name: json.loads(path.read_text()) for path in files}
+
+
+@pytest.mark.parametrize("kill", KILLS)
+@pytest.mark.parametrize("mode", CARRIED)
+@pytest.mark.parametrize("stage", sampled([0, 1, 2], keep=(1,)))
+def test_a_step_that_is_redone_finds_what_it_found(
+    run: Launch, twin: Twin, stage: int, mode: str, kill: str
+) -> None:
+    killed = run(of(mode, stage=stage, kills=(kill,)))
+    check_survived(killed)
+    planned = twin(killed)
+    check_survived(planned)
+    assert killed.trace() == planned.trace()
+    assert len(held(killed)) == 2
+    assert held(killed) == held(planned)
+
+
+@pytest.mark.parametrize("mode", sampled(["statistics", "kept average"], keep=(1,)))
+def test_rank_0_comes_back_with_what_the_others_keep(run: Launch, twin: Twin, mode: str) -> None:
+    killed = run(of(mode, respawn=5, kills=("0@3:backward",), changes=("+0@6",)))
+    check_survived(killed)
+    assert entered(killed) == [(0, 1, 6)]
+    planned = twin(killed)
+    assert killed.trace() == planned.trace()
+    assert len(held(killed)) == 3
+    assert held(killed) == held(planned)
+
+
+def test_an_average_that_nobody_keeps_is_another(run: Launch, twin: Twin) -> None:
+    """The comparison above can fail: no plugin sees such an object."""
+    killed = run(of("average", respawn=5, kills=("0@3:backward",), changes=("+0@6",)))
+    check_survived(killed)
+    ranks = held(killed)
+    assert ranks["state-0.json"] != ranks["state-1.json"]
+
+
+REFUSED = {
+    "counts": (0, "the forward pass changes the model's buffer 'seen', which is not carried"),
+    "teacher": (1, "the weight 'teacher.blocks.0.norm.weight' is not trained, and was changed"),
+}
+
+
+@pytest.mark.parametrize("mode", REFUSED)
+def test_what_cannot_come_back_is_refused(run: Launch, mode: str) -> None:
+    num_steps, words = REFUSED[mode]
+    # Weights change from the first step on.
+    refused = run(of(mode, settings='{"scheduler": null}'))
+    assert refused.returncode == 2, refused.output[-4000:]
+    assert sum(words in line for line in refused.output.splitlines()) == 1
+    assert "Traceback" not in refused.output
+    assert {record["step"] for record in refused.files.steps} == set(range(num_steps))
+    assert not refused.orphans
