@@ -1,13 +1,14 @@
 """Whether a worker hangs: by how long it stands still, and by who waits for it.
 
 A worker without progress is guilty when others wait for it and it waits for nobody itself. Where
-workers wait for each other in a circle, the one that is the furthest behind is.
+workers wait for each other in a circle, the one that is the furthest behind is. A circle of
+different operations never ends, so that the shortest limit applies in it, whatever the phase.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -29,6 +30,11 @@ DATA = "data"
 """The phase that waits for storage, whose stalls are nobody's hang."""
 STEPS_FOR_A_MEDIAN = 3
 STEPS_REMEMBERED = 15
+_CAME_LATER = (
+    "; it came later, and its script does something else than theirs: one that counts its steps"
+    " itself has not seen those before it; count those that the job has made"
+    " (engine.global_steps), or set respawn to 0"
+)
 UNKNOWN_LIMIT_S = 600.0
 """What a phase without a median may take: compilation in the first steps, a script between two."""
 
@@ -75,6 +81,8 @@ class Sample:
     `waited_s` more it has waited for a processor, and could not go on.
     `operations`: how many operations with others it has begun. `waits_for`: the slot without which
     its operation cannot go on, or one of NOBODY, COMMIT, OUTSIDE. `stopped`: by a signal.
+    `waits_in`: which operation that is, alike on all members of its group. `floor_s`: the shortest
+    limit that a phase may have.
     """
 
     slot: int
@@ -88,16 +96,28 @@ class Sample:
     waits_for: int = NOBODY
     stopped: bool = False
     waited_s: float = 0.0
+    waits_in: int = 0
+    floor_s: float = UNKNOWN_LIMIT_S
 
     @property
     def may_stall_s(self) -> float:
         """How long it may stand still, in seconds: its limit but for a recovery."""
-        return self.limit_s - min(RECOVERY_S, RECOVERY_PART * self.limit_s)
+        return _without_recovery(self.limit_s)
+
+    @property
+    def may_stall_in_circle_s(self) -> float:
+        """The same where it waits in another operation than those that wait for it."""
+        return min(self.may_stall_s, _without_recovery(self.floor_s))
 
     @property
     def is_late(self) -> bool:
         """Whether it has stood still for longer than it may."""
         return self.stalled_s >= self.may_stall_s
+
+    @property
+    def is_late_in_circle(self) -> bool:
+        """The same where it waits in another operation than those that wait for it."""
+        return self.stalled_s >= self.may_stall_in_circle_s
 
     def to_json(self) -> list[object]:
         """A list that JSON can carry."""
@@ -111,10 +131,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """Who waits for a worker, sorted; `in_circle`: it waits for one of them itself."""
+    """Who waits for a worker, sorted; `in_circle`: it waits for one of them itself.
+
+    `differs`: in another operation than one of them, so that none of these ever ends.
+    """
 
     slots: tuple[int, ...] = ()
     in_circle: bool = False
+    differs: bool = False
 
     def __str__(self) -> str:
         if not self.slots:
@@ -122,6 +146,8 @@ class Waiting:
         one = len(self.slots) == 1
         text = f"worker{'' if one else 's'} {', '.join(map(str, self.slots))}"
         text += f" wait{'s' if one else ''} for it"
+        if self.differs:
+            return f"{text} in another operation than the one in which it waits for them"
         return f"{text} in a circle, in which it is the furthest behind" if self.in_circle else text
 
 
@@ -132,20 +158,25 @@ def who_waits(members: Iterable[int], samples: Mapping[int, Sample]) -> dict[int
     not count as one that waits: whoever stops all of a job does not make it hang.
     """
     waiters: dict[int, set[int]] = {}
-    circles: set[int] = set()
+    circles: dict[int, bool] = {}
     for slot, sample in samples.items():
         if sample.stopped or sample.waits_for in (NOBODY, OUTSIDE):
             continue
         if sample.waits_for == COMMIT:
             ends = [one for one in members if not _awaits_commit(samples.get(one))]
         else:
-            end, in_circle = _end_of_chain(slot, samples)
+            end, circle = _end_of_chain(slot, samples)
             ends = [] if end is None else [end]
-            circles.update(ends if in_circle else ())
+            if end is not None and circle:
+                circles[end] = _differ(circle)
         for end in ends:
             waiters.setdefault(end, set()).add(slot)
     return {
-        end: Waiting(slots=tuple(sorted(slots - {end})), in_circle=end in circles)
+        end: Waiting(
+            slots=tuple(sorted(slots - {end})),
+            in_circle=end in circles,
+            differs=circles.get(end, False),
+        )
         for end, slots in waiters.items()
         if slots - {end}
     }
@@ -154,14 +185,17 @@ def who_waits(members: Iterable[int], samples: Mapping[int, Sample]) -> dict[int
 def verdict(sample: Sample, waiting: Waiting) -> str | None:
     """Why this worker has to go, as evidence; None where it may stay."""
     waits = sample.waits_for != NOBODY and not waiting.in_circle
-    if not sample.is_late or not waiting.slots or waits:
+    is_late = sample.is_late_in_circle if waiting.differs else sample.is_late
+    if not is_late or not waiting.slots or waits:
         return None
     stopped = ", stopped by a signal" if sample.stopped else ""
     if sample.waited_s >= 0.1:
         stopped += f", and {sample.waited_s:.1f} s in which it waited for a processor"
+    limit_s = min(sample.limit_s, sample.floor_s) if waiting.differs else sample.limit_s
+    later = _CAME_LATER if waiting.differs and sample.incarnation else ""
     return (
         f"no progress for {sample.stalled_s:.1f} s in {sample.phase} of step {sample.step}"
-        f"{stopped} (limit {sample.limit_s:.3g} s with a recovery); {waiting}"
+        f"{stopped} (limit {limit_s:.3g} s with a recovery); {waiting}{later}"
     )
 
 
@@ -169,20 +203,36 @@ def _awaits_commit(sample: Sample | None) -> bool:
     return sample is not None and sample.waits_for == COMMIT
 
 
-def _end_of_chain(slot: int, samples: Mapping[int, Sample]) -> tuple[int | None, bool]:
-    """Whom a worker waits for in the end, None where that is no trainer; and if in a circle."""
+def _without_recovery(limit_s: float) -> float:
+    return limit_s - min(RECOVERY_S, RECOVERY_PART * limit_s)
+
+
+def _differ(circle: Sequence[Sample]) -> bool:
+    """Whether none of them ever goes on; nobody knows what a stopped one would do."""
+    return len({one.waits_in for one in circle}) > 1 and not any(one.stopped for one in circle)
+
+
+def _end_of_chain(slot: int, samples: Mapping[int, Sample]) -> tuple[int | None, list[Sample]]:
+    """Whom a worker waits for in the end, None where that is no trainer; and those of a circle."""
     path: list[int] = []
     here = slot
     while here not in path:
         path.append(here)
         sample = samples.get(here)
         if sample is None or sample.waits_for == NOBODY:
-            return here, False
+            return here, []
         if sample.waits_for < 0:
-            return None, False
+            return None, []
         here = sample.waits_for
     circle = [samples[one] for one in path[path.index(here) :]]
-    if not all(one.is_late for one in circle):
-        return None, False
+    differs = _differ(circle)
+    if not all(one.is_late_in_circle if differs else one.is_late for one in circle):
+        return None, []
     # All of them stand still, so that everyone who looks sees the same numbers.
-    return min(circle, key=lambda one: (one.epoch, one.step, one.operations, one.slot)).slot, True
+    return min(circle, key=lambda one: _how_far(one, differs=differs)).slot, circle
+
+
+def _how_far(one: Sample, *, differs: bool) -> tuple[int, ...]:
+    """Of those that do different things, the script of a worker that came later is the odd one."""
+    came = -one.incarnation if differs else 0
+    return one.epoch, one.step, came, one.operations, one.slot

@@ -75,7 +75,11 @@ class HangWatch:
         waiting = self._waiting.get(peer)
         if waiting is None:
             return {}
-        return {"waiting": list(waiting.slots), "in_circle": waiting.in_circle}
+        return {
+            "waiting": list(waiting.slots),
+            "in_circle": waiting.in_circle,
+            "differs": waiting.differs,
+        }
 
     def heard(self, peer: int, beat: Frame) -> None:
         """A beat came from another supervisor."""
@@ -84,7 +88,9 @@ class HangWatch:
             self._others[peer] = Sample.from_json(beat["page"])
         if peer == self._agreement.leader:
             self._told = Waiting(
-                slots=tuple(beat.get("waiting", ())), in_circle=beat.get("in_circle", False)
+                slots=tuple(beat.get("waiting", ())),
+                in_circle=beat.get("in_circle", False),
+                differs=beat.get("differs", False),
             )
             self._told_s = self._clock()
 
@@ -118,9 +124,10 @@ class HangWatch:
         own = self._own()
         pause_s = self._every_s
         if own is not None:
-            if own.is_late:
+            if own.is_late_in_circle:
                 self._judge(own)
-            pause_s = max(_SHORTEST_PAUSE_S, min(pause_s, own.may_stall_s - own.stalled_s))
+            may_stall_s = own.may_stall_s if own.is_late_in_circle else own.may_stall_in_circle_s
+            pause_s = max(_SHORTEST_PAUSE_S, min(pause_s, may_stall_s - own.stalled_s))
         self._due_s = self._clock() + pause_s
         self._reactor.after(pause_s, self._check)
 
@@ -140,11 +147,12 @@ class HangWatch:
             step=own.step,
             phase=own.phase,
             stalled_s=own.stalled_s,
-            limit_s=own.limit_s,
+            limit_s=min(own.limit_s, own.floor_s) if waiting.differs else own.limit_s,
             waited_s=own.waited_s,
             stopped=own.stopped,
             waiting=list(waiting.slots),
             in_circle=waiting.in_circle,
+            differs=waiting.differs,
         )
         self._trainer.fence(evidence)
 

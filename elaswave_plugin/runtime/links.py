@@ -266,11 +266,12 @@ class LinkTable:
 
     def _tell_whom_we_await(self) -> None:
         """Of several threads that wait the newest counts; every byte that moves is progress."""
-        peer = NOBODY
-        if self._awaited:
-            waiting = self._awaited[-1].waiting
-            peer = OUTSIDE if waiting is None or waiting.peer < 0 else waiting.peer
-        self._page.waits_for(peer)
+        if not self._awaited:
+            return self._page.waits_for(NOBODY)
+        operation = self._awaited[-1]
+        waiting = operation.waiting
+        peer = OUTSIDE if waiting is None or waiting.peer < 0 else waiting.peer
+        self._page.waits_for(peer, operation.number)
 
     def _drive(self, operation: Operation, deadline_s: float) -> None:
         while not operation.done:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from elaswave_plugin.runtime.buffers import Scratch
 
+_LARGEST_NUMBER = (1 << 63) - 1
+
 Steps = Generator[Transfer, None, None]
 """What a collective is: it yields the transfer that it needs next."""
 
@@ -97,6 +99,11 @@ class Operation:
     def size(self) -> int:
         """Size of the group."""
         return self.group.size
+
+    @property
+    def number(self) -> int:
+        """One for all members; almost never that of another operation."""
+        return (self.group.number ^ (self.sequence << 8 | int(self.kind))) & _LARGEST_NUMBER
 
     def others(self) -> list[int]:
         """The other ranks, starting behind our own so that not everybody talks to rank 0 first."""

@@ -36,6 +36,8 @@ _LIMIT_NS = 7
 _DEPTH = 8
 _LENT_UNTIL_NS = 9
 _TOLD_TO_END = 10
+_WAITS_IN = 11
+_FLOOR_NS = 12
 # Texts: the phase, then the announced ones, which may be nested.
 _TEXTS = 1024
 _TEXT_BYTES = 64
@@ -82,6 +84,10 @@ class ProgressPage:
         self._words[_LIMIT_NS] = int(limit_s * _NS)
         self._write_text(0, phase.encode())
 
+    def set_floor(self, floor_s: float) -> None:
+        """No phase is late before."""
+        self._words[_FLOOR_NS] = int(floor_s * _NS)
+
     def set_place(self, *, epoch: int | None = None, step: int | None = None) -> None:
         """The view and the step of the work."""
         if epoch is not None:
@@ -95,10 +101,11 @@ class ProgressPage:
         words[_SINCE_NS] = time.monotonic_ns()
         words[_OPERATIONS] += 1
 
-    def waits_for(self, slot: int) -> None:
-        """A slot, or one of NOBODY, COMMIT and OUTSIDE."""
+    def waits_for(self, slot: int, operation: int = 0) -> None:
+        """A slot, or one of NOBODY, COMMIT and OUTSIDE; the number of the operation that waits."""
         self._words[_SINCE_NS] = time.monotonic_ns()
         self._words[_WAITS_FOR] = slot
+        self._words[_WAITS_IN] = operation
 
     @contextmanager
     def waiting(self, for_whom: int) -> Iterator[None]:
@@ -193,6 +200,8 @@ class ProgressPage:
             waits_for=waits_for,
             stopped=stopped,
             waited_s=waited_s,
+            waits_in=words[_WAITS_IN],
+            floor_s=words[_FLOOR_NS] / _NS or UNKNOWN_LIMIT_S,
         )
 
     def _write_text(self, index: int, text: bytes) -> None:
@@ -264,6 +273,7 @@ class PhaseClock:
         ``data_floor_s``: nor is the reading of data before this.
         """
         self._page = page
+        page.set_floor(floor_s)
         self._limits = PhaseLimits(floor_s, data_floor_s=data_floor_s)
         self._recovery_s = max(floor_s, recovery_s)
         self._phase: str | None = None

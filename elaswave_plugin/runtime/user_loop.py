@@ -131,6 +131,8 @@ class UserLoop:
                 return result
             except EpochChanged:
                 pass
+            except (MismatchError, PeerError) as error:
+                self._blame_newcomers(error)
             self._recover()
             self._steps.state.put_back(before)
         return result if self.worker.completed == step else None
@@ -142,6 +144,7 @@ class UserLoop:
     def finish(self, *, before_leaving: Callable[[], object]) -> None:
         """Leave when everyone has completed its last step."""
         self.set_behind(False)
+        self.worker.phases.step = self.worker.completed
         self._guarded(dist.barrier)
         before_leaving()
         self.worker.close()
@@ -156,6 +159,8 @@ class UserLoop:
                 return result
             except EpochChanged:
                 pass
+            except (MismatchError, PeerError) as error:
+                self._blame_newcomers(error)
             self._recover()
 
     def _recover(self) -> None:
@@ -173,17 +178,26 @@ class UserLoop:
                 self._blame_newcomers(error)
 
     def _blame_newcomers(self, error: LinkError) -> None:
-        """Workers do not do the same: those that have just come leave, and the others go on.
+        """Workers do not do the same: those that came later leave, and the others go on.
 
         Raises ConfigurationError on one that came, ``error`` where nobody has. Returns where the
         others leave, which interrupts this.
         """
-        member, newcomers = self.worker.member, self.worker.untried
-        if str(member.worker) in newcomers:
+        me, view = self.worker.member.worker, self.worker.view
+        untried = self.worker.untried
+        came = {str(one) for one in view.workers if one.incarnation} | set(untried)
+        if str(me) in untried:
             raise ConfigurationError(
                 f"this worker came later and does not do in its first step what the others do"
                 f" ({error}); have the script build the same model and do the same wherever it"
                 " starts, or set respawn to 0 and leave --reserve out"
             ) from error
-        if not newcomers:
+        if str(me) in came:
+            raise ConfigurationError(
+                "this worker came later, and its script does something else after step"
+                f" {self.worker.completed - 1} than those of the others: one that counts its steps"
+                " itself has not seen those before it; count those that the job has made"
+                f" (engine.global_steps), or set respawn to 0 ({error})"
+            ) from error
+        if not came:
             raise error

@@ -23,7 +23,8 @@ from elaswave_plugin.core.hang import (
 
 def page(slot: int, waits_for: int = NOBODY, *, stalled_s: float = 2.5, **more: object) -> Sample:
     fields = {"epoch": 1, "step": 7, "operations": 40, "phase": "backward", "limit_s": 2.0, **more}
-    return Sample(slot=slot, incarnation=0, stalled_s=stalled_s, waits_for=waits_for, **fields)  # type: ignore[arg-type]
+    fields = {"incarnation": 0, **fields}
+    return Sample(slot=slot, stalled_s=stalled_s, waits_for=waits_for, **fields)  # type: ignore[arg-type]
 
 
 def verdicts(*samples: Sample, members: int = 4) -> dict[int, str]:
@@ -70,6 +71,34 @@ def test_whoever_waits_for_a_worker_that_is_at_work_waits_for_nobody_guilty() ->
 
 def test_a_job_that_is_stopped_as_a_whole_does_not_hang() -> None:
     assert verdicts(page(0, 1, stopped=True), page(1, stopped=True)) == {}
+
+
+def circle(**newcomer: object) -> list[Sample]:
+    """Two at the end of their script, for which no limit is known, wait for one that goes on."""
+    slow = {"limit_s": UNKNOWN_LIMIT_S, "floor_s": 2.0}
+    return [
+        page(0, 2, waits_in=5, **slow),
+        page(2, 1, waits_in=5, **slow),
+        page(1, 0, **{"incarnation": 1, "operations": 90, "waits_in": 6, **slow, **newcomer}),
+    ]
+
+
+def test_a_circle_of_different_operations_ends_by_the_shortest_limit() -> None:
+    """Of those, the one that came later does what the others do not, whatever it has done."""
+    (text,) = verdicts(*circle(), members=3).values()
+    assert text == (
+        "no progress for 2.5 s in backward of step 7 (limit 2 s with a recovery); workers 0, 2 wait"
+        " for it in another operation than the one in which it waits for them; it came later, and"
+        " its script does something else than theirs: one that counts its steps itself has not seen"
+        " those before it; count those that the job has made (engine.global_steps), or set respawn"
+        " to 0"
+    )
+    assert list(verdicts(*circle(), members=3)) == [1]
+
+
+@pytest.mark.parametrize("newcomer", [{"waits_in": 5}, {"stalled_s": 1.5}, {"stopped": True}])
+def test_a_circle_of_one_operation_may_take_as_long_as_its_phase(newcomer: object) -> None:
+    assert verdicts(*circle(**newcomer), members=3) == {}  # type: ignore[arg-type]
 
 
 def test_of_a_circle_the_one_behind_has_to_go() -> None:

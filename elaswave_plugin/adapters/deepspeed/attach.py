@@ -1,9 +1,9 @@
 """deepspeed.initialize with the section "elaswave": joins the job, then builds the engine in it."""
 
-import atexit
 import functools
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
@@ -157,13 +157,15 @@ def _agreed_seed(worker: Worker) -> int:
 
 def _leave_at_exit(job: AttachedEngine) -> None:
     """Leave with the others when the script ends, unless an exception ends it."""
-    show = sys.excepthook
+    show, pid = sys.excepthook, os.getpid()
 
     def failing(kind: Any, error: Any, trace: Any) -> None:
         job.abandon()
         show(kind, error, trace)
 
     def leave() -> None:
+        if os.getpid() != pid:
+            return  # the end of a child that was forked, as of a loader's
         try:
             job.leave()
         except SystemExit as end:
@@ -171,7 +173,9 @@ def _leave_at_exit(job: AttachedEngine) -> None:
             exit_at_once(int(end.code or 0))
 
     sys.excepthook = failing
-    atexit.register(leave)
+    # Not `atexit`: then no thread can be started any more, as the recovery from a loss does that
+    # meets the workers here.
+    threading._register_atexit(leave)  # type: ignore[attr-defined]
 
 
 def _leave_with_the_groups(job: AttachedEngine) -> None:
