@@ -35,6 +35,10 @@ _CAME_LATER = (
     " itself has not seen those before it; count those that the job has made"
     " (engine.global_steps), or set respawn to 0"
 )
+_NOT_ALIKE = (
+    "; the scripts do different things, and every worker has to make the same calls of the engine,"
+    " run and collectives"
+)
 UNKNOWN_LIMIT_S = 600.0
 """What a phase without a median may take: compilation in the first steps, a script between two."""
 
@@ -192,10 +196,10 @@ def verdict(sample: Sample, waiting: Waiting) -> str | None:
     if sample.waited_s >= 0.1:
         stopped += f", and {sample.waited_s:.1f} s in which it waited for a processor"
     limit_s = min(sample.limit_s, sample.floor_s) if waiting.differs else sample.limit_s
-    later = _CAME_LATER if waiting.differs and sample.incarnation else ""
+    why = (_CAME_LATER if sample.incarnation else _NOT_ALIKE) if waiting.differs else ""
     return (
         f"no progress for {sample.stalled_s:.1f} s in {sample.phase} of step {sample.step}"
-        f"{stopped} (limit {limit_s:.3g} s with a recovery); {waiting}{later}"
+        f"{stopped} (limit {limit_s:.3g} s with a recovery); {waiting}{why}"
     )
 
 

@@ -114,7 +114,14 @@ class UserLoop:
 
         It starts again after a recovery, unless that rolled a step back: then the loop comes here
         again once it has redone it, and None is returned. Everyone leaves it together.
+        Raises ConfigurationError in the middle of a step, whose first part a loss takes back.
         """
+        if self.iteration and not self.dead:
+            raise ConfigurationError(
+                f"{phase} between two steps is asked for in the middle of step"
+                f" {self.worker.completed}, after {self.iteration} of its batches: call it behind"
+                " the engine.step() by which engine.global_steps has grown"
+            )
         if self.worker.alone or self._behind or (self.dead and not self._between):
             return None
         step, done = self.worker.completed, self._steps.works_done

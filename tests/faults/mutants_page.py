@@ -1,8 +1,10 @@
 """Prints the page of mutants: `python -m tests.faults.mutants_page > PAGE`."""
 
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 
+from tests.deepspeed.call_mutants import CALLS, call_mutants
 from tests.faults.harness import ROOT, SCRIPT
 from tests.faults.mutants import Mutant, mutants
 from tests.faults.replacements import TRAINS
@@ -11,33 +13,46 @@ PAGE = ROOT / "elaswave_plugin" / "docs" / "wrong_lines.md"
 HEAD = """\
 # What a wrong line does
 
-Each of the ten lines that `examples/train_gpt.py` marks, left out, moved or written otherwise, one
-at a time. Two workers train, one is killed in step 3. "Trains right": the ledger is exact, the loss
-is survived, and losses, norms, weights and optimizer state have the bits of the script as it is.
-"Refused": one sentence in the first step at the latest (or when the line is first reached), exit
-code 2. "Its own error": the traceback of Python or a framework once, exit code 1. Nobody is started
-again in either.
+Each of the ten lines that `examples/train_gpt.py` marks, and each call of
+`elaswave_plugin.deepspeed`, left out, moved or written otherwise, one at a time. Two workers train,
+one is killed in step 3. "Trains right": the ledger is exact, the loss is survived, and losses,
+norms, weights and optimizer state have the bits of the script as it is (DeepSpeed: of its run in
+which the same worker leaves as planned). "Refused": one sentence in the first step at the latest
+(or when the line is first reached), exit code 2. "Its own error": the traceback of Python or a
+framework once, exit code 1. Nobody is started again in either. "Nothing attached": the script
+trains unprotected, and one line at its first step says so and what it lacks.
 
 This page is printed by `python -m tests.faults.mutants_page`, and every row is run by
-`tests/faults/test_mutants.py`.
+`tests/faults/test_mutants.py` and `tests/deepspeed/test_call_mutants.py`.
+
+"""
+DEEPSPEED = """
+# DeepSpeed
+
+The calls of `tests/deepspeed/scripts/calls.py`; a script with the section needs none of them. Of
+`run` on one worker only, nobody knows until the others wait for it: after `hang_timeout_s` it is
+killed with the words "in another operation than the one in which it waits for them", and the same
+comes again with the next rank 0.
+
 """
 
 
 def page() -> str:
     """All mutants, a table for each marked line."""
+    parts = [HEAD, *_tables(SCRIPT, mutants()), DEEPSPEED, *_tables(CALLS, call_mutants())]
+    return "".join(parts).rstrip("\n") + "\n"
+
+
+def _tables(script: Path, ones: Iterable[Mutant]) -> Iterator[str]:
     marked = {
         int(line.rpartition(" ")[2]): line.split("  # [elastic]")[0].strip()
-        for line in Path(SCRIPT).read_text().splitlines()
+        for line in script.read_text().splitlines()
         if "# [elastic]" in line
     }
-    ordered = sorted(mutants(), key=lambda one: one.line)
-    parts = [HEAD]
-    for line, ones in groupby(ordered, key=lambda one: one.line):
-        rows = "\n".join(map(_row, ones))
-        parts.append(
-            f"## {line}. `{marked[line]}`\n\n| line | end | says |\n|---|---|---|\n{rows}\n"
-        )
-    return "\n".join(parts)
+    ordered = sorted(ones, key=lambda one: one.line)
+    for line, of_line in groupby(ordered, key=lambda one: one.line):
+        rows = "\n".join(map(_row, of_line))
+        yield f"## {line}. `{marked[line]}`\n\n| line | end | says |\n|---|---|---|\n{rows}\n\n"
 
 
 def _row(one: Mutant) -> str:

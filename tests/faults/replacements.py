@@ -3,6 +3,7 @@
 TRAINS = "trains right"
 REFUSED = "refused"
 RAISES = "its own error, once"
+DETACHED = "nothing attached"
 
 _FB = "job.forward_backward(get_forward_backward_func())"
 _CALL = "forward_backward(data_iterator=per_chunk(train_batches), **schedule)"
@@ -16,6 +17,25 @@ _LOOP = "for iteration, report in job.train(train_step, last_checkpoint=last):"
 _PLAIN_LOOP = """for iteration in range(args.train_iters):
         train_step()
         continue"""
+
+_ARGUMENTS = "return parser.parse_args()"
+_NO_FLAG = "sys.argv[1:] = [one for one in sys.argv[1:] if one != '--elaswave']"
+_NO_OPTIONS = "sys.argv[1:] = [one for one in sys.argv[1:] if '--elaswave' not in one]"
+# All lines but the parser's in Megatron-Core's own words; the records stand in for a GPU.
+PLAIN = (
+    (
+        "job = elaswave.attach(args)",
+        "from elaswave_plugin.adapters.megatron.cpu import cpu_patches; cpu_patches().apply()",
+    ),
+    ("init_process_group(**job.process_group())", "init_process_group('gloo')"),
+    ("job.bind(model, optimizer, scheduler, train_iters=args.train_iters)", "pass"),
+    (
+        "= job.batches(train), job.batches(valid)",
+        f"= __import__('itertools').cycle({_LOADER}), None",
+    ),
+    (_FB, f"partial(get_forward_backward_func(), num_microbatches={_COUNT}, forward_only=False)"),
+    (_LOOP, f"{_PLAIN_LOOP}\n    for iteration, report in []:"),
+)
 
 # (line, change, what is replaced, by what, how it ends, the words)
 Replacement = tuple[int, str, str, str, str, str]
@@ -67,6 +87,22 @@ REPLACED: tuple[Replacement, ...] = (
         "elaswave.attach(vars(args))",
         REFUSED,
         "attach got a dict",
+    ),
+    (
+        3,
+        "no --elaswave behind the script",
+        _ARGUMENTS,
+        f"import sys; {_NO_FLAG}; {_ARGUMENTS}",
+        REFUSED,
+        "is given without --elaswave; add --elaswave",
+    ),
+    (
+        3,
+        "no option of ours behind the script",
+        _ARGUMENTS,
+        f"import sys; {_NO_OPTIONS}; {_ARGUMENTS}",
+        DETACHED,
+        "--elaswave is not among the script's arguments; add it behind the script",
     ),
     (
         3,

@@ -5,40 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.tracking.events import EVENTS_FILE, STEPS_FILE, read_lines
 from tests.faults.conftest import Launch, Reference
-from tests.faults.harness import JobSpec, Outcome, check_equal
+from tests.faults.harness import JobSpec, check_equal
 from tests.faults.hybrid_matrix import PP2_DP2
+from tests.faults.mutant_ends import check_refused, check_told
 from tests.faults.mutants import Mutant, mutants
 from tests.faults.mutants_page import PAGE, page
-from tests.faults.replacements import RAISES, REFUSED, TRAINS
+from tests.faults.replacements import TRAINS
 
 SPEC = JobSpec(nproc=2, steps=4, global_batch=4)
 MUTANTS = list(mutants())
-# What a job says that is in order.
-USUAL = ("elaswave: snapshots use", "step ")
-
-
-def check_refused(run: Outcome, words: str) -> None:
-    """Exit code 2 in the first step, and one line that names what to write."""
-    assert run.returncode == 2, run.output[-4000:]
-    said = [line for line in run.output.splitlines() if not line.startswith(USUAL)]
-    if "unrecognized arguments" in run.output:
-        # A parser explains at length what it does not know.
-        said = [line for line in said if line.startswith("elaswave: ")]
-    assert len(said) == 1 and words in said[0], run.output[-4000:]
-    steps = run.directory / STEPS_FILE
-    assert not steps.exists() or all(record["step"] == 0 for record in read_lines(steps))
-
-
-def check_raised(run: Outcome, words: str) -> None:
-    """The script's own error, once, and nobody is started again for it."""
-    assert run.returncode == 1, run.output[-4000:]
-    # What cannot be compiled has none; nor has a script that ends too early.
-    traced = not words.startswith(("IndentationError", "job.finish"))
-    assert run.output.count("Traceback (most recent call last)") == traced, run.output[-4000:]
-    assert words in run.output, run.output[-4000:]
-    assert "no live worker remains" not in run.output
 
 
 def test_the_page_has_every_mutant() -> None:
@@ -55,13 +31,10 @@ def test_a_mutant_is_not_silent(
     trains = mutant.end == TRAINS
     spec = replace(SPEC, options=options, kills=("1@3:backward",), respawn=0 if trains else 10)
     done = run(replace(spec, script=str(script)))
-    assert not done.orphans
     if trains:
         check_equal(done, reference(SPEC))
-        return
-    started = [e for e in read_lines(done.directory / EVENTS_FILE) if e["kind"] == "worker_started"]
-    assert {event["incarnation"] for event in started} == {0}
-    {REFUSED: check_refused, RAISES: check_raised}[mutant.end](done, mutant.words)
+    else:
+        check_told(done, mutant.end, mutant.words)
 
 
 # Where only the last stage has losses, and a stage may read no data.

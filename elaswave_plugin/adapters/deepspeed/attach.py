@@ -35,6 +35,7 @@ from elaswave_plugin.adapters.deepspeed.torch_loader import Batches, batches_of
 from elaswave_plugin.adapters.deepspeed.zero3 import is_cut, take_world
 from elaswave_plugin.adapters.growth import check_reserve
 from elaswave_plugin.config import ElasticConfig
+from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.c10d_tables import BACKEND
 from elaswave_plugin.runtime.lifeline import exit_at_once
 from elaswave_plugin.runtime.member import CONTROL_FD
@@ -45,6 +46,7 @@ from elaswave_plugin.tracking.sinks import check_sinks
 
 # Where the engine keeps its job.
 _JOB = "elaswave"
+_RUN = "run(engine, evaluate)"
 
 
 @ends_in_a_sentence
@@ -67,6 +69,11 @@ def _attach(
     config: Mapping[str, Any],
     arguments: dict[str, Any],
 ) -> Any:
+    if dist.is_initialized() and dist.get_backend() == BACKEND:
+        raise ConfigurationError(
+            'deepspeed.initialize is called a second time with the section "elaswave", and a job'
+            " carries one engine: put both models into one module, of which one engine trains"
+        )
     check_configuration(
         config,
         **{name: arguments.get(name) for name in ("model", "mpu", "mesh_param")},
@@ -208,7 +215,7 @@ def loader_of(
 
     Without the section it is DeepSpeed's own.
     """
-    job: AttachedEngine | None = getattr(engine, _JOB, None) if hasattr(engine, _JOB) else None
+    job = _job_of(engine, "loader(engine, dataset)")
     if isinstance(data, torch.utils.data.DataLoader):
         given = _read_loader(data, micro_batch_size=int(engine.train_micro_batch_size_per_gpu()))
         collate_fn = collate_fn or given.collate_fn
@@ -232,8 +239,34 @@ def loader_of(
 
 def run_in(engine: Any, work: Callable[[], Any], *, phase: str) -> Any:
     """Call ``work()``, and again after a loss; without the section it is just called."""
-    job: AttachedEngine | None = getattr(engine, _JOB, None) if hasattr(engine, _JOB) else None
+    job = _job_of(engine, _RUN)
+    _check_work(work, phase)
     return work() if job is None else job.run(work, phase=phase)
+
+
+@ends_in_a_sentence
+def _job_of(engine: Any, line: str) -> AttachedEngine | None:
+    """The job of an engine; None without the section. Raises ConfigurationError for no engine."""
+    if not hasattr(engine, "deepspeed_io"):
+        raise ConfigurationError(
+            f"elaswave_plugin.deepspeed.{line.partition('(')[0]} got a {type(engine).__name__} as"
+            f" engine: write {line}, with the first of the four that deepspeed.initialize returns"
+        )
+    return getattr(engine, _JOB) if hasattr(engine, _JOB) else None
+
+
+@ends_in_a_sentence
+def _check_work(work: object, phase: object) -> None:
+    if not callable(work):
+        raise ConfigurationError(
+            f"elaswave_plugin.deepspeed.run got {type(work).__name__} {work!r:.40}, wanted a"
+            f" function, which it calls again after a loss: write {_RUN}, without calling it"
+        )
+    if not isinstance(phase, str):
+        raise ConfigurationError(
+            f"elaswave_plugin.deepspeed.run got phase={phase!r}, wanted a name: write"
+            ' run(engine, evaluate, phase="evaluation")'
+        )
 
 
 @ends_in_a_sentence

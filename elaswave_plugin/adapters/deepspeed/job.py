@@ -190,6 +190,8 @@ class EngineJob(AttachedEngine):
     ) -> torch.Tensor:
         weight = self._weight
 
+        self._check_no_work("engine.backward")
+
         def work() -> torch.Tensor:
             self._losses.append(loss.detach().double() * weight)
             weighted = loss if weight == 1.0 else loss * weight
@@ -199,6 +201,7 @@ class EngineJob(AttachedEngine):
         return self._loop.call(work, instead=loss.detach)
 
     def _step(self, native: Callable[..., None], lr_kwargs: dict[str, Any] | None = None) -> None:
+        self._check_no_work("engine.step")
         if not self._engine.is_gradient_accumulation_boundary():
             self._loop.call(lambda: native(lr_kwargs), instead=lambda: None)
             return
@@ -227,6 +230,14 @@ class EngineJob(AttachedEngine):
 
         self._loop.complete_step(update)
         self._end_where_all_leave()
+
+    def _check_no_work(self, call: str) -> None:
+        """Raise ConfigurationError in work between two steps, which is no part of any."""
+        if self._working:
+            raise ConfigurationError(
+                f"{call} is called inside of run(engine, work), whose work is no step and may be"
+                " made again: call it in the loop"
+            )
 
     def _set_boundary(self, native: Callable[[bool], None], is_boundary: bool) -> None:
         if not self.boundaries_follow:
@@ -293,6 +304,7 @@ class EngineJob(AttachedEngine):
     @abandoning
     def next_batch(self, loader: ElasticLoader) -> Any:
         """The next batch of this worker's share; the first one is preceded by the first seal."""
+        self._check_no_work("next(loader)")
         if not self._sealed:
             check_schedules(self._engine)
             self._framework.begin()

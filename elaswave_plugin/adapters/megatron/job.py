@@ -31,7 +31,11 @@ from elaswave_plugin.adapters.megatron.schedule_calls import check_call, check_s
 from elaswave_plugin.adapters.megatron.step_parts import step_state
 from elaswave_plugin.adapters.megatron.turns import EVALUATE, RUN, TRAIN, Turns
 from elaswave_plugin.adapters.megatron.whole_saves import WholeSaves
-from elaswave_plugin.adapters.megatron.world import check_no_world, check_world
+from elaswave_plugin.adapters.megatron.world import (
+    check_no_world,
+    check_world,
+    name_what_is_missing,
+)
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.adapters.recording import Recording, tracker_of
 from elaswave_plugin.config import ElasticConfig
@@ -91,6 +95,7 @@ class ElasticJob:
         self._worker = Worker(
             config=config, environ=os.environ, model_parallel=sizes.model_parallel
         )
+        name_what_is_missing(self._worker.groups)
         self._tracker = tracker_of(self._worker)
         self._train_iters = 0
         self._evaluations = 0

@@ -1,5 +1,8 @@
 """Whether the groups that a script has made are those of the job."""
 
+import sys
+import traceback
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -8,6 +11,7 @@ from megatron.core import parallel_state
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.process_group import GroupTable
 
+_NEED_A_WORLD = ("parallel_state.py", "distributed_c10d.py")
 INIT = "torch.distributed.init_process_group(**job.process_group())"
 
 
@@ -18,6 +22,22 @@ def check_no_world() -> None:
             f"torch.distributed is initialized already, on {dist.get_backend()!r}: delete that "
             f"line, and write {INIT} behind attach"
         )
+
+
+def name_what_is_missing(groups: GroupTable) -> None:
+    """Have an error that ends the script for want of torch.distributed's world say what to write.
+
+    Megatron-Core asserts that there is one, without a message.
+    """
+    show = sys.excepthook
+
+    def failing(kind: Any, error: Any, trace: Any) -> None:
+        show(kind, error, trace)
+        frames = traceback.extract_tb(trace)
+        if groups.world is None and frames and Path(frames[-1].filename).name in _NEED_A_WORLD:
+            print(f"elaswave: torch.distributed is not initialized: write {INIT}", file=sys.stderr)
+
+    sys.excepthook = failing
 
 
 def check_world(groups: GroupTable, *, model_parallel: tuple[int, int]) -> None:
