@@ -23,6 +23,10 @@ class LoopBody:
         self._loop = loop
         self._worker = loop.worker
 
+    def begin(self) -> None:
+        """What follows is the body, until the script ends."""
+        self._worker.links.body = self
+
     @contextmanager
     def open(self) -> Iterator[None]:
         """Inside, the body runs."""

@@ -82,6 +82,8 @@ class GroupTable:
         """The device of every slot at launch, where they have native groups; for who is alone."""
         self._undo_batches: Callable[[], None] | None = None
         self.world: ElasticProcessGroup | None = None
+        # Called before WORLD ends, as where the script destroys it.
+        self.before_the_end: Callable[[], None] = lambda: None
         self._world_ranks: tuple[int, ...] = ()
         self._groups: dict[str, ElasticProcessGroup] = {}
         self._launched: dict[str, tuple[int, ...]] = {}
@@ -121,6 +123,8 @@ class GroupTable:
         return group
 
     def _forget(self, name: str) -> None:
+        if self.world is not None and self._groups.get(name) is self.world:
+            self.before_the_end()
         group = self._groups.pop(name, None)
         self._launched.pop(name, None)
         if group is not None:

@@ -3,7 +3,6 @@
 import functools
 import os
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
@@ -37,10 +36,10 @@ from elaswave_plugin.adapters.growth import check_reserve
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.c10d_tables import BACKEND
-from elaswave_plugin.runtime.lifeline import exit_at_once
 from elaswave_plugin.runtime.member import CONTROL_FD
 from elaswave_plugin.runtime.refusal import ends_in_a_sentence
 from elaswave_plugin.runtime.reserve import read_reserve
+from elaswave_plugin.runtime.script_end import leave_at_exit
 from elaswave_plugin.runtime.worker import Worker
 from elaswave_plugin.tracking.sinks import check_sinks
 
@@ -118,7 +117,7 @@ def _attach(
     object.__setattr__(engine, _JOB, job)
     if accelerate is not None:
         accelerate.attach(job, engine)
-    _leave_at_exit(job)
+    leave_at_exit(job.leave, abandon=job.abandon)
     _leave_with_the_groups(job)
     if training_data is not None:
         collate_fn = arguments.get("collate_fn")
@@ -160,29 +159,6 @@ def _agreed_seed(worker: Worker) -> int:
     dist.broadcast(seed, src=0)
     worker.remember(seed=int(seed))
     return int(seed)
-
-
-def _leave_at_exit(job: AttachedEngine) -> None:
-    """Leave with the others when the script ends, unless an exception ends it."""
-    show, pid = sys.excepthook, os.getpid()
-
-    def failing(kind: Any, error: Any, trace: Any) -> None:
-        job.abandon()
-        show(kind, error, trace)
-
-    def leave() -> None:
-        if os.getpid() != pid:
-            return  # the end of a child that was forked, as of a loader's
-        try:
-            job.leave()
-        except SystemExit as end:
-            # Among the functions of an exit it would be printed, and its code forgotten.
-            exit_at_once(int(end.code or 0))
-
-    sys.excepthook = failing
-    # Not `atexit`: then no thread can be started any more, as the recovery from a loss does that
-    # meets the workers here.
-    threading._register_atexit(leave)  # type: ignore[attr-defined]
 
 
 def _leave_with_the_groups(job: AttachedEngine) -> None:

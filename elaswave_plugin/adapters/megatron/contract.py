@@ -47,7 +47,7 @@ class Job(Protocol):
     def train(
         self, train_step: TrainStep, *, last_checkpoint: Callable[[], object] | None = None
     ) -> Iterator[tuple[int, StepReport]]:
-        """Run the training steps; calls ``finish`` after the last one.
+        """Run the training steps; the job goes on until the script ends, as for a save after them.
 
         ``last_checkpoint()`` is called where every worker is told to leave, and the last thing.
 
@@ -57,7 +57,7 @@ class Job(Protocol):
         """
 
     def finish(self) -> None:
-        """Leave with the others: for loops that end before the last step."""
+        """Leave with the others now: for loops that end before the last step."""
 
     def evaluate(self, evaluate: Callable[[], Sequence[Losses]]) -> float:
         """Mean loss over global batches; ``evaluate()`` returns the losses of each."""

@@ -46,6 +46,7 @@ from elaswave_plugin.runtime.loop import ElasticLoop, GuardedSteps, StepReport
 from elaswave_plugin.runtime.loop_body import LoopBody
 from elaswave_plugin.runtime.refusal import ends_in_a_sentence
 from elaswave_plugin.runtime.reserve import read_reserve
+from elaswave_plugin.runtime.script_end import leave_at_exit
 from elaswave_plugin.runtime.worker import Worker
 from elaswave_plugin.tracking.sinks import check_sinks
 
@@ -235,7 +236,7 @@ class ElasticJob:
 
     @ends_in_a_sentence
     def finish(self) -> None:
-        """Leave with the others; the second call does nothing."""
+        """Leave with the others, before the script ends; the second call does nothing."""
         self._turns.check_bound("finish")
         if self._finished:
             return
@@ -249,10 +250,11 @@ class ElasticJob:
     def train(
         self, train_step: TrainStep, *, last_checkpoint: Callable[[], object] | None = None
     ) -> Iterator[tuple[int, StepReport]]:
-        """Complete every step through any number of recoveries, then leave with the others.
+        """Complete every step through any number of recoveries.
 
-        A step that a recovery rolled back is redone before the next one is reported.
-        ``last_checkpoint()`` writes one where every worker is told to leave; training ends then.
+        A step that a recovery rolled back is redone before the next one is reported. The worker
+        leaves with the others when the script ends, and what follows is like the loop's body.
+        ``last_checkpoint()`` writes one where every worker is told to leave, which ends the job.
         """
         self._begin(train_step, last_checkpoint)
         if last_checkpoint is not None:
@@ -276,8 +278,14 @@ class ElasticJob:
                 yield self._worker.completed - 1, report
             if self._worker.last_call and last_checkpoint is not None:
                 self.run(last_checkpoint, phase="save")
-                break
-        self.finish()
+                return self.finish()
+        self._body.begin()
+        self._worker.groups.before_the_end = self.finish
+        leave_at_exit(self.finish, abandon=self._abandon)
+
+    def _abandon(self) -> None:
+        """The script fails after its last step: leave without waiting for anyone."""
+        self._finished = True
 
     @ends_in_a_sentence
     def _begin(self, train_step: object, last_checkpoint: object) -> None:

@@ -123,7 +123,7 @@ class PlainJob:
     def train(
         self, train_step: TrainStep, *, last_checkpoint: Callable[[], object] | None = None
     ) -> Iterator[tuple[int, StepReport]]:
-        """Call it for every step, then leave together.
+        """Call it for every step; the workers leave together when the script ends.
 
         ``last_checkpoint`` is for workers that are told to leave, which nobody is here.
         """
@@ -132,7 +132,13 @@ class PlainJob:
             report = self._report(train_step)
             self._step += 1
             yield self._step - 1, report
-        self.finish()
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        """The script ends; it may have destroyed the groups."""
+        if dist.is_initialized():
+            self.finish()
+            dist.destroy_process_group()
 
     @ends_in_a_sentence
     def _begin(self, train_step: object, last_checkpoint: object) -> None:
@@ -156,7 +162,6 @@ class PlainJob:
             return
         self._finished = True
         dist.barrier()
-        atexit.register(_destroy_groups)
         self._patches.undo()
 
     def _totals(self, losses: Sequence[Reported]) -> list[float]:
@@ -190,8 +195,3 @@ class PlainJob:
         self._evaluations = 0
         with self._turns.of(verb):
             yield
-
-
-def _destroy_groups() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
