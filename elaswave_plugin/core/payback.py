@@ -1,52 +1,67 @@
 """Whether a view pays that only deals the work of a job anew: for workers that got slow, or level.
 
-Nobody knows how long a worker stays as it is. So the job waits until as much has been lost to the
-old deal as the change costs, there and back: then it has cost at most twice what it would have if
-that had been known, and what passes sooner costs nothing.
+It has to save, within `PAYS_WITHIN_STEPS` steps of median length, what it costs and what it costs
+to take it back. And each comes later after the one before it than that did, so that a job is not
+taken back and forth: 10, 40, 160, then 640 steps. That makes at most five in any 1,000.
 
 >>> payback = Payback()
->>> [payback.step(gain=0.2, step_s=1.0) for _ in range(4)]
-[False, False, True, False]
->>> payback.restart(gain=0.2, step_s=1.0)
->>> payback.step(gain=0.2, step_s=1.0)
-True
+>>> payback.note(step_s=1.0)
+>>> payback.pays(gain=0.005, step=6), payback.pays(gain=0.2, step=6)
+(False, True)
+>>> payback.ask(step=6)
+>>> payback.pays(gain=0.2, step=15), payback.pays(gain=0.2, step=16)
+(False, True)
 """
+
+from collections import deque
+from statistics import median
 
 from elaswave_plugin.core.dataflow import Dataflow, Slowness
 from elaswave_plugin.core.layer_times import LayerTimes
 from elaswave_plugin.core.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.plan import Flow
-from elaswave_plugin.core.slow import STEPS_TO_NAME
 
 PAUSE_S = 0.3
 """What such a view costs at least, and where none was measured; the demo's take 0.1 to 0.3 s."""
 LEAST_GAIN = 0.05
 """Share of a step: sums that are shipped one by one cost something that no plan knows."""
+PAYS_WITHIN_STEPS = 100
+"""Also for the one that takes it back."""
+APART_STEPS, APART_FACTOR, MOST_APART_STEPS = 10, 4, 640
+STEPS_REMEMBERED = 16
 
 
 class Payback:
-    """What the present deal has cost so far, against ``pause_s``, that of a view."""
+    """What a view costs this job, ``pause_s``, and when the last one was asked for."""
 
     def __init__(self) -> None:
         self.pause_s = PAUSE_S
-        self._lost_s = 0.0
-        self._asked = False
+        self.asked: tuple[int, int] | None = None
+        """How many have been, and before which step the last one."""
+        self._steps_s: deque[float] = deque(maxlen=STEPS_REMEMBERED)
 
-    def restart(self, *, gain: float, step_s: float) -> None:
-        """Who is slow has changed, which took some steps to find out: they count."""
-        self._lost_s = (STEPS_TO_NAME - 1) * max(gain, 0.0) * step_s
-        self._asked = False
+    def note(self, *, step_s: float) -> None:
+        """A step took so long."""
+        self._steps_s.append(step_s)
 
-    def step(self, *, gain: float, step_s: float) -> bool:
-        """Whether to ask for a view after one more step, once; ``gain``: the share it would save.
+    def pays(self, *, gain: float, step: int) -> bool:
+        """Whether to ask before ``step`` for a view that saves ``gain``, a share of a step."""
+        if self.asked is not None:
+            count, last = self.asked
+            if step < last + min(MOST_APART_STEPS, APART_STEPS * APART_FACTOR ** (count - 1)):
+                return False
+        step_s = median(self._steps_s) if self._steps_s else 0.0
+        return PAYS_WITHIN_STEPS * gain * step_s >= 2 * self.pause_s
 
-        ``step_s``: what the step took.
-        """
-        if gain <= 0 or self._asked:
-            return False
-        self._lost_s += gain * step_s
-        self._asked = self._lost_s >= 2 * self.pause_s
-        return self._asked
+    def ask(self, *, step: int) -> None:
+        """A view is asked for before ``step``."""
+        count, _ = self.asked or (0, 0)
+        self.asked = count + 1, step
+
+    def restart(self, asked: tuple[int, int] | None) -> None:
+        """A view begins, whose steps are others; ``asked``: as one of its workers has told."""
+        self.asked = asked
+        self._steps_s.clear()
 
 
 def gain_of_view(now: Flow, wanted: Flow, *, slow: Slowness, times: LayerTimes) -> float:

@@ -5,40 +5,45 @@ them has: so that neither a processor that others use for a moment, nor having l
 worker slow. Where lengths vary, a pace is judged by the curve through those of the last steps
 (`length_curve.py`), and who may owe it to its length is neither named nor taken back.
 
+On a busy machine the pace of a step may be ten times that of the next. So a worker is named on 8 to
+32 steps, of which three in four show it as that slow; the fewer they are, the more they have to
+show: by the spread of the others' ratios, to the power of 8 over their number.
+
 >>> watch = SlowWatch()
->>> for step in range(4):
+>>> for step in range(8):
 ...     changed = watch.step({0: 1e-6, 1: 1.6e-6, 2: 1e-6}, [(0, 1, 2)])
 >>> print(watch.slow[1])
-takes 1.60x as long for a layer as workers 0, 2, which have the same ones, in 4 steps in a row
+takes 1.60x as long for a layer as workers 0, 2, which have the same ones, in 8 steps
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, median_high, median_low
+from typing import NamedTuple
 
 from elaswave_plugin.core.length_curve import LengthHistory
 from elaswave_plugin.core.worker_facts import SlowTold
 
 SLOW = 1.3
 LEVEL = 1.15
-STEPS_TO_NAME = 4
-"""In a row, also to take it back: the pace of a step is known in the next one, the fifth."""
+SHORTEST, LONGEST = 8, 32
+"""Steps of evidence; the longest also to take it back, or to name another ratio."""
 AGAIN = 1.5
 """So much slower or faster than when it was named, a worker is named anew."""
-MOST_STEPS = 256
-"""In a row, to take it back from a worker that was named again and again."""
 DIGITS = 2
-KEEP, NAME, TAKE_BACK = "keep", "name", "take back"
+_LONGER = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slow:
-    """A slow worker: its pace over the median of its ``peers``, the least of a row of steps."""
+    """A slow worker: its pace over the median of its ``peers``, in three of four ``steps``."""
 
     ratio: float
     peers: tuple[int, ...]
+    steps: int = SHORTEST
 
     @property
     def slowness(self) -> float:
@@ -50,23 +55,28 @@ class Slow:
         have = "have" if several else "has"
         return (
             f"takes {self.ratio:.2f}x as long for a layer as worker{several}"
-            f" {', '.join(map(str, self.peers))}, which {have} the same ones, in {STEPS_TO_NAME}"
-            " steps in a row"
+            f" {', '.join(map(str, self.peers))}, which {have} the same ones, in {self.steps} steps"
         )
+
+
+class _Ratio(NamedTuple):
+    """A worker's pace over that of its peers in one step: at least, and at most."""
+
+    least: float
+    most: float
 
 
 class SlowWatch:
     """The slow workers of a job by slot; alike on all that have seen the same steps.
 
-    One that is much slower or faster than when it was named is named anew. Each time that one was
-    named it takes twice as many level steps to take it back, so that nothing flaps.
+    Of those with the same layers at most half are slow, since the others are what they are
+    measured by.
     """
 
     def __init__(self) -> None:
         self.slow: dict[int, Slow] = {}
-        self._times_named: dict[int, int] = {}
-        # By slot, what the last steps in a row speak for, and their ratios.
-        self._row: dict[int, tuple[str, list[float]]] = {}
+        # By slot, of the last steps.
+        self._ratios: dict[int, deque[_Ratio]] = {}
         # By role, its slots.
         self._lengths: dict[tuple[int, ...], LengthHistory] = {}
 
@@ -76,23 +86,23 @@ class SlowWatch:
         return slowness_told(self.told())
 
     def told(self) -> tuple[SlowTold, ...]:
-        """Who is slow or was."""
+        """Who is slow."""
         return tuple(
-            SlowTold(slot, one.ratio if one else 0.0, one.peers if one else (), times)
-            for slot, times in sorted(self._times_named.items())
-            for one in (self.slow.get(slot),)
+            SlowTold(slot, one.ratio, one.peers, one.steps)
+            for slot, one in sorted(self.slow.items())
         )
 
     def restart(self, told: Sequence[SlowTold]) -> None:
-        """The members have changed: begin with what one of them has `told`; rows start anew."""
-        self.slow = _slow_told(told)
-        self._times_named = {one.slot: one.times_named for one in told}
-        self._row.clear()
+        """The members have changed: begin with what one of them has `told`, and new evidence."""
+        self.slow = {
+            one.slot: Slow(ratio=one.ratio, peers=one.peers, steps=one.steps) for one in told
+        }
+        self._ratios.clear()
         self._lengths.clear()
 
     def interrupt(self) -> None:
-        """A step was interrupted: rows start anew."""
-        self._row.clear()
+        """A step was interrupted: evidence is gathered anew."""
+        self._ratios.clear()
 
     def step(
         self,
@@ -111,48 +121,55 @@ class SlowWatch:
             if len(known) < 2:
                 continue
             levels = self._lengths.setdefault(tuple(role), LengthHistory()).levels(known)
+            for slot, (level, doubt) in levels.items():
+                others = [levels[one] for one in known if one != slot]
+                ratio = _Ratio(
+                    least=level / doubt / median(one.level * one.doubt for one in others),
+                    most=level * doubt / median(one.level / one.doubt for one in others),
+                )
+                self._ratios.setdefault(slot, deque(maxlen=LONGEST)).append(ratio)
             for slot in known:
-                peers = tuple(sorted(known.keys() - {slot}))
-                level, doubt = levels[slot]
-                least = (
-                    level / doubt / median(levels[one].level * levels[one].doubt for one in peers)
-                )
-                most = (
-                    level * doubt / median(levels[one].level / levels[one].doubt for one in peers)
-                )
-                self._judge(slot, least, most, peers)
+                self._judge(slot, tuple(sorted(known.keys() - {slot})))
         return before != self.slow
 
-    def _judge(self, slot: int, least: float, most: float, peers: tuple[int, ...]) -> None:
-        finding, (before, row) = self._finding(slot, least, most), self._row.get(slot, (KEEP, []))
-        row = [*row, least] if finding == before else [least]
-        self._row[slot] = finding, row
-        if finding == NAME and len(row) >= STEPS_TO_NAME:
-            self._times_named[slot] = self._times_named.get(slot, 0) + (slot not in self.slow)
-            self.slow[slot] = Slow(ratio=min(row), peers=peers)
-        elif finding == TAKE_BACK and len(row) >= self._steps_to_take_back(slot):
-            del self.slow[slot]
-        else:
-            return
-        del self._row[slot]
-
-    def _finding(self, slot: int, least: float, most: float) -> str:
-        """What a step speaks for, in which the ratio is between these two."""
-        named = self.slow.get(slot)
+    def _judge(self, slot: int, peers: tuple[int, ...]) -> None:
+        named, row = self.slow.get(slot), self._ratios[slot]
+        found = named
         if named is None:
-            return NAME if least >= SLOW else KEEP
-        if most < LEVEL:
-            return TAKE_BACK
-        is_faster = least >= LEVEL and most <= named.ratio / AGAIN
-        return NAME if is_faster or least >= named.ratio * AGAIN else KEEP
+            # Only a step that shows it can be the last one that it takes.
+            if row[-1].least >= SLOW and 2 * len(self.slow.keys() & {*peers}) < len(peers):
+                found = self._found_slow(slot, peers)
+        elif len(row) == LONGEST:
+            ratio = median_low(one.least for one in row)
+            if median_high(one.most for one in row) < LEVEL:
+                found = None
+            elif ratio >= named.ratio * AGAIN or LEVEL <= ratio <= named.ratio / AGAIN:
+                found = Slow(ratio=ratio, peers=peers, steps=LONGEST)
+        if found is not named:
+            # What spoke for it says nothing of what comes next.
+            row.clear()
+            self.slow = {one: how for one, how in {**self.slow, slot: found}.items() if how}
 
-    def _steps_to_take_back(self, slot: int) -> int:
-        return min(MOST_STEPS, STEPS_TO_NAME << self._times_named.get(slot, 1) - 1)
+    def _found_slow(self, slot: int, peers: tuple[int, ...]) -> Slow | None:
+        """As slow as most steps show it, where they are enough."""
+        row = [*self._ratios[slot]]
+        for steps in range(SHORTEST, len(row) + 1, _LONGER):
+            ratio = sorted(one.least for one in row[-steps:])[steps // 4 - 1]
+            if ratio >= SLOW * self._spread(peers, steps) ** (SHORTEST / steps):
+                return Slow(ratio=ratio, peers=peers, steps=steps)
+        return None
+
+    def _spread(self, peers: tuple[int, ...], steps: int) -> float:
+        """Upper over lower quartile of the last ratios of these, around each one's own median."""
+        rows = [[one.least for one in self._ratios[slot]][-steps:] for slot in peers]
+        around = sorted(ratio / median(row) for row in rows for ratio in row)
+        quarter = len(around) // 4
+        return around[-quarter - 1] / around[quarter] if around else 1.0
 
 
 def slowness_told(told: Iterable[SlowTold]) -> dict[int, float]:
     """How many times as long each of those takes that `SlowWatch.told` told."""
-    return {slot: one.slowness for slot, one in _slow_told(told).items()}
+    return {one.slot: Slow(ratio=one.ratio, peers=one.peers).slowness for one in told}
 
 
 def reason_of_view(slow: Mapping[int, Slow]) -> str:
@@ -161,7 +178,3 @@ def reason_of_view(slow: Mapping[int, Slow]) -> str:
         return "no worker is slow any more: none gets less to do"
     names = ", ".join(f"{slot} ({slow[slot].slowness:g}x)" for slot in sorted(slow))
     return f"less work for what is slow: worker {names}"
-
-
-def _slow_told(told: Iterable[SlowTold]) -> dict[int, Slow]:
-    return {one.slot: Slow(ratio=one.ratio, peers=one.peers) for one in told if one.ratio}

@@ -14,18 +14,18 @@ from elaswave_plugin.core.communicators import CommunicatorFacts
 
 
 class SlowTold(NamedTuple):
-    """What one worker tells of another that is slow, or was (ratio 0); how often it was named."""
+    """What one worker tells of another that is slow: as `core.slow.Slow`."""
 
     slot: int
     ratio: float
     peers: tuple[int, ...]
-    times_named: int
+    steps: int
 
     @classmethod
     def from_json(cls, record: Sequence[Any]) -> SlowTold:
         """What the list says that JSON makes of it."""
-        slot, ratio, peers, times_named = record
-        return cls(slot, ratio, tuple(peers), times_named)
+        slot, ratio, peers, steps = record
+        return cls(slot, ratio, tuple(peers), steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +37,9 @@ class WorkerFacts:
     seal at which its model and optimizer still are; ``unreadable``: (holder, owner, step) of
     snapshots that it found damaged. For who does what: ``seating`` as `Seating.told` in the view
     of ``seated_epoch``; ``times``: as `PassTimes.medians`; ``slow``: as `SlowWatch.told`;
-    ``cuts_wanted``: layers that somebody has asked it for; ``told_to_leave``: it is to go. At the
-    launch: the ``run_id`` that it proposes, and the settings that it was ``given``.
+    ``slow_views``: as `Payback.asked`; ``cuts_wanted``: layers that somebody has asked it for;
+    ``told_to_leave``: it is to go. At the launch: the ``run_id`` that it proposes, and the settings
+    that it was ``given``.
     """
 
     address: str
@@ -50,6 +51,7 @@ class WorkerFacts:
     seating: Mapping[str, Any] = field(default_factory=dict)
     times: Mapping[str, Sequence[float]] = field(default_factory=dict)
     slow: tuple[SlowTold, ...] = ()
+    slow_views: tuple[int, int] | None = None
     cuts_wanted: tuple[int, ...] | None = None
     told_to_leave: bool = False
     run_id: str = ""
@@ -65,7 +67,7 @@ class WorkerFacts:
     def from_json(cls, record: Mapping[str, Any]) -> WorkerFacts:
         """The facts that `to_json` described; raises TypeError for others."""
         told = dict(record)
-        for name in ("live", "cuts_wanted"):
+        for name in ("live", "slow_views", "cuts_wanted"):
             if name in told:
                 told[name] = tuple(told[name])
         held = told.get("communicators", {}).items()

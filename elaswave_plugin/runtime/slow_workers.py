@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from elaswave_plugin.core.layer_times import agreed
@@ -28,6 +28,11 @@ class SlowWorkers:
         """What the facts of a view say of them."""
         return self._watch.told()
 
+    @property
+    def views(self) -> tuple[int, int] | None:
+        """How many views were asked for their sake, and before which step the last one was."""
+        return self._payback.asked
+
     def compare(self, paces: Mapping[int, tuple[float, int]]) -> None:
         """Name the workers that are slow, and those that no longer are.
 
@@ -37,7 +42,8 @@ class SlowWorkers:
         if not paces:
             return
         now_s = time.monotonic()
-        step_s = 0.0 if self._compared_s is None else now_s - self._compared_s
+        if self._compared_s is not None:
+            self._payback.note(step_s=now_s - self._compared_s)
         self._compared_s = now_s
         before = dict(self._watch.slow)
         roles = [cell.ranks for cell in self._worker.seating.cells]
@@ -49,13 +55,14 @@ class SlowWorkers:
         if changed:
             self._tell(before=before, slow=self._watch.slow)
         # One of them asks, and all plan alike.
-        if not self._worker.owns_rank_0 or self._worker.config.slow_workers != "act":
+        worker = self._worker
+        if not worker.owns_rank_0 or worker.config.slow_workers != "act":
             return
         if changed:
             self._gain = self._gain_of_view()
-            self._payback.restart(gain=self._gain, step_s=step_s)
-        if self._payback.step(gain=self._gain, step_s=step_s):
-            self._worker.member.replan(reason_of_view(self._watch.slow))
+        if self._payback.pays(gain=self._gain, step=worker.completed):
+            self._payback.ask(step=worker.completed)
+            worker.member.replan(reason_of_view(self._watch.slow))
 
     def _gain_of_view(self) -> float:
         """The share of a step that dealing anew would save, by what this worker has measured."""
@@ -65,11 +72,12 @@ class SlowWorkers:
         wanted = worker.deal(**seating.dealt_over)
         return gain_of_view(worker.dataflow, wanted, slow=slow, times=times)
 
-    def learn(self, told: Sequence[SlowTold]) -> None:
-        """Who is slow at the beginning of a view, alike on everyone."""
+    def learn(self, told: Sequence[SlowTold], views: Iterable[tuple[int, int] | None]) -> None:
+        """Who is slow at the beginning of a view, and what `views` was of each; alike on all."""
         before = self._watch.slow
         self._watch.restart(told)
-        self._gain = 0.0
+        self._payback.restart(max(filter(None, views), default=None))
+        self._gain, self._compared_s = 0.0, None
         if before != self._watch.slow:
             self._tell(before=before, slow=self._watch.slow)
 

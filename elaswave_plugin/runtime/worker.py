@@ -173,6 +173,7 @@ class Worker:
             seating=self.seating.told(),
             times=self.stopwatch.times.medians(),
             slow=self.slow_workers.told(),
+            slow_views=self.slow_workers.views,
             cuts_wanted=self.member.cuts_wanted,
             live=self.state.live,
         )
@@ -235,7 +236,7 @@ class Worker:
         all_told = all(told.told_to_leave for told in commit.facts.values())
         self.last_call = commit.view.reason == LAST_CALL or (self.last_call and all_told)
         self.view = commit.view
-        self.slow_workers.learn(told_slow)
+        self.slow_workers.learn(told_slow, (one.slow_views for one in commit.facts.values()))
         self.state.begin_epoch(self.view, self.seating)
         edits = self.seating.edits(self.groups.launched(), self.slot)
         self.groups.edit_groups(self.ranks, edits)

@@ -11,7 +11,7 @@ from elaswave_plugin.core.dataflow import Dataflow, deal, share
 from elaswave_plugin.core.fair_shares import fair_counts, slowest_seconds
 from elaswave_plugin.core.layer_times import LayerTimes
 from elaswave_plugin.core.layout import ParallelLayout, launch_layout
-from elaswave_plugin.core.payback import LEAST_GAIN, Payback, gain_of_view
+from elaswave_plugin.core.payback import LEAST_GAIN, PAYS_WITHIN_STEPS, Payback, gain_of_view
 from elaswave_plugin.core.pipeline_flow import flow_of, level_layers
 from elaswave_plugin.core.planner.costs import uniform_costs
 from elaswave_plugin.core.planner.dvfs import ClockTable
@@ -281,13 +281,24 @@ def test_little_gain_counts_as_none_while_somebody_is_slow() -> None:
     assert 0 < gain_of_view(uneven, even, slow={}, times=TIMES) < LEAST_GAIN
 
 
-def test_a_view_is_asked_for_once_and_only_where_as_much_was_lost() -> None:
+def test_a_view_is_asked_for_where_it_pays_within_a_hundred_steps() -> None:
     payback = Payback()
     payback.pause_s = 1.0
-    payback.restart(gain=0.25, step_s=0.4)
-    assert [payback.step(gain=0.25, step_s=0.4) for _ in range(40)].index(True) == 16
-    assert not any(payback.step(gain=0.25, step_s=0.4) for _ in range(40))
-    payback.restart(gain=0.25, step_s=4.0)
-    assert payback.step(gain=0.25, step_s=4.0)
-    payback.restart(gain=0.0, step_s=4.0)
-    assert not any(payback.step(gain=0.0, step_s=4.0) for _ in range(40))
+    assert not payback.pays(gain=0.5, step=3)  # nobody knows what a step takes
+    for step_s in (0.1, 9.0, 0.1):
+        payback.note(step_s=step_s)
+    least = 2 * payback.pause_s / (PAYS_WITHIN_STEPS * 0.1)
+    assert payback.pays(gain=least * 1.001, step=3)
+    assert not payback.pays(gain=least * 0.999, step=3)
+
+
+def test_each_view_comes_later_than_the_one_before_also_where_others_take_over() -> None:
+    payback, asked = Payback(), []
+    for step in range(4000):
+        payback.note(step_s=1.0)
+        if payback.pays(gain=0.3, step=step):
+            payback.ask(step=step)
+            asked.append(step)
+            told, payback = payback.asked, Payback()
+            payback.restart(told)
+    assert asked == [0, 10, 50, 210, 850, 1490, 2130, 2770, 3410]

@@ -5,16 +5,19 @@ from dataclasses import replace
 
 import pytest
 
+from elaswave_plugin.core.slow import SHORTEST
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal
 from tests.faults.hybrid_matrix import PP2_DP2
 from tests.faults.test_clocks import TINY
 from tests.faults.test_layer_moves import cuts_after
 
-SLOW, SLOW_FROM, LEVEL_FROM = 1, 2, 11
-DP2 = JobSpec(nproc=2, steps=24, options=(*TINY, "--num-layers=1"))
+SLOW, SLOW_FROM, LEVEL_FROM = 1, 2, 16
+# A step's pace is known in the next one.
+NAMED_WITHIN = SHORTEST + 1
+DP2 = JobSpec(nproc=2, steps=52, options=(*TINY, "--num-layers=1"))
 PP2 = replace(
-    PP2_DP2, steps=30, global_batch=16, options=(*PP2_DP2.options, *TINY, "--num-layers=6")
+    PP2_DP2, steps=50, global_batch=16, options=(*PP2_DP2.options, *TINY, "--num-layers=6")
 )
 
 
@@ -56,11 +59,11 @@ def step_seconds(run: Outcome) -> dict[int, float]:
 
 
 def check_less_work_and_back(run: Outcome) -> tuple[int, int]:
-    """Named within five steps, less to do between two steps, and all of it back; both steps."""
+    """Named within nine steps, less to do between two steps, and all of it back; both steps."""
     named, over = (run.events(kind) for kind in ("slow_worker", "slow_worker_over"))
     assert {event["slot"] for event in (*named, *over)} == {SLOW}
-    assert SLOW_FROM < named[0]["step"] < SLOW_FROM + 5 and named[0]["ratio"] > 1.3
-    words = r"takes \d+\.\d\dx as long for a layer as worker 0, which has the same ones, in 4 steps"
+    assert SLOW_FROM < named[0]["step"] <= SLOW_FROM + NAMED_WITHIN and named[0]["ratio"] > 1.3
+    words = r"takes \d+\.\d\dx as long for a layer as worker 0, which has the same ones, in \d+ "
     assert re.match(words, named[0]["evidence"])
     # On a busy machine it may be named anew in between, for another ratio.
     _, less, *_, back = run.events("view_committed")
@@ -108,20 +111,20 @@ def test_the_stage_of_a_slow_worker_has_fewer_layers(run: Launch, reference: Ref
 def test_a_slow_worker_is_only_named_where_that_was_asked_for(
     run: Launch, reference: Reference
 ) -> None:
-    spec = replace(DP2, steps=8)
+    spec = replace(DP2, steps=14)
     slowed = run(replace(spec, sabotage=emulated(0.016, 3.0)))
     check_equal(slowed, reference(spec))
     (named,) = slowed.events("slow_worker")
-    assert named["slot"] == SLOW and SLOW_FROM < named["step"] < SLOW_FROM + 5
+    assert named["slot"] == SLOW and SLOW_FROM < named["step"] <= SLOW_FROM + NAMED_WITHIN
     assert len(slowed.events("view_committed")) == 1
     assert set(counts(slowed, SLOW).values()) == {4}
 
 
 @pytest.mark.slow
 def test_who_comes_back_learns_who_is_slow(run: Launch, reference: Reference) -> None:
-    spec = JobSpec(nproc=3, steps=24, global_batch=12, options=(*TINY, "--num-layers=1"))
+    spec = JobSpec(nproc=3, steps=32, global_batch=12, options=(*TINY, "--num-layers=1"))
     slow = {"slow_workers": "act", "sabotage": emulated(0.016, 3.0, until=spec.steps)}
-    back = {"respawn": 1, "kills": ("2@10:backward",), "awaits": ((16, 1),)}
+    back = {"respawn": 1, "kills": ("2@18:backward",), "awaits": ((24, 1),)}
     slowed = run(replace(spec, **slow, **back))
     check_equal(slowed, reference(spec))
     assert {event["slot"] for event in slowed.events("slow_worker")} == {SLOW}
@@ -132,4 +135,4 @@ def test_who_comes_back_learns_who_is_slow(run: Launch, reference: Reference) ->
     mine, peers = counts(slowed, SLOW), counts(slowed, 0)
     assert {mine[step] for step in range(spec.steps)} >= {4}
     # Also without worker 2, and with it again.
-    assert all(mine[step] < peers[step] for step in range(10, spec.steps))
+    assert all(mine[step] < peers[step] for step in range(18, spec.steps))
