@@ -24,6 +24,7 @@ from elaswave_plugin.runtime.launch import connect_zygote
 from elaswave_plugin.runtime.launch_options import script_settings
 from elaswave_plugin.runtime.lifeline import die_with_parent
 from elaswave_plugin.runtime.notice_file import NOTICE_FILE, check_notice_file
+from elaswave_plugin.runtime.process_limit import explained_process_limit
 from elaswave_plugin.runtime.rendezvous import Place, listen_at, own_host
 from elaswave_plugin.runtime.reserve import RESERVE, read_reserve
 from elaswave_plugin.runtime.run_dir import check_run_dir, open_run_dir, refuse_second_job
@@ -117,21 +118,24 @@ def supervise(
     connection = connect_zygote(zygote, trainer_env) if zygote else None
     die_with_parent(os.getppid())
     try:
-        supervisor = Supervisor(
-            SupervisorSpec(
-                place=place,
-                host=host,
-                program=program,
-                env=trainer_env,
-                run_dir=None if settings.run_dir is None else str(settings.run_dir),
-                patience=timeouts.patience,
-                heartbeat=timeouts.heartbeat,
-            ),
-            listener=listener,
-            zygote=connection,
-        )
-        code = supervisor.run()
-        return EXIT_FAILED if code == EXIT_LEFT_OUT else code
+        with explained_process_limit():
+            supervisor = Supervisor(
+                SupervisorSpec(
+                    place=place,
+                    host=host,
+                    program=program,
+                    env=trainer_env,
+                    run_dir=None if settings.run_dir is None else str(settings.run_dir),
+                    patience=timeouts.patience,
+                    heartbeat=timeouts.heartbeat,
+                ),
+                listener=listener,
+                zygote=connection,
+            )
+            code = supervisor.run()
+            return EXIT_FAILED if code == EXIT_LEFT_OUT else code
+    except ConfigurationError:
+        raise
     except Exception:
         traceback.print_exc()
         return EXIT_CRASHED
@@ -185,6 +189,7 @@ def _place(env: Mapping[str, str], control_port: int | None, start_s: float) -> 
             job="/".join([str(os.getuid()), *(env.get(name, "") for name in _NAMES_OF_A_JOB)]),
             timeout_s=start_s,
             reserve=reserve,
+            width=int(env.get("LOCAL_WORLD_SIZE", 0)),
         )
     except ValueError as error:
         raise ConfigurationError(f"the launcher's environment has no numbers: {error}") from error

@@ -36,6 +36,7 @@ from elaswave_plugin.runtime.node_register import NodeRegister
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.rendezvous import Meeting, Peer
 from elaswave_plugin.runtime.say import say
+from elaswave_plugin.runtime.wait_watch import WaitWatch
 from elaswave_plugin.runtime.wire import Channel, Frame, encode, has_ended, not_understood
 from elaswave_plugin.tracking.events import EventLog
 
@@ -126,6 +127,7 @@ class Coordinator:
             events=events,
             every_s=heartbeat.every_s,
         )
+        self._waits = WaitWatch(self.agreement, self.peers, events)
         self._lease = Lease(lasts_s=heartbeat.timeout_s)
         # The newest beat of each one, and when it came.
         self._last_beats: dict[int, tuple[int, float]] = {}
@@ -400,6 +402,8 @@ class Coordinator:
         watched = self._channels if leader == self._slot else {leader} & self._channels.keys()
         self._heard_s = {peer: self._heard_s.get(peer, now_s) for peer in watched}
         self._hangs.begin_beat()
+        if leader == self._slot:
+            self._waits.look(self._hangs.pages)
         self._lend(now_s)
         number = self._lease.send(now_s=now_s)
         for peer in watched:

@@ -63,7 +63,7 @@ class HangWatch:
 
     def begin_beat(self) -> None:
         """The beats that follow are of one moment."""
-        own = self._own()
+        own = self._trainer.progress(self._awake_s)
         self._still = own if own is not None and own.stalled_s >= _STILL * self._every_s else None
         if self._leads:
             self._waiting = self._who_waits(self._still)
@@ -93,6 +93,12 @@ class HangWatch:
                 differs=beat.get("differs", False),
             )
             self._told_s = self._clock()
+
+    @property
+    def pages(self) -> dict[int, Sample]:
+        """Those of the workers that stand still, as this supervisor has heard of them."""
+        own = [] if self._still is None else [self._still]
+        return {sample.slot: sample for sample in (*self._others.values(), *own)}
 
     # ---- inside -------------------------------------------------------------------------------
 

@@ -11,15 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from elaswave_plugin.core.ending import EXIT_FAILED, EXIT_LEFT_OUT
+from elaswave_plugin.core.ending import EXIT_FAILED, EXIT_LEFT_OUT, EXIT_TOLD
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.descriptors import allow_descriptors
 from elaswave_plugin.runtime.launch_join import Vacancy, find_vacancy
 from elaswave_plugin.runtime.launch_options import LaunchSpec, parse_run_args
 from elaswave_plugin.runtime.newcomer import EXIT_UNUSED, STANDBY
 from elaswave_plugin.runtime.notice_file import NOTICE_FILE
+from elaswave_plugin.runtime.process_limit import explained_process_limit
 from elaswave_plugin.runtime.reactor import Reactor
-from elaswave_plugin.runtime.rendezvous import Place, listen_at, own_host
+from elaswave_plugin.runtime.rendezvous import Place, listen_at, own_host, tell_of_end
 from elaswave_plugin.runtime.reserve import RESERVE
 from elaswave_plugin.runtime.run_dir import open_run_dir, refuse_second_job
 from elaswave_plugin.runtime.say import say
@@ -46,7 +47,8 @@ def main(argv: Sequence[str]) -> int:
     """`elaswave run ARGV`; bad input is one sentence on stderr and exit code 2."""
     fill_closed_streams()
     try:
-        return run_job(parse_run_args(argv))
+        with explained_process_limit():
+            return run_job(parse_run_args(argv))
     except ConfigurationError as error:
         print(f"elaswave run: {error}", file=sys.stderr)
         return 2
@@ -109,6 +111,7 @@ class _NodeJob:
         self._zygote: subprocess.Popen[bytes] | None = None
         self._codes: list[int] = []
         self._signals: list[int] = []
+        self._ends_early = False
         self._scripts_port = _reserve_port()
 
     def run(self, listener: socket.socket | None, port: int, zygotes: list[socket.socket]) -> int:
@@ -239,6 +242,7 @@ class _NodeJob:
             job=_job_name(port),
             timeout_s=spec.start_timeout_s,
             reserve=spec.reserve,
+            width=spec.nproc_per_node,
         )
         listener_fd = listener.fileno() if slot == 0 and listener is not None else -1
         env = _trainer_env(spec, local_rank, port, self._port_for_scripts(port))
@@ -327,10 +331,22 @@ class _NodeJob:
     def _on_supervisor_exit(self, pid: int, pidfd: int) -> None:
         self._reactor.unwatch(pidfd)
         os.close(pidfd)
-        code = self._supervisors.pop(pid).wait()
+        process = self._supervisors.pop(pid)
+        code = process.wait()
         self._codes.append(code)
+        if code and not process.has_met and not process.joins and not self._signals:
+            self._end_early(process, code)
         if not self._supervisors:
             self._reactor.stop()
+
+    def _end_early(self, process: SupervisorProcess, code: int) -> None:
+        """One ended before all had met, which nobody may know yet: the others need not wait."""
+        if code < 0 or code == EXIT_CRASHED:  # else it has said why
+            say(f"the supervisor of worker {process.place.slot} ended before the job began")
+        self._ends_early = True
+        tell_of_end(process.place, f"status {code}" if code > 0 else f"signal {-code}")
+        for other in self._supervisors.values():
+            other.send_signal(signal.SIGTERM)
 
     def _on_signal(self, number: int, frame: object) -> None:
         self._reactor.post(partial(self._end, number))
@@ -370,8 +386,10 @@ class _NodeJob:
             return 0  # standbys alone, of which none was needed
         silent = (EXIT_CRASHED, EXIT_UNUSED, EXIT_LEFT_OUT)
         told = [code for code in self._codes if code >= 0 and code not in silent]
+        if self._ends_early:  # the others were told to end then, which is not what ended the job
+            told = [code for code in told if code != EXIT_TOLD]
         if not told:
-            if EXIT_LEFT_OUT not in self._codes:  # those have said why
+            if EXIT_LEFT_OUT not in self._codes and not self._ends_early:  # those have said why
                 say(f"no supervisor of node {node} lived to the end of the job")
             return EXIT_FAILED
         return next((code for code in told if code), 0)

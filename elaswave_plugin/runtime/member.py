@@ -159,7 +159,7 @@ class Member:
         """
         self._link.send({"t": "join", "facts": facts.to_json(), "respawn": respawn})
         deadline_s = time.monotonic() + timeout_s
-        with self._changed:
+        with self.progress_page.waiting(COMMIT), self._changed:
             while not self._commits:
                 if self._alone is not None:
                     return self._alone

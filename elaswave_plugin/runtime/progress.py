@@ -38,6 +38,7 @@ _LENT_UNTIL_NS = 9
 _TOLD_TO_END = 10
 _WAITS_IN = 11
 _FLOOR_NS = 12
+_STACK_FD = 13
 # Texts: the phase, then the announced ones, which may be nested.
 _TEXTS = 1024
 _TEXT_BYTES = 64
@@ -133,6 +134,10 @@ class ProgressPage:
         self.touch()
         self._words[_DEPTH] = max(0, self._words[_DEPTH] - 1)
 
+    def offer_stack(self, fd: int) -> None:
+        """This process writes its stack to its descriptor ``fd`` when it is asked for."""
+        self._words[_STACK_FD] = fd
+
     # ---- what the supervisor writes -----------------------------------------------------------
 
     def lend(self, until_s: float) -> None:
@@ -149,6 +154,11 @@ class ProgressPage:
     def pid(self) -> int:
         """The trainer's process id; 0 before it began."""
         return self._words[_PID]
+
+    @property
+    def stack_fd(self) -> int:
+        """The trainer's descriptor to which it writes its stack; 0 where it does not."""
+        return self._words[_STACK_FD]
 
     @property
     def may_act(self) -> bool:

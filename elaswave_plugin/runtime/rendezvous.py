@@ -6,10 +6,11 @@ import contextlib
 import ipaddress
 import itertools
 import os
+import select
 import selectors
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,13 @@ from typing import Any
 from elaswave_plugin.core.agreement_messages import Welcome
 from elaswave_plugin.core.reserve import NOWHERE
 from elaswave_plugin.errors import AgreementError, ConfigurationError
+from elaswave_plugin.runtime.say import say
 from elaswave_plugin.runtime.wire import receive_frame, send_frame
 
 _FIRST_FRAME_S = 5.0
 _REDIAL_S = 0.05
+_FIRST_TOLD_S, _TOLD_EVERY_S = 10.0, 30.0
+_MOST_NODES = 8
 _ANY = ("", "0.0.0.0", "::")
 # An address that nobody has (RFC 5737): the way there is the way out of this machine.
 _OUTSIDE = "192.0.2.1"
@@ -32,6 +36,7 @@ class Place:
 
     Slot 0 listens at the first of `ports` that is free; the others look for it at all of them, and
     know by `job` that it is theirs and no stranger's. `reserve`: slots beyond those that meet.
+    `width`: workers of each node, 0 where nobody has said so.
     """
 
     slot: int
@@ -42,6 +47,12 @@ class Place:
     job: str
     timeout_s: float
     reserve: int = 0
+    width: int = 0
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this one says for its node what all of it wait for."""
+        return not self.width or self.slot % self.width == 0
 
     @property
     def where(self) -> str:
@@ -84,6 +95,54 @@ class Meeting:
     peers: tuple[Peer, ...]
     links: dict[int, socket.socket]
     welcome: Welcome | None = None
+
+
+class EndedEarlyError(AgreementError):
+    """A supervisor ended before all had met; what it died of it would die of again."""
+
+    def __init__(self, slot: int | str, why: str = "") -> None:
+        """``slot``: whose it was, or what somebody else has said of it."""
+        seen = f": {why}" if why else ""
+        told = f"the supervisor of worker {slot} ended before all had come{seen}"
+        super().__init__(slot if isinstance(slot, str) else told)
+
+
+class MeetingWait:
+    """Says what the supervisors of a node wait for, after 10 s and every 30 s from then on."""
+
+    def __init__(self, place: Place) -> None:
+        self._speaks = place.speaks
+        self._began_s = time.monotonic()
+        self._due_s = self._began_s + _FIRST_TOLD_S
+
+    @property
+    def left_s(self) -> float:
+        """Until it is to be said."""
+        return max(0.0, self._due_s - time.monotonic())
+
+    def tell(self, for_what: str) -> None:
+        """Say it where it is time."""
+        if self.left_s > 0:
+            return
+        now_s = time.monotonic()
+        self._due_s = now_s + _TOLD_EVERY_S
+        if self._speaks:
+            say(f"waiting for {now_s - self._began_s:.0f} s for {for_what}")
+
+
+def name_slots(place: Place, slots: Sequence[int]) -> str:
+    """Workers, by their nodes where the size of a node is known."""
+    if not place.width:
+        return f"worker{'s' if len(slots) > 1 else ''} {', '.join(map(str, slots))}"
+    nodes: dict[int, list[int]] = {}
+    for slot in slots:
+        nodes.setdefault(slot // place.width, []).append(slot)
+    said = [
+        f"node {node} (worker{'s' if len(some) > 1 else ''} {', '.join(map(str, some))})"
+        for node, some in nodes.items()
+    ]
+    more = f" and {len(said) - _MOST_NODES} more nodes" if len(said) > _MOST_NODES else ""
+    return ", ".join(said[:_MOST_NODES]) + more
 
 
 def own_machine() -> str:
@@ -172,13 +231,19 @@ def host_meeting(place: Place, listener: socket.socket, data: str) -> Meeting:
     )
     peers = {0: own}
     links: dict[int, socket.socket] = {}
+    waiting = MeetingWait(place)
     with _Door(listener, place.job) as door:
         while len(peers) < place.world_size:
             missing = sorted(set(range(place.world_size)) - set(peers))
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
-                raise AgreementError(f"workers {missing} did not come within {place.timeout_s:g} s")
-            for sock, greeting in door.greetings(left_s):
+                raise AgreementError(
+                    f"{name_slots(place, missing)} did not come within {place.timeout_s:g} s"
+                )
+            waiting.tell(f"{name_slots(place, missing)} to come to {place.where}")
+            for sock, greeting in door.greetings(min(left_s, waiting.left_s)):
+                if "gone" in greeting:
+                    raise EndedEarlyError(greeting["slot"], greeting["gone"])
                 refused = _why_not(greeting, place, taken=greeting["slot"] in peers)
                 if refused is not None:
                     send_frame(sock, {"error": refused})
@@ -187,6 +252,7 @@ def host_meeting(place: Place, listener: socket.socket, data: str) -> Meeting:
                 peer = Peer(**{key: greeting[key] for key in own.to_json()})
                 peers[peer.slot] = peer
                 links[peer.slot] = sock
+                door.watch(peer.slot, sock)
     roster = [peers[slot].to_json() for slot in sorted(peers)]
     token = os.urandom(8).hex()
     met = tuple(peers[slot] for slot in sorted(peers))
@@ -253,10 +319,16 @@ class _Door:
             if sock is self._listener:
                 self._let_in(sock.accept()[0])
                 continue
+            if key.data is not None:  # it has nothing to say before all have come
+                raise EndedEarlyError(key.data)
             self._knocking.unregister(sock)
             greeting = _greeting(sock)
             if greeting is not None:
                 yield sock, greeting
+
+    def watch(self, slot: int, sock: socket.socket) -> None:
+        """Find out where the supervisor of `slot`, which has come, ends before all have."""
+        self._knocking.register(sock, selectors.EVENT_READ, slot)
 
     def _let_in(self, sock: socket.socket) -> None:
         try:
@@ -269,10 +341,17 @@ class _Door:
     def __enter__(self) -> _Door:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         for key in list(self._knocking.get_map().values()):
-            if isinstance(key.fileobj, socket.socket) and key.fileobj is not self._listener:
-                key.fileobj.close()
+            sock = key.fileobj
+            if not isinstance(sock, socket.socket) or sock is self._listener:
+                continue
+            if isinstance(error, AgreementError):
+                over = {"over": str(error), "early": isinstance(error, EndedEarlyError)}
+                with contextlib.suppress(OSError):
+                    send_frame(sock, over)
+            if error is not None or key.data is None:  # the others have met
+                sock.close()
         self._knocking.close()
 
 
@@ -307,14 +386,36 @@ def join_meeting(place: Place, host: str, data: str) -> Meeting:
 def _greet(first: socket.socket, own: Peer, place: Place, deadline_s: float) -> dict[str, Any]:
     """What slot 0 answers once all have come."""
     sizes = {"world_size": place.world_size, "reserve": place.reserve}
+    waiting = MeetingWait(place)
     try:
         send_frame(first, {**own.to_json(), **sizes})
-        answer = receive_frame(first, deadline_s - time.monotonic())
+        while not select.select([first], [], [], waiting.left_s)[0]:
+            if (
+                time.monotonic() > deadline_s + _FIRST_FRAME_S
+            ):  # node 0 says more, if a little later
+                break
+            waiting.tell("all to come: node 0 names who is missing")
+        answer = receive_frame(first, _FIRST_FRAME_S)
+    except TimeoutError as error:
+        raise AgreementError(f"not all came within {place.timeout_s:g} s") from error
     except OSError as error:
-        raise AgreementError(f"the supervisor of worker 0 went away: {error}") from error
+        raise EndedEarlyError(0, str(error)) from error
+    if "over" in answer:
+        raise (EndedEarlyError if answer["early"] else AgreementError)(answer["over"])
     if "error" in answer:
         raise ConfigurationError(f"worker {place.slot} is not wanted: {answer['error']}")
     return answer
+
+
+def tell_of_end(place: Place, why: str) -> None:
+    """Tell slot 0, where it is there already, that this place's supervisor has ended.
+
+    For the launcher of one that may not have come to the meeting.
+    """
+    for port in place.ports:
+        with contextlib.suppress(OSError, ValueError), _dial(place.host, port, place.job) as sock:
+            send_frame(sock, {"slot": place.slot, "gone": why})
+            return
 
 
 def _link_up(
@@ -384,7 +485,9 @@ def _look_for_first(place: Place, deadline_s: float) -> socket.socket:
     first, *others = place.ports
     # The first one is the likeliest by far, and a silent stranger at another one takes a while.
     in_turn = [port for other in others for port in (first, other)] or [first]
+    waiting = MeetingWait(place)
     for port in itertools.cycle(in_turn):
+        waiting.tell(f"node 0 to answer at {place.where}")
         try:
             return _dial(place.host, port, place.job)
         except (OSError, ValueError) as error:

@@ -24,6 +24,7 @@ from types import ModuleType, TracebackType
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.member import CONTROL_FD
 from elaswave_plugin.runtime.refusal import end_in_a_sentence
+from elaswave_plugin.runtime.stack_line import offer_stack
 from elaswave_plugin.runtime.wire import encode
 
 EXIT_RAISED = 1
@@ -91,6 +92,7 @@ def run(script: str, args: Sequence[str], *, module: bool, first_path: str | Non
 
 def guarded(reporter: Reporter, work: Callable[[], None], *, ours: Sequence[str] = ()) -> None:
     """Run the script; an exception is told and becomes exit code 1, as the interpreter's own."""
+    offer_stack(os.environ)
     try:
         work()
     except (SystemExit, KeyboardInterrupt):

@@ -18,7 +18,6 @@ from elaswave_plugin.core.agreement_messages import Ballot, Committed, Detached,
 from elaswave_plugin.core.agreement_orders import Ring
 from elaswave_plugin.core.ending import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_REQUEUE
 from elaswave_plugin.core.hang import Sample
-from elaswave_plugin.core.layout import why_impossible, why_needed
 from elaswave_plugin.core.membership import MembershipView
 from elaswave_plugin.core.respawn import Deaths, GiveUp
 from elaswave_plugin.errors import AgreementError, ConfigurationError
@@ -34,11 +33,14 @@ from elaswave_plugin.runtime.orphans import Orphans
 from elaswave_plugin.runtime.own_slot import OwnSlot, slot_at_launch, slot_in_job
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.reception import Reception, take_link
+from elaswave_plugin.runtime.refused_requests import why_it_stays, why_layers_stay
 from elaswave_plugin.runtime.remembered import Remembered
+from elaswave_plugin.runtime.rendezvous import EndedEarlyError
 from elaswave_plugin.runtime.requests import in_loop
 from elaswave_plugin.runtime.say import say
 from elaswave_plugin.runtime.snapshot_server import SnapshotServer
 from elaswave_plugin.runtime.snapshot_store import SnapshotStore
+from elaswave_plugin.runtime.stack_line import where_is
 from elaswave_plugin.runtime.status import StatusBoard
 from elaswave_plugin.runtime.supervisor_spec import SupervisorSpec
 from elaswave_plugin.runtime.title import set_title
@@ -114,6 +116,8 @@ class Supervisor:
         except (AgreementError, ConfigurationError) as error:
             say(f"the job does not start: {error}")
             self._trainer.process.send_signal(signal.SIGKILL)
+            if isinstance(error, EndedEarlyError):
+                return EXIT_FAILED
             bad_input = isinstance(error, ConfigurationError)
             return EXIT_CONFIGURATION if bad_input else EXIT_REQUEUE
         self._coordinator = Coordinator(
@@ -216,10 +220,11 @@ class Supervisor:
             "kept": lambda request: self._reception.answer_kept(request),
             "admit": lambda request: self._reception.answer_admit(request),
         }
+        in_turn = {name: in_loop(self._reactor, answer) for name, answer in answers.items()}
         return SnapshotServer(
             self._store,
             self._spec.host,
-            {name: in_loop(self._reactor, answer) for name, answer in answers.items()},
+            {**in_turn, "where": self._answer_where},
             {"link": partial(take_link, self._reactor, lambda: self._reception)},
         )
 
@@ -249,34 +254,24 @@ class Supervisor:
         )
 
     def _answer_drain(self, request: Frame) -> Frame:
-        layout = self._board.layout
-        others = set(self._agreement.committed.ranks) - {self._spec.place.slot}
-        needed = None if layout is None else why_needed(layout, others)
-        refused = None
-        if not (self._trainer.works and self._trainer.delivered):
-            refused = "its trainer has no part in the training now"
-        elif len(self._agreement.committed.ranks) == 1:
-            refused = "it is the last one; end the job instead"
-        elif needed is not None:
-            refused = f"without it {needed}; end the job instead, or wait until others have joined"
-        else:
+        ranks = self._agreement.committed.ranks
+        refused = why_it_stays(self._trainer, self._board, ranks, self._slot)
+        if refused is None:
             self.drain(str(request["reason"]), asked=True)
         return {"t": "drain", "refused": refused}
 
     def _answer_migrate(self, request: Frame) -> Frame:
         """Have the trainer's facts name the cuts, and ask for a view between two steps."""
-        refused = None
-        layout = self._board.layout
-        if layout is None or not (self._trainer.works and self._trainer.delivered):
-            refused = "its trainer has no stages, or no part in the training now"
-        elif self._board.is_changing:
-            refused = "the members are changing just now; ask again when they have"
-        else:
-            refused = layout["why_layers_stay"] or why_impossible(layout, request["cuts"])
+        refused = why_layers_stay(self._trainer, self._board, request["cuts"])
         if refused is None:
             self._trainer.send({"t": "cuts_wanted", "cuts": list(request["cuts"])})
             self._agreement.replan(str(request["reason"]), time.monotonic())
         return {"t": "migrate", "refused": refused}
+
+    def _answer_where(self, request: Frame) -> Frame:
+        """Not in the control loop: it takes long."""
+        trainer = self._trainer
+        return {"t": "where", "line": where_is(trainer.process.pid, trainer.page.stack_fd)}
 
     def _on_early_signal(self, number: int, frame: object) -> None:
         sys.exit(128 + number)

@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple, NoReturn
 
+from elaswave_plugin.core.ending import EXIT_CONFIGURATION
+from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.lifeline import (
     die_with_parent,
     exit_at_once,
@@ -23,6 +25,8 @@ from elaswave_plugin.runtime.lifeline import (
     signal_group,
 )
 from elaswave_plugin.runtime.newcomer import serve as serve_newcomer
+from elaswave_plugin.runtime.process_limit import explained_process_limit
+from elaswave_plugin.runtime.say import say
 from elaswave_plugin.runtime.supervisor import Supervisor
 from elaswave_plugin.runtime.supervisor_spec import SupervisorSpec
 
@@ -64,11 +68,20 @@ class SupervisorProcess:
             os.close(theirs)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         self._code: int | None = None
+        self.place, self.joins = spec.place, bool(spec.joins)
+        # What it has told of its trainers so far, the first of which runs once all have met.
+        self._told: list[bytes] = []
+
+    @property
+    def has_met(self) -> bool:
+        """Whether it had met the others, or was let in, by the end that was waited for."""
+        return bool(self._told)
 
     def wait(self) -> int:
         """Its exit code, -N where signal N ended it."""
         if self._code is None:
             self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            self._hear()
             if self._code < 0 or self._code == EXIT_CRASHED:
                 self._end_trainer()
             os.close(self._trainers_fd)
@@ -87,10 +100,13 @@ class SupervisorProcess:
 
     def _end_trainer(self) -> None:
         """What a trainer has started outlives it, and the supervisor cannot end that any more."""
+        self._hear()
+        if self._told and int(self._told[-1]):
+            signal_group(int(self._told[-1]), signal.SIGKILL)
+
+    def _hear(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            told = os.read(self._trainers_fd, 1 << 16).split()
-            if told and int(told[-1]):
-                signal_group(int(told[-1]), signal.SIGKILL)
+            self._told += os.read(self._trainers_fd, 1 << 16).split()
 
 
 def _become(
@@ -110,9 +126,13 @@ def _become(
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         os.environ.clear()
         os.environ.update(env)
-        code = _supervise(replace(spec, env=dict(env)), descriptors)
+        with explained_process_limit():
+            code = _supervise(replace(spec, env=dict(env)), descriptors)
     except SystemExit as end:  # a signal, before there was a job
         code = end.code if isinstance(end.code, int) else EXIT_CRASHED
+    except ConfigurationError as error:
+        say(f"worker {spec.place.slot}: {error}")
+        code = EXIT_CONFIGURATION
     except BaseException:
         traceback.print_exc()
     finally:

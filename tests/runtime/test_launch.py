@@ -8,10 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
+import psutil
 import pytest
 
 from elaswave_plugin.errors import ConfigurationError
@@ -496,3 +498,51 @@ def test_two_machines_reach_each_other(tmp_path: Path, cable: list[list[str]]) -
         job.tell(0, f"fetch {own['holder_address']} 1 0 1")
         assert job.one("fetched", 0)["equal"]
         assert job.finish([0]) == 0
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["where all meet", "on another node"])
+def test_a_supervisor_that_ends_before_the_nodes_have_met_keeps_nobody_waiting(
+    tmp_path: Path, victim: int
+) -> None:
+    """The third node never comes; both others would wait for it for ten minutes."""
+    port = free_port()
+    with Job(tmp_path, 6) as job:
+        for node in range(2):
+            place = (f"--node-rank={node}", "--nnodes=3", f"--master-port={port}")
+            job.launch(*place, "--nproc-per-node=2")
+        for report in job.all("started", range(4)):  # each supervisor starts its trainer first
+            job.pids[report["slot"]] = report["pid"]
+        launcher = psutil.Process(job.launchers[victim].pid)
+        supervisors = launcher.children()
+        os.kill(supervisors[0].pid, signal.SIGKILL)
+        killed_s = time.monotonic()
+        assert [job.code(node) for node in range(2)] == [1, 1], job.outputs()
+        assert time.monotonic() - killed_s < 10
+        assert "ended before the job began" in job.output(victim)
+
+
+def test_a_limit_of_processes_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text("raise SystemExit('must not run')")
+    code = (
+        "import encodings.idna, os, resource, sys\n"
+        "from elaswave_plugin.runtime.launch import main\n"
+        "if not os.getuid():\n"  # whom no limit holds
+        "    os.setgroups([]); os.setgid(54321); os.setuid(54321)\n"
+        "resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    tmp_path.chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--nproc-per-node=3", "s.py"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2, done.stderr
+    assert (
+        "may start no more processes or threads" in done.stderr
+        and "`ulimit -u` is 1" in done.stderr
+    )
+    assert done.stderr.count("\n") == 1

@@ -11,8 +11,18 @@ import pytest
 
 from elaswave_plugin.errors import AgreementError, ConfigurationError
 from elaswave_plugin.runtime import rendezvous
-from elaswave_plugin.runtime.rendezvous import Meeting, Place, host_meeting, join_meeting, listen_at
-from elaswave_plugin.runtime.wire import encode
+from elaswave_plugin.runtime.rendezvous import (
+    EndedEarlyError,
+    Meeting,
+    Peer,
+    Place,
+    host_meeting,
+    join_meeting,
+    listen_at,
+    own_machine,
+    tell_of_end,
+)
+from elaswave_plugin.runtime.wire import encode, send_frame
 
 HOST = "127.0.0.1"
 
@@ -122,3 +132,68 @@ def test_who_is_not_wanted_is_told_why(listeners: list[socket.socket]) -> None:
                 join_meeting(stranger, HOST, "")
         for meeting in (join_meeting(place(1, (port,)), HOST, ""), ours.result(20.0)):
             close(meeting)
+
+
+def test_who_does_not_come_is_named_again_and_again(
+    listeners: list[socket.socket],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its node, by the number of workers of each; on another node, that others are awaited."""
+    monkeypatch.setattr(rendezvous, "_FIRST_TOLD_S", 0.3)
+    monkeypatch.setattr(rendezvous, "_TOLD_EVERY_S", 0.6)
+    port = int(listeners[0].getsockname()[1])
+    places = [
+        replace(place(slot, (port,), size=6, wait_s=1.2), node=slot // 2, width=2)
+        for slot in (0, 2, 3)
+    ]
+    with ThreadPoolExecutor(3) as threads:
+        all_three = [
+            threads.submit(host_meeting, places[0], listeners[0], ""),
+            *(threads.submit(join_meeting, one, HOST, "") for one in places[1:]),
+        ]
+        for one in all_three:
+            with pytest.raises(
+                AgreementError, match=r"node 0 \(worker 1\), node 2 \(workers 4, 5\) did not come"
+            ):
+                one.result(20.0)
+    said = capsys.readouterr().err
+    missing = f"s for node 0 (worker 1), node 2 (workers 4, 5) to come to {HOST}:{port}\n"
+    assert said.count(missing) == 2
+    # One of the two on node 1.
+    assert said.count("s for all to come: node 0 names who is missing") == 2
+
+
+def test_node_0_that_does_not_answer_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rendezvous, "_FIRST_TOLD_S", 0.2)
+    with closing(socket.socket()) as nobody:
+        nobody.bind((HOST, 0))
+        port = int(nobody.getsockname()[1])
+        with pytest.raises(AgreementError, match="does not answer"):
+            join_meeting(place(1, (port,), wait_s=0.5), HOST, "")
+    assert f"s for node 0 to answer at {HOST}:{port}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("comes", [True, False], ids=["after it came", "before it came"])
+def test_one_that_ends_before_all_have_met_ends_the_meeting_at_once(
+    listeners: list[socket.socket], comes: bool
+) -> None:
+    port = int(listeners[0].getsockname()[1])
+    places = [place(slot, (port,), size=4) for slot in range(4)]
+    with ThreadPoolExecutor(2) as threads:
+        waiting = [
+            threads.submit(host_meeting, places[0], listeners[0], ""),
+            threads.submit(join_meeting, places[1], HOST, ""),
+        ]
+        if comes:
+            with rendezvous._dial(HOST, port, "ours") as sock:
+                own = Peer(slot=2, node=0, pid=1, control="", data="", machine=own_machine())
+                send_frame(sock, {**own.to_json(), "world_size": 4, "reserve": 0})
+                assert not any(one.done() for one in waiting)
+        else:
+            tell_of_end(places[2], "signal 9")
+        for one in waiting:
+            with pytest.raises(EndedEarlyError, match="supervisor of worker 2 ended before all"):
+                one.result(10.0)

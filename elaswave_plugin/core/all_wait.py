@@ -1,0 +1,63 @@
+"""Whom all workers wait for, and for how long: what is said before anybody hangs.
+
+>>> waits = Sample(slot=1, incarnation=0, epoch=1, step=0, phase="between steps", operations=1,
+...                stalled_s=11.0, limit_s=600.0, waits_for=0)
+>>> found = all_wait((0, 1), {1: waits})
+>>> found.late, found.waited_s
+((0,), 11.0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from elaswave_plugin.core.hang import FACTOR, UNKNOWN_LIMIT_S, Sample, who_waits
+
+FIRST_S = 10.0
+"""So long nothing is said; the next time is after three times as long as the last."""
+AGAIN = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllWait:
+    """All others wait for the slots ``late``, the last of them since ``waited_s`` seconds."""
+
+    late: tuple[int, ...]
+    waited_s: float
+
+
+def all_wait(members: Iterable[int], samples: Mapping[int, Sample]) -> AllWait | None:
+    """Whom everyone else waits for; None where somebody else is at work.
+
+    `samples` are of the members that stand still; the others have gone on just now, or have not
+    attached yet. A phase of which it is known how long it takes may take that long first.
+    """
+    members = set(members)
+    waiting = who_waits(sorted(members), samples)
+    late = tuple(sorted(waiting))
+    waiters = {slot for one in waiting.values() for slot in one.slots} - {*late}
+    if not waiters or waiters | {*late} != members:
+        return None
+    waited_s = min(samples[slot].stalled_s for slot in waiters)
+    limits = [samples[slot].limit_s for slot in late if slot in samples]
+    usual_s = max((limit / FACTOR for limit in limits if limit < UNKNOWN_LIMIT_S), default=0.0)
+    return AllWait(late=late, waited_s=waited_s) if waited_s >= max(FIRST_S, usual_s) else None
+
+
+class Said:
+    """What was said of whom, so that it is said again at longer and longer intervals."""
+
+    def __init__(self) -> None:
+        self._late: tuple[int, ...] = ()
+        self._due_s = 0.0
+
+    def is_due(self, found: AllWait | None) -> bool:
+        """Whether to say it now; who is late has changed, or it has lasted three times as long."""
+        if found is None:
+            self._late = ()
+            return False
+        if found.late == self._late and found.waited_s < self._due_s:
+            return False
+        self._late, self._due_s = found.late, AGAIN * found.waited_s
+        return True

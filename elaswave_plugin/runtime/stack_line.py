@@ -1,0 +1,107 @@
+"""In which line of Python a trainer is, read without its help (standard library only).
+
+By py-spy where that is installed; else the trainer's own fault handler writes its stack, which it
+does from a signal, also where the interpreter is stuck in C. The trainer keeps the memory for it,
+and its progress page says which descriptor that is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+from elaswave_plugin.runtime.progress import ProgressPage, page_fd
+
+# None that a framework or a scheduler uses.
+STACK_SIGNAL = signal.SIGRTMAX - 1
+_NAME = "elaswave-stack"
+_PY_SPY_S = 5.0
+_DUMP_S = 1.0
+_LOOK_AGAIN_S = 0.01
+# `    build (dataset.py:12)`, and `  File "/x/dataset.py", line 12 in build`.
+_OF_PY_SPY = re.compile(r"^ +(?P<name>\S+) \((?P<file>.+):(?P<line>\d+)\)$")
+_OF_FAULTHANDLER = re.compile(r'^ +File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
+
+
+def offer_stack(environ: Mapping[str, str]) -> None:
+    """Have this process, a trainer that begins, write its stack when it is asked for."""
+    number = page_fd(environ)
+    if number is not None:
+        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        faulthandler.register(STACK_SIGNAL, file=fd, all_threads=True)
+        page = ProgressPage(number)
+        page.offer_stack(fd)
+        page.close()
+
+
+def where_is(pid: int, stack_fd: int) -> str | None:
+    """The line of a trainer's main thread, as "dataset.py:12 in build"; None where unknown.
+
+    ``stack_fd``: its descriptor to which it writes its stack, 0 where it does not. Takes up to some
+    seconds.
+    """
+    if not pid:
+        return None
+    return _by_py_spy(pid) or (_by_faulthandler(pid, stack_fd) if stack_fd else None)
+
+
+def _by_py_spy(pid: int) -> str | None:
+    command = shutil.which("py-spy") or shutil.which(
+        "py-spy", path=str(Path(sys.executable).parent)
+    )
+    if command is None:
+        return None
+    try:
+        done = subprocess.run(
+            [command, "dump", "--nonblocking", "--pid", str(pid)],
+            capture_output=True,
+            text=True,
+            timeout=_PY_SPY_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None  # it may not look into other processes here
+    return _first_line(done.stdout.partition('"MainThread"')[2], _OF_PY_SPY)
+
+
+def _by_faulthandler(pid: int, fd: int) -> str | None:
+    """The main thread is the last one: threads are listed youngest first."""
+    path = f"/proc/{pid}/fd/{fd}"
+    with contextlib.suppress(OSError):
+        if _NAME not in os.readlink(path):
+            return None  # the process runs another program by now
+        with open(path, "rb") as file:
+            start = file.seek(0, os.SEEK_END)
+            os.kill(pid, STACK_SIGNAL)
+            return _first_line(_written(file, start).split("\n\n")[-1], _OF_FAULTHANDLER)
+    return None
+
+
+def _written(file: BinaryIO, start: int) -> str:
+    """What a handler writes from ``start`` on, once no more comes; nothing where none runs."""
+    deadline_s, text, before = time.monotonic() + _DUMP_S, b"", None
+    while time.monotonic() < deadline_s and (not text or text != before):
+        # Nothing can be waited for: a handler of a signal only writes.
+        time.sleep(_LOOK_AGAIN_S)
+        file.seek(start)
+        before, text = text, file.read()
+    return text.decode(errors="replace")
+
+
+def _first_line(text: str, pattern: re.Pattern[str]) -> str | None:
+    """The innermost frame."""
+    for line in text.splitlines():
+        found = pattern.match(line)
+        if found:
+            return f"{Path(found['file']).name}:{found['line']} in {found['name']}"
+    return None
