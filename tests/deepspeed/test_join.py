@@ -207,6 +207,28 @@ def test_monitors_go_back_to_the_first_worker(run: Launch, tmp_path: Path) -> No
     assert newest.name.split(".")[-2] == str(owners[-1])
 
 
+@pytest.mark.parametrize("stage", sampled([1, 3], keep=(0,)))
+def test_it_comes_back_to_a_job_that_has_saved_and_had_nothing_to_load(
+    run: Launch, twin: Twin, tmp_path: Path, stage: int
+) -> None:
+    """The script loads a checkpoint where there is one: the job's own, when it comes back."""
+    spec = EngineSpec(
+        script=str(SCRIPTS / "saving.py"),
+        stage=stage,
+        steps=8,
+        respawn=5,
+        options=(f"--save={tmp_path}", "--resume"),
+        kills=("2@4:backward",),
+        changes=("+2@6",),
+    )
+    killed = run(spec)
+    check_survived(killed)
+    assert entered(killed) == [(2, 1, 6)]
+    assert killed.output.count("loaded None") == 1 and killed.output.count("loaded ") == 1
+    (tmp_path / "latest").unlink()
+    assert killed.trace() == twin(killed).trace()
+
+
 def test_it_loads_what_the_job_had_loaded_and_not_a_later_checkpoint(
     run: Launch, tmp_path: Path
 ) -> None:

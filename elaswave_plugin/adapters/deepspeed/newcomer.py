@@ -24,6 +24,7 @@ from elaswave_plugin.core.reserve import built_among
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError
 from elaswave_plugin.runtime.c10d_tables import imagine_world
 from elaswave_plugin.runtime.member import INCARNATION, SLOT
+from elaswave_plugin.runtime.refusal import ends_in_a_sentence
 from elaswave_plugin.runtime.worker import Worker
 
 
@@ -141,6 +142,18 @@ class News:
             self._worker.remember(data_epoch=epoch)
 
 
+class _NothingLoaded(dict[str, Any]):
+    """What DeepSpeed returns beside the path where there is no checkpoint."""
+
+    @ends_in_a_sentence
+    def __missing__(self, key: str) -> Any:
+        raise ConfigurationError(
+            f"the script takes {key!r} out of a checkpoint that was not there when the job began,"
+            " and this worker came to that job later: take it where engine.load_checkpoint returns"
+            " a path, not where a file exists; or set respawn to 0 and leave --reserve out"
+        )
+
+
 class Loads:
     """What the script's loads of checkpoints gave at the start of the job."""
 
@@ -156,11 +169,8 @@ class Loads:
             self._worker.remember(loads=self._loads)
             return loaded[0]
         if not self._loads:
-            raise ConfigurationError(
-                "the script loads a checkpoint that it had not loaded when the job began, and this "
-                "worker came to that job later; load the same, or set respawn to 0 and leave "
-                "--reserve out"
-            )
+            # A checkpoint of this job: there was none when it began, and the others began without.
+            return None, _NothingLoaded()
         result, values = pickle.loads(base64.b64decode(self._loads.pop(0)))
         for name, value in values.items():
             setattr(engine, name, value)

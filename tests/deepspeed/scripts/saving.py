@@ -1,7 +1,8 @@
 """A stock script that saves every other step, evaluates after it, and may load a checkpoint first.
 
---save DIR, --load DIR; the losses of the evaluations go to DIR/evaluations-RANK-PID.json. What was
-loaded is saved again at once, as the tag "loaded".
+--save DIR, --load DIR; --resume loads from the DIR of --save, where there is a checkpoint; the
+losses of the evaluations go to DIR/evaluations-RANK-PID.json. What --load loaded is saved again at
+once, as the tag "loaded".
 """
 
 import argparse
@@ -24,6 +25,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--save")
     parser.add_argument("--load")
+    parser.add_argument("--resume", action="store_true")
     args, _ = parser.parse_known_args()
     sizes = {"hidden_size": 64, "seq_length": 32, "num_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(1234)
@@ -40,6 +42,9 @@ def main() -> None:
         assert path is not None
         engine.save_checkpoint(args.save, tag="loaded", save_latest=False)
     last = engine.global_steps + args.steps
+    if args.resume and (Path(args.save) / "latest").exists():
+        path, _ = engine.load_checkpoint(args.save)
+        print(f"loaded {path}")
     tokens, labels = (
         torch.stack(column) for column in zip(*map(dataset.__getitem__, range(4)), strict=True)
     )
