@@ -12,6 +12,7 @@ from typing import Any
 __all__ = ["initialize", "install", "loader", "run"]
 
 _MARK = "__elaswave__"
+_JOBS = "__elaswave_jobs__"
 # Set by the supervisor of a worker (runtime/member.py, CONTROL_FD).
 _SUPERVISED = "ELASWAVE_CONTROL_FD"
 _ADAPTER = "elaswave_plugin.adapters.deepspeed"
@@ -67,10 +68,19 @@ def _elastic(native: Callable[..., Any]) -> Callable[..., Any]:
         reading = import_module(f"{_ADAPTER}.configuration")
         arguments = reading.arguments_of(native, args, kwargs)
         config = reading.configuration_of(arguments)
-        import_module("deepspeed").__dict__[_MARK] = reading.missing_in(config)
-        if reading.SECTION not in config:
-            return native(*args, **kwargs)
-        return import_module(f"{_ADAPTER}.attach").initialize(native, config, arguments)
+        names = import_module("deepspeed").__dict__
+        names[_MARK] = missing = reading.missing_in(config)
+        # Of each engine of the process: its job, None where it has joined none.
+        jobs = names.setdefault(_JOBS, [])
+        if jobs and (any(jobs) or missing is None):
+            import_module(f"{_ADAPTER}.attach").refuse_second(jobs)
+        if reading.SECTION in config:
+            made = import_module(f"{_ADAPTER}.attach").initialize(native, config, arguments)
+        else:
+            made = native(*args, **kwargs)
+        # An engine has its job in an attribute of the section's name.
+        jobs.append(vars(made[0]).get(reading.SECTION))
+        return made
 
     initialize.__dict__[_MARK] = True
     return initialize

@@ -70,10 +70,22 @@ class UserLoop:
         self._behind = behind
         self.worker.links.alone = behind or self.worker.alone
 
-    def next_batch(self, serve: Callable[[int, int], Result]) -> Result:
-        """The next batch: ``serve(step, iteration)``, called again after a recovery."""
+    def next_batch(
+        self,
+        serve: Callable[[int, int], Result],
+        *,
+        void: Callable[[], Result | None] = lambda: None,
+    ) -> Result:
+        """The next batch: ``serve(step, iteration)``, called again after a recovery.
+
+        ``void()``: a batch that the others had before the recovery, and nobody trains on; or None.
+        """
 
         def begin() -> Result:
+            passed = void()
+            if passed is not None:
+                self._between = False
+                return passed
             if self.iteration == 0:
                 self._steps.begin()
             self.worker.phases.enter("data")
@@ -83,7 +95,7 @@ class UserLoop:
             return batch
 
         self.enter()
-        return self._guarded(begin)
+        return self._guarded(begin, ends_recovery=False)
 
     def call(self, work: Callable[[], Result], *, instead: Callable[[], Result]) -> Result:
         """A part of the iteration; ``instead()`` is the result where it is or becomes dead."""
@@ -156,12 +168,12 @@ class UserLoop:
         before_leaving()
         self.worker.close()
 
-    def _guarded(self, work: Callable[[], Result]) -> Result:
-        """Run ``work``, and again after every recovery."""
+    def _guarded(self, work: Callable[[], Result], *, ends_recovery: bool = True) -> Result:
+        """Run ``work``, and again after every recovery, which is over once it has run."""
         while True:
             try:
                 result = work()
-                if self.iteration == 0:
+                if ends_recovery and self.iteration == 0:
                     self._steps.note_recovery()
                 return result
             except EpochChanged:

@@ -34,9 +34,9 @@ Phases.fire, dist.all_reduce = keep, all_reduce
 UNANNOUNCED = """
 from elaswave_plugin.adapters.deepspeed.job import EngineJob
 check = EngineJob._check
-def fire(self):
+def fire(self, module):
     self._engine.module.training or self._worker.phases.fire("evaluation")
-    check(self)
+    check(self, module)
 EngineJob._check = fire
 """
 

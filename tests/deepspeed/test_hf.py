@@ -230,9 +230,9 @@ def test_a_lost_worker_stays_away_and_more_is_refused(
 IN_EVALUATION = """
 from elaswave_plugin.adapters.deepspeed.job import EngineJob
 check = EngineJob._check
-def fire(self):
+def fire(self, module):
     self._engine.module.training or self._worker.phases.fire("evaluation")
-    check(self)
+    check(self, module)
 EngineJob._check = fire
 """
 

@@ -3,9 +3,9 @@
 import functools
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,20 @@ def initialize(
         _say_detached(config)
         return native(**arguments)
     return _attach(native, settings, config, dict(arguments))
+
+
+@ends_in_a_sentence
+def refuse_second(jobs: Sequence[AttachedEngine | None]) -> NoReturn:
+    """A second engine in a process of which one is in a job; ``jobs`` of the first ones."""
+    for job in jobs:
+        if job is not None:
+            job.abandon()
+    raise ConfigurationError(
+        "deepspeed.initialize was called a second time, and a job has one engine: after a loss the"
+        " state of another one would be that of a step that is redone; put the models (both of a"
+        " GAN, actor and critic) into one module with one optimizer, leave a model that is not"
+        ' trained without an engine, or take the section "elaswave" out'
+    )
 
 
 def _attach(

@@ -6,6 +6,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from elaswave_plugin.adapters.deepspeed.framework import DeepSpeedFramework
 from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader, GlobalOrder, Order, Reader
+from elaswave_plugin.adapters.deepspeed.reads import Reads
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.adapters.recording import Recording, tracker_of
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError, EpochChanged
@@ -123,7 +124,8 @@ class AttachedEngine:
                 f"the dataset is a {type(dataset).__name__}, wanted one with __getitem__ and "
                 "__len__: whoever redoes a step has to read its samples again"
             )
-        loader = ElasticLoader(self._reader, dataset, order(), collate=collate)
+        reads = Reads(counts=not self._worker.alone)
+        loader = ElasticLoader(self._reader, dataset, order(), collate=collate, reads=reads)
         self._framework.loader = loader
         self._took_loader(loader)
         return loader

@@ -177,12 +177,14 @@ class DeepSpeedFramework:
 
     # ---- what the loop asks -------------------------------------------------------------------
 
-    def watch(self, announce: Callable[[str], None], check: Callable[[], None]) -> None:
-        """Announce the phases of a step from inside the framework; ``check`` between layers."""
+    def watch(
+        self, announce: Callable[[str], None], check: Callable[[torch.nn.Module], None]
+    ) -> None:
+        """Announce the phases of a step from inside the framework; ``check`` before each layer."""
         engine = self._engine
         modules = [m for m in engine.module.modules() if [*m.parameters(recurse=False)]]
         for module in modules:
-            module.register_forward_pre_hook(lambda module, inputs: check())
+            module.register_forward_pre_hook(lambda module, inputs: check(module))
         # Nothing flows back through what is not trained, as a teacher.
         trained = [m for m in modules if any(p.requires_grad for p in m.parameters(recurse=False))]
         middle = trained[len(trained) // 2]

@@ -3,9 +3,10 @@
 The engine object stays the user's; three of its methods, and the loader, go through ``UserLoop``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader, Reader, tok
 from elaswave_plugin.adapters.deepspeed.monitor import ElasticMonitor, Holders
 from elaswave_plugin.adapters.deepspeed.newcomer import Loads, News, check_together
 from elaswave_plugin.adapters.deepspeed.own_loops import OwnLoops
+from elaswave_plugin.adapters.deepspeed.reads import BATCH, END
 from elaswave_plugin.adapters.deepspeed.refuse import check_engine, check_schedules, check_shares
 from elaswave_plugin.adapters.deepspeed.seams import alone_patches
 from elaswave_plugin.adapters.deepspeed.stand_in import StandIn, detached
@@ -68,6 +70,8 @@ class EngineJob(AttachedEngine):
         self._tokens = 0
         self._iterations = 0
         self._sealed = False
+        # Whether a call of ours runs now, that can absorb a loss.
+        self._guarded = False
         self._monitor = engine.monitor = ElasticMonitor(engine, self._loop)
         self._news = News(worker, self._framework, monitor=self._monitor, stand_in=self._stand_in)
         self._loads = Loads(worker)
@@ -78,6 +82,8 @@ class EngineJob(AttachedEngine):
                 "backward": self._backward,
                 "step": self._step,
                 "set_gradient_accumulation_boundary": self._set_boundary,
+                "no_sync": self._no_sync,
+                "coalesce_grad_reduction": self._coalesce,
                 "save_checkpoint": self._save_checkpoint,
                 "save_16bit_model": self._save,
                 "load_checkpoint": self._load,
@@ -102,9 +108,23 @@ class EngineJob(AttachedEngine):
         if not self._loop.dead:
             self._worker.phases.enter(phase)
 
-    def _check(self) -> None:
-        if not self._loop.dead:
-            self._worker.member.check()
+    def _check(self, module: torch.nn.Module) -> None:
+        """A module's pass begins: look for a change of the view, where that can be absorbed."""
+        if self._guarded or self._working:
+            if not self._loop.dead:
+                self._worker.member.check()
+        elif self._sealed and (
+            self._needs_others_to_compute or (module.training and torch.is_grad_enabled())
+        ):
+            self._refuse_pass(module)
+
+    @abandoning
+    def _refuse_pass(self, module: torch.nn.Module) -> NoReturn:
+        raise ConfigurationError(
+            f"the model was called (its {type(module).__name__}), and not by engine(batch), so that"
+            " a loss in it would end the script; call the engine in the place of its model, and"
+            " evaluate by elaswave_plugin.deepspeed.run(engine, evaluate)"
+        )
 
     # ---- the engine's methods -------------------------------------------------------------------
 
@@ -136,7 +156,17 @@ class EngineJob(AttachedEngine):
 
     def _call(self, work: Callable[[], Any], *, instead: Callable[[], Any]) -> Any:
         """A part of the iteration; in work that starts again as a whole, a part of that."""
-        return work() if self._working else self._loop.call(work, instead=instead)
+        with self._passes():
+            return work() if self._working else self._loop.call(work, instead=instead)
+
+    @contextmanager
+    def _passes(self) -> Iterator[None]:
+        """Passes of the model in this block are ours."""
+        before, self._guarded = self._guarded, True
+        try:
+            yield
+        finally:
+            self._guarded = before
 
     @property
     def _needs_others_to_compute(self) -> bool:
@@ -144,6 +174,9 @@ class EngineJob(AttachedEngine):
 
     def _recovered(self) -> None:
         self._news.exchange()
+        loader = self._framework.loader
+        if loader is not None:
+            loader.reads.compare(loader.place)
         self._framework.resume()
         self._learn_output()
         self.own_loops.recovered()
@@ -163,7 +196,7 @@ class EngineJob(AttachedEngine):
         if beside is not None:
             beside.apply()
         try:
-            with finding_external(self._engine.module):
+            with self._passes(), finding_external(self._engine.module):
                 return self._engine.module(*inputs, **kwargs)
         finally:
             if beside is not None:
@@ -198,13 +231,21 @@ class EngineJob(AttachedEngine):
             scaled = native(weighted, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
             return scaled if weight == 1.0 else scaled / weight
 
-        return self._loop.call(work, instead=loss.detach)
+        return self._call(work, instead=loss.detach)
 
     def _step(self, native: Callable[..., None], lr_kwargs: dict[str, Any] | None = None) -> None:
         self._check_no_work("engine.step")
-        if not self._engine.is_gradient_accumulation_boundary():
+        made = self._engine.global_steps
+        if self._engine.is_gradient_accumulation_boundary():
+            self._update(native, lr_kwargs)
+        else:
             self._loop.call(lambda: native(lr_kwargs), instead=lambda: None)
-            return
+        if self._engine.global_steps <= made:
+            # What `was_step_applied` says; a step that was lost is none.
+            self._engine._step_applied = False
+
+    def _update(self, native: Callable[..., None], lr_kwargs: dict[str, Any] | None) -> None:
+        """The end of a step."""
 
         def update() -> StepReport:
             if not self._losses:
@@ -248,6 +289,24 @@ class EngineJob(AttachedEngine):
                 " gradient_accumulation_steps"
             )
         native(is_boundary)
+
+    def _no_sync(self, native: Callable[[], Any]) -> Any:
+        """`engine.no_sync()`, which Accelerate enters by the count that follows the job."""
+        if not self.boundaries_follow:
+            raise ConfigurationError(
+                "engine.no_sync() was called: it leaves the count of a step's micro-batches to the"
+                " script, and a step that is redone begins in the middle of that count, and would"
+                " lose samples; leave it out, call engine.step() after each engine.backward(loss),"
+                " and set gradient_accumulation_steps: the engine reduces once a step then"
+            )
+        return native()
+
+    def _coalesce(self, native: Callable[[], Any]) -> NoReturn:
+        raise ConfigurationError(
+            "engine.coalesce_grad_reduction() was called: it reduces where its block ends, which is"
+            " no call that a loss could be absorbed in; leave it out, call engine.step() after each"
+            " engine.backward(loss), and set gradient_accumulation_steps"
+        )
 
     def _save_checkpoint(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._save(partial(save_whole, self._drafts, native, self._engine), *args, **kwargs)
@@ -315,15 +374,36 @@ class EngineJob(AttachedEngine):
         self._loop.set_behind(loader.behind)
         if loader.behind:
             loader.skip_epoch()
-        return self._loop.next_batch(partial(self._serve, loader))
+        serve, void = partial(self._serve, loader), partial(self._void, loader)
+        try:
+            batch = self._loop.next_batch(serve, void=void)
+        except StopIteration:
+            loader.took(END)
+            raise
+        loader.took(BATCH)
+        return batch
+
+    def _void(self, loader: ElasticLoader) -> Any:
+        """What the script is given where others were given it before a loss; None for nothing."""
+        if loader.reads.due == END:
+            raise StopIteration
+        if loader.reads.due != BATCH:
+            return None
+        items = loader.void_items()
+        start, stop = self._shares(len(items)).interval(self._worker.slot)
+        return loader.batch(items[start:stop])
+
+    def _shares(self, num_samples: int) -> Shares:
+        worker, shares = self._worker, self._worker.dataflow
+        assert isinstance(shares, Shares)
+        if num_samples == shares.num_samples:
+            return shares
+        return share(num_samples=num_samples, homes=worker.homes, live=worker.view.ranks)
 
     def _serve(self, loader: ElasticLoader, step: int, iteration: int) -> Any:
         worker = self._worker
         items = loader.items()
-        shares = worker.dataflow
-        assert isinstance(shares, Shares)
-        if len(items) != shares.num_samples:
-            shares = share(num_samples=len(items), homes=worker.homes, live=worker.view.ranks)
+        shares = self._shares(len(items))
         interval = shares.interval(worker.slot)
         self._weight = shares.weight(worker.slot)
         if iteration == 0:
@@ -350,6 +430,7 @@ class EngineJob(AttachedEngine):
         self._recording.step(step, report, seconds, num_microbatches=self._iterations, last=False)
         if self._framework.loader is not None:
             self._news.remember_epoch(self._framework.loader.epoch)
+            self._framework.loader.reads.completed_step()
 
     def _leave_together(self) -> None:
         self._loop.complete_state()

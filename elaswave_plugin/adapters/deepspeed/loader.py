@@ -12,6 +12,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
+from elaswave_plugin.adapters.deepspeed.reads import BATCH, ITERATOR, Reads
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError
 
 
@@ -120,7 +121,10 @@ class ElasticLoader:
         order: Order,
         *,
         collate: Callable[[Sequence[Any]], Any] | None,
+        reads: Reads | None = None,
     ) -> None:
+        """``reads``: what the script has asked of it; None where it does not ask by itself."""
+        self.reads = Reads(counts=False) if reads is None else reads
         self._reader = reader
         self.dataset = dataset
         self._order = order
@@ -130,6 +134,10 @@ class ElasticLoader:
         # Where an epoch was left before its end, so that a redo leaves it there again.
         self._left_at: dict[int, int] = {}
         self._has_read = False
+        # Batches that the script took since it began to iterate, void ones included, and how many
+        # it had taken of the last epoch that it left before its end.
+        self._taken = 0
+        self._usual: int | None = None
         # The epoch that the others iterate over, as far as a worker that comes later knows.
         self.epoch_of_others = 0
         self._has_skipped = False
@@ -152,16 +160,49 @@ class ElasticLoader:
             self._epoch += self._has_skipped
             self._has_skipped = False
             return self
+        if self.reads.due == ITERATOR:
+            self.took(ITERATOR)
+            return self
         here = self._normal(self.position)
         if here.iteration and self._has_read:
-            self._left_at[here.epoch] = here.iteration
+            self._left_at[here.epoch] = self._end_of_left(here.iteration)
+            self._epoch = max(self._epoch, here.epoch + 1)
         self.position = self._normal(here)
         self._epoch = max(self._epoch, self.position.epoch)
         self._has_read = False
+        self.took(ITERATOR)
         return self
 
     def __next__(self) -> Any:
         return self._reader.next_batch(self)
+
+    def _end_of_left(self, iteration: int) -> int:
+        """Where an epoch ends that the script leaves, at which ``iteration`` would be the next.
+
+        A script that leaves each after so many batches has counted those that a loss made void: it
+        is given the rest of them before the next epoch.
+        """
+        usual, self._usual = self._usual, self._taken
+        return iteration if self._taken != usual else max(usual, iteration)
+
+    # ---- a script that is behind another one ----------------------------------------------------
+
+    @property
+    def place(self) -> tuple[int, dict[int, int], bool, int | None]:
+        """Where the loader is beside its position, which is sealed."""
+        return self._epoch, self._left_at, self._has_read, self._usual
+
+    def took(self, kind: str) -> None:
+        """The script was given an iterator, a batch or the end of an epoch."""
+        self._taken = 0 if kind == ITERATOR else self._taken + (kind == BATCH)
+        there = self.reads.made(kind)
+        if there is not None:
+            self._epoch, self._left_at, self._has_read, self._usual = there
+
+    def void_items(self) -> list[int]:
+        """Samples like those of an iteration, for a batch that nobody trains on."""
+        here = self.position
+        return self._order.items(here.epoch, min(here.iteration, self._order.iterations - 1))
 
     # ---- a worker that comes later --------------------------------------------------------------
 

@@ -117,7 +117,7 @@ class PipelineJob(AttachedEngine):
         self._tokens = 0
         self._agreed = (0.0, 0)
         self._result: Any = None
-        framework.watch(worker.phases.enter, worker.member.check)
+        framework.watch(worker.phases.enter, lambda module: worker.member.check())
         engine._INSTRUCTION_MAP = self._instructions(engine._INSTRUCTION_MAP)
         self._take_over(
             {

@@ -1,0 +1,85 @@
+"""A script whose loop is written in its own way, by --what.
+
+"no_sync", "coalesce", "model": calls of DeepSpeed's that nobody could make again; "next": a fixed
+number of batches from one iterator; "enumerate": each epoch is left by its count of batches;
+"second", "gan", "twin": a second engine, with the section, without it, and the one without first.
+How many batches and steps each worker saw goes to own-calls-PID.json beside the configuration.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from itertools import islice
+from pathlib import Path
+
+import deepspeed
+import torch
+from deepspeed.runtime.dataloader import RepeatingLoader
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
+from train_deepspeed import GPT, TextDataset
+
+PER_EPOCH = 4
+
+
+def initialize(config, **more):
+    """One engine."""
+    sizes = {"hidden_size": 64, "seq_length": 32, "num_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(1234)
+    model = GPT(argparse.Namespace(**sizes, dropout=0.0))
+    return deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config, **more
+    )
+
+
+def batches_of(what, loader, count):
+    """So many batches, read as --what says."""
+    if what == "enumerate":
+        for _ in range(count // PER_EPOCH):
+            for number, batch in enumerate(loader):
+                yield batch
+                if number + 1 == PER_EPOCH:
+                    break
+        return
+    iterator = iter(RepeatingLoader(loader))
+    yield from islice(iterator, count)
+
+
+def main() -> None:
+    """Train."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--deepspeed_config")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--what", required=True)
+    args, _ = parser.parse_known_args()
+    config = json.loads(Path(args.deepspeed_config).read_text())
+    plain = {key: value for key, value in config.items() if key != "elaswave"}
+    if args.what == "twin":
+        initialize(plain)
+    engine, _, loader, _ = initialize(config, training_data=TextDataset(None, 32, 40))
+    if args.what in ("second", "gan"):
+        initialize(config if args.what == "second" else plain)
+    count = engine.gradient_accumulation_steps()
+    seen = applied = 0
+    for order, batch in enumerate(batches_of(args.what, loader, args.steps * count)):
+        last = (order + 1) % count == 0
+        around = contextlib.nullcontext()
+        if args.what == "no_sync" and not last:
+            around = engine.no_sync()
+        if args.what == "coalesce":
+            around = engine.coalesce_grad_reduction()
+        with around:
+            loss = (engine.module if args.what == "model" else engine)(*batch)
+            engine.backward(loss)
+        engine.step()
+        seen += 1
+        applied += engine.was_step_applied()
+    found = {"seen": seen, "applied": applied, "steps": engine.global_steps}
+    name = f"own-calls-{os.getpid()}.json"
+    Path(args.deepspeed_config).with_name(name).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
