@@ -81,6 +81,10 @@ def make_command() -> Any:
     )
     app.command("run", add_help_option=False)(run)
     app.command("demo")(demo)
+    app.command(
+        "rehearse",
+        context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    )(rehearse)
     app.command("report")(report)
     app.command("status")(status)
     app.command("drain")(drain)
@@ -145,6 +149,36 @@ def demo(
         respawn=respawn,
     )
     return run_demo(options, text, Console())
+
+
+def rehearse(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="COMMAND...", help="The command that starts the job, as it stands."),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Steps of each run.")] = 6,
+    json_file: JsonFile = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Let the script write to files that are there.")
+    ] = False,
+    run: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Only this disturbed run. May be repeated."),
+    ] = None,
+) -> int:
+    """Run a job undisturbed and disturbed, and compare: 0 equal, 1 differs, 2 refused."""
+    from rich.console import Console
+
+    from elaswave_plugin.rehearsal.rehearsal import check_options, rehearse
+
+    options = check_options(
+        command=list(command or ()),
+        steps=steps,
+        json_file=json_file,
+        overwrites=overwrite,
+        only=list(run or ()),
+    )
+    return rehearse(options, Console())
 
 
 def report(

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import os
 import re
 import tomllib
 from collections.abc import Mapping
@@ -20,10 +21,11 @@ from pydantic import (
 )
 
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.rehearsed import rehearsed_settings
 
 STEP_PHASES = ("data", "forward", "backward", "reduce", "optimizer", "gather", "snapshot")
 RECOVERY_PHASES = ("detect", "agree", "edit", "move", "rebind", "verify", "replay")
-OUTSIDE_PHASES = ("startup", "evaluation", "save", "finalize")
+OUTSIDE_PHASES = ("startup", "body", "evaluation", "save", "finalize")
 KILL_PHASES = STEP_PHASES + RECOVERY_PHASES + OUTSIDE_PHASES
 
 _PREFIX = "elaswave"
@@ -134,7 +136,7 @@ _ChangeText = Annotated[str, AfterValidator(_checked_change)]
 _OF_THE_JOB = (
     *("consistency", "snapshots", "snapshot_copies", "change", "respawn", "seed", "gpu_engine"),
     *("dataflow", "move_layers", "split_backward", "activation_room", "memory_limit_gib"),
-    *("slow_workers", "clocks", "clock_table", "power_cap_w"),
+    *("slow_workers", "clocks", "clock_table", "power_cap_w", "stop_after"),
 )
 
 
@@ -280,6 +282,11 @@ class ElasticConfig(BaseModel):
         description="DeepSpeed: folder for a checkpoint that the engine writes where every worker"
         " is told to leave, before the job ends; none: it ends without",
     )
+    stop_after: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="steps after which the job ends by itself as if they were all, for rehearsals;"
+        " the script's learning rates stay those of its whole run; none: the script's own number",
+    )
     seed: int | None = Field(
         None,
         ge=0,
@@ -424,7 +431,7 @@ def from_section(section: Mapping[str, Any], source: str = "section elaswave") -
     if not isinstance(section, Mapping):
         raise ConfigurationError(f"{source} is {section!r}, wanted a table of keys and values")
     try:
-        return ElasticConfig.model_validate(dict(section))
+        return ElasticConfig.model_validate({**section, **rehearsed_settings(os.environ)})
     except ValidationError as error:
         # `from None`: users get one sentence, not the validator's traceback.
         raise ConfigurationError(_sentence(error, source)) from None

@@ -22,7 +22,7 @@ w0: [0, 3) | w2: [3, 6) | w3: [6, 8) 1.125
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from elaswave_plugin.core.exact import (
@@ -85,8 +85,21 @@ class Dataflow:
         """
         if self.beyond or len(self.placement) != self.num_replicas:
             return False
-        wholes = ([part.whole for part in self.contributions(slot)] for slot, _ in self.placement)
-        return all(whole == [True] for whole in wholes)
+        dealt = (self.contributions(slot) for slot, _ in self.placement)
+        own = ([(part.whole, part.replica) for part in parts] for parts in dealt)
+        return all(parts == [(True, rank)] for rank, parts in enumerate(own))
+
+    def rotated(self) -> "Dataflow":
+        """The same work, each worker's by the next one; what is not healthy is as it was.
+
+        >>> print(deal(num_microbatches=4, homes=(0, 1), live=(0, 1)).rotated())
+        w0: 1 3 | w1: 0 2
+        """
+        if not self.is_healthy:
+            return self
+        slots, shares = zip(*self.placement, strict=True)
+        placement = tuple(zip(slots, (*shares[1:], shares[0]), strict=True))
+        return replace(self, placement=placement)
 
 
 def deal(

@@ -62,6 +62,8 @@ Policy = Literal["auto", "redeal", "reroute", "resize"]
 SplitBackward = Literal["auto", "always", "never"]
 # Every replica runs its own micro-batches.
 AS_LAUNCHED = "as launched"
+# Every replica runs those of the next one.
+ROTATED = "rotated"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +207,14 @@ class PipelineFlow:
         """Whether every stage has what it had at launch: the framework's own schedule runs."""
         layout = self.layout
         whole = layout.is_rectangular and layout.keeps_stages and layout.keeps_layers
-        return whole and not self.slow
+        return whole and not self.slow and self.policy != ROTATED
+
+    def rotated(self) -> "PipelineFlow":
+        """The same work, each replica's by the next one; what is not healthy is as it was."""
+        if not self.is_healthy:
+            return self
+        pieces = tuple((*stage[1:], stage[0]) for stage in self.pieces)
+        return replace(self, pieces=pieces, policy=ROTATED)
 
     def in_greedy_order(self) -> "PipelineFlow":
         """The same in greedy order, if layers take its ``times``."""

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -35,10 +35,15 @@ class JobFailed(ElasWaveError):
 
 
 @contextmanager
-def running(command: Sequence[str], log: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """Run a process that dies with us, its output in a file; ends it on the way out."""
+def running(
+    command: Sequence[str], log: Path, *, env: Mapping[str, str] | None = None
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """Run a process that dies with us, its output in a file; ends it on the way out.
+
+    ``env``: variables beside our own.
+    """
     # One thread a worker: more would fight for the cores and change the order of sums.
-    env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
+    env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
     # Python drops what a signal raises in the middle of a fork.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:

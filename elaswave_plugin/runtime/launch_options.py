@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.rehearsed import rehearsed_settings
 from elaswave_plugin.runtime.coordinator import Heartbeat
 from elaswave_plugin.runtime.notice_file import NOTICE_FILE, check_notice_file
 from elaswave_plugin.runtime.reserve import RESERVE, read_reserve
@@ -125,7 +126,7 @@ def parse_run_args(argv: Sequence[str]) -> LaunchSpec:
         node_rank=options.node_rank,
         master_addr=options.master_addr,
         master_port=options.master_port,
-        run_dir=Path(options.dir).absolute() if options.dir else shared.run_dir,
+        run_dir=_run_dir(options.dir, shared.run_dir),
         zygote=options.zygote,
         preload=tuple(filter(None, options.preload.split(","))),
         join=options.join,
@@ -136,6 +137,13 @@ def parse_run_args(argv: Sequence[str]) -> LaunchSpec:
         patience=timeouts.patience,
         heartbeat=timeouts.heartbeat,
     )
+
+
+def _run_dir(option: str | None, shared: Path | None) -> Path | None:
+    """The launcher's own option wins, except in a rehearsal."""
+    if option is None or rehearsed_settings(os.environ):
+        return shared
+    return Path(option).absolute()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +163,9 @@ def script_settings(args: Sequence[str], env: Mapping[str, str]) -> ScriptSettin
     config = _peek(args, "--elaswave-config")
     origin = config or 'section "elaswave" of --deepspeed_config'
     section = _deepspeed_section(args) if config is None else _section(config)
-    run_dir = _peek(args, "--elaswave-dir") or section.get("dir") or env.get("ELASWAVE_DIR")
+    rehearsed = rehearsed_settings(env).get("dir")
+    given = _peek(args, "--elaswave-dir") or section.get("dir") or env.get("ELASWAVE_DIR")
+    run_dir = rehearsed or given
     if not isinstance(run_dir, str | None):
         raise ConfigurationError(f"{origin}: key 'dir' is {run_dir!r}, wanted a path as a string")
     option = "--elaswave-quiesce-timeout-s"

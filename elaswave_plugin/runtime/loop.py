@@ -120,6 +120,7 @@ class GuardedSteps:
         # first: what the others can read comes after one more look.
         worker.member.await_lease()
         self._on_commit(worker.completed - 1, report, elapsed_s)
+        worker.phases.fire("body")
 
     def announced(self, work: Callable[[], Result], phase: str) -> Result | None:
         """Run work between steps, for which a proposal waits; None for a save that failed.

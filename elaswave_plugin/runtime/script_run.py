@@ -18,10 +18,12 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType, TracebackType
 
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.rehearsed import REHEARSAL
 from elaswave_plugin.runtime.member import CONTROL_FD
 from elaswave_plugin.runtime.refusal import end_in_a_sentence
 from elaswave_plugin.runtime.stack_line import offer_stack
@@ -94,6 +96,8 @@ def guarded(reporter: Reporter, work: Callable[[], None], *, ours: Sequence[str]
     """Run the script; an exception is told and becomes exit code 1, as the interpreter's own."""
     offer_stack(os.environ)
     try:
+        if REHEARSAL in os.environ:
+            import_module("elaswave_plugin.rehearsal.trainer").begin(os.environ[REHEARSAL])
         work()
     except (SystemExit, KeyboardInterrupt):
         raise

@@ -153,6 +153,14 @@ AVERAGES = (
     ),
     (_IMPORTS, "import torch\n\nimport elaswave_plugin\n"),
 )
+
+
+def without_keep(changes: tuple[Change, ...]) -> tuple[Change, ...]:
+    """The same for somebody who has not read of `elaswave_plugin.keep`."""
+    kept = 'elaswave_plugin.keep("average", Average(model[0]))'
+    return tuple((old, new.replace(kept, "Average(model[0])")) for old, new in changes)
+
+
 COUNTS = (
     before_model(
         "def counting(chunk):\n"

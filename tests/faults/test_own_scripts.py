@@ -70,13 +70,7 @@ def test_an_average_that_nobody_keeps_is_another(
     run: Launch, reference: Reference, tmp_path: Path
 ) -> None:
     """The comparison above can fail: no plugin sees such an object."""
-    unkept = [
-        (
-            old,
-            new.replace('elaswave_plugin.keep("average", Average(model[0]))', "Average(model[0])"),
-        )
-        for old, new in own_scripts.AVERAGES
-    ]
+    unkept = own_scripts.without_keep(own_scripts.AVERAGES)
     spec = replace(LOSES, script=own_scripts.write(tmp_path, *unkept), kills=LOST, **BACK)
     assert averages(run(spec)) != averages(reference(spec))
 

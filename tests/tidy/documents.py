@@ -27,6 +27,7 @@ EXAMPLES = (
     ("dir", "out/run"),
     ("last_checkpoint_dir", "out/last"),
     ("run_id", "gpt-small-1"),
+    ("stop_after", 6),
     ("seed", 1234),
     ("tensorboard", "out/tensorboard"),
 )

@@ -49,12 +49,22 @@ FRAMEWORK_HOMES = (
 )
 # package -> parts of ours that it must not import
 FORBIDDEN_DIRECTIONS = (
-    ("checkpoints", ("core", "runtime", "tracking", "adapters", "demo", "cli", "observer")),
-    ("runtime", ("adapters", "sim", "demo", "cli", "observer", "report", "tracking.tracker")),
-    ("tracking", ("core", "runtime", "adapters", "sim", "demo", "cli", "observer", "report")),
-    ("adapters", ("sim", "demo", "cli", "observer", "report")),
-    ("observer", ("runtime", "adapters", "sim", "demo", "cli", "report")),
-    ("report", ("runtime", "adapters", "sim", "demo", "cli")),
+    (
+        "checkpoints",
+        ("core", "runtime", "tracking", "adapters", "demo", "rehearsal", "cli", "observer"),
+    ),
+    (
+        "runtime",
+        ("adapters", "sim", "demo", "rehearsal", "cli", "observer", "report", "tracking.tracker"),
+    ),
+    (
+        "tracking",
+        ("core", "runtime", "adapters", "sim", "demo", "rehearsal", "cli", "observer", "report"),
+    ),
+    ("adapters", ("sim", "demo", "rehearsal", "cli", "observer", "report")),
+    ("observer", ("runtime", "adapters", "sim", "demo", "rehearsal", "cli", "report")),
+    ("rehearsal", ("bench", "cli", "commands", "status", "report", "adapters.megatron_lm")),
+    ("report", ("runtime", "adapters", "sim", "demo", "rehearsal", "cli")),
 )
 IMMUTABLE_CALLS = frozenset(
     (

@@ -20,7 +20,7 @@ from tests.tidy import documents
 ROOT = documents.ROOT
 PACKAGE = ROOT / "elaswave_plugin"
 FOLDERS = ("core", "runtime", "adapters", "adapters/megatron", "adapters/megatron_lm")
-MAPPED = (*FOLDERS, "checkpoints", "demo", "tracking")
+MAPPED = (*FOLDERS, "checkpoints", "demo", "rehearsal", "tracking")
 PAGES = (
     "README.md",
     "CONTRIBUTING.md",
@@ -30,7 +30,7 @@ PAGES = (
         f"elaswave_plugin/docs/{name}.md"
         for name in (
             *("getting_started", "deepspeed_loops"),
-            *("guarantees", "latency", "limits", "operations", "step_state"),
+            *("guarantees", "latency", "limits", "operations", "rehearsal", "step_state"),
         )
     ),
     *(f"elaswave_plugin/{folder}/README.md" for folder in MAPPED),

@@ -162,7 +162,14 @@ class AttachedEngine:
     # ---- the end --------------------------------------------------------------------------------
 
     def _end_where_all_leave(self) -> None:
-        """With every worker told to leave: a last checkpoint, then the end of the script."""
+        """With every worker told to leave: a last checkpoint, then the end of the script.
+
+        Without a checkpoint after the last step of a job that stops early.
+        """
+        stop_after = self._worker.config.stop_after
+        if stop_after is not None and self._worker.completed >= stop_after:
+            self.leave()
+            raise SystemExit(0)
         folder = self._worker.config.last_checkpoint_dir
         if folder is None or not self._worker.last_call:
             return

@@ -121,7 +121,7 @@ class ElasticJob:
         chunks = model if isinstance(model, list) else [model]
         distributed = check_supported(chunks, optimizer)
         check_loop(scheduler, train_iters)
-        self._train_iters = train_iters
+        self._train_iters = min(train_iters, self._worker.config.stop_after or train_iters)
         self._framework = MegatronFramework(
             self._worker,
             chunks=chunks,

@@ -243,6 +243,8 @@ class Hooks:
         """
 
         def decide(*args: Any, **kwargs: Any) -> Any:
+            if self.job is not None and self.job.stops_here:
+                return True
             if not (self.job is not None and self.job.last_call):
                 return native(*args, **kwargs)
             given = signature(native).bind(*args, **kwargs).arguments

@@ -298,6 +298,12 @@ class LmJob:
         return self.worker.last_call
 
     @property
+    def stops_here(self) -> bool:
+        """Whether the job ends by itself after this step, by the setting for that."""
+        stop_after = self.worker.config.stop_after
+        return stop_after is not None and self.worker.completed >= stop_after
+
+    @property
     def comes_later(self) -> bool:
         """Whether this worker comes later, and builds its model beside the training."""
         return self.worker.alone
@@ -327,7 +333,7 @@ class LmJob:
             report,
             seconds,
             num_microbatches=len(self._microbatches.executed),
-            last=step + 1 == self._args.train_iters,
+            last=self.stops_here or step + 1 == self._args.train_iters,
         )
         self._writers.step(step + 1, metrics)
 

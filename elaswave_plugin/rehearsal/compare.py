@@ -1,0 +1,219 @@
+"""Compares what two runs recorded, and names the first difference: pure.
+
+What all workers of a part of the model have alike in the undisturbed run, each worker of the other
+run has to have at the same moment; what is each worker's own there is not compared.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Record = dict[str, Any]
+# The moments of a step in their order, and what is compared at each.
+_STATE, _PASS, _LOSSES, _NORM, _END = 0, 1, 2, 3, 4
+SAMPLE, DRAW, LOSS, NORM = "sample", "draw", "loss", "gradient norm"
+WEIGHT, SETTING, KEPT, BETWEEN, OWN = "tensor", "setting", "kept object", "generator", "script"
+OPTIMIZER, ENDED = "optimizer state", "end of the job"
+# What has other names where workers have other shares.
+_OF_PASSES = (SAMPLE, DRAW, LOSS)
+_ORDER = (SETTING, KEPT, OWN, WEIGHT, BETWEEN, SAMPLE, DRAW, LOSS, NORM, OPTIMIZER, ENDED)
+
+
+class Moment(NamedTuple):
+    """When something is had: before a step begins, in a pass of it, at its losses, at its norm."""
+
+    step: int
+    order: int
+
+
+class Named(NamedTuple):
+    """What is compared: its kind, the part of the model that has it, and its name."""
+
+    kind: str
+    part: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Something that is not what it was in the other run; ``where``: lines of the script."""
+
+    moment: Moment
+    kind: str
+    name: str
+    slots: tuple[int, ...] = ()
+    where: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        before = self.moment.order == _STATE
+        when = f"before step {self.moment.step}" if before else f"in step {self.moment.step}"
+        who = f", on worker {', '.join(map(str, self.slots))}" if self.slots else ""
+        said = self.name if self.name.startswith(self.kind) else f"{self.kind} {self.name}"
+        return f"{said} {when}{who}"
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict that JSON can carry."""
+        return {
+            "step": self.moment.step,
+            "before_step": self.moment.order == _STATE,
+            "kind": self.kind,
+            "name": self.name,
+            "workers": list(self.slots),
+            "where": list(self.where),
+            "also_differ": list(self.also),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecords:
+    """All records of a run."""
+
+    records: tuple[Record, ...]
+
+    @classmethod
+    def read(cls, folder: Path) -> "RunRecords":
+        """Those of a folder; the last line of a process that was killed may be half written."""
+        found: list[Record] = []
+        for path in sorted(folder.glob("*.jsonl")):
+            *lines, last = path.read_text("utf-8").split("\n")
+            assert not last or lines, path
+            found += [json.loads(line) for line in lines if line]
+        return cls(records=tuple(found))
+
+    @property
+    def facts(self) -> Record | None:
+        """What the first worker said of the job; None where none has attached."""
+        return next((one for one in self.records if one["kind"] == "facts"), None)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files of the script."""
+        files = (one["files"] for one in self.records if one["kind"] == "facts")
+        return tuple(dict.fromkeys(name for several in files for name in several))
+
+    def values(self) -> Iterator[tuple[Moment, Named, int, Any]]:
+        """(moment, what, worker, value), one by one."""
+        for record in self.records:
+            for moment, what, value in _values_of(record):
+                yield moment, what, record["slot"], value
+
+    def notes(self) -> Iterator[tuple[Moment, Named, int, Any]]:
+        """The plain values of the script, likewise."""
+        for record in self.records:
+            if record["kind"] == "state":
+                for name, value in record["values"].items():
+                    moment = Moment(record["at"], _STATE)
+                    yield moment, Named(OWN, record["part"], name), record["slot"], value
+
+
+def _values_of(record: Record) -> Iterator[tuple[Moment, Named, Any]]:
+    part, kind = record["part"], record["kind"]
+    if kind == "state":
+        at = Moment(record["at"], _STATE)
+        for name, value in record["tensors"].items():
+            yield at, Named(WEIGHT, "", name), value
+        for kind, key in (
+            (SETTING, "settings"),
+            (KEPT, "kept"),
+            (BETWEEN, "draws"),
+            (OWN, "script"),
+        ):
+            for name, value in record[key].items():
+                yield at, Named(kind, part, name), value
+    elif kind == "pass":
+        at = Moment(record["at"], _PASS)
+        again = f" (call {record['call'] + 1})" if record["call"] else ""
+        name = f"{record['pass']}{again}"
+        if "batch" in record:
+            yield at, Named(SAMPLE, part, f"batch of {name}"), record["batch"]
+        for generator, state in record["draws"].items():
+            yield at, Named(DRAW, part, f"of {generator} in {name}"), state
+    elif kind == "losses":
+        for name, value in record["losses"].items():
+            yield Moment(record["at"], _LOSSES), Named(LOSS, "", f"of {name}"), value
+
+
+class Reference:
+    """What the undisturbed run had alike on all workers of a part; the rest is nobody's business.
+
+    ``twin``: the run with the same changes as planned, for what has bits of its own after a loss.
+    """
+
+    def __init__(self, undisturbed: RunRecords) -> None:
+        self._common = dict(_common(undisturbed.values()))
+        self._notes = dict(_common(undisturbed.notes()))
+
+    def differences(self, run: RunRecords) -> list[Difference]:
+        """Everything of ``run`` that differs, the first one first."""
+        return _differing(self._common, run.values())
+
+    def notes(self, run: RunRecords) -> list[Difference]:
+        """Plain values of the script that differ."""
+        return _differing(self._notes, run.notes())
+
+    def restricted(self, twin: RunRecords) -> "Reference":
+        """The values of the twin, for all that is alike on all workers in the undisturbed run."""
+        names = {what for _, what in self._common}
+        restricted = object.__new__(Reference)
+        found = _common(twin.values())
+        restricted._common = {
+            key: one for key, one in found if key[1] in names or key[1].kind in _OF_PASSES
+        }
+        restricted._notes = dict(_common(twin.notes()))
+        return restricted
+
+
+Key = tuple[Moment, Named]
+
+
+def _common(values: Iterable[tuple[Moment, Named, int, Any]]) -> Iterator[tuple[Key, Any]]:
+    found: dict[Key, dict[int, set[Any]]] = defaultdict(lambda: defaultdict(set))
+    having: dict[tuple[Moment, str], set[int]] = defaultdict(set)
+    for moment, what, slot, value in values:
+        found[moment, what][slot].add(value)
+        having[moment, what.part].add(slot)
+    for (moment, what), by_slot in found.items():
+        distinct = set().union(*by_slot.values())
+        if len(distinct) != 1:
+            continue
+        if what.kind in (OWN, BETWEEN) and set(by_slot) != having[moment, what.part]:
+            continue
+        yield (moment, what), next(iter(distinct))
+
+
+def _differing(
+    common: Mapping[Key, Any], values: Iterable[tuple[Moment, Named, int, Any]]
+) -> list[Difference]:
+    slots: dict[Key, set[int]] = defaultdict(set)
+    for moment, what, slot, value in values:
+        key = moment, what
+        if key in common and common[key] != value:
+            slots[key].add(slot)
+    ordered = sorted(slots, key=lambda key: (*key[0], _ORDER.index(key[1].kind), key[1]))
+    return [
+        Difference(
+            moment=key[0], kind=key[1].kind, name=key[1].name, slots=tuple(sorted(slots[key]))
+        )
+        for key in ordered
+    ]
+
+
+def step_differences(
+    mine: Mapping[int, tuple[float, float]], others: Mapping[int, tuple[float, float]]
+) -> list[Difference]:
+    """Of the loss and the gradient norm of each step; both are bits, as floats."""
+    found = []
+    for step in sorted({*mine, *others}):
+        here, there = mine.get(step), others.get(step)
+        if here is None or there is None:
+            found.append(Difference(moment=Moment(step, _END), kind=ENDED, name="came early"))
+            continue
+        for kind, one, other in zip((LOSS, NORM), here, there, strict=True):
+            if one.hex() != other.hex():
+                said = f"{one!r} for {other!r}"
+                found.append(Difference(moment=Moment(step, _NORM), kind=kind, name=said))
+    return found

@@ -1,0 +1,138 @@
+"""What the records have of Megatron-Core's and Megatron-LM's jobs."""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from elaswave_plugin.adapters.megatron import microbatches
+from elaswave_plugin.adapters.megatron.data import KeyedBatches
+from elaswave_plugin.adapters.megatron.framework import MegatronFramework
+from elaswave_plugin.adapters.megatron.microbatches import Microbatches
+from elaswave_plugin.core.dataflow import Samples
+from elaswave_plugin.rehearsal.record import Recorder, facts_of
+from elaswave_plugin.runtime.worker import Worker
+
+_LM_LOADER = "elaswave_plugin.adapters.megatron_lm.loader"
+
+
+class CarriedMegatron:
+    """The model, optimizer and scheduler of one worker."""
+
+    def __init__(self, worker: Worker, framework: MegatronFramework) -> None:
+        self._worker = worker
+        self._framework = framework
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Of the launch."""
+        return facts_of(self._worker, rotates=True)
+
+    @property
+    def part(self) -> str:
+        """Stage and place in the TP group; none for a free worker."""
+        cell = self._worker.seating.cell_of(self._worker.slot)
+        return "" if cell is None else f"stage {cell.stage} tp {cell.key[1]}"
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Weights, trained or not, and buffers, with the layers' numbers of the whole model."""
+        if not self.part:
+            return
+        tp = self.part.rpartition(" ")[2]
+        for chunk in self._framework.chunks:
+            for prefix, module in _global_names(chunk.module):
+                for kind, found in (("weight", module._parameters), ("buffer", module._buffers)):
+                    for own, tensor in found.items():
+                        if tensor is not None:
+                            yield f"{kind} {prefix}{own} (tp {tp})", tensor
+
+    def settings(self) -> Mapping[str, Any]:
+        """Plain settings of the optimizer's groups."""
+        return {
+            f"optimizer group {number} {key!r}": repr(value)
+            for number, group in enumerate(self._framework.groups)
+            for key, value in group.items()
+            if isinstance(value, bool | int | float | str | tuple | list | None) and key != "params"
+        }
+
+    def models(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Each module of the model."""
+        for chunk in self._framework.chunks:
+            yield from _global_names(chunk.module)
+
+    def owned(self) -> Iterable[object]:
+        """The model with its weights, and the optimizer."""
+        for chunk in self._framework.chunks:
+            yield from chunk.modules()
+            yield from chunk.parameters()
+            yield from chunk.module.buffers()
+        yield self._framework._optimizer
+
+
+def _global_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Each module by a prefix with the number that its layer has in the whole model."""
+    numbered = {
+        f"{name}.": f"{name.rpartition('.')[0]}.{layer.layer_number - 1}."
+        for name, layer in model.named_modules()
+        if hasattr(layer, "layer_number") and name.rpartition(".")[2].isdigit()
+    }
+    for name, module in model.named_modules():
+        local = f"{name}." if name else ""
+        prefix = next((one for one in numbered if local.startswith(one)), "")
+        yield numbered.get(prefix, "") + local.removeprefix(prefix), module
+
+
+def carried(worker: Worker, framework: MegatronFramework) -> CarriedMegatron:
+    """What this job carries."""
+    return CarriedMegatron(worker, framework)
+
+
+def watch(recorder: Recorder) -> None:
+    """Record each forward pass, what it reads, and the losses."""
+    places: dict[str, Any] = vars(microbatches)
+    in_order, run = places["in_order"], Microbatches.forward_backward
+
+    def recorded(
+        forward_step: Callable[..., Any],
+        pieces: Sequence[Samples],
+        begin: Callable[[Any, Any, Samples], None],
+    ) -> Callable[..., Any]:
+        def begun(batches: Any, chunk: Any, samples: Samples) -> None:
+            begin(batches, chunk, samples)
+            number = getattr(chunk, "vp_stage", None)
+            chunk_said = f" in chunk {number}" if number else ""
+            recorder.begin_pass(f"samples {samples.start} to {samples.stop - 1}{chunk_said}")
+
+        def passed(*args: Any, **kwargs: Any) -> Any:
+            output = forward_step(*args, **kwargs)
+            recorder.end_pass()
+            return output
+
+        ordered: Callable[..., Any] = in_order(passed, pieces, begun)
+        return ordered
+
+    def run_and_record(mine: Microbatches, *args: Any, **kwargs: Any) -> list[Any]:
+        recorder.kind = "evaluation" if kwargs["forward_only"] else "training"
+        losses = run(mine, *args, **kwargs)
+        if mine.reports_losses and not kwargs["forward_only"]:
+            both = zip(mine.reports, losses, strict=False)
+            recorder.losses({f"micro-batch {number}": loss for number, loss in both})
+        return losses
+
+    places["in_order"] = recorded
+    setattr(Microbatches, "forward_backward", run_and_record)  # noqa: B010  # mypy allows no other
+    _watch_reading(KeyedBatches, recorder)
+    if _LM_LOADER in sys.modules:
+        _watch_reading(sys.modules[_LM_LOADER].MicrobatchLoader, recorder)
+
+
+def _watch_reading(loader: Any, recorder: Recorder) -> None:
+    read = loader.__next__
+
+    def read_and_record(batches: Any) -> Any:
+        batch = read(batches)
+        recorder.batch(batch)
+        return batch
+
+    loader.__next__ = read_and_record

@@ -1,0 +1,146 @@
+"""Finds the tensors and plain values that a script's objects hold, by name, and digests them.
+
+Looked into are modules, optimizers, containers, and objects of classes that the script defines;
+what a framework keeps for itself is its adapter's business.
+"""
+
+import sys
+import sysconfig
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from inspect import getclosurevars
+from pathlib import Path
+from types import FrameType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from elaswave_plugin.runtime.digests import digest_of
+
+_DEEPEST, _MOST, _LONGEST = 8, 20_000, 4096
+_FRAMEWORKS = ("torch", "megatron", "deepspeed", "numpy", "elaswave_plugin", "transformer_engine")
+Plain = bool | int | float | str | None
+
+
+class Found:
+    """What has been found: digests of tensors by name, and plain values by name."""
+
+    def __init__(self, *, besides: Iterable[object] = ()) -> None:
+        """``besides``: objects that are looked at elsewhere."""
+        # Kept alive, so that no other object has their number meanwhile.
+        self._seen: dict[int, object] = {id(one): one for one in besides}
+        self.tensors: dict[str, int] = {}
+        self.values: dict[str, Plain] = {}
+
+    def frame(self, frame: FrameType) -> None:
+        """The variables of a function of the script that runs, or of its file."""
+        name = frame.f_code.co_name
+        prefix = "" if name == "<module>" else f"{name}."
+        for variable, value in list(frame.f_locals.items()):
+            if not variable.startswith("__"):
+                self.look(f"{prefix}{variable}", value)
+
+    def look(self, name: str, value: Any, depth: int = 0) -> None:
+        """Whatever this is, and what is in it."""
+        if isinstance(value, Plain):
+            if len(self.values) < _MOST and not (isinstance(value, str) and len(value) > 200):
+                self.values[name] = value
+            return
+        if id(value) in self._seen or depth > _DEEPEST or len(self._seen) > _MOST:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            self.tensors[name] = digested(value)
+        elif isinstance(value, np.ndarray) and value.dtype != object:
+            self.tensors[name] = xxhash.xxh3_64_intdigest(value.tobytes()) >> 1
+        else:
+            for part, inner in _parts(value):
+                self.look(f"{name}{part}", inner, depth + 1)
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, torch.nn.Module):
+        yield from _of_module(value)
+    elif isinstance(value, torch.optim.Optimizer):
+        yield ".state_dict()", value.state_dict()
+    elif isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", one) for key, one in _first(list(value.items())))
+    elif isinstance(value, list | tuple | deque):
+        yield from ((f"[{number}]", one) for number, one in enumerate(_first(list(value))))
+    elif isinstance(value, FunctionType):
+        if of_the_script(value.__module__):
+            found = getclosurevars(value).nonlocals
+            yield from ((f".{name}", one) for name, one in found.items())
+            yield from ((f".{name}", one) for name, one in vars(value).items())
+    elif isinstance(value, MethodType):
+        yield ".__self__", value.__self__
+    elif isinstance(value, type):
+        if of_the_script(value.__module__):
+            items = list(vars(value).items())
+            yield from ((f".{name}", one) for name, one in items if not name.startswith("__"))
+    elif not isinstance(value, ModuleType) and of_the_script(type(value).__module__):
+        yield ".__class__", type(value)
+        yield from ((f".{name}", one) for name, one in list(getattr(value, "__dict__", {}).items()))
+
+
+def _of_module(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    yield from ((f".{name}", one) for name, one in module._parameters.items() if one is not None)
+    yield from ((f".{name}", one) for name, one in module._buffers.items() if one is not None)
+    yield from ((f".{name}", one) for name, one in module._modules.items() if one is not None)
+    yield from ((f".{name}", one) for name, one in attributes(module))
+
+
+def attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """What a module of the script's own class, or the script itself, has set beside tensors."""
+    if of_the_script(type(module).__module__):
+        ours = torch.nn.Module().__dict__.keys()
+        yield from ((name, one) for name, one in list(vars(module).items()) if name not in ours)
+
+
+def of_the_script(module: str | None) -> bool:
+    """Whether a module is the script's own: no framework, no library."""
+    if module is None or module.partition(".")[0] in _FRAMEWORKS:
+        return False
+    return module == "__main__" or is_own(getattr(sys.modules.get(module), "__file__", None))
+
+
+def is_own(file: str | None) -> bool:
+    """Whether a file is one of the script's: no library, nothing of this package."""
+    if file is None or file.startswith("<"):
+        return False
+    path, paths = str(Path(file).resolve()), sysconfig.get_paths()
+    libraries = (paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"])
+    parts = ("/site-packages/", "/dist-packages/", "/megatron/core/", "/megatron/training/")
+    package = str(Path(__file__).resolve().parents[1])
+    return not (path.startswith((*libraries, package)) or any(part in path for part in parts))
+
+
+def frames_of_the_script() -> list[FrameType]:
+    """The script's own frames on the stack of this thread, the outermost last."""
+    found, frame = [], sys._getframe()
+    while frame is not None:
+        if is_own(frame.f_code.co_filename):
+            found.append(frame)
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+def modules_of_the_script() -> dict[str, ModuleType]:
+    """The files that the script has imported of its own, by module name."""
+    found = {name: one for name, one in list(sys.modules.items()) if name != "__main__"}
+    return {name: one for name, one in found.items() if is_own(getattr(one, "__file__", None))}
+
+
+def digested(tensor: torch.Tensor) -> int:
+    """A digest of dtype, shape and bits; of values that are nowhere only dtype and shape."""
+    said = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+    digest = xxhash.xxh3_64(said)
+    if tensor.numel() and tensor.layout == torch.strided and tensor.device.type != "meta":
+        digest.update(digest_of(tensor).to_bytes(8, "little"))
+    return digest.intdigest() >> 1
+
+
+def _first(items: list[Any]) -> list[Any]:
+    return items[:_LONGEST]

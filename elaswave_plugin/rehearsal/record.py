@@ -1,0 +1,199 @@
+"""Writes what a run's workers have at each step, and in each micro-batch, for the comparison.
+
+One file a process: lines of JSON, each of which says worker, view and step.
+"""
+
+import hashlib
+import json
+import pickle
+import random
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from elaswave_plugin.kept import accessors, kept_objects
+from elaswave_plugin.rehearsal.order import RunOrder
+from elaswave_plugin.rehearsal.reach import (
+    Found,
+    attributes,
+    frames_of_the_script,
+    modules_of_the_script,
+)
+from elaswave_plugin.runtime.digests import digest_of
+from elaswave_plugin.runtime.step_state import copied
+from elaswave_plugin.runtime.worker import Worker
+
+STATE, PASS, LOSSES, FACTS = "state", "pass", "losses", "facts"
+
+
+class Carried(Protocol):
+    """What an adapter carries of a step, for the records."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the job is like: `schedule.Facts` by name."""
+
+    @property
+    def part(self) -> str:
+        """Which part of the model this worker has; others may have it too."""
+
+    def tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Weights and buffers by names that are alike on all who have them."""
+
+    def settings(self) -> Mapping[str, Any]:
+        """Plain settings of the optimizer's groups, and the like."""
+
+    def models(self) -> Iterable[tuple[str, torch.nn.Module]]:
+        """Its modules, whose own attributes are the script's where it defines their class."""
+
+    def owned(self) -> Iterable[object]:
+        """Objects that the job carries itself, which are not looked into again."""
+
+
+class Recorder:
+    """The records of one worker."""
+
+    def __init__(self, worker: Worker, carried: Carried, order: RunOrder) -> None:
+        self._worker = worker
+        self._carried = carried
+        name = f"{worker.slot}-{worker.member.incarnation}.jsonl"
+        self._file = (order.records / name).open("a", buffering=1)
+        self.kind = "training"
+        """What passes are for."""
+        self.samples = ""
+        """Of the present pass, or the last one."""
+        self._calls: Counter[str] = Counter()
+        self._pass: dict[str, Any] = {}
+        self._begun: int | None = None
+        self._write(FACTS, carried.facts | {"files": self._files()})
+
+    def _files(self) -> list[str]:
+        frames = [frame.f_code.co_filename for frame in frames_of_the_script()]
+        modules = [one.__file__ for one in modules_of_the_script().values() if one.__file__]
+        return list(dict.fromkeys([*frames, *modules]))
+
+    # ---- between two steps ----------------------------------------------------------------------
+
+    def state(self, step: int) -> None:
+        """All that is there before ``step`` begins, or after the last one."""
+        carried = self._carried
+        self._calls.clear()
+        tensors = {name: digest_of(tensor) for name, tensor in carried.tensors()}
+        found = Found(besides=carried.owned())
+        for prefix, one in carried.models():
+            for name, value in attributes(one):
+                found.look(f"model.{prefix}{name}", value)
+        for name, module in modules_of_the_script().items():
+            found.look(name, vars(module))
+        for frame in frames_of_the_script():
+            found.frame(frame)
+        kept = {
+            f"kept {name!r}": _digest_of_state(name, one) for name, one in kept_objects().items()
+        }
+        self._write(
+            STATE,
+            {
+                "at": step,
+                "tensors": tensors,
+                "settings": dict(carried.settings()),
+                "kept": kept,
+                "draws": self._drawn_by_body(step),
+                "script": found.tensors,
+                "values": {name: repr(value) for name, value in found.values.items()},
+            },
+        )
+
+    def _drawn_by_body(self, step: int) -> dict[str, str]:
+        """The generators as the loop's body has left them; none where it has not just run here."""
+        before, self._begun = self._begun, max(step, self._begun or step)
+        return generators() if before is not None and step == before + 1 else {}
+
+    def attempt(self) -> None:
+        """A step, or work between two steps, begins or begins again."""
+        self._calls.clear()
+
+    # ---- a micro-batch --------------------------------------------------------------------------
+
+    def begin_pass(self, samples: str) -> None:
+        """The forward pass of these samples begins."""
+        self.samples = samples
+        name = f"{self.kind}, {samples}"
+        self._pass = {"at": self._worker.completed, "pass": name, "call": self._calls[name]}
+        self._calls[name] += 1
+        self._pass["draws"] = generators()
+
+    def batch(self, batch: Any) -> None:
+        """The pass has read this."""
+        self._pass["batch"] = plain_digest(batch)
+
+    def end_pass(self) -> None:
+        """It is over."""
+        drawn = generators()
+        before = self._pass["draws"]
+        self._pass["draws"] = {name: one for name, one in before.items() if drawn[name] != one}
+        self._write(PASS, self._pass)
+
+    def losses(self, losses: Mapping[str, Any]) -> None:
+        """What each micro-batch of the present step has reported here."""
+        said = {name: plain_digest(one) for name, one in losses.items()}
+        self._write(LOSSES, {"at": self._worker.completed, "losses": said})
+
+    def _write(self, kind: str, said: Mapping[str, Any]) -> None:
+        worker = self._worker
+        incarnation = worker.member.incarnation
+        who = {"slot": worker.slot, "incarnation": incarnation, "view": worker.view.epoch}
+        line = {"kind": kind, **who, "part": self._carried.part, **said}
+        self._file.write(json.dumps(line) + "\n")
+
+
+def facts_of(worker: Worker, *, rotates: bool) -> dict[str, Any]:
+    """`schedule.Facts` by name; ``rotates``: micro-batches are dealt whole."""
+    layout = worker.seating.described()
+    width = len(worker.homes) if layout is None else int(layout["dp"])
+    return {
+        "width": width,
+        "parts": len(worker.homes) // width,
+        "exact": worker.config.consistency == "exact",
+        "returns": worker.config.respawn > 0 and worker.config.snapshots,
+        "rotates": rotates,
+    }
+
+
+def generators() -> dict[str, str]:
+    """A digest of each generator that a script draws from without having made it."""
+    states = {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "numpy.random": pickle.dumps(np.random.get_state()),
+        "random": pickle.dumps(random.getstate()),
+    }
+    if torch.cuda.is_available():
+        states["torch.cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
+    return {name: _short(state) for name, state in states.items()}
+
+
+def plain_digest(value: Any) -> str:
+    """A digest of tensors and plain values, in containers."""
+    return _short(repr(_said(value)).encode())
+
+
+def _said(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return ("tensor", str(value.dtype), tuple(value.shape), digest_of(value))
+    if isinstance(value, Mapping):
+        return [(str(key), _said(one)) for key, one in value.items()]
+    if isinstance(value, list | tuple):
+        return [_said(one) for one in value]
+    if isinstance(value, float):
+        return value.hex()
+    return repr(value) if isinstance(value, bool | int | str | None) else type(value).__name__
+
+
+def _digest_of_state(name: str, value: Any) -> str:
+    return plain_digest(copied(accessors(name, value)[0]()))
+
+
+def _short(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()

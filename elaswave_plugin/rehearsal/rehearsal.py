@@ -1,0 +1,208 @@
+"""The story of a rehearsal: the undisturbed run, the disturbed ones, what differs, what changed."""
+
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.rehearsal.judge import Judged, Undisturbed, judge, twin_changes
+from elaswave_plugin.rehearsal.launch import Command, Ended, run_command, warmed
+from elaswave_plugin.rehearsal.order import RunOrder
+from elaswave_plugin.rehearsal.schedule import (
+    LEAST_STEPS,
+    DisturbedRun,
+    Facts,
+    disturbed_runs,
+)
+from elaswave_plugin.rehearsal.screen import RehearsalScreen, show
+from elaswave_plugin.rehearsal.trackers import OFF
+from elaswave_plugin.rehearsal.tree import changed, look_at
+
+EQUAL, DIFFERS, REFUSED = 0, 1, 2
+_ALWAYS = (
+    *OFF,
+    ("dump_state", "last"),
+    # Other work on the machine makes workers slow, which must not deal anything anew.
+    ("slow_workers", "name"),
+    ("kill", ()),
+    ("change", ()),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RehearsalOptions:
+    """What is rehearsed; every value is in range."""
+
+    command: Command
+    steps: int
+    json_file: Path | None = None
+    overwrites: bool = False
+    only: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class Verdict:
+    """What a rehearsal has found."""
+
+    options: RehearsalOptions
+    facts: Facts
+    runs: list[Judged] = field(default_factory=list)
+    changed_files: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def exit_code(self) -> int:
+        """0 equal, 1 differs, 2 where files of the user's were changed."""
+        if any(run.first is not None for run in self.runs):
+            return DIFFERS
+        return REFUSED if self.changed_files and not self.options.overwrites else EQUAL
+
+    def to_json(self) -> dict[str, Any]:
+        """One document."""
+        return {
+            "command": list(self.options.command.words),
+            "steps": self.options.steps,
+            "equal": not any(run.first is not None for run in self.runs),
+            "exit_code": self.exit_code,
+            "seconds": self.seconds,
+            "replicas": self.facts.width,
+            "workers": self.facts.workers,
+            "promised": "bits" if self.facts.exact else "the planned change",
+            "runs": [run.to_json() for run in self.runs],
+            "changed_files": self.changed_files,
+        }
+
+
+def rehearse(options: RehearsalOptions, console: Console) -> int:
+    """Rehearse a command; 0 equal, 1 differs, 2 refused.
+
+    Raises ConfigurationError for a command that does not get so far, and where another rehearsal
+    runs in this working directory.
+    """
+    began_s = time.monotonic()
+    here = Path.cwd()
+    with _sole_use(here), tempfile.TemporaryDirectory(prefix="elaswave-rehearsal-") as name:
+        folder = Path(name)
+        before = look_at(here)
+        verdict = _rehearsed(options, folder, console)
+        verdict.changed_files = changed(before, look_at(here))
+    verdict.seconds = time.monotonic() - began_s
+    if options.json_file is not None:
+        options.json_file.write_text(json.dumps(verdict.to_json(), indent=2) + "\n")
+    show(console, verdict.to_json(), overwrites=options.overwrites)
+    return verdict.exit_code
+
+
+def _rehearsed(options: RehearsalOptions, folder: Path, console: Console) -> Verdict:
+    with warmed(options.command, folder) as socket, RehearsalScreen(console) as screen:
+
+        def run(
+            name: str, title: str, settings: dict[str, Any], **more: bool
+        ) -> tuple[RunOrder, Ended]:
+            order = RunOrder(
+                folder=folder,
+                name=name,
+                settings={**dict(_ALWAYS), "stop_after": options.steps, **settings},
+                overwrites=options.overwrites,
+                **more,
+            )
+            with screen.running(title, order.run_dir, options.steps) as look:
+                return order, run_command(options.command, order, socket, look)
+
+        order, ended = run("undisturbed", "undisturbed", {})
+        _check_refused(order)
+        undisturbed = Undisturbed.read(order, ended, steps=options.steps)
+        verdict = Verdict(options=options, facts=undisturbed.facts)
+        for one in _chosen(options, undisturbed.facts):
+            order, ended = run(one.name, one.title, _settings(one), rotates=one.rotates)
+            _check_refused(order)
+            twin = None
+            if one.kills and not undisturbed.facts.exact and not ended.exit_code:
+                changes = twin_changes(order)
+                title = f"{one.title}, as planned"
+                settings = {**_settings(one), "kill": [], "change": changes}
+                twin = run(f"{one.name}-planned", title, settings)
+            judged = judge(one, order, ended, undisturbed, twin=twin)
+            verdict.runs.append(judged)
+            screen.judged(judged.to_json())
+            shutil.rmtree(order.run_dir)
+        return verdict
+
+
+def _chosen(options: RehearsalOptions, facts: Facts) -> list[DisturbedRun]:
+    """The runs that the user wants; raises ConfigurationError for a name that none has."""
+    runs = {run.name: run for run in disturbed_runs(facts, steps=options.steps)}
+    for name in options.only:
+        if name not in runs:
+            raise ConfigurationError(f"--run is {name!r}, wanted one of {', '.join(runs)}")
+    return [runs[name] for name in options.only or runs]
+
+
+def _settings(run: DisturbedRun) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "kill": [str(one) for one in run.kills],
+        "change": [str(one) for one in run.changes],
+    }
+    if run.kills and not run.changes:
+        settings["respawn"] = 0
+    return settings
+
+
+def _check_refused(order: RunOrder) -> None:
+    if order.refused.exists():
+        raise ConfigurationError(
+            f"the script opens {order.refused.read_text()!r} for writing, which was there before "
+            "the rehearsal, and it was not opened: have it write elsewhere, or give --overwrite"
+        )
+
+
+@contextmanager
+def _sole_use(here: Path) -> Iterator[None]:
+    """Keeps other rehearsals out of a working directory, whose changes nobody could tell apart."""
+    folder = os.open(here, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ConfigurationError(
+            f"another rehearsal is running in {str(here)!r}: wait for its end, or begin in another"
+            " working directory"
+        ) from None
+    finally:
+        os.close(folder)
+
+
+def check_options(
+    *,
+    command: list[str],
+    steps: int,
+    json_file: Path | None,
+    overwrites: bool,
+    only: list[str],
+) -> RehearsalOptions:
+    """Check every option; raises ConfigurationError with one sentence at the first wrong one."""
+    from elaswave_plugin.output_file import check_output
+
+    if steps < LEAST_STEPS:
+        raise ConfigurationError(
+            f"--steps is {steps}, wanted at least {LEAST_STEPS}: workers are killed in some and"
+            " come back in later ones"
+        )
+    check_output("--json", json_file)
+    return RehearsalOptions(
+        command=Command.checked(command),
+        steps=steps,
+        json_file=json_file,
+        overwrites=overwrites,
+        only=tuple(only),
+    )

@@ -1,0 +1,80 @@
+"""Rehearses a script with the zygote of the session."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.conftest import data as data
+from tests.faults.conftest import zygote as zygote
+from tests.faults.harness import SABOTAGED, JobSpec, Zygote
+
+LIMIT_S = 520.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsed:
+    """A rehearsal that is over."""
+
+    exit_code: int
+    output: str
+    verdict: dict[str, Any]
+
+    @property
+    def first(self) -> dict[str, Any]:
+        """The first difference of the first run that has one."""
+        found = (run["first_difference"] for run in self.verdict["runs"])
+        return next((one for one in found if one), {})
+
+    @property
+    def named(self) -> str:
+        """What is said of it, with the lines of the script and what else differs."""
+        said = (run["first_difference_said"] for run in self.verdict["runs"])
+        first = self.first
+        return "\n".join([next(filter(None, said), ""), *first["where"], *first["also_differ"]])
+
+
+Rehearse = Callable[..., Rehearsed]
+
+
+def rehearsed(command: list[str], *options: str, folder: Path) -> Rehearsed:
+    """Run `elaswave rehearse` in a folder of its own."""
+    result = folder / "verdict.json"
+    (folder / "here").mkdir(exist_ok=True)
+    words = [sys.executable, "-m", "elaswave_plugin.cli", "rehearse", "--json", str(result)]
+    ended = subprocess.run(
+        [*words, *options, *command],
+        cwd=folder / "here",
+        env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONWARNINGS": "ignore", "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    verdict = json.loads(result.read_text()) if result.exists() else {}
+    output = ended.stdout + ended.stderr
+    return Rehearsed(exit_code=ended.returncode, output=output, verdict=verdict)
+
+
+@pytest.fixture
+def rehearse(zygote: Zygote, data: Path, tmp_path: Path) -> Rehearse:
+    """Rehearse a specification; ``runs``: only these."""
+
+    def run(spec: JobSpec, *options: str, runs: tuple[str, ...] = ()) -> Rehearsed:
+        command = [sys.executable, "-m", "elaswave_plugin.cli", "run"]
+        command += ["--zygote", str(zygote.socket), "--nproc-per-node", str(spec.nproc)]
+        if spec.sabotage:
+            command += [str(SABOTAGED), spec.sabotage]
+        arguments = [
+            one for one in spec.arguments(data, tmp_path / "unused") if "respawn" not in one
+        ]
+        only = [word for name in runs for word in ("--run", name)]
+        return rehearsed([*command, spec.script, *arguments], *only, *options, folder=tmp_path)
+
+    return run

@@ -1,0 +1,74 @@
+"""What is compared between two runs, and which difference is the first one, by made-up records."""
+
+from typing import Any
+
+from elaswave_plugin.rehearsal.compare import Reference, RunRecords, step_differences
+
+
+def state(slot: int, at: int, **said: Any) -> dict[str, Any]:
+    names = ("tensors", "settings", "kept", "draws", "script", "values")
+    empty: dict[str, Any] = {name: {} for name in names}
+    return {"kind": "state", "slot": slot, "part": "stage 0 tp 0", "at": at, **empty, **said}
+
+
+def passed(slot: int, at: int, samples: str, batch: str, **draws: str) -> dict[str, Any]:
+    said = {"pass": samples, "call": 0, "batch": batch, "draws": draws}
+    return {"kind": "pass", "slot": slot, "part": "stage 0 tp 0", "at": at, **said}
+
+
+def run(*records: dict[str, Any]) -> RunRecords:
+    return RunRecords(records=records)
+
+
+UNDISTURBED = run(
+    *(state(slot, 1, tensors={"weight a": 1}, script={"ema": 5, "batch": slot}) for slot in (0, 1)),
+    passed(0, 1, "samples 0 to 0", "x", torch="t0"),
+    passed(1, 1, "samples 1 to 1", "y", torch="t1"),
+    *(state(slot, 2, tensors={"weight a": 2}, script={"ema": 6, "batch": slot}) for slot in (0, 1)),
+)
+
+
+def test_the_same_work_by_others_is_equal() -> None:
+    """A value of each worker's own, as its last batch, is nobody's business."""
+    other = run(
+        state(1, 1, tensors={"weight a": 1}, script={"ema": 5, "batch": 0}),
+        passed(1, 1, "samples 0 to 0", "x", torch="t0"),
+        passed(1, 1, "samples 1 to 1", "y", torch="t1"),
+        state(1, 2, tensors={"weight a": 2}, script={"ema": 6, "batch": 1}),
+    )
+    assert Reference(UNDISTURBED).differences(other) == []
+
+
+def test_the_first_difference_is_the_earliest_one() -> None:
+    other = run(
+        state(0, 2, tensors={"weight a": 3}),
+        passed(0, 1, "samples 1 to 1", "z", torch="t9"),
+        state(1, 2, script={"ema": 7}),
+    )
+    found = Reference(UNDISTURBED).differences(other)
+    assert [one.name for one in found] == [
+        "batch of samples 1 to 1",
+        "of torch in samples 1 to 1",
+        "ema",
+        "weight a",
+    ]
+    assert str(found[0]) == "sample batch of samples 1 to 1 in step 1, on worker 0"
+    assert found[3].slots == (0,)
+
+
+def test_a_twin_has_values_of_its_own() -> None:
+    """In fast mode the planned change says what is equal, the undisturbed run what is compared."""
+    twin = run(state(0, 2, tensors={"weight a": 8}, script={"ema": 9, "batch": 4}))
+    reference = Reference(UNDISTURBED).restricted(twin)
+    assert reference.differences(run(state(1, 2, tensors={"weight a": 8}))) == []
+    (one,) = reference.differences(run(state(1, 2, tensors={"weight a": 2}, script={"batch": 1})))
+    assert one.name == "weight a"
+
+
+def test_losses_are_compared_by_their_bits() -> None:
+    mine = {0: (1.0, 2.0), 1: (1.0, 0.0)}
+    assert step_differences(mine, {0: (1.0, 2.0), 1: (1.0, 0.0)}) == []
+    (one,) = step_differences(mine, {0: (1.0, 2.0), 1: (1.0, -0.0)})
+    assert (one.kind, one.moment.step) == ("gradient norm", 1)
+    (gone,) = step_differences(mine, {0: (1.0, 2.0)})
+    assert gone.kind == "end of the job"

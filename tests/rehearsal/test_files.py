@@ -1,0 +1,99 @@
+"""A file of the user's is refused before it is opened; what is saved goes elsewhere."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from elaswave_plugin.rehearsal.order import RunOrder
+from elaswave_plugin.rehearsal.saves import LedSaves
+from elaswave_plugin.rehearsal.tree import changed, look_at
+
+GUARDED = """
+import sys
+from pathlib import Path
+from elaswave_plugin.rehearsal.files import FileGuard
+from elaswave_plugin.rehearsal.order import RunOrder
+FileGuard(RunOrder.read(Path(sys.argv[1]))).install()
+exec(sys.argv[2])
+"""
+WRITES = {
+    "open": "open('{file}', 'w')",
+    "append": "open('{file}', 'a')",
+    "both ways": "open('{file}', 'r+')",
+    "os.open": "import os; os.open('{file}', os.O_WRONLY)",
+    "pathlib": "Path('{file}').write_text('new')",
+    "torch.save": "import torch; torch.save([1], '{file}')",
+    "torch.save by name": "import torch; torch.save(obj=[1], f='{file}')",
+}
+
+
+def guarded(order: RunOrder, code: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-W", "ignore", "-c", GUARDED, str(order.write()), code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
+def test_a_file_that_was_there_is_refused_before_it_is_opened(tmp_path: Path, write: str) -> None:
+    file = tmp_path / "results.txt"
+    file.write_text("of last week")
+    order = RunOrder(folder=tmp_path / "rehearsal", name="undisturbed")
+    ended = guarded(order, write.format(file=file))
+    assert ended.returncode == 2, ended.stderr
+    assert f"opens {str(file)!r} for writing" in ended.stderr
+    assert file.read_text() == "of last week"
+    assert order.refused.read_text() == str(file)
+
+
+def test_with_overwrite_it_is_opened(tmp_path: Path) -> None:
+    file = tmp_path / "results.txt"
+    file.write_text("of last week")
+    order = RunOrder(folder=tmp_path / "rehearsal", name="undisturbed", overwrites=True)
+    assert guarded(order, WRITES["pathlib"].format(file=file)).returncode == 0
+    assert file.read_text() == "new"
+
+
+def test_what_the_rehearsal_made_may_be_opened_again(tmp_path: Path) -> None:
+    """By another process, as a log that each run appends to; reading is free in any case."""
+    file = tmp_path / "log.txt"
+    order = RunOrder(folder=tmp_path / "rehearsal", name="undisturbed")
+    for _ in range(2):
+        ended = guarded(order, f"open('{file}', 'a').write('line'); open({__file__!r}).read()")
+        assert ended.returncode == 0, ended.stderr
+    assert file.read_text() == "lineline"
+
+
+def test_saves_go_below_the_folder(tmp_path: Path) -> None:
+    users, ours = tmp_path / "users", tmp_path / "ours"
+    users.mkdir()
+    (users / "latest").write_text("3")
+    before = look_at(users)
+    saves = LedSaves(ours / "saves", free=ours)
+    with saves.led():
+        target = users / "iter_4"
+        target.mkdir(parents=True, exist_ok=True)
+        torch.save({"step": 4}, target / "model.pt")
+        (users / "latest.tmp").write_text("4")
+        os.replace(users / "latest.tmp", users / "latest")
+        assert os.listdir(target) == ["model.pt"]
+        assert (users / "latest").read_text() == "4"
+    assert changed(before, look_at(users)) == []
+    assert (users / "latest").read_text() == "3"
+    led = Path(f"{ours / 'saves'}{users}")
+    assert (led / "latest").read_text() == "4"
+    assert torch.load(led / "iter_4" / "model.pt") == {"step": 4}
+
+
+def test_what_changed_in_a_folder_is_named(tmp_path: Path) -> None:
+    for name in ("same", "grown", "gone"):
+        (tmp_path / name).write_text(name)
+    before = look_at(tmp_path)
+    assert changed(before, look_at(tmp_path)) == []
+    (tmp_path / "grown").write_text("grown more")
+    (tmp_path / "gone").unlink()
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "new").touch()
+    assert changed(before, look_at(tmp_path)) == ["below/new", "gone", "grown"]
