@@ -123,6 +123,16 @@ WARMS_UP = (
         "    def per_chunk(batches):",
     ),
 )
+# A variable that bodies have set, which a worker that comes back has not.
+TURNS_UP = (
+    before_model("SCALE = [1.0]\n\n\n"),
+    in_body("        SCALE[0] = 1.0 if iteration < 3 else 1.5\n"),
+    (
+        '    return output, partial(loss_func, batch["loss_mask"], ',
+        "    output = output * SCALE[0]\n"
+        '    return output, partial(loss_func, batch["loss_mask"], ',
+    ),
+)
 AVERAGE = '''class Average:
     """An exponential moving average of the weights, beside the model."""
 

@@ -48,6 +48,26 @@ def test_weights_of_16_bits_that_the_body_changes(
     check_equal(run(spec), reference(spec))
 
 
+HYBRID = replace(PP2_DP2, steps=10, kills=("1@2:backward",), respawn=10, awaits=((5, 1),))
+DATA_PARALLEL = replace(LOSES, kills=("1@2:backward",), respawn=10, awaits=((5, 1),))
+
+
+@pytest.mark.parametrize(
+    "spec", sampled([DATA_PARALLEL, HYBRID], keep=(0,)), ids=lambda spec: f"{spec.nproc}"
+)
+def test_who_comes_back_and_does_something_else_is_sent_away(
+    run: Launch, reference: Reference, tmp_path: Path, spec: JobSpec
+) -> None:
+    """Its weights are those of the others, and a variable of its script is not."""
+    script = own_scripts.write(tmp_path, *own_scripts.TURNS_UP)
+    survived = run(replace(spec, script=script))
+    assert survived.returncode == 0, survived.output[-4000:]
+    assert survived.trace() == reference(replace(spec, script=script)).trace()
+    assert [event["slot"] for event in survived.events("entered")] == [1]
+    assert 1 not in survived.events("view_committed")[-1]["ranks"]
+    assert survived.output.count("the loss of its first micro-batch is not the one") == 1
+
+
 def averages(run: Outcome) -> dict[str, list[float]]:
     """What each worker that was there at the end had, by its rank at the launch."""
     files = sorted(run.directory.glob("average-*"))

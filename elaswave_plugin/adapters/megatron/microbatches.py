@@ -11,6 +11,7 @@ from elaswave_plugin.adapters.megatron import executor
 from elaswave_plugin.adapters.megatron.contract import ForwardBackward
 from elaswave_plugin.adapters.megatron.cut_dropout import cut_patches
 from elaswave_plugin.adapters.megatron.data import in_order
+from elaswave_plugin.adapters.megatron.entry_proof import compare_losses
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
 from elaswave_plugin.adapters.megatron.grid import Grid
 from elaswave_plugin.adapters.megatron.pipeline import RaggedPipeline
@@ -160,7 +161,30 @@ class Microbatches:
             self._enters = chunk is self._framework.chunks[0]
             begin(iterator, chunk, samples)
 
-        kwargs["forward_step_func"] = in_order(kwargs["forward_step_func"], self.executed, starting)
+        def again(microbatches: tuple[int, ...]) -> list[Any]:
+            self._forward_only = True
+            pieces = [Samples.of(k, size=self._micro_batch_size) for k in microbatches]
+            step = in_order(forward_step, pieces, starting)
+            repeated = {**kwargs, "forward_step_func": step, "num_microbatches": len(pieces)}
+            return function(forward_only=True, **repeated)
+
+        forward_step = kwargs["forward_step_func"]
+        kwargs["forward_step_func"] = in_order(forward_step, self.executed, starting)
+        reports = self._run(function, flow, forward_only=forward_only, **kwargs)
+        if not forward_only:
+            compare_losses(worker, flow, reports, again)
+        return reports
+
+    def _run(
+        self,
+        function: ForwardBackward,
+        flow: Dataflow | PipelineFlow,
+        *,
+        forward_only: bool,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Run what this worker has to of a flow."""
+        worker = self._worker
         if self.seat is None:
             return []
         if isinstance(flow, PipelineFlow) and not flow.is_healthy:
