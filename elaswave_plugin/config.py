@@ -25,7 +25,9 @@ from elaswave_plugin.rehearsed import rehearsed_settings
 
 STEP_PHASES = ("data", "forward", "backward", "reduce", "optimizer", "gather", "snapshot")
 RECOVERY_PHASES = ("detect", "agree", "edit", "move", "rebind", "verify", "replay")
-OUTSIDE_PHASES = ("startup", "body", "evaluation", "save", "finalize")
+# A checkpoint is written, from its first byte on; all of it is written, and not named yet.
+SAVE_PHASE, FINALIZE_PHASE = "save", "finalize"
+OUTSIDE_PHASES = ("startup", "body", "evaluation", SAVE_PHASE, FINALIZE_PHASE)
 KILL_PHASES = STEP_PHASES + RECOVERY_PHASES + OUTSIDE_PHASES
 
 _PREFIX = "elaswave"
@@ -177,8 +179,9 @@ class ElasticConfig(BaseModel):
     kill: tuple[_KillText, ...] = Field(
         (),
         description="for tests: a fault SLOT[.INCARNATION]@STEP[:PHASE[:HOW]]; PHASE is backward"
-        " by default; HOW is kill (SIGKILL, the default), loop (an endless loop in Python), gil"
-        " (blocked in C with the interpreter's lock held) or stop (SIGSTOP)",
+        " by default, in save it waits for the first byte; HOW is kill (SIGKILL, the default),"
+        " loop (an endless loop in Python), gil (blocked in C with the interpreter's lock held) or"
+        " stop (SIGSTOP)",
     )
     change: tuple[_ChangeText, ...] = Field(
         (),

@@ -39,9 +39,11 @@ class Drafts:
             begin_draft(place, attempt)
         dist.barrier()
         draft = draft_of(place, attempt)
-        result = write(draft)
+        with self._worker.phases.writing(draft):
+            result = write(draft)
+            dist.barrier()
+        # Whom a fault strikes once all is written, it strikes before that has its name.
         dist.barrier()
-        self._worker.phases.fire("finalize")
         if writes:
             flaw = flaw_of(draft)
             if flaw is not None:

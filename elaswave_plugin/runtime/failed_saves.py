@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from elaswave_plugin.checkpoints.failures import storage_failure
+from elaswave_plugin.config import SAVE_PHASE
 from elaswave_plugin.runtime.drafts import Drafts
 from elaswave_plugin.runtime.worker import Worker
 
@@ -52,7 +53,11 @@ class FailedSaves:
         dist.barrier()
         self._drafts.place = None
         try:
-            return save()
+            result = save()
+            if self._drafts.place is None:
+                # Files of the script's own, which are written now.
+                self._worker.phases.fire(SAVE_PHASE)
+            return result
         except (Exception, CheckpointException) as error:
             place = self._drafts.place
             words = storage_failure(error, None if place is None else place.parent)

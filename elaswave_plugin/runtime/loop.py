@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from elaswave_plugin.config import SAVE_PHASE
 from elaswave_plugin.errors import EpochChanged
 from elaswave_plugin.runtime.drafts import Drafts
 from elaswave_plugin.runtime.failed_saves import FailedSaves
@@ -19,8 +20,6 @@ from elaswave_plugin.runtime.step_state import StepState
 from elaswave_plugin.runtime.worker import Worker
 
 Result = TypeVar("Result")
-# The phase of work that writes a checkpoint.
-SAVE = "save"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +132,9 @@ class GuardedSteps:
             self.worker.phases.enter(phase)
             # It may change weights for a while, as averages of them do.
             self.worker.state.leave_seal()
-            return self._failed_saves.attempt(work, self.works_done) if phase == SAVE else work()
+            return (
+                self._failed_saves.attempt(work, self.works_done) if phase == SAVE_PHASE else work()
+            )
         finally:
             self.worker.member.announce(None)
 

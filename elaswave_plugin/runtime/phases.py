@@ -3,10 +3,11 @@
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
-from elaswave_plugin.config import STEP_PHASES, Kill
-from elaswave_plugin.runtime.faults import strike
+from elaswave_plugin.config import FINALIZE_PHASE, SAVE_PHASE, STEP_PHASES, Kill
+from elaswave_plugin.runtime.faults import bytes_in, once_written, strike
 from elaswave_plugin.runtime.progress import BETWEEN_STEPS, PhaseClock, ProgressPage
 from elaswave_plugin.tracking.events import EventLog
 
@@ -34,6 +35,8 @@ class Phases:
         self._page = page
         self._clock = clock
         self._step = 0
+        # The folder of the checkpoint that is being written.
+        self._draft: Path | None = None
         self.replaying = False
         self.seconds: dict[str, float] = {}
 
@@ -66,7 +69,9 @@ class Phases:
             self._clock.enter(phase)
         else:
             self._clock.outside(phase)
-        self.fire(phase)
+        # A fault of a save waits for its first byte: see `writing`.
+        if phase != SAVE_PHASE:
+            self.fire(phase)
         if self.replaying and phase == "backward":
             self.fire("replay")
         self._check()
@@ -83,16 +88,40 @@ class Phases:
             elapsed_s = time.monotonic() - started_s
             self.seconds[phase] = self.seconds.get(phase, 0.0) + elapsed_s
 
+    @contextmanager
+    def writing(self, draft: Path) -> Iterator[None]:
+        """Everyone writes a part of a checkpoint to this folder, and has done so at the end.
+
+        A fault of a save fires once the folder has a byte, whoever wrote it.
+        """
+        self._draft = draft
+        # A loop has to be the main thread's: it would hang nothing else.
+        sudden = any(kill.how != "loop" for kill in self._due(SAVE_PHASE))
+        try:
+            with once_written(draft, lambda: self.fire(SAVE_PHASE)) if sudden else nullcontext():
+                yield
+            self.fire(SAVE_PHASE)
+            self.fire(FINALIZE_PHASE)
+        finally:
+            self._draft = None
+
     def fire(self, phase: str) -> None:
         """Kill this process, or have it hang, where the script of test faults says so."""
-        for kill in self._kills:
-            if (kill.step, kill.phase) == (self.step, phase):
-                self._events.emit(
-                    "fault_fired",
-                    slot=self._slot,
-                    step=self.step,
-                    phase=phase,
-                    pid=os.getpid(),
-                    at_s=time.time(),
-                )
-                strike(kill.how)
+        for kill in self._due(phase):
+            self._events.emit(
+                "fault_fired",
+                slot=self._slot,
+                step=self.step,
+                phase=phase,
+                pid=os.getpid(),
+                at_s=time.time(),
+                **self.written(),
+            )
+            strike(kill.how)
+
+    def written(self) -> dict[str, int]:
+        """Count the bytes of the checkpoint that is being written; empty while none is."""
+        return {} if self._draft is None else {"bytes_written": bytes_in(self._draft)}
+
+    def _due(self, phase: str) -> list[Kill]:
+        return [kill for kill in self._kills if (kill.step, kill.phase) == (self.step, phase)]

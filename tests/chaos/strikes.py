@@ -128,6 +128,7 @@ class Striker:
             pid=os.getpid(),
             at_s=time.time(),
             width=len(worker.view.ranks),
+            **worker.phases.written(),
         )
         return True
 

@@ -13,7 +13,7 @@ from elaswave_plugin.tracking.events import STEPS_FILE
 from tests.chaos.runs import Played
 from tests.chaos.strikes import DEADLY
 from tests.deepspeed.harness import FP32_BOUND, EngineSpec, rates
-from tests.faults.harness import Outcome, max_relative_difference
+from tests.faults.harness import Outcome, check_written, max_relative_difference
 
 STOPPED = re.compile(
     r"state was lost with all its copies|which is no majority|whole TP groups of \d+ are left"
@@ -32,6 +32,7 @@ def judge(played: Played, reference: Outcome) -> None:
     fired = {event["number"]: event for event in run.events("fault_fired")}
     missing = [str(e) for e in played.scenario.events if e.number not in fired]
     assert not missing, f"did not happen: {missing}; exit codes {played.codes}"
+    check_written(run)
     assert "Traceback" not in run.output, run.output[run.output.index("Traceback") :][:2000]
     if any(event["how"] == "ruin" for event in fired.values()):
         _check_ruined(played, reference)

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from elaswave_plugin.config import parse_kill
+from elaswave_plugin.config import FINALIZE_PHASE, SAVE_PHASE, parse_kill
 from elaswave_plugin.observer import (
     RunFiles,
     audit_samples,
@@ -374,6 +374,7 @@ def check_survived(run: Outcome) -> None:
     assert run.returncode == 0, run.output[-4000:]
     kills = [parse_kill(kill) for kill in run.spec.kills]
     assert all(kill["fired"] for kill in kills_of(run.files, kills)), kills_of(run.files, kills)
+    check_written(run)
     lost = {*run.spec.lost_trainers, *run.spec.lost_supervisors}
     assert lost.isdisjoint(run.events("view_committed")[-1]["ranks"])
     if not run.spec.sabotage:
@@ -394,6 +395,13 @@ def check_survived(run: Outcome) -> None:
     assert audit_samples(run.files, batches=run.spec.batches) == (0, 0)
     assert len(run.trace()) == run.spec.steps
     check_judged(run)
+
+
+def check_written(run: Outcome) -> None:
+    """A fault of a save struck when files of the checkpoint had bytes, and it had no name yet."""
+    for fault in run.events("fault_fired"):
+        if fault["phase"] in (SAVE_PHASE, FINALIZE_PHASE):
+            assert fault["bytes_written"] > 0, fault
 
 
 def check_judged(run: Outcome) -> None:

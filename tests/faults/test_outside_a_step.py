@@ -123,6 +123,33 @@ def test_kill_during_a_save_keeps_the_last_checkpoint_and_saves_again(
     assert tracker.read_text() == "6"
 
 
+# A save that writes files of the script's own, nothing of Megatron-Core's.
+OWN_FILES = """
+from elaswave_plugin.adapters.megatron.job import ElasticJob
+run = ElasticJob.run
+def own(self, work, *, phase):
+    def save():
+        with open(f"own-{self._worker.slot}-{self._worker.completed}", "a") as file:
+            file.write("saved ")
+    return run(self, save if phase == "save" else work, phase=phase)
+ElasticJob.run = own
+"""
+
+
+def test_a_kill_in_a_save_of_own_files_comes_once_they_are_written(
+    run: Launch, reference: Reference, tmp_path: Path
+) -> None:
+    options = (f"--save={tmp_path}", "--save-interval=2")
+    killed = run(JobSpec(options=options, kills=("2@4:save",), sabotage=OWN_FILES))
+    assert killed.returncode == 0, killed.output[-4000:]
+    assert [event["phase"] for event in killed.events("fault_fired")] == ["save"]
+    written = {path.name: path.read_text() for path in killed.directory.glob("own-*")}
+    # The victim's first try, and both of the others.
+    assert written["own-2-4"] == "saved " and written["own-1-4"] == "saved saved "
+    assert "own-2-6" not in written and written["own-1-6"] == "saved "
+    assert killed.trace() == reference(JobSpec()).trace()
+
+
 @pytest.mark.slow
 def test_what_a_killed_worker_had_started_is_ended(run: Launch, tmp_path: Path) -> None:
     """Megatron-Core's checkpoint writer starts a process that outlives a killed trainer."""
