@@ -6,6 +6,7 @@ import random
 import re
 import signal
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,16 +20,29 @@ LIMIT_S = 90.0
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How a framework names what it saves: folders, the tracker, files of data, the last file."""
+    """How a framework names what it saves: folders, the tracker, files of data."""
 
     folder: str
     tracker: str
     data: str
-    last: str
+    # Whether all of four workers' data is in a folder.
+    is_written: Callable[[Path], bool]
 
 
-MEGATRON = Kind("iter_{:07d}", "latest_checkpointed_iteration.txt", ".distcp", "metadata.json")
-DEEPSPEED = Kind("global_step{}", "latest", ".pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+def _has_every_shard(folder: Path) -> bool:
+    """What torch.save writes is a zip archive, whose end comes last."""
+    files = [*folder.glob("*.pt")]
+    shards = [file for file in files if file.name.endswith("optim_states.pt")]
+    return len(shards) == 4 and all(map(zipfile.is_zipfile, files))
+
+
+MEGATRON = Kind(
+    folder="iter_{:07d}",
+    tracker="latest_checkpointed_iteration.txt",
+    data=".distcp",
+    is_written=lambda folder: (folder / "metadata.json").exists(),
+)
+DEEPSPEED = Kind(folder="global_step{}", tracker="latest", data=".pt", is_written=_has_every_shard)
 TRACKER = MEGATRON.tracker
 # As Megatron-LM saves by default: every replica writes a part.
 FULLY_PARALLEL = """
@@ -67,9 +81,15 @@ def save_config_slowly(*args):
 serialization.save_config = save_config_slowly
 filesystem_async._write_item = slowly
 """
-# The same for whatever torch.save writes for DeepSpeed.
+# The same for whatever torch.save writes for DeepSpeed, and for the name that it gets then.
 SLOW_TORCH_SAVE = """
-import io, time, torch
+import io, pathlib, time, torch
+rename = pathlib.Path.rename
+def rename_slowly(self, target):
+    if self.is_dir():
+        time.sleep(0.3)
+    return rename(self, target)
+pathlib.Path.rename = rename_slowly
 save = torch.save
 def slowly(obj, path, *args, **kwargs):
     if not str(path).endswith("_states.pt"):
@@ -148,9 +168,7 @@ class Striker:
             return self._written(strike.iteration) > 0 and self._is_open(strike)
         if strike.moment == "named":
             # Between the data and the tracker.
-            return any(
-                (folder / self._kind.last).exists() for folder in self._parts(strike.iteration)
-            )
+            return any(map(self._kind.is_written, self._parts(strike.iteration)))
         assert strike.moment == "exists"
         return self._written(strike.iteration) > 0
 

@@ -84,7 +84,7 @@ def test_a_kill_in_each_of_eight_saves_with_a_return(
 
 @pytest.mark.parametrize(
     ("layout", "iteration", "moment"),
-    sampled(list(itertools.product(LAYOUTS, (1, 4, 8), MOMENTS)), keep=(1,)),
+    sampled(list(itertools.product(LAYOUTS, range(1, STEPS + 1), MOMENTS)), keep=(1,)),
 )
 def test_a_kill_in_a_save_without_a_return(
     zygote: Zygote,
@@ -111,14 +111,21 @@ def test_a_kill_in_a_save_without_a_return(
 @pytest.fixture(scope="module")
 def struck_saves(
     zygote: Zygote, script: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """What a run has saved in whose fourth save a worker was killed."""
-    saves, directory = tmp_path_factory.mktemp("struck"), tmp_path_factory.mktemp("run")
-    strikes = plan(4, [4], ["open"], slots=4)
-    spec = spec_of("dp4", saves, script)
-    run = struck(spec, strikes, saves, zygote=zygote, data=data, directory=directory)
-    assert run.returncode == 0 and strikes[0].fired, run.output[-4000:]
-    return saves
+) -> dict[str, Path]:
+    """What a run of each layout has saved in whose fourth save a worker was killed."""
+
+    class Made(dict[str, Path]):
+        def __missing__(self, layout: str) -> Path:
+            saves, directory = tmp_path_factory.mktemp("struck"), tmp_path_factory.mktemp("run")
+            strikes = plan(4, [4], ["open"], slots=4)
+            spec = spec_of(layout, saves, script)
+            run = struck(spec, strikes, saves, zygote=zygote, data=data, directory=directory)
+            assert run.returncode == 0, run.output[-4000:]
+            assert strikes[0].fired and strikes[0].bytes_written > 0, strikes
+            self[layout] = saves
+            return saves
+
+    return Made()
 
 
 def loading(folder: Path, nproc: int, *more: str) -> ScriptSpec:
@@ -126,13 +133,20 @@ def loading(folder: Path, nproc: int, *more: str) -> ScriptSpec:
     return ScriptSpec(nproc=nproc, steps=STEPS, options=options, dump="never")
 
 
-@pytest.mark.parametrize("nproc", sampled([4, 2, 8], keep=(1,)))
+@pytest.mark.parametrize(
+    ("layout", "nproc"), sampled(list(itertools.product(LAYOUTS, (4, 2, 8))), keep=(1,))
+)
 def test_a_checkpoint_of_a_save_with_a_kill_is_loaded_by_any_number(
-    run: Launch, undisturbed: dict[str, Saved], struck_saves: Path, nproc: int
+    run: Launch,
+    undisturbed: dict[str, Saved],
+    struck_saves: dict[str, Path],
+    layout: str,
+    nproc: int,
 ) -> None:
-    reference, reference_saves = undisturbed["dp4"]
-    ours = run(loading(struck_saves, nproc, "--ckpt-step", "4"))
-    theirs = run(loading(reference_saves, nproc, "--ckpt-step", "4"))
+    reference, reference_saves = undisturbed[layout]
+    more = (*LAYOUTS[layout], "--ckpt-step", "4")
+    ours = run(loading(struck_saves[layout], nproc, *more))
+    theirs = run(loading(reference_saves, nproc, *more))
     assert ours.returncode == theirs.returncode == 0, ours.output[-4000:]
     assert printed(ours) == printed(theirs)
     assert losses(ours).keys() == {4, 5, 6, 7}

@@ -1,8 +1,8 @@
-"""A stock script that saves every other step, evaluates after it, and may load a checkpoint first.
+"""A stock script that saves, evaluates after it, and may load a checkpoint first.
 
---save DIR, --load DIR; --resume loads from the DIR of --save, where there is a checkpoint; the
-losses of the evaluations go to DIR/evaluations-RANK-PID.json. What --load loaded is saved again at
-once, as the tag "loaded".
+--save DIR, --load DIR, --every STEPS between two saves (2); --resume loads from the DIR of --save,
+where there is a checkpoint; the losses of the evaluations go to DIR/evaluations-RANK-PID.json. What
+--load loaded is saved again at once, as the tag "loaded".
 """
 
 import argparse
@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--save")
     parser.add_argument("--load")
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--every", type=int, default=2)
     args, _ = parser.parse_known_args()
     sizes = {"hidden_size": 64, "seq_length": 32, "num_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(1234)
@@ -54,7 +55,7 @@ def main() -> None:
         loss = engine(*batch)
         engine.backward(loss)
         engine.step()
-        if engine.global_steps > step and engine.global_steps % 2 == 0:
+        if engine.global_steps > step and engine.global_steps % args.every == 0:
             engine.save_checkpoint(args.save)
             engine.eval()
             with torch.no_grad():
