@@ -1,4 +1,4 @@
-# demo, test, matrix, chaos, lint: each makes .venv first when it is missing or stale.
+# demo, check, test, faults, matrix, chaos, lint: each makes .venv first when it is missing or stale.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # Where torch comes from, if not from pip's own index (an index with CPU builds, say).
@@ -10,13 +10,20 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: demo test matrix chaos lint clean
+.PHONY: demo check test faults matrix chaos lint clean
 
 demo: $(STAMP)
 	$(VENV)/bin/elaswave demo $(ARGS)
 
+# Which tests are in which tier: tests/tiers.py.
+check: $(STAMP)
+	$(VENV)/bin/python -m pytest -q tests/tidy tests/core tests/config $(ARGS)
+
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest -q $(ARGS)
+	$(VENV)/bin/python -m pytest -q -m "not slow and not fault" $(ARGS)
+
+faults: $(STAMP)
+	$(VENV)/bin/python -m pytest -q tests/faults tests/deepspeed tests/adapters/megatron_lm $(ARGS)
 
 matrix: $(STAMP)
 	$(VENV)/bin/python -m pytest -q tests/core tests/config --hypothesis-profile=exploring

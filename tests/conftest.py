@@ -14,6 +14,8 @@ import hypothesis
 import psutil
 import pytest
 
+from tests.tiers import unknown_representatives, waits_for_faults
+
 FIRST = ("tidy", "core", "config", "runtime", "tracking")
 LAST = ("faults",)
 # The first waits for what the pure tests run beside; a busy machine disturbs all that follow.
@@ -35,8 +37,18 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Cheap and fundamental tests first, the fault tests last; otherwise the order of the files."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what `make test` leaves out, and put cheap and fundamental tests first, faults last.
+
+    Raises UsageError for a representative that is no test.
+    """
+    for item in items:
+        if waits_for_faults(item.nodeid):
+            item.add_marker(pytest.mark.fault)
+    if not any("::" in argument for argument in config.args):
+        unknown = unknown_representatives([item.nodeid for item in items])
+        if unknown:
+            raise pytest.UsageError(f"tests/tiers.py names {unknown}, which are no tests")
     items.sort(key=lambda item: _place(item.path))
 
 

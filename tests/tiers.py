@@ -1,9 +1,51 @@
-"""Which cases of a test run in `make test`; all of them run in `make matrix`."""
+"""The tiers of the tests: `make check`, `make test`, `make faults`, and `make matrix` for the rest.
+
+Tests in a folder of FAULTS are marked `fault`, but for the representatives. `make check` runs the
+folders of CHECK, `make test` what is not marked, `make faults` the folders of FAULTS; cases that
+`sampled` marks `slow` wait for `make matrix`.
+"""
 
 from collections.abc import Collection, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import pytest
+
+CHECK = ("tests/tidy", "tests/core", "tests/config")
+FAULTS = ("tests/faults", "tests/deepspeed", "tests/adapters/megatron_lm")
+# One fault of each adapter and mode.
+REPRESENTATIVES = (
+    # Megatron-Core: a killed worker in exact and in fast mode, a hang, a return, a torn save.
+    "tests/faults/test_kill.py::test_kill_in_a_phase_of_a_step_changes_nothing[1-backward]",
+    "tests/faults/test_fast_mode.py::test_kill_in_fast_mode_equals_the_planned_departure[mean-2]",
+    "tests/faults/test_hang.py::test_a_hang_of_any_worker_changes_nothing[2-backward-gil]",
+    "tests/faults/test_join.py::test_a_lost_worker_comes_back[0]",
+    "tests/faults/test_saves.py::test_a_kill_in_a_save_without_a_return[dp4-1-named]",
+    # The same with TP, PP and DP, and what the comparison has to see.
+    "tests/faults/test_hybrid.py::test_any_worker_of_tp_pp_dp[6@3:backward]",
+    "tests/faults/test_hybrid.py::test_fast_mode_is_its_twin",
+    "tests/faults/test_hybrid.py::test_without_the_exchange_of_tied_embeddings_the_runs_differ",
+    # DeepSpeed: ZeRO, Accelerate, pipelines.
+    "tests/deepspeed/test_kill.py::test_kill_in_a_phase_of_a_step_equals_the_planned_departure"
+    "[zero1-fp32-2at2-backward]",
+    "tests/deepspeed/test_hf.py::test_a_kill_is_absorbed_and_the_script_counts_each_step_once"
+    "[1-0@3:backward]",
+    # Megatron-LM, where a checkout is given.
+    "tests/adapters/megatron_lm/test_kill.py::test_any_phase_of_a_data_parallel_job[2@3:backward]",
+)
+
+
+def waits_for_faults(nodeid: str) -> bool:
+    """Tell whether a test is left to `make faults`."""
+    file = PurePath(nodeid.partition("::")[0])
+    return nodeid not in REPRESENTATIVES and any(map(file.is_relative_to, FAULTS))
+
+
+def unknown_representatives(nodeids: Collection[str]) -> list[str]:
+    """Return those that do not exist, of the files that these tests are all of."""
+    files = {nodeid.partition("::")[0] for nodeid in nodeids}
+    wanted = [one for one in REPRESENTATIVES if one.partition("::")[0] in files]
+    return sorted({*wanted} - {*nodeids})
 
 
 def sampled(cases: Sequence[Any], keep: Collection[int]) -> list[Any]:

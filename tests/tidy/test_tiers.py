@@ -1,0 +1,58 @@
+"""The tiers hold every test: what `make test` leaves out, `make faults` runs."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.tidy.documents import ROOT
+from tests.tiers import (
+    CHECK,
+    FAULTS,
+    REPRESENTATIVES,
+    unknown_representatives,
+    waits_for_faults,
+)
+
+
+def folders_of(target: str, makefile: str) -> tuple[str, ...]:
+    """Read which folders of tests a target runs."""
+    (recipe,) = re.findall(rf"^{target}:.*\n\t(.*)$", makefile, re.MULTILINE)
+    return tuple(re.findall(r"\btests/\S+", recipe))
+
+
+@pytest.mark.parametrize(
+    ("target", "folders"), [("check", CHECK), ("faults", FAULTS), ("test", ())]
+)
+def test_a_target_runs_the_folders_of_its_tier(target: str, folders: tuple[str, ...]) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    assert folders_of(target, makefile) == folders
+    assert all((ROOT / folder).is_dir() for folder in folders)
+    assert folders_of("check", "check: a\n\tpytest tests/core -q tests/faults $(ARGS)\n") == (
+        "tests/core",
+        "tests/faults",
+    )
+
+
+def test_what_is_left_to_the_faults_is_what_they_run() -> None:
+    (expression,) = re.findall(r'pytest -q -m "(.*)"', (ROOT / "Makefile").read_text())[:1]
+    assert expression == "not slow and not fault"
+    assert waits_for_faults("tests/faults/test_kill.py::test_a[0]")
+    assert waits_for_faults("tests/adapters/megatron_lm/test_kill.py::test_a")
+    assert not any(map(waits_for_faults, REPRESENTATIVES))
+    assert not waits_for_faults("tests/adapters/test_adam.py::test_a")
+    assert not waits_for_faults("tests/faults_of_others/test_a.py::test_a")
+    assert (ROOT / ".ci" / "run").read_text().endswith("\nmake test\nmake faults\n")
+
+
+def test_representatives_exist_and_are_faults() -> None:
+    for nodeid in REPRESENTATIVES:
+        file, _, name = nodeid.partition("::")
+        assert any(Path(file).is_relative_to(folder) for folder in FAULTS), nodeid
+        assert f"\ndef {name.partition('[')[0]}(" in (ROOT / file).read_text(), nodeid
+    (first, *_) = REPRESENTATIVES
+    file = first.partition("::")[0]
+    # The cases of a test are known when it is collected.
+    assert unknown_representatives([first, f"{file}::test_other"]) == []
+    assert unknown_representatives([f"{file}::test_other"]) == [first]
+    assert unknown_representatives(["tests/core/test_other.py::test_other"]) == []
