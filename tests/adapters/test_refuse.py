@@ -220,6 +220,9 @@ def test_what_only_data_parallel_jobs_carry_is_refused() -> None:
     config = made_model().config
     config.finalize_model_grads_func = finalize_model_grads
     check_grid(config)
+    config.finalize_model_grads_func = None
+    check_grid(config)  # the loop does it itself
+    config.pipeline_model_parallel_size = 2
     for other, name in ((lambda model, num_tokens: None, "<lambda>"), (None, "None")):
         config.finalize_model_grads_func = other
         with pytest.raises(ConfigurationError, match=f"finalize_model_grads_func is {name}"):

@@ -20,7 +20,7 @@ from deepspeed.runtime.dataloader import RepeatingLoader
 
 from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader, GlobalOrder, Position
 from elaswave_plugin.adapters.deepspeed.seams import deepspeed_patches
-from elaswave_plugin.adapters.deepspeed.torch_loader import batches_of
+from elaswave_plugin.adapters.torch_loader import batches_of
 from elaswave_plugin.core.dataflow import share
 from elaswave_plugin.deepspeed import loader
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError

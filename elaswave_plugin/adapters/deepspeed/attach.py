@@ -30,9 +30,9 @@ from elaswave_plugin.adapters.deepspeed.seams import (
     newcomer_patches,
 )
 from elaswave_plugin.adapters.deepspeed.section import elastic_config
-from elaswave_plugin.adapters.deepspeed.torch_loader import Batches, batches_of
 from elaswave_plugin.adapters.deepspeed.zero3 import is_cut, take_world
 from elaswave_plugin.adapters.growth import check_reserve
+from elaswave_plugin.adapters.torch_loader import Batches, batches_of
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.c10d_tables import BACKEND

@@ -23,10 +23,17 @@ from elaswave_plugin.runtime.refusal import ends_in_a_sentence
 __all__ = ["Job", "add_arguments", "attach"]
 
 
+def _parser() -> argparse.ArgumentParser:
+    """Of our options alone, among whatever else the script reads."""
+    return argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+
+
 @ends_in_a_sentence
-def attach(args: argparse.Namespace) -> Job:
+def attach(args: argparse.Namespace | None = None, **sizes: int) -> Job:
     """Join the job when ``args`` has --elaswave, else return the same verbs without the plugin.
 
+    A script without a parser gives the numbers by name, and its command line has our options:
+    ``attach(global_batch_size=8, micro_batch_size=1, seed=1)``.
     Reads global_batch_size, micro_batch_size, seed and, where there are, the sizes of tensor and
     pipeline model parallelism, as Megatron-LM's arguments name them. Comes before
     ``torch.distributed.init_process_group``.
@@ -34,17 +41,21 @@ def attach(args: argparse.Namespace) -> Job:
     records. Bad input ends the process with one sentence and exit code 2, here and in the job's
     other verbs.
     """
-    sizes = read_sizes(args)
+    if args is None:
+        args, _ = add_arguments(_parser()).parse_known_args()
+    for name, value in sizes.items():
+        setattr(args, name, value)
+    numbers = read_sizes(args)
     config = from_namespace(args)
     patches = PatchSet([]) if torch.cuda.is_available() else cpu_patches()
     if config is None:
-        job: Job = PlainJob(sizes, patches=patches)
+        job: Job = PlainJob(numbers, patches=patches)
     else:
         check_no_world()
         saves = WholeSaves()
         elastic = elastic_patches(exact=config.consistency == "exact", saves=saves)
         patches = PatchSet([*patches.records, *elastic.records])
         patches.check()  # before the others are waited for
-        job = ElasticJob(config, sizes, patches=patches, saves=saves)
+        job = ElasticJob(config, numbers, patches=patches, saves=saves)
     patches.apply()
     return job

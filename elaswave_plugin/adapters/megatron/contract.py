@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
-import torch
-
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.loop import StepReport
 
@@ -29,11 +27,14 @@ class Job(Protocol):
     def process_group(self) -> dict[str, Any]:
         """Arguments of ``torch.distributed.init_process_group``, which has not been called yet."""
 
-    def bind(self, model: Any, optimizer: Any, scheduler: Any, *, train_iters: int) -> None:
+    def bind(self, model: Any, optimizer: Any, scheduler: Any = None, *, train_iters: int) -> None:
         """Take the built job into care, once."""
 
-    def batches(self, dataset: Any) -> Iterator[dict[str, torch.Tensor]]:
-        """The data iterator over a map-style dataset with sequential sampling."""
+    def batches(self, dataset: Any) -> Iterator[Any]:
+        """The data iterator over a map-style dataset with sequential sampling, or a DataLoader.
+
+        A loader's workers are not used; shuffled, it has the order of a DistributedSampler's.
+        """
 
     def forward_backward(self, function: ForwardBackward) -> ForwardBackward:
         """Megatron-Core's forward-backward function, for whatever this worker runs now.

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from elaswave_plugin.adapters.megatron.loader_order import LoaderOrder
 from elaswave_plugin.adapters.megatron.sample_draws import SampleDraws
 from elaswave_plugin.core.dataflow import Samples, sample_ids
 from elaswave_plugin.errors import ConfigurationError
@@ -45,9 +46,14 @@ class KeyedBatches:
         """``on_batch(step, micro-batch, sample ids)`` is told of what is read before it is used.
 
         Once for each micro-batch of which a piece has samples. ``seed``: of what the dataset draws.
-        Raises ConfigurationError for anything but a map-style dataset.
+        Raises ConfigurationError for anything but a map-style dataset, or a DataLoader over one.
         """
+        self._collate = torch.utils.data.default_collate
+        if isinstance(dataset, torch.utils.data.DataLoader):
+            dataset = LoaderOrder(dataset, micro_batch_size=micro_batch_size)
+            self._collate = dataset.collate_fn
         _check_dataset(dataset)
+        self._size = len(dataset) if hasattr(dataset, "__len__") else None
         self._draws = SampleDraws(dataset, seed)
         self._micro_batch_size = micro_batch_size
         self._num_microbatches = num_microbatches
@@ -62,12 +68,22 @@ class KeyedBatches:
         self._delivered += 1
         self._queue = [samples]
 
+    def check_length(self, steps: int) -> None:
+        """Raise ConfigurationError where ``steps`` of training read more samples than there are."""
+        wanted = steps * self._num_microbatches * self._micro_batch_size
+        if self._size is not None and self._size < wanted:
+            raise ConfigurationError(
+                f"the dataset has {self._size} samples, and {steps} steps of "
+                f"{wanted // steps} read {wanted}: give job.batches a longer one, a DataLoader of "
+                "it, which begins again at its end, or train fewer steps"
+            )
+
     def __iter__(self) -> "KeyedBatches":
         return self
 
     @ends_in_a_sentence
-    def __next__(self) -> dict[str, torch.Tensor]:
-        """The next piece as a dict of stacked tensors [samples, ...].
+    def __next__(self) -> Any:
+        """The next piece, collated: of dicts, a dict of stacked tensors [samples, ...].
 
         Raises ConfigurationError where the wrapped forward-backward function has delivered none.
         """
@@ -89,7 +105,14 @@ class KeyedBatches:
             )[start:stop]
             self._on_batch(self._step, microbatch, ids)
             read += ids
-        return torch.utils.data.default_collate(self._draws.read(read, self._step))
+        return self._collate(self._draws.read(read, self._step))
+
+
+def check_lengths(batches: Any, steps: int) -> None:
+    """Raise ConfigurationError where ``steps`` of training read more than a dataset has."""
+    for one in batches if isinstance(batches, list) else [batches]:
+        if isinstance(one, KeyedBatches):
+            one.check_length(steps)
 
 
 def served(batches: Any) -> KeyedBatches:
@@ -103,15 +126,11 @@ def served(batches: Any) -> KeyedBatches:
 
 
 def _check_dataset(dataset: Any) -> None:
-    if isinstance(dataset, torch.utils.data.DataLoader):
-        raise ConfigurationError(
-            "job.batches got a DataLoader, wanted its dataset, which it reads by sample number: "
-            "write job.batches(loader.dataset)"
-        )
     if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise ConfigurationError(
             f"job.batches got {_kind(dataset)}, wanted a dataset with dataset[i], since samples "
-            "are read by number, and again after a loss: give one with __getitem__, or a list"
+            "are read by number, and again after a loss: give one with __getitem__, a list, or the "
+            "DataLoader"
         )
 
 

@@ -131,6 +131,8 @@ class MegatronFramework:
         wrapped = [part for chunk in self.chunks for part in (chunk, chunk.module)]
         for part in (*wrapped, optimizer):
             unplaced.save_no_shards(part, while_unplaced=lambda: not self._seated)
+        for part in wrapped:
+            unplaced.load_no_weights(part, while_unplaced=lambda: not self._seated)
         unplaced.make_no_shards(distributed_optimizer, while_unplaced=lambda: not self._seated)
 
     @property
@@ -151,6 +153,7 @@ class MegatronFramework:
         modules = [module for chunk in self.chunks for module in chunk.modules()]
         self._modules = modules
         layers = [module for module in modules if isinstance(module, TransformerLayer)]
+        layers = layers or [chunk.module for chunk in self.chunks]
         middle = layers[len(layers) // 2]
         for hook in self._watched:
             hook.remove()

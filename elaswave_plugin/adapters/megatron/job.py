@@ -19,15 +19,22 @@ from elaswave_plugin.adapters.megatron.contract import (
     TrainStep,
     num_microbatches_of,
 )
-from elaswave_plugin.adapters.megatron.data import KeyedBatches, served
+from elaswave_plugin.adapters.megatron.data import KeyedBatches, check_lengths, served
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
 from elaswave_plugin.adapters.megatron.growth import check_growth
 from elaswave_plugin.adapters.megatron.lonely_calls import without_collectives
 from elaswave_plugin.adapters.megatron.losses import Reported, check_evaluation, check_result
 from elaswave_plugin.adapters.megatron.microbatches import Microbatches
 from elaswave_plugin.adapters.megatron.model_buffers import ModelBuffers
+from elaswave_plugin.adapters.megatron.own_timers import stopped_where_interrupted
 from elaswave_plugin.adapters.megatron.refuse import check_loop, check_supported
-from elaswave_plugin.adapters.megatron.schedule_calls import check_call, check_schedule, check_work
+from elaswave_plugin.adapters.megatron.schedule_calls import (
+    check_call,
+    check_schedule,
+    check_work,
+    without_sizes,
+)
+from elaswave_plugin.adapters.megatron.step_gradients import StepGradients
 from elaswave_plugin.adapters.megatron.step_parts import step_state
 from elaswave_plugin.adapters.megatron.turns import EVALUATE, RUN, TRAIN, Turns
 from elaswave_plugin.adapters.megatron.whole_saves import WholeSaves
@@ -111,7 +118,7 @@ class ElasticJob:
         return self._worker.groups.install(self._worker.view.ranks)
 
     @ends_in_a_sentence
-    def bind(self, model: Any, optimizer: Any, scheduler: Any, *, train_iters: int) -> None:
+    def bind(self, model: Any, optimizer: Any, scheduler: Any = None, *, train_iters: int) -> None:
         """Take model, optimizer and scheduler into care and seal the initial state.
 
         Raises ConfigurationError for anything that is not carried.
@@ -141,6 +148,9 @@ class ElasticJob:
             num_microbatches=self._num_microbatches,
             micro_batch_size=self._micro_batch_size,
             whole_replicas=self._buffers.by_replica,
+        )
+        self._gradients = StepGradients(
+            chunks, has_place=lambda: self._microbatches.seat is not None
         )
         self._recording = Recording(
             self._worker, self._tracker, pieces=self._framework.named_pieces
@@ -196,7 +206,10 @@ class ElasticJob:
                 count=self._num_microbatches,
                 widths=widths,
             )
-            kwargs.pop("num_microbatches", None)
+            kwargs = without_sizes(kwargs)
+            if not forward_only:
+                check_lengths(kwargs["data_iterator"], self._train_iters)
+                self._gradients.zero()
             kwargs["forward_step_func"] = without_collectives(
                 kwargs["forward_step_func"], self._worker.links
             )
@@ -262,7 +275,12 @@ class ElasticJob:
 
         def attempt() -> StepReport:
             rng.settle(self._seed, rng.STEP, self._worker.completed)
-            with self._framework.modes_kept(), self._turns.of(TRAIN):
+            self._gradients.begin()
+            with (
+                self._framework.modes_kept(),
+                stopped_where_interrupted(train_step),
+                self._turns.of(TRAIN),
+            ):
                 result = train_step()
             losses, grad_norm = check_result(result, *self._turns.returned)
             self._agree_on_buffers()

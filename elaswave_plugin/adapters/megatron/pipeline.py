@@ -91,7 +91,9 @@ class RaggedPipeline:
     def run(
         self, forward_step_func: Callable[..., Any], data_iterator: Any, *, forward_only: bool
     ) -> list[Any]:
-        """Run all operations and finalize the gradients; the losses in the order of forwards.
+        """Run all operations, and finalize the gradients where the schedule is to do that.
+
+        Returns the losses in the order of forwards.
 
         Only the last stage reports losses.
         """
@@ -114,7 +116,7 @@ class RaggedPipeline:
                     self._accumulate(op, accumulators)
         for work, _ in self._sends:
             work.wait()
-        if not forward_only:
+        if not forward_only and self._config.finalize_model_grads_func is not None:
             self._finalize()
         return losses
 

@@ -18,10 +18,16 @@ from elaswave_plugin.adapters.megatron.contract import (
     TrainStep,
     num_microbatches_of,
 )
-from elaswave_plugin.adapters.megatron.data import KeyedBatches, in_order, served
+from elaswave_plugin.adapters.megatron.data import (
+    KeyedBatches,
+    check_lengths,
+    in_order,
+    served,
+)
 from elaswave_plugin.adapters.megatron.losses import Reported, check_evaluation, check_result
 from elaswave_plugin.adapters.megatron.refuse import check_loop
 from elaswave_plugin.adapters.megatron.schedule_calls import check_call, check_schedule, check_work
+from elaswave_plugin.adapters.megatron.step_gradients import StepGradients
 from elaswave_plugin.adapters.megatron.turns import EVALUATE, RUN, TRAIN, Turns
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.core.dataflow import Samples
@@ -67,11 +73,12 @@ class PlainJob:
         return {"backend": "nccl" if torch.cuda.is_available() else "gloo"}
 
     @ends_in_a_sentence
-    def bind(self, model: Any, optimizer: Any, scheduler: Any, *, train_iters: int) -> None:
+    def bind(self, model: Any, optimizer: Any, scheduler: Any = None, *, train_iters: int) -> None:
         """Remember how long to train, and where the learning rate is."""
         self._turns.bind()
         check_loop(scheduler, train_iters)
         self._optimizer = optimizer
+        self._gradients = StepGradients(model if isinstance(model, list) else [model])
         self._train_iters = train_iters
 
     @ends_in_a_sentence
@@ -108,6 +115,9 @@ class PlainJob:
             if forward_only:
                 step = self._evaluations
                 self._evaluations += 1
+            if not forward_only:
+                check_lengths(kwargs["data_iterator"], self._train_iters)
+                self._gradients.zero()
             kwargs |= {"num_microbatches": len(mine), "forward_only": forward_only}
             kwargs["forward_step_func"] = in_order(
                 kwargs["forward_step_func"],
@@ -149,6 +159,7 @@ class PlainJob:
 
     @ends_in_a_sentence
     def _report(self, train_step: TrainStep) -> StepReport:
+        self._gradients.begin()
         with self._turns.of(TRAIN):
             result = train_step()
         losses, grad_norm = check_result(result, *self._turns.returned)

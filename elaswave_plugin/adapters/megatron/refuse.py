@@ -34,7 +34,9 @@ def check_supported(
         names = ", ".join(type(one).__name__ for one in chained)
         raise ConfigurationError(
             f"the optimizer is {names}, wanted one DistributedOptimizer; "
-            "set use_distributed_optimizer in the DDP and optimizer configurations"
+            "set use_distributed_optimizer in the DDP and optimizer configurations: write optimizer"
+            ' = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=...,'
+            " use_distributed_optimizer=True), [model])"
         )
     for problem in _optimizer_problems(chained[0]):
         raise ConfigurationError(problem)
@@ -58,8 +60,13 @@ def check_loop(scheduler: Any, train_iters: Any) -> None:
 
 
 def check_grid(config: Any) -> None:
-    """Raise ConfigurationError for what tensor and pipeline parallel jobs do not carry."""
+    """Raise ConfigurationError for what tensor and pipeline parallel jobs do not carry.
+
+    Without stages a loop may finalize its gradients itself, and has no function here.
+    """
     finalize = config.finalize_model_grads_func
+    if finalize is None and config.pipeline_model_parallel_size == 1:
+        return
     takes = () if finalize is None else inspect.signature(finalize).parameters
     if "pg_collection" not in takes:
         name = getattr(finalize, "__name__", repr(finalize))

@@ -56,6 +56,14 @@ def check_call(
         )
 
 
+def without_sizes(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given to a call, but for sizes that the job knows itself."""
+    kept = {name: value for name, value in given.items() if name != "num_microbatches"}
+    if kept.get("decoder_seq_length") == kept.get("seq_length"):
+        kept.pop("decoder_seq_length", None)
+    return kept
+
+
 def check_work(function: Any, verb: str, phase: object = "", *, like: str | None = None) -> None:
     """Raise ConfigurationError where a verb got no function, or no name for its ``phase``.
 

@@ -36,6 +36,18 @@ def save_no_shards(part: Any, *, while_unplaced: Callable[[], bool]) -> None:
     part.sharded_state_dict = sharded_state_dict
 
 
+def load_no_weights(model: Any, *, while_unplaced: Callable[[], bool]) -> None:
+    """A model: nothing of a checkpoint is its own, so that nothing of it is missing either."""
+    native = model.load_state_dict
+
+    def load_state_dict(state: Any, *args: Any, **kwargs: Any) -> Any:
+        if while_unplaced():
+            return native({}, strict=False)
+        return native(state, *args, **kwargs)
+
+    model.load_state_dict = load_state_dict
+
+
 def make_no_shards(distributed_optimizer: Any, *, while_unplaced: Callable[[], bool]) -> None:
     """It looks its parameters up in the model's shards, and finds none there."""
     for name in dir(distributed_optimizer):

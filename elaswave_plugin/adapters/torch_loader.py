@@ -18,9 +18,14 @@ class Batches(NamedTuple):
     drop_last: bool
 
 
-def batches_of(loader: Any, *, micro_batch_size: int) -> Batches:
-    """Raises ConfigurationError for a DataLoader whose batches are others than ours would be."""
-    for problem in _problems(loader, micro_batch_size):
+def batches_of(
+    loader: Any, *, micro_batch_size: int, named: str = "train_micro_batch_size_per_gpu"
+) -> Batches:
+    """Raises ConfigurationError for a DataLoader whose batches are others than ours would be.
+
+    ``named``: what the framework calls the size of a micro-batch.
+    """
+    for problem in _problems(loader, micro_batch_size, named):
         raise ConfigurationError(problem)
     sampler = loader.batch_sampler.sampler
     is_distributed = isinstance(sampler, DistributedSampler)
@@ -33,7 +38,7 @@ def batches_of(loader: Any, *, micro_batch_size: int) -> Batches:
     )
 
 
-def _problems(loader: Any, micro_batch_size: int) -> Iterator[str]:
+def _problems(loader: Any, micro_batch_size: int, named: str) -> Iterator[str]:
     batches, size = loader.batch_sampler, len(loader.dataset)
     # With a batch sampler of its own a DataLoader's other attributes say nothing.
     sampler: Any = batches.sampler if type(batches) is BatchSampler else batches
@@ -45,8 +50,8 @@ def _problems(loader: Any, micro_batch_size: int) -> Iterator[str]:
         )
     if batches.batch_size != micro_batch_size:
         yield (
-            f"the DataLoader's batch_size is {batches.batch_size} and"
-            f" train_micro_batch_size_per_gpu is {micro_batch_size}; make them equal"
+            f"the DataLoader's batch_size is {batches.batch_size} and {named} is"
+            f" {micro_batch_size}; make them equal"
         )
     draws = sampler.num_samples if isinstance(sampler, RandomSampler) else size
     if draws != size or getattr(sampler, "replacement", False):

@@ -1,0 +1,66 @@
+"""Megatron-LM's smallest example, protected by a dozen lines, loses a worker and is equal."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from tests.adapters.megatron_lm import simple_loop
+from tests.adapters.megatron_lm.harness import REPOSITORY, needs_repository
+from tests.faults.harness import JobSpec, Outcome, Zygote, check_equal, launch
+
+pytestmark = needs_repository
+CHANGED_LINES = 12
+PAGE = Path(__file__).parents[3] / "elaswave_plugin" / "docs" / "getting_started.md"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimpleSpec(JobSpec):
+    """The example: TP2, two replicas, five steps of two micro-batches of eight samples."""
+
+    steps: int = 5
+    global_batch: int = 16
+
+    def arguments(self, data: Path, directory: Path) -> list[str]:
+        """It has no arguments of its own."""
+        words = super(SimpleSpec, self).arguments(data, directory)
+        return [word for word in words if word.startswith("--elaswave")]
+
+
+def test_so_many_lines_change() -> None:
+    assert simple_loop.changed_lines(Path(REPOSITORY)) == CHANGED_LINES
+    assert f"{CHANGED_LINES} changed lines" in PAGE.read_text()
+
+
+@pytest.mark.parametrize("kill", ["1@3:backward", "2@1:forward", "0@4:optimizer"])
+def test_it_loses_a_worker_and_is_equal(
+    zygote: Zygote, tmp_path: Path, simple_reference: Outcome, kill: str
+) -> None:
+    killed = launched(SimpleSpec(kills=(kill,)), zygote, tmp_path)
+    check_equal(killed, simple_reference)
+    assert killed.output.count("Successfully loaded the model") == 3
+    assert printed(killed) == printed(simple_reference)
+
+
+def printed(run: Outcome) -> set[str]:
+    """The losses, as all workers print them."""
+    found = {line for line in run.output.splitlines() if line.startswith("Iteration ")}
+    assert len(found) == run.spec.steps, run.output[-3000:]
+    return found
+
+
+def launched(spec: SimpleSpec, zygote: Zygote, folder: Path) -> Outcome:
+    script = folder / "simple.py"
+    script.write_text(simple_loop.on_this_machine(simple_loop.protected(Path(REPOSITORY))))
+    directory = folder / "run"
+    return launch(
+        replace(spec, script=str(script)), zygote=zygote, data=folder, directory=directory
+    )
+
+
+@pytest.fixture(scope="module")
+def simple_reference(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The protected script, undisturbed."""
+    run = launched(SimpleSpec(), zygote, tmp_path_factory.mktemp("simple"))
+    assert run.returncode == 0, run.output[-4000:]
+    return run
