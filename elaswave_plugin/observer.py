@@ -294,6 +294,7 @@ def summarize(
         batches = batch_sizes(views, run.ledger, steps)
     lost, repeated = audit_samples(run, batches=batches)
     return {
+        "ended": ended_with(run),
         "steps": len(losses),
         "losses": [losses[step] for step in sorted(losses)],
         "reference_losses": [others[step] for step in sorted(others)],
@@ -318,6 +319,12 @@ def summarize(
             None if snapshot_overhead_ratio is not None else snapshot_overhead_reason
         ),
     }
+
+
+def ended_with(run: RunFiles) -> Record | None:
+    """Exit code and reason of the job, as its supervisors agreed on them; None where it goes on."""
+    over = run.of_kind("job_over")
+    return {name: over[-1][name] for name in ("exit_code", "reason")} if over else None
 
 
 def _state_fields(run: RunFiles, reference: RunFiles | None) -> Record:

@@ -17,7 +17,7 @@ def draw_summary(summary: Record) -> RenderableType:
 
 
 def _verdicts(summary: Record) -> list[Text]:
-    """Say what has to be right: samples first, then what workers tell differently."""
+    """Say what has to be right: samples first, what workers tell differently, how it ended."""
     lost, repeated = summary["samples_lost"], summary["samples_repeated"]
     wrong = _WRONG if lost or repeated else "bold green"
     found = [Text(f"samples: {lost} lost, {repeated} repeated", style=wrong)]
@@ -28,6 +28,12 @@ def _verdicts(summary: Record) -> list[Text]:
         found.append(Text(text, style=_WRONG))
     if not summary["survivor_pids_unchanged"]:
         found.append(Text("no worker ran from start to end in one process", style="yellow"))
+    ended = summary["ended"]
+    if ended is None:
+        found.append(Text("the job has not ended, or nobody was left to say so", style="yellow"))
+    elif ended["exit_code"]:
+        text = f"the job ended with exit code {ended['exit_code']}: {ended['reason']}"
+        found.append(Text(text, style=_WRONG))
     return found
 
 

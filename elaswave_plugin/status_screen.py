@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
+from rich import box
 from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.live import Live
 from rich.markup import escape
@@ -30,6 +31,7 @@ COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (
     ("held by", "left"),
     ("MiB", "right"),
 )
+_FOLDED = ("pids", "phase", "held by")
 
 
 def watch(known: Sequence[Address], timeout_s: float, console: Console) -> None:
@@ -55,7 +57,7 @@ def draw_status(status: Record) -> RenderableType:
     if status["layout"] is not None:
         layout = ParallelLayout.from_json(status["layout"])
         parts += [Text(f"layout: {line}") for line in layout_lines(layout)]
-    return Group(*parts, _workers(status["workers"]), _views(status["views"]))
+    return Group(*parts, draw_workers(status["workers"]), _views(status["views"]))
 
 
 def _headline(status: Record) -> Text:
@@ -78,11 +80,21 @@ def _headline(status: Record) -> Text:
     return text
 
 
-def _workers(workers: list[Record]) -> Group:
+def draw_workers(workers: list[Record]) -> Group:
     """A row each, and below the table what speaks against some of them."""
-    table = Table(title="workers (pids: the worker's, its supervisor's)", title_justify="left")
+    # Narrow enough for 80 columns.
+    table = Table(
+        title="workers (pids: the worker's, its supervisor's)",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     for name, justify in COLUMNS:
-        table.add_column(name, justify=justify, no_wrap=name not in ("phase", "held by"))
+        folds = name in _FOLDED
+        table.add_column(
+            name, justify=justify, no_wrap=not folds, overflow="fold", min_width=8 * folds
+        )
     for worker in workers:
         snapshot = worker["snapshot"]
         table.add_row(

@@ -162,6 +162,20 @@ def test_a_folder_without_checkpoints_is_bad_input(tmp_path: Path) -> None:
         list(list_checkpoints(tmp_path))
 
 
+def test_a_folder_of_folders_lists_what_each_has(tmp_path: Path) -> None:
+    """As HF Accelerate lays its saves out: checkpoints/checkpoint_0/pytorch_model."""
+    (tmp_path / "logs").mkdir()
+    for number in range(2):
+        tag = tmp_path / f"checkpoint_{number}" / "pytorch_model"
+        tag.mkdir(parents=True)
+        for name in ("mp_rank_00_model", "zero_pp_rank_0_mp_rank_00_optim"):
+            torch.save({}, tag / f"{name}_states.pt")
+        (tag.parent / "latest").write_text(tag.name)
+    assert list(list_checkpoints(tmp_path)) == [
+        f"checkpoint_{number}/pytorch_model: whole, named by the tracker" for number in range(2)
+    ]
+
+
 @pytest.mark.parametrize("former", [None, {}, {"old": "1"}])
 def test_a_draft_takes_its_place_whatever_is_there(
     tmp_path: Path, former: dict[str, str] | None

@@ -142,6 +142,29 @@ def test_a_worker_that_is_replaced_in_one_view_is_lost_and_came() -> None:
     assert [(one["what"], one["step"]) for one in changes] == [("lost", None), ("came", None)]
 
 
+@pytest.mark.parametrize(
+    ("over", "said"),
+    [
+        (None, ["the job has not ended, or nobody was left to say so"]),
+        ((0, "all workers have finished"), []),
+        ((1, "no live worker remains"), ["the job ended with exit code 1: no live worker remains"]),
+    ],
+)
+def test_report_says_how_a_job_ended(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    over: tuple[int, str] | None,
+    said: list[str],
+) -> None:
+    run = make_run(tmp_path / "run", killed=False)
+    if over is not None:
+        with EventLog(run / "events.jsonl") as events:
+            events.emit("job_over", exit_code=over[0], reason=over[1])
+    assert run_command(["report", str(run), "--global-batch", "12"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in printed if line.startswith("the job ")] == said
+
+
 def test_report_prints_a_table_and_what_is_wrong_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

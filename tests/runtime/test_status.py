@@ -32,7 +32,7 @@ from elaswave_plugin.runtime.rendezvous import Peer
 from elaswave_plugin.runtime.requests import in_loop
 from elaswave_plugin.runtime.status import StatusBoard
 from elaswave_plugin.status import ask_job, find_job, merge
-from elaswave_plugin.status_screen import draw_status
+from elaswave_plugin.status_screen import draw_status, draw_workers
 from tests.runtime.jobs import LAUNCH, TRAINER, WAIT_S, Job, environment
 
 Record = dict[str, Any]
@@ -53,6 +53,21 @@ def drawn(status: Record) -> str:
     screen = io.StringIO()
     Console(width=160, file=screen).print(draw_status(status))
     return screen.getvalue()
+
+
+def test_all_columns_fit_a_terminal_of_80(tmp_path: Path) -> None:
+    held = [{"slot": slot, "epoch": 3, "step": 1232} for slot in (1, 2)]
+    worker = {
+        **{"slot": 12, "incarnation": 1, "rank": 0, "node": 0, "suspicion": None},
+        **{"trainer_pid": 1234567, "supervisor_pid": 1234500, "phase": "between steps"},
+        **{"step": 1234, "waits_for": 2, "stalled_s": 10.5},
+        "snapshot": {"epoch": 3, "step": 1233, "bytes": 123456789, "held_by": held},
+    }
+    screen = io.StringIO()
+    Console(width=80, file=screen).print(draw_workers([worker]))
+    text = screen.getvalue()
+    wanted = ("12.1", "1234567", "1234500", "between", "1234", "2, 10.5 s", "1233 (view 3)")
+    assert all(word in text for word in (*wanted, "(1232)", "117.74")), text
 
 
 # ---- a running job ------------------------------------------------------------------------------

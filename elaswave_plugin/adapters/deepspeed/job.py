@@ -328,8 +328,13 @@ class EngineJob(AttachedEngine):
                 "engine.load_checkpoint was called after the first batch, and the state that it "
                 "replaces is in the snapshots already; load before the loop starts"
             )
-        load = partial(load_checked, native, self._engine, *args, **kwargs)
-        return self._loads.load(self._engine, load)
+        engine = self._engine
+        load = partial(load_checked, native, engine, *args, **kwargs)
+        loaded = self._loads.load(engine, load)
+        steps, samples = int(engine.global_steps), int(engine.global_samples)
+        if steps:
+            self.own_loops.loaded(steps=steps, samples=samples, batch=engine.train_batch_size())
+        return loaded
 
     def _mean_loss(self) -> tuple[float, int, Holders]:
         """Mean over the samples of the step, its tokens, who has monitors open.

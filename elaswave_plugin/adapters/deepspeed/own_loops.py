@@ -29,6 +29,16 @@ class OwnLoops:
             f" ({_PAGE})"
         )
 
+    def loaded(self, *, steps: int, samples: int, batch: int) -> None:
+        """Warn where the steps of a checkpoint had another batch than those that follow."""
+        if not self._worker.owns_rank_0 or samples == steps * batch:
+            return
+        say(
+            f"the checkpoint has {steps} steps of {samples / steps:g} samples, and a step has"
+            f" {batch} from now on: a job of another number of workers keeps its batch where"
+            " train_batch_size is set in the configuration"
+        )
+
     def recovered(self) -> None:
         """Warn where workers have unequal shares of an iteration from now on."""
         shares = self._worker.dataflow
