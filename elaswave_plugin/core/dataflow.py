@@ -23,7 +23,7 @@ w0: [0, 3) | w2: [3, 6) | w3: [6, 8) 1.125
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from elaswave_plugin.core.exact import (
     Contribution,
@@ -34,6 +34,7 @@ from elaswave_plugin.core.exact import (
 )
 from elaswave_plugin.core.fair_shares import fair_counts
 
+Work = TypeVar("Work")
 # How many times as long a micro-batch takes, by slot: of the slow ones only.
 Slowness = Mapping[int, float]
 
@@ -89,17 +90,32 @@ class Dataflow:
         own = ([(part.whole, part.replica) for part in parts] for parts in dealt)
         return all(parts == [(True, rank)] for rank, parts in enumerate(own))
 
-    def rotated(self) -> "Dataflow":
-        """The same work, each worker's by the next one; what is not healthy is as it was.
+    def rotated(self, *, spread: bool) -> "Dataflow":
+        """The same work, each micro-batch by another worker; what is not healthy is as it was.
 
-        >>> print(deal(num_microbatches=4, homes=(0, 1), live=(0, 1)).rotated())
-        w0: 1 3 | w1: 0 2
+        ``spread``: those of a replica by several workers, where there are three or more.
+
+        >>> flow = deal(num_microbatches=6, homes=(0, 1, 2), live=(0, 1, 2))
+        >>> print(flow.rotated(spread=False))
+        w0: 2 5 | w1: 0 3 | w2: 1 4
+        >>> print(flow.rotated(spread=True))
+        w0: 2 4 | w1: 0 5 | w2: 1 3
         """
         if not self.is_healthy:
             return self
         slots, shares = zip(*self.placement, strict=True)
-        placement = tuple(zip(slots, (*shares[1:], shares[0]), strict=True))
+        placement = tuple(zip(slots, rotated(shares, spread=spread), strict=True))
         return replace(self, placement=placement)
+
+
+def rotated(shares: Sequence[Sequence[Work]], *, spread: bool) -> tuple[tuple[Work, ...], ...]:
+    """Equal shares of replicas, dealt so that each worker has those of others."""
+    width = len(shares)
+    shifts = [1 + number % max(1, width - 1) if spread else 1 for number in range(len(shares[0]))]
+    return tuple(
+        tuple(shares[(own - shift) % width][number] for number, shift in enumerate(shifts))
+        for own in range(width)
+    )
 
 
 def deal(

@@ -27,7 +27,14 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Literal
 
-from elaswave_plugin.core.dataflow import Crossing, Dataflow, Samples, Slowness, crossings
+from elaswave_plugin.core.dataflow import (
+    Crossing,
+    Dataflow,
+    Samples,
+    Slowness,
+    crossings,
+    rotated,
+)
 from elaswave_plugin.core.exact import replica_microbatches
 from elaswave_plugin.core.fair_shares import fair_width
 from elaswave_plugin.core.groups import seats_of
@@ -62,7 +69,7 @@ Policy = Literal["auto", "redeal", "reroute", "resize"]
 SplitBackward = Literal["auto", "always", "never"]
 # Every replica runs its own micro-batches.
 AS_LAUNCHED = "as launched"
-# Every replica runs those of the next one.
+# Every replica runs those of others.
 ROTATED = "rotated"
 
 
@@ -209,11 +216,14 @@ class PipelineFlow:
         whole = layout.is_rectangular and layout.keeps_stages and layout.keeps_layers
         return whole and not self.slow and self.policy != ROTATED
 
-    def rotated(self) -> "PipelineFlow":
-        """The same work, each replica's by the next one; what is not healthy is as it was."""
+    def rotated(self, *, spread: bool) -> "PipelineFlow":
+        """The same work, each micro-batch by another replica; what is not healthy is as it was.
+
+        ``spread`` as in `Dataflow.rotated`.
+        """
         if not self.is_healthy:
             return self
-        pieces = tuple((*stage[1:], stage[0]) for stage in self.pieces)
+        pieces = tuple(rotated(stage, spread=spread) for stage in self.pieces)
         return replace(self, pieces=pieces, policy=ROTATED)
 
     def in_greedy_order(self) -> "PipelineFlow":

@@ -1,7 +1,7 @@
-"""Refuses to open a file for writing that was there before the rehearsal, before it is opened.
+"""Refuses what would change a file that was there before the rehearsal, before it is done.
 
-Python tells its audit hooks of every file that it opens. What opens files by itself is asked here
-first where it is known: ``torch.save`` and safetensors.
+Python tells its audit hooks of every file that it opens, removes or renames. What opens files by
+itself is asked here first where it is known: ``torch.save`` and safetensors.
 """
 
 import os
@@ -20,6 +20,8 @@ from elaswave_plugin.runtime.refusal import end_in_a_sentence
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # Made again whenever they are missing, or held for a moment and never read.
 _OF_NO_VALUE = (".pyc", ".lock")
+# What may be done to a folder that is there, and to what is no file.
+_MAKES = ("opens for writing", "makes")
 # Module, function that writes, and the argument that is the file.
 _OPENERS = (
     ("torch", "save", 1, "f"),
@@ -49,8 +51,20 @@ class FileGuard:
                 setattr(owner, name, self._asked_first(getattr(owner, name), position, keyword))
 
     def _heard(self, event: str, args: tuple[Any, ...]) -> None:
-        if event == "open" and not self._asking and _is_writing(args):
+        if self._asking or self._overwrites:
+            return
+        if event == "open" and _is_writing(args):
             self.ask(args[0])
+        elif event == "os.mkdir":
+            self.ask(_placed(args[0], args[2]), "makes")
+        elif event in ("os.remove", "os.rmdir", "shutil.rmtree"):
+            self.ask(_placed(*args[:2]), "removes")
+        elif event == "os.rename":
+            source, target, source_fd, target_fd = args
+            self.ask(_placed(source, source_fd), "renames")
+            self.ask(_placed(target, target_fd), "replaces")
+        elif event == "os.truncate":
+            self.ask(args[0], "cuts")
 
     def _asked_first(
         self, native: Callable[..., Any], position: int, keyword: str
@@ -64,8 +78,8 @@ class FileGuard:
 
         return write
 
-    def ask(self, file: Any) -> None:
-        """End the job where the file was there before; note one that is about to be made."""
+    def ask(self, file: Any, verb: str = "opens for writing") -> None:
+        """End the job where the path was there before; note one that is about to be made."""
         if self._overwrites or not isinstance(file, str | bytes | os.PathLike):
             return
         path = os.path.abspath(os.fsdecode(file))
@@ -73,10 +87,12 @@ class FileGuard:
             return
         self._asking = True
         try:
-            if not _is_file(path):
+            if not os.path.lexists(path):
                 self._note(path)
-            elif path not in self._noted():
-                self._refuse(path)
+            elif verb in _MAKES and not _is_file(path):
+                return  # a folder that is there, a terminal, a pipe
+            elif self._noted().isdisjoint((path, *map(str, Path(path).parents))):
+                self._refuse(path, verb)
         finally:
             self._asking = False
 
@@ -88,14 +104,20 @@ class FileGuard:
         made = Path(self._made)
         return set(made.read_text().splitlines()) if made.exists() else set()
 
-    def _refuse(self, path: str) -> None:
-        self._refused.write_text(path)
-        end_in_a_sentence(
-            ConfigurationError(
-                f"the script opens {path!r} for writing, which was there before the rehearsal: have"
-                " it write elsewhere, or give --overwrite"
-            )
+    def _refuse(self, path: str, verb: str) -> None:
+        said = (
+            f"the script {verb} {path!r}, which was there before the rehearsal, and this was not"
+            " done: have it write elsewhere, or give --overwrite"
         )
+        self._refused.write_text(said)
+        end_in_a_sentence(ConfigurationError(said))
+
+
+def _placed(path: Any, folder: int | None) -> Any:
+    """The path from the folder of a descriptor; -1 or none is the working directory."""
+    if folder in (-1, None) or not isinstance(path, str | bytes | os.PathLike):
+        return path
+    return os.path.join(os.readlink(f"/proc/self/fd/{folder}"), os.fsdecode(path))
 
 
 def _is_writing(args: tuple[Any, ...]) -> bool:

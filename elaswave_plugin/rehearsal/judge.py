@@ -12,8 +12,11 @@ from elaswave_plugin.rehearsal.compare import (
     BETWEEN,
     DRAW,
     ENDED,
+    KEPT,
     OPTIMIZER,
+    OWN,
     SAMPLE,
+    SETTING,
     Difference,
     Moment,
     Reference,
@@ -28,6 +31,8 @@ from elaswave_plugin.state_dump import StateDumpError, StateHash, differing_name
 
 _FILES = ("events.jsonl", "steps.jsonl", "ledger.jsonl")
 _MOST_NOTES = 8
+# Kinds whose names are those of a script's own variables and settings.
+_SET_BY_SCRIPTS = (OWN, SETTING, KEPT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,10 +199,15 @@ def _explained(first: Difference, others: Sequence[Difference], files: Iterable[
     """With the lines of the script that may have made it, and what else differs by then."""
     until = first.moment.step + 1
     also = [one for one in others if one.moment.step <= until and one.name != first.name]
-    names = [first.name, *(one.name for one in also)]
+    names = [one.name for one in (first, *also) if one.kind in _SET_BY_SCRIPTS]
     where = [] if first.kind == ENDED else lines_for(files, names=names, drawn_by=_drawn(first))
-    said = {one.name.partition("[")[0]: str(one) for one in reversed(also)}
+    said = {_group(one): str(one) for one in reversed(also)}
     return replace(first, where=tuple(where), also=tuple(reversed(said.values()))[:_MOST_NOTES])
+
+
+def _group(one: Difference) -> str:
+    """What is said once: the first of a kind, and each variable of the script."""
+    return f"script {one.name.partition('[')[0]}" if one.kind == OWN else one.kind
 
 
 def _drawn(first: Difference) -> str | None:

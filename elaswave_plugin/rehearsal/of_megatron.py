@@ -14,6 +14,8 @@ from elaswave_plugin.core.dataflow import Samples
 from elaswave_plugin.rehearsal.record import Recorder, facts_of
 from elaswave_plugin.runtime.worker import Worker
 
+# Counts of a router, which are dropped with the step.
+_OF_A_STEP = ("local_tokens_per_expert",)
 _LM_LOADER = "elaswave_plugin.adapters.megatron_lm.loader"
 
 
@@ -37,15 +39,19 @@ class CarriedMegatron:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Weights, trained or not, and buffers, with the layers' numbers of the whole model."""
-        if not self.part:
+        cell = self._worker.seating.cell_of(self._worker.slot)
+        if cell is None:
             return
-        tp = self.part.rpartition(" ")[2]
+        # Between steps a rank has the buffers of the replica of its number.
+        tp, replica = cell.tp, cell.ranks.index(self._worker.slot)
         for chunk in self._framework.chunks:
             for prefix, module in _global_names(chunk.module):
-                for kind, found in (("weight", module._parameters), ("buffer", module._buffers)):
-                    for own, tensor in found.items():
-                        if tensor is not None:
-                            yield f"{kind} {prefix}{own} (tp {tp})", tensor
+                for own, param in module._parameters.items():
+                    if param is not None:
+                        yield f"weight {prefix}{own} (tp {tp})", param
+                for own, buffer in module._buffers.items():
+                    if buffer is not None and own not in _OF_A_STEP:
+                        yield f"buffer {prefix}{own} (tp {tp}, replica {replica})", buffer
 
     def settings(self) -> Mapping[str, Any]:
         """Plain settings of the optimizer's groups."""
@@ -86,6 +92,11 @@ def _global_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module
 def carried(worker: Worker, framework: MegatronFramework) -> CarriedMegatron:
     """What this job carries."""
     return CarriedMegatron(worker, framework)
+
+
+def may_spread(framework: MegatronFramework) -> bool:
+    """Whether micro-batches of one replica may go to several: no buffer can belong to one."""
+    return not any(list(chunk.module.buffers()) for chunk in framework.chunks)
 
 
 def watch(recorder: Recorder) -> None:

@@ -1,9 +1,11 @@
-"""Finds the tensors and plain values that a script's objects hold, by name, and digests them.
+"""Finds tensors, generators and plain values that a script's objects hold, and digests them.
 
 Looked into are modules, optimizers, containers, and objects of classes that the script defines;
 what a framework keeps for itself is its adapter's business.
 """
 
+import pickle
+import random
 import sys
 import sysconfig
 from collections import deque
@@ -53,11 +55,24 @@ class Found:
         self._seen[id(value)] = value
         if isinstance(value, torch.Tensor):
             self.tensors[name] = digested(value)
+        elif (state := _state_of(value)) is not None:
+            self.tensors[name] = xxhash.xxh3_64_intdigest(pickle.dumps(state)) >> 1
         elif isinstance(value, np.ndarray) and value.dtype != object:
             self.tensors[name] = xxhash.xxh3_64_intdigest(value.tobytes()) >> 1
         else:
             for part, inner in _parts(value):
                 self.look(f"{name}{part}", inner, depth + 1)
+
+
+def _state_of(value: Any) -> Any:
+    """That of a generator of torch, NumPy or Python; None of anything else."""
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    if isinstance(value, np.random.RandomState):
+        return value.get_state()
+    return value.getstate() if isinstance(value, random.Random) else None
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:

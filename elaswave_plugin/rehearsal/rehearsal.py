@@ -160,10 +160,7 @@ def _settings(run: DisturbedRun) -> dict[str, Any]:
 
 def _check_refused(order: RunOrder) -> None:
     if order.refused.exists():
-        raise ConfigurationError(
-            f"the script opens {order.refused.read_text()!r} for writing, which was there before "
-            "the rehearsal, and it was not opened: have it write elsewhere, or give --overwrite"
-        )
+        raise ConfigurationError(order.refused.read_text())
 
 
 @contextmanager

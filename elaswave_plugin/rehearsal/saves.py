@@ -1,7 +1,7 @@
 """Leads what a script saves into a folder of the rehearsal.
 
-While a save runs, Python's own calls that make, open for writing, rename or remove a path do so
-below that folder, and those that read find there what was written before.
+While a save runs, Python's own calls that make a path, open it for writing or rename to it do so
+below that folder, and those that read or remove find there what was written before.
 """
 
 import builtins
@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-# Functions of a path that only look at it, those that change it, and those of two paths.
-_LOOK = ("stat", "lstat", "listdir", "scandir", "access")
-_CHANGE = ("mkdir", "rmdir", "remove", "unlink", "chmod", "utime", "truncate")
+# Functions of a path that is there, below the folder or not; of one that is made; of two paths.
+_LOOK = ("stat", "lstat", "listdir", "scandir", "access", "rmdir", "remove", "unlink")
+_CHANGE = ("mkdir",)
 _MOVE = ("rename", "replace", "link", "symlink")
 
 
@@ -76,6 +76,8 @@ class LedSaves:
         return native(self._made(path) if writes else self._seen(path), flags, *args, **more)
 
     def _call(self, native: Any, writes: bool, path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dir_fd") is not None:
+            return native(path, *args, **kwargs)
         return native(self._made(path) if writes else self._seen(path), *args, **kwargs)
 
     def _move(self, native: Any, source: Any, target: Any, **kwargs: Any) -> Any:

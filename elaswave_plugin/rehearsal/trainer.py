@@ -52,13 +52,13 @@ def _record_when_bound(order: RunOrder) -> None:
     bind = Worker.bind
 
     def bind_and_record(worker: Worker, framework: Framework, **kwargs: Any) -> None:
-        if order.rotates:
-            deal = kwargs["deal"]
-            kwargs["deal"] = lambda **over: deal(**over).rotated()
-        bind(worker, framework, **kwargs)
         name = type(framework).__module__
         ours = next(ours for adapter, ours in _RECORDED if name.startswith(f"{adapter}."))
         module = import_module(ours)
+        if order.rotates:
+            deal, spread = kwargs["deal"], module.may_spread(framework)
+            kwargs["deal"] = lambda **over: deal(**over).rotated(spread=spread)
+        bind(worker, framework, **kwargs)
         recorder = Recorder(worker, module.carried(worker, framework), order)
         module.watch(recorder)
         _record_steps(worker, recorder)

@@ -4,13 +4,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.deepspeed.harness import PRELOAD as ENGINE_PRELOAD
+from tests.deepspeed.harness import EngineSpec
 from tests.faults.conftest import data as data
 from tests.faults.conftest import zygote as zygote
 from tests.faults.harness import SABOTAGED, JobSpec, Zygote
@@ -62,19 +64,43 @@ def rehearsed(command: list[str], *options: str, folder: Path) -> Rehearsed:
     return Rehearsed(exit_code=ended.returncode, output=output, verdict=verdict)
 
 
+@pytest.fixture(scope="session")
+def engine_zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """A process that has imported DeepSpeed."""
+    running = Zygote(tmp_path_factory.mktemp("engine-zygote"), ENGINE_PRELOAD)
+    yield running
+    running.close()
+
+
 @pytest.fixture
 def rehearse(zygote: Zygote, data: Path, tmp_path: Path) -> Rehearse:
     """Rehearse a specification; ``runs``: only these."""
+    return rehearsing(zygote, data, tmp_path)
+
+
+@pytest.fixture
+def rehearse_engine(engine_zygote: Zygote, tmp_path: Path) -> Rehearse:
+    """The same with DeepSpeed."""
+    return rehearsing(engine_zygote, tmp_path, tmp_path)
+
+
+def rehearsing(zygote: Zygote, data: Path, folder: Path) -> Rehearse:
+    """Rehearses specifications with a zygote; ``data`` as the specification has it."""
 
     def run(spec: JobSpec, *options: str, runs: tuple[str, ...] = ()) -> Rehearsed:
         command = [sys.executable, "-m", "elaswave_plugin.cli", "run"]
         command += ["--zygote", str(zygote.socket), "--nproc-per-node", str(spec.nproc)]
         if spec.sabotage:
             command += [str(SABOTAGED), spec.sabotage]
-        arguments = [
-            one for one in spec.arguments(data, tmp_path / "unused") if "respawn" not in one
-        ]
+        where = folder if isinstance(spec, EngineSpec) else folder / "unused"
+        arguments = spec.arguments(data, where)
+        if isinstance(spec, EngineSpec):
+            path = where / "deepspeed.json"
+            config = json.loads(path.read_text())
+            del config["elaswave"]["respawn"]
+            path.write_text(json.dumps(config))
+        words = [*command, spec.script, *(one for one in arguments if "respawn" not in one)]
         only = [word for name in runs for word in ("--run", name)]
-        return rehearsed([*command, spec.script, *arguments], *only, *options, folder=tmp_path)
+        return rehearsed(words, *only, *options, folder=folder)
 
     return run

@@ -80,7 +80,7 @@ def test_a_file_of_the_users_is_refused(rehearse: Rehearse, tmp_path: Path) -> N
     log.write_text("of last week\n")
     ended = rehearse(JobSpec(nproc=2, steps=20, options=(f"--log-losses={log}",)))
     assert ended.exit_code == 2, ended.output
-    assert f"the script opens {str(log)!r} for writing" in only_sentence(ended.output)
+    assert f"the script opens for writing {str(log)!r}" in only_sentence(ended.output)
     assert log.read_text() == "of last week\n"
 
 

@@ -1,6 +1,7 @@
 """A file of the user's is refused before it is opened; what is saved goes elsewhere."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,11 @@ WRITES = {
     "both ways": "open('{file}', 'r+')",
     "os.open": "import os; os.open('{file}', os.O_WRONLY)",
     "pathlib": "Path('{file}').write_text('new')",
+    "remove": "import os; os.remove('{file}')",
+    "replace": "import os; open('{file}.new', 'w').close(); os.replace('{file}.new', '{file}')",
+    "rename": "import os; os.rename('{file}', '{file}.old')",
+    "rmtree": "import shutil; shutil.rmtree(Path('{file}').parent)",
+    "truncate": "import os; os.truncate('{file}', 0)",
     "torch.save": "import torch; torch.save([1], '{file}')",
     "torch.save by name": "import torch; torch.save(obj=[1], f='{file}')",
 }
@@ -37,15 +43,17 @@ def guarded(order: RunOrder, code: str) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
-def test_a_file_that_was_there_is_refused_before_it_is_opened(tmp_path: Path, write: str) -> None:
-    file = tmp_path / "results.txt"
+def test_what_would_change_a_file_that_was_there_is_refused(tmp_path: Path, write: str) -> None:
+    file = tmp_path / "users" / "results.txt"
+    file.parent.mkdir()
     file.write_text("of last week")
     order = RunOrder(folder=tmp_path / "rehearsal", name="undisturbed")
     ended = guarded(order, write.format(file=file))
     assert ended.returncode == 2, ended.stderr
-    assert f"opens {str(file)!r} for writing" in ended.stderr
+    assert str(file.parent) in ended.stderr
+    assert "which was there before the rehearsal" in ended.stderr
     assert file.read_text() == "of last week"
-    assert order.refused.read_text() == str(file)
+    assert order.refused.read_text() in ended.stderr
 
 
 def test_with_overwrite_it_is_opened(tmp_path: Path) -> None:
@@ -66,6 +74,15 @@ def test_what_the_rehearsal_made_may_be_opened_again(tmp_path: Path) -> None:
     assert file.read_text() == "lineline"
 
 
+def test_what_the_rehearsal_made_may_be_removed(tmp_path: Path) -> None:
+    order = RunOrder(folder=tmp_path / "rehearsal", name="undisturbed")
+    folder = tmp_path / "new"
+    code = f"import shutil; Path('{folder}').mkdir(); Path('{folder}/a').touch()"
+    ended = guarded(order, f"{code}; shutil.rmtree('{folder}')")
+    assert ended.returncode == 0, ended.stderr
+    assert not folder.exists()
+
+
 def test_saves_go_below_the_folder(tmp_path: Path) -> None:
     users, ours = tmp_path / "users", tmp_path / "ours"
     users.mkdir()
@@ -80,6 +97,8 @@ def test_saves_go_below_the_folder(tmp_path: Path) -> None:
         os.replace(users / "latest.tmp", users / "latest")
         assert os.listdir(target) == ["model.pt"]
         assert (users / "latest").read_text() == "4"
+        (users / "iter_2").mkdir()
+        shutil.rmtree(users / "iter_2")
     assert changed(before, look_at(users)) == []
     assert (users / "latest").read_text() == "3"
     led = Path(f"{ours / 'saves'}{users}")

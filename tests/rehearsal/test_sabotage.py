@@ -1,0 +1,22 @@
+"""A rehearsal finds by itself what a remedy prevents, once that is switched off or not used."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults import own_scripts
+from tests.faults.harness import JobSpec
+from tests.rehearsal.conftest import Rehearse
+from tests.rehearsal.sabotages import TABLE, Sabotage
+
+pytestmark = [pytest.mark.timeout(540), pytest.mark.slow]
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.number)
+def test_it_is_found(rehearse: Rehearse, tmp_path: Path, row: Sabotage) -> None:
+    script = own_scripts.write(tmp_path, *row.changes)
+    spec = JobSpec(nproc=3, steps=20, global_batch=6, script=script, sabotage=row.statement)
+    found = rehearse(spec, "--steps=5", runs=(row.run,))
+    print(f"{row.number}: {found.named}")
+    assert found.exit_code == 1, found.output
+    assert row.names in found.named
