@@ -6,6 +6,7 @@ itself is asked here first where it is known: ``torch.save`` and safetensors.
 
 import os
 import stat
+import tempfile
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
@@ -36,7 +37,9 @@ class FileGuard:
     def __init__(self, order: RunOrder) -> None:
         self._made = str(order.made)
         self._refused = order.refused
-        self._free = (str(order.folder), "/dev/", "/proc/", "/sys/")
+        # What a zygote has made by `tempfile`, each trainer that it forks removes at its end.
+        temporary = os.path.join(tempfile.gettempdir(), tempfile.gettempprefix())
+        self._free = (str(order.folder), temporary, "/dev/", "/proc/", "/sys/")
         self._overwrites = order.overwrites
         self._asking = False
 
