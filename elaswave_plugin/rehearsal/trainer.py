@@ -9,13 +9,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from elaswave_plugin.config import SAVE_PHASE
 from elaswave_plugin.rehearsal.files import FileGuard
 from elaswave_plugin.rehearsal.order import RunOrder
 from elaswave_plugin.rehearsal.record import Recorder
 from elaswave_plugin.rehearsal.saves import LedSaves
 from elaswave_plugin.rehearsal.trackers import switch_off_trackers
 from elaswave_plugin.runtime.framework import Framework
-from elaswave_plugin.runtime.loop import SAVE, GuardedSteps
+from elaswave_plugin.runtime.loop import GuardedSteps
 from elaswave_plugin.runtime.step_state import StepState
 from elaswave_plugin.runtime.worker import Worker
 
@@ -39,7 +40,7 @@ def _lead_saves(saves: LedSaves) -> None:
     native = GuardedSteps.announced
 
     def announced(steps: GuardedSteps, work: Callable[[], Any], phase: str) -> Any:
-        if phase != SAVE:
+        if phase != SAVE_PHASE:
             return native(steps, work, phase)
         with saves.led():
             return native(steps, work, phase)
