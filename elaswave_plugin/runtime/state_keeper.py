@@ -170,6 +170,11 @@ class StateKeeper:
         """Whether some of the optimizer state is still on its way."""
         return self._behind is not None and self._behind.is_on_its_way
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the optimizer state is installed."""
+        return self._behind is None
+
     def read_behind(self, plan: RecoveryPlan, framework: Framework) -> None:
         """Have the optimizer state follow the weights, from the same snapshots.
 

@@ -72,6 +72,15 @@ MASKS = (
         '    batch["tokens"] = batch["tokens"].masked_fill(hidden, 0)\n' + _FORWARD,
     ),
 )
+# What is drawn between the passes and the update, as gradient noise is.
+NOISES = (
+    (
+        "        _, grad_norm, _ = optimizer.step()\n",
+        "        for param in model[0].parameters():\n"
+        "            param.main_grad.add_(torch.randn_like(param.main_grad), alpha=1e-3)\n"
+        "        _, grad_norm, _ = optimizer.step()\n",
+    ),
+)
 NOISY = '''class Noisy(torch.utils.data.Dataset):
     """Drops tokens, by all generators that a dataset may draw from."""
 
@@ -101,6 +110,14 @@ SETS_LR = (
     in_body(
         "        for group in optimizer.param_groups:\n"
         '            group["lr"] = 2e-3 / (iteration + 2)\n'
+    ),
+)
+RESETS_MOMENTS = (
+    in_body(
+        "        if iteration == 3:\n"
+        "            inner = optimizer.chained_optimizers[0].optimizer\n"
+        "            for state in inner.state.values():\n"
+        '                state["exp_avg"].zero_()\n'
     ),
 )
 CLAMPS = (
@@ -217,6 +234,19 @@ ANSWERS = (
         '            file.write(json.dumps(said) + "\\n")\n'
     ),
     (_IMPORTS, "import json\n\nimport torch\n"),
+)
+# A table that a first pass makes, as rotary embeddings and masks are.
+TABLES = (
+    before_model(
+        "def tabled(chunk):\n"
+        "    def hook(module, inputs, output):\n"
+        '        if not hasattr(module, "table"):\n'
+        '            module.register_buffer("table", torch.full((), 1.1), persistent=False)\n'
+        "        return output * module.table\n\n"
+        "    chunk.register_forward_hook(hook)\n"
+        "    return chunk\n\n\n"
+    ),
+    (_BUILD, "tabled(build_chunk(args, config, number)), disable_bucketing"),
 )
 # Batch norm, a mean that a pass uses and changes, and a power iteration as spectral norm has one.
 NORMALIZED = '''class Normalized(torch.nn.Module):

@@ -23,6 +23,8 @@ SCRIPTS = {
     "frozen weights": own_scripts.FREEZES,
     "draws in forward_step": own_scripts.MASKS,
     "draws in __getitem__": own_scripts.AUGMENTS,
+    "a table of the first pass": own_scripts.TABLES,
+    "noise on gradients": own_scripts.NOISES,
     "a learning rate of its own": own_scripts.SETS_LR,
     "clamped weights": own_scripts.CLAMPS,
     "longer sequences by the step": own_scripts.WARMS_UP,
@@ -113,6 +115,12 @@ REFUSED = {
         (*own_scripts.COUNTS, own_scripts.in_body("        model[0].module.seen.zero_()\n")),
         "the script changes the model's buffer '0.module.seen' outside of forward passes",
         1,
+        LOSES,
+    ),
+    "moments that the loop's body changes": (
+        own_scripts.RESETS_MOMENTS,
+        "the loop's body changes the optimizer's moments between two steps",
+        4,
         LOSES,
     ),
     "frozen weights of each worker": (

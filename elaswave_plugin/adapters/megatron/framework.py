@@ -245,6 +245,10 @@ class MegatronFramework:
         """The own masters that are no views of the weights, as of 16-bit models; without a copy."""
         return self._shard.masters_apart if self._seated else []
 
+    def moments(self) -> list[torch.Tensor]:
+        """The own moments, without a copy."""
+        return self._shard.moments if self._seated else []
+
     def why_layers_stay(self) -> str | None:
         """The reason why no layer can change stage; None where they can."""
         for chunk in self.chunks:

@@ -234,6 +234,9 @@ class ElasticJob:
             if not forward_only:
                 self._state.check(self._worker.completed)
             self._turns.returned.append(losses)
+            # What the script draws next follows from no micro-batch that was run here last.
+            moment = self._worker.completed, self._loop.works_done, len(self._turns.returned)
+            rng.settle(self._seed, rng.PASSES, *moment)
             return losses
 
         return run

@@ -69,6 +69,11 @@ class ModelBuffers(Plain):
         self._check_untouched()
         return {
             "values": {name: copied(tensor) for name, tensor in self._present_values()},
+            "unsaved": [
+                f"{place}.{leaf}"
+                for place, module in _with_buffers(self._chunks)
+                for leaf in module._non_persistent_buffers_set
+            ],
             "changing": self._changes.names,
             "replicas": {n: dict(values) for n, values in self._replicas.items()},
         }
@@ -78,6 +83,11 @@ class ModelBuffers(Plain):
         """Install those that are there."""
         self._know(kept["changing"])
         self._replicas = {n: dict(values) for n, values in kept["replicas"].items()}
+        present = dict(self._present_values())
+        for name, value in kept["values"].items():
+            # A first pass may make tables, which a worker that comes later has not, or longer ones.
+            if name not in present or present[name].shape != value.shape:
+                self._make(name, value, persistent=name not in kept["unsaved"])
         self._install(kept["values"])
         self._present = None
         self._show()
@@ -217,6 +227,13 @@ class ModelBuffers(Plain):
             value = values.get(name)
             if value is not None and value.shape == tensor.shape:
                 tensor.copy_(value)
+
+    def _make(self, name: str, value: torch.Tensor, *, persistent: bool) -> None:
+        number, _, place = name.partition(".")
+        place, _, leaf = place.rpartition(".")
+        chunk = self._chunks[int(number)]
+        device = next(chunk.parameters()).device
+        chunk.get_submodule(place).register_buffer(leaf, value.to(device), persistent=persistent)
 
     def _named(self, names: Sequence[str] | None) -> Iterator[tuple[str, torch.Tensor]]:
         """Those of these names, in their order; None: all."""

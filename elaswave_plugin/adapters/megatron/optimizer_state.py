@@ -193,6 +193,11 @@ class FlatShard:
         piece: torch.Tensor = self._optimizer.optimizer.param_groups[group]["params"][order]
         return piece
 
+    @property
+    def moments(self) -> list[torch.Tensor]:
+        """Both flat moments, without copying."""
+        return [self.exp_avg, self.exp_avg_sq]
+
     def parts(self) -> list[torch.Tensor]:
         """The flat state in the order of ``core/shards.py``, without copying."""
         return [*(master.detach() for master in self._masters), self.exp_avg, self.exp_avg_sq]

@@ -29,7 +29,7 @@ _KEY, _STREAMS = "elaswave-key", "elaswave-streams"
 _EMBEDDING_LAYER = 0
 _REPLICATED, _MODEL_PARALLEL = 0, 1
 # What is drawn for beside layers, which are counted from 0 on.
-STEP, BODY, FORWARD_STEP, FORWARD_ONLY, WORK = -1, -2, -3, -4, -5
+STEP, BODY, FORWARD_STEP, FORWARD_ONLY, WORK, PASSES = -1, -2, -3, -4, -5, -6
 
 
 def set_key(seed: int, step: int, samples: Samples, *, size: int, forward_only: bool) -> None:

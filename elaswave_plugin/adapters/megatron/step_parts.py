@@ -73,21 +73,27 @@ class Frozen(Plain):
         self._chunks = chunks
         self._copies: dict[str, tuple[int, torch.Tensor]] = {}
 
-    def keep(self) -> dict[str, tuple[int, torch.Tensor]]:
-        """Digest and copy of each, by name."""
-        for name, param in frozen(self._chunks):
-            digest = digest_of(param)
-            if name not in self._copies or self._copies[name][0] != digest:
-                self._copies[name] = digest, copied(param)
-        return dict(self._copies)
+    def keep(self) -> dict[str, Any]:
+        """Digest and copy of each, by name; and of all weights whether they are trained."""
+        params = dict(named_weights(self._chunks))
+        for name in self._copies.keys() - params.keys():
+            del self._copies[name]
+        for name, param in params.items():
+            if not param.requires_grad:
+                digest = digest_of(param)
+                if name not in self._copies or self._copies[name][0] != digest:
+                    self._copies[name] = digest, copied(param)
+        trained = {name: param.requires_grad for name, param in params.items()}
+        return {"values": dict(self._copies), "trained": trained}
 
     @torch.no_grad()
     def put_back(self, kept: Any) -> None:
         """Install those that differ."""
-        params = dict(frozen(self._chunks))
-        for name, (digest, value) in kept.items():
-            if name in params and digest_of(params[name]) != digest:
-                params[name].copy_(value)
+        for name, param in named_weights(self._chunks):
+            param.requires_grad_(kept["trained"].get(name, param.requires_grad))
+            digest, value = kept["values"].get(name, (0, None))
+            if value is not None and not param.requires_grad and digest_of(param) != digest:
+                param.copy_(value)
 
     def proof(self) -> int:
         """Of their values, and of the names, shapes and kinds of all weights."""
@@ -110,6 +116,8 @@ class Weights(Plain):
         self._worker = worker
         self._framework = framework
         self._sealed: tuple[list[int], int] | None = None
+        # None while moments are on their way, behind the weights.
+        self._moments: list[int] | None = None
 
     def _weights(self) -> list[torch.Tensor]:
         found = buffers.buckets(self._framework.chunks)
@@ -123,6 +131,11 @@ class Weights(Plain):
     def sealed(self) -> None:
         """Remember what was sealed, by digest."""
         self._sealed = [digest_of(one) for one in self._weights()], self._masters()
+        self._moments = self._present_moments()
+
+    def _present_moments(self) -> list[int] | None:
+        is_whole = self._worker.state.is_whole
+        return [digest_of(one) for one in self._framework.moments()] if is_whole else None
 
     def keep(self) -> dict[int, torch.Tensor]:
         """Copies of the buckets that were changed, by number; raises ConfigurationError.
@@ -136,6 +149,11 @@ class Weights(Plain):
             raise ConfigurationError(
                 "the loop's body changes the optimizer's float32 masters between two steps, which "
                 "a loss would undo: change them in train_step, behind optimizer.step()"
+            )
+        if self._moments is not None and self._moments != self._present_moments():
+            raise ConfigurationError(
+                "the loop's body changes the optimizer's moments between two steps, which a loss "
+                "would undo: change them in train_step, before optimizer.step()"
             )
         changed = {
             number: copied(one)
@@ -164,11 +182,10 @@ class Weights(Plain):
         return self._framework.weights_digest()
 
 
-def frozen(
+def named_weights(
     chunks: Sequence[DistributedDataParallel],
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The weights that are not trained, by chunk and name."""
+    """All weights, by chunk and name."""
     for number, chunk in enumerate(chunks):
         for name, param in chunk.named_parameters():
-            if not param.requires_grad:
-                yield f"{number}.{name}", param
+            yield f"{number}.{name}", param

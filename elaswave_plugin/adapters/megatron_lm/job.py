@@ -254,6 +254,8 @@ class LmJob:
             num_microbatches=num_microbatches,
             **kwargs,
         )
+        # What a script draws next follows from no micro-batch that was run here last.
+        rng.settle(self._seed, rng.PASSES, step, int(forward_only))
         if not forward_only:
             self._state.check(step)
         if self.router_losses is not None and not forward_only:
