@@ -8,11 +8,16 @@ ARGS ?=
 
 VENV := .venv
 STAMP := $(VENV)/.installed
+# The demo needs less: the framework that it trains with, and what ARGS name.
+COMMA := ,
+named = $(if $(findstring $(1),$(ARGS)),$(COMMA)$(1))
+EXTRAS := megatron$(call named,deepspeed)$(call named,wandb)
+DEMO_STAMP := $(VENV)/.installed-$(subst $(COMMA),-,$(EXTRAS))
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 
 .PHONY: demo check test faults matrix chaos lint clean
 
-demo: $(STAMP)
+demo: $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP))
 	$(VENV)/bin/elaswave demo $(ARGS)
 
 # Which tests are in which tier: tests/tiers.py.
@@ -37,11 +42,20 @@ lint: $(STAMP)
 	$(VENV)/bin/python -m pytest -q tests/tidy $(ARGS)
 
 # torch goes first and alone, so that nothing else chooses its version or build.
+define INSTALL
+	@echo "installing into $(VENV), which takes minutes: $(TORCH) first (1 of 2)"
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) $(TORCH)
+	@echo "installing elaswave_plugin with its extras $(1) (2 of 2)"
+	@$(PIP) -e '.[$(1)]'
+	@touch $@
+endef
+
 $(STAMP): setup.py pyproject.toml Makefile
-	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) $(TORCH)
-	$(PIP) -e '.[megatron,deepspeed,wandb,test]'
-	touch $@
+	$(call INSTALL,megatron$(COMMA)deepspeed$(COMMA)wandb$(COMMA)test)
+
+$(DEMO_STAMP): setup.py pyproject.toml Makefile
+	$(call INSTALL,$(EXTRAS))
 
 clean:
 	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
