@@ -12,7 +12,8 @@ class Remembered(TypedDict, total=False):
     ``started_s``: when the job began, by the wall clock; ``given``: version and settings;
     ``devices``: slot and device of each worker of the launch; ``seed``: of the random draws;
     ``stages``: the fields of each pipeline stage; ``loads``: what the script's loads of checkpoints
-    gave, pickled; ``data_epoch``: of the last completed step.
+    gave, pickled; ``data_epoch``: of the last completed step; ``begins``: the first step, and the
+    global batch that it reads.
     """
 
     started_s: float
@@ -23,3 +24,4 @@ class Remembered(TypedDict, total=False):
     stages: list[list[Any]]
     loads: list[str]
     data_epoch: int
+    begins: list[int]

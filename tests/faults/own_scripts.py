@@ -299,3 +299,71 @@ RUNNING_MEANS = (
     ),
     *NORMALIZES[1:],
 )
+
+# A pass of the same data before each step, as of a teacher: the iterator goes on with it.
+TWICE_THE_DATA = (
+    "sizes = [args.train_iters * args.global_batch_size,",
+    "sizes = [2 * args.train_iters * args.global_batch_size,",
+)
+PASSES = (
+    TWICE_THE_DATA,
+    (
+        _STEP,
+        _STEP + "        with torch.no_grad():\n"
+        "            seen = forward_backward(\n"
+        "                data_iterator=per_chunk(train_batches), forward_only=True, **schedule\n"
+        "            )\n"
+        "        assert all(total > 0 for total, _ in seen)\n",
+    ),
+)
+# Two updates in one step, each with the next batch.
+UPDATES_TWICE = (
+    TWICE_THE_DATA,
+    (
+        _STEP,
+        _STEP + "        for chunk in model:\n"
+        "            chunk.zero_grad_buffer()\n"
+        "        optimizer.zero_grad()\n"
+        "        forward_backward(data_iterator=per_chunk(train_batches), **schedule)\n"
+        "        optimizer.step()\n",
+    ),
+)
+_LOAD = '''def load_checkpoint(folder, model, optimizer, scheduler):
+    """Load the newest checkpoint; returns the steps that it has behind it."""
+    done = int(Path(folder, "latest_checkpointed_iteration.txt").read_text())
+    state = {"model": model[0].module.sharded_state_dict(), "scheduler": scheduler.state_dict()}
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+    (distributed,) = optimizer.chained_optimizers
+    if not distributed.optimizer.state:  # torch's Adam has none before a step
+        distributed._init_optimizer_states_with_dummy_values()
+    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=True, metadata=metadata)
+    state = dist_checkpointing.load(state, str(Path(folder) / f"iter_{done:07d}"))
+    model[0].module.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    scheduler.load_state_dict(state["scheduler"])
+    return done
+
+
+'''
+_BIND = "    job.bind(model, optimizer, scheduler, train_iters=args.train_iters)  # [elastic] 5\n"
+_RESUMED = (
+    "    job.bind(model, optimizer, scheduler, train_iters=args.train_iters, start_step={done})\n"
+)
+_LOADED = "load_checkpoint({folder!r}, model, optimizer, scheduler)\n"
+
+
+PLACES = ("before bind", "after bind", "in job.run")
+
+
+def resumes(folder: Path, done: int, *, place: str) -> tuple[Change, ...]:
+    """A script that loads what another one has saved after ``done`` steps."""
+    bind, load = _RESUMED.format(done=done), _LOADED.format(folder=str(folder))
+    lines = {
+        "before bind": "    done = " + load + _RESUMED.format(done="done"),
+        "after bind": bind + "    " + load,
+        "in job.run": bind
+        + "    job.run(\n        lambda: "
+        + load.rstrip()
+        + ', phase="load"\n    )\n',
+    }
+    return (before_model(_LOAD), (_BIND, lines[place]))

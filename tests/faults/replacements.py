@@ -330,7 +330,7 @@ REPLACED: tuple[Replacement, ...] = (
         "= job.batches(train),",
         "= job.batches(train.samples),",
         RAISES,
-        "all workers failed alike before the first step: AttributeError: ",
+        "failed before the first step: AttributeError: ",
     ),
     (
         7,
@@ -355,9 +355,16 @@ REPLACED: tuple[Replacement, ...] = (
         _CALL,
         _CALL.replace("**", "forward_only=True, **"),
         REFUSED,
-        "write loss = job.evaluate(evaluate) between the steps",
+        "train_step did not train by what job.forward_backward returned",
     ),
-    (7, "called twice a step", _CALL, f"{_CALL}; {_CALL}", REFUSED, "twice in one training step"),
+    (
+        7,
+        "called twice a step",
+        _CALL,
+        f"{_CALL}; {_CALL}",
+        REFUSED,
+        "without zeroing the gradients",
+    ),
     (
         7,
         "an all_reduce of the reported loss",

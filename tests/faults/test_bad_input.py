@@ -130,24 +130,25 @@ def test_bad_setting_costs_one_sentence(run: Launch, spec: JobSpec, seen: str, w
     assert len(pids_of(refused.directory)) > 0
 
 
-# As a checkpoint is loaded into a model that the job has taken into care already.
+# As a checkpoint is loaded into a model whose state has been sealed for an evaluation.
 LOADED_LATE = """
 import torch
 from elaswave_plugin.adapters.megatron.job import ElasticJob
 bind = ElasticJob.bind
 def then_load(self, model, *args, **kwargs):
     bind(self, model, *args, **kwargs)
+    self.run(lambda: None, phase="a look at the model")
     with torch.no_grad():
         next(model[0].parameters()).add_(1.0)
 ElasticJob.bind = then_load
 """
 
 
-def test_weights_that_are_loaded_after_bind_are_refused(run: Launch) -> None:
+def test_weights_that_are_loaded_after_the_first_work_are_refused(run: Launch) -> None:
     refused = run(JobSpec(sabotage=LOADED_LATE, kills=("1@1:backward",)))
     assert refused.returncode == 2, refused.output[-3000:]
     (sentence,) = re.findall(SENTENCE, refused.output)[-1:]
-    assert "load a checkpoint before job.bind(...)" in sentence
+    assert "load a checkpoint before that call" in sentence
     assert "Traceback" not in refused.output and not refused.orphans
 
 

@@ -2,13 +2,14 @@
 
 import json
 import math
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elaswave_plugin.observer import audit_samples, losses_of
 from tests.faults import own_scripts
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived
@@ -294,3 +295,86 @@ def test_a_worker_without_a_place_is_neither_first_nor_last(
         of = {(one["stage"], one["tp"]): one["weights"] for one in wanted[step]}
         placed = [said for said in found[step] if said["replica"] >= 0]
         assert all(said["weights"] == of[said["stage"], said["tp"]] for said in placed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Twice(JobSpec):
+    """A job whose every step reads two batches."""
+
+    @property
+    def batches(self) -> Sequence[int]:
+        """Samples of each step."""
+        return self.steps * [2 * self.global_batch]
+
+
+TWICE = Twice(nproc=3, steps=10, global_batch=6)
+
+
+@pytest.mark.parametrize("name", ["passes", "updates"])
+def test_a_step_of_several_calls_reads_on_and_is_redone_from_its_first(
+    run: Launch, reference: Reference, tmp_path: Path, name: str
+) -> None:
+    changes = own_scripts.PASSES if name == "passes" else own_scripts.UPDATES_TWICE
+    script = own_scripts.write(tmp_path, *changes)
+    spec = replace(TWICE, script=script, kills=LOST, **BACK)
+    check_equal(run(spec), reference(spec))
+
+
+@pytest.mark.parametrize("place", own_scripts.PLACES)
+@pytest.mark.parametrize("precision", sampled(["", "--bf16"], keep=(0,)))
+def test_a_run_that_is_resumed_is_the_one_that_went_on(
+    run: Launch, reference: Reference, tmp_path: Path, place: str, precision: str
+) -> None:
+    """Who comes back loads nothing, where the script loads in job.run."""
+    options = (precision,) if precision else ()
+    save = (f"--save={tmp_path}", "--save-interval=4")
+    whole = reference(replace(LOSES, options=(*save, *options)))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    script = own_scripts.write(tmp_path, *own_scripts.resumes(tmp_path, 4, place=place))
+    spec = replace(LOSES, script=script, options=options, kills=("1@4:backward", "0@6:optimizer"))
+    back = {"respawn": 10, "awaits": ((5, 1), (8, 2))} if place == "in job.run" else {}
+    survived = run(replace(spec, **back))
+    assert survived.returncode == 0, survived.output[-4000:]
+    assert len(survived.events("fault_fired")) == 2 and not survived.orphans
+    assert len(survived.events("entered")) == (2 if back else 0)
+    assert survived.trace() == {step: one for step, one in whole.trace().items() if step >= 4}
+    assert audit_samples(survived.files, batches=spec.batches) == (0, 0)
+
+
+def test_a_run_that_is_resumed_by_fewer_reads_the_samples_that_were_left(
+    run: Launch, tmp_path: Path
+) -> None:
+    whole = run(replace(LOSES, options=(f"--save={tmp_path}", "--save-interval=4")))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    script = own_scripts.write(tmp_path, *own_scripts.resumes(tmp_path, 4, place="after bind"))
+    fewer = run(replace(LOSES, script=script, nproc=2, kills=("1@6:backward",)))
+    assert fewer.returncode == 0 and len(fewer.events("fault_fired")) == 1, fewer.output[-4000:]
+    first = min(sample for line in fewer.files.ledger for sample in line["samples"])
+    assert first == 4 * LOSES.global_batch
+    assert audit_samples(fewer.files, batches=LOSES.batches) == (0, 0)
+    losses, before = losses_of(fewer.files), losses_of(whole.files)
+    assert [*losses] == [4, 5, 6, 7, 8, 9]
+    assert [*losses.values()] == pytest.approx([before[step] for step in losses], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    sampled(
+        [
+            ("start_step=11", "job.bind got start_step=11, wanted a step from 0 to train_iters"),
+            ("start_step=4, consumed_samples=25", "consumed_samples=25, wanted a multiple of the"),
+            ("start_step=-1", "start_step=-1"),
+            ("start_step=4, consumed_samples=-6", "consumed_samples=-6"),
+        ],
+        keep=(0, 1),
+    ),
+)
+def test_a_start_that_no_run_has_is_refused(
+    run: Launch, tmp_path: Path, line: str, words: str
+) -> None:
+    bind = "train_iters=args.train_iters)"
+    script = own_scripts.write(tmp_path, (bind, bind.replace(")", f", {line})")))
+    refused = run(replace(LOSES, script=script))
+    assert refused.returncode == 2, refused.output[-4000:]
+    assert sum(words in text for text in refused.output.splitlines()) == 1
+    assert "Traceback" not in refused.output and not refused.orphans

@@ -27,8 +27,21 @@ class Job(Protocol):
     def process_group(self) -> dict[str, Any]:
         """Arguments of ``torch.distributed.init_process_group``, which has not been called yet."""
 
-    def bind(self, model: Any, optimizer: Any, scheduler: Any = None, *, train_iters: int) -> None:
-        """Take the built job into care, once."""
+    def bind(
+        self,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any = None,
+        *,
+        train_iters: int,
+        start_step: int = 0,
+        consumed_samples: int | None = None,
+    ) -> None:
+        """Take the built job into care, once; what is loaded before the first verb is part of it.
+
+        ``start_step``: the steps that a run which is resumed has behind it; ``consumed_samples``:
+        what it has read in them, a multiple of the global batch, by default one batch a step.
+        """
 
     def batches(self, dataset: Any) -> Iterator[Any]:
         """The data iterator over a map-style dataset with sequential sampling, or a DataLoader.
@@ -40,8 +53,8 @@ class Job(Protocol):
         """Megatron-Core's forward-backward function, for whatever this worker runs now.
 
         Called by the functions of ``train``, ``evaluate`` and ``run`` only. ``num_microbatches``
-        may be left out; else it is that of one replica, as in Megatron-LM. Only in ``train`` is
-        ``forward_only`` not True. Neither ``forward_step`` nor its loss function calls a collective
+        may be left out; else it is that of one replica, as in Megatron-LM. Only in ``train`` may
+        ``forward_only`` be False. Neither ``forward_step`` nor its loss function calls a collective
         between replicas.
         """
 
@@ -52,9 +65,10 @@ class Job(Protocol):
 
         ``last_checkpoint()`` is called where every worker is told to leave, and the last thing.
 
-        ``train_step()`` calls the wrapped ``forward_backward`` once. It returns the losses that
-        this reported, in any form of ``Losses``, and the gradient norm: None, reported as 0, where
-        a loss scaler skipped the step.
+        ``train_step()`` calls the wrapped ``forward_backward``, each time for the next batch of
+        the iterator that it is given, and may call it with ``forward_only=True`` as well. It
+        returns the losses that a call reported, in any form of ``Losses``, and the gradient norm:
+        None, reported as 0, where a loss scaler skipped the step.
         """
 
     def finish(self) -> None:
@@ -66,7 +80,8 @@ class Job(Protocol):
     def run(self, work: Callable[[], Result], *, phase: str) -> Result | None:
         """Run other work between steps, which every worker calls; ``phase`` names it: "save".
 
-        None for a worker that comes later and is not in the job yet: it has no part in it.
+        Before training "load" is work that loads a checkpoint. None for a worker that comes later
+        and is not in the job yet: it has no part in it, and no need to load.
         """
 
 

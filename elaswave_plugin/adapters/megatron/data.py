@@ -40,10 +40,10 @@ class KeyedBatches:
         *,
         micro_batch_size: int,
         num_microbatches: int,
-        on_batch: Callable[[int, int, tuple[int, ...]], None],
+        on_batch: Callable[[int, tuple[int, ...]], None],
         seed: int,
     ) -> None:
-        """``on_batch(step, micro-batch, sample ids)`` is told of what is read before it is used.
+        """``on_batch(micro-batch, sample ids)`` is told of what is read before it is used.
 
         Once for each micro-batch of which a piece has samples. ``seed``: of what the dataset draws.
         Raises ConfigurationError for anything but a map-style dataset, or a DataLoader over one.
@@ -58,13 +58,15 @@ class KeyedBatches:
         self._micro_batch_size = micro_batch_size
         self._num_microbatches = num_microbatches
         self._on_batch = on_batch
-        self._step = 0
+        self.position = 0
+        """The global batch that comes next in training."""
+        self._number = 0
         self._delivered = 0
         self._queue: list[Samples] = []
 
-    def deliver(self, step: int, samples: Samples) -> None:
-        """The next batch is these samples of ``step``."""
-        self._step = step
+    def deliver(self, number: int, samples: Samples) -> None:
+        """The next batch is these samples of the global batch ``number``."""
+        self._number = number
         self._delivered += 1
         self._queue = [samples]
 
@@ -98,14 +100,14 @@ class KeyedBatches:
         read: list[int] = []
         for microbatch, start, stop in self._queue.pop().rows(size=self._micro_batch_size):
             ids = sample_ids(
-                step=self._step,
+                step=self._number,
                 microbatch=microbatch,
                 num_microbatches=self._num_microbatches,
                 size=self._micro_batch_size,
             )[start:stop]
-            self._on_batch(self._step, microbatch, ids)
+            self._on_batch(microbatch, ids)
             read += ids
-        return self._collate(self._draws.read(read, self._step))
+        return self._collate(self._draws.read(read, self._number))
 
 
 def check_lengths(batches: Any, steps: int) -> None:
@@ -123,6 +125,11 @@ def served(batches: Any) -> KeyedBatches:
             "a loss: write train_batches = job.batches(dataset), and give that on every stage"
         )
     return batches
+
+
+def first_of(data_iterator: Any) -> KeyedBatches:
+    """The data iterator of a call, which is given one, or one a model chunk."""
+    return served(data_iterator[0] if isinstance(data_iterator, Sequence) else data_iterator)
 
 
 def _check_dataset(dataset: Any) -> None:

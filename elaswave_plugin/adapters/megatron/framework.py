@@ -18,6 +18,7 @@ from elaswave_plugin.adapters.megatron import buffers, stage_layers, stage_parts
 from elaswave_plugin.adapters.megatron.expert_bias import ExpertBiases, routers
 from elaswave_plugin.adapters.megatron.fused_gradients import add_in_one_sum
 from elaswave_plugin.adapters.megatron.layer_timer import watch_passes
+from elaswave_plugin.adapters.megatron.loaded_state import LoadedState
 from elaswave_plugin.adapters.megatron.optimizer_state import FlatShard
 from elaswave_plugin.adapters.megatron.reduction import GradientReduction
 from elaswave_plugin.adapters.megatron.te_groups import forget_groups
@@ -27,7 +28,7 @@ from elaswave_plugin.core.dataflow import Dataflow, Shares
 from elaswave_plugin.core.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.plan import Flow, RecoveryPlan
 from elaswave_plugin.core.shards import ALIGNMENT
-from elaswave_plugin.errors import EpochChanged
+from elaswave_plugin.errors import ConfigurationError, EpochChanged
 from elaswave_plugin.runtime.state_dump import NamedPiece
 from elaswave_plugin.runtime.worker import Worker
 
@@ -61,14 +62,16 @@ def make_room(
 
     The widths up to that of the launch, and ``spare_width`` more.
     With pipeline stages every part of the model that may change its stage gets its own bucket.
-    What is loaded into the optimizer afterwards is kept.
+    What was loaded into the optimizer, or is loaded afterwards, is kept.
     """
     group = chunks[0].intra_dp_cp_group
+    loaded = LoadedState(optimizer)
     for chunk in chunks:
         buffers.lay_out(chunk, list(units_of(chunk).values()), group.size() + spare_width)
         buffers.set_width(chunk, group.size(), group.rank())
     shard = FlatShard(optimizer, config_overrides)
     shard.recut()
+    loaded.install(shard.params)
     return shard
 
 
@@ -105,7 +108,7 @@ class MegatronFramework:
             self._shard = make_room(self.chunks, distributed_optimizer, spare_width=spare)
         else:
             self._shard = shard
-            self._adopt()
+        self.adopt()
         # Buckets keep room for it.
         self._largest_width = self._group.size() + worker.spare_width
         self.reduction = GradientReduction(
@@ -139,12 +142,32 @@ class MegatronFramework:
     def _group(self) -> dist.ProcessGroup:
         return self.chunks[0].intra_dp_cp_group
 
-    def _adopt(self) -> None:
-        """A worker that owns no parameter learns from the others how many steps were applied."""
+    def adopt(self) -> None:
+        """Take over what was loaded into the optimizer (collective over WORLD).
+
+        A worker that owns no parameter learns from the others how many steps were applied.
+        """
         applied = torch.tensor(self._shard.adopt())
         dist.all_reduce(applied, op=dist.ReduceOp.MAX)
         self._applied_steps = int(applied)
         self._shard.set_applied_steps(self._applied_steps)
+
+    def take_loaded(self) -> None:
+        """Take over what the script has loaded into model and optimizer (collective over WORLD).
+
+        Raises ConfigurationError where the 16-bit weights are not those of their masters.
+        """
+        self.adopt()
+        if self._worker.alone or not self._shard.masters_apart:
+            return
+        before = self.weights_digest()
+        self._distributed._copy_main_params_to_model_params()
+        if self.sync_weights() != before:
+            raise ConfigurationError(
+                "the model's weights are not those of the optimizer's float32 masters, by which "
+                "the first step would replace them: load the optimizer's state as well, or call "
+                "optimizer.reload_model_params() behind the lines that load the model"
+            )
 
     # ---- announcements ------------------------------------------------------------------------
 

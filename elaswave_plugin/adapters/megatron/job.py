@@ -19,7 +19,7 @@ from elaswave_plugin.adapters.megatron.contract import (
     TrainStep,
     num_microbatches_of,
 )
-from elaswave_plugin.adapters.megatron.data import KeyedBatches, check_lengths, served
+from elaswave_plugin.adapters.megatron.data import KeyedBatches, check_lengths, first_of, served
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
 from elaswave_plugin.adapters.megatron.growth import check_growth
 from elaswave_plugin.adapters.megatron.lonely_calls import without_collectives
@@ -27,6 +27,7 @@ from elaswave_plugin.adapters.megatron.losses import Reported, check_evaluation,
 from elaswave_plugin.adapters.megatron.microbatches import Microbatches
 from elaswave_plugin.adapters.megatron.model_buffers import ModelBuffers
 from elaswave_plugin.adapters.megatron.own_timers import stopped_where_interrupted
+from elaswave_plugin.adapters.megatron.positions import Positions, first_batch
 from elaswave_plugin.adapters.megatron.refuse import check_loop, check_supported
 from elaswave_plugin.adapters.megatron.schedule_calls import (
     check_call,
@@ -56,6 +57,9 @@ from elaswave_plugin.runtime.reserve import read_reserve
 from elaswave_plugin.runtime.script_end import leave_at_exit
 from elaswave_plugin.runtime.worker import Worker
 from elaswave_plugin.tracking.sinks import check_sinks
+
+# The phase of work that loads a checkpoint: before the first step it comes before the first seal.
+LOAD = "load"
 
 
 class ElasticJob:
@@ -106,7 +110,10 @@ class ElasticJob:
         name_what_is_missing(self._worker.groups)
         self._tracker = tracker_of(self._worker)
         self._train_iters = 0
-        self._evaluations = 0
+        self._positions = Positions()
+        # The iterator that the present step reads first: the ledger has its samples.
+        self._first_read: KeyedBatches | None = None
+        self._has_started = False
         self._patches = patches
         self._saves = saves
         self._finished = False
@@ -118,10 +125,19 @@ class ElasticJob:
         return self._worker.groups.install(self._worker.view.ranks)
 
     @ends_in_a_sentence
-    def bind(self, model: Any, optimizer: Any, scheduler: Any = None, *, train_iters: int) -> None:
-        """Take model, optimizer and scheduler into care and seal the initial state.
+    def bind(
+        self,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any = None,
+        *,
+        train_iters: int,
+        start_step: int = 0,
+        consumed_samples: int | None = None,
+    ) -> None:
+        """Take model, optimizer and scheduler into care; raises ConfigurationError.
 
-        Raises ConfigurationError for anything that is not carried.
+        Their state is sealed before the first step, or the first work between steps.
         """
         self._turns.bind()
         check_world(self._worker.groups, model_parallel=self._sizes.model_parallel)
@@ -129,6 +145,7 @@ class ElasticJob:
         distributed = check_supported(chunks, optimizer)
         check_loop(scheduler, train_iters)
         self._train_iters = min(train_iters, self._worker.config.stop_after or train_iters)
+        self._begin_at(start_step, consumed_samples, train_iters=train_iters)
         self._framework = MegatronFramework(
             self._worker,
             chunks=chunks,
@@ -155,7 +172,9 @@ class ElasticJob:
         self._recording = Recording(
             self._worker, self._tracker, pieces=self._framework.named_pieces
         )
-        self._state = step_state(self._worker, self._framework, buffers=self._buffers)
+        self._state = step_state(
+            self._worker, self._framework, buffers=self._buffers, beside=[self._positions]
+        )
         steps = GuardedSteps(
             self._worker,
             self._framework,
@@ -166,8 +185,6 @@ class ElasticJob:
         self._saves.drafts = steps.drafts
         self._loop = ElasticLoop(steps)
         self._body = LoopBody(self._loop)
-        self._loop.start()
-        self._sealed_weights = self._framework.weights_digest()
         self._recording.patched(self._patches.places)
         self._recording.attached(
             num_microbatches=self._num_microbatches, micro_batch_size=self._micro_batch_size
@@ -179,16 +196,45 @@ class ElasticJob:
             return "not with tensor or pipeline parallelism"
         return "not with --reserve" if self._worker.reserve else None
 
+    def _begin_at(self, start_step: Any, consumed_samples: Any, *, train_iters: int) -> None:
+        """Who comes later begins where the job began, whatever checkpoint its script finds."""
+        worker = self._worker
+        if not worker.alone:
+            first = first_batch(
+                start_step,
+                consumed_samples,
+                train_iters=train_iters,
+                global_batch_size=self._num_microbatches * self._micro_batch_size,
+            )
+            worker.remember(begins=[start_step, first])
+        worker.completed, first = worker.remembered["begins"]
+        self._positions.begin_at(first, steps=self._train_iters - worker.completed)
+
+    def _start(self) -> None:
+        """Seal the state that there is now, once: nobody trains before everyone has done so."""
+        if self._has_started:
+            return
+        self._has_started = True
+        self._framework.take_loaded()
+        self._loop.start()
+        self._sealed_weights = self._framework.weights_digest()
+
     @ends_in_a_sentence
     def batches(self, dataset: Any) -> KeyedBatches:
         """Batches keyed by sample; every one is written to the ledger before it is used."""
-        return KeyedBatches(
+
+        def consume(microbatch: int, ids: tuple[int, ...]) -> None:
+            if self._first_read in (None, made):
+                self._microbatches.consume(self._worker.completed, microbatch, ids)
+
+        made = KeyedBatches(
             dataset,
             micro_batch_size=self._micro_batch_size,
             num_microbatches=self._num_microbatches,
-            on_batch=lambda *piece: self._microbatches.consume(*piece),
+            on_batch=consume,
             seed=self._seed,
         )
+        return self._positions.add(made)
 
     @ends_in_a_sentence
     def forward_backward(self, function: ForwardBackward) -> ForwardBackward:
@@ -208,38 +254,49 @@ class ElasticJob:
             )
             kwargs = without_sizes(kwargs)
             if not forward_only:
-                check_lengths(kwargs["data_iterator"], self._train_iters)
+                check_lengths(kwargs["data_iterator"], self._positions.end)
                 self._gradients.zero()
             kwargs["forward_step_func"] = without_collectives(
                 kwargs["forward_step_func"], self._worker.links
             )
-            step = self._evaluations if forward_only else self._worker.completed
-            self._evaluations += int(forward_only)
-
-            def begin(batches: Any, chunk: Any, samples: Samples) -> None:
-                served(batches).deliver(step, samples)
-                self._buffers.enter(samples.start // self._micro_batch_size % self._width)
-                rng.set_key(
-                    self._seed,
-                    step,
-                    samples,
-                    size=self._micro_batch_size,
-                    forward_only=forward_only,
-                )
-
-            with self._buffers.passes(forward_only=forward_only):
-                losses = self._microbatches.forward_backward(
-                    function, begin, forward_only=forward_only, **kwargs
-                )
-            if not forward_only:
-                self._state.check(self._worker.completed)
-            self._turns.returned.append(losses)
+            losses = self._run(function, forward_only=forward_only, **kwargs)
+            self._turns.gave(losses)
             # What the script draws next follows from no micro-batch that was run here last.
             moment = self._worker.completed, self._loop.works_done, len(self._turns.returned)
             rng.settle(self._seed, rng.PASSES, *moment)
             return losses
 
         return run
+
+    def _run(
+        self, function: ForwardBackward, *, forward_only: bool, data_iterator: Any, **kwargs: Any
+    ) -> list[Any]:
+        """One call of a forward-backward function, which reads the next batch of its iterator."""
+        in_step, call = self._turns.is_training, len(self._turns.returned)
+        numbers = self._positions.take(data_iterator)
+        if in_step and not call:
+            self._first_read = first_of(data_iterator)
+        # What a step draws follows from its number, and that of the call in it.
+        moment = self._worker.completed + (call << 32) if in_step else max(numbers.values())
+
+        def begin(batches: Any, chunk: Any, samples: Samples) -> None:
+            served(batches).deliver(numbers[id(batches)], samples)
+            size = self._micro_batch_size
+            self._buffers.enter(samples.start // size % self._width)
+            rng.set_key(self._seed, moment, samples, size=size, forward_only=forward_only)
+
+        with self._buffers.passes(forward_only=not in_step):
+            losses = self._microbatches.forward_backward(
+                function,
+                begin,
+                forward_only=forward_only,
+                in_step=in_step,
+                data_iterator=data_iterator,
+                **kwargs,
+            )
+        if in_step and not forward_only:
+            self._state.check(self._worker.completed)
+        return losses
 
     @property
     def iteration(self) -> int:
@@ -314,11 +371,12 @@ class ElasticJob:
         check_work(train_step, TRAIN)
         if last_checkpoint is not None:
             check_work(last_checkpoint, TRAIN, like="last_checkpoint=save")
+        self._start()
         if self._framework.weights_digest() != self._sealed_weights:
             raise ConfigurationError(
-                "the weights were changed after job.bind, which has sealed those from before, so "
-                "that a loss in the first steps would bring these back; load a checkpoint before "
-                "job.bind(...)"
+                "the weights were changed in or after the first job.evaluate or job.run, before "
+                "which those from before were sealed, so that a loss in the first steps would "
+                "bring these back; load a checkpoint before that call"
             )
 
     def _agree_on_buffers(self) -> None:
@@ -383,11 +441,16 @@ class ElasticJob:
     ) -> Result | None:
         self._turns.check_bound(verb)
         check_work(work, verb, phase)
+        if phase != LOAD:
+            self._start()
 
         def whole() -> Result:
-            self._evaluations = 0
             rng.settle(self._seed, rng.WORK, self._loop.works_done)
-            with self._framework.modes_kept(), self._turns.of(verb):
+            with (
+                self._framework.modes_kept(),
+                self._turns.of(verb),
+                self._positions.between_steps(),
+            ):
                 return work()
 
         with self._body.closed():

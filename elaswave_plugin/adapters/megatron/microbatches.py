@@ -58,7 +58,7 @@ class Microbatches:
         self._cut_patches = cut_patches()
         self._weight_gradients = WeightGradients()
         self._tied: dict[int, TiedWeight] = {}
-        self._forward_only = False
+        self._in_step = False
         self._enters = True
         tp = parallel_state.get_tensor_model_parallel_world_size()
         if (tp, parallel_state.get_pipeline_model_parallel_world_size()) == (1, 1):
@@ -116,11 +116,11 @@ class Microbatches:
     def consume(self, step: int, microbatch: int, ids: tuple[int, ...]) -> None:
         """Write to the ledger that the samples of a micro-batch are about to be used."""
         seat = self.seat
-        if not self._forward_only:
+        if self._in_step:
             self._worker.phases.enter("data")
         # The samples of a micro-batch are counted where they enter the pipeline.
         counts = self._enters and seat is not None and (seat.stage, seat.tp) == (0, 0)
-        if counts and not self._forward_only:
+        if counts and self._in_step:
             self._worker.ledger.emit(
                 "consumed",
                 slot=self._worker.slot,
@@ -136,18 +136,20 @@ class Microbatches:
         begin: Begin,
         *,
         forward_only: bool,
+        in_step: bool | None = None,
         num_microbatches: int | None = None,
         **kwargs: Any,
     ) -> list[Any]:
         """Healthy: Megatron-Core's own ``function``. After a loss: what this worker has to run.
 
+        ``in_step``: whether a training step makes the call, by default where it trains;
         ``num_microbatches``: of all replicas, if not the whole batch; ``kwargs``: the function's
         others. Returns the reported losses, one for each of ``reports``, where they are known, else
         none.
         """
         worker, flow = self._worker, self._dealt(num_microbatches)
         executor.check_arguments(kwargs)
-        self._forward_only = forward_only
+        self._in_step = not forward_only if in_step is None else in_step
         self._patch(flow)
         if not forward_only and flow is not self._placed:
             self._framework.take_place(flow)

@@ -30,11 +30,6 @@ class FlatShard:
         ``config_overrides``: what the optimizer was made with. Raises ConfigurationError when the
         groups are others than Megatron-Core makes of them.
         """
-        if optimizer.optimizer.state:
-            raise ConfigurationError(
-                "the optimizer holds state already, wanted a fresh one; loading a checkpoint into "
-                "an elastic job is carried with Megatron-LM's own loop only"
-            )
         self._optimizer = optimizer
         self._own: list[tuple[torch.Tensor, ...]] = []
         if config_overrides is None:
@@ -164,6 +159,11 @@ class FlatShard:
                     view.copy_(state[name])
                     state[name] = view
         return adam.applied_steps(inner)
+
+    @property
+    def params(self) -> list[torch.nn.Parameter]:
+        """All that are trained, in an order that workers of a stage share."""
+        return [param for params in self._group_params for param in params]
 
     @property
     def masters_apart(self) -> list[torch.Tensor]:

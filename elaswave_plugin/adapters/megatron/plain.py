@@ -25,6 +25,7 @@ from elaswave_plugin.adapters.megatron.data import (
     served,
 )
 from elaswave_plugin.adapters.megatron.losses import Reported, check_evaluation, check_result
+from elaswave_plugin.adapters.megatron.positions import Positions, first_batch
 from elaswave_plugin.adapters.megatron.refuse import check_loop
 from elaswave_plugin.adapters.megatron.schedule_calls import check_call, check_schedule, check_work
 from elaswave_plugin.adapters.megatron.step_gradients import StepGradients
@@ -59,7 +60,7 @@ class PlainJob:
             width=self._width,
         )
         self._step = 0
-        self._evaluations = 0
+        self._positions = Positions()
         self._train_iters = 0
         self._finished = False
 
@@ -73,10 +74,27 @@ class PlainJob:
         return {"backend": "nccl" if torch.cuda.is_available() else "gloo"}
 
     @ends_in_a_sentence
-    def bind(self, model: Any, optimizer: Any, scheduler: Any = None, *, train_iters: int) -> None:
-        """Remember how long to train, and where the learning rate is."""
+    def bind(
+        self,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any = None,
+        *,
+        train_iters: int,
+        start_step: int = 0,
+        consumed_samples: int | None = None,
+    ) -> None:
+        """Remember from where and how long to train, and where the learning rate is."""
         self._turns.bind()
         check_loop(scheduler, train_iters)
+        first = first_batch(
+            start_step,
+            consumed_samples,
+            train_iters=train_iters,
+            global_batch_size=self._num_microbatches * self._micro_batch_size,
+        )
+        self._step = start_step
+        self._positions.begin_at(first, steps=train_iters - start_step)
         self._optimizer = optimizer
         self._gradients = StepGradients(model if isinstance(model, list) else [model])
         self._train_iters = train_iters
@@ -84,13 +102,14 @@ class PlainJob:
     @ends_in_a_sentence
     def batches(self, dataset: Any) -> KeyedBatches:
         """Sequential sampling, as MegatronPretrainingSampler does."""
-        return KeyedBatches(
+        batches = KeyedBatches(
             dataset,
             micro_batch_size=self._micro_batch_size,
             num_microbatches=self._num_microbatches,
-            on_batch=lambda step, microbatch, ids: None,
+            on_batch=lambda microbatch, ids: None,
             seed=self._seed,
         )
+        return self._positions.add(batches)
 
     @ends_in_a_sentence
     def forward_backward(self, function: ForwardBackward) -> ForwardBackward:
@@ -111,21 +130,20 @@ class PlainJob:
                 num_replicas=self._width,
                 num_microbatches=self._num_microbatches,
             )
-            step = self._step
-            if forward_only:
-                step = self._evaluations
-                self._evaluations += 1
+            numbers = self._positions.take(kwargs["data_iterator"])
             if not forward_only:
-                check_lengths(kwargs["data_iterator"], self._train_iters)
+                check_lengths(kwargs["data_iterator"], self._positions.end)
                 self._gradients.zero()
             kwargs |= {"num_microbatches": len(mine), "forward_only": forward_only}
             kwargs["forward_step_func"] = in_order(
                 kwargs["forward_step_func"],
                 [Samples.of(k, size=self._micro_batch_size) for k in mine],
-                lambda batches, chunk, samples: served(batches).deliver(step, samples),
+                lambda batches, chunk, samples: served(batches).deliver(
+                    numbers[id(batches)], samples
+                ),
             )
             losses = function(**kwargs)
-            self._turns.returned.append(losses)
+            self._turns.gave(losses)
             return losses
 
         return run
@@ -203,6 +221,5 @@ class PlainJob:
     def _between(self, verb: str, work: object, phase: object) -> Iterator[None]:
         self._turns.check_bound(verb)
         check_work(work, verb, phase)
-        self._evaluations = 0
-        with self._turns.of(verb):
+        with self._turns.of(verb), self._positions.between_steps():
             yield

@@ -1,4 +1,4 @@
-"""Gradients of one attempt at a step: zero when it begins, and reduced once."""
+"""Gradients of one attempt at a step: zero when a call begins that trains, and reduced once."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -32,8 +32,18 @@ class StepGradients:
         self._zeroed, self._reduced = set(), set()
 
     def zero(self) -> None:
-        """Zero what the script has not zeroed since; an interrupted attempt leaves some behind."""
+        """Zero what the script has not zeroed since; an interrupted attempt leaves some behind.
+
+        Raises ConfigurationError where those of an earlier call are there, reduced already.
+        """
         for number, chunk in enumerate(self._chunks):
+            if number in self._reduced:
+                raise ConfigurationError(
+                    "forward_backward is called twice in one training step without zeroing the "
+                    "gradients between, and the second call would reduce those of the first once "
+                    "more: one call runs all micro-batches; else call optimizer.step(), then "
+                    "chunk.zero_grad_buffer() and optimizer.zero_grad(), before the second one"
+                )
             if number not in self._zeroed:
                 chunk.zero_grad_buffer()
 
@@ -41,6 +51,7 @@ class StepGradients:
         @wraps(native)
         def zero_grad_buffer(*args: Any, **kwargs: Any) -> None:
             self._zeroed.add(number)
+            self._reduced.discard(number)
             native(*args, **kwargs)
 
         return zero_grad_buffer

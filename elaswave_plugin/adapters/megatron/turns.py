@@ -17,8 +17,9 @@ class Turns:
         self._verb: str | None = None
         self._bound = False
         self._begun = False
-        # What each call of forward_backward in the verb has returned.
+        # What each call of forward_backward in the verb has returned, and whether one trained.
         self.returned: list[list[Any]] = []
+        self.trains = self.has_trained = False
 
     def bind(self) -> None:
         """``bind`` is called; raises ConfigurationError the second time."""
@@ -52,14 +53,15 @@ class Turns:
                 f"job.{verb} is called inside of job.{self._verb}: call it in the body of "
                 "`for iteration, report in job.train(train_step):`"
             )
-        self._verb, self.returned = verb, []
+        self._verb, self.returned, self.has_trained = verb, [], False
         try:
             yield
-            if verb == TRAIN and not self.returned:
+            if verb == TRAIN and not self.has_trained:
                 raise ConfigurationError(
-                    "train_step did not call what job.forward_backward returned, so that nothing "
-                    "of this step is known: write forward_backward = "
-                    "job.forward_backward(get_forward_backward_func()), and call that in it"
+                    "train_step did not train by what job.forward_backward returned, so that "
+                    "nothing of this step is known: write forward_backward = "
+                    "job.forward_backward(get_forward_backward_func()), and call that in it, at "
+                    "least once without forward_only"
                 )
         finally:
             self._verb = None
@@ -76,18 +78,19 @@ class Turns:
                 f"forward_backward {_OUTSIDE}: write `for iteration, report in "
                 "job.train(train_step):`, with `train_step` the function that calls it, not called"
             )
-        if self._verb == TRAIN and forward_only:
-            raise ConfigurationError(
-                "forward_backward(forward_only=True) is called in a training step: write loss = "
-                "job.evaluate(evaluate) between the steps"
-            )
         if self._verb != TRAIN and not forward_only:
             raise ConfigurationError(
                 f"forward_backward trains inside of job.{self._verb}, whose work is no step and is "
                 "not kept: give it forward_only=True there"
             )
-        if self._verb == TRAIN and self.returned:
-            raise ConfigurationError(
-                "forward_backward is called twice in one training step, and one call runs all "
-                "micro-batches of it: call it once in train_step"
-            )
+        self.trains = not forward_only
+
+    def gave(self, losses: list[Any]) -> None:
+        """The call that began last has returned these."""
+        self.returned.append(losses)
+        self.has_trained |= self.trains
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a training step runs."""
+        return self._verb == TRAIN
