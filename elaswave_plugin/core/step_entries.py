@@ -98,6 +98,14 @@ _ROWS: tuple[tuple[str, ...], ...] = (
     ),
     ("other buffers", _BOTH, "put back", _GIVEN, _AT_ENTRY, "the model's buffers"),
     (
+        "how far each iterator of job.batches is",
+        _MEGATRON,
+        "put back",
+        _GIVEN,
+        "-",
+        "how far the data iterators are",
+    ),
+    (
         "draws of layers, of forward_step and of __getitem__, by torch, NumPy and Python",
         "Megatron-Core, Megatron-LM",
         "keyed by seed, step, micro-batch or sample, layer and TP rank",

@@ -367,3 +367,32 @@ def resumes(folder: Path, done: int, *, place: str) -> tuple[Change, ...]:
         + ', phase="load"\n    )\n',
     }
     return (before_model(_LOAD), (_BIND, lines[place]))
+
+
+# A second model and its optimizer, of torch's, beside the bound one, as a GAN has.
+SECOND = (
+    (
+        _STEP,
+        "    critic = torch.nn.Linear(4, 1)\n"
+        "    critic_optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)\n\n"
+        + _STEP
+        + "        critic(torch.ones(4)).sum().backward()\n"
+        "        critic_optimizer.step()\n"
+        "        critic_optimizer.zero_grad()\n",
+    ),
+)
+# An optimizer that the bound one drives: its step is a part of the other's.
+NESTED = (
+    (
+        _STEP,
+        "    inner = optimizer.chained_optimizers[0]\n"
+        "    averaged = torch.nn.Parameter(torch.ones(4))\n"
+        "    beside = torch.optim.SGD([averaged], lr=0.0)\n"
+        "    update = inner.step\n\n"
+        "    def step_both():\n"
+        "        averaged.grad = torch.zeros(4)\n"
+        "        beside.step()\n"
+        "        return update()\n\n"
+        "    inner.step = step_both\n\n" + _STEP,
+    ),
+)

@@ -30,6 +30,7 @@ SCRIPTS = {
     "clamped weights": own_scripts.CLAMPS,
     "longer sequences by the step": own_scripts.WARMS_UP,
     "collectives between steps": own_scripts.MEETS,
+    "an optimizer within the bound one": own_scripts.NESTED,
 }
 
 
@@ -122,6 +123,12 @@ REFUSED = {
         own_scripts.RESETS_MOMENTS,
         "the loop's body changes the optimizer's moments between two steps",
         4,
+        LOSES,
+    ),
+    "an optimizer that is not bound": (
+        own_scripts.SECOND,
+        "an optimizer that is not bound (SGD) steps in this job",
+        0,
         LOSES,
     ),
     "frozen weights of each worker": (

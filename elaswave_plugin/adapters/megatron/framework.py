@@ -100,6 +100,8 @@ class MegatronFramework:
         self._scheduler = scheduler
         self._applied_steps = 0
         self._seated = True
+        self.is_updating = False
+        """Whether the optimizer makes its step."""
         self._weights_in_place: frozenset[int] = frozenset()
         self._announce = worker.phases.enter
         self._prepare = prepare
@@ -205,7 +207,11 @@ class MegatronFramework:
 
         def step(*args: Any, **kwargs: Any) -> Any:
             self._worker.state.begin_update()
-            result = update(*args, **kwargs) if self._seated else (True, 0.0, None)
+            self.is_updating = True
+            try:
+                result = update(*args, **kwargs) if self._seated else (True, 0.0, None)
+            finally:
+                self.is_updating = False
             if self._free_workers_scale and not self._is_applied(result[0]):
                 # As Megatron-Core says it: a step that is skipped has no norm.
                 result = (False, None, None)
@@ -257,6 +263,12 @@ class MegatronFramework:
     def shard_alignment(self) -> int:
         """Megatron-Core's own alignment of bucket shards."""
         return ALIGNMENT
+
+    @property
+    def inner_optimizer(self) -> torch.optim.Optimizer:
+        """The one of torch, or of its kind, that Megatron-Core's drives."""
+        inner: torch.optim.Optimizer = self._distributed.optimizer
+        return inner
 
     @property
     def groups(self) -> list[dict[str, Any]]:

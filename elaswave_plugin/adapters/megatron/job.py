@@ -38,6 +38,7 @@ from elaswave_plugin.adapters.megatron.schedule_calls import (
 from elaswave_plugin.adapters.megatron.step_gradients import StepGradients
 from elaswave_plugin.adapters.megatron.step_parts import step_state
 from elaswave_plugin.adapters.megatron.turns import EVALUATE, RUN, TRAIN, Turns
+from elaswave_plugin.adapters.megatron.unbound import Unbound
 from elaswave_plugin.adapters.megatron.whole_saves import WholeSaves
 from elaswave_plugin.adapters.megatron.world import (
     check_no_world,
@@ -185,6 +186,9 @@ class ElasticJob:
         self._saves.drafts = steps.drafts
         self._loop = ElasticLoop(steps)
         self._body = LoopBody(self._loop)
+        self._unbound = Unbound(
+            self._framework.inner_optimizer, is_updating=lambda: self._framework.is_updating
+        )
         self._recording.patched(self._patches.places)
         self._recording.attached(
             num_microbatches=self._num_microbatches, micro_batch_size=self._micro_batch_size
@@ -318,6 +322,7 @@ class ElasticJob:
             self._loop.finish(before_leaving=self._tracker.close)
         self._worker.groups.uninstall()
         self._microbatches.finish()
+        self._unbound.stop()
         self._patches.undo()
 
     def train(

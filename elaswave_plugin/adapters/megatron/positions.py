@@ -26,7 +26,7 @@ class Positions(Plain):
         self._between: dict[int, int] | None = None
 
     def begin_at(self, batch: int, *, steps: int) -> None:
-        """Training begins at this global batch, and has so many steps; 0 where nothing is resumed."""
+        """Training of so many steps begins at this batch: not at 0 in a run that is resumed."""
         self._first, self.end = batch, batch + steps
         for one in self._iterators:
             one.position = batch
