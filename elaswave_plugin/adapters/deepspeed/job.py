@@ -363,6 +363,7 @@ class EngineJob(AttachedEngine):
         reserve = self._worker.reserve
         if reserve:
             check_shares(reserve, width=self._width, num_samples=loader.fewest_samples)
+        loader.on_void = self.own_loops.leaves_first_epoch
         self._news.expect(loader)
 
     @abandoning

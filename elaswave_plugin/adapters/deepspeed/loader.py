@@ -138,6 +138,8 @@ class ElasticLoader:
         # it had taken of the last epoch that it left before its end.
         self._taken = 0
         self._usual: int | None = None
+        # Told where the script leaves its first epoch, so that nobody knows whether it counts them.
+        self.on_void: Callable[[int, int], None] = lambda taken, void: None
         # The epoch that the others iterate over, as far as a worker that comes later knows.
         self.epoch_of_others = 0
         self._has_skipped = False
@@ -183,6 +185,8 @@ class ElasticLoader:
         is given the rest of them before the next epoch.
         """
         usual, self._usual = self._usual, self._taken
+        if usual is None and self._taken > iteration:
+            self.on_void(self._taken, self._taken - iteration)
         return iteration if self._taken != usual else max(usual, iteration)
 
     # ---- a script that is behind another one ----------------------------------------------------

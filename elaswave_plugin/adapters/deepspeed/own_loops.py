@@ -53,3 +53,12 @@ class OwnLoops:
             " gradients are weighted by them, and a mean over the workers that the script takes of"
             f" its losses has to be as well ({_PAGE})"
         )
+
+    def leaves_first_epoch(self, taken: int, void: int) -> None:
+        """Warn where a script leaves its first epoch of the data after void batches."""
+        if self._worker.owns_rank_0:
+            say(
+                f"the script leaves its first epoch of the data after {taken} batches, of which a"
+                f" loss had made {void} void: if it counts them, it skips their samples; leave an"
+                f" epoch by engine.global_steps ({_PAGE})"
+            )
