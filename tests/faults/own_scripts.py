@@ -396,3 +396,22 @@ NESTED = (
         "    inner.step = step_both\n\n" + _STEP,
     ),
 )
+# A model beside the bound one, whose passes draw from Megatron-Core's streams.
+TEACHES = (
+    (
+        _MAIN,
+        _MAIN + "    global teacher\n"
+        "    teacher = build_chunk(args, model[0].config, 0).requires_grad_(False)\n",
+    ),
+    (
+        _FORWARD,
+        "    with torch.no_grad():\n"
+        "        known = teacher(\n"
+        '            batch["tokens"], batch["position_ids"], None, labels=batch["labels"]\n'
+        "        )\n" + _FORWARD,
+    ),
+    (
+        "    return output, partial(loss_func,",
+        "    output = output + 0.1 * (output - known).abs()\n    return output, partial(loss_func,",
+    ),
+)

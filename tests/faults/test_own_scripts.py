@@ -31,6 +31,7 @@ SCRIPTS = {
     "longer sequences by the step": own_scripts.WARMS_UP,
     "collectives between steps": own_scripts.MEETS,
     "an optimizer within the bound one": own_scripts.NESTED,
+    "a teacher that drops out": own_scripts.TEACHES,
 }
 
 

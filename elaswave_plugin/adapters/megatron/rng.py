@@ -35,13 +35,15 @@ STEP, BODY, FORWARD_STEP, FORWARD_ONLY, WORK, PASSES = -1, -2, -3, -4, -5, -6
 def set_key(seed: int, step: int, samples: Samples, *, size: int, forward_only: bool) -> None:
     """Draw for these samples of a step from now on; ``size``: samples of a micro-batch.
 
-    Layers have keys of their own; what ``forward_step`` draws before them, or without them, has
-    that of its micro-batch, alike on all stages and in a TP group.
+    Layers have keys of their own; what ``forward_step`` draws before them, or without them, as in
+    a model beside the bound one, has that of its micro-batch, alike on all stages and, but in the
+    streams of Megatron-Core's tracker, in a TP group.
     What is no whole micro-batch needs the dropout of ``cut_dropout.py``.
     """
     tracker = megatron_random.get_cuda_rng_tracker()
     tracker.states_[_KEY] = torch.tensor([step, *samples, size], dtype=torch.int64)
     kind = FORWARD_ONLY if forward_only else FORWARD_STEP
+    _key_streams(seed, kind, step, samples.start)
     seed_generators(draw_key(seed, kind, step, samples.start))
 
 
@@ -77,11 +79,17 @@ def settle(seed: int, *moment: int) -> None:
     tracker = megatron_random.get_cuda_rng_tracker()
     for name in (_KEY, _STREAMS):
         tracker.states_.pop(name, None)
-    tp = parallel_state.get_tensor_model_parallel_rank()
-    for number, name in enumerate(sorted(tracker.states_)):
-        tracker.states_[name] = _kept(draw_key(seed, *moment, number, tp))
+    _key_streams(seed, *moment)
     # Otherwise these would be those of the stage that a worker began in, or of what it ran last.
     seed_generators(draw_key(seed, *moment))
+
+
+def _key_streams(seed: int, *moment: int) -> None:
+    """Have each stream of the tracker draw by a key, for whoever has none of his own."""
+    tracker = megatron_random.get_cuda_rng_tracker()
+    tp = parallel_state.get_tensor_model_parallel_rank()
+    for number, name in enumerate(sorted(tracker.states_.keys() - {_KEY, _STREAMS})):
+        tracker.states_[name] = _kept(draw_key(seed, *moment, number, tp))
 
 
 @contextmanager
