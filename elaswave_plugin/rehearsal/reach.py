@@ -23,6 +23,7 @@ from elaswave_plugin.runtime.digests import digest_of
 
 _DEEPEST, _MOST, _LONGEST = 8, 20_000, 4096
 _FRAMEWORKS = ("torch", "megatron", "deepspeed", "numpy", "elaswave_plugin", "transformer_engine")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 Plain = bool | int | float | str | None
 
 
@@ -108,10 +109,14 @@ def _of_module(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """What a module of the script's own class, or the script itself, has set beside tensors."""
+    """What the script has set in a module beside tensors: in its own classes, and in hooks."""
     if of_the_script(type(module).__module__):
         ours = torch.nn.Module().__dict__.keys()
         yield from ((name, one) for name, one in list(vars(module).items()) if name not in ours)
+    for kind in _HOOKS:
+        for hook in list(vars(module)[kind].values()):
+            if isinstance(hook, FunctionType) and of_the_script(hook.__module__):
+                yield hook.__name__, hook
 
 
 def of_the_script(module: str | None) -> bool:

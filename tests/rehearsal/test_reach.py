@@ -1,0 +1,88 @@
+"""Which of a script's objects are looked into, and by what names."""
+
+import random
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from elaswave_plugin.rehearsal.reach import Found, attributes
+
+SCRIPT = """
+import random
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 2)
+        self.calls = 3
+        self.last = {"hidden": torch.ones(2)}
+
+class Counter:
+    total = 7
+
+def counted(module):
+    counter = Counter()
+    counter.here = 1
+
+    def hook(module, inputs, output):
+        counter.here += 1
+
+    module.register_forward_hook(hook)
+    return module
+
+NOISE = random.Random(5)
+net = counted(Net())
+plain = torch.optim.Adam(net.parameters())
+"""
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The names of a script that has run as `__main__`."""
+    main = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    exec(SCRIPT, main.__dict__)
+    return main.__dict__
+
+
+def found_in(name: str, value: Any, **besides: Any) -> Found:
+    found = Found(**besides)
+    found.look(name, value)
+    return found
+
+
+def test_tensors_and_values_have_names(script: dict[str, Any]) -> None:
+    found = found_in("net", script["net"])
+    assert {"net.inner.weight", "net.inner.bias", "net.last['hidden']"} <= set(found.tensors)
+    assert found.values["net.calls"] == 3
+
+
+def test_what_a_hook_holds_is_found(script: dict[str, Any]) -> None:
+    found = Found()
+    for name, value in attributes(script["net"]):
+        found.look(f"model.{name}", value)
+    assert found.values["model.hook.counter.here"] == 1
+    assert found.values["model.hook.counter.__class__.total"] == 7
+
+
+def test_a_generator_is_compared_by_its_state(script: dict[str, Any]) -> None:
+    before = found_in("NOISE", script["NOISE"]).tensors
+    assert before == found_in("NOISE", random.Random(5)).tensors
+    script["NOISE"].random()
+    assert found_in("NOISE", script["NOISE"]).tensors != before
+
+
+def test_what_others_look_at_is_left_out(script: dict[str, Any]) -> None:
+    net = script["net"]
+    assert found_in("net", net, besides=[net]).tensors == {}
+
+
+def test_a_tensor_differs_by_bits_shape_and_kind(script: dict[str, Any]) -> None:
+    ones = [torch.ones(2), torch.ones(1, 2), torch.ones(2).double(), torch.tensor([1.0, -1.0])]
+    digests = [found_in("one", one).tensors["one"] for one in ones]
+    assert len(set(digests)) == len(ones)
+    assert digests[0] == found_in("one", torch.ones(2)).tensors["one"]
