@@ -4,7 +4,7 @@
 >>> for run in disturbed_runs(facts, steps=6):
 ...     print(run.name, *run.kills)
 dealt-otherwise
-losses 0@1:body 3@2:optimizer 2@3:forward
+losses 0@1:body 3@2:optimizer
 returns 0@0:data 1@0:forward 2@1:body 3@1:snapshot 0.1@3:backward 1.1@3:reduce 2.1@4:optimizer \
 3.1@4:gather
 """
@@ -21,7 +21,7 @@ _LATE = ("body", "snapshot")
 _NOT_FIRST = "snapshot"
 # Of losses without a return: slot 0 first.
 _WITHOUT_RETURN = ("body", "optimizer", "forward")
-_MOST_LOSSES = 3
+_MOST_LOSSES = 2
 LEAST_STEPS = 5
 
 
@@ -75,10 +75,12 @@ def disturbed_runs(facts: Facts, *, steps: int) -> tuple[DisturbedRun, ...]:
 def _losses(facts: Facts, phases: Sequence[str]) -> Iterator[DisturbedRun]:
     """Kills without a return, slot 0 first; in one run as many as the job survives for certain."""
     at_most = 1 if facts.parts > 1 else min(facts.width - 1, _MOST_LOSSES)
+    # A planned departure beside another interrupts a step as well, as no planned one may.
+    every = 1 if facts.exact else 2
     slots = (0, *range(facts.workers - 1, 0, -1))
     for number, first in enumerate(range(0, len(phases), at_most), start=1):
         kills = tuple(
-            Kill(slot=slot, step=1 + order, phase=phase)
+            Kill(slot=slot, step=1 + order * every, phase=phase)
             for order, (slot, phase) in enumerate(
                 zip(slots, phases[first : first + at_most], strict=False)
             )
