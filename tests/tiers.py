@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 CHECK = ("tests/tidy", "tests/core", "tests/config")
-FAULTS = ("tests/faults", "tests/deepspeed", "tests/adapters/megatron_lm")
+FAULTS = ("tests/faults", "tests/deepspeed", "tests/rehearsal", "tests/adapters/megatron_lm")
 # One fault of each adapter and mode.
 REPRESENTATIVES = (
     # Megatron-Core: a killed worker in exact and in fast mode, a hang, a return, a torn save.
