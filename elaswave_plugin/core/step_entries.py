@@ -40,16 +40,16 @@ _ROWS: tuple[tuple[str, ...], ...] = (
     ),
     (
         "what the loop's body changed in trained weights",
-        "Megatron-Core, Megatron-LM",
+        "all",
         "copied before the step begins, installed on top of the seal; refused where it is float32 "
-        "masters, or where layers have moved",
+        "masters or moments, in ZeRO-3, or where layers have moved",
         _GIVEN,
         _AT_ENTRY,
         "the trained weights",
     ),
     (
         "all that is set in the optimizer's groups",
-        "Megatron-Core, Megatron-LM",
+        "all",
         "put back",
         _GIVEN,
         _AT_ENTRY,

@@ -4,6 +4,7 @@ An engine's script owns its loop, and nobody can call the body of that again: wh
 put back with the step that is redone, and runs again with it.
 """
 
+import copy
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -77,6 +78,81 @@ class Buffers(Plain):
         values = dict(self._model.named_buffers())
         for name in self._changing.names or ():
             digest.update(f"{name} {digest_of(values[name])}".encode())
+        return digest.intdigest() >> 1
+
+
+class Settings(Plain):
+    """All that is set in the optimizer's groups, by the scheduler or by the loop's body."""
+
+    name = "the settings of the optimizer's groups"
+
+    def __init__(self, optimizer: Any) -> None:
+        """``optimizer``: torch's, whose groups the engine reads in its step."""
+        self._optimizer = optimizer
+
+    def keep(self) -> list[dict[str, Any]]:
+        """Each group without its parameters."""
+        return [
+            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            for group in self._optimizer.param_groups
+        ]
+
+    def put_back(self, kept: Any) -> None:
+        """Install them."""
+        for group, one in zip(self._optimizer.param_groups, kept, strict=True):
+            group.update(copy.deepcopy(one))
+
+    def proof(self) -> int:
+        """Of the groups."""
+        return xxhash.xxh3_64_intdigest(repr(self.keep()).encode()) >> 1
+
+
+class Weights(Plain):
+    """Trained weights that the body of the loop has changed since they were sealed."""
+
+    name = "the trained weights"
+
+    def __init__(self, model: torch.nn.Module, *, whole: bool) -> None:
+        """``whole``: every worker holds all of each weight, so that nobody's change is lost."""
+        self._model = model
+        self._whole = whole
+        self._sealed: dict[str, int] = {}
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, param in self._model.named_parameters():
+            if param.requires_grad:
+                yield name, getattr(param, "ds_tensor", param)
+
+    def sealed(self) -> None:
+        """Remember what was sealed, by digest."""
+        self._sealed = {name: digest_of(weight) for name, weight in self._weights()}
+
+    def keep(self) -> dict[str, torch.Tensor]:
+        """Copies of those that were changed; raises ConfigurationError where they are cut."""
+        changed = {
+            name: copied(weight)
+            for name, weight in self._weights()
+            if name in self._sealed and digest_of(weight) != self._sealed[name]
+        }
+        if changed and not self._whole:
+            raise ConfigurationError(
+                f"the loop changes the weight {next(iter(changed))!r} between two steps, of which "
+                "each worker has a part, which a loss would undo: use ZeRO 0 to 2, or leave it out"
+            )
+        return changed
+
+    @torch.no_grad()
+    def put_back(self, kept: Any) -> None:
+        """Install them on top of what was sealed."""
+        for name, weight in self._weights():
+            if name in kept:
+                weight.copy_(kept[name])
+
+    def proof(self) -> int:
+        """Of all of them, where every worker has them."""
+        digest = xxhash.xxh3_64()
+        for name, weight in self._weights() if self._whole else ():
+            digest.update(f"{name} {digest_of(weight)}".encode())
         return digest.intdigest() >> 1
 
 

@@ -27,7 +27,13 @@ from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.core.dataflow import Shares, share
 from elaswave_plugin.core.rng import draw_key
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.runtime.engine_parts import Buffers, Frozen, Generators
+from elaswave_plugin.runtime.engine_parts import (
+    Buffers,
+    Frozen,
+    Generators,
+    Settings,
+    Weights,
+)
 from elaswave_plugin.runtime.loop import GuardedSteps, StepReport
 from elaswave_plugin.runtime.step_state import StepState
 from elaswave_plugin.runtime.user_loop import UserLoop
@@ -47,7 +53,13 @@ class EngineJob(AttachedEngine):
         num_samples = self._micro_batch_size * self._width
         worker.bind(framework, deal=partial(share, num_samples=num_samples))
         self._buffers = Buffers(engine.module)
-        parts = (Generators(), self._buffers, Frozen(engine.module))
+        parts = (
+            Settings(engine.basic_optimizer),
+            Weights(engine.module, whole=int(engine.zero_optimization_stage()) < 3),
+            Generators(),
+            self._buffers,
+            Frozen(engine.module),
+        )
         self._state = StepState(worker, parts, repeats_bodies=True)
         steps = GuardedSteps(
             worker,

@@ -36,7 +36,13 @@ from elaswave_plugin.core.replicas import ReplicaSeating, deal_replicas
 from elaswave_plugin.core.rng import draw_key
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.counted_loop import CountedLoop
-from elaswave_plugin.runtime.engine_parts import Buffers, Frozen, Generators
+from elaswave_plugin.runtime.engine_parts import (
+    Buffers,
+    Frozen,
+    Generators,
+    Settings,
+    Weights,
+)
 from elaswave_plugin.runtime.loop import GuardedSteps, StepReport
 from elaswave_plugin.runtime.step_state import StepState
 from elaswave_plugin.runtime.worker import Worker
@@ -97,7 +103,14 @@ class PipelineJob(AttachedEngine):
             ),
         )
         buffers = Buffers(engine.module, refused="a pipeline's stages do not average them")
-        self._state = StepState(worker, (Generators(), buffers, Frozen(engine.module)))
+        parts = (
+            Settings(engine.basic_optimizer),
+            Weights(engine.module, whole=True),
+            Generators(),
+            buffers,
+            Frozen(engine.module),
+        )
+        self._state = StepState(worker, parts)
         steps = GuardedSteps(
             worker,
             framework,

@@ -75,6 +75,12 @@ def main() -> None:
                 last["step"] = engine.global_steps
                 if "teacher" in args.mode or "average" in args.mode:
                     follow(averages, model.body)
+                if args.mode == "rates":
+                    for group in engine.optimizer.param_groups:
+                        group["lr"] = 1e-3 / engine.global_steps
+                if args.mode == "clamps":
+                    for param in model.parameters():
+                        param.data.clamp_(-0.1, 0.1)
             if engine.global_steps == args.steps:
                 break
     with open(f"state-{torch.distributed.get_rank()}.json", "w") as file:
