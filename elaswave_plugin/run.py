@@ -28,7 +28,7 @@ from elaswave_plugin.runtime.process_limit import explained_process_limit
 from elaswave_plugin.runtime.rendezvous import Place, listen_at, own_host
 from elaswave_plugin.runtime.reserve import RESERVE, read_reserve
 from elaswave_plugin.runtime.run_dir import check_run_dir, open_run_dir, refuse_second_job
-from elaswave_plugin.runtime.standard_streams import fill_closed_streams
+from elaswave_plugin.runtime.standard_streams import fill_closed_streams, relayed_output
 from elaswave_plugin.runtime.supervisor import Supervisor
 from elaswave_plugin.runtime.supervisor_main import EXIT_CRASHED
 from elaswave_plugin.runtime.supervisor_spec import SupervisorSpec
@@ -66,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The DeepSpeed launcher puts it before what it takes for the script; a script expects it.
         rank = [] if parsed.local_rank is None else [f"--local_rank={parsed.local_rank}"]
         program = Program(script=parsed.script, args=(*rank, *parsed.args), module=parsed.module)
-        return supervise(program, os.environ, options=parsed)
+        with relayed_output():
+            return supervise(program, os.environ, options=parsed)
     except ConfigurationError as error:
         print(f"elaswave_plugin.run: {error}", file=sys.stderr)
         return 2

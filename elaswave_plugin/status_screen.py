@@ -20,6 +20,7 @@ from elaswave_plugin.status import addresses_of, ask_job
 
 Record = dict[str, Any]
 REFRESH_S = 1.0
+MOST_ADDRESSES = 3
 COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (
     ("slot", "right"),
     ("node", "right"),
@@ -68,6 +69,7 @@ def _headline(status: Record) -> Text:
     else:
         text = Text(f"starting, {_count(view['ranks'])}", style="bold")
     text.append(f"\nslots by rank: {' '.join(map(str, view['ranks']))}", style="not bold")
+    text.append(f"\nat {_addresses(status['workers'])} (--connect, --join)", style="not bold")
     if status["standbys"]:
         where = ", ".join(f"pid {one['pid']} of node {one['node']}" for one in status["standbys"])
         text.append(f"; standby: {where}", style="not bold")
@@ -78,6 +80,17 @@ def _headline(status: Record) -> Text:
         change = f"\nview {proposal['epoch']} proposed {proposal['open_s']:.1f} s ago"
         text.append(f"{change}: {proposal['reason']}", style="yellow")
     return text
+
+
+def _addresses(workers: list[Record]) -> str:
+    """Where the job answers: of each node one supervisor that is not known to be gone."""
+    of_nodes: dict[int, str] = {}
+    for worker in workers:
+        if worker["phase"] not in ("gone", "unknown"):
+            of_nodes.setdefault(worker["node"], worker["address"])
+    found = list(of_nodes.values()) or [worker["address"] for worker in workers[:1]]
+    more = f" and {len(found) - MOST_ADDRESSES} more" if len(found) > MOST_ADDRESSES else ""
+    return ", ".join(found[:MOST_ADDRESSES]) + more
 
 
 def draw_workers(workers: list[Record]) -> Group:

@@ -17,14 +17,20 @@ from elaswave_plugin.core.hang import FACTOR, UNKNOWN_LIMIT_S, Sample, who_waits
 FIRST_S = 10.0
 """So long nothing is said; the next time is after three times as long as the last."""
 AGAIN = 3.0
+STEADY_S = 2.0
+"""So long the same ones have to be late: when all go on, some are seen to wait a little longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllWait:
-    """All others wait for the slots ``late``, the last of them since ``waited_s`` seconds."""
+    """All others wait for the slots ``late``, the last of them since ``waited_s`` seconds.
+
+    ``usual_s``: what the phase of the late ones may take, as far as that is known.
+    """
 
     late: tuple[int, ...]
     waited_s: float
+    usual_s: float = 0.0
 
 
 def all_wait(members: Iterable[int], samples: Mapping[int, Sample]) -> AllWait | None:
@@ -42,7 +48,7 @@ def all_wait(members: Iterable[int], samples: Mapping[int, Sample]) -> AllWait |
     waited_s = min(samples[slot].stalled_s for slot in waiters)
     limits = [samples[slot].limit_s for slot in late if slot in samples]
     usual_s = max((limit / FACTOR for limit in limits if limit < UNKNOWN_LIMIT_S), default=0.0)
-    return AllWait(late=late, waited_s=waited_s) if waited_s >= max(FIRST_S, usual_s) else None
+    return AllWait(late=late, waited_s=waited_s, usual_s=usual_s)
 
 
 class Said:
@@ -51,13 +57,17 @@ class Said:
     def __init__(self) -> None:
         self._late: tuple[int, ...] = ()
         self._due_s = 0.0
+        self._since_s: dict[int, float] = {}
 
-    def is_due(self, found: AllWait | None) -> bool:
-        """Whether to say it now; who is late has changed, or it has lasted three times as long."""
-        if found is None:
-            self._late = ()
+    def is_due(self, found: AllWait | None, now_s: float) -> bool:
+        """Whether to say it now; of others than before, or after three times as long."""
+        late = () if found is None else found.late
+        self._since_s = {slot: self._since_s.get(slot, now_s) for slot in late}
+        if found is None or found.waited_s < max(FIRST_S, found.usual_s):
             return False
-        if found.late == self._late and found.waited_s < self._due_s:
+        if max(self._since_s.values()) > now_s - STEADY_S:
             return False
-        self._late, self._due_s = found.late, AGAIN * found.waited_s
+        if late == self._late and found.waited_s < self._due_s:
+            return False
+        self._late, self._due_s = late, AGAIN * found.waited_s
         return True

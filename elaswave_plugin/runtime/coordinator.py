@@ -36,6 +36,7 @@ from elaswave_plugin.runtime.node_register import NodeRegister
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.rendezvous import Meeting, Peer
 from elaswave_plugin.runtime.say import say
+from elaswave_plugin.runtime.spoken_notes import words_of, words_of_view
 from elaswave_plugin.runtime.wait_watch import WaitWatch
 from elaswave_plugin.runtime.wire import Channel, Frame, encode, has_ended, not_understood
 from elaswave_plugin.tracking.events import EventLog
@@ -116,6 +117,7 @@ class Coordinator:
         else:
             life = int.from_bytes(os.urandom(6), "little")
             self.agreement = Agreement.of_newcomer(meeting.welcome, patience=patience, life=life)
+        self._said_epoch = self.agreement.committed.epoch
         # Newcomers come to a job that has.
         self._told_start = self.agreement.started
         self.lost: dict[int, str] = self.agreement.without_supervisor
@@ -163,6 +165,7 @@ class Coordinator:
             for effect in effects:
                 self._carry_out(effect)
             self._lose_who_is_needed()
+        self._say_views()
         if self.agreement.started and not self._told_start:
             self._told_start = True
             self._trainer_side.started()
@@ -351,40 +354,26 @@ class Coordinator:
 
     def _record(self, note: Note) -> None:
         self._events.emit(note.kind, **note.fields)
-        if note.kind == "view_committed":
-            view, count = note.fields["epoch"], len(note.fields["ranks"])
-            alone = ", and nobody can take over from it" if count == 1 else ""
-            workers = f"{count} worker{'s' if count > 1 else ''}{alone}"
-            if view > 1:
-                say(f"{note.fields['reason']}; the job goes on with {workers} (view {view})")
-            elif alone:
-                say(f"the job has {workers}; start two or more")
-        elif note.kind == "worker_raised" and note.fields["traceback"]:
-            slot, when, text = (note.fields[name] for name in ("slot", "when", "traceback"))
-            say(f"worker {slot} failed {when}:\n{text.rstrip()}")
-        elif note.kind == "job_over" and note.fields["exit_code"] != 0:
-            say(f"the job stops: {note.fields['reason']}")
-        elif note.kind == "detached":
-            slot, missing = note.fields["slot"], note.fields["missing"]
-            trains = "trains without elaswave, and no loss will be survived"
-            did = trains if note.fields["trains"] else "has ended, and elaswave never attached"
-            say(f"worker {slot} {did}: {missing}")
-        elif note.kind == "notice_void":
-            why = f"{note.fields['why']}; end the job instead"
-            say(f"worker {note.fields['slot']} stays: {why}")
-        elif note.kind == "supervisor_admitted":
-            slot, node = note.fields["slot"], note.fields["node"]
-            say(f"worker {slot} has a supervisor now, on node {node}")
-        elif note.kind == "told_to_stop":
-            by, node, reason = (note.fields[name] for name in ("by", "node", "reason"))
-            slot = note.fields["slot"]
-            say(f"worker {slot} ends: worker {by} (node {node}) stops it: {reason}")
-        elif note.kind == "shut_out":
-            say(f"worker {note.fields['slot']} ends: {note.fields['reason']}")
-        elif note.kind == "quorum_lost":
-            heard, of = note.fields["nodes_heard"], note.fields["of"]
-            who = f"only nodes {heard} of {of}" if heard else f"none of the training's nodes {of}"
-            say(f"{who} can be reached: no majority, waiting")
+        words = words_of(note)
+        if words is not None:
+            say(words)
+
+    def _say_views(self) -> None:
+        """Once a node: what becomes of the job is in the log of each."""
+        history = self.agreement.history
+        for number, view in enumerate(history):
+            if view.epoch > self._said_epoch:
+                self._said_epoch = view.epoch
+                words = words_of_view(view, history[:number])
+                if words is not None and self.speaks_for_node:
+                    say(words)
+
+    @property
+    def speaks_for_node(self) -> bool:
+        """Whether this supervisor is the first of those on its node that live."""
+        own = self.peers[self._slot].node
+        first = (one.slot for one in self.peers if one.node == own and one.slot not in self.lost)
+        return next(first, self._slot) == self._slot
 
     def _beat(self) -> None:
         """Send heartbeats and look for supervisors that have been silent too long.

@@ -18,6 +18,7 @@ from elaswave_plugin.runtime.launch_join import Vacancy, find_vacancy
 from elaswave_plugin.runtime.launch_options import LaunchSpec, parse_run_args
 from elaswave_plugin.runtime.newcomer import EXIT_UNUSED, STANDBY
 from elaswave_plugin.runtime.notice_file import NOTICE_FILE
+from elaswave_plugin.runtime.oom_kills import oom_kills
 from elaswave_plugin.runtime.process_limit import explained_process_limit
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.rendezvous import Place, listen_at, own_host, tell_of_end
@@ -326,7 +327,24 @@ class _NodeJob:
         )
         for _, theirs in pairs:
             theirs.close()
+        ended, killed = os.pidfd_open(self._zygote.pid), oom_kills()
+        self._reactor.watch(ended, partial(self._on_zygote_exit, self._zygote, ended, killed))
         return [ours for ours, _ in pairs]
+
+    def _on_zygote_exit(
+        self, zygote: subprocess.Popen[bytes], pidfd: int, killed_before: int
+    ) -> None:
+        """Its workers end with it, and say no more than that; those that come later do without."""
+        self._reactor.unwatch(pidfd)
+        os.close(pidfd)
+        code = zygote.wait()
+        how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+        if code < 0 and oom_kills() > killed_before:
+            how += ", and the kernel has ended processes for lack of memory meanwhile"
+        if code and not self._signals:
+            say(
+                f"the zygote (pid {zygote.pid}) ended: {how}; the workers it had forked end with it"
+            )
 
     def _on_supervisor_exit(self, pid: int, pidfd: int) -> None:
         self._reactor.unwatch(pidfd)

@@ -23,7 +23,7 @@ ANNOUNCED_LIMIT_S = 1800.0
 BETWEEN_STEPS = "between steps"
 
 _PAGE_BYTES = 4096
-_NAME = "elaswave-progress"
+PAGE_NAME = "elaswave-progress"
 # Words of eight bytes.
 _SINCE_NS = 0
 _PID = 1
@@ -48,7 +48,7 @@ _NS = 1_000_000_000
 
 def create_page() -> int:
     """A descriptor of the memory of a new page."""
-    fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+    fd = os.memfd_create(PAGE_NAME, os.MFD_CLOEXEC)
     os.ftruncate(fd, _PAGE_BYTES)
     return fd
 
@@ -228,7 +228,7 @@ def page_fd(environ: Mapping[str, str]) -> int | None:
     """The descriptor that the supervisor gave; None where this process did not get it."""
     number = environ.get(PROGRESS_FD)
     try:
-        is_page = number is not None and _NAME in os.readlink(f"/proc/self/fd/{number}")
+        is_page = number is not None and PAGE_NAME in os.readlink(f"/proc/self/fd/{number}")
     except OSError:  # the variable came down to a child of the trainer, the descriptor did not
         return None
     return int(number) if number is not None and is_page else None

@@ -164,10 +164,17 @@ def own_host(
     That is where slot 0 listens; elsewhere, and where slot 0 listens on all its addresses, it is
     this end of the way to slot 0 at `host`; of `several` machines, for a name that this one gives
     itself alone, of the way out of it. No packet is sent for it.
-    Raises ConfigurationError where `host` is not known within `timeout_s`.
+    Raises ConfigurationError where `host` is not known within `timeout_s`, or cannot be reached.
     """
     if listener is not None and listener.getsockname()[0] not in _ANY:
-        return str(listener.getsockname()[0])
+        own = str(listener.getsockname()[0])
+        try:
+            return _way_to(own, port)
+        except OSError as error:
+            raise ConfigurationError(
+                f"this machine cannot reach its own address {own} ({error.strerror}): is the "
+                "loopback interface up? `ip link set lo up`"
+            ) from error
     if host in _ANY:
         return socket.gethostbyname(socket.gethostname())
     if several and _is_own_name(host):

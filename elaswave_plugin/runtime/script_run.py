@@ -24,6 +24,7 @@ from types import ModuleType, TracebackType
 
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.rehearsed import REHEARSAL
+from elaswave_plugin.runtime.few_warnings import show_few_warnings
 from elaswave_plugin.runtime.member import CONTROL_FD
 from elaswave_plugin.runtime.refusal import end_in_a_sentence
 from elaswave_plugin.runtime.stack_line import offer_stack
@@ -95,6 +96,7 @@ def run(script: str, args: Sequence[str], *, module: bool, first_path: str | Non
 def guarded(reporter: Reporter, work: Callable[[], None], *, ours: Sequence[str] = ()) -> None:
     """Run the script; an exception is told and becomes exit code 1, as the interpreter's own."""
     offer_stack(os.environ)
+    show_few_warnings(os.environ)
     try:
         if REHEARSAL in os.environ:
             import_module("elaswave_plugin.rehearsal.trainer").begin(os.environ[REHEARSAL])

@@ -1,8 +1,7 @@
 """In which line of Python a trainer is, read without its help (standard library only).
 
 By py-spy where that is installed; else the trainer's own fault handler writes its stack, which it
-does from a signal, also where the interpreter is stuck in C. The trainer keeps the memory for it,
-and its progress page says which descriptor that is.
+does from a signal, also where the interpreter is stuck in C, behind its progress page.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from elaswave_plugin.runtime.progress import ProgressPage, page_fd
+from elaswave_plugin.runtime.progress import PAGE_NAME, ProgressPage, page_fd
 
 # None that a framework or a scheduler uses.
 STACK_SIGNAL = signal.SIGRTMAX - 1
-_NAME = "elaswave-stack"
 _PY_SPY_S = 5.0
 _DUMP_S = 1.0
 _LOOK_AGAIN_S = 0.01
@@ -37,10 +35,10 @@ def offer_stack(environ: Mapping[str, str]) -> None:
     """Have this process, a trainer that begins, write its stack when it is asked for."""
     number = page_fd(environ)
     if number is not None:
-        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-        faulthandler.register(STACK_SIGNAL, file=fd, all_threads=True)
+        os.lseek(number, 0, os.SEEK_END)  # behind the page
+        faulthandler.register(STACK_SIGNAL, file=number, all_threads=True)
         page = ProgressPage(number)
-        page.offer_stack(fd)
+        page.offer_stack(number)
         page.close()
 
 
@@ -78,7 +76,7 @@ def _by_faulthandler(pid: int, fd: int) -> str | None:
     """The main thread is the last one: threads are listed youngest first."""
     path = f"/proc/{pid}/fd/{fd}"
     with contextlib.suppress(OSError):
-        if _NAME not in os.readlink(path):
+        if PAGE_NAME not in os.readlink(path):
             return None  # the process runs another program by now
         with open(path, "rb") as file:
             start = file.seek(0, os.SEEK_END)

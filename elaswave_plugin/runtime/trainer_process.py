@@ -156,7 +156,7 @@ class ZygoteTrainer:
                 reactor.watch(self._pidfd, gone)
             if not data:
                 self.zygote_lives = False
-                end("gone with its zygote", None)
+                end("gone with its zygote, which ended", None)
             for frame in self._buffer.feed(data):
                 if "pid" in frame:
                     self.pid = frame["pid"]

@@ -5,6 +5,7 @@ Where it is in its program its own supervisor knows, which is asked in a thread:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from threading import Thread
 
@@ -38,7 +39,7 @@ class WaitWatch:
             slot: page for slot, page in pages.items() if members.get(slot) == page.incarnation
         }
         found = all_wait(members, samples)
-        if self._said.is_due(found):
+        if self._said.is_due(found, time.monotonic()):
             assert found is not None
             first = self._peers[found.late[0]]
             what = self._described(found, samples.get(found.late[0]))
@@ -50,7 +51,7 @@ class WaitWatch:
         more = len(found.late) - len(nodes)
         who = f"worker{'s' if len(found.late) > 1 else ''} {', '.join(nodes)}"
         who += f" and {more} more" if more else ""
-        if page is None and not self._agreement.started:
+        if page is None and not self._agreement.committed.epoch:
             where = "not attached yet"
         elif page is None:
             where = "at work"

@@ -28,6 +28,7 @@ from elaswave_plugin.runtime.progress import PhaseClock
 from elaswave_plugin.runtime.recovery_record import RecoveryRecord
 from elaswave_plugin.runtime.remembered import Remembered
 from elaswave_plugin.runtime.reserve import read_reserve
+from elaswave_plugin.runtime.say import say
 from elaswave_plugin.runtime.slow_workers import SlowWorkers
 from elaswave_plugin.runtime.state_keeper import StateKeeper
 from elaswave_plugin.runtime.stopwatch import Stopwatch
@@ -416,5 +417,9 @@ class Worker:
     def close(self) -> None:
         """Leave the job as done."""
         self.member.finish(self.completed)
+        logs = (self.events, self.ledger, self.steps)
+        missing = [what for what in (log.what_is_missing for log in logs) if what]
+        if missing:
+            say(f"worker {self.slot} has not written {', '.join(missing)}")
         self.stopwatch.clocks.close()
         self.links.close()

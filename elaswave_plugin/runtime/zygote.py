@@ -27,6 +27,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from elaswave_plugin.core.ending import EXIT_CONFIGURATION
+from elaswave_plugin.runtime.few_warnings import show_few_warnings
 from elaswave_plugin.runtime.lifeline import die_with_parent, exit_at_once, lead_group
 from elaswave_plugin.runtime.member import CONTROL_FD, SNAPSHOT_FDS
 from elaswave_plugin.runtime.progress import PROGRESS_FD
@@ -270,6 +271,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _preload(modules: Sequence[str]) -> str | None:
     """Import them; in words why trainers cannot be forked then, None where they can."""
+    show_few_warnings(os.environ)
     for name in modules:
         try:
             importlib.import_module(name)

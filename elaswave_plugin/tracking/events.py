@@ -30,7 +30,7 @@ class EventLog:
     def __init__(self, path: str | os.PathLike[str] | None, *, late: bool = False) -> None:
         self.path = None if path is None else Path(path)
         self.lost_lines = 0
-        self._is_torn = False
+        self._is_torn = self._is_unopened = False
         self._fd = -1
         if self.path is not None:
             try:
@@ -38,6 +38,7 @@ class EventLog:
                 self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             except OSError as error:
                 if late:
+                    self._is_unopened = True
                     self._say_lost(str(error.strerror))
                     return
                 raise ConfigurationError(
@@ -53,6 +54,7 @@ class EventLog:
         """Append the record; of what JSON does not know, NaN and infinity are null, others text."""
         fd = self._fd
         if fd < 0:
+            self.lost_lines += self._is_unopened
             return
         line = _encode(dict(record)).encode() + b"\n"
         # What a full disk took of a line must not spoil the next one.
@@ -71,6 +73,13 @@ class EventLog:
 
     def _say_lost(self, why: str) -> None:
         print(f"elaswave: lines of {self.path} are lost ({why})", file=sys.stderr)
+
+    @property
+    def what_is_missing(self) -> str | None:
+        """What was to be written and cannot be read, in words; None where all is there."""
+        if self.is_deleted:
+            return f"all of {self.path}, which was deleted"
+        return f"{self.lost_lines} lines of {self.path}" if self.lost_lines else None
 
     @property
     def is_deleted(self) -> bool:

@@ -1,5 +1,6 @@
 """Workers lost during an evaluation, a save and the start of the job."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -225,4 +226,10 @@ def test_a_run_directory_that_goes_bad_keeps_nobody_away(run: Launch) -> None:
     assert [event["slot"] for event in came] == [2]
     said = [line for line in spoiled.output.splitlines() if "are lost (" in line]
     assert len(said) == 2 and all("Is a directory" in line for line in said)
+    # And at the end, of which kind and how many.
+    (missing,) = [line for line in spoiled.output.splitlines() if "has not written" in line]
+    wanted = (
+        r"elaswave: worker 2 has not written \d+ lines of \S+ledger.jsonl, \d+ lines of \S+steps"
+    )
+    assert re.match(wanted, missing), missing
     assert "Traceback" not in spoiled.output and not spoiled.orphans

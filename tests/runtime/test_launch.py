@@ -546,3 +546,24 @@ def test_a_limit_of_processes_is_one_sentence(tmp_path: Path) -> None:
         and "`ulimit -u` is 1" in done.stderr
     )
     assert done.stderr.count("\n") == 1
+
+
+def test_a_loopback_that_is_down_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text("raise SystemExit('must not run')")
+    apart = ["unshare", "-n"] if not os.getuid() else ["unshare", "-rn"]
+    if subprocess.run([*apart, "true"], capture_output=True, timeout=60).returncode:
+        pytest.skip("no network namespace may be made here")
+    for launcher in (["-c", LAUNCH, "--nproc-per-node=2"], ["-m", "elaswave_plugin.run"]):
+        worker = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        done = subprocess.run(
+            [*apart, sys.executable, *launcher, "s.py"],
+            cwd=tmp_path,
+            env=environment(**worker, **meeting),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 2, done.stderr
+        assert "cannot reach its own address 127.0.0.1" in done.stderr
+        assert "`ip link set lo up`" in done.stderr and done.stderr.count("\n") == 1

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from elaswave_plugin.cli import run_command
 from tests.observer.made_up import make_run
+from tests.ports import free_port
 from tests.runtime.jobs import LAUNCH, TRAINER, WAIT_S, Job, environment
 
 SLOTS = range(3)
@@ -34,6 +35,25 @@ def test_output_that_nobody_reads_any_more_costs_nobody(tmp_path: Path, shell: s
         assert job.left(WAIT_S) == []
         assert [event["status"] for event in job.events("worker_exited")] == 3 * ["exit code 0"]
     assert job.output().splitlines().count(100 * "x") <= 1
+
+
+def test_output_that_nobody_reads_costs_nobody_under_another_launcher(tmp_path: Path) -> None:
+    """One that starts the workers with its own output, as torchrun and a shell do."""
+    place = f"WORLD_SIZE=3 LOCAL_WORLD_SIZE=3 MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()}"
+    one = f'RANK=$r LOCAL_RANK=$r {place} "$@" & pids="$pids $!"'
+    every = f"for r in 0 1 2; do {one}; done; for p in $pids; do wait $p || exit; done"
+    with Job(tmp_path, 3, ELASWAVE_DIR=str(tmp_path / "run")) as job:
+        words = [sys.executable, "-m", "elaswave_plugin.run", str(TRAINER)]
+        piped = f"{{ {every}; }} 2>&1 | head -n 1"
+        job.launch(command=["bash", "-o", "pipefail", "-c", piped, "bash", *words])
+        job.joined()
+        for _ in range(3):
+            for slot in SLOTS:
+                job.tell(slot, "print")
+            job.all("printed", SLOTS)
+        assert job.finish(SLOTS) == 0, job.output()
+        assert job.left(WAIT_S) == []
+        assert [event["status"] for event in job.events("worker_exited")] == 3 * ["exit code 0"]
 
 
 def test_all_that_a_job_prints_into_a_pipe_arrives(tmp_path: Path) -> None:

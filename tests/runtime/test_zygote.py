@@ -198,6 +198,15 @@ def test_the_job_ends_when_its_zygote_is_killed(tmp_path: Path) -> None:
     assert "gone with its zygote" in job.output()
 
 
+def test_how_a_zygote_of_the_job_ended_is_said(tmp_path: Path) -> None:
+    """As the kernel would end it for lack of memory: its workers do not know how it ended."""
+    with Job(tmp_path, 2, "--preload=json").start() as job:
+        (zygote,) = {psutil.Process(pid).ppid() for pid in job.pids.values()}
+        os.kill(zygote, signal.SIGKILL)
+        assert job.code() == 1
+    assert f"the zygote (pid {zygote}) ended: killed by SIGKILL; the workers" in job.output()
+
+
 def test_a_trainer_starts_without_its_zygote_when_that_is_gone(tmp_path: Path) -> None:
     """The zygote ends after a trainer of it has, and before the next one: nobody looks then."""
     with Job(tmp_path, 2, f"--master-port={free_port()}", TINY_RESPAWN="10") as job:
