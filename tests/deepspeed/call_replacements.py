@@ -99,7 +99,7 @@ CALLS_REPLACED: tuple[Replacement, ...] = (
         f"    engine, _, _, _ = {_INIT}",
         f"    engine, _, _, _ = {_INIT}\n    engine, _, _, _ = {_INIT}",
         REFUSED,
-        "deepspeed.initialize is called a second time with the section",
+        "deepspeed.initialize was called a second time, and a job has one engine",
     ),
     (
         3,

@@ -82,11 +82,6 @@ def _attach(
     config: Mapping[str, Any],
     arguments: dict[str, Any],
 ) -> Any:
-    if dist.is_initialized() and dist.get_backend() == BACKEND:
-        raise ConfigurationError(
-            'deepspeed.initialize is called a second time with the section "elaswave", and a job'
-            " carries one engine: put both models into one module, of which one engine trains"
-        )
     check_configuration(
         config,
         **{name: arguments.get(name) for name in ("model", "mpu", "mesh_param")},

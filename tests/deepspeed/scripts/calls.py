@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+import deepspeed  # noqa: F401  # which mutants call
 import torch
 
 from elaswave_plugin import deepspeed as elaswave  # [elastic] 1
