@@ -164,7 +164,7 @@ class Microbatches:
             begin(iterator, chunk, samples)
 
         def again(microbatches: tuple[int, ...]) -> list[Any]:
-            self._forward_only = True
+            self._in_step = False
             pieces = [Samples.of(k, size=self._micro_batch_size) for k in microbatches]
             step = in_order(forward_step, pieces, starting)
             repeated = {**kwargs, "forward_step_func": step, "num_microbatches": len(pieces)}
