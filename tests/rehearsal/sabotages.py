@@ -11,8 +11,18 @@ _ANY_CALLS = (
     "from elaswave_plugin.adapters.megatron.turns import Turns; "
     "Turns.forward_backward = lambda self, *, forward_only: self.returned.clear()"
 )
+# Buffers are neither refused nor those of a replica.
+_NO_REPLICAS = (
+    "from elaswave_plugin.adapters.megatron.model_buffers import ModelBuffers as b; "
+    "init = b.__init__; b._check_carried = lambda self, name: None; "
+    "b.__init__ = lambda self, chunks, *, exact, refused: "
+    "init(self, chunks, exact=False, refused=refused)"
+)
 _ATTACH = "from elaswave_plugin.adapters.megatron import step_parts; "
 _KEEPS_NOT = "{part}.put_back = lambda self, kept: None"
+
+# Reductions that begin in a backward pass are those of one call.
+_NO_OVERLAP = ("--no-overlap-grad-reduce",)
 
 _CALL = "        losses = forward_backward(data_iterator=per_chunk(train_batches), **schedule)\n"
 _BUILT = "    optimizer, scheduler = build_optimizer(args, model)\n"
@@ -58,6 +68,7 @@ class Sabotage:
     statement: str = ""
     run: str = "losses"
     names: str
+    options: tuple[str, ...] = ()
 
 
 TABLE = (
@@ -97,13 +108,14 @@ TABLE = (
     Sabotage(
         number="H7 buffer",
         changes=own_scripts.COUNTS,
-        statement="from elaswave_plugin.adapters.megatron.model_buffers import ModelBuffers; "
-        "ModelBuffers.enter = lambda self, replica: None",
+        statement=_NO_REPLICAS,
         names="buffer seen",
     ),
     Sabotage(
         number="H8 forward only", changes=DISTILLS, statement=_ANY_CALLS, names="sample batch"
     ),
-    Sabotage(number="H9 twice", changes=TWICE, statement=_ANY_CALLS, names="loss"),
+    Sabotage(
+        number="H9 twice", changes=TWICE, statement=_ANY_CALLS, names="norm", options=_NO_OVERLAP
+    ),
     Sabotage(number="H10 second model", changes=SECOND_MODEL, names="judge"),
 )

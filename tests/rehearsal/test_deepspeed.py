@@ -56,6 +56,6 @@ def test_it_is_found(
     script = engine_scripts.write(tmp_path, *changes)
     spec = EngineSpec(nproc=3, steps=20, global_batch=6, script=script, sabotage=statement)
     found = rehearse_engine(spec, runs=(run,))
-    print(f"{number}: {found.named}")
     assert found.exit_code == 1, found.output
+    print(f"{number}: {found.named}")
     assert names in found.named

@@ -1,5 +1,6 @@
 """A rehearsal finds by itself what a remedy prevents, once that is switched off or not used."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ pytestmark = [pytest.mark.timeout(540), pytest.mark.slow]
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.number)
 def test_it_is_found(rehearse: Rehearse, tmp_path: Path, row: Sabotage) -> None:
     script = own_scripts.write(tmp_path, *row.changes)
-    spec = JobSpec(nproc=3, steps=20, global_batch=6, script=script, sabotage=row.statement)
-    found = rehearse(spec, "--steps=5", runs=(row.run,))
-    print(f"{row.number}: {found.named}")
+    spec = JobSpec(nproc=3, steps=20, global_batch=6, script=script, options=row.options)
+    found = rehearse(replace(spec, sabotage=row.statement), "--steps=5", runs=(row.run,))
     assert found.exit_code == 1, found.output
+    print(f"{row.number}: {found.named}")
     assert row.names in found.named
