@@ -62,7 +62,7 @@ FORMS: dict[str, tuple[Change, ...]] = {
         (
             "    def train_step():\n",
             "    from megatron.core.timers import Timers\n\n"
-            "    timers = Timers(0, 'minmax')\n"
+            "    timers = Timers(2, 'minmax')\n"
             "    timers('all').start()\n\n"
             "    def train_step():\n",
         ),
