@@ -524,7 +524,7 @@ def test_a_supervisor_that_ends_before_the_nodes_have_met_keeps_nobody_waiting(
 def test_a_limit_of_processes_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text("raise SystemExit('must not run')")
     code = (
-        "import encodings.idna, os, resource, sys\n"
+        "import encodings.idna, os, resource, shutil, sys\n"
         "from elaswave_plugin.runtime.launch import main\n"
         "if not os.getuid():\n"  # whom no limit holds
         "    os.setgroups([]); os.setgid(54321); os.setuid(54321)\n"
