@@ -11,13 +11,6 @@ _ANY_CALLS = (
     "from elaswave_plugin.adapters.megatron.turns import Turns; "
     "Turns.forward_backward = lambda self, *, forward_only: self.returned.clear()"
 )
-# Buffers are neither refused nor those of a replica.
-_NO_REPLICAS = (
-    "from elaswave_plugin.adapters.megatron.model_buffers import ModelBuffers as b; "
-    "init = b.__init__; b._check_carried = lambda self, name: None; "
-    "b.__init__ = lambda self, chunks, *, exact, refused: "
-    "init(self, chunks, exact=False, refused=refused)"
-)
 _ATTACH = "from elaswave_plugin.adapters.megatron import step_parts; "
 _KEEPS_NOT = "{part}.put_back = lambda self, kept: None"
 
@@ -105,12 +98,6 @@ TABLE = (
         names="average.update(model[0])",
     ),
     Sabotage(number="H6 warm-up", changes=WARMS_UP_IN_BODY, run="returns", names="length[0] = 16"),
-    Sabotage(
-        number="H7 buffer",
-        changes=own_scripts.COUNTS,
-        statement=_NO_REPLICAS,
-        names="buffer seen",
-    ),
     Sabotage(
         number="H8 forward only", changes=DISTILLS, statement=_ANY_CALLS, names="sample batch"
     ),

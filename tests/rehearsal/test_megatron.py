@@ -9,7 +9,7 @@ from tests.faults.harness import JobSpec
 from tests.rehearsal.conftest import Rehearse
 
 # Four jobs in one test, on a machine that others share.
-pytestmark = pytest.mark.timeout(540)
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.slow]
 
 
 def test_the_example_is_equal_and_every_kill_fires(rehearse: Rehearse, tmp_path: Path) -> None:
