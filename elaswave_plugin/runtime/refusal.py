@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import wraps
 from typing import NoReturn, ParamSpec, TypeVar
 
@@ -25,6 +26,11 @@ _OF_THE_JOB = (
     *(ConfigurationError, LayoutError, PlanDigestError, SnapshotGapError),
     *(WeightsDifferError, CheckpointUnreadableError),
 )
+
+# What tells an error of the script from one that a line of ours, left out, has caused.
+Explain = Callable[[BaseException], ConfigurationError | None]
+# Set once, by the job that attaches; a process has one script.
+_EXPLAIN: ContextVar[Explain] = ContextVar("explain", default=lambda error: None)
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -49,6 +55,16 @@ def ends_in_a_sentence(
             end_in_a_sentence(error)
 
     return guarded
+
+
+def explain_errors(explain: Explain) -> None:
+    """Have ``explain(error)`` say what to write where an error of the script comes from that."""
+    _EXPLAIN.set(explain)
+
+
+def explained(error: BaseException) -> ConfigurationError | None:
+    """Return what to write, where an error of the script comes from a line that is left out."""
+    return _EXPLAIN.get()(error)
 
 
 def end_in_a_sentence(error: ElasWaveError) -> NoReturn:

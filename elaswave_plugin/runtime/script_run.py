@@ -26,7 +26,7 @@ from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.rehearsed import REHEARSAL
 from elaswave_plugin.runtime.few_warnings import show_few_warnings
 from elaswave_plugin.runtime.member import CONTROL_FD
-from elaswave_plugin.runtime.refusal import end_in_a_sentence
+from elaswave_plugin.runtime.refusal import end_in_a_sentence, explained
 from elaswave_plugin.runtime.stack_line import offer_stack
 from elaswave_plugin.runtime.wire import encode
 
@@ -106,6 +106,9 @@ def guarded(reporter: Reporter, work: Callable[[], None], *, ours: Sequence[str]
     except ConfigurationError as error:
         end_in_a_sentence(error)
     except BaseException as error:
+        refusal = explained(error)
+        if refusal is not None:
+            end_in_a_sentence(refusal)
         reporter.tell(error, ours=ours)
         raise SystemExit(EXIT_RAISED) from None
 

@@ -57,7 +57,7 @@ _LEFT_OUT = {
     2: (REFUSED, "write elaswave.add_arguments(parser)"),
     # On the CPU, where the records that attach applies stand in for torch.cuda.
     3: (RAISES, "Error: "),
-    4: (RAISES, _NO_WORLD),
+    4: (REFUSED, _NO_WORLD),
     5: (REFUSED, "job.train is called before job.bind: write job.bind("),
     6: (RAISES, "name 'train_batches' is not defined"),
     7: (RAISES, "name 'forward_backward' is not defined"),
@@ -81,7 +81,7 @@ _DOWN = {
     1: (TRAINS, ""),
     2: (REFUSED, "write elaswave.add_arguments(parser)"),
     3: (RAISES, "Error: "),
-    4: (RAISES, _NO_WORLD),
+    4: (REFUSED, _NO_WORLD),
     5: (TRAINS, ""),
     6: (TRAINS, ""),
     7: (TRAINS, ""),

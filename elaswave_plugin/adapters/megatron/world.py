@@ -1,6 +1,5 @@
 """Whether the groups that a script has made are those of the job."""
 
-import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from megatron.core import parallel_state
 
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.process_group import GroupTable
+from elaswave_plugin.runtime.refusal import explain_errors
 
 _NEED_A_WORLD = ("parallel_state.py", "distributed_c10d.py")
 INIT = "torch.distributed.init_process_group(**job.process_group())"
@@ -29,15 +29,15 @@ def name_what_is_missing(groups: GroupTable) -> None:
 
     Megatron-Core asserts that there is one, without a message.
     """
-    show = sys.excepthook
 
-    def failing(kind: Any, error: Any, trace: Any) -> None:
-        show(kind, error, trace)
-        frames = traceback.extract_tb(trace)
-        if groups.world is None and frames and Path(frames[-1].filename).name in _NEED_A_WORLD:
-            print(f"elaswave: torch.distributed is not initialized: write {INIT}", file=sys.stderr)
+    def explain(error: BaseException) -> ConfigurationError | None:
+        frames = traceback.extract_tb(error.__traceback__)
+        needs_one = bool(frames) and Path(frames[-1].filename).name in _NEED_A_WORLD
+        if groups.world is not None or not needs_one:
+            return None
+        return ConfigurationError(f"torch.distributed is not initialized: write {INIT}")
 
-    sys.excepthook = failing
+    explain_errors(explain)
 
 
 def check_world(groups: GroupTable, *, model_parallel: tuple[int, int]) -> None:
