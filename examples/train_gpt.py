@@ -284,7 +284,7 @@ def forward_step(batches, model):
 def loss_func(mask, per_token, output):
     """Sum or mean over the tokens that count; reports (sum, tokens)."""
     total, tokens = (output.float() * mask).sum(), mask.sum()
-    reported = (float(total.detach()), float(tokens))
+    reported = (float(total), float(tokens))
     if per_token:
         return total, tokens.to(torch.int), reported
     return total / tokens, reported

@@ -32,6 +32,7 @@ from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.control_frames import SAID_BY_PEER, flaw_of
 from elaswave_plugin.runtime.hang_watch import HangWatch
+from elaswave_plugin.runtime.job_summary import Changes
 from elaswave_plugin.runtime.node_register import NodeRegister
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.rendezvous import Meeting, Peer
@@ -118,6 +119,8 @@ class Coordinator:
             life = int.from_bytes(os.urandom(6), "little")
             self.agreement = Agreement.of_newcomer(meeting.welcome, patience=patience, life=life)
         self._said_epoch = self.agreement.committed.epoch
+        # The agreement forgets views of long ago.
+        self.changes = Changes(self.agreement.committed)
         # Newcomers come to a job that has.
         self._told_start = self.agreement.started
         self.lost: dict[int, str] = self.agreement.without_supervisor
@@ -364,6 +367,7 @@ class Coordinator:
         for number, view in enumerate(history):
             if view.epoch > self._said_epoch:
                 self._said_epoch = view.epoch
+                self.changes.follow(view)
                 words = words_of_view(view, history[:number])
                 if words is not None and self.speaks_for_node:
                     say(words)

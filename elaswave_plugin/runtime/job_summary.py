@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
-from itertools import pairwise
+from collections.abc import Collection
 from pathlib import Path
 
 from elaswave_plugin.core.audit import batch_sizes, counting_views, lost_and_repeated
@@ -20,33 +19,39 @@ def sums_up(slot: int, view: MembershipView, lost: Collection[int]) -> bool:
     return next((one for one in view.ranks if one not in lost), None) == slot
 
 
-def job_summary(
-    history: Sequence[MembershipView], completed: int, started_s: float, run_dir: str | None
-) -> str:
+class Changes:
+    """Counts who was lost, who left as told to and who came, view by view."""
+
+    def __init__(self, view: MembershipView) -> None:
+        """``view``: the one from which on it counts."""
+        self._view = view
+        self._lost = self._left = self._came = 0
+
+    def follow(self, view: MembershipView) -> None:
+        """Count what has changed since the view before."""
+        gone = self._view.workers - view.workers
+        told = sum(departed(view.reason, worker.slot) for worker in gone)
+        self._left += told
+        self._lost += len(gone) - told
+        self._came += len(view.workers - self._view.workers)
+        self._view = view
+
+    def __str__(self) -> str:
+        lost, left, came = self._lost, self._left, self._came
+        text = f"{lost} loss{'' if lost == 1 else 'es'} survived" if lost else "no worker lost"
+        text += f", {left} departure{'' if left == 1 else 's'}" if left else ""
+        return text + (f", {came} arrival{'' if came == 1 else 's'}" if came else "")
+
+
+def job_summary(changes: Changes, completed: int, started_s: float, run_dir: str | None) -> str:
     """Return the line of a job that began at ``started_s`` by the wall clock, and ends now.
 
-    ``history``: all its views, in order; ``completed``: steps of the training, those before a
-    checkpoint among them; ``run_dir``: with the ledger of all workers.
+    ``changes``: of all its views; ``completed``: steps of the training, those before a checkpoint
+    among them; ``run_dir``: with the ledger of all workers.
     """
     steps = "1 step" if completed == 1 else f"{completed} steps"
-    done = (
-        f"the job is done: {steps} completed, {_changes(history)}, {_time(time.time() - started_s)}"
-    )
+    done = f"the job is done: {steps} completed, {changes}, {_time(time.time() - started_s)}"
     return done if run_dir is None else f"{done}; {_samples(Path(run_dir))}"
-
-
-def _changes(history: Sequence[MembershipView]) -> str:
-    """Count workers that were lost, left as they were told to, and came."""
-    lost = left = came = 0
-    for before, after in pairwise(history):
-        gone = before.workers - after.workers
-        told = sum(departed(after.reason, worker.slot) for worker in gone)
-        left += told
-        lost += len(gone) - told
-        came += len(after.workers - before.workers)
-    text = f"{lost} loss{'' if lost == 1 else 'es'} survived" if lost else "no worker lost"
-    text += f", {left} departure{'' if left == 1 else 's'}" if left else ""
-    return text + (f", {came} arrival{'' if came == 1 else 's'}" if came else "")
 
 
 def _time(seconds: float) -> str:

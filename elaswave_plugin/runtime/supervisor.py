@@ -152,8 +152,8 @@ class Supervisor:
         self._coordinator.finish(GOODBYE_S)
         self._orphans.finish()
         if self._sums_up:
-            history, started_s = self._agreement.history, self._remembered["started_s"]
-            say(job_summary(history, self._completed, started_s, self._spec.run_dir))
+            changes, started_s = self._coordinator.changes, self._remembered["started_s"]
+            say(job_summary(changes, self._completed, started_s, self._spec.run_dir))
         return EXIT_FAILED if self._exit_code is None else self._exit_code
 
     # ---- start --------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from tests.faults.harness import Outcome
 from tests.faults.replacements import DETACHED, RAISES, REFUSED
 
 # What a job says that is in order, and what DeepSpeed does.
-USUAL = ("elaswave: snapshots use", "step ", "[20")
+USUAL = ("elaswave: snapshots use", "elaswave: the job: `elaswave status", "step ", "[20")
 SAYS_DETACHED = "trains without elaswave, and no loss will be survived"
 
 

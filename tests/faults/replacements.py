@@ -12,7 +12,7 @@ _DP = "parallel_state.get_data_parallel_world_size()"
 _COUNT = f"args.global_batch_size // args.micro_batch_size // {_DP}"
 _REDUCED = """\
     torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
-    reported = (float(total.detach()), float(tokens))"""
+    reported = (float(total), float(tokens))"""
 _LOOP = "for iteration, report in job.train(train_step, last_checkpoint=last):"
 _PLAIN_LOOP = """for iteration in range(args.train_iters):
         train_step()
@@ -149,8 +149,8 @@ REPLACED: tuple[Replacement, ...] = (
         "no double asterisk",
         "(**job.process_group())",
         "(job.process_group())",
-        RAISES,
-        "ValueError: Backend constructor parameter must be string-ish",
+        REFUSED,
+        "torch.distributed is not initialized: write torch.distributed.init_process_group(",
     ),
     (
         5,
@@ -368,7 +368,7 @@ REPLACED: tuple[Replacement, ...] = (
     (
         7,
         "an all_reduce of the reported loss",
-        "    reported = (float(total.detach()), float(tokens))",
+        "    reported = (float(total), float(tokens))",
         _REDUCED,
         REFUSED,
         "all_reduce is called in loss_func (train_gpt.py:",

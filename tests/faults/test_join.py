@@ -257,6 +257,7 @@ def test_ten_kills_and_joins_in_one_run(run: Launch, reference: Reference) -> No
     check_equal(survived, reference(spec))
     assert len(entered(survived)) == 10
     assert last_ranks(survived) == [0, 1, 2, 3]
+    assert "34 steps completed, 10 losses survived, 10 arrivals" in survived.output
 
 
 def test_the_limit_of_respawn(run: Launch) -> None:

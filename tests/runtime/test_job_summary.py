@@ -16,7 +16,7 @@ from elaswave_plugin.core.membership import (
     next_view,
 )
 from elaswave_plugin.runtime import job_summary as summaries
-from elaswave_plugin.runtime.job_summary import job_summary, sums_up
+from elaswave_plugin.runtime.job_summary import Changes, job_summary, sums_up
 
 
 def history(*changes: FailureEvent | Arrival) -> list[MembershipView]:
@@ -30,17 +30,26 @@ def history(*changes: FailureEvent | Arrival) -> list[MembershipView]:
     return views
 
 
+def changes(*those: FailureEvent | Arrival) -> Changes:
+    """What is counted of them."""
+    views = history(*those)
+    counted = Changes(views[0])
+    for view in views:
+        counted.follow(view)
+    return counted
+
+
 def gone(slot: int, kind: str) -> FailureEvent:
     return FailureEvent(kind=kind, slot=slot, detected_at_s=0.0, evidence="seen so")
 
 
 def test_losses_departures_and_arrivals_are_counted_apart() -> None:
     back = Arrival(worker=WorkerId(slot=1, incarnation=1), node=0)
-    views = history(gone(1, "exit"), gone(3, "leave"), back, gone(2, "lost"))
-    line = job_summary(views, 40, time.time() - 192.0, None)
+    counts = changes(gone(1, "exit"), gone(3, "leave"), back, gone(2, "lost"))
+    line = job_summary(counts, 40, time.time() - 192.0, None)
     counted = "2 losses survived, 1 departure, 1 arrival"
     assert line == f"the job is done: 40 steps completed, {counted}, 3 min 12 s"
-    line = job_summary(history(), 1, time.time(), None)
+    line = job_summary(changes(), 1, time.time(), None)
     assert line == "the job is done: 1 step completed, no worker lost, 0 s"
 
 
@@ -51,14 +60,14 @@ def test_the_ledger_is_audited_where_there_is_one(
     (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     steps = [{"step": step, "epoch": 1} for step in range(4)]
     (tmp_path / "steps.jsonl").write_text("".join(json.dumps(one) + "\n" for one in steps))
-    line = job_summary(history(), 4, time.time(), str(tmp_path))
+    line = job_summary(changes(), 4, time.time(), str(tmp_path))
     assert line.endswith(", 0 s; samples: 2 lost, 0 repeated")
     monkeypatch.setattr(summaries, "_MOST_BYTES", 10)
-    line = job_summary(history(), 4, time.time(), str(tmp_path))
+    line = job_summary(changes(), 4, time.time(), str(tmp_path))
     assert line.endswith(f"; `elaswave report {tmp_path}` counts samples lost or repeated")
     (tmp_path / "ledger.jsonl").unlink()
     assert "; samples lost or repeated are not known: " in job_summary(
-        history(), 4, time.time(), str(tmp_path)
+        changes(), 4, time.time(), str(tmp_path)
     )
 
 
