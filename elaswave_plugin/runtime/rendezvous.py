@@ -169,12 +169,13 @@ def own_host(
     if listener is not None and listener.getsockname()[0] not in _ANY:
         own = str(listener.getsockname()[0])
         try:
-            return _way_to(own, port)
+            _way_to(own, port)
         except OSError as error:
             raise ConfigurationError(
                 f"this machine cannot reach its own address {own} ({error.strerror}): is the "
                 "loopback interface up? `ip link set lo up`"
             ) from error
+        return own
     if host in _ANY:
         return socket.gethostbyname(socket.gethostname())
     if several and _is_own_name(host):

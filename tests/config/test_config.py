@@ -44,6 +44,7 @@ KEYS = (
     "snapshot_copies",
     "snapshots",
     "split_backward",
+    "stop_after",
     "tensorboard",
     "transfer_timeout_s",
     "wandb",

@@ -380,7 +380,7 @@ def test_a_machine_that_calls_itself_127_0_1_1_is_reached_from_others(
         "getaddrinfo",
         lambda host, *rest, **more: resolve(known.get(host, host), *rest, **more),
     )
-    ways = {"node-0": "127.0.1.1", "192.0.2.1": "10.0.0.7"}
+    ways = {"node-0": "127.0.1.1", "192.0.2.1": "10.0.0.7", "127.0.0.1": "127.0.0.1"}
     monkeypatch.setattr(rendezvous, "_way_to", lambda host, port: ways[host])
     with listen_at("node-0", 0, several=True) as listener:
         assert listener.getsockname()[0] == "0.0.0.0"
