@@ -170,6 +170,7 @@ class Coordinator:
             self._lose_who_is_needed()
         self._say_views()
         if self.agreement.started and not self._told_start:
+            self._say_address()
             self._told_start = True
             self._trainer_side.started()
         self._set_alarm()
@@ -371,6 +372,12 @@ class Coordinator:
                 words = words_of_view(view, history[:number])
                 if words is not None and self.speaks_for_node:
                     say(words)
+
+    def _say_address(self) -> None:
+        """Once a node, and not of a job that is refused before it begins."""
+        if self.speaks_for_node:
+            at = self.peers[self._slot].data
+            say(f"the job: `elaswave status --connect {at}`; to join it `elaswave run --join {at}`")
 
     @property
     def speaks_for_node(self) -> bool:

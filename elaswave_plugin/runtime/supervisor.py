@@ -230,9 +230,6 @@ class Supervisor:
 
     def _address(self) -> Address:
         place = self._spec.place
-        if self._coordinator.speaks_for_node:
-            at = self._data_address
-            say(f"the job: `elaswave status --connect {at}`; to join it `elaswave run --join {at}`")
         return Address(
             slot=place.slot, node=place.node, pid=os.getpid(), address=self._data_address
         )
