@@ -68,7 +68,7 @@ _ROWS: tuple[tuple[str, ...], ...] = (
         _DEEPSPEED,
         "constant: refused where they change between two steps, unless kept",
         "from a survivor",
-        "digest before every step and at an entry",
+        "digest before every step",
         "weights that are not trained",
     ),
     (

@@ -157,7 +157,11 @@ class Weights(Plain):
 
 
 class Frozen(Plain):
-    """Weights that are not trained, which nobody may change but as an object that is kept."""
+    """Weights that are not trained, which nobody may change but as an object that is kept.
+
+    The engine broadcasts them at the start, and a survivor gives them to who comes later, once that
+    one is in.
+    """
 
     name = "weights that are not trained"
 
@@ -179,13 +183,6 @@ class Frozen(Plain):
 
     def put_back(self, kept: Any) -> None:
         """They are as they were."""
-
-    def proof(self) -> int:
-        """Of their values."""
-        digest = xxhash.xxh3_64()
-        for name, param in self._unkept():
-            digest.update(f"{name} {digest_of(param)}".encode())
-        return digest.intdigest() >> 1
 
     def _unkept(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Those that belong to no object that the script keeps."""

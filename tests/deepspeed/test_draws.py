@@ -10,9 +10,11 @@ from tests.faults.harness import check_survived
 from tests.tiers import sampled
 
 DROPOUT = ("--dropout=0.1",)
-# A running stream, seeded once, instead of a key for every share.
+# A running stream, seeded once and not put back, instead of a key for every share.
 RUNNING = """
 import torch
+from elaswave_plugin.runtime.engine_parts import Generators
+Generators.put_back = lambda self, kept: None
 seed, seeded = torch.manual_seed, []
 def once(number):
     if not seeded:
