@@ -160,7 +160,8 @@ class StepState:
                 del self._before[later]
         rows = _told([self._asks, step in self._before, self._cell])
         for rank, (asks, _, wanted) in enumerate(rows):
-            if asks and wanted >= 0:
+            # Also one that has no place yet: its script's loop goes on with the others'.
+            if asks:
                 self._give(step, to=rank, source=self._source(rows, wanted))
         self._asks = False
         if any(asks for asks, _, _ in rows):

@@ -53,7 +53,8 @@ class Settings(Plain):
         """Install both."""
         capsule, settings = kept
         self._framework.write_capsule(capsule)
-        for group, one in zip(self._framework.groups, settings, strict=True):
+        # Who has no place yet is given those of any stage, which may have fewer groups.
+        for group, one in zip(self._framework.groups, settings, strict=False):
             group.update(copy.deepcopy(one))
 
     def proof(self) -> int:
