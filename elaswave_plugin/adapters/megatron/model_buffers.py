@@ -232,8 +232,11 @@ class ModelBuffers(Plain):
         number, _, place = name.partition(".")
         place, _, leaf = place.rpartition(".")
         chunk = self._chunks[int(number)]
-        device = next(chunk.parameters()).device
-        chunk.get_submodule(place).register_buffer(leaf, value.to(device), persistent=persistent)
+        # Layers may have moved since, and who has no place is given the values of any stage.
+        module = dict(chunk.named_modules()).get(place)
+        if module is not None:
+            device = next(chunk.parameters()).device
+            module.register_buffer(leaf, value.to(device), persistent=persistent)
 
     def _named(self, names: Sequence[str] | None) -> Iterator[tuple[str, torch.Tensor]]:
         """Those of these names, in their order; None: all."""
