@@ -219,6 +219,19 @@ class Job:
         """What a launcher and its processes have printed."""
         return (self.folder / f"output-{launcher}").read_text()
 
+    def said(self, words: str, launcher: int = 0) -> str:
+        """The first line with these words of a launcher that still runs.
+
+        Nothing orders what it prints with what a trainer reports, so it is waited for.
+        """
+        deadline_s = time.monotonic() + WAIT_S
+        while True:
+            for line in self.output(launcher).splitlines(keepends=True):
+                if words in line and line.endswith("\n"):
+                    return line
+            assert time.monotonic() < deadline_s, f"no {words!r} in:\n{self.output(launcher)}"
+            time.sleep(0.01)  # nothing tells that a file has grown
+
     def outputs(self) -> str:
         """What all launchers and their processes have printed."""
         return "".join(self.output(number) for number in range(len(self.launchers)))

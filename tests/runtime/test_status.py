@@ -214,9 +214,9 @@ def test_without_a_run_directory_the_address_is_printed(tmp_path: Path) -> None:
         job.launch(command=[sys.executable, "-c", LAUNCH, "--nproc-per-node=2", str(TRAINER)])
         for report in job.all("started", [0, 1]):
             job.watch(report["pid"])
-        job.all("commit", [0, 1], epoch=1)
-        line = next(line for line in job.output().splitlines() if "--connect" in line)
-        address = line.split("--connect ")[1].split("`")[0]
+        for slot in (0, 1):
+            job.tell(slot, "seal 0")
+        address = job.said("--connect").split("--connect ")[1].split("`")[0]
         assert ask_job(find_job(None, address), TIMEOUT_S)["view"]["ranks"] == [0, 1]
         assert job.finish([0, 1]) == 0
 
