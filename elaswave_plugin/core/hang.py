@@ -36,8 +36,8 @@ _CAME_LATER = (
     " (engine.global_steps), or set respawn to 0"
 )
 _NOT_ALIKE = (
-    "; the scripts do different things, and every worker has to make the same calls of the engine,"
-    " run and collectives"
+    "; the scripts do different things: every worker has to make the same calls, run and evaluate"
+    " too, and not rank 0 alone"
 )
 UNKNOWN_LIMIT_S = 600.0
 """What a phase without a median may take: compilation in the first steps, a script between two."""

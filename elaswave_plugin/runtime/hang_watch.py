@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from elaswave_plugin.core.agreement import Agreement
+from elaswave_plugin.core.ending import EXIT_CONFIGURATION
 from elaswave_plugin.core.hang import Sample, Waiting, verdict, who_waits
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.wire import Frame
@@ -160,7 +161,11 @@ class HangWatch:
             in_circle=waiting.in_circle,
             differs=waiting.differs,
         )
-        self._trainer.fence(evidence)
+        if waiting.differs and not any(self._agreement.committed.incarnations):
+            # Nobody came later, so the script itself is at fault, and the next one would be too.
+            self._agreement.abandon(f"worker {own.slot}: {evidence}", EXIT_CONFIGURATION)
+        else:
+            self._trainer.fence(evidence)
 
     def _is_fenced(self, own: Sample) -> bool:
         """The signal is on its way."""

@@ -359,4 +359,14 @@ CALLS_REPLACED: tuple[Replacement, ...] = (
         REFUSED,
         "evaluation between two steps is asked for in the middle of step 0",
     ),
+    (
+        5,
+        "on rank 0 only",
+        _RUN,
+        f"{_RUN} if torch.distributed.get_rank() == 0 else 0.0",
+        REFUSED,
+        "in evaluation of step 1 (limit 2 s with a recovery); worker 1 waits for it in another"
+        " operation than the one in which it waits for them; the scripts do different things: every"
+        " worker has to make the same calls, run and evaluate too, and not rank 0 alone",
+    ),
 )

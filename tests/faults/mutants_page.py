@@ -29,10 +29,7 @@ This page is printed by `python -m tests.faults.mutants_page`, and every row is 
 DEEPSPEED = """
 # DeepSpeed
 
-The calls of `tests/deepspeed/scripts/calls.py`; a script with the section needs none of them. Of
-`run` on one worker only, nobody knows until the others wait for it: after `hang_timeout_s` it is
-killed with the words "in another operation than the one in which it waits for them", and the same
-comes again with the next rank 0.
+The calls of `tests/deepspeed/scripts/calls.py`; a script with the section needs none of them.
 
 """
 

@@ -545,4 +545,18 @@ REPLACED: tuple[Replacement, ...] = (
     ),
     (10, "without a phase", ', phase="save")', ")", RAISES, "'phase'"),
     (10, "a number for the phase", 'phase="save")', "phase=3)", REFUSED, "phase=3, wanted a name"),
+    *(
+        (
+            line,
+            "on rank 0 only",
+            call,
+            f"{call} if torch.distributed.get_rank() == 0 else 0.0",
+            REFUSED,
+            "every worker has to make the same calls, run and evaluate too, and not rank 0 alone",
+        )
+        for line, call in (
+            (9, "job.evaluate(evaluate)"),
+            (10, 'job.run(save, phase="save")'),
+        )
+    ),
 )
