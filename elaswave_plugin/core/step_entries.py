@@ -58,9 +58,9 @@ _ROWS: tuple[tuple[str, ...], ...] = (
     (
         "weights that are not trained; names, shapes and kinds of all weights",
         "Megatron-Core, Megatron-LM",
-        "put back where they differ",
+        "put back where they differ; layers that move take theirs along",
         _GIVEN,
-        "digest at the start (refused where replicas differ) and at an entry",
+        "digest at the start (refused where replicas differ), at an entry and after a move",
         "weights that are not trained, or the names and shapes of weights",
     ),
     (

@@ -16,6 +16,7 @@ import xxhash
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError
 from elaswave_plugin.kept import accessors, kept_objects
 from elaswave_plugin.runtime.hand_over import receive, send
+from elaswave_plugin.runtime.moved_state import fetch_missing
 from elaswave_plugin.runtime.worker import Worker
 
 # A recovery goes back to the last step that is sealed everywhere: the present one or the last.
@@ -38,6 +39,18 @@ class Part(Protocol):
     def shared(self, kept: Any) -> Any:
         """What of it a worker takes that comes later."""
 
+    def missing(self, kept: Any) -> list[str]:
+        """The names of what this worker has now, as layers have moved to it, and did not keep."""
+
+    def part_of(self, kept: Any, names: Sequence[str], *, is_current: bool) -> Mapping[str, Any]:
+        """Those of another worker's missing ones that are here.
+
+        ``is_current``: whether it was kept just now, and the loop can have changed nothing since.
+        """
+
+    def take_in(self, kept: Any, more: Mapping[str, Any]) -> None:
+        """Install what was missing, and keep it as well."""
+
     def sealed(self) -> None:
         """A step was sealed: what is changed from here on, the loop's body has changed."""
 
@@ -57,6 +70,17 @@ class Plain:
     def shared(self, kept: Any) -> Any:
         """All of it."""
         return kept
+
+    def missing(self, kept: Any) -> list[str]:
+        """Nothing belongs to a layer."""
+        return []
+
+    def part_of(self, kept: Any, names: Sequence[str], *, is_current: bool) -> Mapping[str, Any]:
+        """Nobody misses any."""
+        return {}
+
+    def take_in(self, kept: Any, more: Mapping[str, Any]) -> None:
+        """Nothing comes."""
 
     def sealed(self) -> None:
         """Nothing is compared with it."""
@@ -140,11 +164,6 @@ class StepState:
         for part in self._parts.values():
             part.sealed()
 
-    def forget(self) -> None:
-        """This worker has another part of the model now, whose state others have."""
-        self._before.clear()
-        self._asks = True
-
     # ---- after a recovery -----------------------------------------------------------------------
 
     def restored(self, step: int) -> None:
@@ -163,10 +182,19 @@ class StepState:
             # Also one that has no place yet: its script's loop goes on with the others'.
             if asks:
                 self._give(step, to=rank, source=self._source(rows, wanted))
-        self._asks = False
-        if any(asks for asks, _, _ in rows):
-            if step in self._before:
-                self.put_back(self._before[step])
+        # Who has no place has the state of any stage, and asks again once it has one.
+        self._asks = self._asks and self._cell < 0
+        newest = step if step in self._before else max(self._before, default=step)
+        moved = fetch_missing(
+            self._parts,
+            self._before.get(newest, {}),
+            is_placed=self._cell >= 0,
+            is_current=newest == step,
+        )
+        came = any(asks for asks, _, _ in rows)
+        if came and step in self._before:
+            self.put_back(self._before[step])
+        if came or moved:
             self._compare([number for _, _, number in rows], self._part_from)
 
     def _source(self, rows: Sequence[Sequence[int]], cell: int) -> int:

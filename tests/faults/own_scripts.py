@@ -59,9 +59,32 @@ FREEZES = (
     before_model(FROZEN.format(share=SHARED)),
     (_BUILD, "with_frozen(build_chunk(args, config, number)), disable_bucketing"),
 )
-# Alike on all workers, without anybody telling.
-ONE_SEED = FROZEN.replace("7 + torch.distributed.get_rank()", "7").format(share="pass")
-FREEZES_ALIKE = (before_model(ONE_SEED), FREEZES[1])
+# Other values in each layer, and one of the layers is trained whole.
+BY_LAYER = """def with_frozen(chunk):
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    for layer in (one for one in chunk.modules() if isinstance(one, TransformerLayer)):
+        if layer.layer_number != 2:
+            torch.manual_seed(7 + layer.layer_number)
+            layer.mlp.linear_fc1.weight.data.normal_(0, 0.03)
+            layer.mlp.linear_fc1.weight.requires_grad = False
+    return chunk
+
+
+"""
+FREEZES_BY_LAYER = (before_model(BY_LAYER), FREEZES[1])
+# The first layer whole, as of a model that is fine-tuned.
+FIRST = """def with_frozen(chunk):
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    for layer in (one for one in chunk.modules() if isinstance(one, TransformerLayer)):
+        if layer.layer_number == 1:
+            layer.requires_grad_(False)
+    return chunk
+
+
+"""
+FREEZES_FIRST = (before_model(FIRST), FREEZES[1])
 FREEZES_EACH = (before_model(FROZEN.format(share="pass")), FREEZES[1])
 
 # Masked language modelling: draws before the model.

@@ -14,6 +14,8 @@ from tests.faults import own_scripts
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived
 from tests.faults.hybrid_matrix import PP2_DP2, TP2_PP2_DP2
+from tests.faults.test_join import LATER, last_ranks
+from tests.faults.test_layer_moves import cuts_after
 from tests.tiers import sampled
 
 # A worker is lost in a backward pass, comes back, and another one is lost.
@@ -152,12 +154,45 @@ def test_what_nobody_could_bring_back_is_refused(run: Launch, tmp_path: Path, na
     assert not refused.orphans
 
 
-def test_frozen_weights_with_stages_keep_their_layers(
+@pytest.mark.parametrize(("kill", "cuts"), [("0@3:backward", [0, 1, 4]), ("2@3:body", [0, 3, 4])])
+def test_frozen_weights_move_with_their_layers(
+    run: Launch, reference: Reference, tmp_path: Path, kill: str, cuts: list[int]
+) -> None:
+    """Each layer has other ones, and is trained in parts; whoever comes back has them, too."""
+    script = own_scripts.write(tmp_path, *own_scripts.FREEZES_BY_LAYER)
+    options = (*PP2_DP2.options, "--num-layers=4", "--elaswave-move-layers=always")
+    spec = replace(PP2_DP2, steps=10, options=options, script=script)
+    survived = run(replace(spec, respawn=10, kills=(kill,), awaits=((6, 1),)))
+    check_equal(survived, reference(spec))
+    assert cuts_after(survived) == [cuts, [0, 2, 4]]
+
+
+def test_a_layer_that_is_frozen_whole_keeps_all_layers(
     run: Launch, reference: Reference, tmp_path: Path
 ) -> None:
-    script = own_scripts.write(tmp_path, *own_scripts.FREEZES_ALIKE)
+    """Only the first stage knows of it by itself."""
+    script = own_scripts.write(tmp_path, *own_scripts.FREEZES_FIRST)
     spec = replace(PP2_DP2, options=(*PP2_DP2.options, "--num-layers=4"), script=script)
-    check_equal(run(replace(spec, kills=("0@3:backward",))), reference(spec))
+    survived = run(replace(spec, kills=("0@3:backward",)))
+    check_equal(survived, reference(spec))
+    assert cuts_after(survived) == [[0, 2, 4]]
+
+
+def test_frozen_weights_are_those_of_the_place_that_a_newcomer_is_given(
+    run: Launch, reference: Reference, tmp_path: Path
+) -> None:
+    """A pair is lost; the first that is back has no place, the second makes a pair with it."""
+    script = own_scripts.write(tmp_path, *own_scripts.FREEZES_BY_LAYER)
+    spec = replace(
+        TP2_PP2_DP2,
+        steps=12,
+        options=(*TP2_PP2_DP2.options, "--num-layers=4"),
+        script=script,
+    )
+    pair = {"kills": ("6@3:forward", "7@3:forward"), "sabotage": LATER.format(slot=7)}
+    survived = run(replace(spec, respawn=10, awaits=((6, 1), (8, 2)), **pair))
+    check_equal(survived, reference(spec))
+    assert last_ranks(survived) == list(range(8))
 
 
 # A worker dies on its way to a call in the loop's body, before step 3; others wait for it there.

@@ -14,8 +14,9 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from elaswave_plugin.adapters.megatron import buffers, stage_layers, stage_parts, unplaced
+from elaswave_plugin.adapters.megatron import buffers, frozen, stage_layers, stage_parts, unplaced
 from elaswave_plugin.adapters.megatron.expert_bias import ExpertBiases, routers
+from elaswave_plugin.adapters.megatron.frozen import global_names
 from elaswave_plugin.adapters.megatron.fused_gradients import add_in_one_sum
 from elaswave_plugin.adapters.megatron.layer_timer import watch_passes
 from elaswave_plugin.adapters.megatron.loaded_state import LoadedState
@@ -100,6 +101,8 @@ class MegatronFramework:
         self._scheduler = scheduler
         self._applied_steps = 0
         self._seated = True
+        self.frozen_names = frozenset(frozen.frozen_names(self.chunks))
+        """Weights that are not trained, also of other stages where the job tells."""
         self.is_updating = False
         """Whether the optimizer makes its step."""
         self._weights_in_place: frozenset[int] = frozenset()
@@ -286,13 +289,9 @@ class MegatronFramework:
 
     def why_layers_stay(self) -> str | None:
         """The reason why no layer can change stage; None where they can."""
-        for chunk in self.chunks:
-            for name, param in chunk.named_parameters():
-                if not param.requires_grad:
-                    return f"the model has weights that are not trained ({name})"
         if not self._shard.layers_are_alike:
             return "the optimizer treats layers differently (config_overrides)"
-        return stage_layers.why_fixed(self.chunks)
+        return frozen.why_layers_stay(self.chunks) or stage_layers.why_fixed(self.chunks)
 
     def why_workers_stay(self) -> str | None:
         """The reason why no worker can change stage; None where they can."""
@@ -375,6 +374,8 @@ class MegatronFramework:
             chunk.disable_forward_pre_hook(param_sync=False)
         anew = stage_parts.take_stage(chunk, first=part == 0, last=part == num_parts - 1)
         built = stage_layers.take_layers(chunk, range(span[0] + 1, span[1] + 1))
+        if anew or built is not None:
+            frozen.freeze(chunk, self.frozen_names)
         if gathers_in_forward:
             chunk.enable_forward_pre_hook()
         for module in (chunk,) if anew else built or ():
@@ -464,7 +465,7 @@ class MegatronFramework:
         """This worker's pieces of the state, by global parameter name."""
         if not self._seated:
             return
-        for name, param in self._global_names():
+        for name, param in global_names(self.chunks):
             if param not in self._distributed.model_param_group_index_map:
                 continue
             span = self._distributed._get_model_param_range_map(param)["param"]
@@ -483,21 +484,6 @@ class MegatronFramework:
                 numel=router.expert_bias.numel(),
                 data=router.expert_bias,
             )
-
-    def _global_names(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Parameters with the global number of their layer, and their tp position if there are."""
-        tp = parallel_state.get_tensor_model_parallel_rank()
-        several = parallel_state.get_tensor_model_parallel_world_size() > 1
-        for module in (chunk.module for chunk in self.chunks):
-            prefixes = {
-                f"{name}.": f"{name.rpartition('.')[0]}.{layer.layer_number - 1}."
-                for name, layer in module.named_modules()
-                if isinstance(layer, TransformerLayer)
-            }
-            for name, param in module.named_parameters():
-                local = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
-                shown = prefixes.get(local, "") + name.removeprefix(local)
-                yield (f"{shown} (tp {tp})" if several else shown), param
 
     @torch.no_grad()
     def sync_weights(self) -> int:

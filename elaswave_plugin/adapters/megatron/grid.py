@@ -11,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from elaswave_plugin.adapters.megatron import buffers
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
+from elaswave_plugin.adapters.megatron.frozen import frozen_names
 from elaswave_plugin.adapters.megatron.link_probe import measure_link
 from elaswave_plugin.adapters.megatron.refuse import check_grid, why_whole_pieces
 from elaswave_plugin.adapters.megatron.tied_embeddings import TiedWeight, find_tied_weight
@@ -31,7 +32,8 @@ class Stage(NamedTuple):
     """What one pipeline stage holds: elements by unit, the shared embedding, optimizer groups.
 
     ``whole``: why its backwards cannot be split, if so. ``element_bytes``: of weights, gradients
-    and optimizer state; ``device_bytes``: what its GPU has for the job, 0 on a CPU.
+    and optimizer state; ``device_bytes``: what its GPU has for the job, 0 on a CPU; ``frozen``: the
+    weights that are not trained; why layers and workers stay, if so.
     """
 
     stage: int
@@ -41,6 +43,9 @@ class Stage(NamedTuple):
     whole: str | None
     element_bytes: tuple[int, int, int]
     device_bytes: int
+    frozen: tuple[str, ...]
+    why_layers_stay: str | None
+    why_workers_stay: str | None
 
 
 class Grid:
@@ -73,6 +78,9 @@ class Grid:
         stages = _stages(worker, framework)
         for one in stages:
             framework.parameter_groups.update(one.groups)
+        framework.frozen_names = frozenset(name for one in stages for name in one.frozen)
+        layers_stay = next((one.why_layers_stay for one in stages if one.why_layers_stay), None)
+        workers_stay = next((one.why_workers_stay for one in stages if one.why_workers_stay), None)
         self.tied = {one.stage: one.tied for one in stages if one.tied is not None}
         work: dict[str, Any] = {
             "num_microbatches": num_microbatches,
@@ -90,7 +98,7 @@ class Grid:
         whole = next((one.whole for one in stages if one.whole), None)
         splits = _split_backward(worker.config, whole)
         partition = None
-        if _moves_layers(worker.config, framework.why_layers_stay()):
+        if _moves_layers(worker.config, layers_stay):
             partition = partial(
                 within_memory,
                 state,
@@ -98,15 +106,15 @@ class Grid:
                 launch_cuts=self.layout.cuts,
                 **work,
                 split_backward=splits,
-                move_workers=framework.why_workers_stay() is None,
+                move_workers=workers_stay is None,
             )
         self.seating = GridSeating.at_launch(
             self.layout,
             groups=worker.groups_at_launch(),
             units=units,
             partition=partition,
-            why_workers_stay=framework.why_workers_stay(),
-            why_layers_stay=_why_layers_stay(worker.config, framework.why_layers_stay()),
+            why_workers_stay=workers_stay,
+            why_layers_stay=_why_layers_stay(worker.config, layers_stay),
         )
         more = _clock_limits(worker.config, workers=len(self.layout.workers) + worker.reserve)
         worker.stopwatch.clocks = clocks_for(worker.config, gpu)
@@ -125,28 +133,37 @@ def _stages(worker: Worker, framework: MegatronFramework) -> list[Stage]:
         why_whole_backward(framework.chunks),
         _element_bytes(framework.chunks[0]),
         _device_bytes(framework.chunks[0]),
+        frozen_names(framework.chunks),
+        framework.why_layers_stay(),
+        framework.why_workers_stay(),
     )
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     if worker.alone:
-        return [
-            Stage(
-                stage,
-                dict(units),
-                None if tied is None else TiedWeight(*tied),
-                groups,
-                whole,
-                tuple(each),
-                device_bytes,
-            )
-            for stage, units, tied, groups, whole, each, device_bytes in worker.remembered["stages"]
-        ]
+        return [_remembered(Stage(*one)) for one in worker.remembered["stages"]]
     least = min(one.device_bytes for one in everyone)
+    several: dict[int, list[Stage]] = {}
+    for one in everyone:
+        several.setdefault(one.stage, []).append(one)
     stages = [
-        one._replace(device_bytes=least) for one in {one.stage: one for one in everyone}.values()
+        # Of the weights, a tp position knows its own part.
+        of_stage[-1]._replace(
+            device_bytes=least,
+            frozen=tuple(sorted({name for one in of_stage for name in one.frozen})),
+        )
+        for of_stage in several.values()
     ]
     worker.remember(stages=[[*one[:1], list(one.units.items()), *one[2:]] for one in stages])
     return stages
+
+
+def _remembered(told: Stage) -> Stage:
+    """A stage as JSON has told it."""
+    return told._replace(
+        units=dict(told.units),
+        tied=None if told.tied is None else TiedWeight(*told.tied),
+        frozen=tuple(told.frozen),
+    )
 
 
 def _element_bytes(chunk: DistributedDataParallel) -> tuple[int, int, int]:

@@ -6,15 +6,15 @@ Trained weights, moments and the capsule are sealed in shards (`framework.py`), 
 
 import copy
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import xxhash
-from megatron.core.distributed import DistributedDataParallel
 
 from elaswave_plugin.adapters.megatron import buffers
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
+from elaswave_plugin.adapters.megatron.frozen import Frozen
 from elaswave_plugin.adapters.megatron.model_buffers import ModelBuffers
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.digests import digest_of
@@ -60,52 +60,6 @@ class Settings(Plain):
     def proof(self) -> int:
         """Of the groups."""
         return xxhash.xxh3_64_intdigest(pickle.dumps(self.keep()[1])) >> 1
-
-
-class Frozen(Plain):
-    """Weights that are not trained, and what the model consists of.
-
-    The host has one copy of them, which lasts until they change.
-    """
-
-    name = "weights that are not trained, or the names and shapes of weights"
-
-    def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
-        self._chunks = chunks
-        self._copies: dict[str, tuple[int, torch.Tensor]] = {}
-
-    def keep(self) -> dict[str, Any]:
-        """Digest and copy of each, by name; and of all weights whether they are trained."""
-        params = dict(named_weights(self._chunks))
-        for name in self._copies.keys() - params.keys():
-            del self._copies[name]
-        for name, param in params.items():
-            if not param.requires_grad:
-                digest = digest_of(param)
-                if name not in self._copies or self._copies[name][0] != digest:
-                    self._copies[name] = digest, copied(param)
-        trained = {name: param.requires_grad for name, param in params.items()}
-        return {"values": dict(self._copies), "trained": trained}
-
-    @torch.no_grad()
-    def put_back(self, kept: Any) -> None:
-        """Install those that differ."""
-        for name, param in named_weights(self._chunks):
-            param.requires_grad_(kept["trained"].get(name, param.requires_grad))
-            digest, value = kept["values"].get(name, (0, None))
-            if value is not None and not param.requires_grad and digest_of(param) != digest:
-                param.copy_(value)
-
-    def proof(self) -> int:
-        """Of their values, and of the names, shapes and kinds of all weights."""
-        digest = xxhash.xxh3_64()
-        for number, chunk in enumerate(self._chunks):
-            for name, param in chunk.named_parameters():
-                told = (number, name, tuple(param.shape), str(param.dtype), param.requires_grad)
-                digest.update(repr(told).encode())
-                if not param.requires_grad:
-                    digest.update(digest_of(param).to_bytes(8, "little"))
-        return digest.intdigest() >> 1
 
 
 class Weights(Plain):
@@ -182,12 +136,3 @@ class Weights(Plain):
     def proof(self) -> int:
         """Of all of them."""
         return self._framework.weights_digest()
-
-
-def named_weights(
-    chunks: Sequence[DistributedDataParallel],
-) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """All weights, by chunk and name."""
-    for number, chunk in enumerate(chunks):
-        for name, param in chunk.named_parameters():
-            yield f"{number}.{name}", param

@@ -1,0 +1,142 @@
+"""Weights that are not trained: kept by the global number of their layer, so that layers can move.
+
+Megatron-Core's buffers hold trained weights only. The others come back in a redo, and travel with
+their layers to another stage, or to a worker that comes later, as whole tensors from the host.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import xxhash
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.runtime.digests import digest_of
+from elaswave_plugin.runtime.step_state import Plain, copied
+
+
+def global_names(
+    chunks: Sequence[DistributedDataParallel],
+) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters with the global number of their layer, and their tp position if there are."""
+    tp = parallel_state.get_tensor_model_parallel_rank()
+    several = parallel_state.get_tensor_model_parallel_world_size() > 1
+    for module in (chunk.module for chunk in chunks):
+        prefixes = {
+            f"{name}.": f"{name.rpartition('.')[0]}.{layer.layer_number - 1}."
+            for name, layer in module.named_modules()
+            if isinstance(layer, TransformerLayer)
+        }
+        for name, param in module.named_parameters():
+            local = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+            shown = prefixes.get(local, "") + name.removeprefix(local)
+            yield (f"{shown} (tp {tp})" if several else shown), param
+
+
+def frozen_names(chunks: Sequence[DistributedDataParallel]) -> tuple[str, ...]:
+    """The names of those that are not trained."""
+    return tuple(name for name, param in global_names(chunks) if not param.requires_grad)
+
+
+def freeze(chunk: DistributedDataParallel, names: frozenset[str]) -> None:
+    """Have those of a chunk that was built anew be as they were at launch."""
+    for name, param in global_names([chunk]):
+        if name in names:
+            param.requires_grad_(False)
+
+
+def why_layers_stay(chunks: Sequence[DistributedDataParallel]) -> str | None:
+    """The reason why frozen weights keep layers at their stage; None where they do not.
+
+    A stage has to have something to train, whichever layers it is given.
+    """
+    for layer in (module for chunk in chunks for module in chunk.modules()):
+        is_layer = isinstance(layer, TransformerLayer)
+        if is_layer and not any(param.requires_grad for param in layer.parameters()):
+            return f"layer {layer.layer_number} has no weight that is trained"
+    for name, param in global_names(chunks):
+        if getattr(param, "shared_embedding", False) and not param.requires_grad:
+            return f"stages share a weight that is not trained ({name})"
+    return None
+
+
+class Frozen(Plain):
+    """Weights that are not trained, and what the model consists of.
+
+    The host has one copy of them, which lasts until they change.
+    """
+
+    name = "weights that are not trained, or the names and shapes of weights"
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
+        self._chunks = chunks
+        self._copies: dict[str, tuple[int, torch.Tensor]] = {}
+        # Whether the loop has ever changed one.
+        self._vary = False
+
+    def keep(self) -> dict[str, Any]:
+        """Digest and copy of each, by name; and of all weights whether they are trained."""
+        params = dict(global_names(self._chunks))
+        for name in self._copies.keys() - params.keys():
+            del self._copies[name]
+        for name, param in params.items():
+            if not param.requires_grad:
+                digest = digest_of(param)
+                if name not in self._copies or self._copies[name][0] != digest:
+                    self._vary = self._vary or name in self._copies
+                    self._copies[name] = digest, copied(param)
+        trained = {name: param.requires_grad for name, param in params.items()}
+        return {"values": dict(self._copies), "trained": trained}
+
+    @torch.no_grad()
+    def put_back(self, kept: Any) -> None:
+        """Install those that differ."""
+        for name, param in global_names(self._chunks):
+            self._install(param, kept["trained"].get(name), kept["values"].get(name))
+
+    def missing(self, kept: Any) -> list[str]:
+        """The weights of layers that have come since."""
+        return [name for name, _ in global_names(self._chunks) if name not in kept["trained"]]
+
+    def part_of(self, kept: Any, names: Sequence[str], *, is_current: bool) -> Mapping[str, Any]:
+        """Those of these that are here; raises ConfigurationError where they may be old."""
+        here = [name for name in names if name in kept["trained"]]
+        if here and self._vary and not is_current:
+            raise ConfigurationError(
+                "the loop changes weights that are not trained, and a loss between two steps has"
+                " moved layers to another stage, where nobody has these changes: change them in"
+                ' train_step, or set move_layers = "never"'
+            )
+        return {name: (kept["trained"][name], kept["values"].get(name)) for name in here}
+
+    @torch.no_grad()
+    def take_in(self, kept: Any, more: Mapping[str, Any]) -> None:
+        """Install what came from others, and keep it as well."""
+        params = dict(global_names(self._chunks))
+        for name, (trained, value) in more.items():
+            kept["trained"][name] = trained
+            if value is not None:
+                kept["values"][name] = value
+            self._install(params[name], trained, value)
+
+    def proof(self) -> int:
+        """Of their values, and of the names, shapes and kinds of all weights."""
+        digest = xxhash.xxh3_64()
+        for name, param in global_names(self._chunks):
+            told = (name, tuple(param.shape), str(param.dtype), param.requires_grad)
+            digest.update(repr(told).encode())
+            if not param.requires_grad:
+                digest.update(digest_of(param).to_bytes(8, "little"))
+        return digest.intdigest() >> 1
+
+    @staticmethod
+    def _install(
+        param: torch.nn.Parameter, trained: bool | None, value: tuple[int, torch.Tensor] | None
+    ) -> None:
+        if trained is not None:
+            param.requires_grad_(trained)
+        if value is not None and not param.requires_grad and digest_of(param) != value[0]:
+            param.copy_(value[1])
