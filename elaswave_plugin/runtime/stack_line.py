@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import os
 import re
 import shutil
@@ -26,8 +27,7 @@ STACK_SIGNAL = signal.SIGRTMAX - 1
 _PY_SPY_S = 5.0
 _DUMP_S = 1.0
 _LOOK_AGAIN_S = 0.01
-# `    build (dataset.py:12)`, and `  File "/x/dataset.py", line 12 in build`.
-_OF_PY_SPY = re.compile(r"^ +(?P<name>\S+) \((?P<file>.+):(?P<line>\d+)\)$")
+# `  File "/x/dataset.py", line 12 in build`.
 _OF_FAULTHANDLER = re.compile(r'^ +File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
 
 
@@ -61,7 +61,7 @@ def _by_py_spy(pid: int) -> str | None:
         return None
     try:
         done = subprocess.run(
-            [command, "dump", "--nonblocking", "--pid", str(pid)],
+            [command, "dump", "--nonblocking", "--json", "--pid", str(pid)],
             capture_output=True,
             text=True,
             timeout=_PY_SPY_S,
@@ -69,7 +69,12 @@ def _by_py_spy(pid: int) -> str | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None  # it may not look into other processes here
-    return _first_line(done.stdout.partition('"MainThread"')[2], _OF_PY_SPY)
+    # It knows the names of threads only where the script has imported `threading`.
+    for thread in json.loads(done.stdout):
+        if thread["os_thread_id"] == pid and thread["frames"]:
+            frame = thread["frames"][0]
+            return f"{Path(frame['filename']).name}:{frame['line']} in {frame['name']}"
+    return None
 
 
 def _by_faulthandler(pid: int, fd: int) -> str | None:
@@ -81,7 +86,7 @@ def _by_faulthandler(pid: int, fd: int) -> str | None:
         with open(path, "rb") as file:
             start = file.seek(0, os.SEEK_END)
             os.kill(pid, STACK_SIGNAL)
-            return _first_line(_written(file, start).split("\n\n")[-1], _OF_FAULTHANDLER)
+            return _first_line(_written(file, start).split("\n\n")[-1])
     return None
 
 
@@ -96,10 +101,10 @@ def _written(file: BinaryIO, start: int) -> str:
     return text.decode(errors="replace")
 
 
-def _first_line(text: str, pattern: re.Pattern[str]) -> str | None:
+def _first_line(text: str) -> str | None:
     """The innermost frame."""
     for line in text.splitlines():
-        found = pattern.match(line)
+        found = _OF_FAULTHANDLER.match(line)
         if found:
             return f"{Path(found['file']).name}:{found['line']} in {found['name']}"
     return None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from elaswave_plugin.runtime import stack_line
 from elaswave_plugin.runtime.progress import PROGRESS_FD, ProgressPage, create_page
 from elaswave_plugin.runtime.stack_line import where_is
 from tests.runtime.jobs import TRAINER, Job, environment
@@ -52,6 +53,24 @@ def stuck(tmp_path: Path) -> Path:
     return tmp_path / "stuck.py"
 
 
+@pytest.fixture
+def without_py_spy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stack_line.shutil, "which", lambda *_, **__: None)
+
+
+def test_py_spy_says_the_line_of_a_process_that_offers_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys\ndef reads():\n    input()\nprint(1, flush=True)\nreads()\n")
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"1\n"
+        assert where_is(process.pid, 0) == "script.py:3 in reads"
+        process.communicate(b"\n")
+        assert process.returncode == 0
+
+
+@pytest.mark.usefixtures("without_py_spy")
 def test_the_line_of_one_that_is_stuck_in_c_is_found(stuck: Path) -> None:
     fd = create_page()
     page = ProgressPage(fd)
@@ -79,6 +98,7 @@ def test_the_line_of_one_that_is_stuck_in_c_is_found(stuck: Path) -> None:
         os.close(fd)
 
 
+@pytest.mark.usefixtures("without_py_spy")
 def test_a_process_that_offers_no_stack_gets_no_signal() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         assert where_is(process.pid, 0) is None
