@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.circumstances import circumstances
 from benchmarks.measurement import bench, options_parser, run_benchmark
 from benchmarks.recovery import (
     KILL_STEP,
@@ -21,7 +22,6 @@ from benchmarks.recovery import (
     median_and_max,
     one_run,
 )
-from elaswave_plugin.bench.circumstances import circumstances
 from elaswave_plugin.config import KILL_WAYS, Kill
 from elaswave_plugin.demo.options import SCRIPTS
 from elaswave_plugin.errors import ConfigurationError

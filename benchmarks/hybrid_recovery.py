@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.circumstances import circumstances
 from benchmarks.measurement import bench
 from benchmarks.recovery import STEPS, drawn_kills, judged, one_run, run_series, show
-from elaswave_plugin.bench.circumstances import circumstances
 from elaswave_plugin.config import RECOVERY_PHASES
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.observer import read_run

@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.circumstances import circumstances
 from benchmarks.measurement import run_benchmark
-from elaswave_plugin.bench.circumstances import circumstances
 from elaswave_plugin.errors import ConfigurationError
 
 SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from benchmarks.circumstances import circumstances
 from benchmarks.measurement import Bench, bench, options_parser
 from benchmarks.recovery import KEPT, LOST, drawn_kills, median_and_max, run_series
-from elaswave_plugin.bench.circumstances import circumstances
 from elaswave_plugin.config import Kill
 from elaswave_plugin.demo import jobs
 from elaswave_plugin.demo.jobs import JobFailed

@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from benchmarks.circumstances import circumstances
 from benchmarks.measurement import bench, options_parser, run_benchmark
-from elaswave_plugin.bench.circumstances import circumstances
 from elaswave_plugin.demo.blocks import ALTERNATED, BLOCK_STEPS, OnOff, cpu_times_s, step_times_s
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.observer import read_run

@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.circumstances import circumstances
 from benchmarks.measurement import Bench, bench, options_parser, run_benchmark
-from elaswave_plugin.bench.circumstances import circumstances
 from elaswave_plugin.config import STEP_PHASES, Kill
 from elaswave_plugin.demo.jobs import JobFailed
 from elaswave_plugin.demo.options import SCRIPTS

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.circumstances import circumstances
 from benchmarks.measurement import run_benchmark
 from benchmarks.overhead import percentile_s
-from elaswave_plugin.bench.circumstances import circumstances
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.digests import digest_of
 

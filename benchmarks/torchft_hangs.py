@@ -15,9 +15,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.circumstances import circumstances
 from benchmarks.measurement import options_parser, run_benchmark
 from benchmarks.recovery import median_and_max
-from elaswave_plugin.bench.circumstances import circumstances
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError
 
 JOB = Path(__file__).with_name("torchft_job.py")

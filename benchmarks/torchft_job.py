@@ -36,7 +36,8 @@ NOT_BACK = 3
 def replica(folder: Path, how: str, number: int, replicas: int, lighthouse: str) -> None:
     """Train; the last replica is the victim."""
     torch.set_num_threads(1)
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    c10d: Any = dist
+    store = c10d.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     model = torch.nn.Linear(64, 64)
     quorum = Manager(
         pg=ProcessGroupGloo(timeout=DEFAULT),

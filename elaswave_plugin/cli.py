@@ -3,6 +3,7 @@
 import errno
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError
@@ -18,13 +19,18 @@ def main(argv: list[str] | None = None) -> None:
 
 def run_command(argv: list[str]) -> int:
     """Run one command and return its exit code."""
-    try:
-        if argv[:1] == ["run"]:
-            # Its options belong to the launcher, which is standard library only.
-            from elaswave_plugin.runtime.launch import main as launch
+    if argv[:1] == ["run"]:
+        # Its options belong to the launcher, which is standard library only.
+        from elaswave_plugin.runtime.launch import main as launch
 
-            return int(launch(argv[1:]) or 0)
-        return _run_typer(argv)
+        return exit_code_of(lambda: int(launch(argv[1:]) or 0))
+    return exit_code_of(lambda: _run_typer(argv))
+
+
+def exit_code_of(command: Callable[[], int]) -> int:
+    """Run a command; what it raises for its user is one sentence and an exit code."""
+    try:
+        return command()
     except KeyboardInterrupt:
         return _failed("interrupted", 130)
     except ConfigurationError as error:
@@ -46,16 +52,20 @@ def _unwritten(error: OSError) -> str:
 
 
 def _run_typer(argv: list[str]) -> int:
+    from elaswave_plugin.commands import make_command
+
+    return run_click(make_command(), argv or ["--help"], "elaswave")
+
+
+def run_click(command: Any, argv: list[str], name: str) -> int:
+    """Run a command of click or typer under this name and return its exit code."""
     import typer
 
-    from elaswave_plugin.commands import make_command
     from elaswave_plugin.unwinding import signals_unwind
 
     try:
         with signals_unwind():
-            code: Any = make_command().main(
-                argv or ["--help"], prog_name="elaswave", standalone_mode=False
-            )
+            code: Any = command.main(argv, prog_name=name, standalone_mode=False)
     except typer.Abort:
         raise KeyboardInterrupt from None
     except typer.Exit as stop:

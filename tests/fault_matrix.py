@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from elaswave_plugin.bench.circumstances import described_commit
+from benchmarks.circumstances import described_commit
 from elaswave_plugin.config import parse_kill
 from elaswave_plugin.observer import median_step_s, recoveries_of
 from tests.faults.harness import JobSpec, Outcome, Zygote, launch

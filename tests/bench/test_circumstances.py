@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.bench import circumstances
+from benchmarks import circumstances
 
 SOURCE = "measured.py"
 

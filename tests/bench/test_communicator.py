@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from elaswave_plugin.bench.communicator import check_options, opened
-from elaswave_plugin.bench.communicator_report import draw
-from elaswave_plugin.bench.group_list import Layout, default_layout, parse_layout
-from elaswave_plugin.bench.native_groups import (
+from benchmarks.communicator import check_options, main, opened
+from benchmarks.communicator_report import draw
+from benchmarks.group_list import Layout, default_layout, parse_layout
+from benchmarks.native_groups import (
     LIMIT_S,
     await_end_of_threads,
     gloo_backend,
     native_threads,
 )
-from elaswave_plugin.cli import run_command
 from elaswave_plugin.errors import ConfigurationError
 
 
@@ -63,7 +62,7 @@ def test_bad_input_is_one_sentence(options: dict[str, object], complaint: str) -
 
 
 def test_bad_input_of_the_command_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(["bench", "communicator", "--world", "9"]) == 2
+    assert main(["--world", "9"]) == 2
     assert "elaswave: --world has 9" in capsys.readouterr().err
 
 

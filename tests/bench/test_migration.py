@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaswave_plugin.bench.contiguous import ContiguousPlan, Stages
-from elaswave_plugin.bench.migration import WAYS, check_options
-from elaswave_plugin.bench.migration_worker import Move, sealed_by_stage
-from elaswave_plugin.cli import run_command
+from benchmarks.contiguous import ContiguousPlan, Stages
+from benchmarks.migration import WAYS, check_options, main
+from benchmarks.migration_worker import Move, sealed_by_stage
 from elaswave_plugin.core.pipeline_flow import flow_of
 from elaswave_plugin.core.shards import ShardCut
 from elaswave_plugin.errors import ConfigurationError
@@ -115,7 +114,7 @@ def test_a_small_run_brings_all_state_over(tmp_path: Path) -> None:
     """The workers compare every value that arrived."""
     file = tmp_path / "migration.json"
     sizes = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
-    assert run_command(["bench", "migration", *sizes, f"--json={file}"]) == 0
+    assert main([*sizes, f"--json={file}"]) == 0
     result = json.loads(file.read_text())
     assert set(result["pause_s"]) == set(WAYS)
     # A layer in two parts to two workers, and all the shards that shift by it.

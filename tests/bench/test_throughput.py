@@ -12,14 +12,12 @@ from typing import Any
 import psutil
 import pytest
 
-from elaswave_plugin.bench.measured_throughput import summary
-from elaswave_plugin.bench.scenarios import Scenario, bars, judged, scenarios
-from elaswave_plugin.bench.simulated_throughput import rows_of
-from elaswave_plugin.bench.throughput import USUAL, is_good
-from elaswave_plugin.bench.throughput_report import show_row
-from elaswave_plugin.cli import run_command
+from benchmarks.measured_throughput import summary
+from benchmarks.scenarios import Scenario, bars, judged, scenarios
+from benchmarks.simulated_throughput import rows_of
+from benchmarks.throughput import USUAL, is_good, main
+from benchmarks.throughput_report import show_row
 
-COMMAND = ["bench", "throughput"]
 LIMIT_S = 60.0
 SMALLEST = Scenario(pp=2, dp=2, layers=8, slots=4, place="one", losses=1)
 
@@ -115,7 +113,7 @@ def test_rounds_are_compared_within_themselves() -> None:
 def test_bad_input_is_one_sentence_and_exit_code_2(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_command([*COMMAND, *arguments]) == 2
+    assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1 and words in captured.err
 
@@ -125,7 +123,7 @@ def test_the_command_prints_writes_and_draws(
 ) -> None:
     json_file, picture = tmp_path / "t.json", tmp_path / "t.png"
     chosen = ["--scenario=pp2dp2-m8-one-1", "--only=simulated"]
-    assert run_command([*COMMAND, *chosen, f"--json={json_file}", f"--plot={picture}"]) == 0
+    assert main([*chosen, f"--json={json_file}", f"--plot={picture}"]) == 0
     result = json.loads(json_file.read_text())
     assert result["measured"] == {"bars": [], "rows": []}
     (bar,) = result["simulated"]["bars"]
@@ -143,7 +141,7 @@ def test_the_command_prints_writes_and_draws(
 def test_a_small_run_measures_and_predicts(tmp_path: Path) -> None:
     json_file, picture = tmp_path / "t.json", tmp_path / "t.png"
     chosen = ["--scenario=pp2dp2-m8-one-1", "--only=measured", "--layer-ms=10"]
-    code = run_command([*COMMAND, *chosen, f"--json={json_file}", f"--plot={picture}"])
+    code = main([*chosen, f"--json={json_file}", f"--plot={picture}"])
     result: dict[str, Any] = json.loads(json_file.read_text())
     (row,) = result["measured"]["rows"]
     assert code == (0 if is_good(result) else 1)
@@ -156,7 +154,7 @@ def test_a_small_run_measures_and_predicts(tmp_path: Path) -> None:
 
 
 def test_a_benchmark_that_is_ended_leaves_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "elaswave_plugin.cli", *COMMAND, "--only", "measured"]
+    command = [sys.executable, "-m", "benchmarks.throughput", "--only", "measured"]
     deadline_s = time.monotonic() + LIMIT_S
     with subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)}) as bench:
         started: list[psutil.Process] = []

@@ -1,4 +1,4 @@
-"""`elaswave plan` and `elaswave bench plan`: output and refusals."""
+"""`elaswave plan` and `python -m benchmarks.plan`: output and refusals."""
 
 import json
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.bench.plan import Job, measure, run_bench
+from benchmarks.plan import Job, measure, run_bench
 from elaswave_plugin.cli import run_command
 
 SMALL = ["plan", "--pp", "2", "--tp", "2", "--dp", "2", "--layers", "4", "--microbatches", "4"]

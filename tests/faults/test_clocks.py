@@ -15,7 +15,7 @@ LAYER_S = 0.02
 TINY = ("--hidden-size=16", "--num-attention-heads=1", "--seq-length=16")
 SPEC = replace(PP2, steps=6, options=(*PP2.options, *TINY, "--elaswave-move-layers=never"))
 EMULATED = """
-from elaswave_plugin.bench.emulated_compute import slow_down
+from benchmarks.emulated_compute import slow_down
 slow_down({layer_s})
 """
 

@@ -28,7 +28,7 @@ def emulated(layer_s: float, factor: float, *, until: int = LEVEL_FROM) -> str:
     """
     return f"""
 import os
-from elaswave_plugin.bench.emulated_compute import Owed, take
+from benchmarks.emulated_compute import Owed, take
 from elaswave_plugin.runtime.loop import GuardedSteps
 from megatron.core.transformer.transformer_layer import TransformerLayer
 begin_step, forward = GuardedSteps.begin, TransformerLayer.forward

@@ -40,7 +40,7 @@ FRAMEWORK_HOMES = (
             f"{PACKAGE}.adapters.megatron",
             f"{PACKAGE}.adapters.megatron_lm",
             f"{PACKAGE}.demo.text",
-            f"{PACKAGE}.bench.emulated_compute",
+            "benchmarks.emulated_compute",
         ),
     ),
     ("deepspeed", (f"{PACKAGE}.adapters.deepspeed",)),
@@ -63,7 +63,7 @@ FORBIDDEN_DIRECTIONS = (
     ),
     ("adapters", ("sim", "demo", "rehearsal", "cli", "observer", "report")),
     ("observer", ("runtime", "adapters", "sim", "demo", "rehearsal", "cli", "report")),
-    ("rehearsal", ("bench", "cli", "commands", "status", "report", "adapters.megatron_lm")),
+    ("rehearsal", ("cli", "commands", "status", "report", "adapters.megatron_lm")),
     ("report", ("runtime", "adapters", "sim", "demo", "rehearsal", "cli")),
 )
 IMMUTABLE_CALLS = frozenset(

@@ -3,13 +3,17 @@
 import gc
 import json
 import random
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elaswave_plugin.bench.circumstances import circumstances
+import typer
+
+from benchmarks import command
+from benchmarks.circumstances import circumstances
 from elaswave_plugin.core.layout import launch_layout
 from elaswave_plugin.core.planner.costs import CostModel, uniform_costs
 from elaswave_plugin.core.planner.executable import worker_ops
@@ -129,3 +133,17 @@ def costs() -> CostModel:
 
 def _summary(plan: JointPlan) -> list[str]:
     return [f"{plan.chosen.choice}, {len(plan.chosen.moves)} width moves", *plan.reasons]
+
+
+def plan(json_file: command.JsonFile = None) -> int:
+    """Time the planning of a loss among 100,000 and 1,000,000 workers."""
+    return run_bench(measure, json_file, typer.echo)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure as the command line says."""
+    return command.run(plan, "plan", argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

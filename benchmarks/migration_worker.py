@@ -1,4 +1,4 @@
-"""Worker of `elaswave bench migration`: layers change stage, in three ways, again and again.
+"""Worker of `python -m benchmarks.migration`: layers change stage, in three ways, again and again.
 
 migration_worker.py OUT DP LAYERS ELEMENTS MOVED ROUNDS
 """
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elaswave_plugin.bench.bench_member import BenchMember
-from elaswave_plugin.bench.contiguous import ContiguousPlan, Stages
+from benchmarks.bench_member import BenchMember
+from benchmarks.contiguous import ContiguousPlan, Stages
 from elaswave_plugin.core.layout import launch_layout
 from elaswave_plugin.core.pipeline_flow import flow_of
 from elaswave_plugin.core.plan import RecoveryPlan, SealedShard, make_plan

@@ -1,20 +1,22 @@
-"""`elaswave bench throughput`: a step after losses, ours against rerouting and dropping replicas.
+"""Times a step after losses: ours against rerouting and dropping replicas.
 
 Small shapes in real processes, and all shapes through the planner's own step simulation, each
 marked as what it is. Every row has the live share, rho and Gmax beside it.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from elaswave_plugin.bench import measured_throughput, simulated_throughput
-from elaswave_plugin.bench.circumstances import circumstances
-from elaswave_plugin.bench.scenarios import Scenario, chosen, judged, scenarios
+import typer
+
+from benchmarks import command, measured_throughput, simulated_throughput
+from benchmarks.circumstances import circumstances
+from benchmarks.scenarios import Scenario, chosen, judged, scenarios
+from benchmarks.throughput_report import draw, show_bars, show_row
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.output_file import check_output, check_picture
 
@@ -112,3 +114,47 @@ def measure(
 def is_good(result: dict[str, Any]) -> bool:
     """Whether every bar holds."""
     return all(bar["holds"] for kind in (MEASURED, SIMULATED) for bar in result[kind]["bars"])
+
+
+def throughput(
+    scenario: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Such as pp4dp4-m16-one-2; may be repeated."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="How often each scenario is measured.")] = 1,
+    layer_ms: Annotated[float, typer.Option(help="Forward pass of a layer, spent asleep.")] = 20.0,
+    only: Annotated[
+        str | None,
+        typer.Option(metavar="measured|simulated", help="One of the two.", show_default="both"),
+    ] = None,
+    split_backward: Annotated[
+        bool, typer.Option("--split-backward", help="Measure split backwards as well.")
+    ] = False,
+    json_file: command.JsonFile = None,
+    plot: command.Picture = None,
+) -> int:
+    """Time a step after losses: ours, rerouting only, dropping replicas; real and simulated."""
+    options = check_options(
+        scenario=scenario or [],
+        rounds=rounds,
+        layer_ms=layer_ms,
+        only=only,
+        split_backward=split_backward,
+        json_file=json_file,
+        plot=plot,
+    )
+    result = measure(options, command.tell, lambda row: show_row(row, typer.echo))
+    show_bars(result, typer.echo)
+    command.write(result, json_file)
+    if plot is not None:
+        draw(result, plot)
+    return 0 if is_good(result) else 1
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure as the command line says."""
+    return command.run(throughput, "throughput", argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

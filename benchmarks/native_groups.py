@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elaswave_plugin.bench.bench_member import own_groups
+from benchmarks.bench_member import own_groups
 
 LIMIT_S = 60.0
 LOOK_INTERVAL_S = 0.001

@@ -1,4 +1,4 @@
-"""`elaswave bench communicator`: what a loss costs the groups, by rebuilding and by editing.
+"""Times what a loss costs the groups: by rebuilding them, and by editing them.
 
 Real supervisors, trainers and agreement on one machine. The three ways are measured in one run, in
 the same processes, with the same groups and the same victim; each figure is the slowest survivor's.
@@ -6,8 +6,6 @@ Each begins when every survivor is ready. Gloo's rebuilds are told nothing about
 begins when the victim says that it leaves, and contains the agreement of all supervisors. Groups
 are verified once every survivor has made its own: the first would slow the others down.
 """
-
-from __future__ import annotations
 
 import json
 import math
@@ -18,10 +16,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
-from elaswave_plugin.bench.circumstances import circumstances
-from elaswave_plugin.bench.group_list import Layout, default_layout, parse_layout
+import typer
+from rich.console import Console
+
+from benchmarks import command
+from benchmarks.circumstances import circumstances
+from benchmarks.communicator_report import draw, show
+from benchmarks.group_list import Layout, default_layout, parse_layout
 from elaswave_plugin.demo.jobs import run_job, running, wait_until_ready
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.output_file import check_output, check_picture
@@ -174,7 +177,7 @@ def opened() -> Iterator[Bench]:
         folder = Path(name)
         log = folder / "zygote.log"
         command = [sys.executable, "-W", "ignore", "-m", "elaswave_plugin.runtime.zygote"]
-        preload = ",".join(["torch", "psutil", *(f"elaswave_plugin.bench.{w}" for w in WORKERS)])
+        preload = ",".join(["torch", "psutil", *(f"benchmarks.{w}" for w in WORKERS)])
         with running(
             [*command, f"--socket={folder / 'z'}", f"--preload={preload}"], log
         ) as process:
@@ -203,3 +206,34 @@ def measure(options: CommunicatorOptions, tell: Any) -> dict[str, Any]:
             layout = default_layout(KILL_WORLD)
             result["kill_to_verified_ms"].append(bench.kill_to_verified_ms(layout))
     return result
+
+
+def communicator(
+    world: Annotated[str, typer.Option(help="Numbers of workers.")] = "8,16,32,64",
+    layout: Annotated[
+        str | None, typer.Option(metavar="TP,PP,DP", show_default="2,2,DP; 2,4,DP from 32 on")
+    ] = None,
+    runs: Annotated[int, typer.Option(help="Losses a number of workers.")] = 5,
+    kills: Annotated[int, typer.Option(help="SIGKILLs in an all-reduce of 8 workers.")] = 30,
+    json_file: command.JsonFile = None,
+    plot: command.Picture = None,
+) -> int:
+    """Time the loss of a worker: all groups rebuilt, some rebuilt, all edited in place."""
+    options = check_options(
+        world=world, layout=layout, runs=runs, kills=kills, json_file=json_file, plot=plot
+    )
+    result = measure(options, command.tell)
+    show(result, Console())
+    command.write(result, json_file)
+    if plot is not None:
+        draw(result, plot)
+    return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure as the command line says."""
+    return command.run(communicator, "communicator", argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

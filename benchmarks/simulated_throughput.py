@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from elaswave_plugin.bench.scenarios import Scenario
+from benchmarks.scenarios import Scenario
 from elaswave_plugin.core.planner.costs import CostModel, uniform_costs
 from elaswave_plugin.core.planner.dvfs import ClockTable
 from elaswave_plugin.core.planner.joint import joint_plan

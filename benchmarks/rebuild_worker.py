@@ -1,4 +1,4 @@
-"""Worker of `elaswave bench communicator`: loses one worker a run, in three ways of going on.
+"""Worker of `python -m benchmarks.communicator`: loses one worker a run, in three ways of going on.
 
 rebuild_worker.py OUT STORE_PORT departures|kill RUNS TP,PP,DP
 """
@@ -17,9 +17,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from elaswave_plugin.bench.bench_member import BenchMember
-from elaswave_plugin.bench.group_list import Layout
-from elaswave_plugin.bench.native_groups import NativeGroups, await_end_of_threads, verify
+from benchmarks.bench_member import BenchMember
+from benchmarks.group_list import Layout
+from benchmarks.native_groups import NativeGroups, await_end_of_threads, verify
 
 WARM_UP = 200
 KILL_NUMEL = 1 << 18

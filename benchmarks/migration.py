@@ -1,4 +1,4 @@
-"""`elaswave bench migration`: for how long training stands still when layers change stage.
+"""Times for how long training stands still when layers change stage.
 
 Real supervisors, workers, snapshots and transfers on one machine; state of made-up values, which
 are checked at every arrival. Three ways in turn, in the same processes: everything before training
@@ -7,15 +7,17 @@ goes on, with a stage's state in one buffer (contiguous) or with every layer cut
 worker's begin to the last worker's gathered weights; nothing computes meanwhile.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
-from elaswave_plugin.bench.circumstances import circumstances
-from elaswave_plugin.bench.communicator import Rows, opened, percentile
+import typer
+
+from benchmarks import command
+from benchmarks.circumstances import circumstances
+from benchmarks.communicator import Rows, opened, percentile
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.output_file import check_output
 
@@ -90,3 +92,29 @@ def _span_s(rows: Rows, way: str, run: int, until: str) -> float:
     """From the first worker's begin to the last worker's end."""
     here = _of(rows, way, run)
     return float(max(row[until] for row in here) - min(row["begun_s"] for row in here))
+
+
+def migration(
+    dp: Annotated[int, typer.Option(help="Workers of each of the two stages.")] = 4,
+    layers: Annotated[int, typer.Option(help="Layers of the model.")] = 12,
+    layer_mib: Annotated[int, typer.Option(help="fp32 weights of a layer, MiB.")] = 8,
+    moved: Annotated[int, typer.Option(help="Layers that change stage.")] = 1,
+    rounds: Annotated[int, typer.Option(help="How often each way is measured.")] = 20,
+    json_file: command.JsonFile = None,
+) -> int:
+    """Time the pause for moving layers: all before training goes on, or the weights first."""
+    sizes = {"dp": dp, "layers": layers, "layer_mib": layer_mib, "moved": moved, "rounds": rounds}
+    check_options(**sizes, json_file=json_file)
+    result = measure(**sizes, tell=command.tell)
+    show(result, typer.echo)
+    command.write(result, json_file)
+    return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure as the command line says."""
+    return command.run(migration, "migration", argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Worker of `elaswave bench communicator`: collectives of the elastic groups beside native gloo.
+"""Worker of `communicator.py`: collectives of the elastic groups beside native gloo.
 
 latency_worker.py OUT STORE_PORT RUNS
 """
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elaswave_plugin.bench.bench_member import BenchMember
-from elaswave_plugin.bench.native_groups import gloo_backend
+from benchmarks.bench_member import BenchMember
+from benchmarks.native_groups import gloo_backend
 
 SIZES_BYTES = (4 << 10, 1 << 20, 64 << 20)
 LARGE_BYTES = 16 << 20

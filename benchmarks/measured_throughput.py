@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from elaswave_plugin.bench.scenarios import Scenario
-from elaswave_plugin.bench.simulated_throughput import (
+from benchmarks.scenarios import Scenario
+from benchmarks.simulated_throughput import (
     ratios,
     rectangular_step,
     simulated_steps,

@@ -1,0 +1,1 @@
+"""Measures the product from outside; nothing in it imports this folder."""
