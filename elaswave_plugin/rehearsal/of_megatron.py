@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from elaswave_plugin.adapters.megatron import microbatches
+from elaswave_plugin.adapters.megatron.bound_models import BoundModels
 from elaswave_plugin.adapters.megatron.data import KeyedBatches
-from elaswave_plugin.adapters.megatron.framework import MegatronFramework
 from elaswave_plugin.adapters.megatron.microbatches import Microbatches
 from elaswave_plugin.core.dataflow import Samples
 from elaswave_plugin.rehearsal.record import Recorder, facts_of
@@ -20,9 +20,9 @@ _LM_LOADER = "elaswave_plugin.adapters.megatron_lm.loader"
 
 
 class CarriedMegatron:
-    """The model, optimizer and scheduler of one worker."""
+    """The models, optimizers and schedulers of one worker."""
 
-    def __init__(self, worker: Worker, framework: MegatronFramework) -> None:
+    def __init__(self, worker: Worker, framework: BoundModels) -> None:
         self._worker = worker
         self._framework = framework
 
@@ -44,14 +44,13 @@ class CarriedMegatron:
             return
         # Between steps a rank has the buffers of the replica of its number.
         tp, replica = cell.tp, cell.ranks.index(self._worker.slot)
-        for chunk in self._framework.chunks:
-            for prefix, module in _global_names(chunk.module):
-                for own, param in module._parameters.items():
-                    if param is not None:
-                        yield f"weight {prefix}{own} (tp {tp})", param
-                for own, buffer in module._buffers.items():
-                    if buffer is not None and own not in _OF_A_STEP:
-                        yield f"buffer {prefix}{own} (tp {tp}, replica {replica})", buffer
+        for prefix, module in self.models():
+            for own, param in module._parameters.items():
+                if param is not None:
+                    yield f"weight {prefix}{own} (tp {tp})", param
+            for own, buffer in module._buffers.items():
+                if buffer is not None and own not in _OF_A_STEP:
+                    yield f"buffer {prefix}{own} (tp {tp}, replica {replica})", buffer
 
     def settings(self) -> Mapping[str, Any]:
         """Plain settings of the optimizer's groups."""
@@ -63,17 +62,21 @@ class CarriedMegatron:
         }
 
     def models(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Each module of the model."""
-        for chunk in self._framework.chunks:
-            yield from _global_names(chunk.module)
+        """Each module of each model, by the prefix of its tensors."""
+        several = len(self._framework.models) > 1
+        for number, model in enumerate(self._framework.models):
+            where = f"model {number}: " if several else ""
+            for chunk in model.chunks:
+                for prefix, module in _global_names(chunk.module):
+                    yield where + prefix, module
 
     def owned(self) -> Iterable[object]:
-        """The model with its weights, and the optimizer."""
+        """The models with their weights, and the optimizers."""
         for chunk in self._framework.chunks:
             yield from chunk.modules()
             yield from chunk.parameters()
             yield from chunk.module.buffers()
-        yield self._framework._optimizer
+        yield from (model._optimizer for model in self._framework.models)
 
 
 def _global_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -89,12 +92,12 @@ def _global_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module
         yield numbered.get(prefix, "") + local.removeprefix(prefix), module
 
 
-def carried(worker: Worker, framework: MegatronFramework) -> CarriedMegatron:
+def carried(worker: Worker, framework: BoundModels) -> CarriedMegatron:
     """What this job carries."""
     return CarriedMegatron(worker, framework)
 
 
-def may_spread(framework: MegatronFramework) -> bool:
+def may_spread(framework: BoundModels) -> bool:
     """Whether micro-batches of one replica may go to several: no buffer can belong to one."""
     return not any(list(chunk.module.buffers()) for chunk in framework.chunks)
 

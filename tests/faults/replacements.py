@@ -192,7 +192,7 @@ REPLACED: tuple[Replacement, ...] = (
         "job.bind(model, optimizer, scheduler, train_iters=args.train_iters)",
         "[job.bind(model, optimizer, scheduler, train_iters=args.train_iters) for _ in 'ab']",
         REFUSED,
-        "job.bind is called twice",
+        "job.bind got a model that is bound already",
     ),
     (
         6,

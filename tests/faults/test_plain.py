@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import two_models
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import SCRIPT, JobSpec, losses_of
+from tests.faults.own_scripts import write
 
 # Draws are keyed with the plugin, and a rank's own without it.
 NO_DROPOUT = ("--attention-dropout=0", "--hidden-dropout=0")
@@ -48,4 +50,19 @@ def test_without_the_plugin_the_losses_are_the_same(
     assert not done.orphans
     printed = [float(loss) for loss in re.findall(r"step +\d+ \| loss ([0-9.]+)", done.output)]
     wanted = losses_of(reference(SPEC).files)
+    assert printed == pytest.approx([wanted[step] for step in range(SPEC.steps)], abs=2e-6)
+
+
+def test_without_the_plugin_two_models_have_the_same_losses(
+    run: Launch, reference: Reference, tmp_path: Path
+) -> None:
+    attach = ("    job = elaswave.attach(args)  # [elastic] 3\n", WITHOUT)
+    changes = two_models.ACTOR_AND_CRITIC
+    with_it, without = tmp_path / "with", tmp_path / "without"
+    with_it.mkdir()
+    without.mkdir()
+    wanted = losses_of(reference(replace(SPEC, script=write(with_it, *changes))).files)
+    done = run(replace(SPEC, script=write(without, attach, *changes)))
+    assert done.returncode == 0, done.output[-4000:]
+    printed = [float(loss) for loss in re.findall(r"step +\d+ \| loss ([0-9.]+)", done.output)]
     assert printed == pytest.approx([wanted[step] for step in range(SPEC.steps)], abs=2e-6)

@@ -102,8 +102,8 @@ def rank_lists() -> dict[str, Any]:
 
 def write_pictures(folder: str, example: dict[str, Any], job: Any) -> None:
     """Write the pictures of the job's own objects and of fresh ones."""
-    framework = job._framework
-    live = picture(framework.chunks[0], framework._optimizer)
+    (bound,) = job._framework.models
+    live = picture(bound.chunks[0], bound._optimizer)
     args = example["parse_arguments"]()
     model = example["build_model"](args)
     optimizer, _ = example["build_optimizer"](args, model)

@@ -37,10 +37,12 @@ class Job(Protocol):
         start_step: int = 0,
         consumed_samples: int | None = None,
     ) -> None:
-        """Take the built job into care, once; what is loaded before the first verb is part of it.
+        """Take a model with its optimizer and scheduler into care, before the first other verb.
 
-        ``start_step``: the steps that a run which is resumed has behind it; ``consumed_samples``:
-        what it has read in them, a multiple of the global batch, by default one batch a step.
+        What is loaded before that verb is part of it. Called once for each model that the job
+        trains, with the same run in every call. ``start_step``: the steps that a run which is
+        resumed has behind it; ``consumed_samples``: what it has read in them, a multiple of the
+        global batch, by default one batch a step.
         """
 
     def batches(self, dataset: Any) -> Iterator[Any]:
@@ -54,8 +56,8 @@ class Job(Protocol):
 
         Called by the functions of ``train``, ``evaluate`` and ``run`` only. ``num_microbatches``
         may be left out; else it is that of one replica, as in Megatron-LM. Only in ``train`` may
-        ``forward_only`` be False. Neither ``forward_step`` nor its loss function calls a collective
-        between replicas.
+        ``forward_only`` be False, and then of a model that is bound. Neither ``forward_step`` nor
+        its loss function calls a collective between replicas.
         """
 
     def train(

@@ -1,4 +1,4 @@
-"""Megatron-Core behind the verbs of ``runtime/framework.py``: DDP chunks and their optimizer."""
+"""One model of a job: its DDP chunks, their optimizer, and its scheduler; see `bound_models.py`."""
 
 import math
 import pickle
@@ -22,34 +22,17 @@ from elaswave_plugin.adapters.megatron.layer_timer import watch_passes
 from elaswave_plugin.adapters.megatron.loaded_state import LoadedState
 from elaswave_plugin.adapters.megatron.optimizer_state import FlatShard
 from elaswave_plugin.adapters.megatron.reduction import GradientReduction
-from elaswave_plugin.adapters.megatron.te_groups import forget_groups
 from elaswave_plugin.adapters.megatron.units import units_of
 from elaswave_plugin.adapters.megatron.versions import ask_again
 from elaswave_plugin.core.dataflow import Dataflow, Shares
 from elaswave_plugin.core.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.plan import Flow, RecoveryPlan
-from elaswave_plugin.core.shards import ALIGNMENT
 from elaswave_plugin.errors import ConfigurationError, EpochChanged
 from elaswave_plugin.runtime.state_dump import NamedPiece
 from elaswave_plugin.runtime.worker import Worker
 
 # What schedules write into the optimizer's groups.
 _SCHEDULED = ("lr", "weight_decay")
-# The rank lists that parallel_state keeps beside its groups.
-_RANK_LISTS = (
-    ("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS", "_TENSOR_MODEL_PARALLEL_GROUP"),
-    ("_PIPELINE_GLOBAL_RANKS", "_PIPELINE_MODEL_PARALLEL_GROUP"),
-    ("_MODEL_PARALLEL_GLOBAL_RANKS", "_MODEL_PARALLEL_GROUP"),
-    ("_EMBEDDING_GLOBAL_RANKS", "_EMBEDDING_GROUP"),
-    ("_POSITION_EMBEDDING_GLOBAL_RANKS", "_POSITION_EMBEDDING_GROUP"),
-    ("_DATA_PARALLEL_GLOBAL_RANKS", "_DATA_PARALLEL_GROUP"),
-    ("_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP", "_DATA_PARALLEL_GROUP_WITH_CP"),
-    ("_CONTEXT_PARALLEL_GLOBAL_RANKS", "_CONTEXT_PARALLEL_GROUP"),
-    ("_EXPERT_MODEL_PARALLEL_RANKS", "_EXPERT_MODEL_PARALLEL_GROUP"),
-    # From 0.19 on.
-    ("_GTP_WEIGHT_REMAT_GLOBAL_RANKS", "_GTP_WEIGHT_REMAT_GROUP"),
-    ("_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS", "_EXPERT_GTP_WEIGHT_REMAT_GROUP"),
-)
 
 
 def make_room(
@@ -263,11 +246,6 @@ class MegatronFramework:
         return buffers.bucket_lengths(self.chunks)
 
     @property
-    def shard_alignment(self) -> int:
-        """Megatron-Core's own alignment of bucket shards."""
-        return ALIGNMENT
-
-    @property
     def inner_optimizer(self) -> torch.optim.Optimizer:
         """The one of torch, or of its kind, that Megatron-Core's drives."""
         inner: torch.optim.Optimizer = self._distributed.optimizer
@@ -322,18 +300,13 @@ class MegatronFramework:
                 module.training = training
             raise
 
-    def rebind(self, plan: RecoveryPlan) -> None:
-        """Point everything Megatron-Core cached at the new layout.
+    def rebind(self, plan: RecoveryPlan, *, first: int) -> None:
+        """Point what this model and its optimizer cached at the new layout.
 
-        What it captures by value: rank lists in parallel_state; sizes, ranks and shard views in
-        the buffers and bucket groups; ranges and pieces in the distributed optimizer. Group
-        handles need nothing: the groups were edited in place.
+        What they capture by value: sizes, ranks and shard views in the buffers and bucket groups;
+        ranges and pieces in the distributed optimizer. ``first``: the plan's number of the first
+        bucket of this model.
         """
-        for name, group in _RANK_LISTS:
-            if getattr(parallel_state, name, None) is not None:
-                members = dist.get_process_group_ranks(getattr(parallel_state, group))
-                setattr(parallel_state, name, members)
-        forget_groups()
         ask_again(self._optimizer, self._distributed)
         if self.take_place(plan.dataflow):
             if isinstance(plan.dataflow, PipelineFlow):
@@ -341,10 +314,13 @@ class MegatronFramework:
             for chunk in self.chunks:
                 stage_parts.move_to_tp_position(chunk)
                 buffers.set_width(chunk, self._group.size(), self._group.rank())
-            self._shard.recut(plan.state_in_place(self._worker.slot))
+            own = range(first, first + len(self.bucket_lengths()))
+            state = plan.state_in_place(self._worker.slot)
+            self._shard.recut({n - first: old - first for n, old in state.items() if n in own})
             cell = plan.cell_of(self._worker.slot)
             assert cell is not None
-            self._weights_in_place = plan.weights_in_place(cell)
+            weights = plan.weights_in_place(cell)
+            self._weights_in_place = frozenset(n - first for n in weights if n in own)
         else:
             # They would be of the moment of the loss for ever, and a script could save them.
             for bucket in buffers.buckets(self.chunks):
@@ -406,13 +382,13 @@ class MegatronFramework:
         return not any(chunk.ddp_config.overlap_param_gather for chunk in self.chunks)
 
     def read_shard(self) -> list[torch.Tensor]:
-        """The flat state, without copying."""
+        """The flat state, without copying: masters by bucket, then both moments."""
         return self._shard.parts()
 
     @property
-    def moments_may_follow(self) -> bool:
-        """Nobody needs another's moments."""
-        return True
+    def shard_numel(self) -> int:
+        """Elements of one part of it; 0 without a place."""
+        return self._shard.exp_avg.numel() if self._seated else 0
 
     def write_weights(self, masters: torch.Tensor) -> None:
         """Install masters of shape [shard_numel]; nothing without a place."""

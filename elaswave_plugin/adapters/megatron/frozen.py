@@ -71,15 +71,16 @@ class Frozen(Plain):
 
     name = "weights that are not trained, or the names and shapes of weights"
 
-    def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
-        self._chunks = chunks
+    def __init__(self, models: Sequence[Sequence[DistributedDataParallel]]) -> None:
+        """``models``: the chunks of each."""
+        self._models = models
         self._copies: dict[str, tuple[int, torch.Tensor]] = {}
         # Whether the loop has ever changed one.
         self._vary = False
 
     def keep(self) -> dict[str, Any]:
         """Digest and copy of each, by name; and of all weights whether they are trained."""
-        params = dict(global_names(self._chunks))
+        params = dict(self._named())
         for name in self._copies.keys() - params.keys():
             del self._copies[name]
         for name, param in params.items():
@@ -94,12 +95,12 @@ class Frozen(Plain):
     @torch.no_grad()
     def put_back(self, kept: Any) -> None:
         """Install those that differ."""
-        for name, param in global_names(self._chunks):
+        for name, param in self._named():
             self._install(param, kept["trained"].get(name), kept["values"].get(name))
 
     def missing(self, kept: Any) -> list[str]:
         """The weights of layers that have come since."""
-        return [name for name, _ in global_names(self._chunks) if name not in kept["trained"]]
+        return [name for name, _ in self._named() if name not in kept["trained"]]
 
     def part_of(self, kept: Any, names: Sequence[str], *, is_current: bool) -> Mapping[str, Any]:
         """Those of these that are here; raises ConfigurationError where they may be old."""
@@ -115,7 +116,7 @@ class Frozen(Plain):
     @torch.no_grad()
     def take_in(self, kept: Any, more: Mapping[str, Any]) -> None:
         """Install what came from others, and keep it as well."""
-        params = dict(global_names(self._chunks))
+        params = dict(self._named())
         for name, (trained, value) in more.items():
             kept["trained"][name] = trained
             if value is not None:
@@ -125,12 +126,18 @@ class Frozen(Plain):
     def proof(self) -> int:
         """Of their values, and of the names, shapes and kinds of all weights."""
         digest = xxhash.xxh3_64()
-        for name, param in global_names(self._chunks):
+        for name, param in self._named():
             told = (name, tuple(param.shape), str(param.dtype), param.requires_grad)
             digest.update(repr(told).encode())
             if not param.requires_grad:
                 digest.update(digest_of(param).to_bytes(8, "little"))
         return digest.intdigest() >> 1
+
+    def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for number, chunks in enumerate(self._models):
+            where = f" (model {number})" if len(self._models) > 1 else ""
+            for name, param in global_names(chunks):
+                yield name + where, param
 
     @staticmethod
     def _install(

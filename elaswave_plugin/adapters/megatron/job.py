@@ -12,6 +12,8 @@ from megatron.core import parallel_state
 
 from elaswave_plugin.adapters.megatron import rng
 from elaswave_plugin.adapters.megatron.arguments import Sizes
+from elaswave_plugin.adapters.megatron.binds import chunks_of
+from elaswave_plugin.adapters.megatron.bound_models import BoundModels
 from elaswave_plugin.adapters.megatron.contract import (
     ForwardBackward,
     Losses,
@@ -38,7 +40,6 @@ from elaswave_plugin.adapters.megatron.schedule_calls import (
 from elaswave_plugin.adapters.megatron.step_gradients import StepGradients
 from elaswave_plugin.adapters.megatron.step_parts import step_state
 from elaswave_plugin.adapters.megatron.turns import EVALUATE, RUN, TRAIN, Turns
-from elaswave_plugin.adapters.megatron.unbound import Unbound
 from elaswave_plugin.adapters.megatron.whole_saves import WholeSaves
 from elaswave_plugin.adapters.megatron.world import (
     check_no_world,
@@ -47,6 +48,7 @@ from elaswave_plugin.adapters.megatron.world import (
 )
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.adapters.recording import Recording, tracker_of
+from elaswave_plugin.adapters.unbound import Unbound
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.core.dataflow import Samples
 from elaswave_plugin.core.layout import Seat, sizes_of
@@ -111,6 +113,9 @@ class ElasticJob:
         name_what_is_missing(self._worker.groups)
         self._tracker = tracker_of(self._worker)
         self._train_iters = 0
+        # In the order of their binding, until the first verb.
+        self._bound: list[MegatronFramework] = []
+        self._is_guarded = False
         self._positions = Positions()
         # The iterator that the present step reads first: the ledger has its samples.
         self._first_read: KeyedBatches | None = None
@@ -140,21 +145,37 @@ class ElasticJob:
 
         Their state is sealed before the first step, or the first work between steps.
         """
-        self._turns.bind()
         check_world(self._worker.groups, model_parallel=self._sizes.model_parallel)
-        chunks = model if isinstance(model, list) else [model]
+        chunks = chunks_of(model)
+        run = {"train_iters": train_iters, "start_step": start_step}
+        self._turns.bind(chunks, optimizer, **run, consumed_samples=consumed_samples)
         distributed = check_supported(chunks, optimizer)
         check_loop(scheduler, train_iters)
         self._train_iters = min(train_iters, self._worker.config.stop_after or train_iters)
         self._begin_at(start_step, consumed_samples, train_iters=train_iters)
-        self._framework = MegatronFramework(
-            self._worker,
-            chunks=chunks,
-            optimizer=optimizer,
-            distributed_optimizer=distributed,
-            scheduler=scheduler,
-            prepare=partial(rng.install_keyed_draws, seed=self._seed),
+        number = len(self._bound)
+        self._bound.append(
+            MegatronFramework(
+                self._worker,
+                chunks=chunks,
+                optimizer=optimizer,
+                distributed_optimizer=distributed,
+                scheduler=scheduler,
+                prepare=partial(rng.install_keyed_draws, seed=self._seed, number=number),
+            )
         )
+
+    def _check_bound(self, verb: str) -> None:
+        """Whatever is bound is bound by the first verb, which takes all of it into care."""
+        self._turns.check_bound(verb)
+        if not self._is_guarded:
+            self._is_guarded = True
+            self._guard()
+
+    def _guard(self) -> None:
+        """Have all models guarded as one state, before anything of them is sealed."""
+        self._framework = BoundModels(self._bound)
+        chunks = self._framework.chunks
         self._buffers = ModelBuffers(
             chunks,
             exact=self._worker.config.consistency == "exact",
@@ -170,6 +191,7 @@ class ElasticJob:
         self._gradients = StepGradients(
             chunks, has_place=lambda: self._microbatches.seat is not None
         )
+        self._framework.before_updates(self._gradients.check_update)
         self._recording = Recording(
             self._worker, self._tracker, pieces=self._framework.named_pieces
         )
@@ -187,7 +209,9 @@ class ElasticJob:
         self._loop = ElasticLoop(steps)
         self._body = LoopBody(self._loop)
         self._unbound = Unbound(
-            self._framework.inner_optimizer, is_updating=lambda: self._framework.is_updating
+            self._framework.updates,
+            advice="wrap its model as the others are, call job.bind with both before the first "
+            "step, and give forward_backward the model that a call trains",
         )
         self._recording.patched(self._patches.places)
         self._recording.attached(
@@ -259,11 +283,14 @@ class ElasticJob:
             kwargs = without_sizes(kwargs)
             if not forward_only:
                 check_lengths(kwargs["data_iterator"], self._positions.end)
-                self._gradients.zero()
+                self._turns.check_trained(kwargs["model"])
+                self._gradients.zero(kwargs["model"])
             kwargs["forward_step_func"] = without_collectives(
                 kwargs["forward_step_func"], self._worker.links
             )
             losses = self._run(function, forward_only=forward_only, **kwargs)
+            if not forward_only:
+                self._gradients.trained(kwargs["model"])
             self._turns.gave(losses)
             # What the script draws next follows from no micro-batch that was run here last.
             moment = self._worker.completed, self._loop.works_done, len(self._turns.returned)
@@ -314,7 +341,7 @@ class ElasticJob:
     @ends_in_a_sentence
     def finish(self) -> None:
         """Leave with the others, before the script ends; the second call does nothing."""
-        self._turns.check_bound("finish")
+        self._check_bound("finish")
         if self._finished:
             return
         self._finished = True
@@ -372,6 +399,7 @@ class ElasticJob:
 
     @ends_in_a_sentence
     def _begin(self, train_step: object, last_checkpoint: object) -> None:
+        self._check_bound(TRAIN)
         self._turns.begin_training()
         check_work(train_step, TRAIN)
         if last_checkpoint is not None:
@@ -444,7 +472,7 @@ class ElasticJob:
     def _between_steps(
         self, work: Callable[[], Result], verb: str, *, phase: str, alone: Result
     ) -> Result | None:
-        self._turns.check_bound(verb)
+        self._check_bound(verb)
         check_work(work, verb, phase)
         if phase != LOAD:
             self._start()

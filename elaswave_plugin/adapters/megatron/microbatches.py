@@ -8,6 +8,7 @@ from typing import Any
 from megatron.core import parallel_state
 
 from elaswave_plugin.adapters.megatron import executor
+from elaswave_plugin.adapters.megatron.bound_models import BoundModels
 from elaswave_plugin.adapters.megatron.contract import ForwardBackward
 from elaswave_plugin.adapters.megatron.cut_dropout import cut_patches
 from elaswave_plugin.adapters.megatron.data import in_order
@@ -21,6 +22,7 @@ from elaswave_plugin.core.dataflow import Dataflow, Samples, deal
 from elaswave_plugin.core.layout import Seat
 from elaswave_plugin.core.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.seating import FlatSeating
+from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.worker import Worker
 
 # Called with (data iterator, model chunk, samples) before each forward step.
@@ -33,22 +35,23 @@ class Microbatches:
     def __init__(
         self,
         worker: Worker,
-        framework: MegatronFramework,
+        models: BoundModels,
         *,
         num_microbatches: int,
         micro_batch_size: int,
         why_whole: str | None = None,
         whole_replicas: bool = False,
     ) -> None:
-        """Bind the worker to the framework and its deal; collective over WORLD.
+        """Bind the worker to the models and their deal; collective over WORLD.
 
-        ``num_microbatches`` of the whole batch, for which views are planned; ``why_whole``: why the
-        script gives whole micro-batches only, if so. ``whole_replicas``: in a data-parallel job a
+        There is one, with tensor or pipeline parallelism. ``num_microbatches`` of the whole batch,
+        for which views are planned; ``why_whole``: why the script gives whole micro-batches only,
+        if so. ``whole_replicas``: in a data-parallel job a
         worker runs nothing less, until ``deal_freely`` is called.
         Raises ConfigurationError for what tensor and pipeline parallel jobs do not carry.
         """
         self._worker = worker
-        self._framework = framework
+        self._models = models
         self._num_microbatches = num_microbatches
         self._micro_batch_size = micro_batch_size
         # What was run last, which losses of the batch its reports are, and how many there are.
@@ -64,19 +67,20 @@ class Microbatches:
         if (tp, parallel_state.get_pipeline_model_parallel_world_size()) == (1, 1):
             worker.config.check_without_stages()
             dealt = partial(deal, num_microbatches=num_microbatches)
-            worker.bind(framework, deal=dealt, whole=whole_replicas)
+            worker.bind(models, deal=dealt, whole=whole_replicas)
         else:
+            (model,) = models.models
             grid = Grid(
                 worker,
-                framework,
+                model,
                 num_microbatches=num_microbatches,
                 micro_batch_size=micro_batch_size,
                 why_whole=why_whole,
             )
             self._tied = grid.tied
-            worker.bind(framework, deal=grid.deal, seating=grid.seating)
+            worker.bind(models, deal=grid.deal, seating=grid.seating)
         self._placed = worker.dataflow
-        framework.take_place(worker.dataflow)
+        models.take_place(worker.dataflow)
 
     @property
     def flow(self) -> Dataflow | PipelineFlow:
@@ -145,14 +149,20 @@ class Microbatches:
         ``in_step``: whether a training step makes the call, by default where it trains;
         ``num_microbatches``: of all replicas, if not the whole batch; ``kwargs``: the function's
         others. Returns the reported losses, one for each of ``reports``, where they are known, else
-        none.
+        none. Raises ConfigurationError for a model that is not bound, where that is not carried.
         """
         worker, flow = self._worker, self._dealt(num_microbatches)
         executor.check_arguments(kwargs)
+        bound = self._models.of(kwargs["model"])
+        if bound is None and isinstance(flow, PipelineFlow):
+            raise ConfigurationError(
+                "forward_backward is given a model that is not bound, and with tensor or pipeline "
+                "parallelism it runs the bound one after a loss: call that model in forward_step"
+            )
         self._in_step = not forward_only if in_step is None else in_step
         self._patch(flow)
         if not forward_only and flow is not self._placed:
-            self._framework.take_place(flow)
+            self._models.take_place(flow)
             worker.begin_flow(flow)
             self._placed = flow
         self.executed, self.reports, self.num_reports = executor.order_of(
@@ -160,7 +170,7 @@ class Microbatches:
         )
 
         def starting(iterator: Any, chunk: Any, samples: Samples) -> None:
-            self._enters = chunk is self._framework.chunks[0]
+            self._enters = bound is not None and chunk is bound.chunks[0]
             begin(iterator, chunk, samples)
 
         def again(microbatches: tuple[int, ...]) -> list[Any]:
@@ -172,7 +182,7 @@ class Microbatches:
 
         forward_step = kwargs["forward_step_func"]
         kwargs["forward_step_func"] = in_order(forward_step, self.executed, starting)
-        reports = self._run(function, flow, forward_only=forward_only, **kwargs)
+        reports = self._run(function, flow, bound, forward_only=forward_only, **kwargs)
         if not forward_only:
             compare_losses(worker, flow, reports, again)
         return reports
@@ -181,26 +191,28 @@ class Microbatches:
         self,
         function: ForwardBackward,
         flow: Dataflow | PipelineFlow,
+        bound: MegatronFramework | None,
         *,
         forward_only: bool,
         **kwargs: Any,
     ) -> list[Any]:
-        """Run what this worker has to of a flow."""
+        """Run what this worker has to of a flow; ``bound``: the model, None for one beside them."""
         worker = self._worker
         if self.seat is None:
             return []
         if isinstance(flow, PipelineFlow) and not flow.is_healthy:
-            return self._run_pipeline(flow, forward_only=forward_only, **kwargs)
+            assert bound is not None
+            return self._run_pipeline(flow, bound, forward_only=forward_only, **kwargs)
         if flow.is_healthy or forward_only:
             count = len(self.executed)
             return function(num_microbatches=count, forward_only=forward_only, **kwargs)
-        assert isinstance(flow, Dataflow)
+        assert isinstance(flow, Dataflow) and bound is not None
         return executor.run_contributions(
             contributions=flow.contributions(worker.slot),
-            reduction=self._framework.reduction,
+            reduction=bound.reduction,
             forward_step_func=kwargs["forward_step_func"],
             data_iterator=kwargs["data_iterator"],
-            model=self._framework.chunks[0],
+            model=bound.chunks[0],
             replica_microbatches=flow.num_microbatches // flow.num_replicas,
         )
 
@@ -229,6 +241,7 @@ class Microbatches:
     def _run_pipeline(
         self,
         flow: PipelineFlow,
+        bound: MegatronFramework,
         *,
         forward_step_func: Callable[..., Any],
         data_iterator: Any,
@@ -240,8 +253,8 @@ class Microbatches:
         pipeline = RaggedPipeline(
             flow=flow,
             slot=self._worker.slot,
-            chunks=self._framework.chunks,
-            reduction=self._framework.reduction,
+            chunks=bound.chunks,
+            reduction=bound.reduction,
             tied=self._tied,
             weight_gradients=self._weight_gradients,
             stopwatch=self._worker.stopwatch,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from elaswave_plugin.adapters.megatron.arguments import Sizes
+from elaswave_plugin.adapters.megatron.binds import chunks_of
 from elaswave_plugin.adapters.megatron.contract import (
     ForwardBackward,
     Losses,
@@ -62,6 +63,8 @@ class PlainJob:
         self._step = 0
         self._positions = Positions()
         self._train_iters = 0
+        self._optimizers: list[Any] = []
+        self._chunks: list[Any] = []
         self._finished = False
 
     @property
@@ -85,7 +88,9 @@ class PlainJob:
         consumed_samples: int | None = None,
     ) -> None:
         """Remember from where and how long to train, and where the learning rate is."""
-        self._turns.bind()
+        chunks = chunks_of(model)
+        run = {"train_iters": train_iters, "start_step": start_step}
+        self._turns.bind(chunks, optimizer, **run, consumed_samples=consumed_samples)
         check_loop(scheduler, train_iters)
         first = first_batch(
             start_step,
@@ -95,8 +100,8 @@ class PlainJob:
         )
         self._step = start_step
         self._positions.begin_at(first, steps=train_iters - start_step)
-        self._optimizer = optimizer
-        self._gradients = StepGradients(model if isinstance(model, list) else [model])
+        self._optimizers.append(optimizer)
+        self._chunks += chunks
         self._train_iters = train_iters
 
     @ends_in_a_sentence
@@ -133,7 +138,8 @@ class PlainJob:
             numbers = self._positions.take(kwargs["data_iterator"])
             if not forward_only:
                 check_lengths(kwargs["data_iterator"], self._positions.end)
-                self._gradients.zero()
+                self._turns.check_trained(kwargs["model"])
+                self._gradients.zero(kwargs["model"])
             kwargs |= {"num_microbatches": len(mine), "forward_only": forward_only}
             kwargs["forward_step_func"] = in_order(
                 kwargs["forward_step_func"],
@@ -143,6 +149,8 @@ class PlainJob:
                 ),
             )
             losses = function(**kwargs)
+            if not forward_only:
+                self._gradients.trained(kwargs["model"])
             self._turns.gave(losses)
             return losses
 
@@ -171,6 +179,7 @@ class PlainJob:
     @ends_in_a_sentence
     def _begin(self, train_step: object, last_checkpoint: object) -> None:
         self._turns.begin_training()
+        self._gradients = StepGradients(self._chunks)
         check_work(train_step, TRAIN)
         if last_checkpoint is not None:
             check_work(last_checkpoint, TRAIN, like="last_checkpoint=save")
@@ -182,7 +191,7 @@ class PlainJob:
             result = train_step()
         losses, grad_norm = check_result(result, *self._turns.returned)
         total, weight, tokens = self._totals(losses)
-        lr = self._optimizer.param_groups[0]["lr"]
+        lr = self._optimizers[0].param_groups[0]["lr"]
         return StepReport(loss=total / weight, grad_norm=grad_norm, lr=lr, tokens=int(tokens))
 
     def finish(self) -> None:

@@ -41,6 +41,11 @@ def check_supported(
     for problem in _optimizer_problems(chained[0]):
         raise ConfigurationError(problem)
     only: DistributedOptimizer = chained[0]
+    if [*map(id, only.model_chunks)] != [*map(id, chunks)]:
+        raise ConfigurationError(
+            "the optimizer was made for another model than the one that it is bound with: write "
+            "optimizer = get_megatron_optimizer(config, [model]) with this model"
+        )
     return only
 
 

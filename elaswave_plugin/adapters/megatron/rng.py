@@ -114,21 +114,24 @@ def keeps_generators() -> bool:
     return any(isinstance(kept, torch.Generator) for kept in states.values())
 
 
-def install_keyed_draws(model: torch.nn.Module, seed: int) -> None:
-    """Make every transformer layer and the embedding reseed from the key before their forward."""
+def install_keyed_draws(model: torch.nn.Module, seed: int, *, number: int = 0) -> None:
+    """Make every transformer layer and the embedding reseed from the key before their forward.
+
+    ``number``: of the model among those that the job trains, whose layers draw apart.
+    """
     for module in model.modules():
         if isinstance(module, TransformerLayer | LanguageModelEmbedding):
-            module.register_forward_pre_hook(_reseed(seed))
+            module.register_forward_pre_hook(_reseed(seed, number))
 
 
-def _reseed(seed: int) -> Callable[[torch.nn.Module, Any], None]:
+def _reseed(seed: int, number: int) -> Callable[[torch.nn.Module, Any], None]:
     def hook(module: torch.nn.Module, inputs: Any) -> None:
         tracker = megatron_random.get_cuda_rng_tracker()
         if not module.training or _KEY not in tracker.states_:
             return
         step, rows, is_cut = _keyed(tracker.states_)
         # Read at each call: a layer that moves keeps its module and changes its number.
-        layer = getattr(module, "layer_number", _EMBEDDING_LAYER)
+        layer = getattr(module, "layer_number", _EMBEDDING_LAYER) + (number << 32)
         tp = parallel_state.get_tensor_model_parallel_rank()
         shared_tp = tp if getattr(module.config, "sequence_parallel", False) else 0
 

@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from elaswave_plugin.adapters.megatron import buffers
-from elaswave_plugin.adapters.megatron.framework import MegatronFramework
+from elaswave_plugin.adapters.megatron.bound_models import BoundModels
 from elaswave_plugin.adapters.megatron.frozen import Frozen
 from elaswave_plugin.adapters.megatron.model_buffers import ModelBuffers
 from elaswave_plugin.errors import ConfigurationError
@@ -24,13 +24,13 @@ from elaswave_plugin.runtime.worker import Worker
 
 def step_state(
     worker: Worker,
-    framework: MegatronFramework,
+    framework: BoundModels,
     *,
     buffers: ModelBuffers,
     beside: Sequence[Part] = (),
 ) -> StepState:
     """All parts of one worker; ``beside`` those of a framework, what its own loop has."""
-    parts = (Weights(worker, framework), Frozen(framework.chunks), buffers, Settings(framework))
+    parts = (Weights(worker, framework), Frozen([model.chunks for model in framework.models]), buffers, Settings(framework))
     return StepState(worker, (*parts, *beside))
 
 
@@ -39,7 +39,7 @@ class Settings(Plain):
 
     name = "the settings of the optimizer's groups"
 
-    def __init__(self, framework: MegatronFramework) -> None:
+    def __init__(self, framework: BoundModels) -> None:
         self._framework = framework
 
     def keep(self) -> tuple[bytes, list[dict[str, Any]]]:
@@ -67,7 +67,7 @@ class Weights(Plain):
 
     name = "the trained weights"
 
-    def __init__(self, worker: Worker, framework: MegatronFramework) -> None:
+    def __init__(self, worker: Worker, framework: BoundModels) -> None:
         self._worker = worker
         self._framework = framework
         self._sealed: tuple[list[int], int] | None = None

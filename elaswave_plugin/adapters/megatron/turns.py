@@ -1,9 +1,10 @@
 """Which verb of the job runs, and what a script may call in it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from elaswave_plugin.adapters.megatron.binds import Binds
 from elaswave_plugin.errors import ConfigurationError
 
 TRAIN, EVALUATE, RUN = "train", "evaluate", "run"
@@ -15,25 +16,34 @@ class Turns:
 
     def __init__(self) -> None:
         self._verb: str | None = None
-        self._bound = False
+        self._binds = Binds()
+        # The verb that came first, behind which nothing more is bound.
+        self._first: str | None = None
         self._begun = False
         # What each call of forward_backward in the verb has returned, and whether one trained.
         self.returned: list[list[Any]] = []
         self.trains = self.has_trained = False
 
-    def bind(self) -> None:
-        """``bind`` is called; raises ConfigurationError the second time."""
-        if self._bound:
-            raise ConfigurationError("job.bind is called twice: delete the second call")
-        self._bound = True
+    def bind(self, chunks: Sequence[Any], optimizer: Any, **run: Any) -> None:
+        """``bind`` is called; raises ConfigurationError for what it cannot take, or not any more.
+
+        ``run``: what it is told of the run, which is one for all models.
+        """
+        if self._first is not None:
+            raise ConfigurationError(
+                f"job.bind is called behind job.{self._first}, by when the state of all models is "
+                "sealed: bind every model before the first job.run, job.evaluate or job.train"
+            )
+        self._binds.add(chunks, optimizer, run)
 
     def check_bound(self, verb: str) -> None:
         """Raise ConfigurationError where ``verb`` comes before ``bind``."""
-        if not self._bound:
+        if not self._binds.are_any:
             raise ConfigurationError(
                 f"job.{verb} is called before job.bind: write job.bind(model, optimizer, "
                 "scheduler, train_iters=...) behind the lines that build the three"
             )
+        self._first = self._first or verb
 
     def begin_training(self) -> None:
         """``train`` is called; raises ConfigurationError before ``bind``, and the second time."""
@@ -84,6 +94,10 @@ class Turns:
                 "not kept: give it forward_only=True there"
             )
         self.trains = not forward_only
+
+    def check_trained(self, model: Any) -> None:
+        """Raise ConfigurationError for a model that a call is to train and that is not bound."""
+        self._binds.check_trained(model)
 
     def gave(self, losses: list[Any]) -> None:
         """The call that began last has returned these."""

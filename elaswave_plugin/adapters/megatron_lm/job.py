@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 
 from elaswave_plugin.adapters.megatron import rng
+from elaswave_plugin.adapters.megatron.bound_models import BoundModels
 from elaswave_plugin.adapters.megatron.contract import num_microbatches_of
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework, make_room
 from elaswave_plugin.adapters.megatron.growth import check_growth
@@ -145,7 +146,7 @@ class LmJob:
         assert self._shard is not None
         # As Megatron-LM's train() sets it a moment later.
         chunks[0].config.finalize_model_grads_func = finalize_model_grads
-        self._framework = MegatronFramework(
+        model = MegatronFramework(
             worker,
             chunks=chunks,
             optimizer=optimizer,
@@ -154,6 +155,7 @@ class LmJob:
             prepare=self._prepare,
             shard=self._shard,
         )
+        self._framework = BoundModels([model])
         worker.completed = args.iteration
         self.variables.bind(chunks)
         self._microbatches = Microbatches(

@@ -1,0 +1,180 @@
+"""Several models with their optimizers in one step: a GAN, actor and critic, through losses."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from elaswave_plugin.state_dump import hash_state
+from tests.faults import two_models
+from tests.faults.conftest import Grown, Launch, Reference
+from tests.faults.harness import JobSpec, check_equal, check_survived
+from tests.faults.own_scripts import Change, write
+from tests.tiers import sampled
+
+# Two are lost, one of them rank 0, and both come back.
+LOSES = JobSpec(nproc=3, steps=10, global_batch=6)
+BACK = {"respawn": 10, "awaits": ((4, 1), (8, 2))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Twice(JobSpec):
+    """A job whose every step reads two batches."""
+
+    @property
+    def batches(self) -> Sequence[int]:
+        """Samples of each step."""
+        return self.steps * [2 * self.global_batch]
+
+
+TWICE = Twice(nproc=3, steps=10, global_batch=6)
+# The generator's passes leave gradients in a discriminator that is not frozen, which Megatron-Core
+# does not carry where it reduces gradients within a backward pass.
+NO_OVERLAP = replace(TWICE, options=("--no-overlap-grad-reduce",))
+JOBS: dict[str, tuple[JobSpec, tuple[Change, ...]]] = {
+    "GAN": (TWICE, two_models.GAN),
+    "GAN, not frozen": (NO_OVERLAP, two_models.gan(freezes=False)),
+    "actor and critic": (LOSES, two_models.ACTOR_AND_CRITIC),
+    "actor and critic, bf16": (replace(LOSES, options=("--bf16",)), two_models.ACTOR_AND_CRITIC),
+}
+KILLS = {
+    "backward, optimizer": ("1@2:backward", "0@6:optimizer"),
+    "forward, gather": ("0@2:forward", "2@6:gather"),
+    "snapshot, reduce": ("2@2:snapshot", "0@6:reduce"),
+}
+
+
+# In CI each script and each pair of phases at least once.
+CASES = [(name, kills) for name in JOBS for kills in KILLS]
+
+
+@pytest.mark.parametrize(("name", "kills"), sampled(CASES, keep=(0, 5, 7)))
+def test_two_models_of_one_step_are_equal(
+    run: Launch, reference: Reference, tmp_path: Path, name: str, kills: str
+) -> None:
+    spec, changes = JOBS[name]
+    spec = replace(spec, script=write(tmp_path, *changes))
+    check_equal(run(replace(spec, kills=KILLS[kills], **BACK)), reference(spec))
+
+
+# A worker dies where a step of the GAN is for so many times in a phase: its generator's part.
+DIES_LATE = """
+import os, signal
+from elaswave_plugin.runtime.phases import Phases
+enter, seen = Phases.enter, []
+def die(self, phase):
+    if (self._slot, self.step, phase) == ({slot}, 3, {phase!r}):
+        seen.append(phase)
+        if len(seen) == {times}:
+            self._events.emit("died_late", phase=phase)
+            os.kill(os.getpid(), signal.SIGKILL)
+    enter(self, phase)
+Phases.enter = die
+"""
+# Two micro-batches a worker: in the third backward pass, and the second update.
+LATE = [(0, "optimizer", 2), (1, "backward", 3), (2, "gather", 2), (1, "optimizer", 2)]
+
+
+@pytest.mark.parametrize(("slot", "phase", "times"), sampled(LATE, keep=(0, 1)))
+def test_one_model_is_updated_and_the_other_is_not(
+    run: Launch, reference: Reference, tmp_path: Path, slot: int, phase: str, times: int
+) -> None:
+    """The update that was made is taken back, and both are made again; who is lost comes back."""
+    spec = replace(TWICE, script=write(tmp_path, *two_models.GAN))
+    sabotage = DIES_LATE.format(slot=slot, phase=phase, times=times)
+    survived = run(replace(spec, sabotage=sabotage, respawn=10, awaits=((6, 1),)))
+    assert [event["phase"] for event in survived.events("died_late")] == [phase]
+    assert [event["slot"] for event in survived.events("entered")] == [slot]
+    check_equal(survived, reference(spec))
+
+
+def test_both_models_are_compared(reference: Reference, tmp_path: Path) -> None:
+    """The hashes above are of every weight and moment of both."""
+    undisturbed = reference(replace(TWICE, script=write(tmp_path, *two_models.GAN)))
+    names = dict(hash_state(undisturbed.directory, 9).by_name)
+    of_each = [[name for name in names if name.endswith(f"(model {n})")] for n in (0, 1)]
+    # Batch norm has two weights, dropout has none.
+    assert [*map(len, of_each)] == [6, 4] and len(names) == 10
+    before = dict(hash_state(undisturbed.directory, 8).by_name)
+    assert all(names[name] != before[name] for name in names)
+
+
+def test_fast_mode_is_its_twin(run: Launch, tmp_path: Path) -> None:
+    script = write(tmp_path, *two_models.ACTOR_AND_CRITIC)
+    spec = replace(LOSES, script=script, consistency="fast")
+    killed, twin = run(replace(spec, kills=("1@4:backward",))), run(replace(spec, changes=("1@4",)))
+    check_survived(killed)
+    check_survived(twin)
+    assert killed.trace() == twin.trace()
+
+
+def test_a_worker_beyond_the_launch_gets_both(grown: Grown, tmp_path: Path) -> None:
+    script = write(tmp_path, *two_models.ACTOR_AND_CRITIC)
+    grown(replace(LOSES, script=script, launcher=("--reserve=1",), awaits=((4, 1),)))
+
+
+_SECOND = two_models.BIND_SECOND
+REFUSED: dict[str, tuple[JobSpec, tuple[Change, ...], str]] = {
+    "the same model": (
+        LOSES,
+        ((_SECOND, _SECOND.replace("second, of_second", "model, of_second")),),
+        "job.bind got a model that is bound already: call it once for each model",
+    ),
+    "the same optimizer": (
+        LOSES,
+        ((_SECOND, _SECOND.replace("second, of_second,", "second, optimizer,")),),
+        "job.bind got an optimizer that is bound already, with another model",
+    ),
+    "the other's optimizer": (
+        LOSES,
+        ((two_models.BOUND, two_models.BOUND.replace("optimizer,", "of_second,")),),
+        "the optimizer was made for another model than the one that it is bound with",
+    ),
+    "weights of the other": (
+        LOSES,
+        two_models.SHARES,
+        "job.bind got a model that shares 12 trained weights with one that is bound already",
+    ),
+    "another length": (
+        LOSES,
+        ((_SECOND, _SECOND.replace("args.train_iters", "7")),),
+        "job.bind got train_iters=7, and train_iters=10 with the model before",
+    ),
+    "in the first step": (
+        LOSES,
+        ((_SECOND, ""), ("    def train_step():\n", f"    def train_step():\n    {_SECOND}")),
+        "job.bind is called behind job.train, by when the state of all models is sealed",
+    ),
+    "behind a save": (
+        LOSES,
+        ((_SECOND, '    job.run(lambda: None, phase="save")\n' + _SECOND),),
+        "job.bind is called behind job.run, by when the state of all models is sealed",
+    ),
+    "with tensor parallelism": (
+        replace(LOSES, nproc=4, global_batch=8, options=("--tensor-model-parallel-size=2",)),
+        (),
+        "job.bind is called for a second model, and tensor_model_parallel_size is 2",
+    ),
+    "a model that is not bound": (
+        LOSES,
+        ((_SECOND, ""),),
+        "forward_backward trains a model that is not bound",
+    ),
+    "gradients of another's passes": (
+        NO_OVERLAP,
+        two_models.UPDATES_LATE,
+        "a model is updated whose gradients were reduced before forward_backward trained another",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_bound_or_trained_is_refused(run: Launch, tmp_path: Path, name: str) -> None:
+    spec, changes, words = REFUSED[name]
+    base = two_models.gan(freezes=False) if spec is NO_OVERLAP else two_models.ACTOR_AND_CRITIC
+    refused = run(replace(spec, script=write(tmp_path, *base, *changes)))
+    assert refused.returncode == 2, refused.output[-4000:]
+    assert sum(words in line for line in refused.output.splitlines()) == 1
+    assert "Traceback" not in refused.output
+    assert not refused.files.steps and not refused.orphans
