@@ -22,6 +22,8 @@ OWN_CALLS = EngineSpec(script=str(SCRIPTS / "own_calls.py"), nproc=3, global_bat
         ("model", 3, "and not by engine(batch)"),
         ("second", 1, "deepspeed.initialize was called a second time"),
         ("gan", 1, "deepspeed.initialize was called a second time"),
+        ("unbound", 0, "an optimizer that is not bound (SGD) steps in this job"),
+        ("unbound", 2, "an optimizer that is not bound (SGD) steps in this job"),
         ("twin", 1, "deepspeed.initialize was called a second time"),
     ],
 )

@@ -9,6 +9,7 @@ from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader, GlobalOrder
 from elaswave_plugin.adapters.deepspeed.reads import Reads
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.adapters.recording import Recording, tracker_of
+from elaswave_plugin.adapters.unbound import Unbound
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError, EpochChanged
 from elaswave_plugin.runtime.refusal import ends_in_a_sentence
 from elaswave_plugin.runtime.worker import Worker
@@ -56,8 +57,13 @@ class AttachedEngine:
         self._micro_batch_size = int(engine.train_micro_batch_size_per_gpu())
         pieces = framework.named_pieces
         self._recording = Recording(worker, tracker_of(worker), pieces=pieces)
+        self._unbound = Unbound(
+            lambda optimizer: optimizer is engine.basic_optimizer,
+            advice="put its model into that of the engine, as a module of it, with one optimizer",
+            before_refusal=self.abandon,
+        )
         # Called once everyone leaves.
-        self.at_leave: list[Callable[[], None]] = [patches.undo]
+        self.at_leave: list[Callable[[], None]] = [patches.undo, self._unbound.stop]
         self._left = self._working = False
         if worker.config.last_checkpoint_dir is not None:
             worker.member.saves_last()

@@ -272,7 +272,8 @@ class EngineJob(AttachedEngine):
             loss, tokens, holders = self._mean_loss()
             self._monitor.release(holders=holders)
             self._buffers.agree()
-            native(lr_kwargs)
+            with self._unbound.bound_step():
+                native(lr_kwargs)
             self._monitor.add_step()
             return StepReport(
                 loss=loss,

@@ -265,7 +265,8 @@ class PipelineJob(AttachedEngine):
         def step(engine: Any) -> None:
             self._state.check(self._worker.completed)
             self._begin_update()
-            native[schedule.OptimizerStep](engine)
+            with self._unbound.bound_step():
+                native[schedule.OptimizerStep](engine)
 
         return {
             **native,

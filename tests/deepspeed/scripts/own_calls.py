@@ -2,7 +2,8 @@
 
 "no_sync", "coalesce", "model": calls of DeepSpeed's that nobody could make again; "next": a fixed
 number of batches from one iterator; "enumerate": each epoch is left by its count of batches;
-"second", "gan", "twin": a second engine, with the section, without it, and the one without first.
+"second", "gan", "twin": a second engine, with the section, without it, and the one without first;
+"unbound": an optimizer of torch's beside the engine.
 How many batches and steps each worker saw goes to own-calls-PID.json beside the configuration.
 """
 
@@ -61,6 +62,8 @@ def main() -> None:
     engine, _, loader, _ = initialize(config, training_data=TextDataset(None, 32, 40))
     if args.what in ("second", "gan"):
         initialize(config if args.what == "second" else plain)
+    judge = torch.nn.Linear(4, 1)
+    of_judge = torch.optim.SGD(judge.parameters(), lr=0.1)
     count = engine.gradient_accumulation_steps()
     seen = applied = 0
     for order, batch in enumerate(batches_of(args.what, loader, args.steps * count)):
@@ -74,6 +77,9 @@ def main() -> None:
             loss = (engine.module if args.what == "model" else engine)(*batch)
             engine.backward(loss)
         engine.step()
+        if args.what == "unbound":
+            judge(torch.ones(4)).sum().backward()
+            of_judge.step()
         seen += 1
         applied += engine.was_step_applied()
     found = {"seen": seen, "applied": applied, "steps": engine.global_steps}
