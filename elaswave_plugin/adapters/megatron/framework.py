@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_layer import TransformerLayer

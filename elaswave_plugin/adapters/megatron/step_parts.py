@@ -30,7 +30,12 @@ def step_state(
     beside: Sequence[Part] = (),
 ) -> StepState:
     """All parts of one worker; ``beside`` those of a framework, what its own loop has."""
-    parts = (Weights(worker, framework), Frozen([model.chunks for model in framework.models]), buffers, Settings(framework))
+    parts = (
+        Weights(worker, framework),
+        Frozen([model.chunks for model in framework.models]),
+        buffers,
+        Settings(framework),
+    )
     return StepState(worker, (*parts, *beside))
 
 
