@@ -139,6 +139,7 @@ _OF_THE_JOB = (
     *("consistency", "snapshots", "snapshot_copies", "change", "respawn", "seed", "gpu_engine"),
     *("dataflow", "move_layers", "split_backward", "activation_room", "memory_limit_gib"),
     *("slow_workers", "clocks", "clock_table", "power_cap_w", "stop_after"),
+    "rehearse_first_step",
 )
 
 
@@ -153,6 +154,13 @@ class ElasticConfig(BaseModel):
         " gradient bucket of memory, and with NCCL for sums made of copies and additions; fast:"
         " gradients are summed by the native reduction, whose order, and so the last bits, change"
         " with the number of workers",
+    )
+    rehearse_first_step: Literal["stop", "continue", "off"] = Field(
+        "stop",
+        description="exact mode: the job's first step is run once more before, each micro-batch by"
+        " another replica, and losses and gradients are compared before the update; where they"
+        " differ, stop: the job ends and names what differs; continue: it goes on in fast mode;"
+        " off: the step is run once",
     )
     snapshots: bool = Field(
         True,
@@ -383,6 +391,17 @@ class ElasticConfig(BaseModel):
             raise ValueError(
                 "dataflow is resize and consistency is exact, which needs whole micro-batches; set"
                 " consistency to fast, or dataflow to auto, redeal or reroute"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _only_bits_are_rehearsed(self) -> "ElasticConfig":
+        """In fast mode a step that is dealt otherwise has other bits."""
+        asked = "rehearse_first_step" in self.model_fields_set
+        if asked and self.rehearse_first_step != "off" and self.consistency == "fast":
+            raise ValueError(
+                f"rehearse_first_step is {self.rehearse_first_step} and consistency is fast, in "
+                "which bits follow from the number of workers; leave rehearse_first_step out"
             )
         return self
 

@@ -13,7 +13,8 @@ class Remembered(TypedDict, total=False):
     ``devices``: slot and device of each worker of the launch; ``seed``: of the random draws;
     ``stages``: the fields of each pipeline stage; ``loads``: what the script's loads of checkpoints
     gave, pickled; ``data_epoch``: of the last completed step; ``begins``: the first step, and the
-    global batch that it reads.
+    global batch that it reads; ``inexact``: the first step, run twice, gave other bits, and the job
+    goes on in fast mode.
     """
 
     started_s: float
@@ -25,3 +26,4 @@ class Remembered(TypedDict, total=False):
     loads: list[str]
     data_epoch: int
     begins: list[int]
+    inexact: bool

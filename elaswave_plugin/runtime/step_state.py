@@ -6,7 +6,8 @@ later gets it from a worker of the same part of the model, and proves by digests
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +30,8 @@ class Part(Protocol):
 
     name: str
     """What it is called in messages."""
+    of_passes: bool
+    """Whether forward and backward passes may change it."""
 
     def keep(self) -> Any:
         """A copy of it: tensors on the host and plain values, in dicts, lists and tuples."""
@@ -67,6 +70,8 @@ class Part(Protocol):
 class Plain:
     """A part that is shared as it is kept, and watches nothing."""
 
+    of_passes = False
+
     def shared(self, kept: Any) -> Any:
         """All of it."""
         return kept
@@ -97,6 +102,7 @@ class KeptObjects(Plain):
     """What the script keeps by ``elaswave_plugin.keep``."""
 
     name = "what the script keeps"
+    of_passes = True
 
     def keep(self) -> dict[str, Any]:
         """The state of each object, by its name."""
@@ -153,6 +159,13 @@ class StepState:
         """Make all parts as they were kept."""
         for name, one in kept.items():
             self._parts[name].put_back(one)
+
+    @contextmanager
+    def passes_undone(self) -> Iterator[None]:
+        """What passes inside change is put back; a recovery does so where they are interrupted."""
+        kept = {name: part.keep() for name, part in self._parts.items() if part.of_passes}
+        yield
+        self.put_back(kept)
 
     def check(self, step: int) -> None:
         """Raise ConfigurationError for what the passes of this step may not change."""

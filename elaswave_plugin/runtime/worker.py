@@ -201,6 +201,11 @@ class Worker:
         return self.seating.world(self.view.ranks)
 
     @property
+    def promises_bits(self) -> bool:
+        """Whether the job is exact: asked for, and not shown otherwise by its first step."""
+        return self.config.consistency == "exact" and not self.remembered.get("inexact", False)
+
+    @property
     def untried(self) -> tuple[str, ...]:
         """Those that came with the last change, before they have made a step with the others."""
         return self._newcomers if self.completed == self._restored_step else ()

@@ -37,6 +37,7 @@ KEYS = (
     "move_layers",
     "power_cap_w",
     "quiesce_timeout_s",
+    "rehearse_first_step",
     "respawn",
     "run_id",
     "seed",

@@ -173,6 +173,31 @@ TURNS_UP = (
         '    return output, partial(loss_func, batch["loss_mask"], ',
     ),
 )
+# What no plugin carries: a count of passes, a generator of one's own, and both in backward passes.
+_SCALED = "    output = output * {scale}\n"
+_RETURNS = '    return output, partial(loss_func, batch["loss_mask"], '
+COUNTS_PASSES = (
+    before_model("PASSES = [0]\n\n\n"),
+    (_FORWARD, "    PASSES[0] += 1\n" + _FORWARD),
+    (_RETURNS, _SCALED.format(scale="(1 + 0.01 * PASSES[0])") + _RETURNS),
+)
+_GENERATOR = "DRAWS = torch.Generator().manual_seed(5)\n\n\n"
+DRAWS_BY_ITSELF = (
+    before_model(_GENERATOR),
+    (_RETURNS, _SCALED.format(scale="torch.rand((), generator=DRAWS)") + _RETURNS),
+)
+UNSTEADY_GRADIENT = (
+    before_model(
+        _GENERATOR + "def unsteady(chunk):\n"
+        "    def hook(gradient):\n"
+        "        return gradient * (1 + 1e-3 * torch.rand((), generator=DRAWS))\n\n"
+        "    for name, param in chunk.named_parameters():\n"
+        '        if name.endswith("final_layernorm.weight"):\n'
+        "            param.register_hook(hook)\n"
+        "    return chunk\n\n\n"
+    ),
+    (_BUILD, "unsteady(build_chunk(args, config, number)), disable_bucketing"),
+)
 AVERAGE = '''class Average:
     """An exponential moving average of the weights, beside the model."""
 

@@ -7,11 +7,14 @@ that whoever seals a step, or gets a layer of another stage, has them.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 
 
@@ -62,6 +65,21 @@ class ExpertBiases:
                 router.expert_bias.copy_(values[router.layer_number - 1])
         if values is not None:
             self.values = values
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """What passes inside do to biases, counts and the table of losses for logs is undone."""
+        biases = [(one, one.expert_bias.clone()) for one in routers(self._chunks)]
+        # Versions that have no such table keep their losses elsewhere, for logs as well.
+        table: dict[str, Any] = getattr(moe_utils, "get_moe_layer_wise_logging_tracker", dict)()
+        logged = {name: entry["values"].clone() for name, entry in table.items()}
+        yield
+        self.write(None)
+        for router, bias in biases:
+            with torch.no_grad():
+                router.expert_bias.copy_(bias)
+        for name, entry in table.items():
+            entry["values"].copy_(logged.get(name, torch.zeros_like(entry["values"])))
 
 
 def routers(chunks: Sequence[torch.nn.Module]) -> Iterator[TopKRouter]:

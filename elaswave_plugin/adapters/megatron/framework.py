@@ -27,6 +27,7 @@ from elaswave_plugin.core.dataflow import Dataflow, Shares
 from elaswave_plugin.core.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.plan import Flow, RecoveryPlan
 from elaswave_plugin.errors import ConfigurationError, EpochChanged
+from elaswave_plugin.runtime.digests import digest_of
 from elaswave_plugin.runtime.state_dump import NamedPiece
 from elaswave_plugin.runtime.worker import Worker
 
@@ -101,7 +102,7 @@ class MegatronFramework:
         self.reduction = GradientReduction(
             self.chunks,
             slot=worker.slot,
-            exact=worker.config.consistency == "exact",
+            exact=worker.promises_bits,
             announce=self._announce,
         )
         self._expert_biases = ExpertBiases(self.chunks)
@@ -287,6 +288,35 @@ class MegatronFramework:
         for config in (self.chunks[0].config, self._distributed.config):
             for timer in getattr(config.timers, "_timers", {}).values():
                 timer._started = False
+
+    @contextmanager
+    def passes_dropped(self, flow: Flow, *, trains: bool) -> Iterator[None]:
+        """Inside, passes reduce by ``flow``; what they leave in gradients and routers is dropped.
+
+        A recovery does so where they are interrupted. Passes that train nothing leave gradients
+        alone, which may be those of an earlier call.
+        """
+        with self._expert_biases.kept():
+            self.take_place(flow)
+            yield
+            for chunk in self.chunks if trains else ():
+                buffers.drop_step(chunk)
+
+    def finish_reduction(self) -> None:
+        """Reduce the gradients where neither schedule nor loop has done so yet."""
+        for chunk in self.chunks:
+            chunk.finish_grad_sync()
+
+    def gradient_digests(self) -> dict[str, int]:
+        """Digests of the own pieces of the gradients, by global parameter name."""
+        ranges = self._distributed.model_param_group_index_map if self._seated else ()
+        found = {}
+        for name, param in global_names(self.chunks):
+            if param in ranges:
+                span = self._distributed._get_model_param_range_map(param)["param"]
+                gradient: torch.Tensor = param.main_grad  # type: ignore[attr-defined]
+                found[name] = digest_of(gradient.view(-1)[span.start : span.end])
+        return found
 
     @contextmanager
     def modes_kept(self) -> Iterator[None]:

@@ -181,11 +181,16 @@ class ElasticJob:
             exact=self._worker.config.consistency == "exact",
             refused=self._why_buffers_stay(),
         )
+        self._state = step_state(
+            self._worker, self._framework, buffers=self._buffers, beside=[self._positions]
+        )
         self._microbatches = Microbatches(
             self._worker,
             self._framework,
             num_microbatches=self._num_microbatches,
             micro_batch_size=self._micro_batch_size,
+            seed=self._seed,
+            passes_undone=self._state.passes_undone,
             whole_replicas=self._buffers.by_replica,
         )
         self._gradients = StepGradients(
@@ -194,9 +199,6 @@ class ElasticJob:
         self._framework.before_updates(self._gradients.check_update)
         self._recording = Recording(
             self._worker, self._tracker, pieces=self._framework.named_pieces
-        )
-        self._state = step_state(
-            self._worker, self._framework, buffers=self._buffers, beside=[self._positions]
         )
         steps = GuardedSteps(
             self._worker,

@@ -1,6 +1,7 @@
 """Which samples this worker runs in a step, and the forward-backward function that does."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from elaswave_plugin.adapters.megatron.contract import ForwardBackward
 from elaswave_plugin.adapters.megatron.cut_dropout import cut_patches
 from elaswave_plugin.adapters.megatron.data import in_order
 from elaswave_plugin.adapters.megatron.entry_proof import compare_losses
+from elaswave_plugin.adapters.megatron.first_step import FirstStep
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
 from elaswave_plugin.adapters.megatron.grid import Grid
 from elaswave_plugin.adapters.megatron.pipeline import RaggedPipeline
@@ -39,14 +41,17 @@ class Microbatches:
         *,
         num_microbatches: int,
         micro_batch_size: int,
+        seed: int,
+        passes_undone: Callable[[], AbstractContextManager[None]],
         why_whole: str | None = None,
         whole_replicas: bool = False,
     ) -> None:
         """Bind the worker to the models and their deal; collective over WORLD.
 
         There is one, with tensor or pipeline parallelism. ``num_microbatches`` of the whole batch,
-        for which views are planned; ``why_whole``: why the script gives whole micro-batches only,
-        if so. ``whole_replicas``: in a data-parallel job a
+        for which views are planned; ``seed``: of the draws; ``passes_undone()``: inside, passes run
+        whose changes of the step's state are undone; ``why_whole``: why the script gives whole
+        micro-batches only, if so. ``whole_replicas``: in a data-parallel job a
         worker runs nothing less, until ``deal_freely`` is called.
         Raises ConfigurationError for what tensor and pipeline parallel jobs do not carry.
         """
@@ -81,6 +86,7 @@ class Microbatches:
             worker.bind(models, deal=grid.deal, seating=grid.seating)
         self._placed = worker.dataflow
         models.take_place(worker.dataflow)
+        self._first_step = FirstStep(worker, models, seed=seed, passes_undone=passes_undone)
 
     @property
     def flow(self) -> Dataflow | PipelineFlow:
@@ -124,7 +130,7 @@ class Microbatches:
             self._worker.phases.enter("data")
         # The samples of a micro-batch are counted where they enter the pipeline.
         counts = self._enters and seat is not None and (seat.stage, seat.tp) == (0, 0)
-        if counts and self._in_step:
+        if counts and self._in_step and not self._first_step.is_running:
             self._worker.ledger.emit(
                 "consumed",
                 slot=self._worker.slot,
@@ -142,14 +148,16 @@ class Microbatches:
         forward_only: bool,
         in_step: bool | None = None,
         num_microbatches: int | None = None,
+        rehearses: bool = True,
         **kwargs: Any,
     ) -> list[Any]:
         """Healthy: Megatron-Core's own ``function``. After a loss: what this worker has to run.
 
         ``in_step``: whether a training step makes the call, by default where it trains;
-        ``num_microbatches``: of all replicas, if not the whole batch; ``kwargs``: the function's
-        others. Returns the reported losses, one for each of ``reports``, where they are known, else
-        none. Raises ConfigurationError for a model that is not bound, where that is not carried.
+        ``num_microbatches``: of all replicas, if not the whole batch; ``rehearses``: whether the
+        job's first step may be run twice; ``kwargs``: the function's others. Returns the reported
+        losses, one for each of ``reports``, where they are known, else none. Raises
+        ConfigurationError for a model that is not bound, where that is not carried.
         """
         worker, flow = self._worker, self._dealt(num_microbatches)
         executor.check_arguments(kwargs)
@@ -165,9 +173,6 @@ class Microbatches:
             self._models.take_place(flow)
             worker.begin_flow(flow)
             self._placed = flow
-        self.executed, self.reports, self.num_reports = executor.order_of(
-            flow, worker.slot, micro_batch_size=self._micro_batch_size
-        )
 
         def starting(iterator: Any, chunk: Any, samples: Samples) -> None:
             self._enters = bound is not None and chunk is bound.chunks[0]
@@ -180,12 +185,28 @@ class Microbatches:
             repeated = {**kwargs, "forward_step_func": step, "num_microbatches": len(pieces)}
             return function(forward_only=True, **repeated)
 
+        def run(dealt: Dataflow | PipelineFlow) -> list[Any]:
+            self.executed, self.reports, self.num_reports = executor.order_of(
+                dealt, worker.slot, micro_batch_size=self._micro_batch_size
+            )
+            step = in_order(forward_step, self.executed, starting)
+            given = {**kwargs, "forward_step_func": step}
+            return self._run(function, dealt, bound, forward_only=forward_only, **given)
+
         forward_step = kwargs["forward_step_func"]
-        kwargs["forward_step_func"] = in_order(forward_step, self.executed, starting)
-        reports = self._run(function, flow, bound, forward_only=forward_only, **kwargs)
+        # A model beside the bound ones has no gradients to put back.
+        if self._in_step and rehearses and bound is not None:
+            train = not forward_only
+            reports = self._first_step.call(bound, flow, run, self._numbered, trains=train)
+        else:
+            reports = run(flow)
         if not forward_only:
             compare_losses(worker, flow, reports, again)
         return reports
+
+    def _numbered(self, reports: list[Any]) -> Mapping[int, Any]:
+        """What was reported here, by its number in the step."""
+        return dict(zip(self.reports, reports, strict=True)) if self.reports_losses else {}
 
     def _run(
         self,

@@ -32,6 +32,7 @@ class ModelBuffers(Plain):
     """Tensors of the modules that are no parameters."""
 
     name = "the model's buffers"
+    of_passes = True
 
     def __init__(
         self, chunks: Sequence[DistributedDataParallel], *, exact: bool, refused: str | None

@@ -67,6 +67,10 @@ class GradientReduction:
         self._pieces.clear()
         self._sends.clear()
 
+    def go_on_fast(self) -> None:
+        """Reduce natively after a loss as well, whose order of sums changes with the width."""
+        self._exact = False
+
     @property
     def keeps_contributions_apart(self) -> bool:
         """Whether each contribution has to be shipped on its own."""

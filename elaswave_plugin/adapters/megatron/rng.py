@@ -29,7 +29,7 @@ _KEY, _STREAMS = "elaswave-key", "elaswave-streams"
 _EMBEDDING_LAYER = 0
 _REPLICATED, _MODEL_PARALLEL = 0, 1
 # What is drawn for beside layers, which are counted from 0 on.
-STEP, BODY, FORWARD_STEP, FORWARD_ONLY, WORK, PASSES = -1, -2, -3, -4, -5, -6
+STEP, BODY, FORWARD_STEP, FORWARD_ONLY, WORK, PASSES, REHEARSED = -1, -2, -3, -4, -5, -6, -7
 
 
 def set_key(seed: int, step: int, samples: Samples, *, size: int, forward_only: bool) -> None:
@@ -103,6 +103,14 @@ def undone_draws() -> Iterator[None]:
     with torch.random.fork_rng():
         yield
     tracker.set_states(states)
+
+
+@contextmanager
+def other_draws(seed: int, step: int) -> Iterator[None]:
+    """Inside, draws without a key are others; no generator has a trace of them afterwards."""
+    with undone_draws(), undone_numbers():
+        settle(seed, REHEARSED, step)
+        yield
 
 
 def keeps_generators() -> bool:

@@ -1,12 +1,14 @@
 """Megatron-LM's own training loop in an elastic job: one worker's part of it."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.rerun_state_machine import RerunDataIterator
 
 from elaswave_plugin.adapters.megatron import rng
 from elaswave_plugin.adapters.megatron.bound_models import BoundModels
@@ -85,6 +87,8 @@ class LmJob:
         # What the last training step has read: so many samples of each of these.
         self._trained_from: list[MicrobatchLoader] = []
         self._trained_samples = 0
+        # Megatron-LM's iterators of the present call, which can replay a step's batches.
+        self._replays: list[RerunDataIterator] = []
         self.variables = LoopVariables(args)
         self.router_losses: RouterLosses | None = None
         if args.num_experts is not None:
@@ -158,21 +162,23 @@ class LmJob:
         self._framework = BoundModels([model])
         worker.completed = args.iteration
         self.variables.bind(chunks)
-        self._microbatches = Microbatches(
-            worker,
-            self._framework,
-            num_microbatches=self._num_microbatches,
-            micro_batch_size=args.micro_batch_size,
-            why_whole="Megatron-LM's scripts take batches of micro_batch_size samples only",
-        )
-        self._losses = LossTotals(self._microbatches, num_replicas=self.width)
-        self._recording = Recording(worker, self._tracker, pieces=self._framework.named_pieces)
         self._state = step_state(
             worker,
             self._framework,
             buffers=ModelBuffers(chunks, exact=True, refused="not in Megatron-LM's scripts"),
             beside=[SideState(self._loaders)],
         )
+        self._microbatches = Microbatches(
+            worker,
+            self._framework,
+            num_microbatches=self._num_microbatches,
+            micro_batch_size=args.micro_batch_size,
+            seed=self._seed,
+            passes_undone=self._passes_undone,
+            why_whole="Megatron-LM's scripts take batches of micro_batch_size samples only",
+        )
+        self._losses = LossTotals(self._microbatches, num_replicas=self.width)
+        self._recording = Recording(worker, self._tracker, pieces=self._framework.named_pieces)
         steps = GuardedSteps(
             worker,
             self._framework,
@@ -196,6 +202,18 @@ class LmJob:
         rng.install_keyed_draws(module, seed=self._seed)
         if self.router_losses is not None:
             self.router_losses.watch(module)
+
+    @contextmanager
+    def _passes_undone(self) -> Iterator[None]:
+        """What passes inside change beside gradients is put back."""
+        replays = [(one, dict(one.state_dict())) for one in self._replays]
+        batches = [list(kept["saved_microbatches"]) for _, kept in replays]
+        with self._state.passes_undone():
+            yield
+        for (one, kept), read in zip(replays, batches, strict=True):
+            one.load_state_dict({**kept, "saved_microbatches": read})
+        if self.router_losses is not None:
+            self.router_losses.begin()
 
     # ---- the pieces of the loop -----------------------------------------------------------------
 
@@ -237,6 +255,7 @@ class LmJob:
         iterators = kwargs["data_iterator"]
         iterators = iterators if isinstance(iterators, list) else [iterators]
         loaders = [_loader_of(one) for one in iterators]
+        self._replays = [one for one in iterators if isinstance(one, RerunDataIterator)]
         if not forward_only:
             self._trained_from, self._trained_samples = loaders, samples
             if self.router_losses is not None:
@@ -254,6 +273,8 @@ class LmJob:
             begin,
             forward_only=forward_only,
             num_microbatches=num_microbatches,
+            # Which batches those are that the rerun machine reads again follows from their order.
+            rehearses=not any(one.replaying for one in self._replays),
             **kwargs,
         )
         # What a script draws next follows from no micro-batch that was run here last.

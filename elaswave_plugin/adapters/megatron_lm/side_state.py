@@ -42,6 +42,7 @@ class SideState(Plain):
     """All of it, as a part of the state of a step."""
 
     name = "the counters of Megatron-LM's loop"
+    of_passes = True
 
     def __init__(self, loaders: Sequence[MicrobatchLoader]) -> None:
         self._loaders = loaders

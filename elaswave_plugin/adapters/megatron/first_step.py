@@ -1,0 +1,242 @@
+"""The job's first step, rehearsed: each call of it runs once more, dealt otherwise, and before.
+
+Where a worker is lost another one runs its micro-batches, and the bits are the same only where they
+follow from the micro-batch. Whatever else they follow from, as a variable of the script or kernels
+that do not repeat their bits, shows before anything is updated: what the first run leaves is put
+back, and what both have computed is compared by digests.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from elaswave_plugin.adapters.megatron import rng
+from elaswave_plugin.adapters.megatron.bound_models import BoundModels
+from elaswave_plugin.adapters.megatron.entry_proof import digest_of_reports
+from elaswave_plugin.adapters.megatron.framework import MegatronFramework
+from elaswave_plugin.adapters.megatron.model_buffers import model_buffers
+from elaswave_plugin.core.dataflow import Dataflow
+from elaswave_plugin.core.pipeline_flow import PipelineFlow
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.runtime.say import say
+from elaswave_plugin.runtime.worker import Worker
+
+# The losses that this worker reports, by their number in the step.
+Losses = Mapping[int, Any]
+Flow = Dataflow | PipelineFlow
+
+
+class Computed(NamedTuple):
+    """Digests of what one worker has computed: losses by number, own gradients by name."""
+
+    losses: dict[int, int]
+    gradients: dict[str, int]
+
+
+class Told(NamedTuple):
+    """What one worker tells: both losses of what it ran, and the first gradient that differs."""
+
+    first: dict[int, int]
+    second: dict[int, int]
+    gradient: str | None
+
+
+class FirstStep:
+    """Runs the calls of a job's first step twice, where the job is exact and nobody is lost yet."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        models: BoundModels,
+        *,
+        seed: int,
+        passes_undone: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """``seed``: of the draws.
+
+        ``passes_undone()``: inside, passes run whose changes of the step's state are undone.
+        """
+        self._seed = seed
+        self._worker = worker
+        self._models = models
+        self._passes_undone = passes_undone
+        # Who comes later finds another view: the job has this one until somebody comes or goes.
+        self._begins = worker.view.epoch, worker.completed
+        self._is_wanted = (
+            worker.promises_bits and not worker.alone and worker.config.rehearse_first_step != "off"
+        )
+        self._calls = 0
+        self._began_s = 0.0
+        self.is_running = False
+        """Whether passes run now that are undone."""
+
+    def call(
+        self,
+        model: MegatronFramework,
+        flow: Flow,
+        run: Callable[[Flow], list[Any]],
+        losses_of: Callable[[list[Any]], Losses],
+        *,
+        trains: bool,
+    ) -> list[Any]:
+        """Run a model's call of a step by ``flow``, the first step's twice; returns the reports.
+
+        ``losses_of(reports)`` of the flow that was run last. Raises ConfigurationError, alike on
+        all workers, where both differ and that ends the job.
+        """
+        if not self._is_due(flow):
+            return run(flow)
+        self._began_s = time.monotonic()
+        other = self._dealt_otherwise(flow)
+        before = self._computed_before(model, other, flow, run, losses_of, trains=trains)
+        seconds = time.monotonic() - self._began_s
+        reports = run(flow)
+        told = self._exchanged(before, _computed(model, losses_of(reports), trains=trains))
+        self._judge(told, in_place=other is flow, seconds=seconds)
+        return reports
+
+    def _is_due(self, flow: Flow) -> bool:
+        """Whether this call is of the first step; alike on all workers."""
+        worker = self._worker
+        now = worker.view.epoch, worker.completed
+        return self._is_wanted and now == self._begins and flow.is_healthy
+
+    def _dealt_otherwise(self, flow: Flow) -> Flow:
+        """The flow with each micro-batch at another replica; itself where there is no other."""
+        has_buffers = any(True for _ in model_buffers(self._models.chunks))
+        width = flow.num_replicas if isinstance(flow, Dataflow) else flow.layout.dp
+        self._calls += 1
+        # What a first call has left in buffers only the replica itself has.
+        if width == 1 or (has_buffers and self._calls > 1):
+            return flow
+        return flow.rotated(spread=not has_buffers)
+
+    def _computed_before(
+        self,
+        model: MegatronFramework,
+        other: Flow,
+        flow: Flow,
+        run: Callable[[Flow], list[Any]],
+        losses_of: Callable[[list[Any]], Losses],
+        *,
+        trains: bool,
+    ) -> Computed:
+        """What ``other`` computes, whose traces are put back, so that ``flow`` comes next."""
+        try:
+            with self._undone(model, other, trains=trains):
+                losses = losses_of(run(other))
+                if trains and not _is_reduced(model):
+                    model.finish_reduction()
+                found = _computed(model, losses, trains=trains)
+        except torch.OutOfMemoryError as error:
+            raise ConfigurationError(
+                "the first step, dealt otherwise as after a loss, does not fit into the device's "
+                f"memory ({str(error).splitlines()[0]}), and a loss would end the job: make room, "
+                "set consistency to fast, or set rehearse_first_step to off"
+            ) from None
+        model.take_place(flow)
+        stopwatch = self._worker.stopwatch
+        stopwatch.drop_step()
+        stopwatch.operations.begin_step()
+        return found
+
+    @contextmanager
+    def _undone(self, model: MegatronFramework, other: Flow, *, trains: bool) -> Iterator[None]:
+        self.is_running = True
+        try:
+            with (
+                rng.other_draws(self._seed, self._worker.completed),
+                self._passes_undone(),
+                model.passes_dropped(other, trains=trains),
+            ):
+                yield
+        finally:
+            self.is_running = False
+
+    def _exchanged(self, first: Computed, second: Computed) -> dict[int, Told]:
+        """What every worker tells, by slot; collective over WORLD."""
+        differing = (name for name, one in second.gradients.items() if one != first.gradients[name])
+        mine = Told(first.losses, second.losses, next(differing, None))
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        return dict(zip(self._worker.ranks, everyone, strict=True))
+
+    def _judge(self, told: Mapping[int, Told], *, in_place: bool, seconds: float) -> None:
+        worker = self._worker
+        difference = first_difference(told)
+        worker.events.emit(
+            "first_step_rehearsed",
+            slot=worker.slot,
+            step=worker.completed,
+            dealt="as before" if in_place else "otherwise",
+            equal=difference is None,
+            difference=difference,
+            seconds=seconds,
+        )
+        if difference is None:
+            return
+        sentence = _sentence(difference, worker.completed, in_place=in_place)
+        if worker.config.rehearse_first_step == "stop":
+            raise ConfigurationError(
+                f"{sentence}; `elaswave rehearse COMMAND` compares all of it, and with "
+                "rehearse_first_step continue the job goes on in fast mode"
+            )
+        worker.remember(inexact=True)
+        for model in self._models.models:
+            model.reduction.go_on_fast()
+        self._is_wanted = False
+        if worker.owns_rank_0:
+            say(f"{sentence}; the job goes on in fast mode: bits are not promised")
+
+
+def _computed(model: MegatronFramework, losses: Losses, *, trains: bool) -> Computed:
+    digests = {number: digest_of_reports([one]) for number, one in losses.items()}
+    return Computed(digests, model.gradient_digests() if trains and _is_reduced(model) else {})
+
+
+def _is_reduced(model: MegatronFramework) -> bool:
+    """Whether a call reduces the gradients, and not the loop itself, later."""
+    return model.chunks[0].config.finalize_model_grads_func is not None
+
+
+def first_difference(told: Mapping[int, Told]) -> str | None:
+    """Name the first loss that differs, or else the first gradient; None where all is equal.
+
+    >>> first_difference({0: Told({1: 5}, {0: 7}, None), 1: Told({0: 7}, {1: 6}, None)})
+    'the loss of micro-batch 1, which worker 0 ran first, and then worker 1,'
+    >>> first_difference({0: Told({0: 7}, {0: 7}, "decoder.final_layernorm.weight")})
+    'the reduced gradient of decoder.final_layernorm.weight'
+    """
+    first = {number: (slot, one) for slot, mine in told.items() for number, one in mine[0].items()}
+    second = {number: (slot, one) for slot, mine in told.items() for number, one in mine[1].items()}
+    for number, (slot, digest) in sorted(second.items()):
+        before, wanted = first[number]
+        if digest != wanted:
+            who = f"worker {before} ran first, and then worker {slot},"
+            return f"the loss of micro-batch {number}, which {who}"
+    gradients = (mine.gradient for _, mine in sorted(told.items()) if mine.gradient is not None)
+    return next((f"the reduced gradient of {name}" for name in gradients), None)
+
+
+def _sentence(difference: str, step: int, *, in_place: bool) -> str:
+    """What differs, in which step, where that comes from, and what to do."""
+    again = "run twice" if in_place else "run by other workers than usual as well"
+    if difference.startswith("the loss"):
+        cause = (
+            "a forward pass follows from something beside its micro-batch (a variable of the "
+            "script, a generator of its own, what the last pass has left), or from kernels that do "
+            "not repeat their bits: draw by torch, NumPy or random, give what counts calls to "
+            "elaswave_plugin.keep(name, object), or make it follow from job.iteration"
+        )
+    else:
+        cause = (
+            "all losses are equal, so that a backward pass follows from something beside its "
+            "micro-batch, or its kernels do not repeat their bits: call "
+            "torch.use_deterministic_algorithms(True), and set CUBLAS_WORKSPACE_CONFIG=:4096:8 and "
+            "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"
+        )
+    return f"step {step}, the first of this job, was {again}, and {difference} differs: {cause}"
