@@ -10,6 +10,7 @@ import sys
 import sysconfig
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from inspect import getclosurevars
 from pathlib import Path
 from types import FrameType, FunctionType, MethodType, ModuleType
@@ -126,15 +127,26 @@ def of_the_script(module: str | None) -> bool:
     return module == "__main__" or is_own(getattr(sys.modules.get(module), "__file__", None))
 
 
+# Asked before each step for every module of the frameworks, thousands of them: answered once.
+@cache
 def is_own(file: str | None) -> bool:
     """Whether a file is one of the script's: no library, nothing of this package."""
-    if file is None or file.startswith("<"):
+    if file is None or file.startswith("<") or _is_of_a_library(file):
         return False
-    path, paths = str(Path(file).resolve()), sysconfig.get_paths()
-    libraries = (paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"])
+    return not _is_of_a_library(str(Path(file).resolve()))
+
+
+def _is_of_a_library(path: str) -> bool:
     parts = ("/site-packages/", "/dist-packages/", "/megatron/core/", "/megatron/training/")
+    return path.startswith(_libraries()) or any(part in path for part in parts)
+
+
+@cache
+def _libraries() -> tuple[str, ...]:
+    """The folders of Python's own modules, of installed ones, and of this package."""
+    paths = sysconfig.get_paths()
     package = str(Path(__file__).resolve().parents[1])
-    return not (path.startswith((*libraries, package)) or any(part in path for part in parts))
+    return paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"], package
 
 
 def frames_of_the_script() -> list[FrameType]:

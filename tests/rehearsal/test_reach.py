@@ -2,13 +2,14 @@
 
 import random
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from elaswave_plugin.rehearsal.reach import Found, attributes
+from elaswave_plugin.rehearsal.reach import Found, attributes, is_own
 
 SCRIPT = """
 import random
@@ -86,3 +87,11 @@ def test_a_tensor_differs_by_bits_shape_and_kind(script: dict[str, Any]) -> None
     digests = [found_in("one", one).tensors["one"] for one in ones]
     assert len(set(digests)) == len(ones)
     assert digests[0] == found_in("one", torch.ones(2)).tensors["one"]
+
+
+def test_a_file_is_judged_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is asked of every module before every step, which took most of a rehearsal."""
+    assert is_own(str(tmp_path / "own.py"))
+    monkeypatch.setattr(Path, "resolve", None)
+    assert is_own(str(tmp_path / "own.py"))
+    assert not is_own(random.__file__) and not is_own(torch.__file__)
