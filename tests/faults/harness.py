@@ -141,11 +141,13 @@ class JobSpec:
     alternate: str = ""
     launcher: tuple[str, ...] = ()
     script: str = str(SCRIPT)
+    # Global batches that each step reads.
+    reads: int = 1
 
     @property
     def batches(self) -> Sequence[int]:
         """Samples of each step."""
-        return self.steps * [self.global_batch]
+        return self.steps * [self.reads * self.global_batch]
 
     def arguments(self, data: Path, directory: Path) -> list[str]:
         """The script's arguments."""

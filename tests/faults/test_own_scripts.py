@@ -2,8 +2,8 @@
 
 import json
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -340,26 +340,13 @@ def test_a_worker_without_a_place_is_neither_first_nor_last(
         assert all(said["weights"] == of[said["stage"], said["tp"]] for said in placed)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Twice(JobSpec):
-    """A job whose every step reads two batches."""
-
-    @property
-    def batches(self) -> Sequence[int]:
-        """Samples of each step."""
-        return self.steps * [2 * self.global_batch]
-
-
-TWICE = Twice(nproc=3, steps=10, global_batch=6)
-
-
 @pytest.mark.parametrize("name", ["passes", "updates"])
 def test_a_step_of_several_calls_reads_on_and_is_redone_from_its_first(
     run: Launch, reference: Reference, tmp_path: Path, name: str
 ) -> None:
     changes = own_scripts.PASSES if name == "passes" else own_scripts.UPDATES_TWICE
     script = own_scripts.write(tmp_path, *changes)
-    spec = replace(TWICE, script=script, kills=LOST, **BACK)
+    spec = replace(LOSES, reads=2, script=script, kills=LOST, **BACK)
     check_equal(run(spec), reference(spec))
 
 

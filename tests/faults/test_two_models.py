@@ -1,13 +1,12 @@
 """Several models with their optimizers in one step: a GAN, actor and critic, through losses."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from elaswave_plugin.state_dump import hash_state
-from tests.faults import two_models
+from tests.faults import own_scripts, two_models
 from tests.faults.conftest import Grown, Launch, Reference
 from tests.faults.harness import JobSpec, check_equal, check_survived
 from tests.faults.own_scripts import Change, write
@@ -16,19 +15,7 @@ from tests.tiers import sampled
 # Two are lost, one of them rank 0, and both come back.
 LOSES = JobSpec(nproc=3, steps=10, global_batch=6)
 BACK = {"respawn": 10, "awaits": ((4, 1), (8, 2))}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Twice(JobSpec):
-    """A job whose every step reads two batches."""
-
-    @property
-    def batches(self) -> Sequence[int]:
-        """Samples of each step."""
-        return self.steps * [2 * self.global_batch]
-
-
-TWICE = Twice(nproc=3, steps=10, global_batch=6)
+TWICE = replace(LOSES, reads=2)
 # The generator's passes leave gradients in a discriminator that is not frozen, which Megatron-Core
 # does not carry where it reduces gradients within a backward pass.
 NO_OVERLAP = replace(TWICE, options=("--no-overlap-grad-reduce",))
@@ -36,26 +23,43 @@ JOBS: dict[str, tuple[JobSpec, tuple[Change, ...]]] = {
     "GAN": (TWICE, two_models.GAN),
     "GAN, not frozen": (NO_OVERLAP, two_models.gan(freezes=False)),
     "actor and critic": (LOSES, two_models.ACTOR_AND_CRITIC),
+    "two critics and a late actor": (LOSES, two_models.LATE_ACTOR),
     "actor and critic, bf16": (replace(LOSES, options=("--bf16",)), two_models.ACTOR_AND_CRITIC),
+    "actor in fp16, critic in fp32": (
+        replace(LOSES, options=("--fp16", "--initial-loss-scale=4294967296")),
+        two_models.MIXED,
+    ),
 }
 KILLS = {
     "backward, optimizer": ("1@2:backward", "0@6:optimizer"),
     "forward, gather": ("0@2:forward", "2@6:gather"),
     "snapshot, reduce": ("2@2:snapshot", "0@6:reduce"),
 }
-
-
-# In CI each script and each pair of phases at least once.
+# In CI each script in one precision, and each pair of phases.
 CASES = [(name, kills) for name in JOBS for kills in KILLS]
 
 
-@pytest.mark.parametrize(("name", "kills"), sampled(CASES, keep=(0, 5, 7)))
+@pytest.mark.parametrize(("name", "kills"), sampled(CASES, keep=(0, 5, 7, 10)))
 def test_two_models_of_one_step_are_equal(
     run: Launch, reference: Reference, tmp_path: Path, name: str, kills: str
 ) -> None:
     spec, changes = JOBS[name]
     spec = replace(spec, script=write(tmp_path, *changes))
     check_equal(run(replace(spec, kills=KILLS[kills], **BACK)), reference(spec))
+
+
+def test_who_comes_back_with_another_critic_is_sent_away(
+    run: Launch, reference: Reference, tmp_path: Path
+) -> None:
+    """A variable that only passes of the second model use: the first loss of each is proved."""
+    changes = (*own_scripts.TURNS_UP, *two_models.ACTOR_AND_CRITIC)
+    spec = replace(LOSES, script=write(tmp_path, *changes))
+    survived = run(replace(spec, kills=("1@2:backward",), respawn=10, awaits=((5, 1),)))
+    assert survived.returncode == 0, survived.output[-4000:]
+    assert survived.trace() == reference(spec).trace()
+    assert [event["slot"] for event in survived.events("entered")] == [1]
+    assert 1 not in survived.events("view_committed")[-1]["ranks"]
+    assert survived.output.count("the loss of its first micro-batch is not the one") == 1
 
 
 # A worker dies where a step of the GAN is for so many times in a phase: its generator's part.

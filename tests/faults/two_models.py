@@ -62,6 +62,75 @@ ACTOR_AND_CRITIC: tuple[Change, ...] = (
     ),
 )
 
+# Of the same, the second one in float32, and smaller, where the first one is in 16 bits.
+MIXED: tuple[Change, ...] = (
+    (
+        _MAIN,
+        _MAIN + "    half, args.fp16, args.num_layers = args.fp16, False, 1\n"
+        "    second = build_model(args)\n"
+        "    of_second, pace_of_second = build_optimizer(args, second)\n"
+        "    args.fp16 = half\n",
+    ),
+    *ACTOR_AND_CRITIC[1:],
+)
+
+
+def _trained(number: str, step: str, batches: str, reported: str = "_", norm: str = "_") -> str:
+    """A call and an update of the model of this number of LATE_ACTOR."""
+    return (
+        f"        chunk, update, pace = models[{number}]\n"
+        "        chunk.zero_grad_buffer()\n"
+        "        update.zero_grad()\n"
+        f'        given = schedule | {{"model": chunk, "forward_step_func": {step}}}\n'
+        f"        {reported} = forward_backward(data_iterator={batches}, **given)\n"
+        f"        _, {norm}, _ = update.step()\n"
+        "        pace.step(increment=args.global_batch_size)\n"
+    )
+
+
+# Two critics of other depths are trained in each step, the actor in every second one.
+_LATE = "".join(f"    {line}\n" for line in _trained("1", "act", "others").splitlines())
+LATE_ACTOR: tuple[Change, ...] = (
+    (
+        _MAIN,
+        "    models = []\n"
+        "    for args.num_layers in (1, 2, 3):\n"
+        "        chunks = model if args.num_layers == 2 else build_model(args)\n"
+        "        models.append((chunks[0], *build_optimizer(args, chunks)))\n"
+        "    _, optimizer, scheduler = models[1]\n",
+    ),
+    (
+        BOUND,
+        "    for each in models:\n        job.bind(*each, train_iters=args.train_iters)\n",
+    ),
+    (_BATCHES, _BATCHES + "    others = job.batches(train)\n"),
+    (
+        _FUNCTIONS,
+        "    def act(batches, actor):\n"
+        "        batch = {name: tensor.cuda() for name, tensor in next(batches).items()}\n"
+        '        inputs = batch["tokens"], batch["position_ids"], None\n'
+        "        critics = models[0][0], models[2][0]\n"
+        "        with torch.no_grad():\n"
+        '            values = [one(*inputs, labels=batch["labels"]) for one in critics]\n'
+        '        output = actor(*inputs, labels=batch["labels"])\n'
+        "        gain = torch.sigmoid(output.detach() - torch.minimum(*values))\n"
+        "        output = output * gain + 0.01 * torch.randn_like(output)\n"
+        '        return output, partial(loss_func, batch["loss_mask"], False)\n\n' + _FUNCTIONS,
+    ),
+    (
+        _ZERO + _STEP,
+        _trained("0", "forward_step", "train_batches", "losses", "grad_norm")
+        + _trained("2", "forward_step", "others")
+        + "        if job.iteration % 2:\n"
+        + _LATE
+        + "        return losses, grad_norm\n",
+    ),
+    (
+        "sizes = [args.train_iters * args.global_batch_size,",
+        "sizes = [2 * args.train_iters * args.global_batch_size,",
+    ),
+)
+
 # ---- a GAN --------------------------------------------------------------------------------------
 
 _PARTS = '''class Part(MegatronModule):
