@@ -11,7 +11,6 @@ import sysconfig
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from inspect import getclosurevars
 from pathlib import Path
 from types import FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 import xxhash
 
+from elaswave_plugin.closure import nonlocals_of
 from elaswave_plugin.runtime.digests import digest_of
 
 _DEEPEST, _MOST, _LONGEST = 8, 20_000, 4096
@@ -88,8 +88,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{number}]", one) for number, one in enumerate(_first(list(value))))
     elif isinstance(value, FunctionType):
         if of_the_script(value.__module__):
-            found = getclosurevars(value).nonlocals
-            yield from ((f".{name}", one) for name, one in found.items())
+            yield from ((f".{name}", one) for name, one in nonlocals_of(value))
             yield from ((f".{name}", one) for name, one in vars(value).items())
     elif isinstance(value, MethodType):
         yield ".__self__", value.__self__

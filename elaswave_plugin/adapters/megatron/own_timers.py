@@ -1,12 +1,13 @@
 """Timers of the script's own that an interrupted step leaves running."""
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 from megatron.core.timers import Timers
 
+from elaswave_plugin.closure import globals_of, nonlocals_of
 from elaswave_plugin.errors import EpochChanged
 
 
@@ -29,10 +30,9 @@ def stopped_where_interrupted(function: Callable[..., Any]) -> Iterator[None]:
 
 
 def _timers_of(function: Callable[..., Any]) -> Iterator[Timers]:
-    if not inspect.isfunction(function):
+    if not isinstance(function, FunctionType):
         return
-    known = inspect.getclosurevars(function)
-    for value in (*known.nonlocals.values(), *known.globals.values()):
+    for _, value in (*nonlocals_of(function), *globals_of(function)):
         for one in (value, *getattr(value, "__dict__", {}).values()):
             if isinstance(one, Timers):
                 yield one
