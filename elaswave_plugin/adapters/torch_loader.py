@@ -3,19 +3,29 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from elaswave_plugin.errors import ConfigurationError
 
 
 class Batches(NamedTuple):
-    """A dataset, and what is drawn from it; ``seed`` is None where the loader names none."""
+    """A dataset, and what is drawn from it; ``seed`` is None where the loader names none.
+
+    ``sampler``: the DistributedSampler whose ``set_epoch`` says how an epoch is shuffled.
+    """
 
     dataset: Any
     collate_fn: Any
     shuffle: bool
     seed: int | None
     drop_last: bool
+    sampler: "DistributedSampler[Any] | None"
 
 
 def batches_of(
@@ -35,11 +45,19 @@ def batches_of(
         shuffle=sampler.shuffle if is_distributed else isinstance(sampler, RandomSampler),
         seed=sampler.seed if is_distributed else None,
         drop_last=loader.batch_sampler.drop_last,
+        sampler=sampler if is_distributed else None,
     )
 
 
 def _problems(loader: Any, micro_batch_size: int, named: str) -> Iterator[str]:
-    batches, size = loader.batch_sampler, len(loader.dataset)
+    dataset = loader.dataset
+    is_mapped = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if isinstance(dataset, IterableDataset) or not is_mapped:
+        yield (
+            f"the DataLoader's dataset is a {type(dataset).__name__}, wanted one with __getitem__"
+            " and __len__: whoever redoes a step has to read its samples again"
+        )
+    batches, size = loader.batch_sampler, len(dataset)
     # With a batch sampler of its own a DataLoader's other attributes say nothing.
     sampler: Any = batches.sampler if type(batches) is BatchSampler else batches
     if type(sampler) not in (SequentialSampler, RandomSampler, DistributedSampler):

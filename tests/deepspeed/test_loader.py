@@ -1,5 +1,6 @@
 """The loader's order is DeepSpeed's, whoever reads it; shares have no gap and no overlap."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -164,6 +166,35 @@ def test_a_loop_over_epochs_comes_to_where_the_others_are() -> None:
     assert found[:2] == [[], []] and found[2] == batches[1:] and len(found[3]) == 4
 
 
+@pytest.mark.parametrize("says", ["the sampler", "the loader"])
+def test_the_scripts_sampler_says_how_an_epoch_is_shuffled(says: str) -> None:
+    sampler = DistributedSampler(range(16), num_replicas=1, rank=0, seed=0)
+    order = GlobalOrder(
+        16, num_replicas=1, micro_batch_size=2, shuffle=True, seed=0, drop_last=False
+    )
+    loader = ElasticLoader(Alone(), list(range(16)), order, collate=list, sampler=sampler)
+    found, wanted = [], []
+    for epoch in (0, 1, 5):
+        (sampler if says == "the sampler" else loader).set_epoch(epoch)
+        wanted.append(list(sampler))
+        found.append([item for batch in loader for item in batch])
+    assert found == wanted and wanted[0] != wanted[1] != wanted[2]
+
+
+def test_a_random_sampler_shuffles_each_epoch_anew() -> None:
+    order = GlobalOrder(
+        16,
+        num_replicas=1,
+        micro_batch_size=2,
+        shuffle=True,
+        seed=0,
+        drop_last=False,
+        reshuffles=True,
+    )
+    loader = ElasticLoader(Alone(), list(range(16)), order, collate=list)
+    assert list(loader) != list(loader)
+
+
 def test_an_epoch_that_the_others_left_early_is_left_there() -> None:
     # Its last step is sealed, and nobody has begun the next epoch, which they iterate over.
     later = follower(3, {2: 3}, (2, 3))
@@ -206,7 +237,8 @@ def test_a_torch_loader_says_how_it_shuffles(
 ) -> None:
     options = options if "batch_sampler" in options else {"batch_size": 2, **options}
     given = batches_of(DataLoader(DATA, collate_fn=list, **options), micro_batch_size=2)
-    assert given == (DATA, list, shuffle, seed, False)
+    sampler = options.get("sampler")
+    assert given == (DATA, list, shuffle, seed, False, sampler)
 
 
 @pytest.mark.parametrize(
@@ -228,6 +260,27 @@ def test_a_torch_loader_says_how_it_shuffles(
 def test_a_torch_loader_with_other_batches_is_refused(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):
         batches_of(DataLoader(DATA, **options), micro_batch_size=2)
+
+
+class Stream(IterableDataset[int]):
+    """Samples in the order in which they come."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(DATA)
+
+
+class CountedStream(Stream):
+    """One that knows how many."""
+
+    def __len__(self) -> int:
+        return len(DATA)
+
+
+@pytest.mark.parametrize("stream", [Stream(), CountedStream()])
+def test_a_torch_loader_over_a_stream_is_refused(stream: Stream) -> None:
+    wanted = f"dataset is a {type(stream).__name__}, wanted one with __getitem__ and __len__"
+    with pytest.raises(ConfigurationError, match=wanted):
+        batches_of(DataLoader(stream, batch_size=2), micro_batch_size=2)
 
 
 class Plain:

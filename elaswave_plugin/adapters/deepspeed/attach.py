@@ -201,14 +201,16 @@ def loader_of(
     Without the section it is DeepSpeed's own.
     """
     job = _job_of(engine, "loader(engine, dataset)")
+    sampler, reshuffles = None, False
     if isinstance(data, torch.utils.data.DataLoader):
         given = _read_loader(data, micro_batch_size=int(engine.train_micro_batch_size_per_gpu()))
         collate_fn = collate_fn or given.collate_fn
         shuffle, seed = given.shuffle, seed if given.seed is None else given.seed
         drop_last = given.drop_last if drop_last is None else drop_last
-        data = given.dataset
+        data, sampler = given.dataset, given.sampler
+        reshuffles = sampler is None
     if job is None:
-        order: Any = torch.utils.data.DistributedSampler(
+        order: Any = sampler or torch.utils.data.DistributedSampler(
             data, engine.dp_world_size, engine.global_rank, shuffle=shuffle, seed=seed
         )
         return engine.deepspeed_io(data, data_sampler=order, collate_fn=collate_fn)
@@ -219,6 +221,8 @@ def loader_of(
         shuffle=shuffle,
         seed=seed,
         drop_last=bool(engine.dataloader_drop_last()) if drop_last is None else drop_last,
+        sampler=sampler,
+        reshuffles=reshuffles,
     )
 
 

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
+import torch
+
 from elaswave_plugin.adapters.deepspeed.framework import DeepSpeedFramework
 from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader, GlobalOrder, Order, Reader
 from elaswave_plugin.adapters.deepspeed.reads import Reads
@@ -97,6 +99,8 @@ class AttachedEngine:
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        sampler: "torch.utils.data.DistributedSampler[Any] | None" = None,
+        reshuffles: bool = False,
     ) -> ElasticLoader:
         """The loader of the job in DeepSpeed's order; raises ConfigurationError."""
         return self.take_order(
@@ -108,8 +112,10 @@ class AttachedEngine:
                 shuffle=shuffle,
                 seed=seed,
                 drop_last=drop_last,
+                reshuffles=reshuffles,
             ),
             collate=collate,
+            sampler=sampler,
         )
 
     def take_order(
@@ -118,6 +124,7 @@ class AttachedEngine:
         order: Callable[[], Order],
         *,
         collate: Callable[[Sequence[Any]], Any] | None,
+        sampler: "torch.utils.data.DistributedSampler[Any] | None" = None,
     ) -> ElasticLoader:
         """The loader of the job; raises ConfigurationError for a second one."""
         if self._framework.loader is not None:
@@ -131,7 +138,9 @@ class AttachedEngine:
                 "__len__: whoever redoes a step has to read its samples again"
             )
         reads = Reads(counts=not self._worker.alone)
-        loader = ElasticLoader(self._reader, dataset, order(), collate=collate, reads=reads)
+        loader = ElasticLoader(
+            self._reader, dataset, order(), collate=collate, reads=reads, sampler=sampler
+        )
         self._framework.loader = loader
         self._took_loader(loader)
         return loader

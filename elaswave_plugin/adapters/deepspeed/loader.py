@@ -59,8 +59,12 @@ class GlobalOrder:
         shuffle: bool,
         seed: int,
         drop_last: bool,
+        reshuffles: bool = False,
     ) -> None:
-        """``micro_batch_size``: samples of one replica in an iteration."""
+        """``micro_batch_size``: samples of one replica in an iteration.
+
+        ``reshuffles``: each epoch in another order by itself, as torch's RandomSampler has it.
+        """
         if num_items < num_replicas:
             raise ConfigurationError(
                 f"the dataset has {num_items} samples, wanted at least {num_replicas}: one a worker"
@@ -73,6 +77,7 @@ class GlobalOrder:
         self._per_replica = -(-num_items // num_replicas)
         whole, rest = divmod(self._per_replica, micro_batch_size)
         self.iterations = whole if drop_last else whole + bool(rest)
+        self._reshuffles = reshuffles
         # What ``set_epoch`` said, by epoch of the loader; DeepSpeed itself never calls it.
         self._shuffled_as: dict[int, int] = {}
         self._cached: tuple[int, torch.Tensor] | None = None
@@ -83,7 +88,8 @@ class GlobalOrder:
 
     def items(self, epoch: int, iteration: int) -> list[int]:
         """All samples of an iteration, one replica's after the other's."""
-        order = self._order(self._shuffled_as.get(epoch, 0))
+        number = epoch if self._reshuffles else 0
+        order = self._order(self._shuffled_as.get(epoch, number))
         first = iteration * self._micro_batch_size
         stop = min(first + self._micro_batch_size, self._per_replica)
         columns = order.view(self._per_replica, self._num_replicas)[first:stop]
@@ -122,12 +128,17 @@ class ElasticLoader:
         *,
         collate: Callable[[Sequence[Any]], Any] | None,
         reads: Reads | None = None,
+        sampler: "torch.utils.data.DistributedSampler[Any] | None" = None,
     ) -> None:
-        """``reads``: what the script has asked of it; None where it does not ask by itself."""
+        """``reads``: what the script has asked of it; None where it does not ask by itself.
+
+        ``sampler``: the script's own, whose ``set_epoch`` is followed.
+        """
         self.reads = Reads(counts=False) if reads is None else reads
         self._reader = reader
         self.dataset = dataset
         self._order = order
+        self._sampler = sampler
         self._collate = collate or torch.utils.data.default_collate
         self.position = Position()
         self._epoch = -1
@@ -158,6 +169,8 @@ class ElasticLoader:
         return len(self._order.items(0, self._order.iterations - 1))
 
     def __iter__(self) -> "ElasticLoader":
+        if self._sampler is not None:
+            self._order.set_epoch(self._epoch + 1, self._sampler.epoch)
         if self.behind:
             self._epoch += self._has_skipped
             self._has_skipped = False
@@ -250,6 +263,8 @@ class ElasticLoader:
 
     def set_epoch(self, number: int) -> None:
         """As torch's DistributedSampler: how the epoch that begins next is shuffled."""
+        if self._sampler is not None:
+            self._sampler.set_epoch(number)
         self._order.set_epoch(self._epoch + 1, number)
 
     def _normal(self, position: Position) -> Position:
