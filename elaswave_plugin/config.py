@@ -509,7 +509,15 @@ def from_namespace(args: argparse.Namespace) -> ElasticConfig | None:
     section = {} if toml is None else _toml_section(toml)
     if section:
         from_section(section, source=str(toml))  # blame the file for its own mistakes
-    return from_section({**section, **given}, source="command line")
+    return in_the_launch_dir(from_section({**section, **given}, source="command line"))
+
+
+def in_the_launch_dir(settings: ElasticConfig) -> ElasticConfig:
+    """Give settings without a run directory that of the launch: ``elaswave run --dir``."""
+    directory = os.environ.get("ELASWAVE_DIR")
+    if settings.dir is not None or not directory:
+        return settings
+    return settings.model_copy(update={"dir": Path(directory)})
 
 
 def option_of(key: str) -> str:

@@ -92,7 +92,6 @@ class Agreement(Follower):
         self._outside: set[int] = set()
         self._answers: dict[int, Quiesced] = {}
         self._quorum_until_s: float | None = None
-        self._knows_of_detached = False
 
     @classmethod
     def of_newcomer(cls, welcome: Welcome, *, patience: Patience, life: int) -> Agreement:
@@ -258,8 +257,8 @@ class Agreement(Follower):
             self._send(self.leader, message)
 
     def _note_detached(self, slot: int, message: Detached) -> None:
-        if not self._knows_of_detached:
-            self._knows_of_detached = True
+        if self._reports.lacking is None:
+            self._reports.lacking = message.missing
             self._note("detached", slot=slot, trains=message.trains, missing=message.missing)
 
     def abandon(self, reason: str, exit_code: int) -> None:

@@ -48,7 +48,7 @@ def ending_of(
             reason = _sentence(report, "it refuses its configuration")
             return Ending(reason=reason, exit_code=EXIT_CONFIGURATION)
     if not reports.started and gone - reports.done.keys():
-        return _at_start(view, failed, gone, lost)
+        return _at_start(view, failed, gone, lost, reports.lacking)
     alike = failed_alike(view, reports.failures.values(), lost, layout)
     if alike is not None:
         return Ending(reason=alike, exit_code=EXIT_FAILED)
@@ -70,14 +70,23 @@ def no_quorum(heard: int, nodes: int, causes: str) -> str:
 
 
 def _at_start(
-    view: MembershipView, failed: list[Report], gone: set[int], lost: Mapping[int, str]
+    view: MembershipView,
+    failed: list[Report],
+    gone: set[int],
+    lost: Mapping[int, str],
+    lacking: str | None,
 ) -> Ending:
-    """Before every worker in the view has sealed something, none of it could be replaced."""
+    """Before every worker in the view has sealed something, none of it could be replaced.
+
+    ``lacking``: what a script lacks in which nothing attached, None where all attached so far.
+    """
     codes = [report.exit_code for report in failed if report.exit_code is not None]
     # A script that ended by itself would do so again.
     code = (max(codes) or EXIT_FAILED) if codes else None
     why = "the first snapshot of every worker was not sealed yet, so the job stops"
-    if code is None:
+    if lacking is not None:
+        why = f"elaswave is not attached, so the job stops: {lacking}"
+    elif code is None:
         why += f" (exit code {EXIT_REQUEUE}: queue it again)"
     if failed:
         sentence = _sentence(failed[0], why)

@@ -44,6 +44,8 @@ class Reports:
         self.settled: dict[int, int] = {}
         self.incarnations: dict[int, int] = {}
         self.started = False
+        # Trainers work without the job: what the first of them says they lack.
+        self.lacking: str | None = None
         self.severed: tuple[str, float] | None = None
         self.replan: str | None = None
         self.changes = 0

@@ -210,3 +210,13 @@ def test_what_workers_were_given_has_to_be_alike() -> None:
     with pytest.raises(ConfigurationError) as caught:
         check_given({"worker 0": mine, "worker 1": mine, "worker 2": other})
     assert "consistency is 'exact' for worker 0 and 'fast' for worker 2" in str(caught.value)
+
+
+def test_the_directory_of_the_launch_is_the_run_directory_where_none_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ELASWAVE_DIR", "/launched")
+    launched, given = parse("--elaswave"), parse("--elaswave", "--elaswave-dir", "/given")
+    assert launched is not None and launched.dir == Path("/launched")
+    assert given is not None and given.dir == Path("/given")
+    assert parse() is None

@@ -105,6 +105,23 @@ def test_a_script_that_ends_without_having_joined_is_told(
     assert f"{ENDED}: {missing}" in line
 
 
+def test_a_loss_in_a_script_that_did_not_join_ends_with_what_it_lacks(tmp_path: Path) -> None:
+    dies = f"""{WAITS}
+    if os.environ["RANK"] == "1" and Path("die").exists():
+        os.kill(os.getpid(), 9)
+"""
+    process = launch(tmp_path, dies, *ELASWAVE_RUN)
+    deadline_s = time.monotonic() + WAIT_S
+    while not said(tmp_path):
+        assert time.monotonic() < deadline_s and process.poll() is None
+        time.sleep(0.01)  # the file is all that shows it
+    (tmp_path / "die").touch()
+    assert process.wait(WAIT_S) == 75
+    (line,) = [one for one in (tmp_path / "errors").read_text().splitlines() if "stops" in one]
+    lacks = "the script uses neither Megatron-Core nor DeepSpeed"
+    assert f"killed by SIGKILL; elaswave is not attached, so the job stops: {lacks}" in line
+
+
 def test_a_script_that_fails_says_what_it_has_to_say_itself(tmp_path: Path) -> None:
     process = launch(tmp_path, "import torch, sys; sys.exit(7)", *ELASWAVE_RUN)
     assert process.wait(WAIT_S) == 7

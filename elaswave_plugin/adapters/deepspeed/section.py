@@ -2,11 +2,10 @@
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from elaswave_plugin.adapters.deepspeed.configuration import SECTION
-from elaswave_plugin.config import ElasticConfig, from_section
+from elaswave_plugin.config import ElasticConfig, from_section, in_the_launch_dir
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.timeouts import QUIESCE, variable
 
@@ -46,9 +45,4 @@ def elastic_config(config: Mapping[str, Any]) -> ElasticConfig | None:
             f" told {float(told_s):g}: they read the file of --deepspeed_config alone; set"
             f" {variable(QUIESCE)} where the configuration is made elsewhere"
         )
-    if not enabled:
-        return None
-    directory = os.environ.get("ELASWAVE_DIR")
-    if settings.dir is None and directory:
-        settings = settings.model_copy(update={"dir": Path(directory)})
-    return settings
+    return in_the_launch_dir(settings) if enabled else None
