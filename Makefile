@@ -28,7 +28,7 @@ test: $(STAMP)
 	$(VENV)/bin/python -m pytest -q -m "not slow and not fault" $(ARGS)
 
 faults: $(STAMP)
-	$(VENV)/bin/python -m pytest -q tests/faults tests/deepspeed tests/rehearsal tests/adapters/megatron_lm $(ARGS)
+	$(VENV)/bin/python -m pytest -q -m "fault and not slow" $(ARGS)
 
 matrix: $(STAMP)
 	$(VENV)/bin/python -m pytest -q tests/core tests/config --hypothesis-profile=exploring

@@ -1,8 +1,8 @@
 """The tiers of the tests: `make check`, `make test`, `make faults`, and `make matrix` for the rest.
 
-Tests in a folder of FAULTS are marked `fault`, but for the representatives. `make check` runs the
-folders of CHECK, `make test` what is not marked, `make faults` the folders of FAULTS; cases that
-`sampled` marks `slow` wait for `make matrix`.
+Tests in what FAULTS names are marked `fault`, but for the representatives. `make check` runs the
+folders of CHECK, `make test` what is not marked, `make faults` what is; cases that `sampled` marks
+`slow` wait for `make matrix`.
 """
 
 from collections.abc import Collection, Sequence
@@ -12,7 +12,23 @@ from typing import Any
 import pytest
 
 CHECK = ("tests/tidy", "tests/core", "tests/config")
-FAULTS = ("tests/faults", "tests/deepspeed", "tests/rehearsal", "tests/adapters/megatron_lm")
+FAULTS = (
+    "tests/faults",
+    "tests/deepspeed",
+    "tests/rehearsal",
+    "tests/adapters/megatron_lm",
+    # Whole jobs whose workers, supervisors and launchers are killed.
+    "tests/runtime/test_detached.py",
+    "tests/runtime/test_join.py",
+    "tests/runtime/test_launch.py",
+    "tests/runtime/test_supervision.py",
+    "tests/runtime/test_torchrun.py",
+    "tests/runtime/test_undead.py",
+    "tests/runtime/test_zygote.py",
+    "tests/demo/test_demo.py",
+    "tests/demo/test_real_demo.py",
+    "tests/demo/test_real_hybrid.py",
+)
 # One fault of each adapter and mode.
 REPRESENTATIVES = (
     # Megatron-Core: a killed worker in exact and in fast mode, a hang, a return, a torn save.
@@ -30,6 +46,8 @@ REPRESENTATIVES = (
     "[zero1-fp32-2at2-backward]",
     "tests/deepspeed/test_hf.py::test_a_kill_is_absorbed_and_the_script_counts_each_step_once"
     "[1-0@3:backward]",
+    # The groups of processes themselves.
+    "tests/runtime/test_supervision.py::test_two_trainers_killed_at_once",
     # Megatron-LM, where a checkout is given.
     "tests/adapters/megatron_lm/test_kill.py::test_any_phase_of_a_data_parallel_job[2@3:backward]",
 )
