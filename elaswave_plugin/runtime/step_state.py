@@ -195,8 +195,7 @@ class StepState:
             # Also one that has no place yet: its script's loop goes on with the others'.
             if asks:
                 self._give(step, to=rank, source=self._source(rows, wanted))
-        # Who has no place has the state of any stage, and asks again once it has one.
-        self._asks = self._asks and self._cell < 0
+        self._asks = False
         newest = step if step in self._before else max(self._before, default=step)
         moved = fetch_missing(
             self._parts,

@@ -4,6 +4,7 @@ Megatron-Core's buffers hold trained weights only. The others come back in a red
 their layers to another stage, or to a worker that comes later, as whole tensors from the host.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -89,36 +90,42 @@ class Frozen(Plain):
                 if name not in self._copies or self._copies[name][0] != digest:
                     self._vary = self._vary or name in self._copies
                     self._copies[name] = digest, copied(param)
-        trained = {name: param.requires_grad for name, param in params.items()}
+        trained = {_of_all_tp(name): param.requires_grad for name, param in params.items()}
         return {"values": dict(self._copies), "trained": trained}
 
     @torch.no_grad()
     def put_back(self, kept: Any) -> None:
         """Install those that differ."""
         for name, param in self._named():
-            self._install(param, kept["trained"].get(name), kept["values"].get(name))
+            self._install(param, kept["trained"].get(_of_all_tp(name)), kept["values"].get(name))
 
     def missing(self, kept: Any) -> list[str]:
-        """The weights of layers that have come since."""
-        return [name for name, _ in self._named() if name not in kept["trained"]]
+        """The weights of layers that have come since, and frozen ones of another tp position."""
+        return [
+            name
+            for name, param in self._named()
+            if _of_all_tp(name) not in kept["trained"]
+            or (not param.requires_grad and name not in kept["values"])
+        ]
 
     def part_of(self, kept: Any, names: Sequence[str], *, is_current: bool) -> Mapping[str, Any]:
         """Those of these that are here; raises ConfigurationError where they may be old."""
-        here = [name for name in names if name in kept["trained"]]
+        trained, values = kept["trained"], kept["values"]
+        here = [name for name in names if name in values or trained.get(_of_all_tp(name))]
         if here and self._vary and not is_current:
             raise ConfigurationError(
                 "the loop changes weights that are not trained, and a loss between two steps has"
                 " moved layers to another stage, where nobody has these changes: change them in"
                 ' train_step, or set move_layers = "never"'
             )
-        return {name: (kept["trained"][name], kept["values"].get(name)) for name in here}
+        return {name: (trained[_of_all_tp(name)], values.get(name)) for name in here}
 
     @torch.no_grad()
     def take_in(self, kept: Any, more: Mapping[str, Any]) -> None:
         """Install what came from others, and keep it as well."""
         params = dict(self._named())
         for name, (trained, value) in more.items():
-            kept["trained"][name] = trained
+            kept["trained"][_of_all_tp(name)] = trained
             if value is not None:
                 kept["values"][name] = value
             self._install(params[name], trained, value)
@@ -147,3 +154,8 @@ class Frozen(Plain):
             param.requires_grad_(trained)
         if value is not None and not param.requires_grad and digest_of(param) != value[0]:
             param.copy_(value[1])
+
+
+def _of_all_tp(name: str) -> str:
+    """The name without its tp position: which weights are trained is alike on all of them."""
+    return re.sub(r" \(tp \d+\)", "", name)
