@@ -251,4 +251,9 @@ class ElasticLoop:
         self._steps.begin()
         assert self._train_step is not None
         self._report = self._train_step()
+        if not self.worker.state.is_updated:
+            # A step that skips its update makes no grad norm, after which the older snapshot may
+            # be overwritten: this barrier proves the same.
+            self.worker.state.begin_update()
+            dist.barrier()
         self._steps.complete(self._report)

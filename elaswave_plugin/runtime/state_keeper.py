@@ -36,6 +36,8 @@ class StateKeeper:
         # Whether others were told of the last seal, in this epoch.
         self._handed_over = False
         self._behind: MomentsBehind | None = None
+        # Whether model and optimizer were about to change since the last seal.
+        self.is_updated = False
 
     def open(
         self, view: MembershipView, seating: Seating, *, alignment: int, local_workers: int
@@ -112,6 +114,7 @@ class StateKeeper:
         if self._behind is not None:
             raise AssertionError("the state was to be sealed before its optimizer state was here")
         self.unreadable.clear()
+        self.is_updated = False
         if not self._config.snapshots:
             return
         self._seals_in_epoch += 1
@@ -158,6 +161,7 @@ class StateKeeper:
         self.complete()
         self.await_copies()
         self.leave_seal()
+        self.is_updated = True
 
     def leave_seal(self) -> None:
         """From here on model and optimizer are no longer what was sealed last."""

@@ -104,6 +104,15 @@ NOISES = (
         "        _, grad_norm, _ = optimizer.step()\n",
     ),
 )
+# A step whose update the script leaves out, as some do where the loss has leapt.
+SKIPS = (
+    (
+        "        _, grad_norm, _ = optimizer.step()\n",
+        "        grad_norm = 0.0\n"
+        "        if job.iteration % 4 != 2:\n"
+        "            _, grad_norm, _ = optimizer.step()\n",
+    ),
+)
 NOISY = '''class Noisy(torch.utils.data.Dataset):
     """Drops tokens, by all generators that a dataset may draw from."""
 

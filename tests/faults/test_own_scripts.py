@@ -46,6 +46,15 @@ def test_a_script_of_ones_own_is_equal(
     check_equal(run(spec), reference(spec))
 
 
+def test_a_step_that_skips_its_update_is_equal_and_is_redone(
+    run: Launch, reference: Reference, tmp_path: Path
+) -> None:
+    """Both kills are in such a step, whose redo finds the moments on their way."""
+    script = own_scripts.write(tmp_path, *own_scripts.SKIPS)
+    spec = replace(LOSES, script=script, kills=("1@2:backward", "0@6:forward"), **BACK)
+    check_equal(run(spec), reference(spec))
+
+
 @pytest.mark.parametrize("precision", sampled(["--bf16", "--fp16"], keep=(0,)))
 def test_weights_of_16_bits_that_the_body_changes(
     run: Launch, reference: Reference, tmp_path: Path, precision: str
