@@ -238,6 +238,16 @@ class StepState:
         """Raise ConfigurationError where workers differ at the start; collective over WORLD."""
         self._compare([cell for (cell,) in _told([self._cell])], self._refuse)
 
+    def check_digest(self, digest: int, sentence: str) -> None:
+        """Raise ConfigurationError where workers of one part of the model have different ones.
+
+        Collective over WORLD; ``sentence`` says what differs, and what to do.
+        """
+        known: dict[int, int] = {}
+        for cell, one in _told([self._cell, digest]):
+            if cell >= 0 and known.setdefault(cell, one) != one:
+                raise ConfigurationError(sentence)
+
     def _compare(self, cells: Sequence[int], differs: Callable[[str], None]) -> None:
         """Compare part by part; ``differs`` is told on all where two of the same cell differ."""
         names = list(self._parts)

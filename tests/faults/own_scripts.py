@@ -385,6 +385,30 @@ UPDATES_TWICE = (
         "        optimizer.step()\n",
     ),
 )
+
+
+def climbs(by: str) -> tuple[Change, ...]:
+    """Sharpness-aware minimization: a second call with weights that are moved ``by`` something."""
+    return (
+        TWICE_THE_DATA,
+        (
+            "        _, grad_norm, _ = optimizer.step()\n",
+            "        with torch.no_grad():\n"
+            f"            moved = [(p, 0.01 * {by}.sign()) for p in model[0].parameters()]\n"
+            "            for param, by in moved:\n"
+            "                param.add_(by)\n"
+            "            for chunk in model:\n"
+            "                chunk.zero_grad_buffer()\n"
+            "            optimizer.zero_grad()\n"
+            "        forward_backward(data_iterator=per_chunk(train_batches), **schedule)\n"
+            "        with torch.no_grad():\n"
+            "            for param, by in moved:\n"
+            "                param.sub_(by)\n"
+            "        _, grad_norm, _ = optimizer.step()\n",
+        ),
+    )
+
+
 _LOAD = '''def load_checkpoint(folder, model, optimizer, scheduler):
     """Load the newest checkpoint; returns the steps that it has behind it."""
     done = int(Path(folder, "latest_checkpointed_iteration.txt").read_text())

@@ -137,6 +137,12 @@ REFUSED = {
         4,
         LOSES,
     ),
+    "weights that each replica moves by its own gradients": (
+        own_scripts.climbs("p.main_grad"),
+        "train_step has changed weights since its last call of forward_backward",
+        0,
+        LOSES,
+    ),
     "an optimizer that is not bound": (
         own_scripts.SECOND,
         "an optimizer that is not bound (SGD) steps in this job",
@@ -349,12 +355,18 @@ def test_a_worker_without_a_place_is_neither_first_nor_last(
         assert all(said["weights"] == of[said["stage"], said["tp"]] for said in placed)
 
 
-@pytest.mark.parametrize("name", ["passes", "updates"])
+SEVERAL_CALLS = {
+    "passes": own_scripts.PASSES,
+    "updates": own_scripts.UPDATES_TWICE,
+    "climbs": own_scripts.climbs("p"),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL_CALLS)
 def test_a_step_of_several_calls_reads_on_and_is_redone_from_its_first(
     run: Launch, reference: Reference, tmp_path: Path, name: str
 ) -> None:
-    changes = own_scripts.PASSES if name == "passes" else own_scripts.UPDATES_TWICE
-    script = own_scripts.write(tmp_path, *changes)
+    script = own_scripts.write(tmp_path, *SEVERAL_CALLS[name])
     spec = replace(LOSES, reads=2, script=script, kills=LOST, **BACK)
     check_equal(run(spec), reference(spec))
 

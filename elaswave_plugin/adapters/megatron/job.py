@@ -286,6 +286,8 @@ class ElasticJob:
             if not forward_only:
                 check_lengths(kwargs["data_iterator"], self._positions.end)
                 self._turns.check_trained(kwargs["model"])
+                if self._gradients.are_trained(kwargs["model"]):
+                    self._check_replicas(kwargs["model"])
                 self._gradients.zero(kwargs["model"])
             kwargs["forward_step_func"] = without_collectives(
                 kwargs["forward_step_func"], self._worker.links
@@ -300,6 +302,19 @@ class ElasticJob:
             return losses
 
         return run
+
+    def _check_replicas(self, model: Any) -> None:
+        """Raise ConfigurationError where the replicas of a model differ within a step."""
+        bound = self._framework.of(model)
+        assert bound is not None
+        self._state.check_digest(
+            bound.weights_digest(),
+            "train_step has changed weights since its last call of forward_backward, and otherwise"
+            " on each replica, so that a loss would change the next call's losses: gradients are"
+            " whole in each worker's own shard only (the distributed optimizer), and what follows"
+            " from main_grad elsewhere is that worker's alone; change weights by what is alike on"
+            " all replicas",
+        )
 
     def _run(
         self, function: ForwardBackward, *, forward_only: bool, data_iterator: Any, **kwargs: Any

@@ -26,6 +26,8 @@ class StepGradients:
         self._reduced: set[int] = set()
         # Reduced, and then added to by passes that trained another model.
         self._mixed: set[int] = set()
+        # Those that a call of this attempt has trained.
+        self._trained: set[int] = set()
         self._versions = self._present_versions()
         for number, chunk in enumerate(chunks):
             chunk.zero_grad_buffer = self._zeroing(number, chunk.zero_grad_buffer)
@@ -33,7 +35,11 @@ class StepGradients:
 
     def begin(self) -> None:
         """An attempt begins."""
-        self._zeroed, self._reduced, self._mixed = set(), set(), set()
+        self._zeroed, self._reduced, self._mixed, self._trained = set(), set(), set(), set()
+
+    def are_trained(self, model: Any) -> bool:
+        """Whether a call of this attempt has trained this model already."""
+        return bool(self._trained & self._numbers(model))
 
     def zero(self, model: Any) -> None:
         """A call begins that trains this model: zero what the script has not zeroed since.
@@ -56,6 +62,7 @@ class StepGradients:
     def trained(self, model: Any) -> None:
         """The call is done: what its passes have added to gradients of other models is no one's."""
         own = self._numbers(model)
+        self._trained |= own
         for number, version in enumerate(self._present_versions()):
             if number not in own and version != self._versions[number]:
                 self._zeroed.discard(number)
