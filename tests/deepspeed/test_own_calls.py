@@ -39,6 +39,13 @@ def test_what_nobody_could_redo_is_refused_at_its_first_use(
     assert what == "twin" or not refused.files.steps
 
 
+@pytest.mark.parametrize("stage", sampled([0, 2], keep=(1,)))
+def test_an_optimizer_that_the_engines_drives_is_a_part_of_it(run: Launch, stage: int) -> None:
+    done = run(replace(OWN_CALLS, stage=stage, options=("--what=nested",)))
+    assert done.returncode == 0 and not done.orphans, done.output[-4000:]
+    assert [one["steps"] for one in found(done)] == 3 * [OWN_CALLS.steps]
+
+
 # Some survivors have had the first batch of step 3 when a worker dies, and others ask for it: the
 # worker of slot 0 looks on from there, until the victim, which has had it, is dead.
 APART = """

@@ -3,7 +3,7 @@
 "no_sync", "coalesce", "model": calls of DeepSpeed's that nobody could make again; "next": a fixed
 number of batches from one iterator; "enumerate": each epoch is left by its count of batches;
 "second", "gan", "twin": a second engine, with the section, without it, and the one without first;
-"unbound": an optimizer of torch's beside the engine.
+"unbound", "nested": an optimizer of torch's beside the engine, and one that the engine's drives.
 How many batches and steps each worker saw goes to own-calls-PID.json beside the configuration.
 """
 
@@ -64,6 +64,14 @@ def main() -> None:
         initialize(config if args.what == "second" else plain)
     judge = torch.nn.Linear(4, 1)
     of_judge = torch.optim.SGD(judge.parameters(), lr=0.1)
+    if args.what == "nested":
+        update = engine.basic_optimizer.step
+
+        def update_both(*inputs, **named):
+            of_judge.step()
+            return update(*inputs, **named)
+
+        engine.basic_optimizer.step = update_both
     count = engine.gradient_accumulation_steps()
     seen = applied = 0
     for order, batch in enumerate(batches_of(args.what, loader, args.steps * count)):
