@@ -24,6 +24,7 @@ JOBS: dict[str, tuple[JobSpec, tuple[Change, ...]]] = {
     "GAN, not frozen": (NO_OVERLAP, two_models.gan(freezes=False)),
     "actor and critic": (LOSES, two_models.ACTOR_AND_CRITIC),
     "two critics and a late actor": (LOSES, two_models.LATE_ACTOR),
+    "each through the other": (NO_OVERLAP, two_models.CROSSED),
     "actor and critic, bf16": (replace(LOSES, options=("--bf16",)), two_models.ACTOR_AND_CRITIC),
     "actor in fp16, critic in fp32": (
         replace(LOSES, options=("--fp16", "--initial-loss-scale=4294967296")),
@@ -39,7 +40,7 @@ KILLS = {
 CASES = [(name, kills) for name in JOBS for kills in KILLS]
 
 
-@pytest.mark.parametrize(("name", "kills"), sampled(CASES, keep=(0, 5, 7, 10)))
+@pytest.mark.parametrize(("name", "kills"), sampled(CASES, keep=(0, 5, 7, 10, 12)))
 def test_two_models_of_one_step_are_equal(
     run: Launch, reference: Reference, tmp_path: Path, name: str, kills: str
 ) -> None:

@@ -131,6 +131,41 @@ LATE_ACTOR: tuple[Change, ...] = (
     ),
 )
 
+# Each is trained through the other, and both are zeroed before: what the first call leaves in the
+# gradients of the second model is that of the micro-batches that a worker has run.
+CROSSED: tuple[Change, ...] = (
+    BUILDS,
+    BINDS,
+    (
+        _FUNCTIONS,
+        "    def through_both(batches, chunk):\n"
+        "        batch = {name: tensor.cuda() for name, tensor in next(batches).items()}\n"
+        '        inputs = batch["tokens"], batch["position_ids"], None\n'
+        '        one = model[0](*inputs, labels=batch["labels"])\n'
+        '        other = second[0](*inputs, labels=batch["labels"])\n'
+        "        output = one + 0.5 * other * one.sigmoid()\n"
+        '        return output, partial(loss_func, batch["loss_mask"], False)\n\n' + _FUNCTIONS,
+    ),
+    (
+        _ZERO + _STEP,
+        _ZERO + "        second[0].zero_grad_buffer()\n"
+        "        of_second.zero_grad()\n"
+        '        given = schedule | {"forward_step_func": through_both}\n'
+        + _STEP.replace("per_chunk(train_batches), **schedule", "train_batches, **given").replace(
+            "        return losses, grad_norm\n",
+            '        given["model"] = second[0]\n'
+            "        forward_backward(data_iterator=train_batches, **given)\n"
+            "        of_second.step()\n"
+            "        pace_of_second.step(increment=args.global_batch_size)\n"
+            "        return losses, grad_norm\n",
+        ),
+    ),
+    (
+        "sizes = [args.train_iters * args.global_batch_size,",
+        "sizes = [2 * args.train_iters * args.global_batch_size,",
+    ),
+)
+
 # ---- a GAN --------------------------------------------------------------------------------------
 
 _PARTS = '''class Part(MegatronModule):
