@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import own_scripts
+from tests.faults import own_scripts, two_models
 from tests.faults.harness import JobSpec
 from tests.rehearsal.conftest import Rehearse
 
@@ -42,4 +42,10 @@ def test_an_average_that_nobody_keeps_is_found(rehearse: Rehearse, tmp_path: Pat
 def test_one_that_is_kept_is_equal(rehearse: Rehearse, tmp_path: Path) -> None:
     script = own_scripts.write(tmp_path, *own_scripts.AVERAGES)
     found = rehearse(JobSpec(nproc=3, steps=20, global_batch=6, script=script), runs=("returns",))
+    assert found.exit_code == 0, found.output
+
+
+def test_two_models_are_equal(rehearse: Rehearse, tmp_path: Path) -> None:
+    script = own_scripts.write(tmp_path, *two_models.ACTOR_AND_CRITIC)
+    found = rehearse(JobSpec(nproc=3, steps=20, global_batch=6, script=script))
     assert found.exit_code == 0, found.output
