@@ -16,7 +16,7 @@ Key = tuple[str, str]
 class Movable(Protocol):
     """What is asked of a part of the state of a step (`step_state.py`)."""
 
-    def missing(self, kept: Any) -> list[str]: ...
+    def missing(self, kept: Any) -> Mapping[str, bool]: ...
 
     def part_of(
         self, kept: Any, names: Sequence[str], *, is_current: bool
@@ -33,14 +33,17 @@ def fetch_missing(
     ``is_current``: whether ``kept`` is of the present moment, or of the beginning of the step
     before. Collective over WORLD. Raises ElasWaveError where nobody is left who has it.
     """
-    missing = [
-        (part, name) for part, one in kept.items() if is_placed for name in parts[part].missing(one)
-    ]
+    missing = {
+        (part, name): is_needed
+        for part, one in kept.items()
+        if is_placed
+        for name, is_needed in parts[part].missing(one).items()
+    }
     anybody = torch.tensor(len(missing))
     dist.all_reduce(anybody)
     if not int(anybody):
         return False
-    asked: list[list[Key]] = _gathered(missing)
+    asked: list[dict[Key, bool]] = _gathered(missing)
     found = _found(parts, kept, {key for keys in asked for key in keys}, is_current=is_current)
     holders: list[set[Key]] = _gathered(set(found))
     for rank, keys in enumerate(asked):
@@ -65,16 +68,17 @@ def _found(
     return found
 
 
-def _dealt(keys: Sequence[Key], holders: Sequence[set[Key]]) -> dict[int, list[Key]]:
-    """Which rank gives which: the first that has it."""
+def _dealt(keys: Mapping[Key, bool], holders: Sequence[set[Key]]) -> dict[int, list[Key]]:
+    """Which rank gives which: the first that has it; what is needed, somebody has to have."""
     dealt: dict[int, list[Key]] = {}
-    for key in keys:
+    for key, is_needed in keys.items():
         giver = next((rank for rank, has in enumerate(holders) if key in has), None)
-        if giver is None:
+        if giver is not None:
+            dealt.setdefault(giver, []).append(key)
+        elif is_needed:
             raise ElasWaveError(
                 f"everybody who had {key[1]} ({key[0]}) is lost; restart from the last checkpoint"
             )
-        dealt.setdefault(giver, []).append(key)
     return dealt
 
 

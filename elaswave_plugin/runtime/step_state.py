@@ -42,8 +42,11 @@ class Part(Protocol):
     def shared(self, kept: Any) -> Any:
         """What of it a worker takes that comes later."""
 
-    def missing(self, kept: Any) -> list[str]:
-        """The names of what this worker has now, as layers have moved to it, and did not keep."""
+    def missing(self, kept: Any) -> Mapping[str, bool]:
+        """The names of what this worker has now, as layers have moved to it, and did not keep.
+
+        With each: whether the job cannot go on where nobody else has it.
+        """
 
     def part_of(self, kept: Any, names: Sequence[str], *, is_current: bool) -> Mapping[str, Any]:
         """Those of another worker's missing ones that are here.
@@ -76,9 +79,9 @@ class Plain:
         """All of it."""
         return kept
 
-    def missing(self, kept: Any) -> list[str]:
+    def missing(self, kept: Any) -> Mapping[str, bool]:
         """Nothing belongs to a layer."""
-        return []
+        return {}
 
     def part_of(self, kept: Any, names: Sequence[str], *, is_current: bool) -> Mapping[str, Any]:
         """Nobody misses any."""

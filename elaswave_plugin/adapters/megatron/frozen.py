@@ -99,14 +99,17 @@ class Frozen(Plain):
         for name, param in self._named():
             self._install(param, kept["trained"].get(_of_all_tp(name)), kept["values"].get(name))
 
-    def missing(self, kept: Any) -> list[str]:
-        """The weights of layers that have come since, and frozen ones of another tp position."""
-        return [
-            name
+    def missing(self, kept: Any) -> Mapping[str, bool]:
+        """The weights of layers that have come since, and frozen ones of another tp position.
+
+        Whether one is trained is as it was at launch where nobody is left who knows better.
+        """
+        return {
+            name: not param.requires_grad
             for name, param in self._named()
             if _of_all_tp(name) not in kept["trained"]
             or (not param.requires_grad and name not in kept["values"])
-        ]
+        }
 
     def part_of(self, kept: Any, names: Sequence[str], *, is_current: bool) -> Mapping[str, Any]:
         """Those of these that are here; raises ConfigurationError where they may be old."""
