@@ -1,5 +1,6 @@
 """Runs a script after a statement that breaks a part of the product: for negative controls."""
 
+import os
 import runpy
 import sys
 
@@ -7,4 +8,6 @@ if __name__ == "__main__":
     statement, script, *arguments = sys.argv[1:]
     exec(statement)  # the statement comes from a test of ours
     sys.argv = [script, *arguments]
+    # The script's own modules lie beside it.
+    sys.path[0] = os.path.dirname(os.path.abspath(script))
     runpy.run_path(script, run_name="__main__")

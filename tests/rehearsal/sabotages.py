@@ -1,15 +1,24 @@
 """Scripts whose remedy is switched off, or not used: what a rehearsal has to find by itself."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 
+from tests.deepspeed.harness import EngineSpec
+from tests.deepspeed.test_own_calls import OWN_CALLS
+from tests.deepspeed.test_own_state import OWN as OWN_STATE
 from tests.faults import own_scripts
 from tests.faults.own_scripts import Change
 
 _RNG = "from elaswave_plugin.adapters.megatron import rng, sample_draws; "
-# What refuses a second call of forward_backward in a step, and checks what it returned.
+# What refuses a second call that trains on gradients that are reduced already.
 _ANY_CALLS = (
-    "from elaswave_plugin.adapters.megatron.turns import Turns; "
-    "Turns.forward_backward = lambda self, *, forward_only: self.returned.clear()"
+    "from elaswave_plugin.adapters.megatron.step_gradients import StepGradients; "
+    "StepGradients.zero = lambda self: self._reduced.clear()"
+)
+# What refuses an optimizer that is not bound.
+_ANY_OPTIMIZER = (
+    "from elaswave_plugin.adapters.unbound import Unbound; "
+    "Unbound.__init__ = Unbound.stop = lambda self, *args, **named: None"
 )
 _ATTACH = "from elaswave_plugin.adapters.megatron import step_parts; "
 _KEEPS_NOT = "{part}.put_back = lambda self, kept: None"
@@ -99,10 +108,87 @@ TABLE = (
     ),
     Sabotage(number="H6 warm-up", changes=WARMS_UP_IN_BODY, run="returns", names="length[0] = 16"),
     Sabotage(
-        number="H8 forward only", changes=DISTILLS, statement=_ANY_CALLS, names="sample batch"
+        number="H7 buffers",
+        changes=own_scripts.NORMALIZES,
+        statement="from elaswave_plugin.adapters.megatron.model_buffers import ModelBuffers; "
+        + _KEEPS_NOT.format(part="ModelBuffers"),
+        names="tensor buffer normalized",
+    ),
+    Sabotage(number="H7 counter", changes=own_scripts.COUNTS_PASSES, names="PASSES[0]"),
+    Sabotage(
+        number="H8 forward only",
+        changes=DISTILLS,
+        statement="from elaswave_plugin.adapters.megatron.positions import Positions; "
+        + _KEEPS_NOT.format(part="Positions"),
+        names="sample batch",
     ),
     Sabotage(
         number="H9 twice", changes=TWICE, statement=_ANY_CALLS, names="norm", options=_NO_OVERLAP
     ),
-    Sabotage(number="H10 second model", changes=SECOND_MODEL, names="judge"),
+    Sabotage(
+        number="H10 second model",
+        changes=SECOND_MODEL,
+        statement=_ANY_OPTIMIZER,
+        names="judge",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSabotage:
+    """A row of DeepSpeed's, whose remedy is switched off by the statement of ``spec``."""
+
+    number: str
+    spec: EngineSpec
+    run: str = "losses"
+    names: str
+
+
+_ADAPTER, _PARTS = "elaswave_plugin.adapters.deepspeed", "elaswave_plugin.runtime.engine_parts"
+_UNSCHEDULED = json.dumps({"scheduler": None})
+ENGINE_TABLE = (
+    EngineSabotage(
+        number="G1 second engine",
+        spec=replace(
+            OWN_CALLS,
+            stage=0,
+            options=("--what=gan",),
+            sabotage=_ANY_OPTIMIZER
+            + f"; from {_ADAPTER} import attach; attach.refuse_second = lambda jobs: None",
+        ),
+        # Interrupted in a call of that engine.
+        names="a call that nobody makes again",
+    ),
+    EngineSabotage(
+        number="G2 no_sync",
+        spec=replace(
+            OWN_CALLS,
+            options=("--what=no_sync",),
+            sabotage=f"from {_ADAPTER}.job import EngineJob; "
+            "EngineJob._no_sync = lambda job, native: native()",
+        ),
+        run="returns",
+        # Interrupted in the first batch of a pair, even as planned: ZeRO 1 misses its gradients.
+        names="KeyError: 0 (stage_1_and_2.py",
+    ),
+    EngineSabotage(
+        number="G3 running statistics",
+        spec=replace(
+            OWN_STATE,
+            options=("--mode=statistics",),
+            sabotage=f"from {_PARTS} import Buffers; " + _KEEPS_NOT.format(part="Buffers"),
+        ),
+        names="buffer norm.running_mean",
+    ),
+    EngineSabotage(
+        number="G4 teacher",
+        spec=replace(
+            OWN_STATE,
+            options=("--mode=teacher",),
+            settings=_UNSCHEDULED,
+            sabotage=f"from {_PARTS} import Frozen; Frozen.keep = lambda self: None",
+        ),
+        run="returns-2",
+        names="weight teacher",
+    ),
 )

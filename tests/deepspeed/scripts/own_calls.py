@@ -2,8 +2,9 @@
 
 "no_sync", "coalesce", "model": calls of DeepSpeed's that nobody could make again; "next": a fixed
 number of batches from one iterator; "enumerate": each epoch is left by its count of batches;
-"second", "gan", "twin": a second engine, with the section, without it, and the one without first;
-"unbound", "nested": an optimizer of torch's beside the engine, and one that the engine's drives.
+"second", "gan", "twin": a second engine, with the section, without it (the loop trains it as well),
+and the one without first; "unbound", "nested": an optimizer of torch's beside the engine, and one
+that the engine's drives.
 How many batches and steps each worker saw goes to own-calls-PID.json beside the configuration.
 """
 
@@ -61,7 +62,7 @@ def main() -> None:
         initialize(plain)
     engine, _, loader, _ = initialize(config, training_data=TextDataset(None, 32, 40))
     if args.what in ("second", "gan"):
-        initialize(config if args.what == "second" else plain)
+        other, *_ = initialize(config if args.what == "second" else plain)
     judge = torch.nn.Linear(4, 1)
     of_judge = torch.optim.SGD(judge.parameters(), lr=0.1)
     if args.what == "nested":
@@ -88,6 +89,9 @@ def main() -> None:
         if args.what == "unbound":
             judge(torch.ones(4)).sum().backward()
             of_judge.step()
+        if args.what == "gan":
+            other.backward(other(*batch))
+            other.step()
         seen += 1
         applied += engine.was_step_applied()
     found = {"seen": seen, "applied": applied, "steps": engine.global_steps}
