@@ -24,8 +24,12 @@ _COUNTERS = (
 _TIMER = ("_elapsed", "_active_time", "_started", "_start_time")
 # Of the rerun state machine: what it saves to rerun a step is made anew at the step's beginning.
 _NOT_KEPT = ("saved_state", "error_injector", "state_save_func", "state_restore_func")
-# Of it, what decides over reruns; its other fields are about results of one worker.
-_SHARED = ("current_iteration", "first_iteration_complete", "large_value_counts", "max_values")
+# Of it, what decides over reruns, and that no step runs; its other fields are about results of one
+# worker. Who comes later has nothing else to go back to where its first step is interrupted.
+_SHARED = (
+    *("state", "current_iteration", "first_iteration_complete"),
+    *("large_value_counts", "max_values"),
+)
 
 
 class Kept(NamedTuple):

@@ -58,6 +58,19 @@ def test_a_lost_worker_comes_back(run: Launch, reference: Launch, data: Path, sl
     check_checkpoints(data, f"back{slot}", "whole", 4, 8, 9)
 
 
+def test_who_has_come_back_is_interrupted_in_its_first_step(run: Launch, reference: Launch) -> None:
+    """It goes back to what the others told it of Megatron-LM's rerun machine."""
+    # One return is awaited: the second one who is lost asks for none.
+    spec = ScriptSpec(nproc=2, global_batch=4, respawn=1, awaits=((3, 1),))
+    spec = replace(spec, kills=("0@1:backward", "1@4:forward"))
+    interrupted = run(spec)
+    assert interrupted.returncode == 0, interrupted.output[-4000:]
+    assert interrupted.trace() == reference(spec).trace()
+    assert [event["step"] for event in interrupted.events("fault_fired")] == [1, 4]
+    entered = [(event["slot"], event["step"]) for event in interrupted.events("entered")]
+    assert entered == [(0, 4)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("slot", range(8))
 def test_a_lost_worker_of_tp_pp_dp_comes_back(run: Launch, reference: Launch, slot: int) -> None:
