@@ -88,7 +88,7 @@ def test_the_line_of_one_that_is_stuck_in_c_is_found(stuck: Path) -> None:
         for _ in range(2):
             line = where_is(process.pid, page.stack_fd)
             assert line is not None and re.match(
-                r"(stuck.py:7 in match_for_ever|__init__.py)", line
+                r"(stuck.py:[67] in match_for_ever|__init__.py)", line
             )
         assert process.poll() is None
     finally:
