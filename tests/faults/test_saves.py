@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import random
-import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -152,15 +151,26 @@ def test_all_killed_at_once_in_a_save_leave_a_whole_newest_checkpoint(
 def kill_all(launcher: int, directory: Path) -> None:
     """SIGKILL every process of a job; all are stopped first, so that none acts, or starts another.
 
-    Trainers are forked by the zygote, and lead the processes that write for them.
+    Trainers are forked by the zygote, and lead the processes that write for them. What has lost its
+    supervisor is killed by others, so that all are known before the first one is killed.
     """
-    for number in (signal.SIGSTOP, signal.SIGKILL):
-        for leader in (launcher, *pids_of(directory)):
+    stopped: list[psutil.Process] = []
+    for _ in range(2):  # one that ran on may have started another, as long as it was not stopped
+        stopped = [one for leader in (launcher, *pids_of(directory)) for one in family(leader)]
+        for process in stopped:
             with contextlib.suppress(psutil.NoSuchProcess):
-                first = psutil.Process(leader)
-                for process in (*first.children(recursive=True), first):
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.send_signal(number)
+                process.suspend()
+    for process in stopped:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """A process and all that it has started."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        leader = psutil.Process(pid)
+        return [leader, *leader.children(recursive=True)]
+    return []
 
 
 # The file system of the job's checkpoints is full from a step on.
