@@ -86,7 +86,7 @@ class Sample:
     `operations`: how many operations with others it has begun. `waits_for`: the slot without which
     its operation cannot go on, or one of NOBODY, COMMIT, OUTSIDE. `stopped`: by a signal.
     `waits_in`: which operation that is, alike on all members of its group. `floor_s`: the shortest
-    limit that a phase may have.
+    limit that a phase may have. `announced`: the phase is work between steps, as a save.
     """
 
     slot: int
@@ -102,6 +102,7 @@ class Sample:
     waited_s: float = 0.0
     waits_in: int = 0
     floor_s: float = UNKNOWN_LIMIT_S
+    announced: bool = False
 
     @property
     def may_stall_s(self) -> float:
@@ -137,12 +138,14 @@ class Sample:
 class Waiting:
     """Who waits for a worker, sorted; `in_circle`: it waits for one of them itself.
 
-    `differs`: in another operation than one of them, so that none of these ever ends.
+    `differs`: in another operation than one of them, so that none of these ever ends; `by_script`:
+    in that circle some make work between steps, which the script asks only these for.
     """
 
     slots: tuple[int, ...] = ()
     in_circle: bool = False
     differs: bool = False
+    by_script: bool = False
 
     def __str__(self) -> str:
         if not self.slots:
@@ -162,7 +165,7 @@ def who_waits(members: Iterable[int], samples: Mapping[int, Sample]) -> dict[int
     not count as one that waits: whoever stops all of a job does not make it hang.
     """
     waiters: dict[int, set[int]] = {}
-    circles: dict[int, bool] = {}
+    circles: dict[int, list[Sample]] = {}
     for slot, sample in samples.items():
         if sample.stopped or sample.waits_for in (NOBODY, OUTSIDE):
             continue
@@ -172,14 +175,15 @@ def who_waits(members: Iterable[int], samples: Mapping[int, Sample]) -> dict[int
             end, circle = _end_of_chain(slot, samples)
             ends = [] if end is None else [end]
             if end is not None and circle:
-                circles[end] = _differ(circle)
+                circles[end] = circle
         for end in ends:
             waiters.setdefault(end, set()).add(slot)
     return {
         end: Waiting(
             slots=tuple(sorted(slots - {end})),
             in_circle=end in circles,
-            differs=circles.get(end, False),
+            differs=_differ(circles.get(end, ())),
+            by_script=any(one.announced for one in circles.get(end, ())),
         )
         for end, slots in waiters.items()
         if slots - {end}

@@ -80,6 +80,7 @@ class HangWatch:
             "waiting": list(waiting.slots),
             "in_circle": waiting.in_circle,
             "differs": waiting.differs,
+            "by_script": waiting.by_script,
         }
 
     def heard(self, peer: int, beat: Frame) -> None:
@@ -92,6 +93,7 @@ class HangWatch:
                 slots=tuple(beat.get("waiting", ())),
                 in_circle=beat.get("in_circle", False),
                 differs=beat.get("differs", False),
+                by_script=beat.get("by_script", False),
             )
             self._told_s = self._clock()
 
@@ -161,8 +163,9 @@ class HangWatch:
             in_circle=waiting.in_circle,
             differs=waiting.differs,
         )
-        if waiting.differs and not any(self._agreement.committed.incarnations):
-            # Nobody came later, so the script itself is at fault, and the next one would be too.
+        came = any(self._agreement.committed.incarnations)
+        if waiting.differs and waiting.by_script and not came:
+            # Work that only some ask for: whoever does so next would be at fault, too.
             self._agreement.abandon(f"worker {own.slot}: {evidence}", EXIT_CONFIGURATION)
         else:
             self._trainer.fence(evidence)

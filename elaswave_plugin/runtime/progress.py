@@ -212,6 +212,7 @@ class ProgressPage:
             waited_s=waited_s,
             waits_in=words[_WAITS_IN],
             floor_s=words[_FLOOR_NS] / _NS or UNKNOWN_LIMIT_S,
+            announced=bool(announced),
         )
 
     def _write_text(self, index: int, text: bytes) -> None:
