@@ -290,6 +290,18 @@ class MegatronFramework:
                 timer._started = False
 
     @contextmanager
+    def weights_as_they_are(self) -> Iterator[None]:
+        """Inside, forward passes gather no weights: they are whole, and others may run no pass."""
+        gathering = [chunk for chunk in self.chunks if chunk.remove_forward_pre_hook_handles]
+        for chunk in gathering:
+            chunk.disable_forward_pre_hook(param_sync=False)
+        try:
+            yield
+        finally:
+            for chunk in gathering:
+                chunk.enable_forward_pre_hook()
+
+    @contextmanager
     def passes_dropped(self, flow: Flow, *, trains: bool) -> Iterator[None]:
         """Inside, passes reduce by ``flow``; what they leave in gradients and routers is dropped.
 

@@ -183,7 +183,9 @@ class Microbatches:
             pieces = [Samples.of(k, size=self._micro_batch_size) for k in microbatches]
             step = in_order(forward_step, pieces, starting)
             repeated = {**kwargs, "forward_step_func": step, "num_microbatches": len(pieces)}
-            return function(forward_only=True, **repeated)
+            assert bound is not None
+            with bound.weights_as_they_are():
+                return function(forward_only=True, **repeated)
 
         def run(dealt: Dataflow | PipelineFlow) -> list[Any]:
             self.executed, self.reports, self.num_reports = executor.order_of(
