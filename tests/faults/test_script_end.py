@@ -64,7 +64,7 @@ if os.environ["RANK"] == {lost!r}:
 both = torch.ones(1)
 dist.all_reduce(both)
 assert float(both) == dist.get_world_size() == 2, both
-print("summed by", int(both), flush=True)
+print(f"summed by {{int(both)}}\\n", end="", flush=True)  # in one write: two do so at once
 """
 
 

@@ -5,7 +5,7 @@ their layers to another stage, or to a worker that comes later, as whole tensors
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,9 +72,15 @@ class Frozen(Plain):
 
     name = "weights that are not trained, or the names and shapes of weights"
 
-    def __init__(self, models: Sequence[Sequence[DistributedDataParallel]]) -> None:
-        """``models``: the chunks of each."""
+    def __init__(
+        self,
+        models: Sequence[Sequence[DistributedDataParallel]],
+        *,
+        at_launch: Callable[[], frozenset[str]],
+    ) -> None:
+        """``models``: the chunks of each; ``at_launch``: what was not trained then, anywhere."""
         self._models = models
+        self._at_launch = at_launch
         self._copies: dict[str, tuple[int, torch.Tensor]] = {}
         # Whether the loop has ever changed one.
         self._vary = False
@@ -113,8 +119,13 @@ class Frozen(Plain):
 
     def part_of(self, kept: Any, names: Sequence[str], *, is_current: bool) -> Mapping[str, Any]:
         """Those of these that are here; raises ConfigurationError where they may be old."""
-        trained, values = kept["trained"], kept["values"]
-        here = [name for name in names if name in values or trained.get(_of_all_tp(name))]
+        trained, values, at_launch = kept["trained"], kept["values"], self._at_launch()
+        # What is trained as it was at launch, whoever has built it anew knows.
+        here = [
+            name
+            for name in names
+            if name in values or trained.get(_of_all_tp(name)) == (name in at_launch)
+        ]
         if here and self._vary and not is_current:
             raise ConfigurationError(
                 "the loop changes weights that are not trained, and a loss between two steps has"

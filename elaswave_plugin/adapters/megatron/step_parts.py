@@ -30,12 +30,11 @@ def step_state(
     beside: Sequence[Part] = (),
 ) -> StepState:
     """All parts of one worker; ``beside`` those of a framework, what its own loop has."""
-    parts = (
-        Weights(worker, framework),
-        Frozen([model.chunks for model in framework.models]),
-        buffers,
-        Settings(framework),
+    frozen = Frozen(
+        [model.chunks for model in framework.models],
+        at_launch=lambda: framework.models[0].frozen_names,
     )
+    parts = (Weights(worker, framework), frozen, buffers, Settings(framework))
     return StepState(worker, (*parts, *beside))
 
 
