@@ -85,6 +85,20 @@ FIRST = """def with_frozen(chunk):
 
 """
 FREEZES_FIRST = (before_model(FIRST), FREEZES[1])
+
+
+def freezes_later(number: int) -> tuple[Change, ...]:
+    """The layer of this number, in the body; a loss there is met there."""
+    return (
+        in_body(
+            "        for layer in model[0].module.modules():\n"
+            f"            if iteration == 1 and getattr(layer, 'layer_number', 0) == {number}:\n"
+            "                layer.requires_grad_(False)\n"
+            "        torch.distributed.barrier()\n"
+        ),
+    )
+
+
 FREEZES_EACH = (before_model(FROZEN.format(share="pass")), FREEZES[1])
 
 # Masked language modelling: draws before the model.

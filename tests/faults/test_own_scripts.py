@@ -182,6 +182,22 @@ def test_frozen_weights_move_with_their_layers(
     assert cuts_after(survived) == [cuts, [0, 2, 4]]
 
 
+@pytest.mark.parametrize("kill", ["1@3:body", "1@3:optimizer"])
+@pytest.mark.parametrize("layout", ["dp3", "pp2-dp2"])
+@pytest.mark.parametrize("number", sampled([1, 2], keep=(0,)))
+def test_a_layer_that_is_frozen_later_stays_frozen(
+    run: Launch, reference: Reference, tmp_path: Path, layout: str, kill: str, number: int
+) -> None:
+    """The stage of worker 1 is left with layer 1, and layer 2 moves."""
+    script = own_scripts.write(tmp_path, *own_scripts.freezes_later(number))
+    spec, layers = (LOSES, 2) if layout == "dp3" else (PP2_DP2, 4)
+    options = (*spec.options, f"--num-layers={layers}", "--no-overlap-grad-reduce")
+    spec = replace(spec, options=options, script=script)
+    survived = run(replace(spec, kills=(kill,)))
+    check_equal(survived, reference(spec))
+    assert layout == "dp3" or cuts_after(survived) == [[0, 1, 4]]
+
+
 def test_a_layer_that_is_frozen_whole_keeps_all_layers(
     run: Launch, reference: Reference, tmp_path: Path
 ) -> None:

@@ -348,6 +348,10 @@ class MegatronFramework:
         ranges and pieces in the distributed optimizer. ``first``: the plan's number of the first
         bucket of this model.
         """
+        with frozen.as_at_launch(self.chunks, self.frozen_names):
+            self._rebind(plan, first)
+
+    def _rebind(self, plan: RecoveryPlan, first: int) -> None:
         ask_again(self._optimizer, self._distributed)
         if self.take_place(plan.dataflow):
             if isinstance(plan.dataflow, PipelineFlow):

@@ -6,6 +6,7 @@ their layers to another stage, or to a worker that comes later, as whole tensors
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,6 +50,23 @@ def freeze(chunk: DistributedDataParallel, names: frozenset[str]) -> None:
             param.requires_grad_(False)
 
 
+@contextmanager
+def as_at_launch(
+    chunks: Sequence[DistributedDataParallel], names: frozenset[str]
+) -> Iterator[None]:
+    """Inside, all weights are trained but ``names``, as buffers and optimizer were laid out.
+
+    A script may freeze others for a while, as a GAN's step does, or from some step on.
+    """
+    present = list(global_names(chunks))
+    flags = [(param, param.requires_grad) for _, param in present]
+    for name, param in present:
+        param.requires_grad_(name not in names)
+    yield
+    for param, is_trained in flags:
+        param.requires_grad_(is_trained)
+
+
 def why_layers_stay(chunks: Sequence[DistributedDataParallel]) -> str | None:
     """The reason why frozen weights keep layers at their stage; None where they do not.
 
@@ -65,7 +83,7 @@ def why_layers_stay(chunks: Sequence[DistributedDataParallel]) -> str | None:
 
 
 class Frozen(Plain):
-    """Weights that are not trained, and what the model consists of.
+    """Weights that are in no buffer of Megatron-Core's, and which weights are trained now.
 
     The host has one copy of them, which lasts until they change.
     """
@@ -90,8 +108,10 @@ class Frozen(Plain):
         params = dict(self._named())
         for name in self._copies.keys() - params.keys():
             del self._copies[name]
+        # What a script freezes later is in a buffer, and sealed as what is trained.
+        sealed = self._in_buffers()
         for name, param in params.items():
-            if not param.requires_grad:
+            if param not in sealed:
                 digest = digest_of(param)
                 if name not in self._copies or self._copies[name][0] != digest:
                     self._vary = self._vary or name in self._copies
@@ -110,11 +130,12 @@ class Frozen(Plain):
 
         Whether one is trained is as it was at launch where nobody is left who knows better.
         """
+        sealed = self._in_buffers()
         return {
-            name: not param.requires_grad
+            name: param not in sealed
             for name, param in self._named()
             if _of_all_tp(name) not in kept["trained"]
-            or (not param.requires_grad and name not in kept["values"])
+            or (param not in sealed and name not in kept["values"])
         }
 
     def part_of(self, kept: Any, names: Sequence[str], *, is_current: bool) -> Mapping[str, Any]:
@@ -146,13 +167,21 @@ class Frozen(Plain):
 
     def proof(self) -> int:
         """Of their values, and of the names, shapes and kinds of all weights."""
-        digest = xxhash.xxh3_64()
+        digest, sealed = xxhash.xxh3_64(), self._in_buffers()
         for name, param in self._named():
             told = (name, tuple(param.shape), str(param.dtype), param.requires_grad)
             digest.update(repr(told).encode())
-            if not param.requires_grad:
+            if param not in sealed:
                 digest.update(digest_of(param).to_bytes(8, "little"))
         return digest.intdigest() >> 1
+
+    def _in_buffers(self) -> set[torch.nn.Parameter]:
+        return {
+            param
+            for chunks in self._models
+            for chunk in chunks
+            for param in chunk.param_to_bucket_group
+        }
 
     def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for number, chunks in enumerate(self._models):
@@ -166,7 +195,7 @@ class Frozen(Plain):
     ) -> None:
         if trained is not None:
             param.requires_grad_(trained)
-        if value is not None and not param.requires_grad and digest_of(param) != value[0]:
+        if value is not None and digest_of(param) != value[0]:
             param.copy_(value[1])
 
 

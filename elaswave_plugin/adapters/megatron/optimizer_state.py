@@ -76,9 +76,6 @@ class FlatShard:
         ]
         for params in self._group_params:
             for param in params:
-                # A step may be interrupted where it has frozen some for a while, as a GAN's does;
-                # how they were when it began is put back later.
-                param.requires_grad_(True)
                 if param.dtype != torch.float32:
                     # As in __init__: a piece that this worker no longer owns has no main param.
                     param.main_param = None
