@@ -63,6 +63,8 @@ class StateKeeper:
         """From now on the state is cut and held as this view has it."""
         self._view, self._cell = view, seating.cell_of(self._member.slot)
         self._seals_in_epoch, self._handed_over = 0, False
+        # An interrupted attempt may have come to its update on some workers only.
+        self.is_updated = False
 
     # ---- sealed, and held by others -------------------------------------------------------------
 

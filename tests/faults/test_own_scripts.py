@@ -55,6 +55,39 @@ def test_a_step_that_skips_its_update_is_equal_and_is_redone(
     check_equal(run(spec), reference(spec))
 
 
+# A worker is lost at the end of a step without an update, which another one has not come to yet.
+DIES_WITHOUT_UPDATE = """
+import os, signal, time
+from elaswave_plugin.runtime.state_keeper import StateKeeper
+begin, times = StateKeeper.begin_update, []
+def late(self):
+    step = self._member.progress_page.sample(slot=0).step
+    if step == 2 and self._member.slot in (1, 2) and not times:
+        times.append(step)
+        time.sleep(0.3)  # nothing is waited for: worker 0 is to be in the barrier by then
+        if self._member.slot == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        end_s = time.monotonic() + 20
+        while time.monotonic() < end_s:
+            self._member.check()
+            time.sleep(0.01)
+        raise AssertionError("nobody was lost")
+    begin(self)
+StateKeeper.begin_update = late
+"""
+
+
+def test_a_step_without_an_update_is_redone_by_all_alike(
+    run: Launch, reference: Reference, tmp_path: Path
+) -> None:
+    script = own_scripts.write(tmp_path, *own_scripts.SKIPS)
+    spec = replace(LOSES, script=script)
+    survived = run(replace(spec, sabotage=DIES_WITHOUT_UPDATE))
+    assert survived.trace() == reference(spec).trace()
+    assert [event["slot"] for event in survived.events("worker_exited")][:1] == [1]
+    assert len(survived.events("view_committed")) == 2 and not survived.orphans
+
+
 @pytest.mark.parametrize("precision", sampled(["--bf16", "--fp16"], keep=(0,)))
 def test_weights_of_16_bits_that_the_body_changes(
     run: Launch, reference: Reference, tmp_path: Path, precision: str
