@@ -9,6 +9,7 @@ import torch
 from elaswave_plugin.adapters.megatron import microbatches
 from elaswave_plugin.adapters.megatron.bound_models import BoundModels
 from elaswave_plugin.adapters.megatron.data import KeyedBatches
+from elaswave_plugin.adapters.megatron.global_names import numbered_modules
 from elaswave_plugin.adapters.megatron.microbatches import Microbatches
 from elaswave_plugin.core.dataflow import Samples
 from elaswave_plugin.rehearsal.record import Recorder, facts_of
@@ -67,7 +68,7 @@ class CarriedMegatron:
         for number, model in enumerate(self._framework.models):
             where = f"model {number}: " if several else ""
             for chunk in model.chunks:
-                for prefix, module in _global_names(chunk.module):
+                for prefix, module in numbered_modules(chunk.module):
                     yield where + prefix, module
 
     def owned(self) -> Iterable[object]:
@@ -77,19 +78,6 @@ class CarriedMegatron:
             yield from chunk.parameters()
             yield from chunk.module.buffers()
         yield from (model._optimizer for model in self._framework.models)
-
-
-def _global_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Each module by a prefix with the number that its layer has in the whole model."""
-    numbered = {
-        f"{name}.": f"{name.rpartition('.')[0]}.{layer.layer_number - 1}."
-        for name, layer in model.named_modules()
-        if hasattr(layer, "layer_number") and name.rpartition(".")[2].isdigit()
-    }
-    for name, module in model.named_modules():
-        local = f"{name}." if name else ""
-        prefix = next((one for one in numbered if local.startswith(one)), "")
-        yield numbered.get(prefix, "") + local.removeprefix(prefix), module
 
 
 def carried(worker: Worker, framework: BoundModels) -> CarriedMegatron:

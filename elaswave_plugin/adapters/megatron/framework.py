@@ -15,8 +15,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from elaswave_plugin.adapters.megatron import buffers, frozen, stage_layers, stage_parts, unplaced
 from elaswave_plugin.adapters.megatron.expert_bias import ExpertBiases, routers
-from elaswave_plugin.adapters.megatron.frozen import global_names
 from elaswave_plugin.adapters.megatron.fused_gradients import add_in_one_sum
+from elaswave_plugin.adapters.megatron.global_names import global_names
 from elaswave_plugin.adapters.megatron.layer_timer import watch_passes
 from elaswave_plugin.adapters.megatron.loaded_state import LoadedState
 from elaswave_plugin.adapters.megatron.optimizer_state import FlatShard

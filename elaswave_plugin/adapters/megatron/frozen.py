@@ -11,31 +11,13 @@ from typing import Any
 
 import torch
 import xxhash
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from elaswave_plugin.adapters.megatron.global_names import global_names
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.digests import digest_of
 from elaswave_plugin.runtime.step_state import Plain, copied
-
-
-def global_names(
-    chunks: Sequence[DistributedDataParallel],
-) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters with the global number of their layer, and their tp position if there are."""
-    tp = parallel_state.get_tensor_model_parallel_rank()
-    several = parallel_state.get_tensor_model_parallel_world_size() > 1
-    for module in (chunk.module for chunk in chunks):
-        prefixes = {
-            f"{name}.": f"{name.rpartition('.')[0]}.{layer.layer_number - 1}."
-            for name, layer in module.named_modules()
-            if isinstance(layer, TransformerLayer)
-        }
-        for name, param in module.named_parameters():
-            local = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
-            shown = prefixes.get(local, "") + name.removeprefix(local)
-            yield (f"{shown} (tp {tp})" if several else shown), param
 
 
 def frozen_names(chunks: Sequence[DistributedDataParallel]) -> tuple[str, ...]:
