@@ -18,13 +18,13 @@ from elaswave_plugin.errors import (
     SnapshotUnreadableError,
     WeightsDifferError,
 )
+from elaswave_plugin.version import __version__
 
 if TYPE_CHECKING:
     from elaswave_plugin.config import ElasticConfig
     from elaswave_plugin.kept import keep
     from elaswave_plugin.runtime.progress import phase
 
-__version__ = "0.1.0"
 
 __all__ = [
     "AgreementError",
@@ -41,6 +41,7 @@ __all__ = [
     "SnapshotGapError",
     "SnapshotUnreadableError",
     "WeightsDifferError",
+    "__version__",
     "keep",
     "phase",
 ]

@@ -18,6 +18,14 @@ ElasWaveError                      anything that can happen in a run
 EpochChanged                       not an error: control flow that unwinds the interrupted step
 """
 
+EXIT_FAILED = 1
+EXIT_CONFIGURATION = 2
+# Of a supervisor whose part of the job ends: others may go on, and it is they who tell the job's.
+EXIT_LEFT_OUT = 72
+EXIT_REQUEUE = 75
+# As a process that SIGTERM ends.
+EXIT_TOLD = 143
+
 
 class ElasWaveError(Exception):
     """Anything that can go wrong in a run."""

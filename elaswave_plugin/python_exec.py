@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.run import supervise
-from elaswave_plugin.runtime.member import CONTROL_FD
+from elaswave_plugin.runtime.program import Program
+from elaswave_plugin.runtime.reserve import CONTROL_FD
 from elaswave_plugin.runtime.standard_streams import fill_closed_streams
-from elaswave_plugin.runtime.trainer_process import Program
 
 _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 _WORKER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -17,23 +17,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from elaswave_plugin.core.ending import EXIT_FAILED, EXIT_LEFT_OUT
-from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.errors import EXIT_FAILED, EXIT_LEFT_OUT, ConfigurationError
 from elaswave_plugin.runtime.descriptors import allow_descriptors
 from elaswave_plugin.runtime.launch import connect_zygote
 from elaswave_plugin.runtime.launch_options import script_settings
 from elaswave_plugin.runtime.lifeline import die_with_parent
 from elaswave_plugin.runtime.notice_file import NOTICE_FILE, check_notice_file
 from elaswave_plugin.runtime.process_limit import explained_process_limit
+from elaswave_plugin.runtime.program import Program
 from elaswave_plugin.runtime.rendezvous import Place, listen_at, own_host
-from elaswave_plugin.runtime.reserve import RESERVE, read_reserve
+from elaswave_plugin.runtime.reserve import QUIESCE, RESERVE, read_reserve, variable
 from elaswave_plugin.runtime.run_dir import check_run_dir, open_run_dir, refuse_second_job
 from elaswave_plugin.runtime.standard_streams import fill_closed_streams, relayed_output
 from elaswave_plugin.runtime.supervisor import Supervisor
 from elaswave_plugin.runtime.supervisor_main import EXIT_CRASHED
 from elaswave_plugin.runtime.supervisor_spec import SupervisorSpec
-from elaswave_plugin.runtime.timeouts import QUIESCE, add_timeouts, read_timeouts, variable
-from elaswave_plugin.runtime.trainer_process import Program
+from elaswave_plugin.runtime.timeouts import add_timeouts, read_timeouts
 
 _WANTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # What Open MPI's mpirun calls what torchrun sets.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from elaswave_plugin.runtime.continuing import await_lease
-from elaswave_plugin.runtime.loop import StepReport
+from elaswave_plugin.runtime.framework import StepReport
 from elaswave_plugin.runtime.state_dump import NamedPiece, dump_state
 from elaswave_plugin.runtime.worker import Worker
 from elaswave_plugin.tracking.tracker import Tracker, step_metrics

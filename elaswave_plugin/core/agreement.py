@@ -61,11 +61,12 @@ from elaswave_plugin.core.agreement_orders import (
 from elaswave_plugin.core.agreement_wire import pack_payload
 from elaswave_plugin.core.due import boundary_of, due_view
 from elaswave_plugin.core.election import outcome_of
-from elaswave_plugin.core.ending import EXIT_FAILED, EXIT_LEFT_OUT, ending_of, no_quorum
+from elaswave_plugin.core.ending import ending_of, no_quorum
 from elaswave_plugin.core.follower import Follower
 from elaswave_plugin.core.membership import MembershipView, WorkerId
 from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.core.supervisors import Supervisors
+from elaswave_plugin.errors import EXIT_FAILED, EXIT_LEFT_OUT
 
 _YIELD_S = 1.0
 

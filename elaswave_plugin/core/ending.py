@@ -10,14 +10,7 @@ from elaswave_plugin.core.agreement_messages import Report
 from elaswave_plugin.core.alike import failed_alike
 from elaswave_plugin.core.membership import MembershipView
 from elaswave_plugin.core.reports import Reports
-
-EXIT_FAILED = 1
-EXIT_CONFIGURATION = 2
-# Of a supervisor whose part of the job ends: others may go on, and it is they who tell the job's.
-EXIT_LEFT_OUT = 72
-EXIT_REQUEUE = 75
-# As a process that SIGTERM ends.
-EXIT_TOLD = 143
+from elaswave_plugin.errors import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_REQUEUE, EXIT_TOLD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

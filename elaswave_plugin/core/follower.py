@@ -19,11 +19,11 @@ from elaswave_plugin.core.agreement_messages import (
     StopBefore,
 )
 from elaswave_plugin.core.agreement_orders import Deliver, Dismiss, Fence, Over, Ring
-from elaswave_plugin.core.ending import EXIT_LEFT_OUT
 from elaswave_plugin.core.membership import MembershipView, WorkerId
 from elaswave_plugin.core.node_memory import NodeMemory
 from elaswave_plugin.core.own_trainer import OwnTrainer
 from elaswave_plugin.core.patience import Patience
+from elaswave_plugin.errors import EXIT_LEFT_OUT
 
 
 class Follower(OwnTrainer, ABC):

@@ -93,3 +93,10 @@ def members_of(rule: GroupRule, layout: ParallelLayout, slot: int) -> tuple[int,
         for group in groups if rule.all_replicas else groups[own : own + 1]:
             found += group.slots if rule.all_tp else group.slots[me.tp : me.tp + 1]
     return tuple(found)
+
+
+class GroupEdit(NamedTuple):
+    """The new members of a group; ``identity`` names it alike on all of them, None: as before."""
+
+    members: tuple[int, ...]
+    identity: str | None = None

@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 
+from elaswave_plugin.errors import ConfigurationError
+
+_LEAST_BEATS = 4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
@@ -21,3 +25,20 @@ class Patience:
         Whoever tells all of them does so one after the other.
         """
         return min(1.0, self.notice_timeout_s / 10)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """A supervisor that is silent for `timeout_s` is lost; each sends a beat every `every_s`."""
+
+    every_s: float = 0.5
+    timeout_s: float = 3.0
+
+    def __post_init__(self) -> None:
+        """Raise ConfigurationError where a late beat or two would be the loss of a worker."""
+        least_s = _LEAST_BEATS * self.every_s
+        if self.timeout_s < least_s:
+            raise ConfigurationError(
+                f"--heartbeat-timeout-s is {self.timeout_s:g}, wanted {least_s:g} or more: a beat"
+                f" comes every {self.every_s:g} s"
+            )

@@ -18,8 +18,7 @@ from statistics import median
 
 from elaswave_plugin.core.dataflow import Dataflow, Slowness
 from elaswave_plugin.core.layer_times import LayerTimes
-from elaswave_plugin.core.pipeline_flow import PipelineFlow
-from elaswave_plugin.core.plan import Flow
+from elaswave_plugin.core.pipeline_flow import Flow, PipelineFlow
 
 PAUSE_S = 0.3
 """What such a view costs at least, and where none was measured; the demo's take 0.1 to 0.3 s."""

@@ -31,6 +31,7 @@ from elaswave_plugin.core.dataflow import (
     Crossing,
     Dataflow,
     Samples,
+    Shares,
     Slowness,
     crossings,
     rotated,
@@ -499,3 +500,7 @@ def _own(
 
 def _intervals(stage: Sequence[Sequence[Piece]]) -> list[list[tuple[int, int]]]:
     return [[(piece.start, piece.stop) for piece in pieces] for pieces in stage]
+
+
+# Who runs what in a step: whole micro-batches, shares of each, or a pipeline's.
+Flow = Dataflow | Shares | PipelineFlow

@@ -10,14 +10,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elaswave_plugin.core.dataflow import Dataflow, Shares
-from elaswave_plugin.core.pipeline_flow import PipelineFlow
+from elaswave_plugin.core.pipeline_flow import Flow
 from elaswave_plugin.core.seating import Cell
 from elaswave_plugin.core.shards import ALIGNMENT, ShardCut, ShardPiece, pieces_for
 from elaswave_plugin.errors import SnapshotGapError
-
-# Who runs what in a step: whole micro-batches, shares of each, or a pipeline's.
-Flow = Dataflow | Shares | PipelineFlow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,10 +19,10 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from elaswave_plugin.core.dataflow import Dataflow, Slowness, deal
-from elaswave_plugin.core.groups import GroupRule, rule_of
+from elaswave_plugin.core.groups import GroupEdit, GroupRule, rule_of
 from elaswave_plugin.core.layer_times import LayerTimes
 from elaswave_plugin.core.layout import FreeWorker, ParallelLayout, TpGroup
-from elaswave_plugin.core.seating import Cell, GroupEdit, edits_by_rule, with_placed_ends
+from elaswave_plugin.core.seating import Cell, edits_by_rule, with_placed_ends
 from elaswave_plugin.errors import LayoutError
 
 # The slot at each stage of one pipeline.

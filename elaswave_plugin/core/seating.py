@@ -16,10 +16,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from elaswave_plugin.core.dataflow import Slowness
-from elaswave_plugin.core.groups import GroupRule, members_of, rule_of, seats_beyond, seats_of
+from elaswave_plugin.core.groups import (
+    GroupEdit,
+    GroupRule,
+    members_of,
+    rule_of,
+    seats_beyond,
+    seats_of,
+)
 from elaswave_plugin.core.layer_times import LayerTimes
 from elaswave_plugin.core.layout import FreeWorker, ParallelLayout, Seat
 from elaswave_plugin.core.placement import layout_told, told_layout
@@ -51,13 +58,6 @@ class Cell:
 
 # The same workers, with the layers of each stage chosen for their present number and slowness.
 Partition = Callable[[ParallelLayout, LayerTimes, Slowness], ParallelLayout]
-
-
-class GroupEdit(NamedTuple):
-    """The new members of a group; ``identity`` names it alike on all of them, None: as before."""
-
-    members: tuple[int, ...]
-    identity: str | None = None
 
 
 class Seating(Protocol):

@@ -17,9 +17,9 @@ from typing import Any
 
 from elaswave_plugin.demo.blocks import ALTERNATED, CPU_EVENT, is_on
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.runtime.framework import Framework
-from elaswave_plugin.runtime.loop import GuardedSteps, StepReport
-from elaswave_plugin.runtime.member import CONTROL_FD
+from elaswave_plugin.runtime.framework import Framework, StepReport
+from elaswave_plugin.runtime.loop import GuardedSteps
+from elaswave_plugin.runtime.reserve import CONTROL_FD
 from elaswave_plugin.runtime.state_keeper import StateKeeper
 from elaswave_plugin.runtime.worker import Worker
 

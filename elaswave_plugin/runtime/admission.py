@@ -16,7 +16,8 @@ from elaswave_plugin.core.agreement_messages import Welcome
 from elaswave_plugin.core.agreement_wire import from_wire
 from elaswave_plugin.core.reserve import vacant
 from elaswave_plugin.errors import AgreementError
-from elaswave_plugin.runtime.rendezvous import Meeting, Peer
+from elaswave_plugin.runtime.peer import Peer
+from elaswave_plugin.runtime.rendezvous import Meeting
 from elaswave_plugin.runtime.requests import request
 from elaswave_plugin.runtime.wire import Frame, receive_frame, send_frame
 

@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from elaswave_plugin.core.agreement import Agreement
@@ -28,14 +28,14 @@ from elaswave_plugin.core.agreement_wire import UnreadableMessageError, from_wir
 from elaswave_plugin.core.hang import Sample
 from elaswave_plugin.core.lease import Lease
 from elaswave_plugin.core.membership import MembershipView
-from elaswave_plugin.core.patience import Patience
-from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.core.patience import Heartbeat, Patience
 from elaswave_plugin.runtime.control_frames import SAID_BY_PEER, flaw_of
 from elaswave_plugin.runtime.hang_watch import HangWatch
 from elaswave_plugin.runtime.job_summary import Changes
 from elaswave_plugin.runtime.node_register import NodeRegister
+from elaswave_plugin.runtime.peer import Peer
 from elaswave_plugin.runtime.reactor import Reactor
-from elaswave_plugin.runtime.rendezvous import Meeting, Peer
+from elaswave_plugin.runtime.rendezvous import Meeting
 from elaswave_plugin.runtime.say import say
 from elaswave_plugin.runtime.spoken_notes import words_of, words_of_view
 from elaswave_plugin.runtime.wait_watch import WaitWatch
@@ -46,25 +46,7 @@ _ASKS = 3
 """So often somebody beside a silent leader was asked in vain, before it is lost with it: half of
 the default timeout, since these were not watched before."""
 
-_LEAST_BEATS = 4
 """A silence has to be so many beats long at least: one or two may be late."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heartbeat:
-    """A supervisor that is silent for `timeout_s` is lost; each sends a beat every `every_s`."""
-
-    every_s: float = 0.5
-    timeout_s: float = 3.0
-
-    def __post_init__(self) -> None:
-        """Raise ConfigurationError where a late beat or two would be the loss of a worker."""
-        least_s = _LEAST_BEATS * self.every_s
-        if self.timeout_s < least_s:
-            raise ConfigurationError(
-                f"--heartbeat-timeout-s is {self.timeout_s:g}, wanted {least_s:g} or more: a beat"
-                f" comes every {self.every_s:g} s"
-            )
 
 
 class TrainerSide(Protocol):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from elaswave_plugin.runtime.rendezvous import Peer
+from elaswave_plugin.runtime.peer import Peer
 from elaswave_plugin.runtime.sealed_memory import Record
 from elaswave_plugin.runtime.snapshot_server import SnapshotCopier
 from elaswave_plugin.runtime.snapshot_store import SnapshotStore

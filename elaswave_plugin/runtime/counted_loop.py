@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError, EpochChanged
-from elaswave_plugin.runtime.loop import ElasticLoop, GuardedSteps, StepReport
+from elaswave_plugin.runtime.framework import StepReport
+from elaswave_plugin.runtime.loop import ElasticLoop, GuardedSteps
 
 Result = TypeVar("Result")
 

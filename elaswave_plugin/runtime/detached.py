@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from elaswave_plugin.runtime.member import CONTROL_FD
 from elaswave_plugin.runtime.progress import page_fd, page_of
+from elaswave_plugin.runtime.reserve import CONTROL_FD
 from elaswave_plugin.runtime.wire import encode
 
 # What is missing, as an adapter knows it: a variable of the framework's module.

@@ -1,5 +1,6 @@
 """What the recovery asks of a training framework: the verbs an adapter implements."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -51,3 +52,13 @@ class Framework(Protocol):
 
     def sync_weights(self) -> int:
         """Gather the weights from their shards; returns a 63-bit digest of them (collective)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What a training step reports: mean loss, gradient norm, learning rate, tokens."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int

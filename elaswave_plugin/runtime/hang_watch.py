@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from elaswave_plugin.core.agreement import Agreement
-from elaswave_plugin.core.ending import EXIT_CONFIGURATION
 from elaswave_plugin.core.hang import Sample, Waiting, verdict, who_waits
+from elaswave_plugin.errors import EXIT_CONFIGURATION
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.wire import Frame
 from elaswave_plugin.tracking.events import EventLog

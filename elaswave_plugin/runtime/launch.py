@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from elaswave_plugin.core.ending import EXIT_FAILED, EXIT_LEFT_OUT, EXIT_TOLD
-from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.errors import EXIT_FAILED, EXIT_LEFT_OUT, EXIT_TOLD, ConfigurationError
 from elaswave_plugin.runtime.descriptors import allow_descriptors
 from elaswave_plugin.runtime.launch_join import Vacancy, find_vacancy
 from elaswave_plugin.runtime.launch_options import LaunchSpec, parse_run_args
@@ -20,9 +19,10 @@ from elaswave_plugin.runtime.newcomer import EXIT_UNUSED, STANDBY
 from elaswave_plugin.runtime.notice_file import NOTICE_FILE
 from elaswave_plugin.runtime.oom_kills import oom_kills
 from elaswave_plugin.runtime.process_limit import explained_process_limit
+from elaswave_plugin.runtime.program import Program
 from elaswave_plugin.runtime.reactor import Reactor
 from elaswave_plugin.runtime.rendezvous import Place, listen_at, own_host, tell_of_end
-from elaswave_plugin.runtime.reserve import RESERVE
+from elaswave_plugin.runtime.reserve import QUIESCE, RESERVE, variable
 from elaswave_plugin.runtime.run_dir import open_run_dir, refuse_second_job
 from elaswave_plugin.runtime.say import say
 from elaswave_plugin.runtime.standard_streams import fill_closed_streams, relayed_output
@@ -32,8 +32,6 @@ from elaswave_plugin.runtime.supervisor_main import (
     SupervisorProcess,
 )
 from elaswave_plugin.runtime.supervisor_spec import SupervisorSpec
-from elaswave_plugin.runtime.timeouts import QUIESCE, variable
-from elaswave_plugin.runtime.trainer_process import Program
 from elaswave_plugin.runtime.zygote_settings import check_zygote
 from elaswave_plugin.tracking.events import EventLog
 

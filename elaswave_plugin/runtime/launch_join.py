@@ -6,15 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from elaswave_plugin.core.patience import Patience
+from elaswave_plugin.core.patience import Heartbeat, Patience
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.admission import Roster, ask_roster
-from elaswave_plugin.runtime.coordinator import Heartbeat
 from elaswave_plugin.runtime.launch_options import LaunchSpec
-from elaswave_plugin.runtime.rendezvous import own_machine
+from elaswave_plugin.runtime.peer import own_machine
+from elaswave_plugin.runtime.program import Program
 from elaswave_plugin.runtime.reserve import RESERVE
 from elaswave_plugin.runtime.same_program import describe_program, difference
-from elaswave_plugin.runtime.trainer_process import Program
 
 
 class Vacancy(NamedTuple):

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from elaswave_plugin.core.patience import Patience
+from elaswave_plugin.core.patience import Heartbeat, Patience
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.rehearsed import rehearsed_settings
-from elaswave_plugin.runtime.coordinator import Heartbeat
 from elaswave_plugin.runtime.notice_file import NOTICE_FILE, check_notice_file
 from elaswave_plugin.runtime.reserve import RESERVE, read_reserve
 from elaswave_plugin.runtime.run_dir import check_run_dir

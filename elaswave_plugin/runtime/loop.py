@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -13,23 +12,13 @@ from elaswave_plugin.config import SAVE_PHASE
 from elaswave_plugin.errors import EpochChanged
 from elaswave_plugin.runtime.drafts import Drafts
 from elaswave_plugin.runtime.failed_saves import FailedSaves
-from elaswave_plugin.runtime.framework import Framework
+from elaswave_plugin.runtime.framework import Framework, StepReport
 from elaswave_plugin.runtime.lifeline import exit_at_once
 from elaswave_plugin.runtime.recovery import recover
 from elaswave_plugin.runtime.step_state import StepState
 from elaswave_plugin.runtime.worker import Worker
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """What a training step reports: mean loss, gradient norm, learning rate, tokens."""
-
-    loss: float
-    grad_norm: float
-    lr: float
-    tokens: int
 
 
 class GuardedSteps:

@@ -20,16 +20,18 @@ from elaswave_plugin.runtime.control_frames import SAID_BY_SUPERVISOR, misunders
 from elaswave_plugin.runtime.control_link import ControlLink
 from elaswave_plugin.runtime.progress import ANNOUNCED_LIMIT_S, ProgressPage, page_fd
 from elaswave_plugin.runtime.remembered import Remembered
+from elaswave_plugin.runtime.reserve import (
+    CONTROL_FD,
+    HOST,
+    INCARNATION,
+    LOOPBACK,
+    SLOT,
+    SNAPSHOT_FDS,
+)
 from elaswave_plugin.runtime.shared_signals import outlive_shared_signals
 from elaswave_plugin.runtime.title import set_title
 from elaswave_plugin.runtime.wire import Frame, not_understood
 
-CONTROL_FD = "ELASWAVE_CONTROL_FD"
-SNAPSHOT_FDS = "ELASWAVE_SNAPSHOT_FDS"
-SLOT = "ELASWAVE_SLOT"
-INCARNATION = "ELASWAVE_INCARNATION"
-HOST = "ELASWAVE_HOST"
-LOOPBACK = "127.0.0.1"
 # How long a planned arrival is waited for: a test setting.
 PLANNED_ARRIVAL_S = 60.0
 # So often within the time to answer does a worker in an announced phase say that it lives.

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from elaswave_plugin.core.ending import EXIT_CONFIGURATION, EXIT_REQUEUE
 from elaswave_plugin.core.reserve import built_among
+from elaswave_plugin.errors import EXIT_CONFIGURATION, EXIT_REQUEUE
 from elaswave_plugin.runtime.admission import Roster, SlotRefusedError, ask_roster
-from elaswave_plugin.runtime.rendezvous import own_machine
+from elaswave_plugin.runtime.peer import own_machine
 from elaswave_plugin.runtime.say import say
 from elaswave_plugin.runtime.supervisor import Supervisor
 from elaswave_plugin.runtime.supervisor_spec import SupervisorSpec

@@ -14,14 +14,8 @@ from dataclasses import dataclass
 from elaswave_plugin.errors import AgreementError
 from elaswave_plugin.runtime.admission import SlotRefusedError, seek_admission
 from elaswave_plugin.runtime.node_register import NodeRegister
-from elaswave_plugin.runtime.rendezvous import (
-    Meeting,
-    Peer,
-    Place,
-    host_meeting,
-    join_meeting,
-    own_machine,
-)
+from elaswave_plugin.runtime.peer import Peer, own_machine
+from elaswave_plugin.runtime.rendezvous import Meeting, Place, host_meeting, join_meeting
 from elaswave_plugin.runtime.wire import Frame
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from elaswave_plugin.core.communicators import CommunicatorFacts
+from elaswave_plugin.core.groups import GroupEdit
 from elaswave_plugin.core.membership import fill_holes
-from elaswave_plugin.core.seating import GroupEdit
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime import c10d_tables, nccl
 from elaswave_plugin.runtime.communicator import Maker

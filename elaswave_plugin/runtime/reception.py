@@ -17,14 +17,14 @@ from dataclasses import asdict
 from typing import Any
 
 from elaswave_plugin.core.admission import Applicant
-from elaswave_plugin.core.patience import Patience
-from elaswave_plugin.runtime.coordinator import Coordinator, Heartbeat
+from elaswave_plugin.core.patience import Heartbeat, Patience
+from elaswave_plugin.runtime.coordinator import Coordinator
+from elaswave_plugin.runtime.peer import Peer
+from elaswave_plugin.runtime.program import Program
 from elaswave_plugin.runtime.reactor import Reactor
-from elaswave_plugin.runtime.rendezvous import Peer
 from elaswave_plugin.runtime.requests import in_loop
 from elaswave_plugin.runtime.reserve import RESERVE
 from elaswave_plugin.runtime.same_program import describe_program
-from elaswave_plugin.runtime.trainer_process import Program
 from elaswave_plugin.runtime.wire import Frame, send_frame
 
 # What torchrun's variables, and ours, say of the job as a whole.

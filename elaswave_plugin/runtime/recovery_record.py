@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from elaswave_plugin.config import RECOVERY_PHASES
-from elaswave_plugin.core.pipeline_flow import PipelineFlow
-from elaswave_plugin.core.plan import Flow, RecoveryPlan
+from elaswave_plugin.core.pipeline_flow import Flow, PipelineFlow
+from elaswave_plugin.core.plan import RecoveryPlan
 from elaswave_plugin.runtime.behind import Followed
 from elaswave_plugin.runtime.phases import Phases
 from elaswave_plugin.runtime.say import say

@@ -17,7 +17,8 @@ from elaswave_plugin.errors import (
     SnapshotGapError,
     WeightsDifferError,
 )
-from elaswave_plugin.runtime.member import CONTROL_FD, INCARNATION, SLOT, Member
+from elaswave_plugin.runtime.member import Member
+from elaswave_plugin.runtime.reserve import CONTROL_FD, INCARNATION, SLOT
 
 EXIT_CONFIGURATION = 2
 EXIT_FAILURE = 1

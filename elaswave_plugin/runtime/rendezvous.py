@@ -12,12 +12,12 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from elaswave_plugin.core.agreement_messages import Welcome
 from elaswave_plugin.core.reserve import NOWHERE
 from elaswave_plugin.errors import AgreementError, ConfigurationError
+from elaswave_plugin.runtime.peer import Peer, own_machine
 from elaswave_plugin.runtime.say import say
 from elaswave_plugin.runtime.wire import receive_frame, send_frame
 
@@ -59,29 +59,6 @@ class Place:
         """The address, for people."""
         last = f" to {self.ports[-1]}" if len(self.ports) > 1 else ""
         return f"{self.host}:{self.ports[0]}{last}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peer:
-    """What the others have to know of a supervisor; `machine` as `own_machine` has it."""
-
-    slot: int
-    node: int
-    pid: int
-    control: str
-    data: str
-    machine: str
-
-    def to_json(self) -> dict[str, Any]:
-        """A dict that JSON can carry."""
-        return {
-            "slot": self.slot,
-            "node": self.node,
-            "pid": self.pid,
-            "control": self.control,
-            "data": self.data,
-            "machine": self.machine,
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,12 +120,6 @@ def name_slots(place: Place, slots: Sequence[int]) -> str:
     ]
     more = f" and {len(said) - _MOST_NODES} more nodes" if len(said) > _MOST_NODES else ""
     return ", ".join(said[:_MOST_NODES]) + more
-
-
-def own_machine() -> str:
-    """Equal for two processes that can see each other by process id, and for no others."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 def own_host(

@@ -1,4 +1,4 @@
-"""How a job is told its reserve, the slots beyond those of its launch (standard library only)."""
+"""The environment of supervisors and trainers: names, and the reserve (standard library only)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from collections.abc import Mapping
 
 from elaswave_plugin.errors import ConfigurationError
 
-# What supervisors and trainers are told; with torchrun it is set by hand.
+CONTROL_FD = "ELASWAVE_CONTROL_FD"
+SNAPSHOT_FDS = "ELASWAVE_SNAPSHOT_FDS"
+SLOT = "ELASWAVE_SLOT"
+INCARNATION = "ELASWAVE_INCARNATION"
+HOST = "ELASWAVE_HOST"
+LOOPBACK = "127.0.0.1"
+QUIESCE = "quiesce_timeout_s"
+# The slots beyond the launch; with torchrun it is set by hand.
 RESERVE = "ELASWAVE_RESERVE"
 
 
@@ -16,3 +23,8 @@ def read_reserve(env: Mapping[str, str]) -> int:
     if not text.isdecimal():
         raise ConfigurationError(f"{RESERVE} is {text!r}, wanted a number of workers, 0 or more")
     return int(text)
+
+
+def variable(name: str) -> str:
+    """Of the environment, as ELASWAVE_NOTICE_TIMEOUT_S."""
+    return f"ELASWAVE_{name.upper()}"

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from elaswave_plugin.runtime.trainer_process import Program
+from elaswave_plugin.runtime.program import Program
 
 # What each node has a place of its own for.
 _OF_THE_NODE = "--elaswave-dir"

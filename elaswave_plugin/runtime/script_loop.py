@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from elaswave_plugin.errors import ElasWaveError, EpochChanged
-from elaswave_plugin.runtime.loop import GuardedSteps, StepReport
+from elaswave_plugin.runtime.framework import StepReport
+from elaswave_plugin.runtime.loop import GuardedSteps
 
 Result = TypeVar("Result")
 

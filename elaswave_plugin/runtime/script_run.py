@@ -25,8 +25,8 @@ from types import ModuleType, TracebackType
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.rehearsed import REHEARSAL
 from elaswave_plugin.runtime.few_warnings import show_few_warnings
-from elaswave_plugin.runtime.member import CONTROL_FD
 from elaswave_plugin.runtime.refusal import end_in_a_sentence, explained
+from elaswave_plugin.runtime.reserve import CONTROL_FD
 from elaswave_plugin.runtime.stack_line import offer_stack
 from elaswave_plugin.runtime.wire import encode
 

@@ -12,7 +12,7 @@ from elaswave_plugin.core.agreement_orders import Ring
 from elaswave_plugin.core.hang import Sample
 from elaswave_plugin.core.membership import MembershipView
 from elaswave_plugin.core.reserve import vacant
-from elaswave_plugin.runtime.rendezvous import Peer
+from elaswave_plugin.runtime.peer import Peer
 from elaswave_plugin.runtime.wire import Frame
 
 RECENT_VIEWS = 20

@@ -16,18 +16,22 @@ from functools import partial
 
 from elaswave_plugin.core.agreement_messages import Ballot, Committed, Detached, Facts
 from elaswave_plugin.core.agreement_orders import Ring
-from elaswave_plugin.core.ending import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_REQUEUE
 from elaswave_plugin.core.hang import Sample
 from elaswave_plugin.core.membership import MembershipView
 from elaswave_plugin.core.respawn import Deaths, GiveUp
-from elaswave_plugin.errors import AgreementError, ConfigurationError
+from elaswave_plugin.errors import (
+    EXIT_CONFIGURATION,
+    EXIT_FAILED,
+    EXIT_REQUEUE,
+    AgreementError,
+    ConfigurationError,
+)
 from elaswave_plugin.runtime.address_file import Address, clear_addresses, published
 from elaswave_plugin.runtime.admission import SlotRefusedError
 from elaswave_plugin.runtime.control_frames import SAID_BY_TRAINER, misunderstood
 from elaswave_plugin.runtime.coordinator import Coordinator
 from elaswave_plugin.runtime.copies import Copies
 from elaswave_plugin.runtime.job_summary import job_summary, sums_up
-from elaswave_plugin.runtime.member import HOST, SLOT
 from elaswave_plugin.runtime.notice_file import NOTICE_FILE, watch_notice_file
 from elaswave_plugin.runtime.orphans import Orphans
 from elaswave_plugin.runtime.own_slot import OwnSlot, slot_at_launch, slot_in_job
@@ -37,6 +41,7 @@ from elaswave_plugin.runtime.refused_requests import why_it_stays, why_layers_st
 from elaswave_plugin.runtime.remembered import Remembered
 from elaswave_plugin.runtime.rendezvous import EndedEarlyError
 from elaswave_plugin.runtime.requests import in_loop
+from elaswave_plugin.runtime.reserve import HOST, SLOT
 from elaswave_plugin.runtime.say import say
 from elaswave_plugin.runtime.snapshot_server import SnapshotServer
 from elaswave_plugin.runtime.snapshot_store import SnapshotStore

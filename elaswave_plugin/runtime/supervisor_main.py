@@ -16,8 +16,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple, NoReturn
 
-from elaswave_plugin.core.ending import EXIT_CONFIGURATION
-from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.errors import EXIT_CONFIGURATION, ConfigurationError
 from elaswave_plugin.runtime.lifeline import (
     die_with_parent,
     exit_at_once,

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from elaswave_plugin.core.patience import Patience
-from elaswave_plugin.runtime.coordinator import Heartbeat
+from elaswave_plugin.core.patience import Heartbeat, Patience
+from elaswave_plugin.runtime.program import Program
 from elaswave_plugin.runtime.rendezvous import Place
-from elaswave_plugin.runtime.trainer_process import Program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,11 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from elaswave_plugin.core.patience import Patience
+from elaswave_plugin.core.patience import Heartbeat, Patience
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.runtime.coordinator import Heartbeat
+from elaswave_plugin.runtime.reserve import QUIESCE, variable
 
-QUIESCE, START, HEARTBEAT = "quiesce_timeout_s", "start_timeout_s", "heartbeat_timeout_s"
+START, HEARTBEAT = "start_timeout_s", "heartbeat_timeout_s"
 START_S = 600.0
 _MEANING = (
     (QUIESCE, "a worker that does not answer a view change in this time is killed"),
@@ -86,11 +86,6 @@ def seconds(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
     return value
-
-
-def variable(name: str) -> str:
-    """Of the environment, as ELASWAVE_NOTICE_TIMEOUT_S."""
-    return f"ELASWAVE_{name.upper()}"
 
 
 def _defaults() -> dict[str, float]:

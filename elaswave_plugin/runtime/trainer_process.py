@@ -12,31 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elaswave_plugin.runtime.lifeline import describe_status, die_with_parent, lead_group
-from elaswave_plugin.runtime.member import CONTROL_FD, SNAPSHOT_FDS
+from elaswave_plugin.runtime.program import Program
 from elaswave_plugin.runtime.progress import PROGRESS_FD
 from elaswave_plugin.runtime.reactor import Reactor
+from elaswave_plugin.runtime.reserve import CONTROL_FD, SNAPSHOT_FDS
 from elaswave_plugin.runtime.wire import Frame, FrameBuffer, encode
 
 OnExit = Callable[[str, int | None], None]
 OnStart = Callable[[int], None]
 _STATUS_WAIT_S = 0.5
-_RUNNER = "elaswave_plugin.runtime.script_run"
 _OF_THE_SUPERVISOR = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
-    """What a trainer runs, as `python [options] script args`, or `-m script` where `module`."""
-
-    script: str
-    args: tuple[str, ...]
-    module: bool
-    options: tuple[str, ...] = ("-u",)
-
-    def command(self) -> list[str]:
-        """The command line for a new interpreter."""
-        how = ["-m", self.script] if self.module else [self.script]
-        return [sys.executable, *self.options, "-m", _RUNNER, *how, *self.args]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,20 +11,16 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from elaswave_plugin.core.agreement_messages import Facts, Raised
-from elaswave_plugin.core.ending import EXIT_CONFIGURATION
 from elaswave_plugin.core.hang import Sample
+from elaswave_plugin.errors import EXIT_CONFIGURATION
 from elaswave_plugin.runtime.lifeline import is_stopped
-from elaswave_plugin.runtime.member import INCARNATION
 from elaswave_plugin.runtime.processor_waits import ProcessorWaits
+from elaswave_plugin.runtime.program import Program
 from elaswave_plugin.runtime.progress import BETWEEN_STEPS, ProgressPage, create_page
 from elaswave_plugin.runtime.reactor import Reactor
+from elaswave_plugin.runtime.reserve import INCARNATION
 from elaswave_plugin.runtime.say import say
-from elaswave_plugin.runtime.trainer_process import (
-    ExecTrainer,
-    Given,
-    Program,
-    ZygoteTrainer,
-)
+from elaswave_plugin.runtime.trainer_process import ExecTrainer, Given, ZygoteTrainer
 from elaswave_plugin.runtime.wire import Channel, Frame
 
 # Of a script that never imported torch, or does not let torch import us.

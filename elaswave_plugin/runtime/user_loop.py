@@ -27,7 +27,8 @@ from elaswave_plugin.errors import (
     MismatchError,
     PeerError,
 )
-from elaswave_plugin.runtime.loop import GuardedSteps, StepReport
+from elaswave_plugin.runtime.framework import StepReport
+from elaswave_plugin.runtime.loop import GuardedSteps
 
 Result = TypeVar("Result")
 

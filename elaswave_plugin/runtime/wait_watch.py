@@ -12,8 +12,8 @@ from threading import Thread
 from elaswave_plugin.core.agreement import Agreement
 from elaswave_plugin.core.all_wait import AllWait, Said, all_wait
 from elaswave_plugin.core.hang import Sample
+from elaswave_plugin.runtime.peer import Peer
 from elaswave_plugin.runtime.progress import BETWEEN_STEPS
-from elaswave_plugin.runtime.rendezvous import Peer
 from elaswave_plugin.runtime.requests import request
 from elaswave_plugin.runtime.say import say
 from elaswave_plugin.tracking.events import EventLog

@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Unpack
 
-from elaswave_plugin import __version__
 from elaswave_plugin.config import ElasticConfig, check_given, parse_kill
 from elaswave_plugin.core.dataflow import Shares
 from elaswave_plugin.core.due import LAST_CALL
 from elaswave_plugin.core.hang import COMMIT
 from elaswave_plugin.core.layer_times import PassTimes, agreed
-from elaswave_plugin.core.pipeline_flow import PipelineFlow
-from elaswave_plugin.core.plan import Flow, RecoveryPlan, make_plan
+from elaswave_plugin.core.pipeline_flow import Flow, PipelineFlow
+from elaswave_plugin.core.plan import RecoveryPlan, make_plan
 from elaswave_plugin.core.reserve import built_among, replicas_beyond
 from elaswave_plugin.core.seating import FlatSeating, Seating
 from elaswave_plugin.core.slow import slowness_told
@@ -33,6 +32,7 @@ from elaswave_plugin.runtime.slow_workers import SlowWorkers
 from elaswave_plugin.runtime.state_keeper import StateKeeper
 from elaswave_plugin.runtime.stopwatch import Stopwatch
 from elaswave_plugin.tracking.events import EventLog
+from elaswave_plugin.version import __version__
 
 # Deals the work of a step; takes what the seating says that it is dealt over.
 Deal = Callable[..., Flow]

@@ -26,11 +26,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
-from elaswave_plugin.core.ending import EXIT_CONFIGURATION
+from elaswave_plugin.errors import EXIT_CONFIGURATION
 from elaswave_plugin.runtime.few_warnings import show_few_warnings
 from elaswave_plugin.runtime.lifeline import die_with_parent, exit_at_once, lead_group
-from elaswave_plugin.runtime.member import CONTROL_FD, SNAPSHOT_FDS
 from elaswave_plugin.runtime.progress import PROGRESS_FD
+from elaswave_plugin.runtime.reserve import CONTROL_FD, SNAPSHOT_FDS
 from elaswave_plugin.runtime.script_run import Reporter, guarded, run
 from elaswave_plugin.runtime.title import set_title
 from elaswave_plugin.runtime.wire import Frame, FrameBuffer, encode

@@ -9,7 +9,7 @@ import pytest
 from elaswave_plugin.adapters import megatron
 from elaswave_plugin.adapters.patching import Hook, PatchRecord, PatchSet
 from elaswave_plugin.errors import PatchMismatchError
-from elaswave_plugin.runtime.member import CONTROL_FD
+from elaswave_plugin.runtime.reserve import CONTROL_FD
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from elaswave_plugin.core.agreement_messages import Ballot, Prepare, Proposal
 from elaswave_plugin.core.agreement_wire import memory_to_wire
-from elaswave_plugin.core.ending import EXIT_LEFT_OUT
 from elaswave_plugin.core.membership import first_view
 from elaswave_plugin.core.node_memory import NodeMemory
 from elaswave_plugin.core.patience import Patience
+from elaswave_plugin.errors import EXIT_LEFT_OUT
 from tests.core.cluster import Cluster
 
 NODES = (0, 1, 1, 2, 2, 3)

@@ -4,8 +4,8 @@ from elaswave_plugin.core.agreement import Agreement
 from elaswave_plugin.core.agreement_messages import Stop
 from elaswave_plugin.core.agreement_orders import Note, Over
 from elaswave_plugin.core.agreement_wire import from_wire, to_wire
-from elaswave_plugin.core.ending import EXIT_FAILED, EXIT_LEFT_OUT
 from elaswave_plugin.core.patience import Patience
+from elaswave_plugin.errors import EXIT_FAILED, EXIT_LEFT_OUT
 
 NODES = (0, 1, 1, 2, 2)
 

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from elaswave_plugin.core.agreement import Agreement
-from elaswave_plugin.core.patience import Patience
-from elaswave_plugin.runtime.coordinator import Coordinator, Heartbeat
+from elaswave_plugin.core.patience import Heartbeat, Patience
+from elaswave_plugin.runtime.coordinator import Coordinator
 from elaswave_plugin.runtime.node_register import NodeRegister
+from elaswave_plugin.runtime.peer import Peer
 from elaswave_plugin.runtime.reactor import Reactor
-from elaswave_plugin.runtime.rendezvous import Meeting, Peer
+from elaswave_plugin.runtime.rendezvous import Meeting
 from elaswave_plugin.runtime.wire import LENGTH
 from elaswave_plugin.tracking.events import EventLog
 

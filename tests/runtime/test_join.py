@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from elaswave_plugin.cli import run_command
-from elaswave_plugin.core.ending import EXIT_CONFIGURATION, EXIT_REQUEUE
+from elaswave_plugin.errors import EXIT_CONFIGURATION, EXIT_REQUEUE
 from elaswave_plugin.runtime.address_file import read_addresses
+from elaswave_plugin.runtime.program import Program
 from elaswave_plugin.runtime.same_program import describe_program, difference
-from elaswave_plugin.runtime.trainer_process import Program
 from elaswave_plugin.status import addresses_in, ask_job
 from elaswave_plugin.tracking.events import EVENTS_FILE, read_lines
 from tests.ports import free_port

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.distributed_c10d import _coalescing_manager as coalescing
 
-from elaswave_plugin.core.seating import GroupEdit
+from elaswave_plugin.core.groups import GroupEdit
 from elaswave_plugin.errors import ConfigurationError, EpochChanged
 from elaswave_plugin.runtime import messages, nccl
 from elaswave_plugin.runtime.links import LinkTable

@@ -10,7 +10,7 @@ import pytest
 
 from elaswave_plugin.errors import WeightsDifferError
 from elaswave_plugin.runtime import recovery, refusal
-from elaswave_plugin.runtime.member import CONTROL_FD, INCARNATION
+from elaswave_plugin.runtime.reserve import CONTROL_FD, INCARNATION
 
 
 class _Phases:

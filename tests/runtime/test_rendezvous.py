@@ -11,15 +11,14 @@ import pytest
 
 from elaswave_plugin.errors import AgreementError, ConfigurationError
 from elaswave_plugin.runtime import rendezvous
+from elaswave_plugin.runtime.peer import Peer, own_machine
 from elaswave_plugin.runtime.rendezvous import (
     EndedEarlyError,
     Meeting,
-    Peer,
     Place,
     host_meeting,
     join_meeting,
     listen_at,
-    own_machine,
     tell_of_end,
 )
 from elaswave_plugin.runtime.wire import encode, send_frame

@@ -26,9 +26,9 @@ from elaswave_plugin.core.reserve import NOBODY_CAME, NOWHERE
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime import requests
 from elaswave_plugin.runtime.address_file import Address, published, read_addresses
+from elaswave_plugin.runtime.peer import Peer
 from elaswave_plugin.runtime.progress import BETWEEN_STEPS
 from elaswave_plugin.runtime.reactor import Reactor
-from elaswave_plugin.runtime.rendezvous import Peer
 from elaswave_plugin.runtime.requests import in_loop
 from elaswave_plugin.runtime.status import StatusBoard
 from elaswave_plugin.status import ask_job, find_job, merge

@@ -36,9 +36,8 @@ from elaswave_plugin.adapters.torch_loader import Batches, batches_of
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.c10d_tables import BACKEND
-from elaswave_plugin.runtime.member import CONTROL_FD
 from elaswave_plugin.runtime.refusal import ends_in_a_sentence
-from elaswave_plugin.runtime.reserve import read_reserve
+from elaswave_plugin.runtime.reserve import CONTROL_FD, read_reserve
 from elaswave_plugin.runtime.script_end import leave_at_exit
 from elaswave_plugin.runtime.worker import Worker
 from elaswave_plugin.tracking.sinks import check_sinks

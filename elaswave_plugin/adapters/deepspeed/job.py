@@ -34,7 +34,8 @@ from elaswave_plugin.runtime.engine_parts import (
     Settings,
     Weights,
 )
-from elaswave_plugin.runtime.loop import GuardedSteps, StepReport
+from elaswave_plugin.runtime.framework import StepReport
+from elaswave_plugin.runtime.loop import GuardedSteps
 from elaswave_plugin.runtime.step_state import StepState
 from elaswave_plugin.runtime.user_loop import UserLoop
 from elaswave_plugin.runtime.worker import Worker

@@ -23,8 +23,8 @@ from elaswave_plugin.adapters.deepspeed.stand_in import StandIn
 from elaswave_plugin.core.reserve import built_among
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError
 from elaswave_plugin.runtime.c10d_tables import imagine_world
-from elaswave_plugin.runtime.member import INCARNATION, SLOT
 from elaswave_plugin.runtime.refusal import ends_in_a_sentence
+from elaswave_plugin.runtime.reserve import INCARNATION, SLOT
 from elaswave_plugin.runtime.worker import Worker
 
 

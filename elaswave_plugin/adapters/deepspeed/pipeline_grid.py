@@ -15,8 +15,6 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 from elaswave_plugin.core.replicas import Replica
 
-_AXES = ("data", "pipe")
-
 
 def launch_replicas(module: Any, homes: Sequence[int]) -> tuple[Replica, ...]:
     """The pipelines that the module was made for; ``homes`` are the slots by rank."""
@@ -26,11 +24,6 @@ def launch_replicas(module: Any, homes: Sequence[int]) -> tuple[Replica, ...]:
         tuple(homes[topology.get_rank(pipe=stage, data=replica)] for stage in range(stages))
         for replica in range(width)
     )
-
-
-def has_other_axes(module: Any) -> bool:
-    """Whether there is more than stages and pipelines."""
-    return tuple(sorted(module.topology().get_axis_names())) != _AXES
 
 
 def make_groups_again(module: Any) -> None:

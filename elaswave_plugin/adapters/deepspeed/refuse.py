@@ -11,7 +11,6 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.tensor_parallel import init_utils
 
-from elaswave_plugin.adapters.deepspeed.pipeline_grid import has_other_axes
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
 
@@ -242,3 +241,8 @@ def _engine_problems(engine: Any) -> Iterator[str]:
                     f"{name} is not trained, and ZeRO-3 cuts it over the workers without a "
                     "snapshot; train it, or use stage 2"
                 )
+
+
+def has_other_axes(module: Any) -> bool:
+    """Whether there is more than stages and pipelines."""
+    return tuple(sorted(module.topology().get_axis_names())) != ("data", "pipe")

@@ -19,7 +19,8 @@ from megatron.core.distributed import DistributedDataParallel
 from elaswave_plugin.adapters.megatron.binds import chunks_of
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
 from elaswave_plugin.adapters.megatron.te_groups import forget_groups
-from elaswave_plugin.core.plan import Flow, RecoveryPlan
+from elaswave_plugin.core.pipeline_flow import Flow
+from elaswave_plugin.core.plan import RecoveryPlan
 from elaswave_plugin.core.shards import ALIGNMENT
 from elaswave_plugin.runtime.state_dump import NamedPiece
 

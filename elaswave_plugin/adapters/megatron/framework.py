@@ -24,8 +24,8 @@ from elaswave_plugin.adapters.megatron.reduction import GradientReduction
 from elaswave_plugin.adapters.megatron.units import units_of
 from elaswave_plugin.adapters.megatron.versions import ask_again
 from elaswave_plugin.core.dataflow import Dataflow, Shares
-from elaswave_plugin.core.pipeline_flow import PipelineFlow
-from elaswave_plugin.core.plan import Flow, RecoveryPlan
+from elaswave_plugin.core.pipeline_flow import Flow, PipelineFlow
+from elaswave_plugin.core.plan import RecoveryPlan
 from elaswave_plugin.errors import ConfigurationError, EpochChanged
 from elaswave_plugin.runtime.digests import digest_of
 from elaswave_plugin.runtime.state_dump import NamedPiece

@@ -53,7 +53,8 @@ from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.core.dataflow import Samples
 from elaswave_plugin.core.layout import Seat, sizes_of
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.runtime.loop import ElasticLoop, GuardedSteps, StepReport
+from elaswave_plugin.runtime.framework import StepReport
+from elaswave_plugin.runtime.loop import ElasticLoop, GuardedSteps
 from elaswave_plugin.runtime.loop_body import LoopBody
 from elaswave_plugin.runtime.refusal import ends_in_a_sentence
 from elaswave_plugin.runtime.reserve import read_reserve

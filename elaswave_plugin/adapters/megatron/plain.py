@@ -35,7 +35,7 @@ from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.core.dataflow import Samples
 from elaswave_plugin.core.exact import replica_microbatches
 from elaswave_plugin.core.layout import sizes_of
-from elaswave_plugin.runtime.loop import StepReport
+from elaswave_plugin.runtime.framework import StepReport
 from elaswave_plugin.runtime.refusal import ends_in_a_sentence
 
 

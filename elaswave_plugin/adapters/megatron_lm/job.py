@@ -33,7 +33,8 @@ from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.core.dataflow import Samples
 from elaswave_plugin.core.layout import sizes_of
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.runtime.loop import GuardedSteps, StepReport
+from elaswave_plugin.runtime.framework import StepReport
+from elaswave_plugin.runtime.loop import GuardedSteps
 from elaswave_plugin.runtime.reserve import read_reserve
 from elaswave_plugin.runtime.script_loop import ScriptLoop
 from elaswave_plugin.runtime.worker import Worker
