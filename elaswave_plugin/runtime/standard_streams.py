@@ -27,9 +27,11 @@ def fill_closed_streams() -> None:
     while (fd := os.open(os.devnull, os.O_RDWR)) <= max(_OUTPUTS):
         os.set_inheritable(fd, True)
     os.close(fd)
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - to the process's end
+            # By these numbers only: a supervisor closes all others, and what it opens next gets
+            # them. What it said on a stream of another number went into its snapshot memory.
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
 
 
 @contextlib.contextmanager

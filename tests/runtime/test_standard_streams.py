@@ -111,3 +111,17 @@ def test_a_file_of_a_report_that_finds_no_room_is_named(
     assert run_command(["report", str(run), "--out", str(tmp_path / "x.png")]) == 1
     said = f"elaswave: '{tmp_path}/x.png' cannot be written: No space left on device; free some"
     assert capsys.readouterr().err.startswith(said)
+
+
+def test_streams_in_the_place_of_closed_ones_have_their_numbers() -> None:
+    """A supervisor closes all descriptors but these, and its snapshot memory gets the next ones."""
+    script = (
+        "import os, sys\n"
+        "from elaswave_plugin.runtime.standard_streams import fill_closed_streams\n"
+        "fill_closed_streams()\n"
+        "numbers = [one.fileno() for one in (sys.stdin, sys.stdout, sys.stderr)]\n"
+        "os._exit(0 if numbers == [0, 1, 2] else 9)\n"
+    )
+    shell = '"$@" <&- >&- 2>&-'
+    words = ["bash", "-c", shell, "bash", sys.executable, "-c", script]
+    assert subprocess.run(words, env=environment(), timeout=WAIT_S).returncode == 0
