@@ -1,4 +1,4 @@
-# demo, check, test, faults, matrix, chaos, lint: each makes .venv first when it is missing or stale.
+# demo, check, test, faults, matrix, chaos, lint, docs: each makes .venv first when it is missing or stale.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # Where torch comes from, if not from pip's own index (an index with CPU builds, say).
@@ -15,7 +15,7 @@ EXTRAS := megatron$(call named,deepspeed)$(call named,wandb)
 DEMO_STAMP := $(VENV)/.installed-$(subst $(COMMA),-,$(EXTRAS))
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: demo check test faults matrix chaos lint clean
+.PHONY: demo check test faults matrix chaos lint docs clean
 
 demo: $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP))
 	$(VENV)/bin/elaswave demo $(ARGS)
@@ -40,6 +40,9 @@ chaos: $(STAMP)
 
 lint: $(STAMP)
 	$(VENV)/bin/python -m pytest -q tests/tidy $(ARGS)
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict $(ARGS)
 
 # torch goes first and alone, so that nothing else chooses its version or build.
 define INSTALL

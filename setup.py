@@ -7,6 +7,7 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 
 PATCHES = "elaswave_plugin.patches"
+DOCS = ("mkdocs-material==9.8.2",)
 TEST = (
     # The private parts of accelerate that we replace are known for this version only.
     "accelerate>=1.15,<1.16",
@@ -55,7 +56,9 @@ setup(
         # name on the package index is another project), so it is not listed here:
         # pip install --no-build-isolation git+https://github.com/NVIDIA/apex
         "gpu": ["transformer-engine[pytorch]", "nvidia-ml-py"],
-        "test": list(TEST),
+        "docs": list(DOCS),
+        # Building the site is a test.
+        "test": [*DOCS, *TEST],
     },
     entry_points={
         "console_scripts": [

@@ -17,6 +17,10 @@ from elaswave_plugin.observer import median_step_s, recoveries_of
 from tests.faults.harness import JobSpec, Outcome, Zygote, launch
 
 Row = dict[str, Any]
+# What a case promises.
+EQUAL = "bit-equal to the undisturbed run"
+PLANNED = "bit-equal to the planned departure, close to the undisturbed run"
+STOPS = "a clean stop that names what is lost"
 
 
 class Runs:
@@ -59,6 +63,8 @@ class FaultMatrix:
     # The fields of a specification in which the cases differ.
     fields: tuple[str, ...]
     preload: tuple[str, ...]
+    # promise(specification): what a case has to fulfil, in words.
+    promise: Callable[[Any], str]
     # check(run, runs) raises AssertionError.
     check: Callable[[Outcome, Runs], None]
     # prepare(folder) writes what all runs read.

@@ -29,9 +29,7 @@ def check_script_options(args: Sequence[str]) -> None:
         if not any(known.startswith(name) for known in names):
             near = difflib.get_close_matches(name, names, n=1)
             meant = (
-                f"did you mean {_OURS}{near[0]}?"
-                if near
-                else "configs/README.md lists the settings"
+                f"did you mean {_OURS}{near[0]}?" if near else "docs/settings.md lists the settings"
             )
             raise ConfigurationError(f"{option} is no option of elaswave_plugin; {meant}")
 

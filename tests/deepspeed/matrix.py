@@ -3,7 +3,7 @@
 import itertools
 
 from tests.deepspeed.harness import PRELOAD, EngineSpec, as_it_counted, check_recovered
-from tests.fault_matrix import FaultMatrix, Runs
+from tests.fault_matrix import PLANNED, FaultMatrix, Runs
 from tests.faults.harness import Outcome
 
 PHASES = ("data", "forward", "backward", "reduce", "optimizer", "gather", "snapshot")
@@ -30,5 +30,6 @@ MATRIX = FaultMatrix(
     cases=cases(),
     fields=("stage", "bf16", "kills"),
     preload=PRELOAD,
+    promise=lambda spec: PLANNED,
     check=check,
 )

@@ -50,7 +50,7 @@ def test_four_workers_become_one(run: Launch, twin: Twin, reference: Launch, sta
     assert len(heirs) == 1 and "recovered: " in heirs[0]
     wanted = "elaswave: workers have 1 or 2 samples of an iteration from now on: "
     shares = [line for line in said if line.startswith(wanted)]
-    assert len(shares) == 1 and shares[0].endswith("(elaswave_plugin/docs/deepspeed_loops.md)")
+    assert len(shares) == 1 and shares[0].endswith("(docs/deepspeed.md)")
     sizes = {
         (line["epoch"], line["slot"]): len(line["samples"])
         for line in killed.files.ledger

@@ -5,7 +5,7 @@ import sysconfig
 from pathlib import Path
 
 from elaswave_plugin.demo.text import find_text, write_dataset
-from tests.fault_matrix import FaultMatrix, Runs
+from tests.fault_matrix import EQUAL, FaultMatrix, Runs
 from tests.faults.harness import PRELOAD, JobSpec, Outcome, check_equal
 
 STEP_PHASES = ("data", "forward", "backward", "reduce", "optimizer", "gather", "snapshot")
@@ -72,6 +72,7 @@ MATRIX = FaultMatrix(
     cases=cases(),
     fields=("nproc", "kills", "options"),
     preload=PRELOAD,
+    promise=lambda spec: EQUAL,
     check=check,
     prepare=write_text,
 )

@@ -9,7 +9,7 @@ from tests.faults.harness import ROOT, SCRIPT
 from tests.faults.mutants import Mutant, mutants
 from tests.faults.replacements import TRAINS
 
-PAGE = ROOT / "elaswave_plugin" / "docs" / "wrong_lines.md"
+PAGE = ROOT / "docs" / "wrong_lines.md"
 HEAD = """\
 # What a wrong line does
 

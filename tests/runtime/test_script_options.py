@@ -22,7 +22,7 @@ def test_every_setting_is_an_option_and_may_be_abbreviated() -> None:
     [
         ("--elaswave-respwan=3", "did you mean --elaswave-respawn?"),
         ("--elaswave_consistancy", "did you mean --elaswave-consistency?"),
-        ("--elaswave-quantum-flux-capacity", "configs/README.md lists the settings"),
+        ("--elaswave-quantum-flux-capacity", "docs/settings.md lists the settings"),
     ],
 )
 def test_a_misspelled_one_is_told(option: str, meant: str) -> None:

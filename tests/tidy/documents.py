@@ -1,6 +1,6 @@
 """Writes the parts of the documentation that follow from the code.
 
-python -m tests.tidy.documents            write configs/*, patches/README.md, docs
+python -m tests.tidy.documents            write configs/elaswave.toml, patches/README.md, docs
 """
 
 import json
@@ -13,10 +13,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 TOML = ROOT / "configs" / "elaswave.toml"
-SETTINGS = ROOT / "configs" / "README.md"
+DOCS = ROOT / "docs"
+SETTINGS = DOCS / "settings.md"
 LEDGER = ROOT / "patches" / "README.md"
-STEP_STATE = ROOT / "elaswave_plugin" / "docs" / "step_state.md"
-LATENCY = ROOT / "elaswave_plugin" / "docs" / "latency.md"
+STEP_STATE = DOCS / "step_state.md"
+LATENCY = DOCS / "latency.md"
+LIMITS = DOCS / "limits.md"
+PROOFS = DOCS / "proofs.md"
 HOW = "python -m tests.tidy.documents"
 WIDTH = 100
 # Shown, commented out, where a key has no default.
@@ -174,15 +177,26 @@ def with_block(text: str, name: str, body: str) -> str:
     return text.replace(begin + block_of(text, name) + end, begin + body + end)
 
 
-def write_all() -> None:
-    """Write every generated part anew."""
-    parts: tuple[tuple[Path, str, Callable[[], str]], ...] = (
+def parts() -> tuple[tuple[Path, str, Callable[[], str]], ...]:
+    """Every generated part but the ledger: its page, its name, and what writes it."""
+    from tests.tidy import proofs, refused
+
+    return (
         (SETTINGS, "settings", settings_table),
-        (LEDGER, "ledger", ledger_now),
         (LATENCY, "latency", latency_table),
         (STEP_STATE, "step state", step_state_table),
+        (LIMITS, "megatron-core", refused.megatron_table),
+        (LIMITS, "megatron-lm", refused.megatron_lm_table),
+        (LIMITS, "deepspeed", refused.deepspeed_table),
+        (PROOFS, "matrices", proofs.matrix_table),
+        (PROOFS, "matrix results", proofs.results_line),
+        (PROOFS, "files", proofs.files_table),
     )
-    for path, name, make in parts:
+
+
+def write_all() -> None:
+    """Write every generated part anew."""
+    for path, name, make in (*parts(), (LEDGER, "ledger", ledger_now)):
         path.write_text(with_block(path.read_text("utf-8"), name, make()), "utf-8")
     TOML.write_text(toml_text(), "utf-8")
 

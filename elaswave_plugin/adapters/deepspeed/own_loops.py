@@ -4,7 +4,7 @@ from elaswave_plugin.core.dataflow import Shares
 from elaswave_plugin.runtime.say import say
 from elaswave_plugin.runtime.worker import Worker
 
-_PAGE = "elaswave_plugin/docs/deepspeed_loops.md"
+_PAGE = "docs/deepspeed.md"
 
 
 class OwnLoops:

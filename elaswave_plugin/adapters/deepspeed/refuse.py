@@ -15,7 +15,7 @@ from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
 
 # (path of the key, value that is carried, what to do)
-_CARRIED: tuple[tuple[str, Any, str], ...] = (
+CARRIED: tuple[tuple[str, Any, str], ...] = (
     ("zero_optimization.offload_optimizer.device", "none", "keep the optimizer on the device"),
     ("zero_optimization.offload_param.device", "none", "keep the parameters on the device"),
     ("zero_optimization.cpu_offload", False, "keep the optimizer on the device"),
@@ -152,7 +152,7 @@ def _problems(config: Mapping[str, Any], model: Any, mpu: Any, mesh_param: Any) 
             "deepspeed.tp_model_init was called, and elaswave_plugin carries no tensor parallelism"
             " of DeepSpeed's; leave it out"
         )
-    for path, carried, advice in _CARRIED:
+    for path, carried, advice in CARRIED:
         seen = _lookup(config, path, carried)
         if seen != carried:
             yield f"{path} is {seen!r}, and elaswave_plugin carries {carried!r}: {advice}"

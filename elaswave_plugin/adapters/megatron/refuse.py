@@ -14,6 +14,41 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from elaswave_plugin.adapters.megatron import adam, rng
 from elaswave_plugin.errors import ConfigurationError
 
+# Whose setting, its name, the value that is carried, and the versions that have it. The tables of
+# docs/limits.md are written from this.
+CARRIED: tuple[tuple[str, str, object, str], ...] = (
+    ("ddp", "use_distributed_optimizer", True, "0.16"),
+    ("ddp", "use_megatron_fsdp", False, "0.16"),
+    ("ddp", "num_distributed_optimizer_instances", 1, "0.16"),
+    ("ddp", "average_in_collective", False, "0.16"),
+    ("ddp", "nccl_ub", False, "0.16"),
+    ("ddp", "reduce_scatter_with_fp32_accumulation", False, "0.16"),
+    ("model", "mtp_num_layers", None, "0.16"),
+    ("model", "cuda_graph_impl", "none", "0.16"),
+    ("model", "delay_wgrad_compute", False, "0.16"),
+    ("model", "fp8", None, "0.16"),
+    ("model", "fp4", None, "0.16"),
+    ("model", "quant_recipe", None, "0.16"),
+    ("model", "use_kitchen", False, "0.16"),
+    ("model", "symmetric_ar_type", None, "0.16"),
+    ("model", "cpu_offloading", False, "0.16"),
+    ("model", "tp_comm_overlap", False, "0.16"),
+    ("model", "defer_embedding_wgrad_compute", False, "0.16"),
+    ("model", "variable_seq_lengths", False, "0.16"),
+    ("model", "pipeline_model_parallel_layout", None, "0.16"),
+    ("ddp", "param_name_patterns_for_fp32_local_accumulation", (), "0.17 to 0.19"),
+    ("model", "gtp_weight_remat_size", 1, "0.17 to 0.19"),
+    ("model", "use_transformer_engine_op_fuser", False, "0.17 to 0.19"),
+    ("model", "moe_router_force_biased", None, "0.17 to 0.19"),
+    ("model", "moe_paged_stash", False, "0.17 to 0.19"),
+    ("experts", "moe_grouped_gemm", False, "0.16"),
+    ("experts", "moe_latent_size", None, "0.16"),
+    ("experts", "moe_shared_expert_overlap", False, "0.16"),
+    ("experts", "overlap_moe_expert_parallel_comm", False, "0.16"),
+    ("experts", "moe_enable_routing_replay", False, "0.16"),
+    # Its draws are from a stream of each rank, which no micro-batch tells.
+    ("experts", "moe_router_force_load_balancing", False, "0.16"),
+)
 # How a router may be balanced: by nothing, or by what one micro-batch tells.
 _BALANCING = ("none", "aux_loss", "seq_aux_loss", "sinkhorn")
 
@@ -125,46 +160,26 @@ def _model_problems(model: Any, overlaps_param_gather: bool) -> Iterator[str]:
     dtypes = sorted({str(buffer.param_dtype) for buffer in model.buffers})
     if len(dtypes) != 1:
         yield _unsupported("the dtype of the parameters", " and ".join(dtypes), "one dtype")
-    wanted: list[tuple[str, object, object]] = [
-        ("use_distributed_optimizer", ddp.use_distributed_optimizer, True),
-        ("use_megatron_fsdp", ddp.use_megatron_fsdp, False),
-        ("num_distributed_optimizer_instances", ddp.num_distributed_optimizer_instances, 1),
-        ("average_in_collective", ddp.average_in_collective, False),
-        (
-            "overlap_param_gather",
-            ddp.overlap_param_gather,
-            ddp.overlap_param_gather and overlaps_param_gather,
-        ),
-        ("nccl_ub", ddp.nccl_ub, False),
-        (
-            "reduce_scatter_with_fp32_accumulation",
-            ddp.reduce_scatter_with_fp32_accumulation,
-            False,
-        ),
-        ("mtp_num_layers", config.mtp_num_layers, None),
-        ("cuda_graph_impl", config.cuda_graph_impl, "none"),
-        ("delay_wgrad_compute", config.delay_wgrad_compute, False),
-        ("fp8", config.fp8, None),
-        ("fp4", config.fp4, None),
-        ("quant_recipe", config.quant_recipe, None),
-        ("use_kitchen", config.use_kitchen, False),
-        ("symmetric_ar_type", config.symmetric_ar_type, None),
-        ("cpu_offloading", config.cpu_offloading, False),
-        ("tp_comm_overlap", config.tp_comm_overlap, False),
-        ("defer_embedding_wgrad_compute", config.defer_embedding_wgrad_compute, False),
-        ("variable_seq_lengths", config.variable_seq_lengths, False),
-        ("pipeline_model_parallel_layout", config.pipeline_model_parallel_layout, None),
-    ]
+    if ddp.overlap_param_gather and not overlaps_param_gather:
+        yield _unsupported("overlap_param_gather", True, False)
     if config.deterministic_mode and not torch.are_deterministic_algorithms_enabled():
         # It takes a gradient whose sums only torch's own switch puts in order.
         yield _unsupported(
             "deterministic_mode", True, "it with torch.use_deterministic_algorithms(True)"
         )
-    for setting, seen, carried in (*wanted, *_later_settings(model)):
-        if seen != carried:
-            yield _unsupported(setting, seen, carried)
+    yield from _setting_problems("ddp", ddp)
+    yield from _setting_problems("model", config)
     if config.num_moe_experts is not None:
         yield from _expert_problems(config)
+
+
+def _setting_problems(whose: str, owner: Any) -> Iterator[str]:
+    """Settings of the table, of which an older version may lack those that came later."""
+    for of, name, carried, since in CARRIED:
+        if of == whose and (since == "0.16" or hasattr(owner, name)):
+            seen = getattr(owner, name)
+            if seen != carried:
+                yield _unsupported(name, seen, carried)
 
 
 def _expert_problems(config: Any) -> Iterator[str]:
@@ -182,31 +197,11 @@ def _expert_problems(config: Any) -> Iterator[str]:
         ),
         # It sends tokens by kernels of its own, between ranks that it keeps.
         ("moe_token_dispatcher_type flex", config.moe_token_dispatcher_type == "flex", False),
-        ("moe_grouped_gemm", config.moe_grouped_gemm, False),
-        ("moe_latent_size", config.moe_latent_size, None),
-        ("moe_shared_expert_overlap", config.moe_shared_expert_overlap, False),
-        ("overlap_moe_expert_parallel_comm", config.overlap_moe_expert_parallel_comm, False),
-        ("moe_enable_routing_replay", config.moe_enable_routing_replay, False),
-        # Its draws are from a stream of each rank, which no micro-batch tells.
-        ("moe_router_force_load_balancing", config.moe_router_force_load_balancing, False),
     ]
     for setting, seen, carried in wanted:
         if seen != carried:
             yield _unsupported(setting, seen, carried)
-
-
-def _later_settings(model: DistributedDataParallel) -> Iterator[tuple[str, object, object]]:
-    """Settings that came with 0.17 to 0.19, where they are there: name, seen, carried."""
-    accumulated = "param_name_patterns_for_fp32_local_accumulation"
-    for owner, name, carried in (
-        (model.ddp_config, accumulated, ()),
-        (model.config, "gtp_weight_remat_size", 1),
-        (model.config, "use_transformer_engine_op_fuser", False),
-        (model.config, "moe_router_force_biased", None),
-        (model.config, "moe_paged_stash", False),
-    ):
-        if hasattr(owner, name):
-            yield name, getattr(owner, name), carried
+    yield from _setting_problems("experts", config)
 
 
 def _optimizer_problems(optimizer: DistributedOptimizer) -> Iterator[str]:

@@ -5,7 +5,7 @@ import argparse
 from elaswave_plugin.errors import ConfigurationError
 
 # Each must be as named here; what they would need is said where they are refused.
-_WANTED: tuple[tuple[str, object], ...] = (
+CARRIED: tuple[tuple[str, object], ...] = (
     ("use_distributed_optimizer", True),
     ("context_parallel_size", 1),
     ("expert_model_parallel_size", 1),
@@ -48,7 +48,7 @@ _WANTED: tuple[tuple[str, object], ...] = (
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise ConfigurationError for the first argument that a job with --elaswave cannot carry."""
-    for name, wanted in _WANTED:
+    for name, wanted in CARRIED:
         if not hasattr(args, name):
             continue
         seen = getattr(args, name)

@@ -11,7 +11,7 @@ from tests.faults.harness import JobSpec, Outcome, Zygote, check_equal, launch
 
 pytestmark = needs_repository
 CHANGED_LINES = 12
-PAGE = Path(__file__).parents[3] / "elaswave_plugin" / "docs" / "getting_started.md"
+PAGE = Path(__file__).parents[3] / "docs" / "megatron_core.md"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

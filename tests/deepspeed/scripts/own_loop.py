@@ -1,4 +1,4 @@
-"""The lines of docs/deepspeed_loops.md in one loop, each beside the one that a loss makes wrong.
+"""The lines of docs/deepspeed.md in one loop, each beside the one that a loss makes wrong.
 
 What they find goes to own-loop-RANK-PID.json beside the configuration.
 """
