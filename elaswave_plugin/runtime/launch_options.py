@@ -234,11 +234,18 @@ def _parser() -> _Parser:
         "is at HOST:PORT (`elaswave status --json` has the addresses); script and arguments as at "
         "its launch",
     )
-    text = f"workers that may --join beyond those of the launch (default 0, or {RESERVE}); the same"
-    add("reserve", f"{text} on every node; not for pipelines of DeepSpeed", type=int)
-    text = "so many more, idle until a worker is lost; each with a device of its own, as LOCAL_RANK"
-    add("standby", f"{text} goes on behind that of the workers", type=int, default=0)
-    text = "once this file is there, the workers of this node leave, as by SIGTERM; its first line"
+    text = (
+        "workers that may --join beyond those of the launch, in pipelines of DeepSpeed a multiple"
+    )
+    default = f"the same on every node (default 0, or {RESERVE})"
+    add("reserve", f"{text} of the stages; {default}", type=int)
+    text = (
+        "idle spare workers on this node, which take lost slots by themselves; each has a device of"
+    )
+    add("standby", f"{text} its own: LOCAL_RANK goes on behind the workers'", type=int, default=0)
+    text = (
+        "as soon as this file exists, the workers of this node leave, as by SIGTERM; its first line"
+    )
     add("notice-file", f"{text} is the reason (default: {NOTICE_FILE} in the environment)")
     parser.add_argument("-m", "--module", action="store_true", help="run SCRIPT as python -m does")
     parser.add_argument(
