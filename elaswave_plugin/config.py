@@ -150,17 +150,17 @@ class ElasticConfig(BaseModel):
 
     consistency: Literal["exact", "fast"] = Field(
         "exact",
-        description="exact: results are bit for bit those of a run without a loss, for one more"
-        " gradient bucket of memory, and with NCCL for sums made of copies and additions; fast:"
-        " gradients are summed by the native reduction, whose order, and so the last bits, change"
-        " with the number of workers",
+        description="exact: results are bit-identical to a run without losses, at the cost of"
+        " one more gradient bucket of memory, and with NCCL of sums made by copies and"
+        " additions; fast: the native reduction sums gradients, so their order, and the last"
+        " bits, change with the number of workers",
     )
     rehearse_first_step: Literal["stop", "continue", "off"] = Field(
         "stop",
-        description="exact mode: the job's first step is run once more before, each micro-batch by"
-        " another replica, and losses and gradients are compared before the update; where they"
-        " differ, stop: the job ends and names what differs; continue: it goes on in fast mode;"
-        " off: the step is run once",
+        description="exact mode: the job's first step is run once more before, each micro-batch"
+        " by another replica, and losses and gradients are compared before the update; if"
+        " they differ, stop: the job ends and names what differs; continue: the job goes on"
+        " in fast mode; off: the step is run once",
     )
     snapshots: bool = Field(
         True,
@@ -171,9 +171,9 @@ class ElasticConfig(BaseModel):
         1,
         ge=0,
         le=8,
-        description="workers that hold each snapshot; k of them survive k losses at once. One on"
-        " another node gets a copy, for as much memory again; one on the same node keeps the same"
-        " memory alive, for nothing",
+        description="workers that hold each snapshot; k of them survive k losses at once. A"
+        " worker on another node holds a copy, which takes the same memory again; a worker"
+        " on the same node keeps the same memory alive at no cost",
     )
     dir: Path | None = Field(
         None,
@@ -186,92 +186,93 @@ class ElasticConfig(BaseModel):
     )
     kill: tuple[_KillText, ...] = Field(
         (),
-        description="for tests: a fault SLOT[.INCARNATION]@STEP[:PHASE[:HOW]]; PHASE is backward"
-        " by default, in save it waits for the first byte; HOW is kill (SIGKILL, the default),"
-        " loop (an endless loop in Python), gil (blocked in C with the interpreter's lock held) or"
-        " stop (SIGSTOP)",
+        description="for tests: a fault SLOT[.INCARNATION]@STEP[:PHASE[:HOW]]; PHASE is"
+        " backward by default (in save, the fault waits for the first byte); HOW is kill"
+        " (SIGKILL, the default), loop (an endless loop in Python), gil (blocked in C with"
+        " the interpreter's lock held) or stop (SIGSTOP)",
     )
     change: tuple[_ChangeText, ...] = Field(
         (),
-        description="for tests: SLOT@STEP, the worker leaves before that step without being killed,"
-        " for a run to compare a kill with; +SLOT@STEP, a lost worker comes back exactly before"
-        " that step, and the others wait for it",
+        description="for tests: SLOT@STEP, the worker leaves before that step without being"
+        " killed, as a run to compare a kill with; +SLOT@STEP, a lost worker comes back"
+        " exactly before that step, and the others wait for it",
     )
     transfer_timeout_s: _Seconds = Field(
         60.0,
-        description="seconds for which the copy of a snapshot to a peer, or the fetch of a shard in"
-        " a recovery, may stand still; a worker of whose copy nothing moves for so long counts as"
-        " lost, however long a slow one takes as a whole",
+        description="seconds for which the copy of a snapshot to a peer, or the fetch of a"
+        " shard in a recovery, may make no progress; after them the worker counts as lost,"
+        " however long a slow transfer takes as a whole",
     )
     quiesce_timeout_s: _Seconds = Field(
         30.0,
-        description="seconds a survivor may take to stop its step after a proposal; lower fences"
-        " stuck workers sooner, higher spares slow ones",
+        description="seconds that a survivor may take to stop its step after a proposed view; a"
+        " lower value removes stuck workers sooner, a higher one spares slow workers",
     )
     respawn: int = Field(
         10,
         ge=0,
         le=1000,
-        description="times that a lost worker of a slot is started again on its node, beside the"
-        " training, and let in between two steps; 0: never, the job only shrinks",
+        description="times that the lost worker of a slot is started again on its node, beside"
+        " the training, and enters between two steps; 0: never, the job only shrinks",
     )
     hang_timeout_s: _Seconds = Field(
         2.0,
-        description="a worker that makes no progress while others wait for it is killed so early"
-        " that they work again within these seconds, or three times the median of the phase where"
-        " that is longer (0.4 s, at most a fifth, are left for the recovery); lower finds hangs"
-        " sooner, higher spares slow workers",
+        description="a worker that makes no progress while others wait for it is killed early"
+        " enough that they work again within these seconds, or three times the median of the"
+        " phase if that is longer (0.4 s, at most a fifth, are left for the recovery); a"
+        " lower value finds hangs sooner, a higher one spares slow workers",
     )
     data_timeout_s: _Seconds = Field(
         30.0,
-        description="the same in seconds for the phase in which a step reads its data, where"
+        description="the same in seconds for the phase in which a step reads its data, if"
         " hang_timeout_s is lower: storage may stall for all workers of a stage at once",
     )
     dataflow: Literal["auto", "redeal", "reroute", "resize"] = Field(
         "auto",
-        description="who runs the micro-batches of a lost pipeline replica; redeal: all are dealt"
-        " anew over every stage's live replicas; reroute: its peers take them over; resize: every"
-        " stage cuts the samples of a round evenly over its live replicas, which adds in another"
-        " order and so needs consistency fast; auto: what is fastest in simulation, resize in fast"
-        " mode only",
+        description="how the micro-batches of a lost pipeline replica are run; redeal: all are"
+        " dealt anew over every stage's live replicas; reroute: its peers take them over;"
+        " resize: every stage cuts the samples of a round evenly over its live replicas,"
+        " which sums in another order and so needs consistency fast; auto: the fastest in"
+        " simulation, resize in fast mode only",
     )
     move_layers: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="whether layers change pipeline stage after a loss, so that a stage with fewer"
-        " workers left has fewer of them; auto: only where respawn is 0, since for a worker that"
+        description="layers change pipeline stage after a loss, so that a stage with fewer"
+        " workers has fewer layers; auto: only if respawn is 0, since for a worker that"
         " comes back soon they would move twice",
     )
     split_backward: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="whether weight gradients are computed apart after a loss, to fill the bubbles"
-        " of the pipeline; results stay the same, activations are held longer; auto: where the"
-        " simulated step gains; with more than 2,500 micro-batches x stages in a step it is never"
-        " done",
+        description="weight gradients are computed apart after a loss, to fill the bubbles of"
+        " the pipeline; results stay the same, activations are held longer; auto: if the"
+        " simulated step gains; never with more than 2,500 micro-batches x stages in a step",
     )
     activation_room: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = Field(
         None,
-        description="activation memory that a worker may use after a loss, in multiples of what a"
-        " worker of the first pipeline stage holds at launch; with 1 there always is a plan, with"
-        " more there may be a faster one; by default 1 on GPUs, and on CPUs one slot more than the"
-        " narrowest stage needs for it",
+        description="activation memory that a worker may use after a loss, in multiples of what"
+        " a worker of the first pipeline stage holds at launch; with 1 a plan always exists,"
+        " with more there may be a faster one; by default 1 on GPUs, and on CPUs one slot"
+        " more than the narrowest stage needs for it",
     )
     memory_limit_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None,
-        description="GiB that a plan may have a worker of a pipeline hold in weights, gradients,"
-        " optimizer state and activations, as measured in the running job; none: on GPUs what the"
-        " device has for the job, on CPUs no limit",
+        description="GiB that a worker of a pipeline may hold by a plan in weights, gradients,"
+        " optimizer state and activations, as measured in the running job; none: on GPUs the"
+        " memory that the device has for the job, on CPUs no limit",
     )
     slow_workers: Literal["act", "name"] = Field(
         "act",
-        description="what is done about a worker whose layers take 1.3 times as long as on the"
-        " other workers of its stage; act: it gets fewer micro-batches, and its stage fewer layers"
-        " where these may move, as soon as that pays; name: events and elaswave status tell of it",
+        description="reaction to a worker whose layers take 1.3 times as long as on the other"
+        " workers of its stage; act: it gets fewer micro-batches, and its stage fewer layers"
+        " if these may move, as soon as that pays; name: only events and elaswave status"
+        " report it",
     )
     clocks: Literal["off", "nvml", "emulated"] = Field(
         "off",
-        description="whether the clocks of pipeline stages change after a loss, up where the others"
-        " wait for a stage, down where it waits; nvml: those of the GPUs, which needs the"
-        " permission to lock them; emulated: passes through the layers sleep, for tests on CPUs",
+        description="the clocks of pipeline stages change after a loss: up if other stages wait"
+        " for this one, down if it waits; nvml: those of the GPUs, which needs the"
+        " permission to lock them; emulated: passes through the layers sleep, for tests on"
+        " CPUs",
     )
     clock_table: _ClocksText = Field(
         "0.8 0.9 1 1.1",
@@ -280,23 +281,25 @@ class ElasticConfig(BaseModel):
     )
     power_cap_w: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None,
-        description="watts that all workers may draw together, each 100 + 800 times the third power"
-        " of its clock; none: what those of launch and reserve draw at clock 1",
+        description="watts that all workers may draw together, each 100 + 800 times the third"
+        " power of its clock; none: the power that the workers of launch and reserve draw at"
+        " clock 1",
     )
     gpu_engine: Literal["auto", "host", "nccl"] = Field(
         "auto",
-        description="what carries GPU tensors; nccl: NCCL, which needs one process per GPU; host:"
-        " the workers' own links, through host memory; auto: NCCL where that works, else host",
+        description="transport of GPU tensors; nccl: NCCL, which needs one process per GPU;"
+        " host: the workers' own links, through host memory; auto: NCCL if that works, else"
+        " host",
     )
     last_checkpoint_dir: Path | None = Field(
         None,
-        description="DeepSpeed: folder for a checkpoint that the engine writes where every worker"
-        " is told to leave, before the job ends; none: it ends without",
+        description="DeepSpeed: folder for a checkpoint that the engine writes before the job"
+        " ends because all workers are asked to leave; none: it writes none",
     )
     stop_after: Annotated[int, Field(ge=1)] | None = Field(
         None,
-        description="steps after which the job ends by itself as if they were all, for rehearsals;"
-        " the script's learning rates stay those of its whole run; none: the script's own number",
+        description="steps after which the job ends as if they were all, for rehearsals; the"
+        " script's learning rates stay those of its whole run; none: the script's own number",
     )
     seed: int | None = Field(
         None,

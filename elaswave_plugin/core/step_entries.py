@@ -41,8 +41,8 @@ _ROWS: tuple[tuple[str, ...], ...] = (
     (
         "what the loop's body changed in trained weights",
         "all",
-        "copied before the step begins, installed on top of the seal; refused where it is float32 "
-        "masters or moments, in ZeRO-3, or where layers have moved",
+        "copied before the step begins, installed on top of the seal; refused for float32 "
+        "masters and moments, in ZeRO-3, and after layers have moved",
         _GIVEN,
         _AT_ENTRY,
         "the trained weights",
@@ -58,15 +58,15 @@ _ROWS: tuple[tuple[str, ...], ...] = (
     (
         "weights that are not trained; names, shapes and kinds of all weights",
         "Megatron-Core, Megatron-LM",
-        "put back where they differ; layers that move take theirs along",
+        "put back if they differ; layers that move take theirs along",
         _GIVEN,
-        "digest at the start (refused where replicas differ), at an entry and after a move",
+        "digest at the start (refused if replicas differ), at an entry and after a move",
         "weights that are not trained, or the names and shapes of weights",
     ),
     (
         "weights that are not trained",
         _DEEPSPEED,
-        "constant: refused where they change between two steps, unless kept",
+        "constant: refused if they change between two steps, unless kept",
         "from a survivor",
         "digest before every step",
         "weights that are not trained",
@@ -74,7 +74,8 @@ _ROWS: tuple[tuple[str, ...], ...] = (
     (
         "buffers that passes change, exact mode",
         "Megatron-Core, data parallel",
-        "put back, each replica's own; who hosts a lost replica has its values for its passes",
+        "put back, each replica's own; the worker that hosts a lost replica has its values for its "
+        "passes",
         "all replicas' values",
         _AT_ENTRY,
         "the model's buffers",
@@ -116,7 +117,7 @@ _ROWS: tuple[tuple[str, ...], ...] = (
         "generators of torch, its device, NumPy and Python",
         _DEEPSPEED,
         "put back; torch is keyed by step and first sample. After a loss shares are larger, and "
-        "draws for a share are others than in the undisturbed run",
+        "draws for a share differ from those of the undisturbed run",
         "from a survivor",
         "-",
         "the random generators",
@@ -134,7 +135,7 @@ _ROWS: tuple[tuple[str, ...], ...] = (
         _DEEPSPEED,
         f"{_SEALED} (the capsule)",
         "the capsule of the others",
-        "iteration and epoch before every update",
+        "iteration and pass over the data before every update",
     ),
     (
         "what the script gives to elaswave_plugin.keep",

@@ -1,4 +1,4 @@
-"""`elaswave drain` in a job of pipelines: who is needed for a stage stays."""
+"""`elaswave drain` in a job of pipelines: a worker that its stage needs stays."""
 
 from dataclasses import replace
 from pathlib import Path

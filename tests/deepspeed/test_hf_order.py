@@ -1,4 +1,4 @@
-"""The order of an Accelerate loader: what its own shards deal out, whoever asks, and again."""
+"""The order of an Accelerate loader: that of its own shards, for each worker that asks."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The loader's order is DeepSpeed's, whoever reads it; shares have no gap and no overlap."""
+"""The loader's order is DeepSpeed's for each worker; shares have no gap and no overlap."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""A thousand noisy steps in which nobody hangs, and nobody is taken for a worker that does."""
+"""A thousand noisy steps without a hang, in which no worker is taken for a hung one."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""A stage that has nobody left goes on with workers of other stages, bit for bit."""
+"""A stage without a replica goes on with workers of other stages, bit for bit."""
 
 from dataclasses import replace
 

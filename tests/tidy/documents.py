@@ -154,7 +154,7 @@ def step_state_table() -> str:
     """The state of a step, one row an entry."""
     from elaswave_plugin.core.step_entries import state_of_a_step
 
-    titles = ("state", "where", "in a redo", "for who comes later", "compared by")
+    titles = ("state", "where", "in a redo", "for a worker that joins later", "compared by")
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     return "\n".join([*lines, *("| " + " | ".join(one[:5]) + " |" for one in state_of_a_step())])
 

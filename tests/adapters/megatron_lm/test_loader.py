@@ -1,4 +1,4 @@
-"""Whoever reads a micro-batch, its samples are those that Megatron-LM's sampler would give."""
+"""The samples of a micro-batch are those of Megatron-LM's sampler, on any worker."""
 
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace

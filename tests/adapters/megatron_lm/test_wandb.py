@@ -1,4 +1,4 @@
-"""--wandb-project: one W&B run, offline for real, whoever is the last rank that writes to it."""
+"""--wandb-project: one W&B run, offline for real, whichever rank is the last one."""
 
 from collections.abc import Callable
 from pathlib import Path
