@@ -89,6 +89,20 @@ def settings_table() -> str:
     return "\n".join(lines)
 
 
+def phases_table() -> str:
+    """The phases in which a fault can strike."""
+    from elaswave_plugin.config import OUTSIDE_PHASES, RECOVERY_PHASES, STEP_PHASES
+
+    lines = ["| of | phases |", "|---|---|"]
+    for whose, phases in (
+        ("a step", STEP_PHASES),
+        ("a recovery", RECOVERY_PHASES),
+        ("the time outside of steps", OUTSIDE_PHASES),
+    ):
+        lines.append(f"| {whose} | {', '.join(f'`{phase}`' for phase in phases)} |")
+    return "\n".join(lines)
+
+
 def toml_text() -> str:
     """A TOML file with every key, its default and its comment."""
     lines = [
@@ -183,6 +197,7 @@ def parts() -> tuple[tuple[Path, str, Callable[[], str]], ...]:
 
     return (
         (SETTINGS, "settings", settings_table),
+        (SETTINGS, "phases", phases_table),
         (LATENCY, "latency", latency_table),
         (STEP_STATE, "step state", step_state_table),
         (LIMITS, "megatron-core", refused.megatron_table),
