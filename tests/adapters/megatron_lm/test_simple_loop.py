@@ -1,5 +1,6 @@
 """Megatron-LM's smallest example, protected by a dozen lines, loses a worker and is equal."""
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,8 +44,8 @@ def test_it_loses_a_worker_and_is_equal(
 
 
 def printed(run: Outcome) -> set[str]:
-    """The losses, as all workers print them."""
-    found = {line for line in run.output.splitlines() if line.startswith("Iteration ")}
+    """The losses, as all workers print them; two may print before either ends its line."""
+    found = set(re.findall(r"Iteration \d+: loss \d+\.\d+", run.output))
     assert len(found) == run.spec.steps, run.output[-3000:]
     return found
 
