@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from elaswave_plugin.core.codec import from_json
 from elaswave_plugin.core.hang import (
     COMMIT,
     NOBODY,
@@ -231,7 +232,7 @@ def _worker(peer: Record, answer: Record | None, view: Record) -> Record:
         worker["incarnation"] = answer["incarnation"]
         worker["trainer_pid"] = answer["trainer_pid"] or None
         if answer["progress"] is not None:
-            _add_progress(worker, Sample.from_json(answer["progress"]))
+            _add_progress(worker, from_json(Sample, answer["progress"]))
         proposal = _open_proposal([answer], view["epoch"])
         if proposal is not None and answer["proposal"]["late"]:
             worker["suspicion"] = (
@@ -262,7 +263,7 @@ def _add_progress(worker: Record, sample: Sample) -> None:
 
 def _hangs(answers: Iterable[Record], ranks: Sequence[int]) -> dict[int, str]:
     """What speaks against a worker that stands still, as the supervisors would judge it."""
-    given = [Sample.from_json(a["progress"]) for a in answers if a["progress"] is not None]
+    given = [from_json(Sample, a["progress"]) for a in answers if a["progress"] is not None]
     samples = {sample.slot: sample for sample in given if sample.slot in ranks}
     waiting = who_waits(ranks, samples)
     found = {}

@@ -58,7 +58,6 @@ from elaswave_plugin.core.agreement_orders import (
     Effect,
     Over,
 )
-from elaswave_plugin.core.agreement_wire import pack_payload
 from elaswave_plugin.core.due import boundary_of, due_view
 from elaswave_plugin.core.election import outcome_of
 from elaswave_plugin.core.ending import ending_of, no_quorum
@@ -66,6 +65,7 @@ from elaswave_plugin.core.follower import Follower
 from elaswave_plugin.core.membership import MembershipView, WorkerId
 from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.core.supervisors import Supervisors
+from elaswave_plugin.core.worker_facts import pack_payload
 from elaswave_plugin.errors import EXIT_FAILED, EXIT_LEFT_OUT
 
 _YIELD_S = 1.0
@@ -400,7 +400,7 @@ class Agreement(Follower):
     def _lead(self, now_s: float) -> None:
         self._note_start()
         for worker, raised in self._reports.untold():
-            self._note("worker_raised", **worker.to_json(), **asdict(raised))
+            self._note("worker_raised", **asdict(worker), **asdict(raised))
         self._reports.pass_time(self.committed, now_s)
         if self._stop_if_decided():
             return

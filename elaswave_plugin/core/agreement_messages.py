@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from elaswave_plugin.core.codec import WireMessage
 from elaswave_plugin.core.membership import Arrival, FailureEvent, MembershipView, WorkerId
 
 Facts = dict[str, Any]
@@ -61,7 +62,7 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepare:
+class Prepare(WireMessage):
     """A would-be leader asks for the promise to refuse lower ballots.
 
     `epoch`: that of the newest view that it knows to be committed.
@@ -73,7 +74,7 @@ class Prepare:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Promise:
+class Promise(WireMessage):
     """The answer to `Prepare`: what this member knows, its node has accepted, its trainer was told.
 
     `newer`: committed views that who asks does not know; `asked_epoch`: the highest for which its
@@ -91,14 +92,14 @@ class Promise:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Propose:
+class Propose(WireMessage):
     """The leader's plan for the next view."""
 
     proposal: Proposal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Quiesced:
+class Quiesced(WireMessage):
     """A member accepted the proposal and its trainer (if it has one: facts) has stopped.
 
     `entering`: that trainer has not been in any view yet.
@@ -111,7 +112,7 @@ class Quiesced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
+class Begun(WireMessage):
     """The sender's trainer has begun `step`, and begins no other before it knows where all stop."""
 
     ballot: Ballot
@@ -119,7 +120,7 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StopBefore:
+class StopBefore(WireMessage):
     """All trainers stop before `step`, which none of them has begun."""
 
     ballot: Ballot
@@ -127,31 +128,32 @@ class StopBefore:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Committed:
-    """The view is decided; `payload` is for the trainers (see `pack_payload`)."""
+class Committed(WireMessage):
+    """The view is decided; `payload` is for the trainers (see `core/worker_facts.py`)."""
 
     proposal: Proposal
     payload: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refuse:
+class Refuse(WireMessage):
     """A higher ballot was promised to somebody else."""
 
     promised: Ballot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Raised:
+class Raised(WireMessage):
     """What ended a script: an exception of class `error`, raised at `where`, as "train.py:12".
 
-    `when`: where in the training, as "in step 3"; `traceback`: "" where it was shown already.
+    `when`: where in the training, as "in step 3", which the script's supervisor adds; `traceback`:
+    "" where it was shown already.
     """
 
     error: str
     message: str
     where: str
-    when: str
+    when: str = ""
     traceback: str = ""
 
     def __str__(self) -> str:
@@ -165,7 +167,7 @@ class Raised:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class Report(WireMessage):
     """A supervisor witnessed the end of its own trainer; exit_code is None after a signal.
 
     `raised`: what ended its script, where it has told.
@@ -177,7 +179,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Accuse:
+class Accuse(WireMessage):
     """A supervisor lost sight of another one."""
 
     slot: int
@@ -185,7 +187,7 @@ class Accuse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Severed:
+class Severed(WireMessage):
     """A link between two trainers broke in this epoch while one of them needed it."""
 
     epoch: int
@@ -193,7 +195,7 @@ class Severed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replan:
+class Replan(WireMessage):
     """In this epoch one of the workers got a wish, which its facts name in the next view."""
 
     epoch: int
@@ -201,24 +203,24 @@ class Replan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FirstSeal:
+class FirstSeal(WireMessage):
     """The sender's trainer has sealed its first snapshot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AllSealed:
+class AllSealed(WireMessage):
     """Every trainer has sealed its first snapshot: from now on a loss can be survived."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
+class Done(WireMessage):
     """The sender's trainer has finished its work; exit_code is set once it has exited."""
 
     exit_code: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Detached:
+class Detached(WireMessage):
     """The sender's trainer trains (else: has ended) without having joined the job.
 
     `missing`: what the script lacks. It is no news for the next leader: one has said it.
@@ -229,14 +231,14 @@ class Detached:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
+class Ready(WireMessage):
     """The sender's trainer, a new incarnation, is built and waits to be let in."""
 
     arrival: Arrival
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Notice:
+class Notice(WireMessage):
     """The sender's trainer has to go, and does so between two steps.
 
     `saves_last`: where all have to go, it writes a last checkpoint with the others, and ends.
@@ -251,28 +253,28 @@ class Notice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stays:
+class Stays(WireMessage):
     """The leader to who asked for it: a notice is void, and nobody is to be told of it again."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settled:
+class Settled(WireMessage):
     """The sender's trainer needs nothing any more that was sealed before this epoch."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Starts:
+class Starts(WireMessage):
     """A supervisor starts a trainer in the place of a lost one; whoever comes later is newer."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Admit:
+class Admit(WireMessage):
     """The leader lets the supervisor at `address` take the place of a lost one (`admission`)."""
 
     ballot: Ballot
@@ -282,7 +284,7 @@ class Admit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome:
+class Welcome(WireMessage):
     """What a supervisor that comes later has to know to take part; `worker`: its first trainer.
 
     `incarnations`: the newest known of each slot that had more than one; `lost`: with evidence;
@@ -301,7 +303,7 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stop:
+class Stop(WireMessage):
     """The job is over; `part`: for those who follow the sender, which has no majority."""
 
     reason: str

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 from elaswave_plugin.errors import ConfigurationError
 
@@ -32,31 +31,6 @@ class CommunicatorFacts:
     received: Mapping[int, int]
     idle: bool
     shrinks: bool
-
-    def to_json(self) -> dict[str, Any]:
-        """A dict that JSON can carry."""
-        return {
-            "name": self.name,
-            "members": list(self.members),
-            "collectives": self.collectives,
-            "sent": [list(pair) for pair in sorted(self.sent.items())],
-            "received": [list(pair) for pair in sorted(self.received.items())],
-            "idle": self.idle,
-            "shrinks": self.shrinks,
-        }
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> CommunicatorFacts:
-        """The facts that `to_json` described."""
-        return cls(
-            name=str(record["name"]),
-            members=tuple(record["members"]),
-            collectives=int(record["collectives"]),
-            sent={int(slot): int(count) for slot, count in record["sent"]},
-            received={int(slot): int(count) for slot, count in record["received"]},
-            idle=bool(record["idle"]),
-            shrinks=bool(record["shrinks"]),
-        )
 
 
 class Fate(Enum):

@@ -124,15 +124,6 @@ class Sample:
         """The same where it waits in another operation than those that wait for it."""
         return self.stalled_s >= self.may_stall_in_circle_s
 
-    def to_json(self) -> list[object]:
-        """A list that JSON can carry."""
-        return [getattr(self, name) for name in Sample.__slots__]
-
-    @classmethod
-    def from_json(cls, record: Iterable[object]) -> Sample:
-        """The sample that `to_json` described."""
-        return cls(**dict(zip(Sample.__slots__, record, strict=True)))  # type: ignore[arg-type]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from elaswave_plugin.core.reserve import vacant
 
@@ -24,15 +23,6 @@ class WorkerId:
 
     def __str__(self) -> str:
         return f"{self.slot}.{self.incarnation}"
-
-    def to_json(self) -> dict[str, Any]:
-        """A dict that JSON can carry."""
-        return {"slot": self.slot, "incarnation": self.incarnation}
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> WorkerId:
-        """The worker that `to_json` described."""
-        return cls(slot=record["slot"], incarnation=record["incarnation"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,27 +49,6 @@ class FailureEvent:
     def worker(self) -> WorkerId:
         """Whose process failed."""
         return WorkerId(slot=self.slot, incarnation=self.incarnation)
-
-    def to_json(self) -> dict[str, Any]:
-        """A dict that JSON can carry."""
-        return {
-            "kind": self.kind,
-            "slot": self.slot,
-            "detected_at_s": self.detected_at_s,
-            "evidence": self.evidence,
-            "incarnation": self.incarnation,
-        }
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> FailureEvent:
-        """The event that `to_json` described."""
-        return cls(
-            kind=record["kind"],
-            slot=record["slot"],
-            detected_at_s=record["detected_at_s"],
-            evidence=record["evidence"],
-            incarnation=record.get("incarnation", 0),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,27 +101,6 @@ class MembershipView:
         """Its members with their incarnations."""
         pairs = zip(self.ranks, self.incarnations, strict=True)
         return frozenset(WorkerId(slot=slot, incarnation=number) for slot, number in pairs)
-
-    def to_json(self) -> dict[str, Any]:
-        """A dict that JSON can carry."""
-        return {
-            "epoch": self.epoch,
-            "ranks": list(self.ranks),
-            "incarnations": list(self.incarnations),
-            "nodes": list(self.nodes),
-            "reason": self.reason,
-        }
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> MembershipView:
-        """The view that `to_json` described."""
-        return cls(
-            epoch=record["epoch"],
-            ranks=tuple(record["ranks"]),
-            incarnations=tuple(record["incarnations"]),
-            nodes=tuple(record["nodes"]),
-            reason=record["reason"],
-        )
 
 
 def first_view(nodes: tuple[int, ...]) -> MembershipView:

@@ -6,26 +6,22 @@ imported here.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from elaswave_plugin.core.communicators import CommunicatorFacts
 
 
-class SlowTold(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class SlowTold:
     """What one worker tells of another that is slow: as `core.slow.Slow`."""
 
     slot: int
     ratio: float
     peers: tuple[int, ...]
     steps: int
-
-    @classmethod
-    def from_json(cls, record: Sequence[Any]) -> SlowTold:
-        """What the list says that JSON makes of it."""
-        slot, ratio, peers, steps = record
-        return cls(slot, ratio, tuple(peers), steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,26 +53,26 @@ class WorkerFacts:
     run_id: str = ""
     given: Mapping[str, Any] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        """A dict that JSON can carry; what is empty is left out."""
-        told = {one.name: getattr(self, one.name) for one in fields(self)}
-        told["communicators"] = {name: one.to_json() for name, one in self.communicators.items()}
-        return {name: what for name, what in told.items() if what}
 
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> WorkerFacts:
-        """The facts that `to_json` described; raises TypeError for others."""
-        told = dict(record)
-        for name in ("live", "slow_views", "cuts_wanted"):
-            if name in told:
-                told[name] = tuple(told[name])
-        held = told.get("communicators", {}).items()
-        told["communicators"] = {name: CommunicatorFacts.from_json(one) for name, one in held}
-        told["unreadable"] = tuple(map(tuple, told.get("unreadable", ())))
-        told["slow"] = tuple(map(SlowTold.from_json, told.get("slow", ())))
-        return cls(**told)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Payload:
+    """What comes with a commit: the facts by slot, and every sealed record that somebody has.
+
+    The supervisors hand it on as text: at many workers, to take it apart and put it together again
+    on the way to each trainer is most of the work of a commit.
+    """
+
+    facts: dict[int, WorkerFacts]
+    inventory: list[dict[str, Any]]
+
+
+def pack_payload(
+    facts: Mapping[int, Mapping[str, Any]], inventory: Sequence[Mapping[str, Any]]
+) -> str:
+    """Return the text of a `Payload`, of parts that are read by nobody on the way."""
+    return json.dumps({"facts": facts, "inventory": inventory})
 
 
 def step_told(record: Mapping[str, Any]) -> int:
-    """The step before which the worker stands that `WorkerFacts.to_json` described."""
+    """The step before which the worker stands whose facts these are, as JSON."""
     return int(record.get("step", 0))

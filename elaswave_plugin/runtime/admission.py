@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elaswave_plugin.core.agreement_messages import Welcome
-from elaswave_plugin.core.agreement_wire import from_wire
+from elaswave_plugin.core.codec import UnreadableMessageError, from_json
 from elaswave_plugin.core.reserve import vacant
 from elaswave_plugin.errors import AgreementError
 from elaswave_plugin.runtime.peer import Peer
@@ -38,7 +38,7 @@ class Roster:
     @property
     def peers(self) -> tuple[Peer, ...]:
         """All supervisors by slot, the lost ones among them."""
-        return tuple(Peer(**peer) for peer in self.record["peers"])
+        return tuple(from_json(Peer, peer) for peer in self.record["peers"])
 
     @property
     def free(self) -> tuple[int, ...]:
@@ -137,7 +137,7 @@ def _attempt(
             if (peer.slot, peer.pid) not in links:
                 links[peer.slot, peer.pid] = _link(own, peer)
         by_slot = {peer.slot: links[peer.slot, peer.pid] for peer in roster.living}
-        asked = {"t": "admit", "peer": own.to_json(), "linked": list(by_slot)}
+        asked = {"t": "admit", "peer": own, "linked": list(by_slot)}
         answer = request(roster.leader.data, asked, _ANSWER_S)
         if answer["reason"] is None:
             break
@@ -159,7 +159,7 @@ def _link(own: Peer, peer: Peer) -> socket.socket:
     host, _, port = peer.data.rpartition(":")
     sock = socket.create_connection((host, int(port)), timeout=_ANSWER_S)
     try:
-        send_frame(sock, {"t": "link", "peer": own.to_json()})
+        send_frame(sock, {"t": "link", "peer": own})
         answer = receive_frame(sock, _ANSWER_S)
         if answer.get("t") != "linked":
             raise ConnectionError(f"worker {peer.slot}: {answer.get('error', 'no link')}")
@@ -173,9 +173,11 @@ def _welcome(roster: Roster, own: Peer, links: dict[int, socket.socket]) -> Welc
     """What the leader says, once all who live use our links. Raises OSError where one does not."""
     for sock in links.values():
         receive_frame(sock, _ANSWER_S)  # "admitted"
-    welcome = from_wire(receive_frame(links[roster.leader.slot], _ANSWER_S))
-    if not isinstance(welcome, Welcome):
-        raise ConnectionError("the leader does not welcome this supervisor")
+    frame = receive_frame(links[roster.leader.slot], _ANSWER_S)
+    try:
+        welcome: Welcome = from_json(Welcome, frame)
+    except UnreadableMessageError as error:
+        raise ConnectionError(f"the leader {error}") from error
     if {*welcome.lost, own.slot, *links} != {peer.slot for peer in roster.peers}:
         raise ConnectionError("who lives in the job has changed")
     return welcome

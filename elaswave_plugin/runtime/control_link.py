@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 
+from elaswave_plugin.core.codec import WireMessage
 from elaswave_plugin.errors import JobStopped
 from elaswave_plugin.runtime.wire import Frame, FrameBuffer, encode
 
@@ -65,7 +66,7 @@ class ControlLink:
 
         threading.Thread(target=run, name="elaswave-doorbell", daemon=True).start()
 
-    def send(self, frame: Frame) -> None:
+    def send(self, frame: Frame | WireMessage) -> None:
         """From any thread. Raises JobStopped where the supervisor is gone, or does not read."""
         try:
             with self._sending:

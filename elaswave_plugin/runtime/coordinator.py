@@ -24,12 +24,12 @@ from elaswave_plugin.core.agreement_orders import (
     Ring,
     Send,
 )
-from elaswave_plugin.core.agreement_wire import UnreadableMessageError, from_wire, to_wire
+from elaswave_plugin.core.codec import UnreadableMessageError, from_json
 from elaswave_plugin.core.hang import Sample
 from elaswave_plugin.core.lease import Lease
 from elaswave_plugin.core.membership import MembershipView
 from elaswave_plugin.core.patience import Heartbeat, Patience
-from elaswave_plugin.runtime.control_frames import SAID_BY_PEER, flaw_of
+from elaswave_plugin.runtime.control_frames import Ask, Beat, FromPeer, Goodbye, Here
 from elaswave_plugin.runtime.hang_watch import HangWatch
 from elaswave_plugin.runtime.job_summary import Changes
 from elaswave_plugin.runtime.node_register import NodeRegister
@@ -39,7 +39,7 @@ from elaswave_plugin.runtime.rendezvous import Meeting
 from elaswave_plugin.runtime.say import say
 from elaswave_plugin.runtime.spoken_notes import words_of, words_of_view
 from elaswave_plugin.runtime.wait_watch import WaitWatch
-from elaswave_plugin.runtime.wire import Channel, Frame, encode, has_ended, not_understood
+from elaswave_plugin.runtime.wire import Channel, Frame, encode, has_ended
 from elaswave_plugin.tracking.events import EventLog
 
 _ASKS = 3
@@ -194,7 +194,7 @@ class Coordinator:
         channels = list(self._channels.values())
         # Everybody has it before anybody sees a link close, and accuses this one of being gone.
         for channel in channels:
-            channel.send({"m": "goodbye"})
+            channel.send(Goodbye())
         for channel in channels:
             channel.half_close(timeout_s)
         deadline_s = time.monotonic() + timeout_s
@@ -236,7 +236,7 @@ class Coordinator:
         # It may still give up, and then lives on without a slot: only once it speaks is it fenced.
         self._arriving.add(slot)
         self._add_link(slot, held[1])
-        self._channels[slot].send({"m": "admitted"})
+        self._channels[slot].send({"t": "admitted"})
         self._trainer_side.peer_replaced(slot)
 
     def _add_link(self, peer: int, sock: socket.socket) -> None:
@@ -251,24 +251,25 @@ class Coordinator:
                 self._arriving.discard(peer)
                 self._open_neighbour(self.peers[peer])
             try:
-                message = _read(frame)
+                message: FromPeer = from_json(FromPeer, frame)
             except UnreadableMessageError as error:
                 # Whoever hears less than was said does not act on the rest of it.
                 self._channels[peer].close()
-                self._cut[peer] = f"its supervisor {not_understood(error.kind, error.flaw)}"
+                self._cut[peer] = f"its supervisor {error}"
                 return
-            if message is not None:
-                with self._turn(message):
-                    self.agreement.receive(peer, message, now_s)
-            elif frame["m"] == "goodbye":
-                self._ending.add(peer)
-            elif frame["m"] == "ask":
-                self._channels[peer].send({"m": "here"})
-            elif frame["m"] == "here":
-                pass  # it has been heard: that is all
-            else:  # "beat"
-                self._hangs.heard(peer, frame)
-                self._take_beat(peer, frame, now_s)
+            match message:
+                case Goodbye():
+                    self._ending.add(peer)
+                case Ask():
+                    self._channels[peer].send(Here())
+                case Here():
+                    pass  # it has been heard: that is all
+                case Beat():
+                    self._hangs.heard(peer, message)
+                    self._take_beat(peer, message, now_s)
+                case _:
+                    with self._turn(message):
+                        self.agreement.receive(peer, message, now_s)
 
         def closed(evidence: str) -> None:
             self._cut[peer] = f"its supervisor (pid {self.peers[peer].pid}) is gone: {evidence}"
@@ -320,7 +321,7 @@ class Coordinator:
     def _send(self, to: int, message: Message) -> None:
         """A message to many is encoded once."""
         if self._last_sent[0] is not message:
-            self._last_sent = message, encode(to_wire(message))
+            self._last_sent = message, encode(message)
         if to in self._channels:  # a newcomer whose link is not there is lost already
             self._channels[to].send_encoded(self._last_sent[1])
 
@@ -392,8 +393,14 @@ class Coordinator:
             heard, at_s = self._last_beats.get(peer, (0, now_s))
             # Its node speaks for another leader, and so not for this one's time.
             heard = heard if self.agreement.follows else 0
-            beat = {"m": "beat", "n": number, "heard": heard, "left": self._lease.left_s(at_s)}
-            self._channels[peer].send({**beat, **self._hangs.outgoing(peer)})
+            beat = Beat(
+                n=number,
+                heard=heard,
+                left=self._lease.left_s(at_s),
+                page=self._hangs.page,
+                waiting=self._hangs.waiting_for(peer),
+            )
+            self._channels[peer].send(beat)
         if late_s > self._heartbeat.every_s:
             # It is this process that did not run: what the others sent is still unread.
             since_s = now_s - self._heartbeat.every_s
@@ -420,7 +427,7 @@ class Coordinator:
                 self._lose(peer, f"its supervisor (pid {self.peers[peer].pid}) {was}")
             else:
                 self._asked[peer] += 1
-                self._channels[peer].send({"m": "ask"})
+                self._channels[peer].send(Ask())
 
     def _beside(self, leader: int) -> list[int]:
         """Those on the node of the leader, which is another one, to which a link stands."""
@@ -428,13 +435,13 @@ class Coordinator:
         node = self.peers[leader].node
         return [slot for slot in links if slot != leader and self.peers[slot].node == node]
 
-    def _take_beat(self, peer: int, beat: Frame, now_s: float) -> None:
+    def _take_beat(self, peer: int, beat: Beat, now_s: float) -> None:
         """What another one has heard of this one is for how long it may count on being in."""
-        self._last_beats[peer] = beat["n"], now_s
+        self._last_beats[peer] = beat.n, now_s
         if peer == self.agreement.leader:
-            self._lease.granted(beat["heard"], left_s=beat["left"], now_s=now_s)
+            self._lease.granted(beat.heard, left_s=beat.left, now_s=now_s)
         else:
-            self._lease.acknowledged(self.peers[peer].node, beat["heard"], now_s=now_s)
+            self._lease.acknowledged(self.peers[peer].node, beat.heard, now_s=now_s)
         self._lend(now_s)
 
     def _lend(self, now_s: float) -> None:
@@ -455,13 +462,3 @@ class Coordinator:
 
 def _wake() -> None:
     """A timer that only ends the wait: `settle` runs after each batch of events anyway."""
-
-
-def _read(frame: Frame) -> Message | None:
-    """What a frame says to the agreement; None where it is of the link alone."""
-    flaw = flaw_of(frame, SAID_BY_PEER, key="m")
-    if flaw is None:
-        return from_wire(frame)
-    if flaw:
-        raise UnreadableMessageError(frame["m"], flaw)
-    return None

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+from elaswave_plugin.core.codec import WireMessage
+from elaswave_plugin.runtime.control_frames import Copied, Copying
 from elaswave_plugin.runtime.peer import Peer
 from elaswave_plugin.runtime.sealed_memory import Record
 from elaswave_plugin.runtime.snapshot_server import SnapshotCopier
 from elaswave_plugin.runtime.snapshot_store import SnapshotStore
-from elaswave_plugin.runtime.wire import Frame
 from elaswave_plugin.tracking.events import EventLog
 
 
@@ -25,10 +26,10 @@ class Copies:
         peers: Sequence[Peer],
         *,
         node: int,
-        tell: Callable[[Frame], None],
+        tell: Callable[[WireMessage], None],
         events: EventLog,
     ) -> None:
-        """`node`: the own one; `tell(frame)`, from any thread, is for the trainer."""
+        """`node`: the own one; `tell(message)`, from any thread, is for the trainer."""
         self._store = store
         self._peers = peers
         self._node = node
@@ -61,10 +62,10 @@ class Copies:
         )
 
     def _copied(self, target: int, step: int, epoch: int) -> None:
-        self._tell({"t": "copied", "step": step, "epoch": epoch, "slot": target})
+        self._tell(Copied(step=step, epoch=epoch, slot=target))
 
     def _moving(self, target: int) -> None:
-        self._tell({"t": "copying", "slot": target})
+        self._tell(Copying(slot=target))
 
     def _broken(self, target: int, why: str) -> None:
         # The end of the target itself comes over its control link; this is only for the record.

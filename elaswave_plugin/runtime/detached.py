@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from elaswave_plugin.core.agreement_messages import Detached
 from elaswave_plugin.runtime.progress import page_fd, page_of
 from elaswave_plugin.runtime.reserve import CONTROL_FD
 from elaswave_plugin.runtime.wire import encode
@@ -58,7 +59,7 @@ class _Watch:
         if page is not None:
             page.close()
             return
-        frame = encode({"t": "detached", "trains": trains, "missing": _missing()})
+        frame = encode(Detached(trains=trains, missing=_missing()))
         # Where the supervisor is gone, this process is about to be killed.
         with contextlib.suppress(OSError), socket.socket(fileno=self._copy_of_link()) as link:
             link.sendall(frame)

@@ -14,8 +14,8 @@ from typing import Protocol
 from elaswave_plugin.core.agreement import Agreement
 from elaswave_plugin.core.hang import Sample, Waiting, verdict, who_waits
 from elaswave_plugin.errors import EXIT_CONFIGURATION
+from elaswave_plugin.runtime.control_frames import Beat
 from elaswave_plugin.runtime.reactor import Reactor
-from elaswave_plugin.runtime.wire import Frame
 from elaswave_plugin.tracking.events import EventLog
 
 _SHORTEST_PAUSE_S = 0.05
@@ -66,36 +66,24 @@ class HangWatch:
         """The beats that follow are of one moment."""
         own = self._trainer.progress(self._awake_s)
         self._still = own if own is not None and own.stalled_s >= _STILL * self._every_s else None
-        if self._leads:
-            self._waiting = self._who_waits(self._still)
+        self._waiting = self._who_waits(self._still) if self._leads else {}
 
-    def outgoing(self, peer: int) -> Frame:
-        """What to add to the beat for another supervisor."""
-        if not self._leads:
-            return {"page": self._still.to_json()} if self._still is not None else {}
-        waiting = self._waiting.get(peer)
-        if waiting is None:
-            return {}
-        return {
-            "waiting": list(waiting.slots),
-            "in_circle": waiting.in_circle,
-            "differs": waiting.differs,
-            "by_script": waiting.by_script,
-        }
+    @property
+    def page(self) -> Sample | None:
+        """The own trainer's, where it stands still and somebody else leads, who is to know it."""
+        return None if self._leads else self._still
 
-    def heard(self, peer: int, beat: Frame) -> None:
+    def waiting_for(self, peer: int) -> Waiting:
+        """Who waits for the trainer of another supervisor, as far as the leader knows."""
+        return self._waiting.get(peer, Waiting())
+
+    def heard(self, peer: int, beat: Beat) -> None:
         """A beat came from another supervisor."""
         self._others.pop(peer, None)
-        if "page" in beat:
-            self._others[peer] = Sample.from_json(beat["page"])
+        if beat.page is not None:
+            self._others[peer] = beat.page
         if peer == self._agreement.leader:
-            self._told = Waiting(
-                slots=tuple(beat.get("waiting", ())),
-                in_circle=beat.get("in_circle", False),
-                differs=beat.get("differs", False),
-                by_script=beat.get("by_script", False),
-            )
-            self._told_s = self._clock()
+            self._told, self._told_s = beat.waiting, self._clock()
 
     @property
     def pages(self) -> dict[int, Sample]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import threading
 import time
@@ -10,13 +11,14 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from elaswave_plugin.core.agreement_wire import UnreadableMessageError, reading, unpack_payload
+import elaswave_plugin.runtime.control_frames as said
+from elaswave_plugin.core.agreement_messages import Severed, Stop
+from elaswave_plugin.core.codec import UnreadableMessageError, from_json, to_json
 from elaswave_plugin.core.hang import COMMIT, OUTSIDE
 from elaswave_plugin.core.membership import MembershipView, WorkerId
-from elaswave_plugin.core.worker_facts import WorkerFacts
+from elaswave_plugin.core.worker_facts import Payload, WorkerFacts
 from elaswave_plugin.errors import AgreementError, ConfigurationError, EpochChanged, JobStopped
 from elaswave_plugin.runtime.continuing import await_lease, guard_continuing
-from elaswave_plugin.runtime.control_frames import SAID_BY_SUPERVISOR, misunderstood
 from elaswave_plugin.runtime.control_link import ControlLink
 from elaswave_plugin.runtime.progress import ANNOUNCED_LIMIT_S, ProgressPage, page_fd
 from elaswave_plugin.runtime.remembered import Remembered
@@ -30,7 +32,7 @@ from elaswave_plugin.runtime.reserve import (
 )
 from elaswave_plugin.runtime.shared_signals import outlive_shared_signals
 from elaswave_plugin.runtime.title import set_title
-from elaswave_plugin.runtime.wire import Frame, not_understood
+from elaswave_plugin.runtime.wire import Frame
 
 # How long a planned arrival is waited for: a test setting.
 PLANNED_ARRIVAL_S = 60.0
@@ -52,17 +54,6 @@ class Commit:
     facts: dict[int, WorkerFacts]
     inventory: list[dict[str, Any]]
     path: tuple[MembershipView, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alone:
-    """What a trainer is told that comes later: it builds by itself, beside the training.
-
-    `view` is that of the launch; `remembered` is what its predecessor had the supervisor keep.
-    """
-
-    view: MembershipView
-    remembered: Remembered
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,7 +97,7 @@ class Member:
         self._before_step: int | None = None
         self._begun_step = -1
         self._arrivals: tuple[int, ...] = ()
-        self._alone: Alone | None = None
+        self._alone: said.Alone | None = None
         self._started = False
         self.told_to_leave = False
         self._commits: list[Commit] = []
@@ -154,12 +145,14 @@ class Member:
         guard_continuing(self.progress_page, lambda: self._stopped() if self._stop_reason else None)
         outlive_shared_signals(self.progress_page)
 
-    def join(self, facts: WorkerFacts, timeout_s: float, *, respawn: int = 0) -> Commit | Alone:
+    def join(
+        self, facts: WorkerFacts, timeout_s: float, *, respawn: int = 0
+    ) -> Commit | said.Alone:
         """Report ready, and wait for the first view; in a job that runs, for what to build from.
 
         `respawn`: times that this slot is started again. Raises AgreementError after `timeout_s`.
         """
-        self._link.send({"t": "join", "facts": facts.to_json(), "respawn": respawn})
+        self._link.send(said.Join(facts=to_json(facts), respawn=respawn))
         deadline_s = time.monotonic() + timeout_s
         with self.progress_page.waiting(COMMIT), self._changed:
             while not self._commits:
@@ -170,15 +163,15 @@ class Member:
 
     def remember(self, what: Remembered) -> None:
         """Have the supervisor keep this for a trainer that replaces this one."""
-        self._link.send({"t": "remember", "what": what})
+        self._link.send(said.Remember(what=what))
 
     def saves_last(self) -> None:
         """Where every worker has to leave, this one writes a checkpoint with them, and ends."""
-        self._link.send({"t": "saves_last"})
+        self._link.send(said.SavesLast())
 
     def ready(self, facts: WorkerFacts) -> None:
         """All is built: ask to be let in. The proposal that does so is answered by `quiesce`."""
-        self._link.send({"t": "ready", "facts": facts.to_json()})
+        self._link.send(said.Ready(facts=to_json(facts)))
 
     def plan_arrivals(self, steps: Collection[int]) -> None:
         """Nobody is let in before the next of these steps: a test setting, alike on all."""
@@ -245,7 +238,7 @@ class Member:
             while self._proposed_epoch <= self._returned_epoch and not self._commits:
                 self._wait(deadline_s, f"a proposal of the next view within {timeout_s:g} s")
             epoch = self._answered_epoch = self._proposed_epoch
-        self._link.send({"t": "quiesced", "epoch": epoch, "facts": facts.to_json()})
+        self._link.send(said.Quiesced(epoch=epoch, facts=to_json(facts)))
         with self._link.receiving_here():
             if self._link.closed:
                 raise self._stopped()
@@ -268,11 +261,11 @@ class Member:
             kept = {n: copies for n, copies in self._copies.items() if step - 1 <= n < step}
             kept[step] = _Copies(epoch=int(record["epoch"]), missing=set(copy_to))
             self._copies = kept
-        self._link.send({"t": "sealed", "record": record, "copy_to": copy_to})
+        self._link.send(said.Sealed(record=record, copy_to=tuple(copy_to)))
 
     def release(self, epoch: int) -> None:
         """Everything of `epoch` is sealed twice: what others sealed before it may go."""
-        self._link.send({"t": "release", "epoch": epoch})
+        self._link.send(said.Release(epoch=epoch))
 
     def wait_copied(self, step: int, timeout_s: float) -> None:
         """Wait until every target holds its copy of the own snapshot of `step`.
@@ -325,38 +318,38 @@ class Member:
 
     def describe(self, layout: dict[str, Any]) -> None:
         """Say who works where, for `elaswave status` and for who asks whom it cannot do without."""
-        self._link.send({"t": "layout", "layout": layout})
+        self._link.send(said.Layout(layout=layout))
 
     def tell_slow(self, slow: Mapping[int, str]) -> None:
         """Say which workers are slow, with the evidence, for `elaswave status`."""
-        self._link.send({"t": "slow", "slow": [[slot, why] for slot, why in sorted(slow.items())]})
+        self._link.send(said.SlowSeen(slow=tuple(sorted(slow.items()))))
 
     def progress(self, text: str) -> None:
         """Say that work goes on: the deadline to answer a proposal starts anew."""
-        self._link.send({"t": "progress", "text": text})
+        self._link.send(said.Progress(text=text))
 
     def replan(self, reason: str) -> None:
         """Ask for a view of the same members between two steps: facts name what it is for."""
-        self._link.send({"t": "replan", "reason": reason})
+        self._link.send(said.Replan(reason=reason))
 
     def severed(self, epoch: int, evidence: str) -> None:
         """A link to another worker broke in this epoch while it was needed."""
-        self._link.send({"t": "severed", "epoch": epoch, "evidence": evidence})
+        self._link.send(Severed(epoch=epoch, evidence=evidence))
 
     def abandon(self, reason: str, exit_code: int = 1) -> None:
         """The job cannot go on: have all of it stopped, with this reason."""
-        self._link.send({"t": "abandon", "reason": reason, "exit_code": exit_code})
+        self._link.send(said.Abandon(reason=reason, exit_code=exit_code))
 
     def leave(self, reason: str, *, returns: bool = False) -> None:
         """This worker goes, as planned: the others go on without it, and it may exit.
 
         `returns`: another is started in its place.
         """
-        self._link.send({"t": "leave", "reason": reason, "returns": returns})
+        self._link.send(said.Leave(reason=reason, returns=returns))
 
     def finish(self, completed: int = 0) -> None:
         """The work is done here, with so many steps: an exit with code 0 is no failure any more."""
-        self._link.send({"t": "finish", "completed": completed})
+        self._link.send(said.Finish(completed=completed))
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -413,93 +406,90 @@ class Member:
                 self.progress(phase)
 
     def _on_frame(self, frame: Frame) -> None:
-        flaw = misunderstood(frame, SAID_BY_SUPERVISOR)
-        if flaw is not None:
-            self._ended(f"the supervisor of worker {self.slot} {flaw}")
-            return
-        match frame["t"]:
-            case "propose":
-                if not self._can_wait(frame):
-                    self._interrupt(frame)
-            case "notice":
-                self.told_to_leave = True
-            case "stop":
-                self._stop_reason, self._stop_code = frame["reason"], frame["exit_code"]
-                self._on_propose(self._proposed_epoch + 1, frame["reason"])
-            case "cuts_wanted":
-                self.cuts_wanted = tuple(frame["cuts"])
+        try:
+            self._take(from_json(said.FromSupervisor, frame))
+        except UnreadableMessageError as error:
+            self._ended(f"the supervisor of worker {self.slot} {error}")
+
+    def _take(self, message: said.FromSupervisor) -> None:
+        match message:
+            case said.Propose():
+                if not self._can_wait(message):
+                    self._interrupt(message)
+            case Stop():
+                self._stop_reason, self._stop_code = message.reason, message.exit_code
+                self._on_propose(self._proposed_epoch + 1, message.reason)
             case _:
-                try:
-                    with self._changed:
-                        self._note(frame)
-                except UnreadableMessageError as error:
-                    flaw = not_understood(error.kind, error.flaw)
-                    self._ended(f"the supervisor of worker {self.slot} {flaw}")
+                with self._changed:
+                    self._note(message)
         with self._changed:
             self._changed.notify_all()
 
-    def _interrupt(self, frame: Frame) -> None:
+    def _interrupt(self, proposal: said.Propose) -> None:
         if not self._awaited():
             self._proposed_at_s = time.monotonic()
-        self._answer_within_s = frame["within_s"]
+        self._answer_within_s = proposal.within_s
         # The flag before the bell: whoever the doorbell wakes must find it set.
-        self._proposed_reason = frame["reason"]
-        self._proposed_epoch = frame["epoch"]
-        self._on_propose(frame["epoch"], frame["reason"])
+        self._proposed_reason = proposal.reason
+        self._proposed_epoch = proposal.epoch
+        self._on_propose(proposal.epoch, proposal.reason)
 
-    def _note(self, frame: Frame) -> None:
+    def _note(self, message: said.FromSupervisor) -> None:
         """Keep what somebody waits for; the condition is held."""
-        match frame["t"]:
-            case "commit":
-                with reading("commit"):
-                    self._commits.append(_read_commit(frame))
-            case "started":
+        match message:
+            case said.NewView():
+                self._commits.append(_read_commit(message))
+            case said.Started():
                 self._started = True
-            case "copied":
-                self._on_copied(frame["step"], frame["epoch"], frame["slot"])
-            case "copying":
-                self._moving_s[frame["slot"]] = time.monotonic()
-            case "alone":
-                with reading("alone"):
-                    view = MembershipView.from_json(frame["view"])
-                self._alone = Alone(view=view, remembered=frame["remembered"])
+            case said.Copied():
+                self._on_copied(message)
+            case said.Copying():
+                self._moving_s[message.slot] = time.monotonic()
+            case said.Alone():
+                self._alone = message
+            case said.Notice():
+                self.told_to_leave = True
+            case said.CutsWanted():
+                self.cuts_wanted = message.cuts
 
-    def _can_wait(self, frame: Frame) -> bool:
+    def _can_wait(self, proposal: said.Propose) -> bool:
         """Whether a proposal waits for a boundary between steps; it is noted for then.
 
         It does not where no step runs, nor where the others stand before one that has begun here.
         """
-        epoch, before_step = frame["epoch"], frame["before_step"]
+        epoch, before_step = proposal.epoch, proposal.before_step
         with self._changed:
             # A commit ends its proposal when it arrives: whoever has taken it is in its recovery,
             # and waits there for this worker.
             settled = self._commits[-1].view.epoch if self._commits else self._returned_epoch
             idle = self._proposed_epoch > settled or not settled
             begun = before_step is not None and self._begun_step >= before_step
-            if not frame["boundary"] or idle or begun:
+            if not proposal.boundary or idle or begun:
                 return False
-            self._boundary, self._before_step = (epoch, frame["reason"]), before_step
-            self._answer_within_s = frame["within_s"]
+            self._boundary, self._before_step = (epoch, proposal.reason), before_step
+            self._answer_within_s = proposal.within_s
             step = self._begun_step
             step = max(step, min((one for one in self._arrivals if one > step), default=0) - 1)
         if before_step is None:
             # Where the supervisor is gone, the listening side says so.
             with contextlib.suppress(JobStopped):
-                self._link.send({"t": "begun", "epoch": epoch, "step": step})
+                self._link.send(said.Begun(epoch=epoch, step=step))
         return True
 
-    def _on_copied(self, step: int, epoch: int, slot: int) -> None:
+    def _on_copied(self, copied: said.Copied) -> None:
         """Count a copy that has arrived, where it is one of the newest snapshot of its step."""
-        copies = self._copies.get(step)
-        if copies is not None and copies.epoch == epoch:
-            copies.missing.discard(slot)
+        copies = self._copies.get(copied.step)
+        if copies is not None and copies.epoch == copied.epoch:
+            copies.missing.discard(copied.slot)
 
 
-def _read_commit(frame: Frame) -> Commit:
-    path = tuple(map(MembershipView.from_json, frame["path"]))
-    told, inventory = unpack_payload(frame["payload"])
-    facts = {slot: WorkerFacts.from_json(one) for slot, one in told.items()}
-    return Commit(view=path[-1], facts=facts, inventory=inventory, path=path)
+def _read_commit(message: said.NewView) -> Commit:
+    try:
+        told: Payload = from_json(Payload, json.loads(message.payload))
+    except ValueError as error:
+        raise UnreadableMessageError("new_view", f" with a payload: {error}") from error
+    path = (*message.before, message.view)
+    return Commit(view=message.view, facts=told.facts, inventory=told.inventory, path=path)
 
 
 def _ignore(epoch: int, reason: str) -> None:

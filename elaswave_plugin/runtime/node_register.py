@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from elaswave_plugin.core.agreement import Agreement
-from elaswave_plugin.core.agreement_wire import memory_from_wire, memory_to_wire
+from elaswave_plugin.core.codec import from_json, to_json
 from elaswave_plugin.core.node_memory import NodeMemory
 from elaswave_plugin.errors import AgreementError
 
@@ -114,14 +114,14 @@ class NodeRegister:
     def _read(self) -> NodeMemory:
         version, offset, length = _HEADER.unpack(os.pread(self._fd, _HEADER.size, 0))
         if version != self._version:
-            self._memory = memory_from_wire(json.loads(os.pread(self._fd, length, offset)))
+            self._memory = from_json(NodeMemory, json.loads(os.pread(self._fd, length, offset)))
             self._version = version
         return self._memory
 
     def _write(self, memory: NodeMemory) -> None:
         if memory is self._memory:
             return
-        record = json.dumps(memory_to_wire(memory)).encode()
+        record = json.dumps(memory, default=to_json).encode()
         version, offset, length = _HEADER.unpack(os.pread(self._fd, _HEADER.size, 0))
         # Beside the one before.
         fits = _HEADER.size + len(record) <= offset

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,17 +16,6 @@ class Peer:
     control: str
     data: str
     machine: str
-
-    def to_json(self) -> dict[str, Any]:
-        """A dict that JSON can carry."""
-        return {
-            "slot": self.slot,
-            "node": self.node,
-            "pid": self.pid,
-            "control": self.control,
-            "data": self.data,
-            "machine": self.machine,
-        }
 
 
 def own_machine() -> str:

@@ -17,6 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from elaswave_plugin.core.admission import Applicant
+from elaswave_plugin.core.codec import from_json
 from elaswave_plugin.core.patience import Heartbeat, Patience
 from elaswave_plugin.runtime.coordinator import Coordinator
 from elaswave_plugin.runtime.peer import Peer
@@ -96,7 +97,7 @@ class Reception:
             "started": self._agreement.started,
             "unused_node": self._agreement.unused_node,
             "lost": sorted(self._coordinator.lost),
-            "peers": [peer.to_json() for peer in self._coordinator.peers],
+            "peers": list(self._coordinator.peers),
             "program": describe_program(self._program),
             **self._of_the_job,
         }
@@ -107,7 +108,7 @@ class Reception:
 
     def answer_admit(self, request: Frame) -> Frame:
         """Whether a newcomer is let in; asked of the leader."""
-        peer = Peer(**request["peer"])
+        peer = from_json(Peer, request["peer"])
         for other in self._coordinator.peers:
             strangers = other.slot not in self._coordinator.lost and other.machine != peer.machine
             if strangers and other.node == peer.node:
@@ -125,7 +126,7 @@ class Reception:
 
     def hold_link(self, request: Frame, sock: socket.socket) -> Frame:
         """Keep the link of a newcomer until the leader has let it in."""
-        self._coordinator.hold(Peer(**request["peer"]), sock)
+        self._coordinator.hold(from_json(Peer, request["peer"]), sock)
         return {"t": "linked"}
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elaswave_plugin.core.agreement_messages import Welcome
+from elaswave_plugin.core.codec import from_json
 from elaswave_plugin.core.reserve import NOWHERE
 from elaswave_plugin.errors import AgreementError, ConfigurationError
 from elaswave_plugin.runtime.peer import Peer, own_machine
@@ -228,16 +229,15 @@ def host_meeting(place: Place, listener: socket.socket, data: str) -> Meeting:
                     send_frame(sock, {"error": refused})
                     sock.close()
                     continue
-                peer = Peer(**{key: greeting[key] for key in own.to_json()})
+                peer: Peer = from_json(Peer, greeting["peer"])
                 peers[peer.slot] = peer
                 links[peer.slot] = sock
                 door.watch(peer.slot, sock)
-    roster = [peers[slot].to_json() for slot in sorted(peers)]
     token = os.urandom(8).hex()
     met = tuple(peers[slot] for slot in sorted(peers))
     with contextlib.ExitStack() as undo:
         for sock in links.values():
-            send_frame(undo.enter_context(sock), {"roster": roster, "token": token})
+            send_frame(undo.enter_context(sock), {"roster": met, "token": token})
         _check_nodes(met)
         undo.pop_all()
     return Meeting(peers=(*met, *_nobody(place)), links=links)
@@ -355,7 +355,7 @@ def join_meeting(place: Place, host: str, data: str) -> Meeting:
                 machine=own_machine(),
             )
             answer = _greet(first, own, place, deadline_s)
-            peers = tuple(Peer(**entry) for entry in answer["roster"])
+            peers = tuple(from_json(Peer, entry) for entry in answer["roster"])
             _check_nodes(peers)
             others = _link_up(place, peers, listener, answer["token"], deadline_s)
         undo.pop_all()
@@ -367,7 +367,7 @@ def _greet(first: socket.socket, own: Peer, place: Place, deadline_s: float) -> 
     sizes = {"world_size": place.world_size, "reserve": place.reserve}
     waiting = MeetingWait(place)
     try:
-        send_frame(first, {**own.to_json(), **sizes})
+        send_frame(first, {"slot": own.slot, "peer": own, **sizes})
         while not select.select([first], [], [], waiting.left_s)[0]:
             if (
                 time.monotonic() > deadline_s + _FIRST_FRAME_S

@@ -22,6 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType, TracebackType
 
+from elaswave_plugin.core.agreement_messages import Raised
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.rehearsed import REHEARSAL
 from elaswave_plugin.runtime.few_warnings import show_few_warnings
@@ -56,19 +57,18 @@ class Reporter:
         """Whether the supervisor was told; a child of the trainer has none to tell."""
         if os.getpid() != self._pid:
             return False
-        frame = {
-            "t": "raised",
-            "error": type(error).__name__,
-            "message": _message(error),
-            "where": _place(error, trace),
-            "traceback": _cut(text),
-        }
+        raised = Raised(
+            error=type(error).__name__,
+            message=_message(error),
+            where=_place(error, trace),
+            traceback=_cut(text),
+        )
         try:
             # The script's own membership may have closed it, and another file have its number.
             if os.fstat(self._fd).st_ino != self._inode:
                 return False
             with socket.socket(fileno=os.dup(self._fd)) as sock:
-                sock.sendall(encode(frame))
+                sock.sendall(encode(raised))
         except OSError:
             return False
         return True

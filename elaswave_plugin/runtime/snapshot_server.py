@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 
+from elaswave_plugin.core.codec import UnreadableMessageError
 from elaswave_plugin.runtime.requests import Answer
 from elaswave_plugin.runtime.say import say
 from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET, Record
 from elaswave_plugin.runtime.snapshot_store import SnapshotStore
 from elaswave_plugin.runtime.wire import (
     Frame,
-    not_understood,
     probe_when_silent,
     receive_frame,
     receive_into,
@@ -103,7 +103,7 @@ class SnapshotServer:
                         self._takers[request["t"]](request, sock.dup())
                         return
                     else:
-                        raise LookupError(not_understood(request["t"]))
+                        raise UnreadableMessageError(request["t"])
             except OSError:
                 return  # the peer is gone or stuck; an unfinished copy has never become a record
             except _MALFORMED as error:

@@ -9,9 +9,21 @@ from typing import Any
 
 from elaswave_plugin.core.agreement_messages import Inventory
 from elaswave_plugin.core.agreement_orders import Ring
+from elaswave_plugin.core.codec import to_json
 from elaswave_plugin.core.hang import Sample
 from elaswave_plugin.core.membership import MembershipView
 from elaswave_plugin.core.reserve import vacant
+from elaswave_plugin.runtime.control_frames import (
+    Finish,
+    FromTrainer,
+    Join,
+    Layout,
+    Leave,
+    Progress,
+    Quiesced,
+    Ready,
+    SlowSeen,
+)
 from elaswave_plugin.runtime.peer import Peer
 from elaswave_plugin.runtime.wire import Frame
 
@@ -32,7 +44,7 @@ class StatusBoard:
         self._exited: str | None = None
         self._proposal: dict[str, Any] | None = None
         self._layout: dict[str, Any] | None = None
-        self._slow: list[list[Any]] = []
+        self._slow: tuple[tuple[int, str], ...] = ()
         self._views: deque[dict[str, Any]] = deque(maxlen=RECENT_VIEWS)
 
     def started(self, pid: int, incarnation: int) -> None:
@@ -40,7 +52,7 @@ class StatusBoard:
         self._trainer_pid = pid
         self._incarnation = incarnation
         self._exited = None
-        self._slow = []
+        self._slow = ()
         self._phase = "starting"
 
     def proposed(self, ring: Ring, now_s: float) -> None:
@@ -66,24 +78,24 @@ class StatusBoard:
         self._phase = "training"
         self._views += [_change(view, now_s) for view in path]
 
-    def heard(self, frame: Frame) -> None:
+    def heard(self, message: FromTrainer) -> None:
         """The trainer says something to its supervisor."""
-        match frame["t"]:
-            case "join":
+        match message:
+            case Join():
                 self._phase = "building" if self._incarnation else "joined"
-            case "ready":
+            case Ready():
                 self._phase = "waiting to enter"
-            case "quiesced":
+            case Quiesced():
                 self._phase = "quiesced"
-            case "progress":
-                self._phase = str(frame["text"])
-            case "layout":
-                self._layout = frame["layout"]
-            case "slow":
-                self._slow = frame["slow"]
-            case "finish":
+            case Progress():
+                self._phase = message.text
+            case Layout():
+                self._layout = message.layout
+            case SlowSeen():
+                self._slow = message.slow
+            case Finish():
                 self._phase = "finished"
-            case "leave":
+            case Leave():
                 self._phase = "leaving"
 
     @property
@@ -134,8 +146,8 @@ class StatusBoard:
             "trainer_pid": self._trainer_pid,
             "incarnation": self._incarnation,
             "phase": self._phase,
-            "progress": progress and progress.to_json(),
-            "view": view.to_json(),
+            "progress": progress and to_json(progress),
+            "view": to_json(view),
             "views": [*self._views, *([_change(view, now_s)] if is_newer else [])],
             "proposal": proposal and {**proposal, "open_s": now_s - proposal["since_s"]},
             "layout": self._layout,

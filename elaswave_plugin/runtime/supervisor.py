@@ -14,8 +14,18 @@ from collections.abc import Callable, Iterable
 from contextlib import closing
 from functools import partial
 
-from elaswave_plugin.core.agreement_messages import Ballot, Committed, Detached, Facts
+import elaswave_plugin.runtime.control_frames as said
+from elaswave_plugin.core.agreement_messages import (
+    Ballot,
+    Committed,
+    Detached,
+    Facts,
+    Raised,
+    Severed,
+    Stop,
+)
 from elaswave_plugin.core.agreement_orders import Ring
+from elaswave_plugin.core.codec import UnreadableMessageError, from_json
 from elaswave_plugin.core.hang import Sample
 from elaswave_plugin.core.membership import MembershipView
 from elaswave_plugin.core.respawn import Deaths, GiveUp
@@ -28,7 +38,6 @@ from elaswave_plugin.errors import (
 )
 from elaswave_plugin.runtime.address_file import Address, clear_addresses, published
 from elaswave_plugin.runtime.admission import SlotRefusedError
-from elaswave_plugin.runtime.control_frames import SAID_BY_TRAINER, misunderstood
 from elaswave_plugin.runtime.coordinator import Coordinator
 from elaswave_plugin.runtime.copies import Copies
 from elaswave_plugin.runtime.job_summary import job_summary, sums_up
@@ -141,7 +150,7 @@ class Supervisor:
             self._store,
             self._coordinator.peers,
             node=self._spec.place.node,
-            tell=lambda frame: self._reactor.post(lambda: self._trainer.send(frame)),
+            tell=lambda message: self._reactor.post(lambda: self._trainer.send(message)),
             events=self._events,
         )
         for number in _SIGNALS:
@@ -267,7 +276,7 @@ class Supervisor:
         """Have the trainer's facts name the cuts, and ask for a view between two steps."""
         refused = why_layers_stay(self._trainer, self._board, request["cuts"])
         if refused is None:
-            self._trainer.send({"t": "cuts_wanted", "cuts": list(request["cuts"])})
+            self._trainer.send(said.CutsWanted(cuts=tuple(request["cuts"])))
             self._agreement.replan(str(request["reason"]), time.monotonic())
         return {"t": "migrate", "refused": refused}
 
@@ -286,16 +295,14 @@ class Supervisor:
         trainer, self._ballot = self._trainer, ring.ballot
         self._board.proposed(ring, time.time())
         if trainer.works and (trainer.delivered or (trainer.is_replacement and trainer.facts)):
-            trainer.send(
-                {
-                    "t": "propose",
-                    "epoch": ring.ballot.epoch,
-                    "reason": ring.reason,
-                    "within_s": self._spec.patience.quiesce_timeout_s,
-                    "boundary": ring.boundary,
-                    "before_step": ring.before_step,
-                }
+            proposal = said.Propose(
+                epoch=ring.ballot.epoch,
+                reason=ring.reason,
+                within_s=self._spec.patience.quiesce_timeout_s,
+                boundary=ring.boundary,
+                before_step=ring.before_step,
             )
+            trainer.send(proposal)
         elif trainer.works and not trainer.is_replacement:
             if trainer.facts is not None:
                 self._answer(trainer.facts)
@@ -309,19 +316,18 @@ class Supervisor:
             path = tuple(self._agreement.history[1:])
         trainer.delivered = True
         self._board.committed(path, time.time())
-        views = [view.to_json() for view in path]
-        trainer.send({"t": "commit", "path": views, "payload": committed.payload})
+        trainer.send(said.NewView(before=path[:-1], view=path[-1], payload=committed.payload))
 
     def started(self) -> None:
         """Every trainer has sealed its first snapshot, and everyone may know it."""
-        self._trainer.send({"t": "started"})
+        self._trainer.send(said.Started())
 
     def dismiss(self) -> None:
         """A view without the trainer is committed, as it was told to leave."""
         self._trainer.left = True
         self._board.dismissed()
         reason = "it has left the job, as it was told to"
-        self._trainer.send({"t": "stop", "reason": reason, "exit_code": 0})
+        self._trainer.send(Stop(reason=reason, exit_code=0))
         self._reactor.after(GRACE_S, self._trainer.kill)
 
     def fence(self, evidence: str) -> None:
@@ -349,7 +355,7 @@ class Supervisor:
         if not trainer.lives:
             self._reactor.stop()
             return
-        trainer.send({"t": "stop", "reason": reason, "exit_code": EXIT_FAILED})
+        trainer.send(Stop(reason=reason, exit_code=EXIT_FAILED))
         if trainer.facts is None:
             trainer.ask_to_end(signal.SIGTERM)  # it does not listen to us yet
         self._reactor.after(GRACE_S, self._trainer.kill)
@@ -357,72 +363,68 @@ class Supervisor:
     # ---- what the trainer says ----------------------------------------------------------------
 
     def _on_trainer_frame(self, trainer: TrainerSession, frame: Frame) -> None:
-        flaw = misunderstood(frame, SAID_BY_TRAINER)
-        if flaw is not None:
-            trainer.fence(f"it {flaw}")
+        try:
+            message: said.FromTrainer = from_json(said.FromTrainer, frame)
+        except UnreadableMessageError as error:
+            trainer.fence(f"it {error}")
             return
-        self._board.heard(frame)
-        match frame["t"]:
-            case "join":
-                self._on_join(trainer, frame)
-            case "ready":
-                trainer.facts = frame["facts"]
+        self._board.heard(message)
+        match message:
+            case said.Join():
+                self._on_join(trainer, message)
+            case said.Ready():
+                trainer.facts = message.facts
                 self._events.emit("worker_ready", slot=self._slot, incarnation=trainer.incarnation)
                 self._agreement.trainer_ready(time.monotonic())
-            case "begun":
-                if self._ballot is not None and frame["epoch"] == self._ballot.epoch:
-                    self._agreement.begun(self._ballot, int(frame["step"]))
-            case "saves_last":
+            case said.Begun():
+                if self._ballot is not None and message.epoch == self._ballot.epoch:
+                    self._agreement.begun(self._ballot, message.step)
+            case said.SavesLast():
                 trainer.saves_last = True
-            case "remember":
-                self._remembered.update(frame["what"])
-            case "quiesced":
-                if self._ballot is not None and frame["epoch"] == self._ballot.epoch:
-                    self._answer(frame["facts"])
-            case "sealed":
+            case said.Remember():
+                self._remembered.update(message.what)
+            case said.Quiesced():
+                if self._ballot is not None and message.epoch == self._ballot.epoch:
+                    self._answer(message.facts)
+            case said.Sealed():
                 self._agreement.first_seal()
-                self._copies.send(frame["record"], frame["copy_to"])
-            case "release":
-                self._store.release(int(frame["epoch"]))
-                self._agreement.settled(int(frame["epoch"]))
-            case "progress":
+                self._copies.send(message.record, message.copy_to)
+            case said.Release():
+                self._store.release(message.epoch)
+                self._agreement.settled(message.epoch)
+            case said.Progress():
                 self._agreement.progress(time.monotonic())
-                self._tell_that_it_is_awaited(frame["text"])
-            case "severed":
-                self._agreement.severed(int(frame["epoch"]), frame["evidence"], time.monotonic())
-            case "replan":
-                self._agreement.replan(frame["reason"], time.monotonic())
-            case "raised":
-                trainer.take_raised(frame, sealed=self._store.newest_step())
-            case "finish":
-                self._completed = frame["completed"]
+                self._tell_that_it_is_awaited(message.text)
+            case Severed():
+                self._agreement.severed(message.epoch, message.evidence, time.monotonic())
+            case said.Replan():
+                self._agreement.replan(message.reason, time.monotonic())
+            case Raised():
+                trainer.take_raised(message, sealed=self._store.newest_step())
+            case said.Finish():
+                self._completed = message.completed
                 self._on_finish()
-            case "leave":
-                trainer.left, trainer.returns = True, bool(frame["returns"])
-                self._agreement.trainer_failed(
-                    frame["reason"], None, time.monotonic(), kind="leave"
-                )
-            case "abandon":
-                self._agreement.abandon(
-                    f"worker {self._slot}: {frame['reason']}", int(frame["exit_code"])
-                )
-            case "detached":
-                trainer.missing = frame["missing"]
-                if frame["trains"]:
+            case said.Leave():
+                trainer.left, trainer.returns = True, message.returns
+                self._agreement.trainer_failed(message.reason, None, time.monotonic(), kind="leave")
+            case said.Abandon():
+                self._agreement.abandon(f"worker {self._slot}: {message.reason}", message.exit_code)
+            case Detached():
+                trainer.missing = message.missing
+                if message.trains:
                     self._tell_detached(trainer, trains=True)
-            case "layout":
-                self._agreement.layout = frame["layout"]
-            case "slow":
+            case said.Layout():
+                self._agreement.layout = message.layout
+            case said.SlowSeen():
                 pass  # for the board alone
 
-    def _on_join(self, trainer: TrainerSession, frame: Frame) -> None:
+    def _on_join(self, trainer: TrainerSession, message: said.Join) -> None:
         if trainer.is_replacement:
-            view = self._agreement.history[1].to_json()
-            trainer.send({"t": "alone", "view": view, "remembered": self._remembered})
+            view = self._agreement.history[1]
+            trainer.send(said.Alone(view=view, remembered=self._remembered))
             return
-        limit = int(frame["respawn"])
-        self._deaths = Deaths(limit=limit) if limit else None
-        trainer.facts = frame["facts"]
+        self._deaths = Deaths(limit=message.respawn) if message.respawn else None
+        trainer.facts = message.facts
         if self._ballot is not None:
             self._answer(trainer.facts)
 
@@ -581,7 +583,7 @@ class Supervisor:
         `asked`: it stays where the job would end without it and nothing is saved.
         """
         trainer = self._trainer
-        trainer.send({"t": "notice"})  # before the change of the view that it leads to
+        trainer.send(said.Notice())  # before the change of the view that it leads to
         saves = trainer.saves_last
         self._agreement.give_notice(reason, time.monotonic(), saves_last=saves, asked=asked)
 

@@ -7,10 +7,11 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from elaswave_plugin.core.agreement_messages import Facts, Raised
+from elaswave_plugin.core.codec import WireMessage
 from elaswave_plugin.core.hang import Sample
 from elaswave_plugin.errors import EXIT_CONFIGURATION
 from elaswave_plugin.runtime.lifeline import is_stopped
@@ -107,10 +108,9 @@ class TrainerSession:
             return f"after step {sealed - 1}"
         return f"in step {sample.step}"
 
-    def take_raised(self, frame: Frame, *, sealed: int) -> None:
+    def take_raised(self, raised: Raised, *, sealed: int) -> None:
         """It tells what ended its script."""
-        told = {name: frame[name] for name in ("error", "message", "where", "traceback")}
-        self.raised = Raised(**told, when=self.when(sealed))
+        self.raised = replace(raised, when=self.when(sealed))
         if self.finished:  # no loss any more, of which the leader would tell
             whose = f"a worker (process {self.process.pid})"
             say(f"{whose} failed after its last step:\n{self.raised.traceback.rstrip()}")
@@ -131,10 +131,10 @@ class TrainerSession:
             return f"{status} {_UNKNOWN_OPTION}"
         return status if self.raised is None else f"{status}, {self.raised}"
 
-    def send(self, frame: Frame) -> None:
+    def send(self, message: WireMessage) -> None:
         """Tell it something."""
         assert self.control is not None
-        self.control.send(frame)
+        self.control.send(message)
 
     def attach(
         self,

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from elaswave_plugin.core.codec import WireMessage, to_json
 from elaswave_plugin.runtime.reactor import Reactor
 
 Frame = dict[str, Any]
@@ -26,15 +27,10 @@ PROBES = 9
 _READ_BYTES = 1 << 16
 
 
-def encode(frame: Frame) -> bytes:
+def encode(frame: Frame | WireMessage) -> bytes:
     """The bytes of a frame."""
-    body = json.dumps(frame, separators=(",", ":")).encode()
+    body = json.dumps(frame, separators=(",", ":"), default=to_json).encode()
     return LENGTH.pack(len(body)) + body
-
-
-def not_understood(kind: object, flaw: str = ", unknown here") -> str:
-    """What to say of a frame that cannot be acted on: nobody goes on who has missed something."""
-    return f"said {kind!r}{flaw}: have all run the same version of elaswave_plugin"
 
 
 class FrameBuffer:
@@ -91,7 +87,7 @@ class Channel:
         probe_when_silent(sock)
         reactor.watch(sock.fileno(), self._read)
 
-    def send(self, frame: Frame) -> None:
+    def send(self, frame: Frame | WireMessage) -> None:
         """Send a frame, or drop it where the connection is closed (its end is reported anyway)."""
         self.send_encoded(encode(frame))
 

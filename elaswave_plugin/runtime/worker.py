@@ -18,9 +18,10 @@ from elaswave_plugin.core.seating import FlatSeating, Seating
 from elaswave_plugin.core.slow import slowness_told
 from elaswave_plugin.core.worker_facts import SlowTold, WorkerFacts
 from elaswave_plugin.runtime.broken_links import BrokenLinks
+from elaswave_plugin.runtime.control_frames import Alone
 from elaswave_plugin.runtime.framework import Framework
 from elaswave_plugin.runtime.links import LinkTable
-from elaswave_plugin.runtime.member import Alone, Commit, Member
+from elaswave_plugin.runtime.member import Commit, Member
 from elaswave_plugin.runtime.phases import Phases
 from elaswave_plugin.runtime.process_group import GroupTable, check_growing_groups
 from elaswave_plugin.runtime.progress import PhaseClock

@@ -1,5 +1,6 @@
 """Supervisors without processes: links and trainers that a script or chance moves."""
 
+import json
 import random
 from collections import deque
 from collections.abc import Callable
@@ -27,12 +28,13 @@ from elaswave_plugin.core.agreement_orders import (
     Ring,
     Send,
 )
-from elaswave_plugin.core.agreement_wire import from_wire, to_wire, unpack_payload
+from elaswave_plugin.core.codec import from_json
 from elaswave_plugin.core.membership import MembershipView
 from elaswave_plugin.core.node_memory import NodeMemory
 from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.core.reserve import NOWHERE
 from tests.core.described import describe, describe_note
+from tests.core.over_the_wire import as_json
 
 T = TypeVar("T")
 
@@ -412,8 +414,9 @@ class Cluster:
             case Deliver():
                 view = effect.committed.proposal.view
                 skipped = [skipped.epoch for skipped in effect.skipped]
-                facts, inventory = unpack_payload(effect.committed.payload)
-                holders = [record["owner"] for record in inventory]
+                payload = json.loads(effect.committed.payload)
+                facts = {int(slot): one for slot, one in payload["facts"].items()}
+                holders = [record["owner"] for record in payload["inventory"]]
                 self.say(
                     f"{slot}: commit epoch {view.epoch} ranks {list(view.ranks)} "
                     f"facts of {sorted(facts)} inventory of {holders}"
@@ -497,7 +500,7 @@ class Cluster:
 
     def send(self, slot: int, to: int, message: Message) -> None:
         # Through the wire form and back, as between processes.
-        message = from_wire(to_wire(message))
+        message = from_json(Message, as_json(message))
         if (to in self.alive or to in self.asking) and (slot, to) not in self.cut:
             self.wires.setdefault((slot, to), deque()).append(message)
             self.order.append((slot, to))

@@ -19,6 +19,7 @@ from elaswave_plugin.core.hang import (
     verdict,
     who_waits,
 )
+from tests.core.over_the_wire import again
 
 
 def page(slot: int, waits_for: int = NOBODY, *, stalled_s: float = 2.5, **more: object) -> Sample:
@@ -127,7 +128,7 @@ def test_a_wait_for_a_supervisor_blames_no_trainer() -> None:
 
 def test_a_page_survives_its_way_over_the_wire() -> None:
     sample = page(3, COMMIT, stopped=True)
-    assert Sample.from_json(sample.to_json()) == sample
+    assert again(sample) == sample
 
 
 samples = st.integers(2, 6).flatmap(

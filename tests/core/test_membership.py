@@ -1,5 +1,6 @@
 """Views and the pure step between them: every property for all small cases, texts exactly."""
 
+from dataclasses import replace
 from itertools import combinations, permutations
 
 import pytest
@@ -14,6 +15,7 @@ from elaswave_plugin.core.membership import (
     first_view,
     next_view,
 )
+from tests.core.over_the_wire import again
 
 
 def exited(slot: int, evidence: str = "killed by SIGKILL", at_s: float = 1.0) -> FailureEvent:
@@ -101,7 +103,7 @@ def test_nodes_and_incarnations_stay_with_their_slots() -> None:
     view = MembershipView(
         epoch=3, ranks=(4, 2, 9), incarnations=(1, 0, 2), nodes=(7, 5, 6), reason=""
     )
-    after = next_view(view, [FailureEvent(**{**exited(4).to_json(), "incarnation": 1})], 9.0)
+    after = next_view(view, [replace(exited(4), incarnation=1)], 9.0)
     assert after is not None
     assert (after.ranks, after.incarnations, after.nodes) == ((9, 2), (2, 0), (6, 5))
 
@@ -132,11 +134,11 @@ def test_all_at_once_or_one_after_the_other_leave_the_same_members(
 
 def test_json_round_trips() -> None:
     view = MembershipView(epoch=3, ranks=(4, 2), incarnations=(1, 0), nodes=(7, 5), reason="why")
-    assert MembershipView.from_json(view.to_json()) == view
+    assert again(view) == view
     event = FailureEvent(kind="leave", slot=1, detected_at_s=2.5, evidence="e", incarnation=3)
-    assert FailureEvent.from_json(event.to_json()) == event
+    assert again(event) == event
     worker = WorkerId(slot=3, incarnation=2)
-    assert WorkerId.from_json(worker.to_json()) == worker
+    assert again(worker) == worker
     assert str(worker) == "3.2"
     assert str(event) == "leave of worker 1.3: e"
     assert str(view) == "view 3 [4.1@7,2.0@5]: why"

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 from elaswave_plugin.core.agreement_messages import Ballot, Prepare, Proposal
-from elaswave_plugin.core.agreement_wire import memory_to_wire
+from elaswave_plugin.core.codec import to_json
 from elaswave_plugin.core.membership import first_view
 from elaswave_plugin.core.node_memory import NodeMemory
 from elaswave_plugin.core.patience import Patience
@@ -29,7 +29,7 @@ def test_what_a_node_remembers_does_not_grow_with_the_views() -> None:
         for _ in range(4):
             cluster.do("step all")
         assert len(cluster.commits[2]) == number + 2
-        sizes.append(len(json.dumps(memory_to_wire(cluster.memories[1]))))
+        sizes.append(len(json.dumps(cluster.memories[1], default=to_json)))
     assert max(sizes[10:]) <= sizes[3] + 20  # the digits of its numbers
 
 

@@ -3,7 +3,6 @@
 from elaswave_plugin.core.agreement import Agreement
 from elaswave_plugin.core.agreement_messages import Stop
 from elaswave_plugin.core.agreement_orders import Note, Over
-from elaswave_plugin.core.agreement_wire import from_wire, to_wire
 from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.errors import EXIT_FAILED, EXIT_LEFT_OUT
 
@@ -14,7 +13,7 @@ def told(slot: int, sender: int, message: Stop, *, lost: tuple[int, ...] = ()) -
     agreement = Agreement(slot=slot, nodes=NODES, patience=Patience())
     for gone in lost:
         agreement.lost(gone, "its connection broke")
-    agreement.receive(sender, from_wire(to_wire(message)), 0.0)
+    agreement.receive(sender, message, 0.0)
     return agreement
 
 

@@ -5,9 +5,16 @@ from dataclasses import fields
 
 import pytest
 
-from elaswave_plugin.core.agreement_wire import pack_payload, unpack_payload
+from elaswave_plugin.core.codec import UnreadableMessageError, from_json, to_json
 from elaswave_plugin.core.communicators import CommunicatorFacts
-from elaswave_plugin.core.worker_facts import SlowTold, WorkerFacts, step_told
+from elaswave_plugin.core.worker_facts import (
+    Payload,
+    SlowTold,
+    WorkerFacts,
+    pack_payload,
+    step_told,
+)
+from tests.core.over_the_wire import as_json
 
 COMMUNICATOR = CommunicatorFacts(
     name="dp@2", members=(0, 1), collectives=3, sent={1: 2}, received={}, idle=True, shrinks=False
@@ -33,16 +40,16 @@ FEWEST = WorkerFacts(address="a")
 
 def test_all_facts_come_through_a_commit() -> None:
     assert all(getattr(ALL, one.name) for one in fields(WorkerFacts))
-    told = {0: ALL.to_json(), 3: FEWEST.to_json()}
-    heard, _ = unpack_payload(pack_payload(told, []))
-    assert {slot: WorkerFacts.from_json(one) for slot, one in heard.items()} == {0: ALL, 3: FEWEST}
-    assert [step_told(one) for one in heard.values()] == [7, 0]
+    told = {slot: as_json(facts) for slot, facts in ((0, ALL), (3, FEWEST))}
+    assert [step_told(one) for one in told.values()] == [7, 0]
+    heard = from_json(Payload, json.loads(pack_payload(told, [])))
+    assert heard == Payload(facts={0: ALL, 3: FEWEST}, inventory=[])
 
 
 def test_what_is_empty_costs_nothing_on_the_wire() -> None:
-    assert json.dumps(FEWEST.to_json()) == '{"address": "a"}'
+    assert json.dumps(FEWEST, default=to_json) == '{"address": "a"}'
 
 
 def test_an_unknown_fact_is_an_error() -> None:
-    with pytest.raises(TypeError, match="adress"):
-        WorkerFacts.from_json({"adress": "a"})
+    with pytest.raises(UnreadableMessageError, match="adress"):
+        from_json(WorkerFacts, {"adress": "a"})

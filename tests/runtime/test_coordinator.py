@@ -198,10 +198,10 @@ def test_who_sends_a_long_frame_slowly_is_not_silent() -> None:
 @pytest.mark.parametrize(
     ("frame", "flaw"),
     [
-        ({"m": "sing"}, "'sing', unknown here"),
-        ({"m": "beat", "n": 1}, "'beat' without 'heard'"),
-        ({"m": "accuse", "slot": 0}, "'accuse' without 'evidence'"),
-        ({"m": "settled", "epoch": "soon"}, "'settled' with epoch 'soon'"),
+        ({"t": "sing"}, "'sing', unknown here"),
+        ({"t": "beat", "n": 1}, "'beat' without 'heard'"),
+        ({"t": "accuse", "slot": 0}, "'accuse' without 'evidence'"),
+        ({"t": "settled", "epoch": "soon"}, "'settled' with epoch 'soon'"),
     ],
 )
 def test_who_says_what_cannot_be_read_is_lost_and_not_who_hears_it(

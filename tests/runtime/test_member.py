@@ -7,19 +7,21 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from elaswave_plugin.core.agreement_wire import pack_payload
+from elaswave_plugin.core.codec import to_json
 from elaswave_plugin.core.membership import FailureEvent, MembershipView, first_view, next_view
-from elaswave_plugin.core.worker_facts import WorkerFacts
+from elaswave_plugin.core.worker_facts import WorkerFacts, pack_payload
 from elaswave_plugin.errors import (
     AgreementError,
     ConfigurationError,
     EpochChanged,
     JobStopped,
 )
+from elaswave_plugin.runtime.control_frames import NewView
 from elaswave_plugin.runtime.control_link import ControlLink
 from elaswave_plugin.runtime.member import ANNOUNCED_LIMIT_S, Member
 from elaswave_plugin.runtime.wire import encode, receive_frame, send_frame
@@ -30,6 +32,8 @@ LONG_S = 10.0
 NO_FRAME = b"\xff" * 4
 SHORT_S = 0.05
 FACTS = WorkerFacts(address="x")
+TWICE = {"epoch": 1, "ranks": [1, 1], "incarnations": [0, 0], "nodes": [0, 0], "reason": ""}
+NEW_VIEW = {"t": "new_view", "before": [], "view": {**TWICE, "ranks": [0, 1]}, "payload": "{}"}
 
 
 class Supervisor:
@@ -63,7 +67,7 @@ class Supervisor:
         else:
             # Once the frame that follows it has been taken in, it has been too.
             mark = {"after": epoch, "before_step": before_step}
-            send_frame(self.sock, {"t": "alone", "view": view_of(9).to_json(), "remembered": mark})
+            send_frame(self.sock, {"t": "alone", "view": to_json(view_of(9)), "remembered": mark})
             deadline_s = time.monotonic() + LONG_S
             while (alone := self.member.join(FACTS, LONG_S)) and alone.remembered != mark:
                 assert time.monotonic() < deadline_s
@@ -102,26 +106,17 @@ class Supervisor:
         return not select.select([self.sock], [], [], self.within_s)[0]
 
 
-def commit_of(*path: MembershipView) -> dict[str, Any]:
-    views = [view.to_json() for view in path]
-    return {
-        "t": "commit",
-        "path": views,
-        "payload": pack_payload({0: FACTS.to_json()}, [{"owner": 0}]),
-    }
+def commit_of(*path: MembershipView) -> NewView:
+    payload = pack_payload({0: to_json(FACTS)}, [{"owner": 0}])
+    return NewView(before=path[:-1], view=path[-1], payload=payload)
 
 
 def view_of(epoch: int) -> MembershipView:
-    first = MembershipView(**{**_fields(first_view((0, 0, 0))), "epoch": epoch - 1})
+    first = replace(first_view((0, 0, 0)), epoch=epoch - 1)
     gone = FailureEvent(kind="exit", slot=2, detected_at_s=0.0, evidence="e")
     view = next_view(first, [gone], 0.0)
     assert view is not None
     return view
-
-
-def _fields(view: MembershipView) -> dict[str, Any]:
-    names = ("epoch", "ranks", "incarnations", "nodes", "reason")
-    return {name: getattr(view, name) for name in names}
 
 
 @pytest.fixture
@@ -444,7 +439,7 @@ def test_being_told_to_stop_unwinds_everything(supervisor: Supervisor) -> None:
 
 
 def test_a_supervisor_that_is_gone_stops_the_job(supervisor: Supervisor) -> None:
-    supervisor.sock.sendall(encode({"t": "commit"})[:7])
+    supervisor.sock.sendall(encode(commit_of(view_of(1)))[:7])
     supervisor.sock.close()
     with pytest.raises(JobStopped, match="supervisor"):
         supervisor.member.join(FACTS, LONG_S)
@@ -498,9 +493,16 @@ def test_a_message_of_another_version_ends_the_worker(supervisor: Supervisor) ->
 @pytest.mark.parametrize(
     ("frame", "said"),
     [
-        ({"t": "commit"}, "said 'commit' without 'path'"),
-        ({"t": "commit", "path": [{}], "payload": "{}"}, "said 'commit' without 'epoch'"),
-        ({"t": "commit", "path": [], "payload": "{"}, "said 'commit' with something else in it"),
+        ({"t": "new_view"}, "said 'new_view' without 'before'"),
+        ({**NEW_VIEW, "view": {}}, "said 'new_view' without 'epoch'"),
+        (
+            {**NEW_VIEW, "view": {**TWICE}},
+            "said 'new_view' with something else in it .view 1",
+        ),
+        ({**NEW_VIEW, "before": {}}, "said 'new_view' with before {}"),
+        ({**NEW_VIEW, "payload": "{"}, "said 'new_view' with a payload: Expecting"),
+        ({**NEW_VIEW, "payload": "{}"}, "said 'new_view' with a payload: .* without 'facts'"),
+        ({**NEW_VIEW, "why": ""}, "said 'new_view' with 'why', unknown here"),
         ({"t": "copied", "step": "x", "epoch": 1, "slot": 0}, "said 'copied' with step 'x'"),
         ({"t": "propose"}, "said 'propose' without 'epoch'"),
     ],

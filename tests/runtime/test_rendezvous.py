@@ -189,7 +189,7 @@ def test_one_that_ends_before_all_have_met_ends_the_meeting_at_once(
         if comes:
             with rendezvous._dial(HOST, port, "ours") as sock:
                 own = Peer(slot=2, node=0, pid=1, control="", data="", machine=own_machine())
-                send_frame(sock, {**own.to_json(), "world_size": 4, "reserve": 0})
+                send_frame(sock, {"slot": 2, "peer": own, "world_size": 4, "reserve": 0})
                 assert not any(one.done() for one in waiting)
         else:
             tell_of_end(places[2], "signal 9")

@@ -19,6 +19,7 @@ from rich.console import Console
 from elaswave_plugin.cli import run_command
 from elaswave_plugin.core.agreement_messages import Ballot
 from elaswave_plugin.core.agreement_orders import Ring
+from elaswave_plugin.core.codec import to_json
 from elaswave_plugin.core.hang import OUTSIDE, Sample
 from elaswave_plugin.core.layout import launch_layout
 from elaswave_plugin.core.membership import first_view
@@ -26,6 +27,7 @@ from elaswave_plugin.core.reserve import NOBODY_CAME, NOWHERE
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime import requests
 from elaswave_plugin.runtime.address_file import Address, published, read_addresses
+from elaswave_plugin.runtime.control_frames import Join, Progress, Quiesced, Ready, SlowSeen
 from elaswave_plugin.runtime.peer import Peer
 from elaswave_plugin.runtime.progress import BETWEEN_STEPS
 from elaswave_plugin.runtime.reactor import Reactor
@@ -291,7 +293,7 @@ def test_another_process_at_an_old_address_is_not_taken_for_the_job(tmp_path: Pa
 
 def answer(slot: int, **more: object) -> Record:
     """What the supervisor of one of three workers answers."""
-    view = first_view((0, 0, 0)).to_json()
+    view = to_json(first_view((0, 0, 0)))
     peers = [{"slot": s, "node": 0, "pid": 100 + s, "address": f"h:{s}"} for s in range(3)]
     nothing: Record = {"views": [], "proposal": None, "layout": None, "lost": [], "exited": None}
     nothing |= {"standbys": [], "slow": [], "vacant": []}
@@ -321,7 +323,7 @@ def sealed(owner: int, step: int, epoch: int) -> Record:
 
 
 def test_the_newest_view_holds_and_its_losses() -> None:
-    new = {**first_view((0, 0, 0)).to_json(), "epoch": 3, "ranks": [2, 1], "reason": "so"}
+    new = {**to_json(first_view((0, 0, 0))), "epoch": 3, "ranks": [2, 1], "reason": "so"}
     shut_out = answer(0, lost=[{"slot": 1, "evidence": "its connection closed"}])
     rest = [answer(s, view=new, lost=[{"slot": 0, "evidence": "silent"}]) for s in (1, 2)]
     status = merge([shut_out, *rest], silent={}, now_s=5.0)
@@ -358,10 +360,10 @@ def test_the_leader_has_the_evidence() -> None:
     assert column(merge(answers, silent={}, now_s=5.0), "suspicion")[0] == said[1]["evidence"]
 
 
-def sample(slot: int, **more: Any) -> list[object]:
+def sample(slot: int, **more: Any) -> Record:
     usual: dict[str, Any] = {"phase": "backward", "stalled_s": 4.0, "limit_s": 2.0}
     where = {"slot": slot, "incarnation": 0, "epoch": 1, "step": 7, "operations": 3}
-    return Sample(**where, **{**usual, **more}).to_json()
+    return to_json(Sample(**where, **{**usual, **more}))
 
 
 def test_a_worker_without_progress_is_suspected_with_who_waits_for_it() -> None:
@@ -378,9 +380,9 @@ def test_a_worker_without_progress_is_suspected_with_who_waits_for_it() -> None:
 
 
 def test_a_slow_worker_is_suspected_unless_something_is_worse() -> None:
-    slow = [[1, "takes 1.60x as long"], [2, "takes 9.00x as long"]]
+    slow = ((1, "takes 1.60x as long"), (2, "takes 9.00x as long"))
     board = StatusBoard(0)
-    board.heard({"t": "slow", "slow": slow})
+    board.heard(SlowSeen(slow=slow))
     facts: Record = {"lost": {}, "peers": [], "inventory": [], "progress": None, "standbys": []}
     told = board.report(view=first_view((0,)), now_s=0.0, **facts)["slow"]
     lost = [{"slot": 2, "evidence": "its link is gone"}]
@@ -401,7 +403,7 @@ def test_a_slow_worker_is_suspected_unless_something_is_worse() -> None:
         (sample(1, stalled_s=0.1, stopped=True), "stopped by a signal"),
     ],
 )
-def test_who_stands_still_and_keeps_nobody_waiting(page: list[object], words: str | None) -> None:
+def test_who_stands_still_and_keeps_nobody_waiting(page: Record, words: str | None) -> None:
     status = merge([answer(0), answer(1, progress=page)], silent={}, now_s=5.0)
     assert column(status, "suspicion")[1] == words
 
@@ -425,7 +427,7 @@ def test_a_snapshot_after_a_roll_back_is_newer_than_a_later_step_before() -> Non
 
 
 def test_a_proposal_that_was_committed_is_open_no_more() -> None:
-    view = {**first_view((0, 0, 0)).to_json(), "epoch": 2, "ranks": [0, 1]}
+    view = {**to_json(first_view((0, 0, 0))), "epoch": 2, "ranks": [0, 1]}
     old = {"epoch": 2, "reason": "r", "open_s": 4.0, "late": True}
     # The supervisor of a lost trainer is not told of a view that it has no part in.
     status = merge([answer(0, view=view), answer(2, proposal=old)], silent={}, now_s=5.0)
@@ -454,18 +456,18 @@ def test_the_phases_of_a_board() -> None:
     seen = [reported(board)["phase"]]
     actions: list[Callable[[], None]] = [
         lambda: board.started(5, 0),
-        lambda: board.heard({"t": "join"}),
+        lambda: board.heard(Join(facts={}, respawn=0)),
         lambda: board.proposed(ring(1), 1.0),
         lambda: board.committed([view], 1.0),
         lambda: board.proposed(ring(2, boundary=True), 1.0),
         lambda: board.proposed(ring(2, boundary=True, before_step=5), 1.0),
-        lambda: board.heard({"t": "progress", "text": "evaluation"}),
-        lambda: board.heard({"t": "quiesced"}),
+        lambda: board.heard(Progress(text="evaluation")),
+        lambda: board.heard(Quiesced(epoch=2, facts={})),
         lambda: board.committed([view], 1.0),
         lambda: board.exited("killed by SIGKILL"),
         lambda: board.started(6, 1),
-        lambda: board.heard({"t": "join"}),
-        lambda: board.heard({"t": "ready"}),
+        lambda: board.heard(Join(facts={}, respawn=0)),
+        lambda: board.heard(Ready(facts={})),
         lambda: board.committed([view], 1.0),
         board.dismissed,
         lambda: board.exited("exit code 0"),

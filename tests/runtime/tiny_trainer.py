@@ -20,8 +20,9 @@ from pathlib import Path
 
 from elaswave_plugin.core.worker_facts import WorkerFacts
 from elaswave_plugin.errors import EpochChanged, JobStopped
+from elaswave_plugin.runtime.control_frames import Alone
 from elaswave_plugin.runtime.fetch import Fetcher
-from elaswave_plugin.runtime.member import Alone, Commit, Member
+from elaswave_plugin.runtime.member import Commit, Member
 from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET, clear_record, write_record
 
 FOLDER = Path(os.environ["TINY_FOLDER"])
