@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from elaswave_plugin.core.sealed import SealedShard
 from elaswave_plugin.core.worker_facts import WorkerFacts
 from elaswave_plugin.errors import EpochChanged
 from elaswave_plugin.runtime.links import LinkTable
@@ -35,8 +36,21 @@ class BenchMember:
         assert isinstance(first, Commit), "nobody replaces a worker of the bench"
         self._open(first)
         # Whoever has sealed something may be lost without ending the job.
-        record = {"owner": self.slot, "buffer": 0, "step": 0, "epoch": self.view.epoch}
-        self.member.sealed(record, [])
+        nothing = SealedShard(
+            owner=self.slot,
+            buffer=0,
+            step=0,
+            epoch=self.view.epoch,
+            cell=(0, 0),
+            units=(),
+            ranks=(self.slot,),
+            shard=0,
+            length=0,
+            payload_bytes=0,
+            capsule_bytes=0,
+            table_digest=0,
+        )
+        self.member.sealed(nothing, [])
 
     def _facts(self) -> WorkerFacts:
         return WorkerFacts(address=self.links.address)

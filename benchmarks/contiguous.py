@@ -11,7 +11,8 @@ no layers. A layer that changes stage moves the bounds of every shard of both st
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from elaswave_plugin.core.plan import RecoveryPlan, SealedShard
+from elaswave_plugin.core.plan import RecoveryPlan
+from elaswave_plugin.core.sealed import SealedShard
 from elaswave_plugin.core.seating import Cell
 from elaswave_plugin.core.shards import ShardCut, ShardPiece
 

@@ -20,7 +20,8 @@ from benchmarks.bench_member import BenchMember
 from benchmarks.contiguous import ContiguousPlan, Stages
 from elaswave_plugin.core.layout import launch_layout
 from elaswave_plugin.core.pipeline_flow import flow_of
-from elaswave_plugin.core.plan import RecoveryPlan, SealedShard, make_plan
+from elaswave_plugin.core.plan import RecoveryPlan, make_plan
+from elaswave_plugin.core.sealed import SealedShard
 from elaswave_plugin.core.seating import Cell, GridSeating
 from elaswave_plugin.core.shards import MOMENTS, PARTS, WEIGHTS, ShardCut
 from elaswave_plugin.runtime.free_memory import available_bytes
@@ -99,12 +100,12 @@ class Migrations:
             "ranks": member.view.ranks,
             "dataflow": flow_of(layout=after.layout, num_microbatches=move.dp),
         }
-        sealed = [record for record in inventory if record["step"] == INTERLEAVED]
+        sealed = [one for one in inventory if one.step == INTERLEAVED]
         live = dict.fromkeys(member.view.ranks, (INTERLEAVED, member.view.epoch))
         self.interleaved = make_plan(cells=self._after, inventory=sealed, live=live, **common)
         self.contiguous = ContiguousPlan(
             cells=tuple(new.cell(cell.stage, cell.ranks) for cell in self._after),
-            sources=sealed_by_stage(record for record in inventory if record["step"] == CONTIGUOUS),
+            sources=sealed_by_stage(one for one in inventory if one.step == CONTIGUOUS),
             restore_step=CONTIGUOUS,
             alignment=128,
             old=old,
@@ -150,7 +151,7 @@ class Migrations:
         )
         self._member.member.sealed(record, [])
 
-    def _agreed_inventory(self) -> list[dict[str, Any]]:
+    def _agreed_inventory(self) -> list[SealedShard]:
         """What all supervisors have, as a change of the view tells everyone."""
         dist.barrier()
         if self._slot == 0:
@@ -267,10 +268,10 @@ def _spans(cut: ShardCut) -> list[slice]:
     return [slice(end - size, end) for end, size in zip(ends, cut.shard_sizes, strict=True)]
 
 
-def sealed_by_stage(records: Iterable[dict[str, Any]]) -> tuple[tuple[SealedShard, ...], ...]:
+def sealed_by_stage(sealed: Iterable[SealedShard]) -> tuple[tuple[SealedShard, ...], ...]:
     """Own snapshots of each stage in the order of their shards."""
     stages: dict[int, list[SealedShard]] = {}
-    for one in map(SealedShard.from_record, records):
+    for one in sealed:
         stages.setdefault(one.cell[0], []).append(one)
     return tuple(
         tuple(sorted(stages[stage], key=lambda one: one.shard)) for stage in sorted(stages)

@@ -18,6 +18,8 @@ ElasWaveError                      anything that can happen in a run
 EpochChanged                       not an error: control flow that unwinds the interrupted step
 """
 
+from typing import Any
+
 EXIT_FAILED = 1
 EXIT_CONFIGURATION = 2
 # Of a supervisor whose part of the job ends: others may go on, and it is they who tell the job's.
@@ -100,10 +102,11 @@ class EpochChanged(BaseException):
 
 
 class SnapshotUnreadableError(ElasWaveError):
-    """Sealed bytes did not arrive, or not as they were sealed; another holder is tried."""
+    """Sealed bytes did not arrive, or not as they were sealed; another holder is tried.
 
-    def __init__(self, message: str, *, holder: int, owner: int, step: int) -> None:
+    ``sealed``: which ones and where, a `SealedShard` (core/sealed.py).
+    """
+
+    def __init__(self, message: str, sealed: Any) -> None:
         super().__init__(message)
-        self.holder = holder
-        self.owner = owner
-        self.step = step
+        self.sealed = sealed

@@ -8,59 +8,12 @@ compare what they computed before anything changes.
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from elaswave_plugin.core.pipeline_flow import Flow
+from elaswave_plugin.core.sealed import SealedShard
 from elaswave_plugin.core.seating import Cell
 from elaswave_plugin.core.shards import ALIGNMENT, ShardCut, ShardPiece, pieces_for
 from elaswave_plugin.errors import SnapshotGapError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SealedShard:
-    """One verified-by-checksum snapshot of one shard, and who holds the bytes.
-
-    ``units``: the parts of the model that its cell had, in the order of its buckets.
-    """
-
-    owner: int
-    step: int
-    epoch: int
-    cell: tuple[int, int]
-    units: tuple[int, ...]
-    ranks: tuple[int, ...]
-    shard: int
-    length: int
-    payload_bytes: int
-    capsule_bytes: int
-    table_digest: int
-    holder: int
-    holder_address: str
-    is_copy: bool
-
-    def __str__(self) -> str:
-        kind = "copy of shard" if self.is_copy else "shard"
-        return f"{kind} {self.shard}/{len(self.ranks)} of step {self.step} at w{self.holder}"
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> "SealedShard":
-        """Read the inventory record of a commit (keys as in ``runtime/snapshot.py``)."""
-        return cls(
-            owner=record["owner"],
-            step=record["step"],
-            epoch=record["epoch"],
-            cell=tuple(record["cell"]),
-            units=tuple(record["units"]),
-            ranks=tuple(record["ranks"]),
-            shard=record["shard"],
-            length=record["length"],
-            payload_bytes=record["payload_bytes"],
-            capsule_bytes=record["capsule_bytes"],
-            table_digest=record["table_digest"],
-            holder=record["holder"],
-            holder_address=record["holder_address"],
-            is_copy=record["copy"],
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,24 +218,19 @@ def make_plan(
     ranks: Sequence[int],
     cells: Sequence[Cell],
     dataflow: Flow,
-    inventory: Iterable[Mapping[str, Any]],
+    inventory: Iterable[SealedShard],
     alignment: int = ALIGNMENT,
-    rejected: Collection[tuple[int, int, int]] = (),
+    rejected: Collection[SealedShard] = (),
     live: Mapping[int, tuple[int, int] | None] | None = None,
 ) -> RecoveryPlan:
     """Plan the recovery of a job from a commit.
 
     ``ranks``: live slots in rank order; ``cells``: who shares which state from now on, cut at
-    multiples of ``alignment`` elements; ``dataflow``: who runs what; ``rejected``: (holder, owner,
-    step) whose bytes failed verification and are not used; ``live``: (step, epoch) of the seal at
+    multiples of ``alignment`` elements; ``dataflow``: who runs what; ``rejected``: those whose
+    bytes failed verification, which are not used; ``live``: (step, epoch) of the seal at
     which each slot's model and optimizer still are. Raises SnapshotGapError.
     """
-    sealed = [
-        one
-        for one in map(SealedShard.from_record, inventory)
-        if (one.holder, one.owner, one.step) not in rejected
-    ]
-    sources = restore_point(sealed, cells)
+    sources = restore_point((one for one in inventory if one not in rejected), cells)
     point = sources[0][0].step, sources[0][0].epoch
     return RecoveryPlan(
         epoch=epoch,

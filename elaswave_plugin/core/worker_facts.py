@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elaswave_plugin.core.communicators import CommunicatorFacts
+from elaswave_plugin.core.sealed import SealedShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +31,9 @@ class WorkerFacts:
 
     For the links and groups: ``address`` of its links, and the ``communicators`` of a device that
     it holds. For the state: the ``step`` before which it stands; ``live``: (step, epoch) of the
-    seal at which its model and optimizer still are; ``unreadable``: (holder, owner, step) of
-    snapshots that it found damaged. For who does what: ``seating`` as `Seating.told` in the view
-    of ``seated_epoch``; ``times``: as `PassTimes.medians`; ``slow``: as `SlowWatch.told`;
+    seal at which its model and optimizer still are; ``unreadable``: snapshots that it found
+    damaged. For who does what: ``seating`` as `Seating.told` in the view of ``seated_epoch``;
+    ``times``: as `PassTimes.medians`; ``slow``: as `SlowWatch.told`;
     ``slow_views``: as `Payback.asked`; ``cuts_wanted``: layers that somebody has asked it for;
     ``told_to_leave``: it is to go. At the launch: the ``run_id`` that it proposes, and the settings
     that it was ``given``.
@@ -42,7 +43,7 @@ class WorkerFacts:
     communicators: Mapping[str, CommunicatorFacts] = field(default_factory=dict)
     step: int = 0
     live: tuple[int, int] | None = None
-    unreadable: tuple[tuple[int, int, int], ...] = ()
+    unreadable: tuple[SealedShard, ...] = ()
     seated_epoch: int = 0
     seating: Mapping[str, Any] = field(default_factory=dict)
     times: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -63,7 +64,7 @@ class Payload:
     """
 
     facts: dict[int, WorkerFacts]
-    inventory: list[dict[str, Any]]
+    inventory: list[SealedShard]
 
 
 def pack_payload(

@@ -16,6 +16,7 @@ from elaswave_plugin.core.agreement_messages import (
 from elaswave_plugin.core.codec import WireMessage
 from elaswave_plugin.core.hang import Sample, Waiting
 from elaswave_plugin.core.membership import MembershipView
+from elaswave_plugin.core.sealed import SealedShard
 from elaswave_plugin.runtime.remembered import Remembered
 
 # ---- a trainer to its supervisor ----------------------------------------------------------------
@@ -68,7 +69,7 @@ class Quiesced(WireMessage):
 class Sealed(WireMessage):
     """It has sealed a snapshot, which the slots `copy_to` are to hold as well."""
 
-    record: dict[str, Any]
+    record: SealedShard
     copy_to: tuple[int, ...]
 
 

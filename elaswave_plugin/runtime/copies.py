@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from elaswave_plugin.core.codec import WireMessage
+from elaswave_plugin.core.sealed import SealedShard
 from elaswave_plugin.runtime.control_frames import Copied, Copying
 from elaswave_plugin.runtime.peer import Peer
-from elaswave_plugin.runtime.sealed_memory import Record
 from elaswave_plugin.runtime.snapshot_server import SnapshotCopier
 from elaswave_plugin.runtime.snapshot_store import SnapshotStore
 from elaswave_plugin.tracking.events import EventLog
@@ -37,7 +37,7 @@ class Copies:
         self._events = events
         self._copiers: dict[int, SnapshotCopier] = {}
 
-    def send(self, record: Record, targets: Iterable[int]) -> None:
+    def send(self, record: SealedShard, targets: Iterable[int]) -> None:
         """Have the supervisors of these slots hold it."""
         for target in targets:
             if target not in self._copiers:

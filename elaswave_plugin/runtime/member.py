@@ -7,8 +7,8 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import elaswave_plugin.runtime.control_frames as said
@@ -16,6 +16,7 @@ from elaswave_plugin.core.agreement_messages import Severed, Stop
 from elaswave_plugin.core.codec import UnreadableMessageError, from_json, to_json
 from elaswave_plugin.core.hang import COMMIT, OUTSIDE
 from elaswave_plugin.core.membership import MembershipView, WorkerId
+from elaswave_plugin.core.sealed import SealedShard
 from elaswave_plugin.core.worker_facts import Payload, WorkerFacts
 from elaswave_plugin.errors import AgreementError, ConfigurationError, EpochChanged, JobStopped
 from elaswave_plugin.runtime.continuing import await_lease, guard_continuing
@@ -52,16 +53,8 @@ class Commit:
 
     view: MembershipView
     facts: dict[int, WorkerFacts]
-    inventory: list[dict[str, Any]]
+    inventory: list[SealedShard]
     path: tuple[MembershipView, ...]
-
-
-@dataclass(slots=True, kw_only=True)
-class _Copies:
-    """The copies of one own sealed snapshot that are still to be acknowledged."""
-
-    epoch: int
-    missing: set[int] = field(default_factory=set)
 
 
 class Member:
@@ -105,7 +98,8 @@ class Member:
         self._stop_code = 1
         # The layers of each stage that somebody has asked this worker for.
         self.cuts_wanted: tuple[int, ...] | None = None
-        self._copies: dict[int, _Copies] = {}
+        # Who is still to acknowledge its copy of an own snapshot, by the epoch and step of that.
+        self._missing: dict[tuple[int, int], set[int]] = {}
         # When bytes of a copy last moved, by who is to hold it.
         self._moving_s: dict[int, float] = {}
 
@@ -248,19 +242,17 @@ class Member:
                 self._receive_next(deadline_s, f"the commit of view {epoch} within {timeout_s:g} s")
             return self._take_commit()
 
-    def sealed(self, record: dict[str, Any], copy_to: list[int]) -> None:
-        """The snapshot in own buffer record["buffer"] is final; have the slots `copy_to` hold it.
+    def sealed(self, record: SealedShard, copy_to: Iterable[int]) -> None:
+        """An own snapshot is final; have the slots `copy_to` hold it.
 
         Slots of this node hold it from then on, whatever is sealed into it.
         """
-        step = int(record["step"])
         with self._changed:
             # A fresh set: after a roll-back the same step is sealed again, in a newer epoch, and
             # what was acknowledged of the older one says nothing about these bytes. Later steps
             # were sealed before that roll-back, and the step before the last is overwritten.
-            kept = {n: copies for n, copies in self._copies.items() if step - 1 <= n < step}
-            kept[step] = _Copies(epoch=int(record["epoch"]), missing=set(copy_to))
-            self._copies = kept
+            last = {age: who for age, who in self._missing.items() if age[1] == record.step - 1}
+            self._missing = {**last, record.age: set(copy_to)}
         self._link.send(said.Sealed(record=record, copy_to=tuple(copy_to)))
 
     def release(self, epoch: int) -> None:
@@ -274,12 +266,12 @@ class Member:
         """
         began_s = time.monotonic()
         with self._changed:
-            if step not in self._copies:
+            missing = next((who for age, who in self._missing.items() if age[1] == step), None)
+            if missing is None:
                 raise AgreementError(f"no snapshot of step {step} was sealed by worker {self.slot}")
-            copies = self._copies[step]
-            while copies.missing:
+            while missing:
                 self.check()
-                moved_s = {n: max(began_s, self._moving_s.get(n, 0.0)) for n in copies.missing}
+                moved_s = {n: max(began_s, self._moving_s.get(n, 0.0)) for n in missing}
                 late = min(moved_s, key=lambda slot: (moved_s[slot], slot))
                 what = f"the copy of step {step} at worker {late}: nothing of it moved within"
                 what += f" transfer_timeout_s ({timeout_s:g} s), by a broken or very slow network"
@@ -442,7 +434,8 @@ class Member:
             case said.Started():
                 self._started = True
             case said.Copied():
-                self._on_copied(message)
+                # Of the newest snapshot of its step, or of one that counts no more.
+                self._missing.get((message.epoch, message.step), set()).discard(message.slot)
             case said.Copying():
                 self._moving_s[message.slot] = time.monotonic()
             case said.Alone():
@@ -475,12 +468,6 @@ class Member:
             with contextlib.suppress(JobStopped):
                 self._link.send(said.Begun(epoch=epoch, step=step))
         return True
-
-    def _on_copied(self, copied: said.Copied) -> None:
-        """Count a copy that has arrived, where it is one of the newest snapshot of its step."""
-        copies = self._copies.get(copied.step)
-        if copies is not None and copies.epoch == copied.epoch:
-            copies.missing.discard(copied.slot)
 
 
 def _read_commit(message: said.NewView) -> Commit:

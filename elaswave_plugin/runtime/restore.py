@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from elaswave_plugin.core.plan import RecoveryPlan, SealedShard
+from elaswave_plugin.core.plan import RecoveryPlan
+from elaswave_plugin.core.sealed import SealedShard
 from elaswave_plugin.core.shards import ELEMENT_BYTES, PARTS, WEIGHTS, ShardPiece
 from elaswave_plugin.errors import LinkError, PlanDigestError, SnapshotUnreadableError
 from elaswave_plugin.runtime.fetch import Fetcher
@@ -34,37 +35,37 @@ def restore(
     *,
     slot: int,
     pool: SnapshotPool,
-    plan_without: Callable[[frozenset[tuple[int, int, int]]], RecoveryPlan],
+    plan_without: Callable[[frozenset[SealedShard]], RecoveryPlan],
     timeout_s: float,
     check: Callable[[], None] | None = None,
     reading: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> RestoredState:
     """Read and verify the weights of ``slot``; collective over WORLD.
 
-    ``plan_without`` makes the plan that avoids the rejected (holder, owner, step). ``check`` is
+    ``plan_without`` makes the plan that avoids those that are rejected. ``check`` is
     called all the time while bytes are awaited; it may raise EpochChanged. ``reading`` is entered
     around that, which may take ``timeout_s`` for each source.
     Raises PlanDigestError, SnapshotGapError.
     """
-    rejected: frozenset[tuple[int, int, int]] = frozenset()
+    rejected: frozenset[SealedShard] = frozenset()
     while True:
         plan = plan_without(rejected)
         _compare_digests(plan)
-        found: tuple[int, int, int] | None = None
+        found: SealedShard | None = None
         state = None
         try:
             with reading():
                 state = _read(plan, slot=slot, pool=pool, timeout_s=timeout_s, check=check)
         except SnapshotUnreadableError as error:
-            found = (error.holder, error.owner, error.step)
+            found = error.sealed
         everyone = _exchange(found)
         if state is not None and not any(everyone):
             return state
         rejected |= {one for one in everyone if one is not None}
 
 
-def _exchange(value: object) -> list[tuple[int, int, int] | None]:
-    gathered: list[tuple[int, int, int] | None] = [None] * dist.get_world_size()
+def _exchange(value: object) -> list[SealedShard | None]:
+    gathered: list[SealedShard | None] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered
 
@@ -165,12 +166,7 @@ def _open(
 
             yield VerifiedReader(source, read)
     except LinkError as error:
-        raise SnapshotUnreadableError(
-            f"{source} cannot be read: {error}",
-            holder=source.holder,
-            owner=source.owner,
-            step=source.step,
-        ) from error
+        raise SnapshotUnreadableError(f"{source} cannot be read: {error}", source) from error
 
 
 def _ranges(

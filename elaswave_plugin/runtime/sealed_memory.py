@@ -11,11 +11,10 @@ import json
 import os
 import struct
 import zlib
-from typing import Any
 
+from elaswave_plugin.core.codec import from_json, to_json
+from elaswave_plugin.core.sealed import SealedShard
 from elaswave_plugin.errors import ConfigurationError
-
-Record = dict[str, Any]
 
 BODY_OFFSET = 1 << 16
 """Where the body begins, bytes; room for the record of some ten thousand workers."""
@@ -23,17 +22,23 @@ BODY_OFFSET = 1 << 16
 _HEAD = struct.Struct("<II")
 
 
-def write_record(buffer: memoryview, record: Record) -> None:
-    """Seal the buffer with this record; raises ConfigurationError where it has no room."""
-    text = json.dumps(record).encode()
+def pack_record(record: SealedShard) -> bytes:
+    """The record as the first bytes of a buffer; raises ConfigurationError where it has no room."""
+    text = json.dumps(record, default=to_json).encode()
     if _HEAD.size + len(text) > BODY_OFFSET:
         raise ConfigurationError(
             f"the record of a snapshot is {len(text)} bytes and has room for"
             f" {BODY_OFFSET - _HEAD.size}: it names every worker that shares the state and every"
             " part of the model that they have; use fewer data-parallel replicas or more stages"
         )
-    buffer[_HEAD.size : _HEAD.size + len(text)] = text
-    buffer[: _HEAD.size] = _HEAD.pack(len(text), zlib.crc32(text))
+    return _HEAD.pack(len(text), zlib.crc32(text)) + text
+
+
+def write_record(buffer: memoryview, record: SealedShard) -> None:
+    """Seal the buffer with this record, whose head comes last; raises ConfigurationError."""
+    packed = pack_record(record)
+    buffer[_HEAD.size : len(packed)] = packed[_HEAD.size :]
+    buffer[: _HEAD.size] = packed[: _HEAD.size]
 
 
 def clear_record(buffer: memoryview) -> None:
@@ -41,21 +46,12 @@ def clear_record(buffer: memoryview) -> None:
     buffer[: _HEAD.size] = bytes(_HEAD.size)
 
 
-def read_record(fd: int) -> Record | None:
+def read_record(fd: int) -> SealedShard | None:
     """The record of a memory, None where nothing is sealed in it."""
     head = os.pread(fd, _HEAD.size, 0)
     if len(head) < _HEAD.size:
         return None
     length, checksum = _HEAD.unpack(head)
     text = os.pread(fd, min(length, BODY_OFFSET - _HEAD.size), _HEAD.size)
-    if not length or len(text) != length or zlib.crc32(text) != checksum:
-        return None
-    record: Record = json.loads(text)
-    return record
-
-
-def pack_record(record: Record) -> bytes:
-    """The record as the bytes at the start of a buffer."""
-    room = bytearray(BODY_OFFSET)
-    write_record(memoryview(room), record)
-    return bytes(room)
+    is_whole = length and len(text) == length and zlib.crc32(text) == checksum
+    return from_json(SealedShard, json.loads(text)) if is_whole else None

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import xxhash
 
-from elaswave_plugin.core.plan import SealedShard
+from elaswave_plugin.core.sealed import SealedShard
 from elaswave_plugin.errors import ConfigurationError, SnapshotUnreadableError
-from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET, Record, clear_record, write_record
+from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET, clear_record, write_record
 
 # Small enough that a range read checks little more than it needs, large enough that the table is
 # 0.003 % of the payload and hashing runs at memory speed.
@@ -86,7 +86,7 @@ class SnapshotPool:
         parts: Iterable[torch.Tensor],
         capsule: bytes,
         before_seal: Callable[[], None],
-    ) -> Record:
+    ) -> SealedShard:
         """Copy the flat float32 ``parts`` and the capsule, seal them and return the record.
 
         Raises ConfigurationError for a capsule without room.
@@ -115,22 +115,22 @@ class SnapshotPool:
         table = _table(target[:body_bytes])
         target[body_bytes:length] = table
         before_seal()
-        record: Record = {
-            "owner": self._slot,
-            "buffer": step % 2,
-            "step": step,
-            "epoch": epoch,
-            "length": length,
-            "cell": list(cell),
-            "units": list(units),
-            "ranks": list(ranks),
-            "shard": list(ranks).index(self._slot),
-            "payload_bytes": payload_bytes,
-            "capsule_bytes": len(capsule),
-            "table_digest": xxhash.xxh3_64_intdigest(table),
-        }
-        write_record(whole, record)
-        return record
+        sealed = SealedShard(
+            owner=self._slot,
+            buffer=step % 2,
+            step=step,
+            epoch=epoch,
+            cell=cell,
+            units=tuple(units),
+            ranks=tuple(ranks),
+            shard=ranks.index(self._slot),
+            length=length,
+            payload_bytes=payload_bytes,
+            capsule_bytes=len(capsule),
+            table_digest=xxhash.xxh3_64_intdigest(table),
+        )
+        write_record(whole, sealed)
+        return sealed
 
     def reader(self, step: int) -> Callable[[int, memoryview], None]:
         """A function that copies bytes at an offset of the body of ``step`` into a view."""
@@ -156,13 +156,8 @@ class VerifiedReader:
             raise self._unreadable("the checksum table")
 
     def _unreadable(self, what: str) -> SnapshotUnreadableError:
-        sealed = self._sealed
-        return SnapshotUnreadableError(
-            f"{what} of {sealed} does not match its checksum",
-            holder=sealed.holder,
-            owner=sealed.owner,
-            step=sealed.step,
-        )
+        words = f"{what} of {self._sealed} does not match its checksum"
+        return SnapshotUnreadableError(words, self._sealed)
 
     def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> int:
         """Fill each view from its byte offset and return the bytes read.

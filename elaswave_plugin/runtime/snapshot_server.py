@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 
-from elaswave_plugin.core.codec import UnreadableMessageError
+from elaswave_plugin.core.codec import UnreadableMessageError, from_json
+from elaswave_plugin.core.sealed import SealedShard
 from elaswave_plugin.runtime.requests import Answer
 from elaswave_plugin.runtime.say import say
-from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET, Record
+from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET
 from elaswave_plugin.runtime.snapshot_store import SnapshotStore
 from elaswave_plugin.runtime.wire import (
     Frame,
@@ -111,7 +112,7 @@ class SnapshotServer:
                 say(f"what came to {self.address} is no request: {error!r:.200}")
 
     def _answer_fetch(self, sock: socket.socket, request: Frame) -> None:
-        found = self._store.open(request)
+        found = self._store.open(**{name: request[name] for name in ("owner", "step", "epoch")})
         if found is None:
             send_frame(sock, {"t": "bytes", "error": "no such sealed snapshot here"})
             return
@@ -140,16 +141,16 @@ class SnapshotServer:
         send_frame(sock, {"t": "held"})
 
     def _take_copy(self, sock: socket.socket, request: Frame) -> None:
-        record: Record = request["record"]
-        length = int(record["length"])
-        fd = os.memfd_create(f"elaswave-copy-of-{record['owner']}", os.MFD_CLOEXEC)
+        record: SealedShard = from_json(SealedShard, request["record"])
+        length = record.length
+        fd = os.memfd_create(f"elaswave-copy-of-{record.owner}", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, BODY_OFFSET + length)
             # Not closed by hand: where the peer breaks off, the error still refers to it.
             memory = memoryview(mmap.mmap(fd, BODY_OFFSET + length))[BODY_OFFSET:]
             # Before the bytes come: memory for a third copy of a worker is not reckoned with.
             if not self._store.make_room(record):
-                raise ConnectionAbortedError(f"worker {record['owner']} sealed in a newer view")
+                raise ConnectionAbortedError(f"worker {record.owner} sealed in a newer view")
             for start in range(0, length, _PIECE_BYTES):
                 piece = memory[start : start + _PIECE_BYTES]
                 receive_into(sock, piece, time.monotonic() + STALL_S)
@@ -193,11 +194,11 @@ class SnapshotCopier:
         self._on_moving = on_moving
         self._told_s = time.monotonic()
         self._sock: socket.socket | None = None
-        self._queue: SimpleQueue[Record | None] = SimpleQueue()
+        self._queue: SimpleQueue[SealedShard | None] = SimpleQueue()
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="snapshot-copier", daemon=True).start()
 
-    def send(self, record: Record) -> None:
+    def send(self, record: SealedShard) -> None:
         """Queue a sealed record."""
         self._queue.put(record)
 
@@ -211,7 +212,7 @@ class SnapshotCopier:
             self._deliver(record)
         self._disconnect()
 
-    def _deliver(self, record: Record) -> None:
+    def _deliver(self, record: SealedShard) -> None:
         """Over a new connection where there is none or where the old one breaks."""
         told = None
         # Where it is overwritten, a newer one is queued behind it.
@@ -241,7 +242,7 @@ class SnapshotCopier:
             self._sock.close()
             self._sock = None
 
-    def _hand_over(self, sock: socket.socket, record: Record) -> None:
+    def _hand_over(self, sock: socket.socket, record: SealedShard) -> None:
         sock.settimeout(STALL_S)
         if self._same_node:
             memory = [f"/proc/{os.getpid()}/fd/{fd}" for fd in self._store.fds]
@@ -249,11 +250,11 @@ class SnapshotCopier:
             receive_frame(sock, STALL_S)
         elif not self._copy(sock, record):
             return
-        self._on_copied(int(record["step"]), int(record["epoch"]))
+        self._on_copied(record.step, record.epoch)
 
-    def _copy(self, sock: socket.socket, record: Record) -> bool:
+    def _copy(self, sock: socket.socket, record: SealedShard) -> bool:
         """Send all bytes; False where they were overwritten meanwhile."""
-        found = self._store.open(record)
+        found = self._store.open(owner=record.owner, step=record.step, epoch=record.epoch)
         if found is None:
             return False
         fd, length = found

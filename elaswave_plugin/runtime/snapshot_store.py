@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from elaswave_plugin.runtime.sealed_memory import Record, pack_record, read_record
+from elaswave_plugin.core.sealed import SealedShard
+from elaswave_plugin.runtime.sealed_memory import pack_record, read_record
 
 
 class SnapshotStore:
@@ -26,11 +27,11 @@ class SnapshotStore:
     def newest_step(self) -> int:
         """The step of the newest own snapshot; -1 where nothing was sealed yet."""
         records = [record for fd in self.fds if (record := read_record(fd)) is not None]
-        return int(max(records, key=_age)["step"]) if records else -1
+        return max(record.age for record in records)[1] if records else -1
 
-    def is_sealed(self, record: Record) -> bool:
+    def is_sealed(self, record: SealedShard) -> bool:
         """Whether this is still what the own buffer holds."""
-        return read_record(self.fds[int(record["buffer"])]) == record
+        return read_record(self.fds[record.buffer]) == record
 
     def hold(self, owner: int, fds: Sequence[int]) -> None:
         """Take over descriptors of the buffers of another worker of this node.
@@ -42,32 +43,31 @@ class SnapshotStore:
                 os.close(fd)
             self._held[owner] = tuple(fds)
 
-    def make_room(self, record: Record) -> bool:
+    def make_room(self, record: SealedShard) -> bool:
         """Drop the copy in whose place a newer one is about to come; false where it is none.
 
         Its owner may have been given up, and another worker have sealed in its slot since.
         """
-        owner = int(record["owner"])
         with self._lock:
-            known = [one for _, one, copy in self._sealed() if copy and one["owner"] == owner]
-            if any(int(one["epoch"]) > int(record["epoch"]) for one in known):
+            known = [one for _, one, copy in self._sealed() if copy and one.owner == record.owner]
+            if any(one.epoch > record.epoch for one in known):
                 return False
-            fd = self._copies.pop((owner, int(record["buffer"])), None)
+            fd = self._copies.pop((record.owner, record.buffer), None)
             if fd is not None:
                 os.close(fd)
         return True
 
-    def add_copy(self, record: Record, fd: int) -> None:
+    def add_copy(self, record: SealedShard, fd: int) -> None:
         """Take over the memory `fd`, whose body holds all of the record's bytes, and seal it.
 
         A record that is older than the one here comes from a connection that was given up.
         """
         os.pwrite(fd, pack_record(record), 0)
-        key = int(record["owner"]), int(record["buffer"])
+        key = record.owner, record.buffer
         with self._lock:
             old = self._copies.get(key)
             there = None if old is None else read_record(old)
-            if there is not None and _age(record) < _age(there):
+            if there is not None and record.age < there.age:
                 os.close(fd)
                 return
             self._copies[key] = fd
@@ -87,21 +87,23 @@ class SnapshotStore:
                     del self._copies[key]
                     os.close(fd)
 
-    def inventory(self, address: str) -> list[Record]:
+    def inventory(self, address: str) -> list[SealedShard]:
         """Every sealed record here, with its holder and where to fetch it."""
-        place = {"holder": self.slot, "holder_address": address}
         with self._lock:
-            return [{**record, **place, "copy": copy} for _, record, copy in self._sealed()]
+            return [
+                replace(one, holder=self.slot, holder_address=address, is_copy=copy)
+                for _, one, copy in self._sealed()
+            ]
 
-    def open(self, wanted: Mapping[str, Any]) -> tuple[int, int] | None:
+    def open(self, *, owner: int, step: int, epoch: int) -> tuple[int, int] | None:
         """A descriptor of the memory (the caller closes it) and the length of its body in bytes.
 
         None where it is not here.
         """
         with self._lock:
             for fd, record, _ in self._sealed():
-                if all(record[key] == wanted[key] for key in ("owner", "step", "epoch")):
-                    return os.dup(fd), int(record["length"])
+                if (record.owner, record.step, record.epoch) == (owner, step, epoch):
+                    return os.dup(fd), record.length
         return None
 
     def close(self) -> None:
@@ -113,7 +115,7 @@ class SnapshotStore:
             self._held.clear()
             self._copies.clear()
 
-    def _sealed(self) -> Iterator[tuple[int, Record, bool]]:
+    def _sealed(self) -> Iterator[tuple[int, SealedShard, bool]]:
         """(descriptor, record, whether it is another worker's) of every sealed memory."""
         memories = [(fd, False) for fd in self.fds]
         memories += [(fd, True) for _, fds in sorted(self._held.items()) for fd in fds]
@@ -124,14 +126,9 @@ class SnapshotStore:
                 yield fd, record, other
 
 
-def _age(record: Record) -> tuple[int, int]:
-    """Rises with every seal of a buffer, although a roll-back lowers the step."""
-    return int(record["epoch"]), int(record["step"])
-
-
 def _is_older(fd: int, epoch: int) -> bool:
     record = read_record(fd)
-    return record is None or int(record["epoch"]) < epoch
+    return record is None or record.epoch < epoch
 
 
 def _new_memory(name: str) -> int:

@@ -4,6 +4,7 @@ from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.core.hang import OUTSIDE
 from elaswave_plugin.core.membership import MembershipView
 from elaswave_plugin.core.plan import RecoveryPlan, copy_targets
+from elaswave_plugin.core.sealed import SealedShard
 from elaswave_plugin.core.seating import Cell, Seating
 from elaswave_plugin.core.shards import ShardCut
 from elaswave_plugin.errors import SnapshotUnreadableError
@@ -27,8 +28,8 @@ class StateKeeper:
     ) -> None:
         """``record`` is told how long state took that was read back behind the training."""
         self._member, self._config, self._phases, self._record = member, config, phases, record
-        self.unreadable: set[tuple[int, int, int]] = set()
-        """(holder, owner, step) of snapshots found damaged since the last seal."""
+        self.unreadable: set[SealedShard] = set()
+        """Snapshots found damaged since the last seal."""
         self.live: tuple[int, int] | None = None
         """(step, epoch) of the seal at which model and optimizer still are."""
         self._seals_in_epoch = 0
@@ -209,7 +210,7 @@ class StateKeeper:
             try:
                 self._record.followed = self._behind.complete()
             except SnapshotUnreadableError as error:
-                self.unreadable.add((error.holder, error.owner, error.step))
+                self.unreadable.add(error.sealed)
                 self._member.severed(self._view.epoch, str(error))
                 self._member.await_proposal(timeout_s=self._config.transfer_timeout_s)
         self._behind = None

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from elaswave_plugin.core.agreement_messages import Inventory
 from elaswave_plugin.core.agreement_orders import Ring
 from elaswave_plugin.core.codec import to_json
 from elaswave_plugin.core.hang import Sample
 from elaswave_plugin.core.membership import MembershipView
 from elaswave_plugin.core.reserve import vacant
+from elaswave_plugin.core.sealed import SealedShard
 from elaswave_plugin.runtime.control_frames import (
     Finish,
     FromTrainer,
@@ -126,7 +126,7 @@ class StatusBoard:
         lost: Mapping[int, str],
         peers: Sequence[Peer],
         standbys: Sequence[dict[str, Any]],
-        inventory: Inventory,
+        inventory: Iterable[SealedShard],
         progress: Sample | None,
         now_s: float,
     ) -> Frame:
@@ -160,8 +160,8 @@ class StatusBoard:
             ],
             "vacant": list(free),
             "snapshots": [
-                {key: record.get(key) for key in ("owner", "step", "epoch", "length", "copy")}
-                for record in inventory
+                {key: getattr(one, key) for key in ("owner", "step", "epoch", "length")}
+                for one in inventory
             ],
             "standbys": list(standbys),
             "peers": [

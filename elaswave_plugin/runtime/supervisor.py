@@ -25,7 +25,7 @@ from elaswave_plugin.core.agreement_messages import (
     Stop,
 )
 from elaswave_plugin.core.agreement_orders import Ring
-from elaswave_plugin.core.codec import UnreadableMessageError, from_json
+from elaswave_plugin.core.codec import UnreadableMessageError, from_json, to_json
 from elaswave_plugin.core.hang import Sample
 from elaswave_plugin.core.membership import MembershipView
 from elaswave_plugin.core.respawn import Deaths, GiveUp
@@ -457,7 +457,7 @@ class Supervisor:
     def _answer(self, facts: Facts | None) -> None:
         self._board.answered()
         if self._ballot is not None:
-            inventory = self._store.inventory(self._data_address)
+            inventory = [to_json(one) for one in self._store.inventory(self._data_address)]
             entering = not self._trainer.delivered
             self._agreement.quiesced(self._ballot, facts, inventory, entering=entering)
 

@@ -14,6 +14,7 @@ from elaswave_plugin.core.layer_times import PassTimes, agreed
 from elaswave_plugin.core.pipeline_flow import Flow, PipelineFlow
 from elaswave_plugin.core.plan import RecoveryPlan, make_plan
 from elaswave_plugin.core.reserve import built_among, replicas_beyond
+from elaswave_plugin.core.sealed import SealedShard
 from elaswave_plugin.core.seating import FlatSeating, Seating
 from elaswave_plugin.core.slow import slowness_told
 from elaswave_plugin.core.worker_facts import SlowTold, WorkerFacts
@@ -163,7 +164,7 @@ class Worker:
             address=self.links.address,
             communicators=self.groups.device_facts(),
             step=self.completed,
-            unreadable=tuple(sorted(self.state.unreadable)),
+            unreadable=tuple(self.state.unreadable),
             told_to_leave=self.member.told_to_leave,
         )
 
@@ -320,7 +321,7 @@ class Worker:
 
     def planner(
         self, commit: Commit, *, trusts_memory: bool
-    ) -> Callable[[frozenset[tuple[int, int, int]]], RecoveryPlan]:
+    ) -> Callable[[frozenset[SealedShard]], RecoveryPlan]:
         """The pure plan of a commit, as a function of the snapshots to avoid.
 
         ``trusts_memory``: what workers still have is left in place where it need not change.
@@ -328,7 +329,7 @@ class Worker:
         unreadable = {one for told in commit.facts.values() for one in told.unreadable}
         live = {slot: told.live for slot, told in commit.facts.items()}
 
-        def plan(rejected: frozenset[tuple[int, int, int]]) -> RecoveryPlan:
+        def plan(rejected: frozenset[SealedShard]) -> RecoveryPlan:
             return make_plan(
                 epoch=commit.view.epoch,
                 reason=commit.view.reason,

@@ -12,30 +12,19 @@ from benchmarks.contiguous import ContiguousPlan, Stages
 from benchmarks.migration import WAYS, check_options, main
 from benchmarks.migration_worker import Move, sealed_by_stage
 from elaswave_plugin.core.pipeline_flow import flow_of
+from elaswave_plugin.core.sealed import SealedShard
 from elaswave_plugin.core.shards import ShardCut
 from elaswave_plugin.errors import ConfigurationError
+from tests.core.sealed import sealed
 
 SIZES: dict[str, Any] = {"dp": 2, "layers": 8, "layer_mib": 1, "moved": 1, "rounds": 1}
 
 
-def record(slot: int, cell: Any) -> dict[str, Any]:
-    width = len(cell.ranks)
-    return {
-        "owner": slot,
-        "step": 1,
-        "epoch": 1,
-        "cell": list(cell.key),
-        "units": list(cell.units),
-        "ranks": list(cell.ranks),
-        "shard": cell.ranks.index(slot),
-        "length": 1,
-        "payload_bytes": ShardCut(buckets=cell.buckets, width=width).payload_bytes,
-        "capsule_bytes": 1,
-        "table_digest": slot,
-        "holder": slot,
-        "holder_address": "",
-        "copy": False,
-    }
+def record(slot: int, cell: Any) -> SealedShard:
+    cut = ShardCut(buckets=cell.buckets, width=len(cell.ranks))
+    of_cell = {"cell": cell.key, "units": cell.units, "ranks": cell.ranks}
+    shard, payload_bytes = cell.ranks.index(slot), cut.payload_bytes
+    return sealed(slot, 1, holder=slot, shard=shard, payload_bytes=payload_bytes, **of_cell)
 
 
 def contiguous(move: Move) -> tuple[ContiguousPlan, Stages, Stages]:

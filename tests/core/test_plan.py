@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -11,36 +11,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elaswave_plugin.core.dataflow import deal
-from elaswave_plugin.core.plan import SealedShard, copy_targets, make_plan, restore_point
+from elaswave_plugin.core.plan import copy_targets, make_plan, restore_point
+from elaswave_plugin.core.sealed import SealedShard
 from elaswave_plugin.core.seating import Cell
 from elaswave_plugin.errors import SnapshotGapError
+from tests.core.sealed import sealed
 
 RANKS = (0, 1, 2, 3)
 
 
-def record(
-    owner: int, step: int, *, epoch: int = 1, holder: int | None = None
-) -> Mapping[str, Any]:
-    return {
-        "owner": owner,
-        "step": step,
-        "epoch": epoch,
-        "cell": [0, 0],
-        "units": [0, 1],
-        "ranks": list(RANKS),
-        "shard": RANKS.index(owner),
-        "length": 100,
-        "payload_bytes": 80,
-        "capsule_bytes": 12,
-        "table_digest": 1000 * owner + step,
-        "holder": owner if holder is None else holder,
-        "holder_address": "host:1",
-        "copy": holder is not None,
-    }
+def record(owner: int, step: int, *, epoch: int = 1, holder: int | None = None) -> SealedShard:
+    return sealed(
+        owner,
+        step,
+        epoch,
+        units=(0, 1),
+        ranks=RANKS,
+        shard=RANKS.index(owner),
+        table_digest=1000 * owner + step,
+        holder=owner if holder is None else holder,
+        holder_address="host:1",
+        is_copy=holder is not None,
+    )
 
 
 def plan_of(
-    inventory: list[Mapping[str, Any]], *, ranks: tuple[int, ...] = (0, 3, 2), **changes: Any
+    inventory: list[SealedShard], *, ranks: tuple[int, ...] = (0, 3, 2), **changes: Any
 ) -> Any:
     arguments = {
         "epoch": 2,
@@ -62,7 +58,7 @@ def test_restore_point_is_the_newest_step_sealed_for_every_shard() -> None:
 def test_restore_point_prefers_the_owner_to_a_copy() -> None:
     inventory = [record(slot, 9) for slot in RANKS] + [record(1, 9, holder=0)]
     sources = restore_point(
-        map(SealedShard.from_record, inventory),
+        inventory,
         [Cell(ranks=RANKS, units=(0, 1), buckets=(1000, 300))],
     )
     assert [source.holder for source in sources[0]] == [0, 1, 2, 3]
@@ -78,9 +74,9 @@ def test_restore_point_never_mixes_epochs() -> None:
 def test_rejected_bytes_fall_down_the_ladder() -> None:
     inventory = [record(slot, step) for slot in RANKS for step in (9, 10)]
     inventory.append(record(1, 10, holder=2))
-    plan = plan_of(inventory, rejected={(1, 1, 10)})
+    plan = plan_of(inventory, rejected={record(1, 10)})
     assert (plan.restore_step, plan.sources[0][1].holder) == (10, 2)
-    plan = plan_of(inventory, rejected={(1, 1, 10), (2, 1, 10)})
+    plan = plan_of(inventory, rejected={record(1, 10), record(1, 10, holder=2)})
     assert (plan.restore_step, plan.sources[0][1].holder) == (9, 1)
 
 
@@ -126,19 +122,13 @@ def test_every_cell_restores_its_own_shards_of_the_same_step() -> None:
         Cell(stage=1, ranks=(2, 3), units=(2,), buckets=(500,)),
     )
 
-    def sealed(owner: int, step: int) -> Mapping[str, Any]:
+    def of_stage(owner: int, step: int) -> SealedShard:
         stage = owner // 2
-        pair = [2 * stage, 2 * stage + 1]
-        return {
-            **record(owner, step),
-            "cell": [stage, 0],
-            "units": [stage + 1],
-            "ranks": pair,
-            "shard": owner % 2,
-        }
+        place = {"cell": (stage, 0), "units": (stage + 1,), "shard": owner % 2}
+        return replace(record(owner, step), ranks=(2 * stage, 2 * stage + 1), **place)
 
-    copy = {**sealed(1, 10), "holder": 3, "copy": True}
-    inventory = [sealed(slot, step) for slot in (0, 2, 3) for step in (9, 10)]
+    copy = replace(of_stage(1, 10), holder=3, is_copy=True)
+    inventory = [of_stage(slot, step) for slot in (0, 2, 3) for step in (9, 10)]
     plan = plan_of([*inventory, copy], ranks=(0, 3, 2), cells=cells)
     assert plan.restore_step == 10
     assert [[s.owner for s in sources] for sources in plan.sources] == [[0, 1], [2, 3]]
@@ -256,7 +246,7 @@ def test_one_worker_that_is_elsewhere_makes_all_of_its_cell_gather(
 
 
 def test_who_comes_to_a_cell_makes_all_of_it_gather() -> None:
-    inventory = [{**record(slot, 9), "ranks": [0, 1], "shard": slot} for slot in (0, 1)]
+    inventory = [replace(record(slot, 9), ranks=(0, 1), shard=slot) for slot in (0, 1)]
     cells = (Cell(ranks=(0, 1, 2), units=(0, 1), buckets=(1000, 300)),)
     alive = dict.fromkeys(RANKS, (9, 1))
     assert in_place_of(plan_of(inventory, ranks=(0, 1, 2), cells=cells, live=alive)) == [(0, 0)] * 3
@@ -280,13 +270,13 @@ def test_pieces_and_what_stays_make_the_new_shard(data: st.DataObject) -> None:
     left = [tuple(slot for slot in cell.ranks if slot != gone) for cell in before]
     after = cells_of(data.draw(st.integers(1, len(units) - 1)), left)
     inventory = [
-        {
-            **record(slot, 9, holder=None if slot != gone else (slot + 1) % 4),
-            "cell": [cell.stage, 0],
-            "units": list(cell.units),
-            "ranks": list(cell.ranks),
-            "shard": cell.ranks.index(slot),
-        }
+        replace(
+            record(slot, 9, holder=None if slot != gone else (slot + 1) % 4),
+            cell=cell.key,
+            units=cell.units,
+            ranks=cell.ranks,
+            shard=cell.ranks.index(slot),
+        )
         for cell in before
         for slot in cell.ranks
     ]

@@ -9,6 +9,7 @@ from elaswave_plugin.core.dataflow import deal
 from elaswave_plugin.core.plan import RecoveryPlan, make_plan
 from elaswave_plugin.core.seating import Cell
 from elaswave_plugin.core.shards import ShardCut
+from tests.core.sealed import sealed
 
 WIDTHS = st.integers(1, 8)
 LENGTHS = st.lists(st.integers(1, 9000), min_size=3, max_size=6).map(tuple)
@@ -29,12 +30,7 @@ def migration(lengths: tuple[int, ...], giving: int, getting: int, *, moved: int
         for cut in (len(units) - 1 - moved, len(units) - 1)
     )
     inventory = [
-        {
-            **{"owner": slot, "holder": slot, "step": 5, "epoch": 1, "copy": False},
-            **{"cell": list(cell.key), "units": list(cell.units), "ranks": list(cell.ranks)},
-            **{"shard": shard, "length": 1, "payload_bytes": 1, "capsule_bytes": 0},
-            **{"table_digest": 0, "holder_address": ""},
-        }
+        sealed(slot, 5, cell=cell.key, units=cell.units, ranks=cell.ranks, shard=shard, holder=slot)
         for cell in before
         for shard, slot in enumerate(cell.ranks)
     ]

@@ -15,6 +15,7 @@ from elaswave_plugin.core.worker_facts import (
     step_told,
 )
 from tests.core.over_the_wire import as_json
+from tests.core.sealed import sealed
 
 COMMUNICATOR = CommunicatorFacts(
     name="dp@2", members=(0, 1), collectives=3, sent={1: 2}, received={}, idle=True, shrinks=False
@@ -24,7 +25,7 @@ ALL = WorkerFacts(
     communicators={"dp": COMMUNICATOR},
     step=7,
     live=(7, 2),
-    unreadable=((0, 1, 6), (2, 3, 6)),
+    unreadable=(sealed(1, 6, holder=0), sealed(3, 6, holder=2, is_copy=True)),
     seated_epoch=2,
     seating={"cuts": [0, 2, 4]},
     times={"layer": [0.1, 0.2]},
@@ -42,8 +43,8 @@ def test_all_facts_come_through_a_commit() -> None:
     assert all(getattr(ALL, one.name) for one in fields(WorkerFacts))
     told = {slot: as_json(facts) for slot, facts in ((0, ALL), (3, FEWEST))}
     assert [step_told(one) for one in told.values()] == [7, 0]
-    heard = from_json(Payload, json.loads(pack_payload(told, [])))
-    assert heard == Payload(facts={0: ALL, 3: FEWEST}, inventory=[])
+    heard = from_json(Payload, json.loads(pack_payload(told, [as_json(sealed(1, 6))])))
+    assert heard == Payload(facts={0: ALL, 3: FEWEST}, inventory=[sealed(1, 6)])
 
 
 def test_what_is_empty_costs_nothing_on_the_wire() -> None:

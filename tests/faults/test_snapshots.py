@@ -84,7 +84,7 @@ import os, threading
 from elaswave_plugin.runtime.member import Member
 sealed = Member.sealed
 def late(self, record, copy_to):
-    if os.environ["RANK"] == "3" and record["step"] == 0:
+    if os.environ["RANK"] == "3" and record.step == 0:
         send, self._link.send = self._link.send, lambda frame: None
         sealed(self, record, copy_to)
         self._link.send = send

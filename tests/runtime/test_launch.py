@@ -493,7 +493,7 @@ def test_two_machines_reach_each_other(tmp_path: Path, cable: list[list[str]]) -
         job.joined()
         job.kill(1)
         inventory = job.one("commit", 0, epoch=2)["inventory"]
-        own = next(r for r in inventory if r["owner"] == 1 and not r["copy"])
+        own = next(r for r in inventory if r["owner"] == 1 and not r["is_copy"])
         assert own["holder_address"].startswith("10.99.0.2:")
         job.tell(0, f"fetch {own['holder_address']} 1 0 1")
         assert job.one("fetched", 0)["equal"]

@@ -25,6 +25,8 @@ from elaswave_plugin.runtime.control_frames import NewView
 from elaswave_plugin.runtime.control_link import ControlLink
 from elaswave_plugin.runtime.member import ANNOUNCED_LIMIT_S, Member
 from elaswave_plugin.runtime.wire import encode, receive_frame, send_frame
+from tests.core.over_the_wire import as_json
+from tests.core.sealed import sealed
 from tests.runtime.jobs import environment
 
 LONG_S = 10.0
@@ -32,6 +34,7 @@ LONG_S = 10.0
 NO_FRAME = b"\xff" * 4
 SHORT_S = 0.05
 FACTS = WorkerFacts(address="x")
+SEALED = sealed(0, 4)
 TWICE = {"epoch": 1, "ranks": [1, 1], "incarnations": [0, 0], "nodes": [0, 0], "reason": ""}
 NEW_VIEW = {"t": "new_view", "before": [], "view": {**TWICE, "ranks": [0, 1]}, "payload": "{}"}
 
@@ -107,7 +110,7 @@ class Supervisor:
 
 
 def commit_of(*path: MembershipView) -> NewView:
-    payload = pack_payload({0: to_json(FACTS)}, [{"owner": 0}])
+    payload = pack_payload({0: to_json(FACTS)}, [to_json(SEALED)])
     return NewView(before=path[:-1], view=path[-1], payload=payload)
 
 
@@ -131,7 +134,7 @@ def test_joining_reports_facts_and_returns_the_first_commit(supervisor: Supervis
     commit = supervisor.member.join(FACTS, LONG_S)
     assert supervisor.next() == {"t": "join", "facts": {"address": "x"}, "respawn": 0}
     assert (commit.view, commit.facts) == (view_of(1), {0: FACTS})
-    assert (commit.inventory, commit.path) == ([{"owner": 0}], (view_of(1),))
+    assert (commit.inventory, commit.path) == ([SEALED], (view_of(1),))
     supervisor.member.check()
 
 
@@ -281,10 +284,10 @@ def test_waiting_for_copies(supervisor: Supervisor) -> None:
     member = supervisor.member
     supervisor.commit(view_of(1))
     member.join(FACTS, LONG_S)
-    record = {"owner": 1, "buffer": 0, "step": 7, "epoch": 1, "length": 4}
+    record = sealed(1, 7)
     member.sealed(record, [0, 2])
     supervisor.next()
-    assert supervisor.next() == {"t": "sealed", "record": record, "copy_to": [0, 2]}
+    assert supervisor.next() == {"t": "sealed", "record": as_json(record), "copy_to": [0, 2]}
     supervisor.copied(step=7, epoch=1, slot=0)
     with pytest.raises(
         AgreementError, match=r"at worker 2: nothing of it moved within transfer_timeout_s \(1 s\)"
@@ -292,11 +295,11 @@ def test_waiting_for_copies(supervisor: Supervisor) -> None:
         member.wait_copied(7, 1.0)  # in which the first acknowledgement has arrived
     supervisor.copied(step=7, epoch=1, slot=2)
     member.wait_copied(7, LONG_S)
-    member.sealed({**record, "step": 8}, [])
+    member.sealed(replace(record, step=8), [])
     member.wait_copied(8, LONG_S)
     with pytest.raises(AgreementError, match="no snapshot of step 9"):
         member.wait_copied(9, LONG_S)
-    member.sealed({**record, "step": 10}, [0])
+    member.sealed(replace(record, step=10), [0])
     supervisor.propose(2)
     with pytest.raises(EpochChanged):
         member.wait_copied(10, LONG_S)
@@ -307,7 +310,7 @@ def test_a_copy_that_moves_is_waited_for(supervisor: Supervisor) -> None:
     member = supervisor.member
     supervisor.commit(view_of(1))
     member.join(FACTS, LONG_S)
-    record = {"owner": 1, "buffer": 0, "step": 7, "epoch": 1, "length": 4}
+    record = sealed(1, 7)
     member.sealed(record, [0, 2])
     supervisor.copied(step=7, epoch=1, slot=0)
     limit_s, began_s = 1.0, time.monotonic()
@@ -323,7 +326,7 @@ def test_a_copy_that_moves_is_waited_for(supervisor: Supervisor) -> None:
     member.wait_copied(7, limit_s)
     assert time.monotonic() - began_s > 2 * limit_s
     mover.join(LONG_S)
-    member.sealed({**record, "step": 8}, [0, 2])
+    member.sealed(replace(record, step=8), [0, 2])
     # What the one moved before says nothing of what it is to hold now.
     with pytest.raises(AgreementError, match="copy of step 8 at worker 0: nothing of it moved"):
         member.wait_copied(8, SHORT_S)
@@ -334,14 +337,14 @@ def test_a_step_that_is_sealed_again_waits_for_its_own_copies(supervisor: Superv
     member = supervisor.member
     supervisor.commit(view_of(1))
     member.join(FACTS, LONG_S)
-    older = {"owner": 1, "buffer": 1, "step": 7, "epoch": 1, "length": 4}
+    older = sealed(1, 7)
     member.sealed(older, [0, 2])
-    member.sealed({**older, "buffer": 0, "step": 8}, [0, 2])
+    member.sealed(replace(older, step=8), [0, 2])
     for step in (7, 8):
         supervisor.copied(step=step, epoch=1, slot=0)
     supervisor.copied(step=7, epoch=1, slot=2)
     member.wait_copied(7, LONG_S)
-    member.sealed({**older, "epoch": 2}, [0])
+    member.sealed(replace(older, epoch=2), [0])
     with pytest.raises(AgreementError, match="copy of step 7 at worker 0"):
         member.wait_copied(7, SHORT_S)
     with pytest.raises(AgreementError, match="no snapshot of step 8"):

@@ -2,36 +2,24 @@
 
 import socket
 import time
-from typing import Any
 
 import pytest
 
 from elaswave_plugin.core.dataflow import deal
 from elaswave_plugin.core.plan import RecoveryPlan, make_plan
+from elaswave_plugin.core.sealed import SealedShard
 from elaswave_plugin.core.seating import Cell
 from elaswave_plugin.errors import EpochChanged
 from elaswave_plugin.runtime import restore
+from tests.core.sealed import sealed
 
 LONG_S = 10.0
 
 
-def record(shard: int, address: str) -> dict[str, Any]:
-    return {
-        "owner": shard,
-        "step": 4,
-        "epoch": 1,
-        "cell": [0, 0],
-        "units": [0],
-        "ranks": [0, 1],
-        "shard": shard,
-        "length": 1024,
-        "payload_bytes": 1000,
-        "capsule_bytes": 10,
-        "table_digest": 1,
-        "holder": 1,
-        "holder_address": address,
-        "copy": True,
-    }
+def record(shard: int, address: str) -> SealedShard:
+    held = {"holder": 1, "holder_address": address, "is_copy": True}
+    sizes = {"length": 1024, "payload_bytes": 1000, "capsule_bytes": 10}
+    return sealed(shard, 4, ranks=(0, 1), shard=shard, **sizes, **held)
 
 
 def test_a_proposal_ends_the_wait_for_a_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,7 +28,7 @@ def test_a_proposal_ends_the_wait_for_a_supervisor(monkeypatch: pytest.MonkeyPat
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
 
-        def plan_without(rejected: frozenset[tuple[int, int, int]]) -> RecoveryPlan:
+        def plan_without(rejected: frozenset[SealedShard]) -> RecoveryPlan:
             return make_plan(
                 epoch=2,
                 reason="r",

@@ -3,18 +3,19 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaswave_plugin.core.plan import SealedShard
+from elaswave_plugin.core.sealed import SealedShard
 from elaswave_plugin.errors import ConfigurationError, SnapshotUnreadableError
 from elaswave_plugin.runtime import snapshot
-from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET, write_record
+from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET, pack_record
 from elaswave_plugin.runtime.snapshot import SnapshotPool, VerifiedReader
+from tests.core.sealed import sealed
 
 SLOT, CAPACITY_BYTES = 3, 1 << 20
 SMALL_CHUNK_BYTES = 64
@@ -46,7 +47,7 @@ def seal(
     before_seal: Callable[[], None] = nothing,
 ) -> SealedShard:
     """Seal, and describe what was sealed as the inventory of a commit would."""
-    record: dict[str, Any] = pool.seal(
+    record = pool.seal(
         step=step,
         epoch=2,
         ranks=(0, SLOT, 2),
@@ -54,8 +55,7 @@ def seal(
         capsule=capsule,
         before_seal=before_seal,
     )
-    holder = {"holder": SLOT, "holder_address": "127.0.0.1:1", "copy": False}
-    return SealedShard.from_record({**record, **holder})
+    return replace(record, holder=SLOT, holder_address="127.0.0.1:1")
 
 
 def plain_copy(parts: Sequence[torch.Tensor], capsule: bytes) -> bytes:
@@ -197,7 +197,7 @@ def is_read(sealed: SealedShard, source: Callable[[int, memoryview], None]) -> b
         read(reader, [(0, sealed.payload_bytes)])
         reader.read_capsule()
     except SnapshotUnreadableError as error:
-        return (error.holder, error.owner, error.step) != (SLOT, SLOT, 6)
+        return bool(error.sealed != sealed)
     return True
 
 
@@ -251,4 +251,4 @@ def test_what_has_no_room_in_a_snapshot_is_named() -> None:
         with pytest.raises(ConfigurationError, match=r"is 2097152 bytes, which do not fit .* keep"):
             seal(pool, [torch.ones(3)], bytes(2 * CAPACITY_BYTES))
         with pytest.raises(ConfigurationError, match=r"bytes and has room for 65528: .* use"):
-            write_record(memoryview(bytearray(BODY_OFFSET)), {"ranks": list(range(20_000))})
+            pack_record(sealed(0, 1, ranks=tuple(range(20_000))))

@@ -9,19 +9,23 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
+from elaswave_plugin.core.codec import to_json
+from elaswave_plugin.core.sealed import SealedShard
 from elaswave_plugin.errors import EpochChanged, LinkError
 from elaswave_plugin.runtime import snapshot_server, wire
 from elaswave_plugin.runtime.fetch import Fetcher
-from elaswave_plugin.runtime.sealed_memory import pack_record
+from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET, pack_record
 from elaswave_plugin.runtime.snapshot_server import SnapshotCopier, SnapshotServer
 from elaswave_plugin.runtime.snapshot_store import SnapshotStore
 from elaswave_plugin.runtime.wire import LENGTH, receive_frame, receive_into, send_frame
+from tests.core.sealed import sealed
 from tests.runtime.jobs import Job
 
 LONG_S = 10.0
@@ -42,7 +46,7 @@ def test_copies_are_served_after_the_owners_supervisor_is_killed(
         job.kill_supervisor(2)
         inventory = job.one("commit", 0, epoch=2)["inventory"]
         held = [record for record in inventory if record["owner"] == 2]
-        assert [(r["holder"], r["copy"], r["step"], r["odd"]) for r in held] == [(3, True, 0, "x")]
+        assert [(r["holder"], r["is_copy"], r["step"]) for r in held] == [(3, True, 0)]
         job.tell(0, f"fetch {held[0]['holder_address']} 2 0 1")
         assert job.one("fetched", 0)["equal"]
         assert job.finish([0, 1, 3]) == 0
@@ -52,7 +56,7 @@ def test_a_dead_trainers_memory_is_served_by_its_supervisor(tmp_path: Path) -> N
     with Job(tmp_path, 3).start() as job:
         job.kill(1)
         inventory = job.one("commit", 0, epoch=2)["inventory"]
-        own = next(r for r in inventory if r["owner"] == 1 and not r["copy"])
+        own = next(r for r in inventory if r["owner"] == 1 and not r["is_copy"])
         assert own["holder"] == 1
         job.tell(0, f"fetch {own['holder_address']} 1 0 1")
         assert job.one("fetched", 0)["equal"]
@@ -68,7 +72,7 @@ def test_old_copies_are_dropped(tmp_path: Path) -> None:
         job.kill(1)
         inventory = job.one("commit", 0, epoch=2)["inventory"]
         assert {record["step"] for record in inventory} == {2, 3}
-        assert len([r for r in inventory if r["copy"]]) == 6
+        assert len([r for r in inventory if r["is_copy"]]) == 6
         assert job.finish([0, 2]) == 0
 
 
@@ -80,10 +84,9 @@ def served() -> tuple[SnapshotStore, str]:
     return store, server.address
 
 
-def seal(store: SnapshotStore, content: bytes, *, buffer: int = 0, step: int = 5) -> dict[str, Any]:
-    record = {"owner": store.slot, "buffer": buffer, "step": step, "epoch": 1}
-    record["length"] = len(content)
-    os.pwrite(store.fds[buffer], pack_record(record) + content, 0)
+def seal(store: SnapshotStore, content: bytes, *, buffer: int = 0, step: int = 5) -> SealedShard:
+    record = sealed(store.slot, step, buffer=buffer, length=len(content))
+    os.pwrite(store.fds[buffer], pack_record(record).ljust(BODY_OFFSET, b"\0") + content, 0)
     return record
 
 
@@ -177,13 +180,13 @@ def test_half_a_copy_never_replaces_a_whole_one(served: tuple[SnapshotStore, str
     copier.send(seal(owner, content))
     assert arrived.wait(LONG_S)
     host, _, port = address.rpartition(":")
-    newer = {"owner": 8, "buffer": 1, "step": 7, "epoch": 1, "length": 5000}
+    newer = sealed(8, 7, buffer=1, length=5000)
     with socket.create_connection((host, int(port))) as sock:
         send_frame(sock, {"t": "copy", "record": newer})
         sock.sendall(b"half" * 100)
         sock.shutdown(socket.SHUT_WR)
         assert sock.recv(1) == b""  # the server has given up on it
-    assert [(r["owner"], r["step"], r["copy"]) for r in store.inventory(address)] == [(8, 5, True)]
+    assert [(r.owner, r.step, r.is_copy) for r in store.inventory(address)] == [(8, 5, True)]
     into = bytearray(5000)
     fetch(address, owner=8, step=5, epoch=1, offset=0, into=memoryview(into), timeout_s=LONG_S)
     assert into == content
@@ -198,7 +201,7 @@ def test_a_copy_may_be_slow_but_not_stand_still(
     store, address = served
     host, _, port = address.rpartition(":")
     piece = bytes(1 << 20)
-    record = {"owner": 8, "buffer": 0, "step": 5, "epoch": 1, "length": 3 << 20}
+    record = sealed(8, 5, length=3 << 20)
     with socket.create_connection((host, int(port)), timeout=LONG_S) as sock:
         send_frame(sock, {"t": "copy", "record": record})
         for _ in range(3):
@@ -206,10 +209,10 @@ def test_a_copy_may_be_slow_but_not_stand_still(
             sock.sendall(piece)
         send_frame(sock, {"sealed": True})
         assert receive_frame(sock, LONG_S)["held"]
-        send_frame(sock, {"t": "copy", "record": {**record, "buffer": 1, "length": 64 << 20}})
+        send_frame(sock, {"t": "copy", "record": replace(record, buffer=1, length=64 << 20)})
         sock.sendall(piece)
         assert sock.recv(1) == b""
-    assert [one["step"] for one in store.inventory(address)] == [5]
+    assert [one.step for one in store.inventory(address)] == [5]
 
 
 def test_whoever_waits_for_a_slow_copy_is_told_that_it_moves(
@@ -241,7 +244,7 @@ def test_whoever_waits_for_a_slow_copy_is_told_that_it_moves(
         copier.close()
 
 
-COPY = {"owner": 8, "buffer": 0, "step": 6, "epoch": 9}
+COPY = sealed(8, 6, 9)
 
 
 @pytest.mark.parametrize(
@@ -255,15 +258,17 @@ COPY = {"owner": 8, "buffer": 0, "step": 6, "epoch": 9}
         b'{"t": "fetch"}',
         b'{"t": []}',
         b'{"t": "sing"}',
-        json.dumps({"t": "copy", "record": {**COPY, "length": 1 << 80}}).encode(),
+        json.dumps({"t": "copy", "record": {**to_json(COPY), "length": 1 << 80}}).encode(),
+        json.dumps({"t": "copy", "record": {**to_json(COPY), "length": "4"}}).encode(),
+        b'{"t": "copy", "record": {"owner": 8}}',
     ],
-    ids=range(9),
+    ids=range(11),
 )
 def test_what_is_no_request_ends_its_connection_in_one_line(
     served: tuple[SnapshotStore, str], body: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:
     store, address = served
-    store.add_copy({**COPY, "epoch": 1, "length": 4}, os.memfd_create("copy"))
+    store.add_copy(replace(COPY, epoch=1), os.memfd_create("copy"))
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=LONG_S) as sock:
         sock.sendall(LENGTH.pack(len(body)) + body)
@@ -271,7 +276,7 @@ def test_what_is_no_request_ends_its_connection_in_one_line(
     complaint = capfd.readouterr().err
     assert complaint.startswith(f"elaswave: what came to {address} is no request: ")
     assert complaint.count("\n") == 1 and len(complaint) < 300
-    assert [one["epoch"] for one in store.inventory(address)] == [1]
+    assert [one.epoch for one in store.inventory(address)] == [1]
 
 
 def test_a_long_request_is_not_waited_for(served: tuple[SnapshotStore, str]) -> None:
@@ -344,7 +349,7 @@ def test_what_is_held_outlives_its_owner_until_it_is_released(
     os.pwrite(owner.fds[0], bytes(8), 0)  # as if it died while it sealed step 6
     owner.close()
     copier.close()
-    assert [(r["owner"], r["step"], r["copy"]) for r in store.inventory(address)] == [(8, 5, True)]
+    assert [(r.owner, r.step, r.is_copy) for r in store.inventory(address)] == [(8, 5, True)]
     into = bytearray(250)
     fetch(address, owner=8, step=5, epoch=1, offset=0, into=memoryview(into), timeout_s=LONG_S)
     assert into == b"later" * 50
@@ -380,7 +385,7 @@ class FailingStore(SnapshotStore):
         super().__init__(3)
         self.failures = failures
 
-    def add_copy(self, record: dict[str, Any], fd: int) -> None:
+    def add_copy(self, record: SealedShard, fd: int) -> None:
         if self.failures:
             self.failures -= 1
             os.close(fd)
@@ -455,10 +460,9 @@ def test_a_copy_is_tried_no_more_once_it_is_overwritten() -> None:
 
 def test_a_late_copy_never_replaces_a_newer_one(served: tuple[SnapshotStore, str]) -> None:
     store, address = served
-    record = {"owner": 8, "buffer": 0, "length": 4}
     for step, epoch, kept in ((4, 1, (4, 1)), (2, 2, (2, 2)), (4, 1, (2, 2)), (4, 2, (4, 2))):
-        store.add_copy({**record, "step": step, "epoch": epoch}, os.memfd_create("copy"))
-        assert [(r["step"], r["epoch"]) for r in store.inventory(address)] == [kept]
+        store.add_copy(sealed(8, step, epoch), os.memfd_create("copy"))
+        assert [(r.step, r.epoch) for r in store.inventory(address)] == [kept]
 
 
 def stop_in(seconds: float) -> Callable[[], None]:
@@ -476,7 +480,7 @@ def test_what_a_zombie_copies_leaves_its_successors_copy_in_place(
 ) -> None:
     """It was given up in epoch 1, and another worker has sealed in its slot since."""
     store, address = served
-    newer = {"owner": 5, "buffer": 0, "step": 8, "epoch": 3, "length": 100}
+    newer = sealed(5, 8, 3, length=100)
     store.add_copy(newer, os.memfd_create("copy"))
     zombie = SnapshotStore(5)
     seals = [seal(zombie, b"z" * 100, buffer=buffer, step=6 + buffer) for buffer in (0, 1)]
@@ -492,7 +496,8 @@ def test_what_a_zombie_copies_leaves_its_successors_copy_in_place(
         copier.send(record)
     copier.close()
     assert [told.get(timeout=LONG_S) for _ in seals] == ["broken", "broken"]
-    assert [{key: one[key] for key in newer} for one in store.inventory(address)] == [newer]
+    there = replace(newer, holder=store.slot, holder_address=address, is_copy=True)
+    assert store.inventory(address) == [there]
 
 
 def test_a_fetch_ends_at_once_when_a_proposal_arrives() -> None:

@@ -319,7 +319,7 @@ def ring(epoch: int, **more: Any) -> Ring:
 
 
 def sealed(owner: int, step: int, epoch: int) -> Record:
-    return {"owner": owner, "step": step, "epoch": epoch, "length": 10, "copy": False}
+    return {"owner": owner, "step": step, "epoch": epoch, "length": 10}
 
 
 def test_the_newest_view_holds_and_its_losses() -> None:

@@ -138,7 +138,7 @@ def test_a_trainer_killed_while_it_writes_a_control_message(tmp_path: Path) -> N
     with Job(tmp_path, 3).start() as job:
         job.tell(1, "half")
         reports = job.all("commit", [0, 2], epoch=2)
-        steps = [(r["owner"], r["step"]) for r in reports[0]["inventory"] if not r["copy"]]
+        steps = [(r["owner"], r["step"]) for r in reports[0]["inventory"] if not r["is_copy"]]
         assert steps == [(0, 0), (1, 0), (2, 0)]
         assert job.finish([0, 2]) == 0
 

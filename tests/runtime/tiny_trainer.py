@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from elaswave_plugin.core.worker_facts import WorkerFacts
@@ -24,6 +25,7 @@ from elaswave_plugin.runtime.control_frames import Alone
 from elaswave_plugin.runtime.fetch import Fetcher
 from elaswave_plugin.runtime.member import Commit, Member
 from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET, clear_record, write_record
+from tests.core.sealed import sealed
 
 FOLDER = Path(os.environ["TINY_FOLDER"])
 LENGTH = int(os.environ.get("TINY_LENGTH", "65536"))
@@ -61,15 +63,14 @@ class Trainer:
             reason=commit.view.reason,
             path=[view.epoch for view in commit.path],
             facts={slot: facts.address for slot, facts in commit.facts.items()},
-            inventory=commit.inventory,
+            inventory=[asdict(one) for one in commit.inventory],
         )
 
     def seal(self, step: int, *, zeros: bool = False) -> None:
         buffer = step % 2
         fd = self.member.snapshot_fds[buffer]
         os.ftruncate(fd, BODY_OFFSET + LENGTH)
-        record = {"owner": self.slot, "buffer": buffer, "step": step, "epoch": self.view.epoch}
-        record |= {"length": LENGTH, "odd": "x"}
+        record = sealed(self.slot, step, self.view.epoch, buffer=buffer, length=LENGTH)
         with mmap.mmap(fd, BODY_OFFSET + LENGTH) as memory, memoryview(memory) as view:
             clear_record(view)
             if not zeros:
