@@ -25,7 +25,7 @@ stage 0: w0: [0,2) [2,4); stage 1: w2: [0,1) [2,3) | w3: [1,2) [3,4)
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import Literal
+from typing import Any, Literal
 
 from elaswave_plugin.core.dataflow import (
     Crossing,
@@ -309,8 +309,6 @@ def flow_of(
     """
     times, slow = times or LayerTimes(), slow or {}
     launch = _as_at_launch(layout, num_microbatches, micro_batch_size, times)
-    if layout.is_rectangular and not slow:
-        return launch
     work = _work(layout, num_microbatches, micro_batch_size)
     # A plan counts TP groups.
     rules = replace(
@@ -318,16 +316,10 @@ def flow_of(
         clocks=clocks,
         power_cap_w=power_cap_w / layout.tp,
     )
-    try:
-        plan = _planned(layout, work, times, rules, slow, activation_room, state)
-    except ConfigurationError:
-        if not slow:
-            raise
-        # No deal that spares them fits: they have as much to do as the others.
-        slow = {}
-        if layout.is_rectangular:
-            return launch
-        plan = _planned(layout, work, times, rules, slow, activation_room, state)
+    planned = _planned(layout, work, times, rules, slow, activation_room, state)
+    if planned is None:
+        return launch
+    plan, slow = planned
     pieces = plan_split(plan, work).assignment()
     chosen = () if plan.clocks is None else plan.clocks.clocks
     stays = layout.is_rectangular and set(chosen) <= {1.0}
@@ -375,8 +367,6 @@ def level_layers(
     gains nothing, and layers go back when every stage is whole and nobody slow again.
     Raises ConfigurationError where nothing fits in flight.
     """
-    if layout.is_rectangular and not slow:
-        return layout.recut(launch_cuts)
     work = _work(layout, num_microbatches, micro_batch_size)
     rules = _rules(
         policy,
@@ -385,14 +375,8 @@ def level_layers(
         move_layers=True,
         move_workers=move_workers,
     )
-    try:
-        return _planned(layout, work, times, rules, slow or {}, activation_room, state).layout
-    except ConfigurationError:
-        if not slow:
-            raise
-        if layout.is_rectangular:
-            return layout.recut(launch_cuts)
-        return _planned(layout, work, times, rules, {}, activation_room, state).layout
+    planned = _planned(layout, work, times, rules, slow or {}, activation_room, state)
+    return layout.recut(launch_cuts) if planned is None else planned[0].layout
 
 
 def _rules(
@@ -429,10 +413,21 @@ def _planned(
     slow: Slowness,
     room: float | None,
     state: StateBytes | None,
-) -> JointPlan:
-    """The best dataflow and windows for equal layers."""
+) -> tuple[JointPlan, Slowness] | None:
+    """The best plan, and the slow ones that it spares; None where all go on as at launch.
+
+    Where no plan that spares them fits, they have as much to do as the others.
+    """
+    if layout.is_rectangular and not slow:
+        return None
     costs = _costs(layout, work, times, slow, room, state)
-    return joint_plan(before=layout, after=layout, costs=costs, work=work, rules=rules, slow=slow)
+    facts: dict[str, Any] = {"before": layout, "after": layout, "costs": costs, "work": work}
+    try:
+        return joint_plan(**facts, rules=rules, slow=slow), slow
+    except ConfigurationError:
+        if not slow:
+            raise
+    return _planned(layout, work, times, rules, {}, room, state)
 
 
 def _costs(

@@ -1,5 +1,6 @@
 """The main path: one function, one call a phase, from an interrupted step to its replay."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -9,7 +10,6 @@ from elaswave_plugin.core.hang import OUTSIDE
 from elaswave_plugin.core.plan import RecoveryPlan
 from elaswave_plugin.errors import EpochChanged, WeightsDifferError
 from elaswave_plugin.runtime.framework import Framework
-from elaswave_plugin.runtime.member import Commit
 from elaswave_plugin.runtime.restore import RestoredState, restore
 from elaswave_plugin.runtime.worker import Worker
 
@@ -32,7 +32,8 @@ def recover(worker: Worker, framework: Framework) -> None:
                 commit = worker.quiesce()
             with phases.timed("edit"):
                 worker.install_view(commit)
-            state = take_state(worker, framework, commit)
+                plan_of = worker.planner(commit)
+            state = take_state(worker, framework, plan_of)
             worker.state.read_behind(state.plan, framework)
             worker.end_recovery(state.plan, fetched_bytes=state.fetched_bytes)
             return
@@ -40,18 +41,20 @@ def recover(worker: Worker, framework: Framework) -> None:
             continue
 
 
-def take_state(worker: Worker, framework: Framework, commit: Commit) -> RestoredState:
+def take_state(
+    worker: Worker, framework: Framework, plan_of: Callable[..., RecoveryPlan]
+) -> RestoredState:
     """Have the weights of the new layout, alike on every replica.
 
     What is in place is left alone at first; where replicas differ then, all of it is read anew.
     """
     phases = worker.phases
-    for trusts_memory in (True, False):
+    for make_plan in (plan_of, partial(plan_of, live={})):
         with phases.timed("move"):
             state = restore(
                 slot=worker.slot,
                 pool=worker.state.pool,
-                plan_without=worker.planner(commit, trusts_memory=trusts_memory),
+                make_plan=make_plan,
                 timeout_s=worker.config.transfer_timeout_s,
                 check=worker.member.check,
                 # Who reads waits for supervisors: the others, who wait for it, are to be patient.
@@ -67,7 +70,7 @@ def take_state(worker: Worker, framework: Framework, commit: Commit) -> Restored
         if differing is None:
             return state
     raise WeightsDifferError(
-        f"replicas hold different weights after the recovery of view {commit.view.epoch}, although"
+        f"replicas hold different weights after the recovery of view {state.plan.epoch}, although"
         f" all of them were read anew: {differing}; start from the last checkpoint, and look at the"
         " memory of these workers' nodes"
     )

@@ -35,21 +35,21 @@ def restore(
     *,
     slot: int,
     pool: SnapshotPool,
-    plan_without: Callable[[frozenset[SealedShard]], RecoveryPlan],
+    make_plan: Callable[..., RecoveryPlan],
     timeout_s: float,
     check: Callable[[], None] | None = None,
     reading: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> RestoredState:
     """Read and verify the weights of ``slot``; collective over WORLD.
 
-    ``plan_without`` makes the plan that avoids those that are rejected. ``check`` is
-    called all the time while bytes are awaited; it may raise EpochChanged. ``reading`` is entered
-    around that, which may take ``timeout_s`` for each source.
+    ``make_plan(rejected=...)`` makes the plan that avoids those snapshots. ``check`` is called all
+    the time while bytes are awaited; it may raise EpochChanged. ``reading`` is entered around that,
+    which may take ``timeout_s`` for each source.
     Raises PlanDigestError, SnapshotGapError.
     """
     rejected: frozenset[SealedShard] = frozenset()
     while True:
-        plan = plan_without(rejected)
+        plan = make_plan(rejected=rejected)
         _compare_digests(plan)
         found: SealedShard | None = None
         state = None

@@ -4,6 +4,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Unpack
 
 from elaswave_plugin.config import ElasticConfig, check_given, parse_kill
@@ -14,7 +15,6 @@ from elaswave_plugin.core.layer_times import PassTimes, agreed
 from elaswave_plugin.core.pipeline_flow import Flow, PipelineFlow
 from elaswave_plugin.core.plan import RecoveryPlan, make_plan
 from elaswave_plugin.core.reserve import built_among, replicas_beyond
-from elaswave_plugin.core.sealed import SealedShard
 from elaswave_plugin.core.seating import FlatSeating, Seating
 from elaswave_plugin.core.slow import slowness_told
 from elaswave_plugin.core.worker_facts import SlowTold, WorkerFacts
@@ -319,30 +319,23 @@ class Worker:
         if layout is not None:
             self.member.describe(layout)
 
-    def planner(
-        self, commit: Commit, *, trusts_memory: bool
-    ) -> Callable[[frozenset[SealedShard]], RecoveryPlan]:
-        """The pure plan of a commit, as a function of the snapshots to avoid.
+    def planner(self, commit: Commit) -> Callable[..., RecoveryPlan]:
+        """The pure plan of a commit, but for the snapshots to avoid: `make_plan` with the rest.
 
-        ``trusts_memory``: what workers still have is left in place where it need not change.
+        The work is dealt here, once, however many snapshots turn out to be damaged.
         """
         unreadable = {one for told in commit.facts.values() for one in told.unreadable}
-        live = {slot: told.live for slot, told in commit.facts.items()}
-
-        def plan(rejected: frozenset[SealedShard]) -> RecoveryPlan:
-            return make_plan(
-                epoch=commit.view.epoch,
-                reason=commit.view.reason,
-                ranks=self.ranks,
-                cells=self.seating.cells,
-                dataflow=self.deal(**self.seating.dealt_over),
-                alignment=self.state.alignment,
-                inventory=commit.inventory,
-                rejected=rejected | unreadable,
-                live=live if trusts_memory else {},
-            )
-
-        return plan
+        return partial(
+            make_plan,
+            epoch=commit.view.epoch,
+            reason=commit.view.reason,
+            ranks=self.ranks,
+            cells=self.seating.cells,
+            dataflow=self.deal(**self.seating.dealt_over),
+            alignment=self.state.alignment,
+            inventory=[one for one in commit.inventory if one not in unreadable],
+            live={slot: told.live for slot, told in commit.facts.items()},
+        )
 
     # ---- recoveries, as events ------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
 """What a recovery does where replicas do not hold the same weights, and how the job ends then."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,13 +20,12 @@ class _Phases:
         yield
 
 
-def _worker(asked: list[bool]) -> Any:
+def _worker() -> Any:
     return SimpleNamespace(
         slot=0,
         phases=_Phases(),
         config=SimpleNamespace(transfer_timeout_s=1.0),
         member=SimpleNamespace(check=None, progress_page=SimpleNamespace(waiting=lambda _: None)),
-        planner=lambda commit, trusts_memory: asked.append(trusts_memory),
         state=SimpleNamespace(pool=None, leave_seal=lambda: None),
     )
 
@@ -35,24 +35,29 @@ def _framework() -> Any:
     return SimpleNamespace(rebind=nothing, write_weights=nothing, write_capsule=nothing)
 
 
-@pytest.fixture
-def commit(monkeypatch: pytest.MonkeyPatch) -> Any:
-    state = SimpleNamespace(plan=None, masters=None, capsule=None)
-    monkeypatch.setattr(recovery, "restore", lambda **_: state)
-    return SimpleNamespace(view=SimpleNamespace(epoch=3))
+def _plan(live: dict[int, tuple[int, int]]) -> Any:
+    return SimpleNamespace(epoch=3, live=live)
 
 
 def test_weights_that_differ_are_read_anew_and_then_end_the_job(
-    commit: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    asked: list[dict[int, tuple[int, int]]] = []
+
+    def restore(*, make_plan: Callable[..., Any], **_: Any) -> Any:
+        plan = make_plan()
+        asked.append(plan.live)
+        return SimpleNamespace(plan=plan, masters=None, capsule=None)
+
+    monkeypatch.setattr(recovery, "restore", restore)
+    plan_of = partial(_plan, live={0: (4, 2)})
     verdicts = ["cell 0 has digests {0: 1, 1: 2}", None]
     monkeypatch.setattr(recovery, "compare_weights", lambda *_: verdicts.pop(0))
-    asked: list[bool] = []
-    recovery.take_state(_worker(asked), _framework(), commit)
-    assert (asked, verdicts) == ([True, False], [])
+    recovery.take_state(_worker(), _framework(), plan_of)
+    assert (asked, verdicts) == ([{0: (4, 2)}, {}], [])
     monkeypatch.setattr(recovery, "compare_weights", lambda *_: "cell 0 has digests {0: 1, 1: 2}")
     with pytest.raises(WeightsDifferError, match=r"view 3, although .* anew: cell 0 has digests"):
-        recovery.take_state(_worker([]), _framework(), commit)
+        recovery.take_state(_worker(), _framework(), plan_of)
 
 
 def test_they_stop_the_whole_job_with_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ def test_a_proposal_ends_the_wait_for_a_supervisor(monkeypatch: pytest.MonkeyPat
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
 
-        def plan_without(rejected: frozenset[SealedShard]) -> RecoveryPlan:
+        def make(rejected: frozenset[SealedShard]) -> RecoveryPlan:
             return make_plan(
                 epoch=2,
                 reason="r",
@@ -49,7 +49,7 @@ def test_a_proposal_ends_the_wait_for_a_supervisor(monkeypatch: pytest.MonkeyPat
             restore.restore(
                 slot=0,
                 pool=None,  # type: ignore[arg-type]  # nothing is read from own memory
-                plan_without=plan_without,
+                make_plan=make,
                 timeout_s=LONG_S,
                 check=check,
             )
