@@ -7,13 +7,15 @@ others stand in.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
-import torch
 import torch.distributed as dist
 
-from elaswave_plugin.errors import ConfigurationError, ElasWaveError, EpochChanged
+from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime.framework import StepReport
+from elaswave_plugin.runtime.guarded import guarded
+from elaswave_plugin.runtime.handshake import Handshake
 from elaswave_plugin.runtime.loop import ElasticLoop, GuardedSteps
 
 Result = TypeVar("Result")
@@ -37,11 +39,12 @@ class CountedLoop(ElasticLoop):
     def __init__(self, steps: GuardedSteps, *, knowledge: Knowledge) -> None:
         super().__init__(steps)
         self._knowledge = knowledge
-        self._is_told = not self.worker.alone
         self.is_behind = self.worker.alone
         """Whether the script is at what the others have behind them, where it meets nobody."""
         # Steps that the script has behind it, and those that the others had.
         self._passed = self._reached = 0
+        knows = not self.worker.alone
+        self._handshake = Handshake(knows=knows, tell=self._tell, follow=self._follow)
 
     def next_step(self, train_step: Callable[[], StepReport]) -> StepReport | None:
         """Complete the script's next step; None for one that the others have behind them."""
@@ -62,12 +65,7 @@ class CountedLoop(ElasticLoop):
 
     def _pass(self) -> None:
         """A step is passed over; a recovery has not to wait for the last one of these."""
-        while True:
-            try:
-                return self.worker.phases.enter("passing")
-            except EpochChanged:
-                pass
-            self._recover()
+        guarded(partial(self.worker.phases.enter, "passing"), self._recover)
 
     def run(self, work: Callable[[], Result], *, phase: str, alone: Result) -> Result | None:
         """Run work between steps; ``alone``: what is had of work that the others have behind them.
@@ -90,33 +88,14 @@ class CountedLoop(ElasticLoop):
         super().finish(before_leaving=before_leaving)
 
     def _recover(self) -> None:
-        while True:
-            super()._recover()
-            try:
-                self._tell()
-                break
-            except EpochChanged:
-                pass
+        super()._recover()
+        guarded(self._handshake.exchange, super()._recover)
         self.worker.links.alone = self.is_behind
 
-    def _tell(self) -> None:
-        """Those who have been there tell those who come later (collective over WORLD).
+    def _tell(self) -> tuple[int, Any]:
+        return self._passed, self._knowledge.tell()
 
-        Workers come between two steps, where everyone is about to complete the same one.
-        """
-        asks = torch.tensor(int(not self._is_told))
-        dist.all_reduce(asks, op=dist.ReduceOp.MAX)
-        if not int(asks):
-            return
-        mine = (self._passed, self._knowledge.tell()) if self._is_told else None
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        told = [one for one in everyone if one is not None]
-        if not told:
-            raise ElasWaveError(
-                "everybody who knew where the script's loop was is lost, before this worker had"
-                " come; restart from the last checkpoint"
-            )
-        self._knowledge.follow([one and one[1] for one in everyone])
-        if not self._is_told:
-            self._reached, self._is_told = max(passed for passed, _ in told), True
+    def _follow(self, told: Sequence[Any]) -> None:
+        self._knowledge.follow([one and one[1] for one in told])
+        if told[dist.get_rank()] is None:
+            self._reached = max(one[0] for one in told if one is not None)

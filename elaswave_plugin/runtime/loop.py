@@ -3,16 +3,17 @@
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from elaswave_plugin.config import SAVE_PHASE
-from elaswave_plugin.errors import EpochChanged
 from elaswave_plugin.runtime.drafts import Drafts
 from elaswave_plugin.runtime.failed_saves import FailedSaves
 from elaswave_plugin.runtime.framework import Framework, StepReport
+from elaswave_plugin.runtime.guarded import guarded
 from elaswave_plugin.runtime.lifeline import exit_at_once
 from elaswave_plugin.runtime.recovery import recover
 from elaswave_plugin.runtime.step_state import StepState
@@ -135,16 +136,13 @@ class GuardedSteps:
 
     def recover(self) -> None:
         """Take part in the recovery after an interruption."""
-        while True:
-            recover(self.worker, self._framework)
-            try:
-                self.state.restored(self.worker.completed)
-                return self._compare_works()
-            except EpochChanged:
-                pass
+        again = partial(recover, self.worker, self._framework)
+        again()
+        guarded(self._restored, again)
 
-    def _compare_works(self) -> None:
+    def _restored(self) -> None:
         """Work that one worker has left is complete: it left a barrier that met everyone."""
+        self.state.restored(self.worker.completed)
         done = torch.tensor([self.works_done, self._failed_saves.has_failed])
         dist.all_reduce(done, op=dist.ReduceOp.MAX)
         self.works_done = int(done[0])
@@ -219,19 +217,17 @@ class ElasticLoop:
 
     def _run(self, work: Callable[[], Result], *, steps: int) -> Result:
         """Run ``work`` once ``steps`` steps are complete, whatever interrupts on the way."""
-        while True:
-            try:
-                while self.worker.completed < steps:
-                    self._attempt_step()
-                self.worker.phases.step = self.worker.completed
-                self.worker.state.complete()
-                result = work()
-                self._steps.note_recovery()
-                return result
-            except EpochChanged:
-                pass
-            # Outside of the handler: its traceback would keep the step's autograd graph alive.
-            self._recover()
+
+        def attempt() -> Result:
+            while self.worker.completed < steps:
+                self._attempt_step()
+            self.worker.phases.step = self.worker.completed
+            self.worker.state.complete()
+            result = work()
+            self._steps.note_recovery()
+            return result
+
+        return guarded(attempt, self._recover)
 
     def _recover(self) -> None:
         self._steps.recover()

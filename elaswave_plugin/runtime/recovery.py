@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 from elaswave_plugin.core.hang import OUTSIDE
 from elaswave_plugin.core.plan import RecoveryPlan
-from elaswave_plugin.errors import EpochChanged, WeightsDifferError
+from elaswave_plugin.errors import WeightsDifferError
 from elaswave_plugin.runtime.framework import Framework
+from elaswave_plugin.runtime.guarded import guarded
 from elaswave_plugin.runtime.restore import RestoredState, restore
 from elaswave_plugin.runtime.worker import Worker
 
@@ -22,23 +23,22 @@ def recover(worker: Worker, framework: Framework) -> None:
     layout is sealed, nothing that an attempt reads from is overwritten.
     Raises SnapshotGapError, PlanDigestError, WeightsDifferError, JobStopped.
     """
-    phases = worker.phases
-    phases.fire("detect")
+    worker.phases.fire("detect")
     worker.begin_recovery()
-    while True:
-        try:
-            with phases.timed("agree"):
-                framework.pause()
-                commit = worker.quiesce()
-            with phases.timed("edit"):
-                worker.install_view(commit)
-                plan_of = worker.planner(commit)
-            state = take_state(worker, framework, plan_of)
-            worker.state.read_behind(state.plan, framework)
-            worker.end_recovery(state.plan, fetched_bytes=state.fetched_bytes)
-            return
-        except EpochChanged:
-            continue
+    guarded(partial(_attempt, worker, framework), lambda: None)
+
+
+def _attempt(worker: Worker, framework: Framework) -> None:
+    phases = worker.phases
+    with phases.timed("agree"):
+        framework.pause()
+        commit = worker.quiesce()
+    with phases.timed("edit"):
+        worker.install_view(commit)
+        plan_of = worker.planner(commit)
+    state = take_state(worker, framework, plan_of)
+    worker.state.read_behind(state.plan, framework)
+    worker.end_recovery(state.plan, fetched_bytes=state.fetched_bytes)
 
 
 def take_state(

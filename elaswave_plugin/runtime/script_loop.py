@@ -9,14 +9,14 @@ start, and enters before its loop begins.
 What its loop does before its first step, the others have behind them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-import torch
 import torch.distributed as dist
 
-from elaswave_plugin.errors import ElasWaveError, EpochChanged
 from elaswave_plugin.runtime.framework import StepReport
+from elaswave_plugin.runtime.guarded import guarded
+from elaswave_plugin.runtime.handshake import Handshake
 from elaswave_plugin.runtime.loop import GuardedSteps
 
 Result = TypeVar("Result")
@@ -44,7 +44,8 @@ class ScriptLoop:
         self._attempt: Callable[[int], StepReport] | None = None
         self._reached = self.worker.completed
         self._inside = False
-        self._is_told = not self.worker.alone
+        knows = not self.worker.alone
+        self._handshake = Handshake(knows=knows, tell=variables.tell, follow=self._follow)
         # Whether it has come later, and the script has not come to its first step yet.
         self._is_ahead = False
 
@@ -71,8 +72,7 @@ class ScriptLoop:
         self._reached += 1
         self._inside = True
         try:
-            while not self._redone():
-                self._recover()
+            guarded(self._redo, self._recover)
         finally:
             self._inside = False
 
@@ -90,24 +90,21 @@ class ScriptLoop:
         results: list[Result | None] = []
         state, done, epoch = self._steps.state, self._steps.works_done, self.worker.view.epoch
         before = after = state.keep()
-        self._inside = True
-        try:
-            while self._steps.works_done == done:
-                if not self._redone():
-                    self._recover()
-                    continue
+
+        def once() -> None:
+            nonlocal after
+            if self._steps.works_done == done:
+                self._redo()
                 if self.worker.view.epoch != epoch:
                     state.put_back(before)
-                try:
-                    results.append(self._worked(work, phase))
-                    after = state.keep()
-                    self._steps.finish_work()
-                    self._steps.note_recovery()
-                    continue
-                except EpochChanged:
-                    pass
-                # Outside of the handler: its traceback would keep a step's autograd graph alive.
-                self._recover()
+                results.append(self._worked(work, phase))
+                after = state.keep()
+                self._steps.finish_work()
+                self._steps.note_recovery()
+
+        self._inside = True
+        try:
+            guarded(once, self._recover)
         finally:
             self._inside = False
         if self.worker.view.epoch != epoch:
@@ -123,45 +120,21 @@ class ScriptLoop:
     def _announced(self, work: Callable[[], Result], phase: str | None) -> Result | None:
         return work() if phase is None else self._steps.announced(work, phase)
 
-    def _redone(self) -> bool:
-        """Complete the steps up to the one reached; false where that is interrupted."""
-        try:
-            while self.worker.completed < self._reached:
-                assert self._attempt is not None
-                self._steps.begin()
-                self._steps.complete(self._attempt(self.worker.completed))
-            return True
-        except EpochChanged:
-            return False
+    def _redo(self) -> None:
+        """Complete the steps up to the one reached; raises EpochChanged where it is interrupted."""
+        while self.worker.completed < self._reached:
+            assert self._attempt is not None
+            self._steps.begin()
+            self._steps.complete(self._attempt(self.worker.completed))
 
     # ---- those who come later -------------------------------------------------------------------
 
     def _recover(self) -> None:
-        while True:
-            self._steps.recover()
-            try:
-                return self._tell()
-            except EpochChanged:
-                pass
+        self._steps.recover()
+        guarded(self._handshake.exchange, self._steps.recover)
 
-    def _tell(self) -> None:
-        """Those who have been there tell those who come later (collective over WORLD).
-
-        Workers come between two steps, where everyone is about to begin one.
-        """
-        asks = torch.tensor(int(not self._is_told))
-        dist.all_reduce(asks, op=dist.ReduceOp.MAX)
-        if not int(asks):
-            return
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, self._variables.tell() if self._is_told else None)
-        told = next((one for one in everyone if one is not None), None)
-        if told is None:
-            raise ElasWaveError(
-                "everybody who knew where the script's loop was is lost, before this worker had"
-                " come; restart from the last checkpoint"
-            )
-        if not self._is_told:
-            self._is_told = self._is_ahead = True
+    def _follow(self, told: Sequence[Any]) -> None:
+        if told[dist.get_rank()] is None:
+            self._is_ahead = True
             self._reached = self.worker.completed
-            self._variables.follow(self._reached, told)
+            self._variables.follow(self._reached, next(one for one in told if one is not None))

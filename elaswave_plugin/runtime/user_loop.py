@@ -20,14 +20,9 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from elaswave_plugin.errors import (
-    ConfigurationError,
-    EpochChanged,
-    LinkError,
-    MismatchError,
-    PeerError,
-)
+from elaswave_plugin.errors import ConfigurationError, LinkError
 from elaswave_plugin.runtime.framework import StepReport
+from elaswave_plugin.runtime.guarded import guarded
 from elaswave_plugin.runtime.loop import GuardedSteps
 
 Result = TypeVar("Result")
@@ -56,7 +51,7 @@ class UserLoop:
 
     def start(self) -> None:
         """Seal the initial state; nobody trains before everyone has done so."""
-        self._guarded(self._steps.sealed_everywhere)
+        self._completed(self._steps.sealed_everywhere)
 
     def enter(self) -> None:
         """A worker that comes later enters the job, before its first batch."""
@@ -96,21 +91,11 @@ class UserLoop:
             return batch
 
         self.enter()
-        return self._guarded(begin, ends_recovery=False)
+        return self._again_after(begin)
 
     def call(self, work: Callable[[], Result], *, instead: Callable[[], Result]) -> Result:
         """A part of the iteration; ``instead()`` is the result where it is or becomes dead."""
-        if self.dead:
-            return instead()
-        try:
-            return work()
-        except EpochChanged:
-            pass
-        except (MismatchError, PeerError) as error:
-            self._blame_newcomers(error)
-        # Outside of the handler: its traceback would keep the step's autograd graph alive.
-        self._recover()
-        return instead()
+        return self._again_after(lambda: instead() if self.dead else work())
 
     def complete_step(self, update: Callable[[], StepReport]) -> None:
         """The end of a step: ``update()`` applies it."""
@@ -140,62 +125,60 @@ class UserLoop:
         step, done = self.worker.completed, self._steps.works_done
         result: Result | None = None
         before = self._steps.state.keep()
-        while (self.worker.completed, self._steps.works_done) == (step, done):
-            try:
+
+        def once() -> None:
+            nonlocal result
+            if (self.worker.completed, self._steps.works_done) == (step, done):
                 self.worker.state.complete()
                 self.worker.phases.step = step
                 result = self._steps.announced(work, phase)
                 self._steps.finish_work()
                 self.dead = False
                 self._steps.note_recovery()
-                return result
-            except EpochChanged:
-                pass
-            except (MismatchError, PeerError) as error:
-                self._blame_newcomers(error)
+
+        def recover() -> None:
             self._recover()
             self._steps.state.put_back(before)
+
+        guarded(once, recover, blame=self._blame_newcomers)
         return result if self.worker.completed == step else None
 
     def complete_state(self) -> None:
         """Have all of the state here, as somebody is about to read it."""
-        self._guarded(self.worker.state.complete)
+        self._completed(self.worker.state.complete)
 
     def finish(self, *, before_leaving: Callable[[], object]) -> None:
         """Leave when everyone has completed its last step."""
         self.set_behind(False)
         self.worker.phases.step = self.worker.completed
-        self._guarded(dist.barrier)
+        self._completed(dist.barrier)
         before_leaving()
         self.worker.close()
 
-    def _guarded(self, work: Callable[[], Result], *, ends_recovery: bool = True) -> Result:
+    def _again_after(self, work: Callable[[], Result]) -> Result:
+        return guarded(work, self._recover, blame=self._blame_newcomers)
+
+    def _completed(self, work: Callable[[], object]) -> None:
         """Run ``work``, and again after every recovery, which is over once it has run."""
-        while True:
-            try:
-                result = work()
-                if ends_recovery and self.iteration == 0:
-                    self._steps.note_recovery()
-                return result
-            except EpochChanged:
-                pass
-            except (MismatchError, PeerError) as error:
-                self._blame_newcomers(error)
-            self._recover()
+
+        def complete() -> None:
+            work()
+            if self.iteration == 0:
+                self._steps.note_recovery()
+
+        self._again_after(complete)
 
     def _recover(self) -> None:
         between, completed = self.iteration == 0, self.worker.completed
         self.dead = True
         self.iteration = 0
-        while True:
+
+        def restore() -> None:
             self._steps.recover()
             self._between = between and completed == self.worker.completed
-            try:
-                return self._after_recovery()
-            except EpochChanged:
-                pass
-            except (MismatchError, PeerError) as error:
-                self._blame_newcomers(error)
+
+        restore()
+        guarded(self._after_recovery, restore, blame=self._blame_newcomers)
 
     def _blame_newcomers(self, error: LinkError) -> None:
         """Workers do not do the same: those that came later leave, and the others go on.

@@ -8,11 +8,10 @@ outputs, and tensors that every worker holds alike and no step changes.
 import base64
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from elaswave_plugin.adapters.deepspeed.framework import COUNTERS, DeepSpeedFramework
@@ -23,6 +22,7 @@ from elaswave_plugin.adapters.deepspeed.stand_in import StandIn
 from elaswave_plugin.core.reserve import built_among
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError
 from elaswave_plugin.runtime.c10d_tables import imagine_world
+from elaswave_plugin.runtime.handshake import Handshake
 from elaswave_plugin.runtime.refusal import ends_in_a_sentence
 from elaswave_plugin.runtime.reserve import INCARNATION, SLOT
 from elaswave_plugin.runtime.worker import Worker
@@ -85,7 +85,7 @@ class News:
         self._framework = framework
         self._monitor = monitor
         self._stand_in = stand_in
-        self._is_told = not worker.alone
+        self._handshake = Handshake(knows=not worker.alone, tell=self._tell, follow=self._follow)
         self._remembered_epoch = worker.remembered.get("data_epoch", 0)
 
     def exchange(self) -> None:
@@ -94,38 +94,30 @@ class News:
         Raises ElasWaveError where nobody is left who knows, ConfigurationError on a worker that
         comes with another model than the others'.
         """
-        mine = torch.tensor([not self._is_told, self._monitor.holds], dtype=torch.int64)
-        dist.all_reduce(mine, op=dist.ReduceOp.MAX)
-        somebody_asks, somebody_holds = map(bool, mine.tolist())
-        if somebody_asks:
-            self._tell()
+        (somebody_holds,) = self._handshake.exchange(self._monitor.holds)
         self._monitor.recovered(somebody_holds=somebody_holds)
 
-    def _tell(self) -> None:
+    def _tell(self) -> _Told:
+        loader, monitor = self._framework.loader, self._monitor
+        assert loader is not None
+        return _Told(loader.tell(), self._stand_in.shapes, monitor.tell(), monitor.was_first)
+
+    def _follow(self, everyone: Sequence[_Told | None]) -> None:
         loader = self._framework.loader
         assert loader is not None
-        monitor, stand_in = self._monitor, self._stand_in
-        mine = _Told(loader.tell(), stand_in.shapes, monitor.tell(), monitor.was_first)
-        everyone: list[_Told | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine if self._is_told else None)
         told = {rank: one for rank, one in enumerate(everyone) if one is not None}
-        if not told:
-            raise ElasWaveError(
-                "everybody who knew where the loops of the scripts are was lost before this worker "
-                "had come; restart from the last checkpoint"
-            )
+        comes = dist.get_rank() not in told
         source = next((rank for rank, one in told.items() if one.was_first), min(told))
         structure = [self._framework.structure]
         dist.broadcast_object_list(structure, src=source)
-        if not self._is_told:
+        if comes:
             self._framework.fit(structure[0])
         for tensor in self._framework.unsealed(structure[0]):
             dist.broadcast(tensor, src=source)
-        if not self._is_told:
+        if comes:
             loader.follow(told[source].loader)
-            stand_in.shapes = told[source].shapes
-            monitor.events = told[source].events
-            self._is_told = True
+            self._stand_in.shapes = told[source].shapes
+            self._monitor.events = told[source].events
             # Where it does not get there, the next one need not begin before.
             self.remember_epoch(loader.epoch_of_others)
 

@@ -1,0 +1,43 @@
+"""The handshake after a recovery: who has been in the script's loop tells who comes later."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elaswave_plugin.errors import ElasWaveError
+
+
+class Handshake:
+    """One worker's part, who knows where the loop is unless it has come and was not told yet."""
+
+    def __init__(
+        self, *, knows: bool, tell: Callable[[], Any], follow: Callable[[Sequence[Any]], None]
+    ) -> None:
+        """``tell()`` is what this worker knows: picklable, and not None.
+
+        ``follow(told)`` is called on every worker where one has come; ``told``: by rank, None for
+        those. It may communicate, and is called again after the next recovery if interrupted.
+        """
+        self._knows, self._tell, self._follow = knows, tell, follow
+
+    def exchange(self, *flags: bool) -> list[bool]:
+        """Tell, and be told (collective over WORLD); returns which flags any worker has.
+
+        Workers come between two steps, where everyone is about to complete the same one.
+        Raises ElasWaveError where nobody is left who knows.
+        """
+        asked = torch.tensor([not self._knows, *flags], dtype=torch.int64)
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
+        if int(asked[0]):
+            told: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(told, self._tell() if self._knows else None)
+            if all(one is None for one in told):
+                raise ElasWaveError(
+                    "everybody who knew where the script's loop was is lost, before this worker had"
+                    " come; restart from the last checkpoint"
+                )
+            self._follow(told)
+            self._knows = True
+        return [bool(one) for one in asked[1:]]
