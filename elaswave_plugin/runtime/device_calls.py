@@ -9,7 +9,7 @@ import torch
 
 from elaswave_plugin.runtime.body_calls import MADE_AGAIN, made_again
 from elaswave_plugin.runtime.device_engine import DeviceEngine
-from elaswave_plugin.runtime.group_calls import GroupCalls
+from elaswave_plugin.runtime.group_calls import ElasticProcessGroup
 
 if TYPE_CHECKING:
     from torch.distributed import P2POp, Work
@@ -30,9 +30,9 @@ def device_of(values: Any) -> str:
 def _routed(call: str) -> Callable[..., Any]:
     """The c10d call under its own name: native for tensors of the device, else over the links."""
 
-    def run(self: DeviceCalls, *args: Any, **kwargs: Any) -> Any:
+    def run(self: DeviceProcessGroup, *args: Any, **kwargs: Any) -> Any:
         if not self._is_native(device_of((*args, *kwargs.values()))):
-            return getattr(super(DeviceCalls, self), call)(*args, **kwargs)
+            return getattr(super(DeviceProcessGroup, self), call)(*args, **kwargs)
         self._require_member(call)
         return self.engine.launch(self, call, args, kwargs)
 
@@ -41,13 +41,17 @@ def _routed(call: str) -> Callable[..., Any]:
     return made_again(run) if call in MADE_AGAIN else run
 
 
-class DeviceCalls(GroupCalls):
-    """Barriers carry no tensor and stay on the links, where the doorbell leaves them.
+class DeviceProcessGroup(ElasticProcessGroup):
+    """One whose tensors of a device go to a native group; all others go over the links.
 
+    Barriers carry no tensor and stay on the links, where the doorbell leaves them.
     A worker that builds beside the job answers all calls locally, whatever device they are for.
     """
 
-    engine: DeviceEngine
+    def __init__(self, engine: DeviceEngine, *args: Any, **kwargs: Any) -> None:
+        """`engine` makes the native groups; the rest is that of ElasticProcessGroup."""
+        super().__init__(*args, **kwargs)
+        self.engine = engine
 
     def _is_native(self, device_type: str) -> bool:
         return device_type == self.engine.device_type and not self._links.alone

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from elaswave_plugin.runtime.body_calls import made_again
 from elaswave_plugin.runtime.buffers import flat_bytes
 from elaswave_plugin.runtime.group_core import GroupCore, Tensors
+from elaswave_plugin.runtime.links import LinkTable
 from elaswave_plugin.runtime.operation import Operation, Steps
 from elaswave_plugin.runtime.transfers import ANY_SOURCE
 from elaswave_plugin.runtime.work import ElasticWork
@@ -346,6 +348,30 @@ class GroupCalls(GroupCore):
     def _end_coalescing(self, device: torch.device) -> ElasticWork:
         operations, self._coalesced = self._coalesced or [], None
         return ElasticWork(self._links, operations)
+
+
+class ElasticProcessGroup(GroupCalls, ProcessGroup):  # type: ignore[misc]
+    """A torch process group over a link table whose member list is edited in place.
+
+    Every handle that a framework has captured stays valid.  Ours come first in the method order,
+    so that C++ and Python find them before those of the base class.
+    """
+
+    def __init__(
+        self,
+        links: LinkTable,
+        name: str,
+        members: Sequence[int],
+        *,
+        timeout_s: float = 1800.0,
+        on_shutdown: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        """A group of slots in rank order; `on_shutdown(name)` is called when torch destroys it."""
+        slots = tuple(members)
+        rank = slots.index(links.slot) if links.slot in slots else -1
+        init: Any = ProcessGroup.__init__
+        init(self, rank, len(slots))
+        GroupCalls.__init__(self, links, name, slots, timeout_s=timeout_s, on_shutdown=on_shutdown)
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from elaswave_plugin.runtime.group_calls import GroupCalls
+from elaswave_plugin.runtime.group_calls import ElasticProcessGroup
 from elaswave_plugin.runtime.work import ElasticWork
 
 
@@ -31,7 +31,7 @@ class Arriving:
 
 def send(tensor: torch.Tensor, group: Any, *, rank: int, tag: int) -> ElasticWork:
     """Send to a rank of an elastic group; done when the bytes have left or been copied."""
-    return GroupCalls.send(group, [tensor], rank, tag)
+    return ElasticProcessGroup.send(group, [tensor], rank, tag)
 
 
 def receive(target: torch.Tensor, group: Any, *, rank: int, tag: int) -> Arriving:
@@ -41,4 +41,4 @@ def receive(target: torch.Tensor, group: Any, *, rank: int, tag: int) -> Arrivin
     which itself may wait for workers that wait for these links.
     """
     space = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
-    return Arriving(GroupCalls.recv(group, [space], rank, tag), space, target)
+    return Arriving(ElasticProcessGroup.recv(group, [space], rank, tag), space, target)

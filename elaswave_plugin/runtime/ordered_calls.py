@@ -9,7 +9,7 @@ import torch
 from torch.distributed import AllToAllOptions, ReduceOp
 
 from elaswave_plugin.runtime.buffers import Fold
-from elaswave_plugin.runtime.device_calls import DeviceCalls
+from elaswave_plugin.runtime.device_calls import DeviceProcessGroup
 from elaswave_plugin.runtime.ordered_sums import OrderedSums
 
 _WITHOUT_ORDER = ("MIN", "MAX")
@@ -36,11 +36,11 @@ def _options(values: Any) -> Any:
 def _in_order(call: str, sums: Callable[..., None]) -> Callable[..., Any]:
     """The c10d call: `sums` where the order of the terms makes the bits, else as without us."""
 
-    def run(self: OrderedCalls, *args: Any, **kwargs: Any) -> Any:
+    def run(self: OrderedProcessGroup, *args: Any, **kwargs: Any) -> Any:
         operands = (*args, *kwargs.values())
         fold = self._ordered_fold(call, operands)
         if fold is None:
-            return getattr(super(OrderedCalls, self), call)(*args, **kwargs)
+            return getattr(super(OrderedProcessGroup, self), call)(*args, **kwargs)
         ordered = self._ordered_sums(fold)
         return self.engine.run(
             self,
@@ -55,8 +55,11 @@ def _in_order(call: str, sums: Callable[..., None]) -> Callable[..., Any]:
     return run
 
 
-class OrderedCalls(DeviceCalls):
-    """Sums and products of floats, of more than two members, are made in rank order."""
+class OrderedProcessGroup(DeviceProcessGroup):
+    """One whose native sums are those of the links, bit for bit.
+
+    Sums and products of floats, of more than two members, are made in rank order.
+    """
 
     def _ordered_fold(self, call: str, operands: tuple[Any, ...]) -> Fold | None:
         """What is to be made in rank order, or None. Raises ConfigurationError."""

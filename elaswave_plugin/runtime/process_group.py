@@ -6,56 +6,17 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch.distributed import ProcessGroup
-
 from elaswave_plugin.core.communicators import CommunicatorFacts
 from elaswave_plugin.core.groups import GroupEdit
 from elaswave_plugin.core.membership import fill_holes
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.runtime import c10d_tables, nccl
 from elaswave_plugin.runtime.communicator import Maker
-from elaswave_plugin.runtime.device_calls import DeviceCalls
+from elaswave_plugin.runtime.device_calls import DeviceProcessGroup
 from elaswave_plugin.runtime.device_engine import Answers, DeviceEngine
-from elaswave_plugin.runtime.group_calls import GroupCalls
+from elaswave_plugin.runtime.group_calls import ElasticProcessGroup
 from elaswave_plugin.runtime.links import LinkTable
-from elaswave_plugin.runtime.ordered_calls import OrderedCalls
-
-
-class ElasticProcessGroup(GroupCalls, ProcessGroup):  # type: ignore[misc]
-    """A torch process group over a link table whose member list is edited in place.
-
-    Every handle that a framework has captured stays valid.  Ours come first in the method order,
-    so that C++ and Python find them before those of the base class.
-    """
-
-    def __init__(
-        self,
-        links: LinkTable,
-        name: str,
-        members: Sequence[int],
-        *,
-        timeout_s: float = 1800.0,
-        on_shutdown: Callable[[str], None] = lambda name: None,
-    ) -> None:
-        """A group of slots in rank order; `on_shutdown(name)` is called when torch destroys it."""
-        slots = tuple(members)
-        rank = slots.index(links.slot) if links.slot in slots else -1
-        init: Any = ProcessGroup.__init__
-        init(self, rank, len(slots))
-        GroupCalls.__init__(self, links, name, slots, timeout_s=timeout_s, on_shutdown=on_shutdown)
-
-
-class DeviceProcessGroup(DeviceCalls, ElasticProcessGroup):  # type: ignore[misc]
-    """One whose tensors of a device go to a native group; all others go over the links."""
-
-    def __init__(self, engine: DeviceEngine, *args: Any, **kwargs: Any) -> None:
-        """`engine` makes the native groups; the rest is that of ElasticProcessGroup."""
-        ElasticProcessGroup.__init__(self, *args, **kwargs)
-        self.engine = engine
-
-
-class OrderedProcessGroup(OrderedCalls, DeviceProcessGroup):  # type: ignore[misc]
-    """One whose native sums are those of the links, bit for bit."""
+from elaswave_plugin.runtime.ordered_calls import OrderedProcessGroup
 
 
 class GroupTable:

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from elaswave_plugin.core.communicators import CommunicatorFacts
 from elaswave_plugin.runtime import c10d_tables
 from elaswave_plugin.runtime.communicator import Inner
+from elaswave_plugin.runtime.device_calls import DeviceProcessGroup
 from elaswave_plugin.runtime.link_store import LinkStore
 from elaswave_plugin.runtime.links import LinkTable
-from elaswave_plugin.runtime.process_group import DeviceProcessGroup, GroupTable
+from elaswave_plugin.runtime.process_group import GroupTable
 
 
 class RecordedWork:

@@ -12,12 +12,10 @@ from torch.distributed.distributed_c10d import _coalescing_manager as coalescing
 from elaswave_plugin.core.groups import GroupEdit
 from elaswave_plugin.errors import ConfigurationError, EpochChanged
 from elaswave_plugin.runtime import messages, nccl
+from elaswave_plugin.runtime.device_calls import DeviceProcessGroup
+from elaswave_plugin.runtime.group_calls import ElasticProcessGroup
 from elaswave_plugin.runtime.links import LinkTable
-from elaswave_plugin.runtime.process_group import (
-    DeviceProcessGroup,
-    ElasticProcessGroup,
-    GroupTable,
-)
+from elaswave_plugin.runtime.process_group import GroupTable
 from tests.runtime.forked import Peer, Workers
 from tests.runtime.native_groups import GlooMaker
 

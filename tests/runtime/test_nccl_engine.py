@@ -12,12 +12,10 @@ import torch
 
 from elaswave_plugin.errors import ConfigurationError, EpochChanged, LinkError
 from elaswave_plugin.runtime import c10d_tables, communicator, device_engine, nccl
+from elaswave_plugin.runtime.device_calls import DeviceProcessGroup
+from elaswave_plugin.runtime.group_calls import ElasticProcessGroup
 from elaswave_plugin.runtime.links import LinkTable
-from elaswave_plugin.runtime.process_group import (
-    DeviceProcessGroup,
-    ElasticProcessGroup,
-    GroupTable,
-)
+from elaswave_plugin.runtime.process_group import GroupTable
 from tests.runtime.native_groups import Alone, RecordedGroup, RecordingMaker, reduce
 
 LIMIT_S = 20.0

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager as coalescing
 
 from elaswave_plugin.errors import ConfigurationError, EpochChanged, LinkError
 from elaswave_plugin.runtime import c10d_tables
-from elaswave_plugin.runtime.process_group import ElasticProcessGroup
+from elaswave_plugin.runtime.group_calls import ElasticProcessGroup
 from tests.runtime.forked import LIMIT_S, Peer, Workers, connected, run
 from tests.runtime.samples import FOLDS, WORLD, folded, made, sample
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from elaswave_plugin.errors import ConfigurationError, LinkError
-from elaswave_plugin.runtime.process_group import ElasticProcessGroup
+from elaswave_plugin.runtime.group_calls import ElasticProcessGroup
 from tests.runtime.forked import Peer, Workers
 
 
