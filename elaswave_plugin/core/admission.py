@@ -1,16 +1,16 @@
-"""How another supervisor takes the place of a lost one (pure).
+"""The admission of another supervisor in the place of a lost one (pure).
 
-It opens a link to every supervisor that lives, and then asks the leader. `judge` answers; where it
-is let in, the leader tells all others (`Admit`), who take the new link for the old one, and tells
-it what it has to know (`Welcome`). Once all of them use its links, and not before, it is a
-supervisor like any other: it answers proposals, may lead, is lost when its link breaks. Where one
-of them does not (the leader died while it told them), it gives up, and may ask again: who is not
-known to all could take those who do not answer for lost, and kill them. Its trainer builds beside
-the training and enters by an ordinary view change, as one that was started again does. It has no
-vote until then (see `supervisors`).
+The newcomer opens a link to every supervisor that lives, and then asks the leader. `judge` answers.
+On admission the leader tells all others (`Admit`), which replace the old link by the new one, and
+tells the newcomer what it has to know (`Welcome`). Once all of them use its links, and not before,
+it is a supervisor like any other: it answers proposals, may lead, and is lost when its link breaks.
+If one of them does not use its link (the leader died while it told them), the newcomer gives up,
+and may ask again. Otherwise it could declare lost those that do not answer it, and kill them. Its
+trainer builds while training goes on and enters by an ordinary view change, as a restarted trainer
+does. It has no vote until then (see `supervisors`).
 
-Nothing of the predecessor reaches anybody: all who live have closed their links to it before they
-take the new one, its worker is in no view, and its incarnations are older.
+Nothing that the predecessor sent reaches anybody: all living supervisors have closed their links
+to it before they take the new one, its worker is in no view, and its incarnations are older.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from elaswave_plugin.core.supervisors import Supervisors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Applicant:
-    """A supervisor that asks for a slot; ``linked``: to whose supervisors it has opened links.
+    """A supervisor that asks for a slot; ``linked``: the slots to which it has opened links.
 
-    ``address``: where it answers, by which it is told from others that want the same slot.
+    ``address``: where it answers; it tells apart several applicants for the same slot.
     """
 
     slot: int
@@ -38,7 +38,7 @@ class Applicant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """Let in where ``reason`` is None; else why not, and whether to ask again soon."""
+    """The leader's answer: let in if ``reason`` is None; ``later``: whether to ask again soon."""
 
     reason: str | None = None
     later: bool = False
@@ -53,7 +53,10 @@ def judge(
     opened: Proposal | None,
     settled: bool,
 ) -> Admission:
-    """What a leader answers; ``opened``: its open proposal; ``settled``: none is due by itself."""
+    """Decide on an applicant, as the leader.
+
+    ``opened``: the leader's open proposal; ``settled``: no proposal is due by itself.
+    """
     slot = applicant.slot
     if reports.is_ending(view):
         return Admission(reason="the job is ending")
@@ -73,7 +76,7 @@ def judge(
 
 
 def next_incarnation(slot: int, history: list[MembershipView], reports: Reports) -> int:
-    """Newer than every trainer that the slot has had."""
+    """Return an incarnation newer than every trainer that the slot has had."""
     known = [reports.incarnations.get(slot, 0)]
     for view in history:
         known += [worker.incarnation for worker in view.workers if worker.slot == slot]

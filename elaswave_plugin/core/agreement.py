@@ -2,17 +2,17 @@
 
 The life of a proposal: `Propose` -> every trainer quiesces -> `Quiesced` -> `Committed`. A failure
 while one is open supersedes it with a higher epoch. The leader is the lowest slot whose supervisor
-lives. A new leader asks everybody (`Prepare`), who answer once they hear nobody that comes before.
-It needs a majority of the nodes, and builds on the highest view that any of them accepted, since
-that one may have been committed somewhere. The README of this package says why no two views of an
-epoch are ever committed.
+lives. A new leader asks every supervisor (`Prepare`). Each answers once it hears no living
+supervisor of a lower slot. The leader needs a majority of the nodes. It builds on the highest view
+that any of them accepted, since that one may have been committed somewhere. The README of this
+package says why no two views of an epoch are ever committed.
 
 Every supervisor calls the inputs as things happen and `settle` once after each batch of them;
-several failures in one batch so become one proposal.
+so several failures in one batch become one proposal.
 
-A failure cannot wait. Arrivals and departures can: their proposal waits for the trainers to come to
-the next boundary between two steps: each says which step it has begun, and all stop before the
-first that nobody has begun.
+A failure cannot wait. Arrivals and departures can: their proposal waits for the trainers to reach
+the next boundary between two steps. Each says which step it has begun, and all stop before the
+first step that none has begun.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Agreement(Follower):
 
     @classmethod
     def of_newcomer(cls, welcome: Welcome, *, patience: Patience, life: int) -> Agreement:
-        """The part of a supervisor that takes the place of a lost one, told what it has missed."""
+        """Create the part of a supervisor that replaces a lost one, from what it has missed."""
         new = cls(slot=welcome.worker.slot, nodes=welcome.nodes, patience=patience, life=life)
         new._supervisors = Supervisors(welcome.nodes, welcome.lost, unused_node=welcome.unused_node)
         new.history = list(welcome.history)
@@ -118,14 +118,14 @@ class Agreement(Follower):
 
     @property
     def leads(self) -> bool:
-        """Whether it was elected, and knows of nobody who was later."""
+        """True if it was elected and knows of no later leader."""
         return self._elected is not None and self.leader == self.slot
 
     def votes(self, message: Message | None = None) -> bool:
-        """Whether to receive this (None: to settle) may take, or change, what the node remembers.
+        """Return whether to receive this (None: to settle) may use or change the node's memory.
 
-        Then it has to recall that before, and the node has to remember `memory` after it, before
-        any effect is carried out; none of its other supervisors may vote in between.
+        If so, it has to recall that memory first, and the node has to store `memory` after it,
+        before any effect is carried out. None of its other supervisors may vote in between.
         """
         if message is None:
             return self.leader == self.slot or self.leader in self._early
@@ -134,7 +134,7 @@ class Agreement(Follower):
     # ---- inputs -------------------------------------------------------------------------------
 
     def receive(self, sender: int, message: Message, now_s: float) -> None:
-        """A message from the supervisor of slot `sender`."""
+        """Take a message from the supervisor of slot `sender`."""
         if self.over or sender in self._supervisors.lost:
             return
         match message:
@@ -163,11 +163,11 @@ class Agreement(Follower):
                 self._news.append(message)
                 self._learn_news(sender, message, now_s)
             case Admit():
-                # One that the next leader does not know of is shut out by it.
+                # The next leader shuts out a newcomer of which it does not know.
                 if message.ballot.is_in_term_of(self.memory.promised):
                     self._give_slot(message)
             case Welcome():
-                pass  # it is what a newcomer's part begins with
+                pass  # a newcomer's part is created from it
             case (
                 Report()
                 | Severed()
@@ -188,7 +188,7 @@ class Agreement(Follower):
                 self._on_stop(sender, message)
 
     def lost(self, slot: int, evidence: str) -> None:
-        """The supervisor of `slot` is gone (its link closed, or it was silent too long)."""
+        """Note that the supervisor of `slot` is gone (its link closed, or it was silent)."""
         if self.over or slot in self._supervisors.lost or slot == self.slot:
             return
         self._supervisors.lose(slot, evidence)
@@ -200,7 +200,7 @@ class Agreement(Follower):
         self._effects.append(Disconnect(slot=slot, kill=self.leads))
 
     def admit(self, applicant: Applicant) -> Admission:
-        """Another supervisor asks for a slot that has none; where it is let in, all are told."""
+        """Decide on a supervisor that asks for a vacant slot; if it is let in, tell all others."""
         if self.over:
             return Admission(reason="the job is over")
         if not self.leads:
@@ -225,7 +225,7 @@ class Agreement(Follower):
         *,
         entering: bool = False,
     ) -> None:
-        """The own trainer has stopped for the proposal of `ballot` (facts None: there is none).
+        """Note that the own trainer has stopped for the proposal of `ballot`; no facts: no trainer.
 
         `entering`: no view was delivered to it yet.
         """
@@ -240,7 +240,7 @@ class Agreement(Follower):
             self._send(ballot.leader, answer)
 
     def begun(self, ballot: Ballot, step: int) -> None:
-        """The own trainer has begun `step`, and no other before `Ring` tells where all stop."""
+        """Note that the own trainer is in `step`, and stops after it until `Ring` says where."""
         message = Begun(ballot=ballot, step=step)
         if ballot.leader == self.slot:
             self.receive(self.slot, message, 0.0)
@@ -248,7 +248,7 @@ class Agreement(Follower):
             self._send(ballot.leader, message)
 
     def detached(self, message: Detached) -> None:
-        """The own trainer works without the job, which the leader says once for all of them."""
+        """Note that the own trainer works outside the job; the leader reports this once for all."""
         if self._detached:
             return
         self._detached, self._fence_at_s = True, None
@@ -263,11 +263,11 @@ class Agreement(Follower):
             self._note("detached", slot=slot, trains=message.trains, missing=message.missing)
 
     def abandon(self, reason: str, exit_code: int) -> None:
-        """The own trainer found that the job cannot go on: stop all of it."""
+        """Stop the whole job: the own trainer found that it cannot go on."""
         self._stop(reason, exit_code)
 
     def deadline_s(self) -> float | None:
-        """When `settle` has to be called although nothing happened."""
+        """Return when `settle` has to be called although nothing happened; None: never."""
         severed = self._reports.severed
         renew_at_s = None if severed is None or not self.leads else severed[1]
         leave_at_s = self._reports.leave_at_s if self.leads else None
@@ -277,7 +277,7 @@ class Agreement(Follower):
         return min(times) if times and not self.over else None
 
     def settle(self, now_s: float) -> list[Effect]:
-        """Act on all inputs since the last call; the orders to carry out, in order."""
+        """Act on all inputs since the last call; return the orders to carry out, in order."""
         if not self.over:
             self._fence_when_due(now_s)
             self._answer_who_leads_now()
@@ -301,10 +301,10 @@ class Agreement(Follower):
             self._step_down(promised, now_s)
 
     def _step_down(self, promised: Ballot | None = None, now_s: float = 0.0) -> None:
-        """It leads no more, and wants to no more; what it adopted may be wrong.
+        """Stop leading, or trying to lead; what it adopted may be wrong.
 
-        `promised`: a higher ballot, for which it was refused. It may be elected again by a higher
-        one still, at once where its slot is lower; of two that want to lead, one so waits.
+        `promised`: a higher ballot, for which it was refused. It may be elected again with a still
+        higher one, at once if its slot is lower: so one of two candidates waits.
         """
         stood = self._elected is not None or self._election is not None
         if promised is None:
@@ -327,7 +327,7 @@ class Agreement(Follower):
         return self.slot in lost
 
     def _forget(self, slot: int) -> None:
-        """Nothing of a lost supervisor counts any more: the snapshots it listed went with it."""
+        """Drop all answers of a lost supervisor: the snapshots it listed went with it."""
         self._promises.pop(slot, None)
         self._early.pop(slot, None)
         self._answers.pop(slot, None)
@@ -336,7 +336,7 @@ class Agreement(Follower):
     # ---- as the leader ------------------------------------------------------------------------
 
     def _campaign(self, now_s: float) -> None:
-        """Gather promises from every supervisor that is left, then lead."""
+        """Gather promises from every living supervisor, then lead."""
         if self._yields_until_s is not None and now_s < self._yields_until_s:
             return
         self._yields_until_s = None
@@ -391,9 +391,9 @@ class Agreement(Follower):
 
     @property
     def _bases(self) -> list[MembershipView]:
-        """Whose majorities a view takes: the newest sure one's, and of all that are adopted on it.
+        """The views of which a new one needs a majority: the newest sure one and all adopted on it.
 
-        Those that are adopted are committed with it and not before.
+        The adopted ones are committed with the new view and not before.
         """
         return [view for view in self.history if view.epoch >= self._sure_epoch]
 
@@ -404,7 +404,8 @@ class Agreement(Follower):
         self._reports.pass_time(self.committed, now_s)
         if self._stop_if_decided():
             return
-        # An answer to the open proposal changes nothing about it: with many workers, most are.
+        # An answer to the open proposal changes nothing about it; with many workers, most inputs
+        # are such answers.
         severed = self._reports.severed
         is_severed = severed is not None and now_s >= severed[1]
         known = self._reports.changes, self._supervisors.changes, len(self._outside), is_severed
@@ -461,7 +462,7 @@ class Agreement(Follower):
             self._outside.add(sender)
 
     def _name_the_boundary(self, proposal: Proposal) -> None:
-        """Once it is known how far each member is, all learn before which step they stop."""
+        """Tell all before which step they stop, once the progress of each member is known."""
         if not proposal.boundary or self._stops_before is not None:
             return
         members = [slot for slot in self.committed.ranks if slot not in self._supervisors.lost]
@@ -478,7 +479,7 @@ class Agreement(Follower):
         for slot in proposal.view.ranks:
             answer = self._answers[slot].facts
             if answer is None:
-                return  # its trainer is gone or done: that report supersedes this proposal
+                return  # its trainer is gone or done, and that report supersedes this proposal
             facts[slot] = answer
         if not self._has_quorum(self._answers, self._bases, now_s):
             return
@@ -524,7 +525,7 @@ class Agreement(Follower):
         self._note("supervisor_admitted", slot=worker.slot, node=applicant.node)
 
     def _give_slot(self, message: Admit) -> None:
-        """A newcomer has a slot from now on, whatever this one knew of its predecessor."""
+        """Give a slot to a newcomer, whatever was known of its predecessor."""
         worker = message.worker
         if worker.slot not in self._supervisors.lost:
             self._effects.append(Disconnect(slot=worker.slot, kill=False))
@@ -537,7 +538,7 @@ class Agreement(Follower):
     def _has_quorum(
         self, slots: Iterable[int], views: Iterable[MembershipView], now_s: float
     ) -> bool:
-        """Whether `slots` speak for a majority of every view's nodes; if not, wait, then stop."""
+        """Return whether `slots` are a majority of every view's nodes; if not, wait, then stop."""
         short = self._supervisors.minority_in(slots, views)
         if short is None:
             if self._elected is not None:
@@ -557,7 +558,7 @@ class Agreement(Follower):
     # ---- the end ------------------------------------------------------------------------------
 
     def _stop_if_decided(self) -> bool:
-        """Stop the job where its end is due; true also while the last exits are awaited."""
+        """Stop the job if its end is due; return true also while the last exits are awaited."""
         joined = any(answer.facts is not None for answer in self._answers.values())
         lost, layout = self._supervisors.lost, self.layout
         ending = ending_of(self.committed, self._reports, lost, joined=joined, layout=layout)
@@ -566,7 +567,7 @@ class Agreement(Follower):
         return ending is not None
 
     def _note_start(self) -> None:
-        """Before every worker in the view has sealed something, it could not be replaced."""
+        """Declare the job started once all workers have sealed; before, none can be replaced."""
         view, reports = self.committed, self._reports
         if not reports.started and view.epoch > 0 and reports.sealed.issuperset(view.ranks):
             reports.started = True
@@ -574,7 +575,7 @@ class Agreement(Follower):
             self._broadcast(AllSealed())
 
     def _stop(self, reason: str, exit_code: int, *, part: bool = False) -> None:
-        """End the job, or only those who follow this one."""
+        """End the job, or, with `part`, only the supervisors that follow this one."""
         if self.over:
             return
         self._broadcast(Stop(reason=reason, exit_code=exit_code, part=part))
@@ -584,9 +585,10 @@ class Agreement(Follower):
 
     def _on_stop(self, sender: int, message: Stop) -> None:
         if message.part and sender != self.leader:
-            return  # others may go on, and this one with them
+            return  # other parts may go on, and this supervisor with them
         nodes, own = self._supervisors.nodes, self._supervisors.nodes[self.slot]
-        # The leader says it on its node. Here one does, or each where others here may go on.
+        # The leader reports it on its own node. On this one, one supervisor does, or each of them
+        # if the others here may go on.
         beside = [slot for slot in self._supervisors.living() if nodes[slot] == own]
         speaks = message.part or self.slot == min(beside)
         if message.exit_code and speaks and own not in (nodes[sender], nodes[self.leader]):

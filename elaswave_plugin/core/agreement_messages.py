@@ -1,4 +1,4 @@
-"""What the supervisors say to each other."""
+"""The messages that supervisors send to each other."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Ballot:
         return cls(term=0, leader=0, epoch=0)
 
     def is_in_term_of(self, other: Ballot) -> bool:
-        """Whether one leadership has both."""
+        """Return whether both belong to one term of leadership."""
         return replace(self, epoch=other.epoch) == other
 
 

@@ -1,4 +1,4 @@
-"""What the agreement asks its own supervisor to do."""
+"""The orders of the agreement to its own supervisor."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Send:
 class Ring:
     """A proposal is open: ask the own trainer to quiesce, then call `quiesced` with this ballot.
 
-    `boundary`: where it is between two steps: ask which one it has begun, and call `begun`; with
-    `before_step`, before that one.
+    `boundary`: stop between two steps: ask which step it has begun, and call `begun`; with
+    `before_step`, stop before that step.
     """
 
     ballot: Ballot
@@ -41,7 +41,7 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dismiss:
-    """A view without the own trainer is committed, as it had asked for: it may go."""
+    """Let the own trainer go: a view without it is committed, as it had asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Disconnect:
 class Connect:
     """Use the link that the newly admitted supervisor at `address` has opened.
 
-    Without one, it is lost.
+    If there is no such link, the newcomer is lost.
     """
 
     slot: int
@@ -81,7 +81,7 @@ class Over:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """Something for the event log and for whoever watches."""
+    """An entry for the event log and for observers."""
 
     kind: str
     fields: dict[str, Any] = field(default_factory=dict)

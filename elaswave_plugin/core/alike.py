@@ -1,7 +1,6 @@
-"""Whether all workers that run the same code have failed in it alike, at one step (pure).
+"""The test for one error in all workers that run the same code, at one step (pure).
 
-That is an error of the program, and not the loss of workers: it would meet those that are started
-again as well.
+Such an error is in the program, not a loss of workers: restarted workers would meet it as well.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ def failed_alike(
     lost: Iterable[int],
     layout: Mapping[str, Any] | None,
 ) -> str | None:
-    """What all workers, or all of a stage, have failed with; None where they have not.
+    """Return the error in which all workers, or all of a stage, have failed; None if they have not.
 
-    ``reports``: all failures that count, also of workers that an earlier view had: those that are
-    left redo the step, and meet there what the first one met. ``lost``: slots whose supervisor is.
-    ``layout``: as JSON, None without stages. One worker alone is its own loss.
+    ``reports``: all failures that count, also of workers in an earlier view only: survivors redo
+    the step, and meet the same error as the first one. ``lost``: slots whose supervisor is lost.
+    ``layout``: as JSON, None without stages. A failure of one worker alone is an ordinary loss.
     """
     failed: dict[tuple[str, str, str], dict[int, Raised]] = {}
     gone = set(lost)
@@ -47,7 +46,7 @@ def failed_alike(
 def _crews(
     view: MembershipView, layout: Mapping[str, Any] | None
 ) -> Iterable[tuple[str, set[int]]]:
-    """Who runs the same code, and how they are called: everybody, or each stage."""
+    """Yield the name and slots of each set that runs the same code: all workers, and each stage."""
     yield "", set(view.ranks)
     if layout is not None:
         for number, groups in enumerate(ParallelLayout.from_json(layout).stages):

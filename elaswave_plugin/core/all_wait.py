@@ -1,4 +1,4 @@
-"""Whom all workers wait for, and for how long: what is said before anybody hangs.
+"""The workers for which all others wait, and since when: reported before anything counts as a hang.
 
 >>> waits = Sample(slot=1, incarnation=0, epoch=1, step=0, phase="between steps", operations=1,
 ...                stalled_s=11.0, limit_s=600.0, waits_for=0)
@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from elaswave_plugin.core.hang import FACTOR, UNKNOWN_LIMIT_S, Sample, who_waits
 
 FIRST_S = 10.0
-"""So long nothing is said; the next time is after three times as long as the last."""
+"""Seconds before the first report; each further one comes after three times the last wait."""
 AGAIN = 3.0
 STEADY_S = 2.0
-"""So long the same ones have to be late: when all go on, some are seen to wait a little longer."""
+"""Seconds for which the same workers must be late: when all go on, some seem to wait longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllWait:
-    """All others wait for the slots ``late``, the last of them since ``waited_s`` seconds.
+    """A wait of all other workers for the slots ``late``; the last of them has waited ``waited_s``.
 
-    ``usual_s``: what the phase of the late ones may take, as far as that is known.
+    ``usual_s``: seconds that the phase of the late ones usually takes; 0 if not known.
     """
 
     late: tuple[int, ...]
@@ -34,10 +34,10 @@ class AllWait:
 
 
 def all_wait(members: Iterable[int], samples: Mapping[int, Sample]) -> AllWait | None:
-    """Whom everyone else waits for; None where somebody else is at work.
+    """Find the workers for which everyone else waits; None if somebody else is at work.
 
-    `samples` are of the members that stand still; the others have gone on just now, or have not
-    attached yet. A phase of which it is known how long it takes may take that long first.
+    `samples` are of the members that stand still; the others have just made progress, or have not
+    attached yet. A phase of known duration may take that long first.
     """
     members = set(members)
     waiting = who_waits(sorted(members), samples)
@@ -52,7 +52,7 @@ def all_wait(members: Iterable[int], samples: Mapping[int, Sample]) -> AllWait |
 
 
 class Said:
-    """What was said of whom, so that it is said again at longer and longer intervals."""
+    """The memory of what was reported, so that it is repeated at longer and longer intervals."""
 
     def __init__(self) -> None:
         self._late: tuple[int, ...] = ()
@@ -60,7 +60,7 @@ class Said:
         self._since_s: dict[int, float] = {}
 
     def is_due(self, found: AllWait | None, now_s: float) -> bool:
-        """Whether to say it now; of others than before, or after three times as long."""
+        """Return whether to report now: others are late, or three times as long as last time."""
         late = () if found is None else found.late
         self._since_s = {slot: self._since_s.get(slot, now_s) for slot in late}
         if found is None or found.waited_s < max(FIRST_S, found.usual_s):

@@ -43,7 +43,8 @@ def lost_and_repeated(
 ) -> tuple[int, int]:
     """Return (samples lost, samples repeated); ``batches``: the size of each step from step 0 on.
 
-    A step has to consume as many samples once each, from where the one before ended. Only the
+    A step has to consume that number of samples once each, from where the one before ended. Only
+    the
     ledger lines of the attempt that counts (``views``) are its consumption; a sample that belongs
     to another step counts as repeated, and all samples of a step that was not completed as lost.
     """

@@ -1,4 +1,4 @@
-"""Which device communicators there are, and which outlive a change of the view: kept or shrunk."""
+"""The fate of each device communicator when the view changes: kept, shrunk or aborted."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from enum import Enum
 
 from elaswave_plugin.errors import ConfigurationError
 
-# Below: no ncclCommShrink. From the second on torch waits for ever in shrink with abort, because it
-# destroys the parent (pytorch#194679).
+# Below the first version there is no ncclCommShrink. From the second on, torch waits forever in
+# shrink with abort, because it destroys the parent (pytorch#194679).
 SHRINKS_FROM = (2, 27)
 SHRINKS_BELOW = (2, 31)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommunicatorFacts:
-    """What one member knows of a communicator once it launches nothing more.
+    """One member's knowledge of a communicator once it launches nothing more.
 
-    ``name`` is that of its making (group and epoch), ``members`` are the slots in rank order at its
-    making. ``sent`` and ``received`` count point-to-point calls by the slot of the peer.
+    ``name`` is from its creation (group and epoch), ``members`` are the slots in rank order at its
+    creation. ``sent`` and ``received`` count point-to-point calls by the slot of the peer.
     ``idle``: all that was launched is complete. ``shrinks``: this member's NCCL can shrink it.
     """
 
@@ -34,7 +34,7 @@ class CommunicatorFacts:
 
 
 class Fate(Enum):
-    """What becomes of a communicator in the next epoch."""
+    """The fate of a communicator in the next epoch."""
 
     KEEP = "keep"
     SHRINK = "shrink"
@@ -43,7 +43,7 @@ class Fate(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A fate and why."""
+    """A fate and the reason for it."""
 
     fate: Fate
     reason: str
@@ -52,10 +52,10 @@ class Verdict:
 def fate_of(
     name: str, answers: Mapping[int, CommunicatorFacts | None], members: Sequence[int]
 ) -> Verdict:
-    """What becomes of the communicator ``name`` when its group has ``members`` from now on.
+    """Decide the fate of the communicator ``name`` when its group has ``members`` from now on.
 
     ``answers``: what each slot holds for the group, None for nothing. All members decide from the
-    same answers, so all decide alike. Nothing that another member may still wait for is kept.
+    same answers, so all decide alike. A communicator on which a member may still wait is not kept.
     """
     held: list[CommunicatorFacts] = []
     for slot in members:
@@ -83,7 +83,7 @@ def fate_of(
 
 
 def _disagreement(held: Mapping[int, CommunicatorFacts]) -> str:
-    """Calls that one side has made and the other has not: their bytes would meet later ones."""
+    """Find calls that only one side has made: their bytes would be taken for later ones."""
     first, *others = held
     for slot in others:
         if held[slot].collectives != held[first].collectives:
@@ -100,12 +100,12 @@ def _disagreement(held: Mapping[int, CommunicatorFacts]) -> str:
 
 
 def shrink_is_safe(version: tuple[int, ...]) -> bool:
-    """Whether shrink with abort returns in this version of NCCL, as torch 2.13 to 2.15 call it."""
+    """Return whether shrink with abort returns in this NCCL, as torch 2.13 to 2.15 call it."""
     return SHRINKS_FROM <= version[:2] < SHRINKS_BELOW
 
 
 def obstacle(devices: Mapping[int, str]) -> str:
-    """Why the workers (slot -> device, "" for none) cannot use NCCL; "" when they can."""
+    """Say why the workers (slot -> device, "" for none) cannot use NCCL; "" when they can."""
     missing = sorted(slot for slot, device in devices.items() if not device)
     if missing:
         return f"slots {missing} have no CUDA device with NCCL"
@@ -122,9 +122,9 @@ def obstacle(devices: Mapping[int, str]) -> str:
 
 
 def uses_nccl(setting: str, devices: Mapping[int, str]) -> bool:
-    """Whether GPU tensors go through NCCL under the setting gpu_engine (auto, host, nccl).
+    """Return whether GPU tensors use NCCL under the setting gpu_engine (auto, host, nccl).
 
-    Raises ConfigurationError when the setting is nccl and it cannot be.
+    Raises ConfigurationError if the setting is nccl and NCCL cannot be used.
     """
     why_not = obstacle(devices)
     if setting == "nccl" and why_not:

@@ -1,9 +1,10 @@
-"""Which live worker runs which micro-batches of a step, and which samples those are.
+"""The deal of a step's micro-batches, and of their samples, over the live workers.
 
 Redeal: survivors keep their own replica whole; the micro-batches of lost replicas are dealt out one
 by one to the least loaded survivor. Slow workers give some of theirs away, so that all are done at
-about the same time. Resize, for loops whose number of iterations a step cannot change: every worker
-takes part in every iteration, with a larger share of its samples. The global batch never changes.
+about the same time. Resize, for loops in which the number of iterations of a step cannot change:
+every worker takes part in every iteration, with a larger share of its samples. The global batch
+never changes.
 
 >>> flow = deal(num_microbatches=8, homes=(0, 1, 2, 3), live=(0, 3, 2))
 >>> print(flow)
@@ -35,7 +36,7 @@ from elaswave_plugin.core.exact import (
 from elaswave_plugin.core.fair_shares import fair_counts
 
 Work = TypeVar("Work")
-# How many times as long a micro-batch takes, by slot: of the slow ones only.
+# The factor by which a micro-batch takes longer, by slot; slow ones only.
 Slowness = Mapping[int, float]
 
 
@@ -43,7 +44,7 @@ Slowness = Mapping[int, float]
 class Dataflow:
     """The assignment of a step: (slot, micro-batches in order of execution), by slot.
 
-    ``beyond``: some of the workers came beyond those of the launch.
+    ``beyond``: some of the workers are in slots of the reserve.
     """
 
     num_microbatches: int
@@ -75,14 +76,14 @@ class Dataflow:
         )
 
     def seconds(self, slow: Slowness) -> float:
-        """When the last worker is done, in micro-batches of a usual one."""
+        """Return when the last worker is done, in micro-batches of a usual one."""
         return max(len(ks) * slow.get(slot, 1.0) for slot, ks in self.placement)
 
     @property
     def is_healthy(self) -> bool:
-        """Whether every worker runs exactly one whole replica, that of its rank.
+        """True if every worker runs exactly one whole replica, that of its rank.
 
-        Who came beyond the launch may have a replica whole, too, but at another rank.
+        A worker of the reserve may have a whole replica, too, but at another rank.
         """
         if self.beyond or len(self.placement) != self.num_replicas:
             return False
@@ -91,9 +92,9 @@ class Dataflow:
         return all(parts == [(True, rank)] for rank, parts in enumerate(own))
 
     def rotated(self, *, spread: bool) -> "Dataflow":
-        """The same work, each micro-batch by another worker; what is not healthy is as it was.
+        """Return the same work, each micro-batch by another worker; unchanged if not healthy.
 
-        ``spread``: those of a replica by several workers, where there are three or more.
+        ``spread``: a replica's micro-batches go to several workers, if there are three or more.
 
         >>> flow = deal(num_microbatches=6, homes=(0, 1, 2), live=(0, 1, 2))
         >>> print(flow.rotated(spread=False))
@@ -109,7 +110,7 @@ class Dataflow:
 
 
 def rotated(shares: Sequence[Sequence[Work]], *, spread: bool) -> tuple[tuple[Work, ...], ...]:
-    """Equal shares of replicas, dealt so that each worker has those of others."""
+    """Deal equal shares of replicas so that each worker has shares of others."""
     width = len(shares)
     shifts = [1 + number % max(1, width - 1) if spread else 1 for number in range(len(shares[0]))]
     return tuple(
@@ -128,9 +129,9 @@ def deal(
 ) -> Dataflow:
     """Deal a step's micro-batches over the ``live`` slots; ``homes[d]`` is the slot of replica d.
 
-    Who came beyond the launch has no replica of its own, and gets its share of those of others.
-    ``whole``: each replica is run by one worker, however slow, as its micro-batches need what the
-    one before has left.
+    A worker of the reserve has no replica of its own, and gets its share of those of others.
+    ``whole``: one worker runs each replica, however slow, as its micro-batches need what the one
+    before has left.
     Raises ValueError when nobody is alive or there are fewer micro-batches than replicas or than
     workers.
     """
@@ -166,7 +167,7 @@ def deal(
 def _hosted(
     num_microbatches: int, homes: Sequence[int], slots: Sequence[int]
 ) -> dict[int, list[int]]:
-    """The micro-batches by slot, a lost replica with whoever has the fewest."""
+    """Return the micro-batches by slot; a lost replica goes to the slot that has the fewest."""
     load: dict[int, list[int]] = {slot: [] for slot in slots}
     lost = [replica for replica, home in enumerate(homes) if home not in load]
     own = [replica for replica, home in enumerate(homes) if home in load]
@@ -208,7 +209,7 @@ class Shares:
         return next((start, stop) for one, start, stop in self.intervals if one == slot)
 
     def weight(self, slot: int) -> float:
-        """What ``slot``'s mean loss counts, where the gradients are averaged over the workers.
+        """Return the weight of ``slot``'s mean loss when gradients are averaged over the workers.
 
         The average of the weighted means is the mean over all samples of the iteration.
         """
@@ -221,7 +222,7 @@ def share(
 ) -> Shares:
     """Share the ``num_samples`` of an iteration over the ``live`` slots, in slot order.
 
-    Evenly, but for the slow ones. Raises ValueError when nobody is alive or a replica of the launch
+    Evenly, except for slow ones. Raises ValueError when nobody is alive or a replica of the launch
     would have no sample.
     """
     if not live:
@@ -264,11 +265,11 @@ class Samples(NamedTuple):
 
     @classmethod
     def of(cls, microbatch: int, *, size: int) -> "Samples":
-        """Those of a whole micro-batch."""
+        """Return the samples of a whole micro-batch."""
         return cls(microbatch * size, (microbatch + 1) * size)
 
     def rows(self, *, size: int) -> tuple[Rows, ...]:
-        """Where they lie in micro-batches of ``size`` samples, rising."""
+        """List the rows that they are in micro-batches of ``size`` samples, rising."""
         touched = range(self.start // size, -(-self.stop // size))
         return tuple(
             Rows(k, max(self.start - k * size, 0), min(self.stop - k * size, size)) for k in touched
@@ -296,7 +297,7 @@ Intervals = Sequence[Sequence[tuple[int, int]]]
 
 
 def crossings(upstream: Intervals, downstream: Intervals) -> tuple[Crossing, ...]:
-    """Everything that passes between two stages, in the order of the samples.
+    """List everything that passes between two stages, in the order of the samples.
 
     One for each overlap of an interval of the one with an interval of the other.
     Raises ValueError unless both stages run the same samples, each once.
@@ -317,7 +318,7 @@ def crossings(upstream: Intervals, downstream: Intervals) -> tuple[Crossing, ...
 
 
 def _in_order(stage: Intervals) -> Iterator[tuple[int, int, int]]:
-    """(start, stop, worker), rising and without a gap."""
+    """Yield (start, stop, worker), rising and without a gap."""
     intervals = sorted((*one, worker) for worker, mine in enumerate(stage) for one in mine)
     reached = intervals[0][0] if intervals else 0
     for start, stop, worker in intervals:

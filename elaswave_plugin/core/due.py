@@ -1,6 +1,6 @@
-"""Which view is to be proposed next, if any, and where all stop for it (pure).
+"""The choice of the next view to propose, if any, and of where all stop for it (pure).
 
-What cannot wait comes first: failures, a view that an earlier leader may have committed, a broken
+Urgent causes come first: failures, a view that an earlier leader may have committed, a broken
 link. Arrivals and departures wait for a boundary between two steps.
 """
 
@@ -19,7 +19,7 @@ LAST_CALL = "every worker was told to leave, and they write a last checkpoint fi
 
 
 class Due(NamedTuple):
-    """A view to propose; ``boundary``: once the trainers are between two steps."""
+    """A view to propose; ``boundary``: only once the trainers are between two steps."""
 
     view: MembershipView
     boundary: bool = False
@@ -35,11 +35,11 @@ def due_view(
     must_propose: bool,
     now_s: float,
 ) -> Due | None:
-    """What a leader proposes on top of ``base``, or None where everything stays as it is.
+    """Return the view that a leader proposes on top of ``base``, or None if nothing changes.
 
-    ``opened``: its open proposal; ``lost``: evidence by slot whose supervisor is lost; ``outside``:
-    members of ``base`` that were never told so; ``must_propose``: ``base`` itself is not known to
-    be committed everywhere.
+    ``opened``: its open proposal; ``lost``: evidence by slot of each lost supervisor; ``outside``:
+    members of ``base`` that were never told of it; ``must_propose``: ``base`` itself is not known
+    to be committed everywhere.
     """
     events = reports.events(base, lost, now_s)
     for slot in outside:
@@ -56,7 +56,7 @@ def due_view(
     if reports.done:
         return None  # nobody begins another step
     if opened is None and reports.all_save_last(base):
-        # They learn by this change that all of them have to go, and where they are then.
+        # This change tells them that all of them have to go, and from which step.
         return None if base.reason == LAST_CALL else Due(replace(base, reason=LAST_CALL), True)
     if opened is None:
         between = reports.between_steps(base, lost, now_s)
@@ -64,7 +64,7 @@ def due_view(
     newcomers = opened.view.workers - base.workers
     if all(reports.is_ready(worker, lost) for worker in newcomers):
         return Due(opened.view, boundary=True)
-    # Those who have stopped for it go on as they were.
+    # Workers that have stopped for the open proposal go on as they were.
     gone = ", ".join(sorted(map(str, newcomers)))
     return Due(replace(base, reason=f"worker {gone}, about to join, is gone"))
 
@@ -72,9 +72,9 @@ def due_view(
 def boundary_of(
     members: Sequence[int], answers: Mapping[int, Quiesced], begun: Mapping[int, int]
 ) -> int | None:
-    """Before which step all members stop; None where it is not known yet.
+    """Return the step before which all members stop; None if it is not known yet.
 
-    ``answers``: of those that stand already; ``begun``: the step that each of the others is in.
+    ``answers``: of members that have stopped already; ``begun``: the current step of the others.
     """
     facts = (answers[slot].facts for slot in members if slot in answers)
     standing = [step_told(one) for one in facts if one is not None]

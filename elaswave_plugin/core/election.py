@@ -1,4 +1,4 @@
-"""What a new leader builds on, from the promises that elected it (pure)."""
+"""The start of a new leader, from the promises that elected it (pure)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from elaswave_plugin.core.membership import MembershipView
 
 
 class Outcome(NamedTuple):
-    """What the new leader begins with.
+    """The state with which the new leader begins.
 
     `behind_epoch`: every trainer has applied it; `must_propose`: at once; `missed`: views that are
-    committed for sure; `adopted`: later ones that may be, and `lost` who was shut out with them;
-    `asked_epoch`: the highest for which any trainer was asked to stop.
+    certainly committed; `adopted`: later views that may be, and `lost` the slots shut out with
+    them; `asked_epoch`: the highest for which any trainer was asked to stop.
     """
 
     behind_epoch: int
@@ -33,12 +33,12 @@ def outcome_of(
     accepted: Proposal | None,
     committed: MembershipView,
 ) -> Outcome:
-    """From all promises, and what the new leader itself would promise.
+    """Combine all promises and what the new leader itself would promise.
 
-    `committed`: the newest view that it knows to be so.
+    `committed`: the newest view that it knows to be committed.
 
     The proposal of the highest ballot may have been committed somewhere, so its view is adopted. No
-    other one can have been: whoever had that ballot was told of it, by a node of each majority.
+    other one can have been: the leader with that ballot was told of it by a node of each majority.
     """
     behind_epoch = min([applied_epoch, *(promise.applied_epoch for promise in promises)])
     asked_epoch = max([asked_epoch, *(promise.asked_epoch for promise in promises)])

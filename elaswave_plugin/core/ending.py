@@ -1,4 +1,4 @@
-"""Whether the job is over, from what is known of its workers (pure)."""
+"""The decision whether the job is over, from what is known of its workers (pure)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elaswave_plugin.errors import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_REQUEUE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """The job is over; without a reason only the last exits are awaited."""
+    """The end of the job; without a reason, only the last exits are still awaited."""
 
     reason: str | None = None
     exit_code: int = 0
@@ -29,14 +29,14 @@ def ending_of(
     joined: bool,
     layout: Mapping[str, Any] | None = None,
 ) -> Ending | None:
-    """How the job ends, or None while it goes on.
+    """Decide how the job ends, or None while it goes on.
 
-    ``view``: the newest committed one; ``lost``: evidence by slot whose supervisor is lost;
-    ``joined``: some trainer has come as far as to join; ``layout``: as JSON, with stages.
+    ``view``: the newest committed one; ``lost``: evidence by slot of each lost supervisor;
+    ``joined``: some trainer has joined the job; ``layout``: as JSON, with stages.
     """
     gone, failed = reports.gone_from(view, lost), reports.failed_in(view)
     for report in failed:
-        # What does not suit one that came later suits those who are there.
+        # A configuration that a later worker refuses still suits the workers in the job.
         if report.exit_code == EXIT_CONFIGURATION and not report.failure.incarnation:
             reason = _sentence(report, "it refuses its configuration")
             return Ending(reason=reason, exit_code=EXIT_CONFIGURATION)
@@ -69,9 +69,9 @@ def _at_start(
     lost: Mapping[int, str],
     lacking: str | None,
 ) -> Ending:
-    """Before every worker in the view has sealed something, none of it could be replaced.
+    """End the job on a loss before all workers have sealed: none can be replaced before that.
 
-    ``lacking``: what a script lacks in which nothing attached, None where all attached so far.
+    ``lacking``: what a script lacks that did not attach; None if all attached so far.
     """
     codes = [report.exit_code for report in failed if report.exit_code is not None]
     # A script that ended by itself would do so again.
@@ -91,7 +91,7 @@ def _at_start(
 
 
 def _with_nobody_left(reports: Reports, failed: list[Report], lost: Mapping[int, str]) -> Ending:
-    """Nobody works any more: the job is over as soon as those that finished have exited."""
+    """End a job in which no worker works any more, once those that finished have exited."""
     codes = [reports.done[slot] for slot in reports.done if slot not in lost]
     if None in codes:
         return Ending()
@@ -100,7 +100,7 @@ def _with_nobody_left(reports: Reports, failed: list[Report], lost: Mapping[int,
     if reports.done:
         return Ending(reason="all workers have finished", exit_code=bad[0] if bad else 0)
     if failed:
-        # One that ended early with exit code 0 has not done its work.
+        # A worker that ended early with exit code 0 has not done its work.
         code = failed[0].exit_code or EXIT_FAILED
         return Ending(reason=_sentence(failed[0], "no live worker remains"), exit_code=code)
     return Ending(reason="no live worker remains", exit_code=EXIT_FAILED)
@@ -108,6 +108,6 @@ def _with_nobody_left(reports: Reports, failed: list[Report], lost: Mapping[int,
 
 def _sentence(report: Report, consequence: str) -> str:
     failure, raised = report.failure, report.raised
-    if raised is not None:  # which says enough
+    if raised is not None:  # the exception says enough
         return f"worker {failure.slot} failed {raised.when}: {raised}"
     return f"worker {failure.slot}: {failure.evidence}; {consequence}"

@@ -1,7 +1,7 @@
-"""Which worker runs a newcomer's first micro-batch once more, to compare the losses.
+"""The choice of the worker that repeats a newcomer's first micro-batch, to compare the losses.
 
-A newcomer can hold the right weights and do something else with them: its script has a variable
-that the loops of the others have changed. Another whole replica, without newcomers, shows it.
+A newcomer can hold the right weights and still compute something else: its script may have a
+variable that the loops of the others have changed. A whole replica without newcomers reveals it.
 
 >>> from elaswave_plugin.core.dataflow import deal
 >>> flow = deal(num_microbatches=6, homes=(0, 1, 2), live=(0, 1, 2))
@@ -18,9 +18,9 @@ from elaswave_plugin.core.pipeline_flow import PipelineFlow
 
 
 class EntryCheck(NamedTuple):
-    """One replica with newcomers, and the one that repeats the first of its micro-batches.
+    """A replica with newcomers, and the replica that repeats the first of its micro-batches.
 
-    ``newcomers`` leave where losses differ. The losses are those of ``reporter`` and ``repeater``.
+    ``newcomers`` leave if the losses of ``reporter`` and ``repeater`` differ.
     """
 
     newcomers: tuple[int, ...]
@@ -35,9 +35,9 @@ class EntryCheck(NamedTuple):
 
 
 def entry_checks(flow: Dataflow | PipelineFlow, came: Collection[int]) -> tuple[EntryCheck, ...]:
-    """The checks of a step in which the slots ``came`` work for the first time.
+    """Return the checks of a step in which the slots ``came`` work for the first time.
 
-    None where no whole replica is without newcomers, or where stages are unequally wide.
+    Empty if no whole replica is without newcomers, or if stages are unequally wide.
     """
     if isinstance(flow, Dataflow):
         return _of_workers(flow, came)

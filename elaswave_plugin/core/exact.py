@@ -1,10 +1,10 @@
-"""The canonical order in which gradient contributions are summed, whoever computed them.
+"""The canonical order in which gradient contributions are summed, independent of placement.
 
     A_d = ((0 + g_d) + g_{d+D0}) + g_{d+2 D0} ...      ascending micro-batch of logical replica d
     G   = ((A_0 + A_1) + A_2) ... + A_{D0-1}           element-wise, at the owner of the shard
 
-D0 is the data-parallel width at launch; micro-batch k belongs to replica k mod D0 for ever.
-Membership decides only *who* evaluates which term, so G has the same bits after any loss.
+D0 is the data-parallel width at launch; micro-batch k always belongs to replica k mod D0.
+Membership decides only which worker evaluates which term, so G has the same bits after any loss.
 
 >>> placement = {0: (0, 2), 1: (1,), 2: (3,)}      # 2 replicas, 4 micro-batches, 3 workers
 >>> [str(c) for c in contributions(placement[0], num_replicas=2, num_microbatches=4)]
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contribution:
-    """What one worker sends for the reduction: a whole replica's sum, or one micro-batch."""
+    """A worker's part in the reduction: a whole replica's sum, or one micro-batch."""
 
     replica: int
     microbatches: tuple[int, ...]

@@ -1,7 +1,7 @@
 """Equal pieces of work for workers of unequal speed, so that the last of them is done early.
 
-Each piece goes to whoever would be done with it first, which is optimal for equal pieces. Nobody is
-left without: a worker with nothing to do shows no pace, and would stay slow for ever.
+Each piece goes to the worker that would finish it first, which is optimal for equal pieces. Every
+worker gets a piece: a worker with nothing to do shows no pace, and would count as slow forever.
 
 >>> fair_counts(8, [1.0, 1.0])
 [4, 4]
@@ -16,23 +16,23 @@ from heapq import heapify, heappop, heappush
 
 
 class FairDeal:
-    """Deals pieces one by one; ``slowness``: seconds of a piece by worker, 1 is usual."""
+    """A deal of pieces one by one; ``slowness``: seconds of a piece by worker, 1 is usual."""
 
     def __init__(self, slowness: Sequence[float]) -> None:
         self._slowness = slowness
-        # Those without any come first; then by when they would be done, then in their order.
+        # Workers without any piece come first; then by the time of completion, then by index.
         self._next = [(False, seconds, index, 1) for index, seconds in enumerate(slowness)]
         heapify(self._next)
 
     def take(self) -> int:
-        """The worker that gets the next piece, by its position."""
+        """Give the next piece to a worker; return its position."""
         _, _, index, count = heappop(self._next)
         heappush(self._next, (True, (count + 1) * self._slowness[index], index, count + 1))
         return index
 
 
 def fair_counts(total: int, slowness: Sequence[float]) -> list[int]:
-    """How many of ``total`` pieces each worker gets."""
+    """Return the number of ``total`` pieces that each worker gets."""
     deal, counts = FairDeal(slowness), [0] * len(slowness)
     for _ in range(total):
         counts[deal.take()] += 1
@@ -40,11 +40,11 @@ def fair_counts(total: int, slowness: Sequence[float]) -> list[int]:
 
 
 def slowest_seconds(total: int, slowness: Sequence[float]) -> float:
-    """When the last worker is done with its share of ``total``, in pieces of a usual worker."""
+    """Return when the last worker has done its share of ``total``, in pieces of a usual worker."""
     counts = fair_counts(total, slowness)
     return max(count * each for count, each in zip(counts, slowness, strict=True))
 
 
 def fair_width(slowness: Sequence[float]) -> float:
-    """As many usual workers would be as fast, were pieces as small as one likes."""
+    """Return how many usual workers would be as fast, if pieces were arbitrarily small."""
     return sum(1 / each for each in slowness)

@@ -1,6 +1,6 @@
-"""What a supervisor answers to whoever leads, or wants to, for its node and its trainer (pure).
+"""The answers of a supervisor to leaders and candidates, for its node and trainer (pure).
 
-The base of `agreement.Agreement`. Of what it says, promises and acceptances bind its whole node.
+The base of `agreement.Agreement`. Promises and acceptances bind the supervisor's whole node.
 """
 
 from __future__ import annotations
@@ -32,49 +32,50 @@ class Follower(OwnTrainer, ABC):
     def __init__(self, *, slot: int, nodes: tuple[int, ...], patience: Patience) -> None:
         super().__init__(slot=slot, nodes=nodes, patience=patience)
         self.memory = NodeMemory()
-        # The newest view that is committed for sure: a leader's history may go on from there.
+        # The newest view that is certainly committed: a leader's history may go on from there.
         self._sure_epoch = 0
-        # All that take part know everything up to here: they have answered what was proposed on it.
+        # All members know everything up to here: they have answered what was proposed on top of it.
         self._known_epoch = 0
         self._accepted: Proposal | None = None
         self._highest_epoch = 0
         self._applied_epoch = 0
         self._dismissed = False
-        # From those that would lead, while this one hears somebody who comes before them.
+        # From candidates, while this supervisor still hears one of a lower slot than theirs.
         self._early: dict[int, Prepare] = {}
 
     @property
     def follows(self) -> bool:
-        """Whether its node has promised nobody later than the leader that it sees."""
+        """True if its node has promised nobody later than the leader that it sees."""
         return self.memory.promised.leader == self.leader
 
     def recall(self, memory: NodeMemory, now_s: float) -> None:
-        """What the node remembers, by whichever of its supervisors."""
+        """Take over the node's memory, which any of its supervisors may have changed."""
         known, self.memory = self.memory, self.memory.joined(memory)
         if self.memory.promised > known.promised:
             self._step_down(self.memory.promised, now_s)
             if not self.follows and self.leader != self.slot:
-                # It counts on this node, and would not hear of this before it proposes something.
+                # The leader counts on this node, and would learn of this only at its next proposal.
                 self._send(self.leader, Refuse(promised=self.memory.promised))
 
     # ---- what an agreement adds ---------------------------------------------------------------
 
     @abstractmethod
     def _step_down(self, promised: Ballot | None = None, now_s: float = 0.0) -> None:
-        """Lead no more, nor want to; `promised`: for this ballot, which is higher."""
+        """Stop leading, or trying to lead; `promised`: a higher ballot, the reason."""
 
     @abstractmethod
     def _shut_out(self, lost: Iterable[int]) -> bool:
         """Take over the losses that a leader declares; true if it is this worker that is lost."""
 
-    # ---- what it answers ----------------------------------------------------------------------
+    # ---- answers ------------------------------------------------------------------------------
 
     def _on_prepare(self, sender: int, message: Prepare) -> None:
         if message.ballot < self.memory.promised:
             self._send(sender, Refuse(promised=self.memory.promised))
             return
         if self.leader < sender:
-            # Whom the sender has lost is heard here: it shuts the sender out, or ends.
+            # The sender has lost a worker that is heard here: that one shuts the sender out, or
+            # ends.
             self._early[sender] = message
             return
         self.memory = self.memory.promising(message.ballot)
@@ -95,7 +96,7 @@ class Follower(OwnTrainer, ABC):
         self._send(sender, promise)
 
     def _answer_who_leads_now(self) -> None:
-        """It asked before this one had lost all that come before it."""
+        """Answer a leader that asked before this supervisor had lost all of lower slots."""
         if self.leader in self._early:
             self._on_prepare(self.leader, self._early.pop(self.leader))
 
@@ -107,18 +108,18 @@ class Follower(OwnTrainer, ABC):
 
     @property
     def _asked_epoch(self) -> int:
-        """The highest for which the own trainer was asked to stop."""
+        """The highest epoch for which the own trainer was asked to stop."""
         return 0 if self._accepted is None else self._accepted.ballot.epoch
 
     def _accept(self, proposal: Proposal, now_s: float) -> None:
         self.memory = self.memory.accepting(proposal, self.history, known_epoch=self._known_epoch)
-        # Not what the node has accepted, of which another one's trainer may have been told.
+        # Not what the node has accepted, which may have been told to another trainer only.
         self._accepted = proposal
         self._highest_epoch = max(self._highest_epoch, proposal.ballot.epoch)
         ring = Ring(ballot=proposal.ballot, reason=proposal.view.reason, boundary=proposal.boundary)
         me = WorkerId(slot=self.slot, incarnation=self.incarnation)
         lives = me not in self._reports.failures and self.slot not in self._reports.done
-        # A boundary may be far: who never comes to it hangs, which is found elsewhere.
+        # A boundary may be far; a worker that never reaches it hangs, which is found elsewhere.
         may_answer = lives and not self._detached and self.slot in proposal.view.ranks
         waits = may_answer and not proposal.boundary
         self._fence_at_s = now_s + self._answer_limit_s() if waits else None
@@ -144,7 +145,7 @@ class Follower(OwnTrainer, ABC):
 
     def _on_committed(self, message: Committed) -> None:
         proposal = message.proposal
-        # Whatever the node has promised since: what is committed is so for good.
+        # Valid whatever the node has promised since: a commit is final.
         if self._accepted is None or proposal.ballot != self._accepted.ballot:
             return
         if proposal.view.epoch <= self.committed.epoch:
@@ -152,7 +153,8 @@ class Follower(OwnTrainer, ABC):
         self._learn(proposal.lineage)
         first = proposal.lineage[0] if proposal.lineage else proposal.view
         self._known_epoch = max(view.epoch for view in self.history if view.epoch < first.epoch)
-        # Not only what is new to us: a leader knows adopted views that its trainer was never told.
+        # Not only views new to this supervisor: a leader may have adopted views that its trainer
+        # was never told.
         skipped = tuple(view for view in self.history if view.epoch > self._applied_epoch)
         self.history.append(proposal.view)
         self._reports.entered(proposal.view)
@@ -173,7 +175,7 @@ class Follower(OwnTrainer, ABC):
     # ---- how it ends alone ---------------------------------------------------------------------
 
     def _is_left_behind(self) -> bool:
-        """Who takes part has answered every proposal that was committed; this one was left out."""
+        """End if this one was left out: each member has answered every committed proposal."""
         before = self.memory.before
         if not before or before[0].epoch <= self._sure_epoch:
             return False

@@ -1,8 +1,8 @@
-"""Who is in a process group, as a rule over the coordinates of a layout instead of a list of ranks.
+"""The members of a process group, as a rule over layout coordinates instead of a list of ranks.
 
 A group that a framework makes at launch holds, along each axis (stage, replica, tp), either the
-worker's own place or everything there is. The rule is read off the members at launch, and says who
-belongs to the group under any later layout, ragged ones included.
+worker's own place or every place. The rule is read off the members at launch, and gives the
+members under any later layout, ragged ones included.
 
 >>> from elaswave_plugin.core.layout import launch_layout
 >>> layout = launch_layout(tp=2, pp=2, dp=2, num_layers=4)
@@ -23,7 +23,7 @@ from elaswave_plugin.errors import ConfigurationError
 
 
 class GroupRule(NamedTuple):
-    """What a group takes of each axis; ``stages`` empty: the worker's own."""
+    """The part that a group takes of each axis; ``stages`` empty: the worker's own."""
 
     stages: tuple[int, ...]
     all_replicas: bool
@@ -36,7 +36,7 @@ class GroupRule(NamedTuple):
 
 
 def seats_of(layout: ParallelLayout) -> Mapping[int, Seat]:
-    """The place of every worker that has one; free workers have none."""
+    """Return the place of every worker that has one; free workers have none."""
     return {
         slot: Seat(stage, order, tp)
         for stage, groups in enumerate(layout.stages)
@@ -46,7 +46,7 @@ def seats_of(layout: ParallelLayout) -> Mapping[int, Seat]:
 
 
 def seats_beyond(layout: ParallelLayout) -> Mapping[int, Seat]:
-    """The place for which every slot beyond the launch is; nobody need be there."""
+    """Return the place of every slot of the reserve, whether or not a worker is there."""
     tp, pp = layout.tp, len(layout.stages)
     width = tp * pp * layout.dp
     return {
@@ -56,9 +56,9 @@ def seats_beyond(layout: ParallelLayout) -> Mapping[int, Seat]:
 
 
 def rule_of(members: Sequence[int], layout: ParallelLayout) -> GroupRule:
-    """The rule of a group of these slots under the launch layout.
+    """Find the rule of a group of these slots under the launch layout.
 
-    Raises ConfigurationError where no rule describes the members.
+    Raises ConfigurationError if no rule describes the members.
     """
     seats = seats_of(layout)
     stages, orders, tps = (
@@ -78,10 +78,10 @@ def rule_of(members: Sequence[int], layout: ParallelLayout) -> GroupRule:
 
 
 def members_of(rule: GroupRule, layout: ParallelLayout, slot: int) -> tuple[int, ...]:
-    """The members of ``slot``'s group, by stage, replica and tp; of a free worker: itself.
+    """Return the members of ``slot``'s group, by stage, replica and tp; of a free worker: itself.
 
-    Where stages are unequally wide, a replica's place at another one is its own order modulo that
-    stage's width: such a group tells positions, and two members may see different ones.
+    If stages are unequally wide, a replica's place at another stage is its own order modulo that
+    stage's width. Such a group only tells positions, and two members may see different ones.
     """
     me = seats_of(layout).get(slot)
     if me is None:
@@ -96,7 +96,7 @@ def members_of(rule: GroupRule, layout: ParallelLayout, slot: int) -> tuple[int,
 
 
 class GroupEdit(NamedTuple):
-    """The new members of a group; ``identity`` names it alike on all of them, None: as before."""
+    """The new members of a group; ``identity``: its name, equal on all of them; None: as before."""
 
     members: tuple[int, ...]
     identity: str | None = None

@@ -1,8 +1,8 @@
-"""Whether a worker hangs: by how long it stands still, and by who waits for it.
+"""The detection of a hanging worker, by how long it stands still and by who waits for it.
 
-A worker without progress is guilty when others wait for it and it waits for nobody itself. Where
-workers wait for each other in a circle, the one that is the furthest behind is. A circle of
-different operations never ends, so that the shortest limit applies in it, whatever the phase.
+A worker without progress is guilty if others wait for it and it waits for nobody itself. If
+workers wait for each other in a circle, the one furthest behind is guilty. A circle of different
+operations never ends, so the shortest limit applies in it, whatever the phase.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-# What `Sample.waits_for` says instead of a slot.
+# Values of `Sample.waits_for` that are not a slot.
 NOBODY = -1
 COMMIT = -2
-"""The commit of a proposed view, and so everyone who has not stopped for it yet."""
+"""The commit of a proposed view, and so every worker that has not stopped for it yet."""
 OUTSIDE = -3
 """Something that no trainer does: a supervisor, a file."""
 
 FACTOR = 3.0
 """A phase may take this many times its median."""
 RECOVERY_S, RECOVERY_PART = 0.4, 0.2
-"""So much of a limit is left for the recovery, and no larger part of it.
+"""Seconds of a limit that are left for the recovery, and the largest part of it.
 
-The others are to be at work again when the limit is over, but for the step that is redone.
+The others shall be at work again when the limit is over, except for the step that is redone.
 """
 DATA = "data"
 """The phase that waits for storage, whose stalls are nobody's hang."""
@@ -40,14 +40,14 @@ _NOT_ALIKE = (
     " too, and not rank 0 alone"
 )
 UNKNOWN_LIMIT_S = 600.0
-"""What a phase without a median may take: compilation in the first steps, a script between two."""
+"""The limit of a phase without a median: compilation in the first steps, scripts between steps."""
 
 
 class PhaseLimits:
-    """How long each phase of a step may go on without progress, by how long it has taken so far."""
+    """The limits of each phase of a step without progress, from how long it has taken so far."""
 
     def __init__(self, floor_s: float, *, data_floor_s: float | None = None) -> None:
-        """No limit is below ``floor_s``; ``data_floor_s``: nor that of reading data below this."""
+        """Set the least limit, ``floor_s``; ``data_floor_s``: the least for reading data."""
         self._floor_s = floor_s
         self._data_floor_s = floor_s if data_floor_s is None else max(floor_s, data_floor_s)
         self._this_step: dict[str, float] = {}
@@ -55,12 +55,12 @@ class PhaseLimits:
         self._limits: dict[str, float] = {}
 
     def note(self, phase: str, seconds: float) -> None:
-        """The phase was left after so long; it may come several times in a step."""
+        """Note that a phase took ``seconds``; it may come several times in a step."""
         if seconds > self._this_step.get(phase, 0.0):
             self._this_step[phase] = seconds
 
     def step_over(self) -> None:
-        """A step is complete: of each phase, its longest time counts."""
+        """Complete a step: of each phase, its longest time counts."""
         for phase, seconds in self._this_step.items():
             known = self._longest.setdefault(phase, deque(maxlen=STEPS_REMEMBERED))
             known.append(seconds)
@@ -70,7 +70,7 @@ class PhaseLimits:
         self._this_step = {}
 
     def drop_step(self) -> None:
-        """The step was interrupted: its times say nothing."""
+        """Drop an interrupted step: its times say nothing."""
         self._this_step = {}
 
     def of(self, phase: str) -> float:
@@ -80,9 +80,9 @@ class PhaseLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What a supervisor reads in the page of its trainer, `stalled_s` seconds after it changed.
+    """A reading of a trainer's progress page, `stalled_s` seconds after the page last changed.
 
-    `waited_s` more it has waited for a processor, and could not go on.
+    `waited_s`: further seconds in which it waited for a processor, and could not go on.
     `operations`: how many operations with others it has begun. `waits_for`: the slot without which
     its operation cannot go on, or one of NOBODY, COMMIT, OUTSIDE. `stopped`: by a signal.
     `waits_in`: which operation that is, alike on all members of its group. `floor_s`: the shortest
@@ -106,7 +106,7 @@ class Sample:
 
     @property
     def may_stall_s(self) -> float:
-        """How long it may stand still, in seconds: its limit but for a recovery."""
+        """The seconds that it may stand still: its limit less the time for a recovery."""
         return _without_recovery(self.limit_s)
 
     @property
@@ -116,7 +116,7 @@ class Sample:
 
     @property
     def is_late(self) -> bool:
-        """Whether it has stood still for longer than it may."""
+        """True if it has stood still for longer than it may."""
         return self.stalled_s >= self.may_stall_s
 
     @property
@@ -127,10 +127,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """Who waits for a worker, sorted; `in_circle`: it waits for one of them itself.
+    """The workers that wait for one worker, sorted; `in_circle`: it waits for one of them itself.
 
-    `differs`: in another operation than one of them, so that none of these ever ends; `by_script`:
-    in that circle some make work between steps, which the script asks only these for.
+    `differs`: it waits in another operation than one of them, so none of these ever ends;
+    `by_script`: some in the circle do work between steps that the script asks of them alone.
     """
 
     slots: tuple[int, ...] = ()
@@ -150,10 +150,10 @@ class Waiting:
 
 
 def who_waits(members: Iterable[int], samples: Mapping[int, Sample]) -> dict[int, Waiting]:
-    """Who keeps others waiting in the end, by slot.
+    """Find the workers at the end of each chain of waiting, by slot.
 
     `samples` are of the members that stand still; the others are at work. A stopped worker does
-    not count as one that waits: whoever stops all of a job does not make it hang.
+    not count as one that waits: stopping all of a job does not make it hang.
     """
     waiters: dict[int, set[int]] = {}
     circles: dict[int, list[Sample]] = {}
@@ -182,7 +182,7 @@ def who_waits(members: Iterable[int], samples: Mapping[int, Sample]) -> dict[int
 
 
 def verdict(sample: Sample, waiting: Waiting) -> str | None:
-    """Why this worker has to go, as evidence; None where it may stay."""
+    """Say why this worker has to go, as evidence; None if it may stay."""
     waits = sample.waits_for != NOBODY and not waiting.in_circle
     is_late = sample.is_late_in_circle if waiting.differs else sample.is_late
     if not is_late or not waiting.slots or waits:
@@ -207,12 +207,12 @@ def _without_recovery(limit_s: float) -> float:
 
 
 def _differ(circle: Sequence[Sample]) -> bool:
-    """Whether none of them ever goes on; nobody knows what a stopped one would do."""
+    """Return whether none of them ever goes on; a stopped one might do anything once it goes on."""
     return len({one.waits_in for one in circle}) > 1 and not any(one.stopped for one in circle)
 
 
 def _end_of_chain(slot: int, samples: Mapping[int, Sample]) -> tuple[int | None, list[Sample]]:
-    """Whom a worker waits for in the end, None where that is no trainer; and those of a circle."""
+    """Return the end of a chain of waiting (None: no trainer), and the circle if it is one."""
     path: list[int] = []
     here = slot
     while here not in path:
@@ -227,11 +227,11 @@ def _end_of_chain(slot: int, samples: Mapping[int, Sample]) -> tuple[int | None,
     differs = _differ(circle)
     if not all(one.is_late_in_circle if differs else one.is_late for one in circle):
         return None, []
-    # All of them stand still, so that everyone who looks sees the same numbers.
+    # All of them stand still, so every observer sees the same numbers.
     return min(circle, key=lambda one: _how_far(one, differs=differs)).slot, circle
 
 
 def _how_far(one: Sample, *, differs: bool) -> tuple[int, ...]:
-    """Of those that do different things, the script of a worker that came later is the odd one."""
+    """Return a sort key of progress; if operations differ, a late worker is furthest behind."""
     came = -one.incarnation if differs else 0
     return one.epoch, one.step, came, one.operations, one.slot

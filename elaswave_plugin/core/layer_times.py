@@ -1,12 +1,12 @@
-"""What layers take in the running job: a worker's medians, and what everyone makes of all of them.
+"""The times of layers in the running job: each worker's medians, and the job's values from all.
 
-Seconds are of one sample, and of the clock 1: a forward pass and a backward pass of one
-transformer layer, of what is in front of the layers (embedding), of what is behind (head, loss).
-Where backwards are split, those of a layer come as input gradients and weight gradients. Beside the
-passes: what an operation (a forward or a backward of a micro-batch) takes between two of them, what
-a step takes around all of them (update, snapshot), and a message between two stages; by how much
-layers take longer while optimizer state follows behind them. And the bytes that a sample holds in
-each part from its forward until its backward pass.
+Seconds are for one sample at clock 1: of a forward pass and a backward pass of one transformer
+layer, of the part in front of the layers (embedding), and of the part behind (head, loss). Where
+backwards are split, those of a layer are given as input gradients and weight gradients. Further
+times: of an operation (a forward or a backward of a micro-batch) outside the passes, of a step
+around all operations (update, snapshot), and of a message between two stages; and the factor by
+which layers slow down while optimizer state follows behind them. Bytes are those that a sample
+holds in each part from its forward until its backward pass.
 
 >>> mine = PassTimes(wanted_steps=1)
 >>> mine.note(LAYER, FORWARD, 0.00402)
@@ -34,10 +34,10 @@ OPERATION, AROUND, LINK, BYTE = "operation", "around", "link", "byte"
 HELD = "held"
 FOLLOWED = "followed"
 STEPS_FOR_COSTS = 5
-"""Fewer steps say little: the first ones compile and fill caches."""
+"""Fewer steps tell little: the first ones compile and fill caches."""
 STEPS_REMEMBERED = 15
 DIGITS = 2
-"""Significant digits: what noise changes below them must not change a plan."""
+"""Significant digits: noise below them must not change a plan."""
 
 Passes = tuple[float, float]
 PARTS = (FRONT, LAYER, BEHIND)
@@ -50,10 +50,10 @@ class LayerTimes:
     """(forward, backward) seconds by part; without measurements a layer takes 1 and 2.
 
     ``weights``: the share of a layer's backward pass that weight gradients take, half if not known.
-    ``operation_s`` of each operation, ``around_s`` of a step: seconds beside the passes.
+    ``operation_s`` of each operation, ``around_s`` of a step: seconds outside the passes.
     ``link``: seconds of a message between stages, and of each sample in it.
-    ``byte_s``: seconds of a byte of state that moves; ``slowdown``: by how much layers take longer
-    meanwhile, 1 where that is not known, as if they stood still.
+    ``byte_s``: seconds of a byte of state that moves; ``slowdown``: the factor by which layers
+    slow down meanwhile, less 1; 1 if it is not known.
     ``scale``: how many times as long a layer takes as ``layer``, which is rounded so that noise
     does not change plans.
     ``held_bytes``: of a sample in front, in a layer and behind; none before they are measured.
@@ -86,13 +86,13 @@ class LayerTimes:
         return cls(is_measured=True, held_bytes=tuple(record["held_bytes"]), **parts)
 
     def step_s(self, simulated_s: float) -> float:
-        """A step of which the operations take ``simulated_s`` by `costs`."""
+        """Return the seconds of a step with operations that take ``simulated_s`` by `costs`."""
         return self.scale * simulated_s + self.around_s
 
     def costs(
         self, *, num_layers: int, most_held: float = float("inf"), state: StateBytes | None = None
     ) -> CostModel:
-        """Equal layers, the first with what is in front and the last with what is behind.
+        """Return costs of equal layers, plus the part in front at the first, behind at the last.
 
         ``most_held``: samples in flight times layers of a worker. Bytes count with ``state`` only,
         those of activations once they are measured.
@@ -126,7 +126,7 @@ class PassTimes:
     """
 
     def __init__(self, *, wanted_steps: int = STEPS_FOR_COSTS) -> None:
-        """Nothing is told before ``wanted_steps`` steps."""
+        """Tell nothing before ``wanted_steps`` steps."""
         self._wanted = wanted_steps
         self._step: dict[tuple[str, str], list[float]] = {}
         self._known: dict[tuple[str, str], deque[float]] = {}
@@ -135,22 +135,22 @@ class PassTimes:
         self.sample_bytes: float | None = None
         # Bytes that a sample holds, by part.
         self._held: dict[str, float] = {}
-        # Passes through layers while optimizer state followed: of this step, and, of the last steps
-        # that had some, by how much they took longer.
+        # Passes through layers while optimizer state followed: of this step; and the slowdowns in
+        # the last steps that had such passes.
         self._followed: dict[str, list[float]] = {}
         self._slowdowns: deque[float] = deque(maxlen=STEPS_REMEMBERED)
         self._paces: list[tuple[float, int]] = []
-        # Seconds per token of the fastest forward pass of a layer in the last complete step: of so
-        # many, as many as all have who are compared. Of more, the fastest would be faster.
+        # Seconds per token of the fastest forward pass of a layer in the last complete step, out of
+        # `compared` passes, the number that all workers have: out of more, it would be faster.
         self.pace: float | None = None
-        # Of a sample in that pass.
+        # The tokens of a sample in that pass.
         self.pace_tokens = 0
         self.compared: int | None = None
 
     def note(
         self, part: str, which: str, seconds: float, *, tokens: int = 0, followed: bool = False
     ) -> None:
-        """A pass took so long for a sample, of so many tokens if known, through a part.
+        """Note the seconds of a pass through a part for a sample, of ``tokens`` if known.
 
         ``followed``: while optimizer state was on its way to this worker.
         """
@@ -161,20 +161,20 @@ class PassTimes:
             self._paces.append((seconds / tokens, tokens))
 
     def note_held(self, part: str, sample_bytes: float) -> None:
-        """A sample holds so much in a part, from its forward pass on."""
+        """Note the bytes that a sample holds in a part, from its forward pass on."""
         self._held[part] = sample_bytes
 
     def lacks_held(self, parts: Sequence[str]) -> bool:
-        """Whether what one of them holds is to be measured; the first step is not like others."""
+        """Return whether to measure what one of them holds; the first step is not typical."""
         return bool(self._known) and not self._held.keys() >= set(parts)
 
     def note_beside(self, operation_s: float, around_s: float) -> None:
-        """Beside its passes a step took so much for each operation, and around all of them."""
+        """Note a step's seconds outside its passes: in each operation, and around all of them."""
         self._step[OPERATION, OPERATION] = [operation_s]
         self._step[AROUND, AROUND] = [around_s]
 
     def step_over(self) -> None:
-        """A step is complete."""
+        """Complete a step."""
         compared = self._paces[: self.compared]
         self.pace, self.pace_tokens = min(compared, default=(None, 0))
         self._paces = []
@@ -184,15 +184,15 @@ class PassTimes:
         self._step = {}
 
     def told_pace(self) -> tuple[float, int] | None:
-        """The pace, and the tokens that it is of; None where it is not known."""
+        """Return the pace, and the tokens of its pass; None if it is not known."""
         return None if self.pace is None else (self.pace, self.pace_tokens)
 
     def drop_step(self) -> None:
-        """The step was interrupted: its passes waited for who is gone."""
+        """Drop an interrupted step: its passes waited for the lost worker."""
         self._step, self._followed, self._paces, self.pace = {}, {}, [], None
 
     def _compare_followed(self) -> None:
-        """Passes while state followed against those of the steps before."""
+        """Compare passes while state followed with those of the steps before."""
         known = {which: self._known.get((LAYER, which), ()) for which in self._followed}
         if known and all(len(steps) >= self._wanted for steps in known.values()):
             usual_s = sum(median(steps) for steps in known.values())
@@ -201,7 +201,7 @@ class PassTimes:
         self._followed = {}
 
     def medians(self) -> dict[str, Any]:
-        """Seconds by part, [forward, backward]; nothing of what is known for too few steps."""
+        """Return seconds by part, [forward, backward], of parts known for enough steps."""
         found = {}
         if self.link_rate is not None and self.sample_bytes is not None:
             message_s, byte_s = self.link_rate
@@ -219,7 +219,7 @@ class PassTimes:
         return {**found, **self._apart(found)}
 
     def _apart(self, found: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-        """What is known of split backwards; the sum stands for a whole one that was never seen."""
+        """Return the medians of split backwards; the sum stands for a whole one never seen."""
         forward, *apart = (self._known.get((LAYER, which), ()) for which in (FORWARD, *SPLIT))
         if any(len(steps) < self._wanted for steps in apart):
             return {}
@@ -231,15 +231,15 @@ class PassTimes:
 
 
 def agreed(told: Mapping[int, Mapping[str, Sequence[float]]]) -> LayerTimes:
-    """The medians over all workers (by slot) of what `PassTimes.medians` told, alike on everyone.
+    """Return the medians over all workers (by slot) of `PassTimes.medians`, alike on every worker.
 
-    A layer is as assumed, and no other times count, where nobody has measured one.
+    If nobody has measured a layer, the assumed times are used, and no others count.
     """
     every: dict[str, list[Sequence[float]]] = {}
     for _, one in sorted(told.items()):
         for part, seconds in one.items():
             every.setdefault(part, []).append(seconds)
-    # No plan may hold more than whoever holds most; who has not measured a part told 0.
+    # The worker that holds most limits every plan; a worker that has not measured a part told 0.
     held = tuple(map(max, zip(*every.pop(HELD, ()), strict=True)))
     if LAYER not in every:
         return LayerTimes(held_bytes=held)
@@ -266,7 +266,7 @@ def _rounded(seconds: float) -> float:
 
 
 def _unit(name: str, passes: Passes, weights: float = 0.0) -> UnitCost:
-    """``weights``: the share of the backward pass that may come later."""
+    """Return a unit; ``weights``: the share of the backward pass that may come later."""
     forward_s, backward_s = passes
     return UnitCost(
         name=name,
@@ -277,7 +277,7 @@ def _unit(name: str, passes: Passes, weights: float = 0.0) -> UnitCost:
 
 
 def _kept(unit: UnitCost, held_bytes: float, elements: int, state: StateBytes) -> UnitCost:
-    """The same with its bytes."""
+    """Return the unit with its bytes."""
     return replace(
         unit,
         activation_bytes=held_bytes,

@@ -1,9 +1,9 @@
-"""Which worker holds which (stage, replica, tp) coordinate, which layers each stage owns.
+"""The layout: the (stage, replica, tp) coordinate of each worker, and the layers of each stage.
 
 The unit of loss is the TP group: without one of its workers it cannot compute, so its survivors
-become free workers, and free workers form whole groups again. Stages may so have unequal widths.
+become free workers, and free workers form whole groups again. So stages may have unequal widths.
 A worker is named by its slot, a replica by its number in its stage: 0 to launch width - 1, and
-beyond where the job has a reserve.
+above if the job has a reserve.
 
 >>> layout = launch_layout(tp=2, pp=2, dp=2, num_layers=4).without([1])
 >>> print(layout)
@@ -66,7 +66,7 @@ class FreeWorker(NamedTuple):
 class ParallelLayout:
     """A possibly ragged TP x PP x DP layout.
 
-    ``dp``: width of every stage at launch; ``reserve``: so many replicas a stage may have beyond.
+    ``dp``: width of every stage at launch; ``reserve``: replicas that a stage may have beyond it.
     ``cuts`` [num_stages * vpp + 1]: virtual stage v owns layers [cuts[v], cuts[v + 1]) and belongs
     to stage v mod num_stages. ``stages``: the TP groups by stage, in the order of their replicas.
     Raises ConfigurationError for cuts that give a stage no layer.
@@ -100,17 +100,17 @@ class ParallelLayout:
 
     @property
     def is_rectangular(self) -> bool:
-        """Whether every stage has the launch width: then the framework's own schedule runs."""
+        """True if every stage has the launch width: then the framework's own schedule runs."""
         return all(width == self.dp for width in self.widths)
 
     @property
     def keeps_layers(self) -> bool:
-        """Whether every stage has as many layers as any other, as at launch."""
+        """True if every stage has as many layers as any other, as at launch."""
         return len({after - before for before, after in pairwise(self.cuts)}) == 1
 
     @property
     def keeps_stages(self) -> bool:
-        """Whether every busy worker is at the stage of its launch, where slots go by stage."""
+        """True if every busy worker is at its launch stage, if slots go by stage."""
         width = self.dp * self.tp
         return all(
             slot // width == stage
@@ -133,7 +133,7 @@ class ParallelLayout:
         )
 
     def without(self, dead: Collection[int]) -> "ParallelLayout":
-        """The layout after the loss of ``dead``: broken groups go, their survivors become free.
+        """Return the layout after the loss of ``dead``: survivors of broken groups become free.
 
         A stage may be left without any replica. Raises ConfigurationError for an unknown worker.
         """
@@ -162,9 +162,9 @@ class ParallelLayout:
         return replace(self, stages=tuple(stages), free=tuple(sorted([*kept, *freed])))
 
     def returned(self, workers: Iterable[FreeWorker]) -> "ParallelLayout":
-        """The layout with more free workers, which have the modules of their ``stage`` already.
+        """Return the layout with more free workers, which have the modules of their ``stage``.
 
-        Raises ConfigurationError for one that is there.
+        Raises ConfigurationError for a worker that is in the layout already.
         """
         new = sorted(workers)
         slots = {worker.slot for worker in new}
@@ -177,10 +177,10 @@ class ParallelLayout:
         return replace(self, free=tuple(sorted([*self.free, *new]))) if new else self
 
     def reformed(self, stages: Collection[int] | None = None) -> "ParallelLayout":
-        """Whole groups of free workers become replicas, always in the narrowest stage.
+        """Make replicas of whole groups of free workers, always in the narrowest stage.
 
-        ``stages``: where weights can be brought (None: everywhere). Survivors of the same stage and
-        tp position are preferred, since nothing has to be sent to them.
+        ``stages``: those to which weights can be brought (None: all). Survivors of the same stage
+        and tp position are preferred, since nothing has to be sent to them.
         """
         pool = _Pool(self.free)
         vacant = [_vacant(groups, self.max_width) for groups in self.stages]
@@ -203,9 +203,9 @@ class ParallelLayout:
         )
 
     def reformed_in_place(self) -> "ParallelLayout":
-        """Free workers form whole groups again in the stage that they come from.
+        """Make replicas of free workers in the stage that they come from.
 
-        They hold its modules; only the weights of a changed tp position have to be brought.
+        They hold its modules; only the weights of a changed tp position have to be sent.
         """
         layout = self
         for stage in range(len(self.stages)):
@@ -216,9 +216,9 @@ class ParallelLayout:
         return layout
 
     def moved(self, *, source: int, target: int) -> "ParallelLayout":
-        """The last replica of stage ``source`` works for stage ``target`` from now on.
+        """Move the last replica of stage ``source`` to stage ``target``.
 
-        Raises ConfigurationError where there is no such stage, replica or room for one more.
+        Raises ConfigurationError if there is no such stage, no replica or no room for one more.
         """
         for stage in (source, target):
             if not 0 <= stage < len(self.stages):
@@ -238,14 +238,14 @@ class ParallelLayout:
         return replace(self, stages=tuple(stages))
 
     def recut(self, cuts: Sequence[int]) -> "ParallelLayout":
-        """The same workers with other layers; raises ConfigurationError for impossible cuts."""
+        """Return the same workers with other layers; ConfigurationError for impossible cuts."""
         check_cuts(cuts, num_parts=len(self.cuts) - 1, num_layers=self.num_layers)
         return replace(self, cuts=tuple(cuts))
 
     def with_layers_at(self, first: int, last: int, stage: int) -> "ParallelLayout":
-        """The same workers, with the layers ``first`` to ``last`` at ``stage``.
+        """Return the same workers, with the layers ``first`` to ``last`` at ``stage``.
 
-        Raises ConfigurationError where a stage would have none, or layers that are not contiguous.
+        Raises ConfigurationError if a stage would have none, or layers that are not contiguous.
         """
         num_stages = len(self.stages)
         if self.vpp > 1:
@@ -272,9 +272,9 @@ class ParallelLayout:
         return self.recut([*(owners.index(s) for s in range(num_stages)), self.num_layers])
 
     def staffed(self) -> "ParallelLayout":
-        """The layout with a replica in every stage: an empty one takes from the widest stage.
+        """Return the layout with a replica in every stage: an empty one takes from the widest.
 
-        Raises JobStopped where fewer whole TP groups are left than stages.
+        Raises JobStopped if fewer whole TP groups are left than stages.
         """
         layout = self
         while not all(layout.widths):
@@ -289,7 +289,7 @@ class ParallelLayout:
         return layout
 
     def summary(self) -> str:
-        """One line a stage without the single workers, for large layouts."""
+        """Return one line a stage without the single workers, for large layouts."""
         rows = [
             f"stage {stage}, layers {self._layers_text(stage)}: {self._count_text(len(groups))}"
             for stage, groups in enumerate(self.stages)
@@ -352,7 +352,7 @@ class ParallelLayout:
 def launch_layout(
     *, tp: int, pp: int, dp: int, num_layers: int, vpp: int = 1, reserve: int = 0
 ) -> ParallelLayout:
-    """The rectangular layout of a start, in Megatron's order: slot = tp + TP (replica + DP stage).
+    """Return the rectangular launch layout in Megatron order: slot = tp + TP (replica + DP stage).
 
     ``reserve``: replicas that every stage may have beyond.
     Raises ConfigurationError for sizes under 1 and layers that the stages do not divide.
@@ -409,7 +409,7 @@ def check_cuts(cuts: Sequence[int], *, num_parts: int, num_layers: int) -> None:
 
 
 def why_impossible(layout: Mapping[str, Any], cuts: Sequence[int]) -> str | None:
-    """Why a layout (as JSON) cannot have these cuts; None where it can."""
+    """Say why a layout (as JSON) cannot have these cuts; None if it can."""
     try:
         ParallelLayout.from_json(layout).recut(cuts)
     except ConfigurationError as error:
@@ -418,7 +418,7 @@ def why_impossible(layout: Mapping[str, Any], cuts: Sequence[int]) -> str | None
 
 
 def why_needed(layout: Mapping[str, Any], slots: Collection[int]) -> str | None:
-    """Why the job of a layout (as JSON) would end with these workers alone; None: it would not."""
+    """Say why the job of a layout (as JSON) would end with these workers only; None: it goes on."""
     whole_layout = ParallelLayout.from_json(layout)
     gone = [slot for slot in whole_layout.workers if slot not in slots]
     rest = whole_layout.without(gone).reformed_in_place()
@@ -448,7 +448,7 @@ class _Pool:
         return self.count
 
     def crew(self, stage: int, tp: int) -> tuple[int, ...]:
-        """The slots of a new group of ``stage``: first whoever has its weights already."""
+        """Take the slots of a new group of ``stage``: first those that have its weights."""
         chosen = {
             position: self._first(self.by_place.get((stage, position))) for position in range(tp)
         }
@@ -461,7 +461,7 @@ class _Pool:
         return tuple(slots)
 
     def left(self) -> tuple[FreeWorker, ...]:
-        """Who was not taken."""
+        """Return the workers that were not taken."""
         return tuple(worker for worker in self.order if worker not in self.taken)
 
     def _first(self, workers: deque[FreeWorker] | None) -> FreeWorker | None:
@@ -474,7 +474,7 @@ class _Pool:
 
 
 def _vacant(groups: Sequence[TpGroup], max_width: int) -> list[int]:
-    """The numbers that no replica of a stage has, the lowest one last."""
+    """List the numbers that no replica of a stage has, the lowest one last."""
     taken = {group.replica for group in groups}
     return [replica for replica in reversed(range(max_width)) if replica not in taken]
 
@@ -484,7 +484,7 @@ def _span(first: int, last: int) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers as text: 0-3 5 7-8."""
+    """Write ascending numbers as text: 0-3 5 7-8."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and spans[-1][1] == number - 1:

@@ -1,9 +1,10 @@
-"""Until when a worker may act in the name of the job: no longer than the others wait for it (pure).
+"""The lease: a worker may act in the name of the job as long as the others wait for it (pure).
 
-A supervisor that is silent for so long is lost, and its worker with it. So a beat that somebody has
-heard is a promise: until so long after it was *sent*, nobody gives its sender up for silence. The
-leader tells each other one which of its beats it has heard, and for how long from then on it was
-sure to lead itself; it is, while most nodes of the view have heard it. Each reads its own clock.
+A supervisor that is silent for ``lasts_s`` is lost, and its worker with it. So a beat that somebody
+has heard is a promise: for ``lasts_s`` after it was *sent*, nobody gives its sender up for silence.
+The leader tells each supervisor which of its beats it has heard, and for how long from then on it
+was sure to lead itself, which it is while most nodes of the view have heard it. Each reads its own
+clock.
 
 >>> leader, other = Lease(lasts_s=3.0), Lease(lasts_s=3.0)
 >>> number = other.send(now_s=10.0)
@@ -22,7 +23,7 @@ from collections.abc import Collection, Hashable
 
 
 class Lease:
-    """One supervisor's; ``lasts_s``: a supervisor that is silent for so long is lost."""
+    """One supervisor's lease; ``lasts_s``: the silence in seconds after which it is lost."""
 
     def __init__(self, *, lasts_s: float) -> None:
         self._lasts_s = lasts_s
@@ -32,41 +33,41 @@ class Lease:
         self.until_s = 0.0
 
     def send(self, *, now_s: float) -> int:
-        """The number of the beats that go out now."""
+        """Return the number of the beats that go out now."""
         self._number += 1
         self._forget(now_s)
         self._sent_s[self._number] = now_s
         return self._number
 
     def granted(self, number: int, *, left_s: float, now_s: float) -> None:
-        """The leader was sure to lead for ``left_s`` more when it heard this beat."""
+        """Note that the leader was sure to lead for ``left_s`` more when it heard this beat."""
         self._forget(now_s)
         if number in self._sent_s:
             until_s = self._sent_s[number] + min(self._lasts_s, left_s)
             self.until_s = max(self.until_s, until_s)
 
     def acknowledged(self, node: Hashable, number: int, *, now_s: float) -> None:
-        """Somebody on another node had heard this beat."""
+        """Note that a supervisor on another node has heard this beat."""
         self._forget(now_s)
         if number in self._sent_s:
             known_s = self._heard_by.get(node, float("-inf"))
             self._heard_by[node] = max(known_s, self._sent_s[number])
 
     def lead(self, *, own: Hashable, voters: Collection[Hashable], now_s: float) -> None:
-        """As the leader, on the node ``own``: sure while most of the nodes that vote have heard."""
+        """Extend the leader's own lease (node ``own``): most voting nodes must have heard it."""
         heard_s = [self._heard_by.get(node, float("-inf")) for node in voters if node != own]
         heard_s.sort(reverse=True)
-        # With the own node, if that votes, they are more than half.
+        # Together with the own node, if that votes, they are more than half.
         needed = len(voters) // 2 + 1 - (own in voters)
         since_s = now_s if needed == 0 else heard_s[needed - 1]
         self.until_s = max(self.until_s, since_s + self._lasts_s)
 
     def left_s(self, now_s: float) -> float:
-        """How long it still holds; 0 where it does not."""
+        """Return the seconds that it still holds; 0 if it does not."""
         return max(0.0, self.until_s - now_s)
 
     def _forget(self, now_s: float) -> None:
-        """Beats that nothing follows from any more."""
+        """Drop beats that are older than a lease."""
         old = [n for n, sent_s in self._sent_s.items() if sent_s + self._lasts_s < now_s]
         for number in old:
             del self._sent_s[number]

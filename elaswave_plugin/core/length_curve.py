@@ -1,8 +1,8 @@
-"""How long passes of other lengths would take: a curve through what all workers of a role told.
+"""The times of passes by length: a curve through the reports of all workers of a role.
 
-A pass of n tokens takes c0 + c1 n + c2 n^2 seconds: what it takes in any case, what is linear in
-tokens, attention; none of these is negative. Fitted to the passes of the last steps, by relative
-errors, each worker's by a factor of its own, so that a slow one does not bend the curve.
+A pass of n tokens takes c0 + c1 n + c2 n^2 seconds: a fixed part, a part linear in tokens, and
+attention; none of these is negative. The curve is fitted to the passes of the last steps by
+relative errors, with a factor for each worker, so that a slow one does not bend it.
 
 >>> history = LengthHistory()
 >>> paces = {0: (3e-6, 1000), 1: (4e-6, 2000)}
@@ -32,7 +32,7 @@ _Floats = npt.NDArray[np.float64]
 
 
 class Level(NamedTuple):
-    """A pace against that of the curve, and by what factor lengths alone may make this wrong."""
+    """A pace relative to the curve, and the factor by which lengths alone may falsify it."""
 
     level: float
     doubt: float = 1.0
@@ -45,7 +45,7 @@ class _Pass(NamedTuple):
 
 
 class LengthHistory:
-    """The passes of one role's last steps; alike on all that have seen the same steps."""
+    """The passes of one role's last steps; equal on all workers that have seen the same steps."""
 
     def __init__(self) -> None:
         self._steps: deque[list[_Pass]] = deque(maxlen=STEPS_REMEMBERED)
@@ -53,9 +53,9 @@ class LengthHistory:
     def levels(self, paces: Mapping[int, tuple[float, int]]) -> dict[int, Level]:
         """Remember a step and judge it.
 
-        ``paces``: by slot, seconds per token of a pass, and its tokens; 0 tokens: no matter. At
-        another length a pace is known but for the ratio of the two, since a pass takes no less time
-        than a shorter one and no more than by the square of their lengths: that is the doubt.
+        ``paces``: by slot, seconds per token of a pass, and its tokens; 0 tokens: lengths do not
+        matter. At another length a pace is known up to the ratio of the two lengths, which is the
+        doubt: a pass takes at least as long as a shorter one, and at most longer by the square.
         """
         now = [_Pass(slot, n, pace * n) for slot, (pace, n) in sorted(paces.items())]
         self._steps.append(now)
@@ -91,14 +91,14 @@ class _Curve:
                 factors[slots == slot] = float(np.median(ratios[slots == slot]))
 
     def seconds(self, tokens: _Floats | int) -> _Floats:
-        """Of a worker whose factor is 1."""
+        """Return the seconds of a worker with the factor 1."""
         length = np.asarray(tokens, dtype=np.float64) / self._longest
         fixed, linear, square = self._terms
         return np.asarray(fixed + length * (linear + length * square), dtype=np.float64)
 
 
 def _fitted(lengths: _Floats, seconds: _Floats) -> _Floats:
-    """The terms, none negative, of the least relative squares, whichever of them are 0."""
+    """Return the non-negative terms of the least relative squares; some may be 0."""
     rows = np.stack([lengths**power for power in range(_POWERS)], axis=1) / seconds[:, None]
     products, sums = rows.T @ rows, rows.sum(axis=0)
     best, least = np.zeros(_POWERS), np.inf
@@ -107,7 +107,7 @@ def _fitted(lengths: _Floats, seconds: _Floats) -> _Floats:
             terms = np.zeros(_POWERS)
             terms[kept] = np.linalg.lstsq(products[np.ix_(kept, kept)], sums[kept], rcond=None)[0]
             error = float(terms @ products @ terms - 2 * terms @ sums)
-            # Fewer terms where more of them explain nothing.
+            # Prefer fewer terms if more of them explain nothing.
             if terms.min() >= 0 and error < least - 1e-9:
                 best, least = terms, error
     return best

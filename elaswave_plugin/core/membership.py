@@ -1,4 +1,4 @@
-"""Who is in the job: workers, failure events, arrivals, views, and the step from view to view."""
+"""The members of the job: workers, failure events, arrivals, views, and the step between views."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class WorkerId:
 class FailureEvent:
     """An observation that a worker is gone; kind: exit, lost or leave; evidence: what was seen.
 
-    `detected_at_s` is on the clock of whoever decides; `incarnation` names the process that failed.
+    `detected_at_s`: on the clock of the deciding supervisor; `incarnation`: of the failed process.
     """
 
     kind: str
@@ -47,7 +47,7 @@ class FailureEvent:
 
     @property
     def worker(self) -> WorkerId:
-        """Whose process failed."""
+        """The worker that failed."""
         return WorkerId(slot=self.slot, incarnation=self.incarnation)
 
 
@@ -91,7 +91,7 @@ class MembershipView:
         return f"view {self.epoch} [{members}]: {self.reason}"
 
     def __contains__(self, worker: WorkerId) -> bool:
-        """Whether a worker is a member: quicker than `workers`, asked once."""
+        """Return whether a worker is a member; for one question, quicker than `workers`."""
         if worker.slot not in self.ranks:
             return False
         return self.incarnations[self.ranks.index(worker.slot)] == worker.incarnation
@@ -106,7 +106,7 @@ class MembershipView:
 def first_view(nodes: tuple[int, ...]) -> MembershipView:
     """The view before the first commit (epoch 0): slot i is rank i on node nodes[i].
 
-    Without the slots of the reserve, which come last.
+    The slots of the reserve, which come last, are not in it.
     """
     width = len(nodes) - len(vacant(nodes))
     return MembershipView(
@@ -121,7 +121,7 @@ def first_view(nodes: tuple[int, ...]) -> MembershipView:
 def next_view(
     view: MembershipView, events: Iterable[FailureEvent], now_s: float
 ) -> MembershipView | None:
-    """The view after `events`, or None where nothing changes.
+    """Return the view after `events`, or None if nothing changes.
 
     An event counts from its `detected_at_s` on, and only for the incarnation it names. The result
     depends on the set of events, not on their order; the last rank takes the place of a lost one.
@@ -143,9 +143,9 @@ def next_view(
 
 
 def grown_view(view: MembershipView, arrivals: Iterable[Arrival]) -> MembershipView | None:
-    """The view with those who wait to be let in, or None where nobody does.
+    """Return the view with the workers that wait to be let in, or None if there are none.
 
-    Ranks are in slot order again, so that a job that is whole again has the ranks of its launch.
+    Ranks are in slot order again, so a job that is whole again has the ranks of its launch.
     """
     new = {one.worker.slot: one for one in arrivals if one.worker.slot not in view.ranks}
     if not new:
@@ -163,13 +163,13 @@ def grown_view(view: MembershipView, arrivals: Iterable[Arrival]) -> MembershipV
 
 
 def departed(reason: str, slot: int) -> bool:
-    """Tell whether, by the reason of the first view without it, a worker left as it was told to."""
+    """Return whether a worker left as asked, by the reason of the first view without it."""
     verb = _KIND_WORDS[_KIND_ORDER.index("leave")]
     return re.search(rf"\bworker {slot} \(node \d+\) {verb}: ", reason) is not None
 
 
 def fill_holes(ranks: tuple[int, ...], gone: Iterable[int]) -> tuple[int, ...]:
-    """`ranks` without `gone`: each hole, from the front, is filled by the last one that stays."""
+    """Return `ranks` without `gone`: the last remaining rank fills each hole, from the front."""
     absent = set(gone)
     order = list(ranks)
     rank = 0
@@ -186,7 +186,7 @@ def fill_holes(ranks: tuple[int, ...], gone: Iterable[int]) -> tuple[int, ...]:
 def _causes(
     view: MembershipView, events: Iterable[FailureEvent], now_s: float
 ) -> dict[int, FailureEvent]:
-    """The event that counts for each slot that goes: the strongest kind, then the earliest."""
+    """Choose the event that counts for each lost slot: the strongest kind, then the earliest."""
     incarnations = dict(zip(view.ranks, view.incarnations, strict=True))
     causes: dict[int, FailureEvent] = {}
     for event in events:

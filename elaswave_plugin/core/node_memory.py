@@ -1,8 +1,8 @@
-"""What a node has promised and accepted, as all of its supervisors remember it (pure).
+"""The promises and acceptances of a node, as all of its supervisors remember them (pure).
 
-A majority is counted in nodes, so it is the node that votes: whichever of its supervisors is heard
-speaks for all of them, and none of them may say what another one's word rules out. Each recalls
-this before it votes, and nothing of what it says goes out before it is remembered here.
+A majority is counted in nodes, so the node votes: any of its supervisors speaks for all of them,
+and none may contradict another one's vote. Each recalls this memory before it votes, and sends
+nothing before its vote is stored here.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from elaswave_plugin.core.membership import MembershipView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMemory:
-    """No lower ballot than `promised` counts; `accepted` is the highest proposal.
+    """A node's votes: ballots below `promised` do not count; `accepted` is the highest proposal.
 
-    `before`: the last views that were committed before that one and its lineage, oldest first; all
-    that take part know the first of them, and everything before it.
+    `before`: the last views committed before that proposal and its lineage, oldest first; all
+    members know the first of them, and everything before it.
     """
 
     promised: Ballot = field(default_factory=Ballot.first)
@@ -27,15 +27,15 @@ class NodeMemory:
     before: tuple[MembershipView, ...] = ()
 
     def promising(self, ballot: Ballot) -> NodeMemory:
-        """The same, with the promise of a ballot that is not lower."""
+        """Return the same, with the promise of a ballot that is not lower."""
         return replace(self, promised=ballot)
 
     def accepting(
         self, proposal: Proposal, history: Sequence[MembershipView], *, known_epoch: int
     ) -> NodeMemory:
-        """The same, with a proposal whose ballot is not lower; `history`: what is known before.
+        """Return the same, with a proposal of a ballot that is not lower.
 
-        `known_epoch`: all that take part know everything up to this epoch.
+        `history`: the views known before; `known_epoch`: all members know everything up to it.
         """
         if self.accepted is not None and self.accepted.ballot == proposal.ballot:
             return self  # another supervisor was first
@@ -45,7 +45,7 @@ class NodeMemory:
         return NodeMemory(promised=proposal.ballot, accepted=proposal, before=kept)
 
     def joined(self, other: NodeMemory) -> NodeMemory:
-        """What both remember; the same object as before where the other one knows nothing more."""
+        """Return what both remember; the same object if the other one knows nothing more."""
         mine, theirs = self.accepted, other.accepted
         later = theirs is not None and (mine is None or mine.ballot < theirs.ballot)
         if other.promised <= self.promised and not later:

@@ -1,4 +1,4 @@
-"""What a supervisor tells the others of its own trainer, and what it knows of theirs (pure).
+"""The reports of a supervisor on its own trainer, and its knowledge of the others (pure).
 
 The base of `agreement.Agreement`: news goes to the leader, and with a promise to the next one.
 """
@@ -43,16 +43,16 @@ class OwnTrainer:
     def __init__(self, *, slot: int, nodes: tuple[int, ...], patience: Patience) -> None:
         self.slot = slot
         self.patience = patience
-        # The first two of the job, and those that not everybody may know.
+        # The first two views of the job, and those that some member may not know.
         self.history = [first_view(nodes)]
-        # As JSON, None in a data-parallel job: what the own trainer has told of it.
+        # As the own trainer has told it, in JSON; None in a data-parallel job.
         self.layout: Mapping[str, Any] | None = None
         self.over = False
         self.incarnation = 0
         self._supervisors = Supervisors(nodes)
         self._reports = Reports(patience)
         self._fence_at_s: float | None = None
-        # Whether it works without having joined: nobody waits for it to join then.
+        # True if it works without having joined; then nobody waits for it to join.
         self._detached = False
         self._news: list[News] = []
         self._effects: list[Effect] = []
@@ -64,28 +64,28 @@ class OwnTrainer:
 
     @property
     def started(self) -> bool:
-        """Whether every trainer has sealed its first snapshot."""
+        """True if every trainer has sealed its first snapshot."""
         return self._reports.started
 
     @property
     def ending(self) -> bool:
-        """Whether nobody begins another step, as far as this supervisor knows."""
+        """True if nobody begins another step, as far as this supervisor knows."""
         return self.over or self._reports.is_ending(self.committed)
 
     @property
     def has_majority(self) -> bool:
-        """Whether those who live, as far as this supervisor sees, are most nodes of the view."""
+        """True if the living supervisors that this one sees are on most nodes of the view."""
         return self._supervisors.minority_in(self._supervisors.living(), [self.committed]) is None
 
     @property
     def others_went_on(self) -> bool:
-        """Whether a view without the own trainer is so far that nobody needs what was before it."""
+        """True if a view without the own trainer is settled: nobody needs any earlier state."""
         view = self.committed
         return self.slot not in view.ranks and self._reports.all_settled(view)
 
     @property
     def without_supervisor(self) -> dict[int, str]:
-        """The slots that have none, with what was seen of it."""
+        """The slots without a supervisor, with the evidence of its loss."""
         return dict(self._supervisors.lost)
 
     @property
@@ -101,17 +101,17 @@ class OwnTrainer:
     # ---- inputs -------------------------------------------------------------------------------
 
     def first_seal(self) -> None:
-        """The own trainer has sealed its first snapshot."""
+        """Note that the own trainer has sealed its first snapshot."""
         if self.slot not in self._reports.sealed:
             self._tell_leader(FirstSeal(), 0.0)
 
     def progress(self, now_s: float) -> None:
-        """The own trainer announced a phase: it gets the whole time again to answer a proposal."""
+        """Restart the time to answer a proposal: the own trainer announced a phase."""
         if self._fence_at_s is not None:
             self._fence_at_s = now_s + self._answer_limit_s()
 
     def trainer_done(self, exit_code: int | None) -> None:
-        """The own trainer finished its work, and with `exit_code` set, has exited too."""
+        """Note that the own trainer finished its work; with `exit_code` set, it has exited."""
         self._fence_at_s = None
         self._tell_leader(Done(exit_code=exit_code), 0.0)
 
@@ -124,16 +124,16 @@ class OwnTrainer:
         kind: str = "exit",
         raised: Raised | None = None,
     ) -> None:
-        """The own trainer is gone; `exit_code` is None where a signal killed it, or it leaves.
+        """Report that the own trainer is gone.
 
-        `raised`: what ended its script.
+        `exit_code`: None if a signal killed it, or if it leaves; `raised`: what ended its script.
         """
         self._fence_at_s = None
         failure = self._own(kind, evidence, now_s)
         self._tell_leader(Report(failure=failure, exit_code=exit_code, raised=raised), now_s)
 
     def trainer_starts(self, incarnation: int) -> None:
-        """Another trainer is started in the place of the one that failed."""
+        """Report that another trainer is started in the place of the failed one."""
         self.incarnation = incarnation
         message = Starts(worker=WorkerId(slot=self.slot, incarnation=incarnation))
         self._news.append(message)
@@ -141,7 +141,7 @@ class OwnTrainer:
         self._broadcast(message)  # not only the leader: they may be lost together
 
     def trainer_ready(self, now_s: float) -> None:
-        """The own trainer, a new incarnation, is built and waits to be let in."""
+        """Report that the own trainer, a new incarnation, is built and waits to be let in."""
         worker = WorkerId(slot=self.slot, incarnation=self.incarnation)
         arrival = Arrival(worker=worker, node=self._supervisors.nodes[self.slot])
         self._tell_leader(Ready(arrival=arrival), now_s)
@@ -149,37 +149,37 @@ class OwnTrainer:
     def give_notice(
         self, evidence: str, now_s: float, *, saves_last: bool = False, asked: bool = False
     ) -> None:
-        """The own trainer is to leave between two steps; `Dismiss` says when it may.
+        """Report that the own trainer has to leave between two steps; `Dismiss` says when.
 
-        `saves_last`: where all leave, it writes a checkpoint with the others, and ends by itself.
-        `asked`: it stays where the job would end with nothing saved.
+        `saves_last`: if all leave, it writes a checkpoint with the others, and ends by itself.
+        `asked`: it stays if the job would otherwise end with nothing saved.
         """
         worker = WorkerId(slot=self.slot, incarnation=self.incarnation)
         notice = Notice(worker=worker, evidence=evidence, saves_last=saves_last, asked=asked)
         self._tell_leader(notice, now_s)
 
     def settled(self, epoch: int) -> None:
-        """The own trainer needs nothing that was sealed before this epoch; who left may end."""
+        """Report that the own trainer needs nothing sealed before this epoch: leavers may end."""
         left = (slot for slot in self._supervisors.living() if slot not in self.committed.ranks)
         for slot in left:
             self._send(slot, Settled(epoch=epoch))
 
     def severed(self, epoch: int, evidence: str, now_s: float) -> None:
-        """The own trainer's link to another one broke in this epoch while it was needed.
+        """Report that the own trainer's link to another one broke while it was needed.
 
-        Mostly that is how a death looks from afar, and news of it comes at once. Otherwise both
-        live: the same workers get a new view, whose links are dialled anew, and redo the step.
+        Usually the other one has died, and news of that follows at once. Otherwise both live: the
+        same workers get a new view, dial its links anew, and redo the step.
         """
         self._tell_leader(Severed(epoch=epoch, evidence=evidence), now_s)
 
     def replan(self, reason: str, now_s: float) -> None:
-        """The own trainer was told of a wish, which its facts name: a view between two steps."""
+        """Ask for a view between two steps, for the wish that the own trainer's facts name."""
         self._tell_leader(Replan(epoch=self.committed.epoch, reason=reason), now_s)
 
     def leave(self, evidence: str, now_s: float) -> None:
-        """This worker is told to go (a signal): the others go on without it."""
+        """Leave the job on a signal: the others go on without this worker."""
         self._broadcast(Report(failure=self._own("leave", evidence, now_s), exit_code=None))
-        self.over = True  # nobody asks this worker again: it tells all
+        self.over = True  # it has told all, and nobody asks this worker again
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class OwnTrainer:
         self._reports.learn(slot, news, epoch=self.committed.epoch, now_s=now_s)
 
     def _keep_who_is_needed(self, opened: MembershipView | None) -> None:
-        """Once it is time to leave; `opened`: the view that is proposed."""
+        """Void notices of workers that the job needs; `opened`: the proposed view."""
         if not (self._reports.leaving and self._reports.asked):
             return
         lost, view = self._supervisors.lost, self.committed
@@ -214,29 +214,29 @@ class OwnTrainer:
                 self._send(worker.slot, Stays(worker=worker))
 
     def _tell_leader(self, news: News, now_s: float) -> None:
-        """Only the leader acts on it; the next one is told with the promise that elects it."""
+        """Tell the leader, which alone acts on news; a promise tells the next leader."""
         self._news.append(news)
-        # Whether it stays only the leader can tell, who knows the wishes of all.
+        # Only the leader, which knows the wishes of all, can tell whether the worker stays.
         if self.leader == self.slot or not _is_wish(news):
             self._learn_news(self.slot, news, now_s)
         if self.leader != self.slot:
             self._send(self.leader, news)
 
     def _learn_wishes(self, now_s: float) -> None:
-        """This supervisor leads from now on: what it left to the leader is its own to judge."""
+        """Judge the wishes that this supervisor had left to the leader: it leads now."""
         for news in filter(_is_wish, tuple(self._news)):
             self._learn_news(self.slot, news, now_s)
 
     def _was_told_to_leave(self, worker: WorkerId) -> bool:
-        """Whether there is a notice of the own trainer that is not void, as far as is known."""
+        """Return whether a notice of the own trainer is in force, as far as is known."""
         return any(isinstance(news, Notice) and news.worker == worker for news in self._news)
 
     def _forget_notice(self, worker: WorkerId) -> None:
-        """The worker stays, and the next leader is not told that it was to leave."""
+        """Forget a void notice: the next leader is not told that the worker was to leave."""
         self._news = [news for news in self._news if not (_is_wish(news) and news.worker == worker)]
 
     def _forget_settled_news(self, view: MembershipView) -> None:
-        """The next leader need not be told what a committed view has answered."""
+        """Forget news that a committed view has answered: the next leader need not know it."""
         self._news = [news for news in self._news if not self._is_settled(news, view)]
 
     def _is_settled(self, news: News, view: MembershipView) -> bool:
@@ -267,5 +267,5 @@ class OwnTrainer:
 
 
 def _is_wish(news: News) -> TypeGuard[Notice]:
-    """Whether it is a notice that may be void."""
+    """Return whether it is a notice that may be void."""
     return isinstance(news, Notice) and news.asked

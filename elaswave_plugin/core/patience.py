@@ -1,4 +1,4 @@
-"""How long a supervisor waits before it acts."""
+"""The timeouts of a supervisor."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ _LEAST_BEATS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How long things may take before something is done about it."""
+    """The times that things may take before the supervisor acts."""
 
     join_timeout_s: float = 900.0
     quiesce_timeout_s: float = 30.0
@@ -20,9 +20,9 @@ class Patience:
 
     @property
     def gather_s(self) -> float:
-        """For how long others may be told to leave too, before the first of them does.
+        """The seconds between the first notice to leave and the first departure.
 
-        Whoever tells all of them does so one after the other.
+        A scheduler that tells all workers to leave tells them one after the other.
         """
         return min(1.0, self.notice_timeout_s / 10)
 
@@ -35,7 +35,7 @@ class Heartbeat:
     timeout_s: float = 3.0
 
     def __post_init__(self) -> None:
-        """Raise ConfigurationError where a late beat or two would be the loss of a worker."""
+        """Raise ConfigurationError if one or two late beats would be the loss of a worker."""
         least_s = _LEAST_BEATS * self.every_s
         if self.timeout_s < least_s:
             raise ConfigurationError(

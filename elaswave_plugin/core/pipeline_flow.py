@@ -1,12 +1,12 @@
-"""Which replica of each stage runs which micro-batches, and in what order, in a ragged pipeline.
+"""The deal of micro-batches over the replicas of each stage of a ragged pipeline, with its order.
 
 Redeal: whole micro-batches are dealt anew over every stage's live replicas. Reroute: those of lost
 replicas are spread over their peers. A slow worker gets fewer where they are dealt anew.
 Micro-batches stay whole in both, so every stage and tp position has the exact order of sums of
 ``core/exact.py``. Resize: every stage cuts the samples of a round of micro-batches evenly over its
-live replicas, which sums in another order. Which one, and how many slots are in flight, is chosen
-by simulated time, and where that gains, operations go in greedy order instead, and backwards are
-split, weight gradients where a worker would wait. Every worker adds gradients in rising order.
+live replicas, which sums in another order. Simulated time decides between them, and how many slots
+are in flight. If it gains, operations go in greedy order instead, and backwards are split, with
+weight gradients where a worker would wait. Every worker adds gradients in rising order.
 
 >>> from elaswave_plugin.core.layout import launch_layout
 >>> healthy = launch_layout(tp=1, pp=2, dp=2, num_layers=2)
@@ -79,11 +79,11 @@ class PipelineFlow:
     """The assignment of a step: ``pieces[stage][replica order]``, in samples of the global batch.
 
     A piece is one micro-batch of ``micro_batch_size`` samples, unless ``policy`` is resize.
-    Micro-batch k belongs to replica k mod ``layout.dp`` of the launch for ever. ``windows``: slots
-    in flight at each stage. No part of what is compared: ``reasons``, why it is dealt so; ``times``
-    of layers, for which it is; ``compute_s``, the simulated seconds of the operations, where these
-    times were measured. ``clocks`` of the stages; none: they are left alone. ``slow``: (slot, how
-    many times as long it takes) of those that it was dealt for. ``lists`` of operations in greedy
+    Micro-batch k always belongs to replica k mod ``layout.dp`` of the launch. ``windows``: slots in
+    flight at each stage. Not compared: ``reasons`` for this deal; ``times`` of layers for which it
+    is made; ``compute_s``, the simulated seconds of the operations, if these times were measured.
+    ``clocks`` of the stages; none: they are left alone. ``slow``: (slot, factor by which it takes
+    longer) of the slow workers that it was dealt for. ``lists`` of operations in greedy
     order or with split backwards, which change no sum; none: by the window rule, or interleaved.
     """
 
@@ -106,7 +106,7 @@ class PipelineFlow:
 
     @property
     def step_s(self) -> float | None:
-        """The predicted seconds of a step: of the pipeline, and of what is around it."""
+        """The predicted seconds of a step: of the pipeline, and of the work around it."""
         return None if self.compute_s is None else self.times.step_s(self.compute_s)
 
     def __str__(self) -> str:
@@ -129,7 +129,7 @@ class PipelineFlow:
 
     @property
     def is_resized(self) -> bool:
-        """Whether pieces are no whole micro-batches, so that sums have no canonical order."""
+        """True if pieces are not whole micro-batches, so that sums have no canonical order."""
         return self.policy == RESIZE
 
     def seat(self, slot: int) -> Seat | None:
@@ -152,7 +152,7 @@ class PipelineFlow:
         return tuple(piece.start // self.micro_batch_size for piece in self.samples(slot))
 
     def reports(self, slot: int) -> tuple[int, ...]:
-        """Which losses of the step a worker reports, counted by samples; all at the last stage."""
+        """List the step's losses that a worker reports, by samples; all at the last stage."""
         seat = self.seat(slot)
         if seat is None or seat.stage != len(self.pieces) - 1:
             return ()
@@ -165,9 +165,9 @@ class PipelineFlow:
         return sum(map(len, self.pieces[-1]))
 
     def ops(self, slot: int) -> WorkerOps:
-        """The ordered operations of a worker that has a place.
+        """Return the ordered operations of a worker that has a place.
 
-        By the window rule, or interleaved where a worker has several model chunks, if not told.
+        Without ``lists``: by the window rule, or interleaved if a worker has several model chunks.
         """
         seat = seats_of(self.layout)[slot]
         if self.lists:
@@ -183,14 +183,14 @@ class PipelineFlow:
         return window_ops(pieces, window=self.windows[seat.stage])
 
     def crossings(self, stage: int) -> tuple[Crossing, ...]:
-        """What passes from a stage to the next; from the last one to the first, its next chunk."""
+        """List what passes from a stage to the next; from the last to the first: its next chunk."""
         following = (stage + 1) % len(self.pieces)
         return crossings(*(_intervals(self.pieces[one]) for one in (stage, following)))
 
     def cell(self, stage: int, tp: int) -> Dataflow:
-        """The micro-batches of the workers that share one state, for the exact order of sums.
+        """Return the micro-batches of workers that share one state, for the exact order of sums.
 
-        Raises ValueError where pieces are no whole micro-batches: there is none then.
+        Raises ValueError if pieces are not whole micro-batches: such sums have no exact order.
         """
         if self.is_resized:
             raise ValueError("resized pieces have no exact order of sums")
@@ -212,13 +212,13 @@ class PipelineFlow:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether every stage has what it had at launch: the framework's own schedule runs."""
+        """True if every stage is as at launch: the framework's own schedule runs."""
         layout = self.layout
         whole = layout.is_rectangular and layout.keeps_stages and layout.keeps_layers
         return whole and not self.slow and self.policy != ROTATED
 
     def rotated(self, *, spread: bool) -> "PipelineFlow":
-        """The same work, each micro-batch by another replica; what is not healthy is as it was.
+        """Return the same work, each micro-batch by another replica; unchanged if not healthy.
 
         ``spread`` as in `Dataflow.rotated`.
         """
@@ -228,7 +228,7 @@ class PipelineFlow:
         return replace(self, pieces=pieces, policy=ROTATED)
 
     def in_greedy_order(self) -> "PipelineFlow":
-        """The same in greedy order, if layers take its ``times``."""
+        """Return the same in greedy order, if layers take its ``times``."""
         predictor, limits = self._predictor()
         costs = predictor.costs
         peaks = [
@@ -241,9 +241,9 @@ class PipelineFlow:
         return replace(self, lists=lists, is_greedy=True)
 
     def with_split_backward(self) -> "PipelineFlow":
-        """The same with weight gradients where workers would wait, if layers take its ``times``.
+        """Return the same with weight gradients where workers would wait, by its ``times``.
 
-        Whole as it is where there are too many workers for that.
+        Unchanged if there are too many workers for that.
         """
         predictor, limits = self._predictor()
         if not predictor.knows_split(len(self.layout.stages)):
@@ -255,7 +255,7 @@ class PipelineFlow:
         return replace(self, lists=lists, is_split=True)
 
     def _predictor(self) -> tuple[Predictor, list[int]]:
-        """With the samples that workers of each stage may hold."""
+        """Return a predictor, and the samples that workers of each stage may hold."""
         layout = self.layout
         work = _work(layout, self.num_microbatches, self.micro_batch_size)
         slow, room = dict(self.slow), self.activation_room
@@ -270,7 +270,7 @@ class PipelineFlow:
         )
 
     def simulated(self, times: LayerTimes, slow: Slowness) -> StepTime:
-        """The compute of a step where layers take ``times`` and the ``slow`` as much longer."""
+        """Simulate the compute of a step in which layers take ``times``, longer on the ``slow``."""
         costs = times.costs(num_layers=self.layout.num_layers)
         slowness = slowness_of(self.layout, slow)
         stages = self._stage_times(costs)
@@ -298,14 +298,14 @@ def flow_of(
 ) -> PipelineFlow:
     """Deal a step's micro-batches over the live replicas of every stage, by simulated time.
 
-    A whole layout with nobody slow, or none so slow that it is to have less, goes on as at launch.
-    ``may_resize``: whether auto may cut micro-batches; ``split_backward``: auto where that gains.
-    ``slow``: how many times as long single workers take, by slot. With ``clocks``, stages may run
-    at others than 1 where one is narrower than at launch or has a slow worker; all workers together
-    draw at most ``power_cap_w``. ``activation_room``: what a worker may hold, by what the first
-    stage does at launch; ``state``: all of it by bytes.
+    A whole layout goes on as at launch unless a worker is slow enough to get less work.
+    ``may_resize``: whether auto may cut micro-batches; ``split_backward``: auto splits if it gains.
+    ``slow``: the factor by which single workers take longer, by slot. With ``clocks``, stages may
+    run at clocks other than 1 if one is narrower than at launch or has a slow worker; all workers
+    together draw at most ``power_cap_w``. ``activation_room``: what a worker may hold, relative to
+    the first stage at launch; ``state``: everything in bytes.
 
-    Raises ConfigurationError where nothing fits in flight.
+    Raises ConfigurationError if nothing fits in flight.
     """
     times, slow = times or LayerTimes(), slow or {}
     launch = _as_at_launch(layout, num_microbatches, micro_batch_size, times)
@@ -360,11 +360,11 @@ def level_layers(
     activation_room: float | None = None,
     state: StateBytes | None = None,
 ) -> ParallelLayout:
-    """The same workers, with layers moved away from stages that have lost some or have slow ones.
+    """Return the same workers, with layers moved away from stages with lost or slow workers.
 
-    Where ``move_workers``, replicas of wide stages may come to narrow ones too. ``split_backward``
-    as in `flow_of`: other layers may be best with it than without. Everything stays where moving
-    gains nothing, and layers go back when every stage is whole and nobody slow again.
+    With ``move_workers``, replicas of wide stages may also move to narrow ones. ``split_backward``
+    as in `flow_of`: it may change which layers are best. Everything stays if moving gains nothing,
+    and layers go back when every stage is whole and nobody is slow again.
     Raises ConfigurationError where nothing fits in flight.
     """
     work = _work(layout, num_microbatches, micro_batch_size)
@@ -387,7 +387,7 @@ def _rules(
     move_layers: bool = False,
     move_workers: bool = False,
 ) -> PlanRules:
-    """What a plan may do; nothing moves unless said."""
+    """Return what a plan may do; by default nothing moves."""
     every = (REDEAL, REROUTE, RESIZE) if may_resize else (REDEAL, REROUTE)
     return PlanRules(
         policies=every if policy == "auto" else (policy,),
@@ -438,18 +438,18 @@ def _costs(
     room: float | None,
     state: StateBytes | None,
 ) -> CostModel:
-    """What a plan goes by.
+    """Return the costs by which a plan is made.
 
     A worker may hold ``room`` times the activations that the first stage of the launch holds, which
-    is a slot for each stage. None: one slot more, a slot being what a usual worker of the weakest
-    stage runs of one micro-batch a replica; with interleaved stages at least what their order
-    holds, which cannot be cut short.
+    is a slot for each stage. None: one slot more, a slot being the part of one micro-batch a
+    replica that a usual worker of the weakest stage runs; with interleaved stages at least what
+    their order holds, which cannot be reduced.
     """
     num_stages, vpp = len(layout.stages), layout.vpp
     at_launch = work.microbatch_size * layout.num_layers
     if room is None:
         slot = ceil(layout.dp / min(map(fair_width, slowness_of(layout, slow))))
-        # Chunks: one of each for every stage, and what the warm-up of the last one adds.
+        # Chunks: one of each for every stage, and those that the warm-up of the last one adds.
         chunks = num_stages * vpp + max(vpp, num_stages - 1)
         most_held = slot * chunks * at_launch / (num_stages * vpp)
     else:
@@ -464,7 +464,7 @@ def _costs(
 def _as_at_launch(
     layout: ParallelLayout, num_microbatches: int, micro_batch_size: int, times: LayerTimes
 ) -> PipelineFlow:
-    """Every replica runs its own micro-batches, in 1F1B order."""
+    """Let every replica run its own micro-batches, in 1F1B order."""
     replicas = tuple(
         _own(order, layout.dp, num_microbatches, micro_batch_size) for order in range(layout.dp)
     )
@@ -480,7 +480,7 @@ def _as_at_launch(
 
 
 def _samples(pieces: Assignment) -> list[list[list[tuple[int, int]]]]:
-    """Those of every worker."""
+    """List the samples of every worker."""
     return [[sorted((one.start, one.stop) for one in own) for own in stage] for stage in pieces]
 
 
@@ -497,5 +497,5 @@ def _intervals(stage: Sequence[Sequence[Piece]]) -> list[list[tuple[int, int]]]:
     return [[(piece.start, piece.stop) for piece in pieces] for pieces in stage]
 
 
-# Who runs what in a step: whole micro-batches, shares of each, or a pipeline's.
+# The work of each worker in a step: whole micro-batches, shares of each, or a pipeline's pieces.
 Flow = Dataflow | Shares | PipelineFlow

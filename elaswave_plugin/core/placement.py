@@ -1,7 +1,7 @@
-"""Who sits where, told by how it differs from the launch: what a worker that comes later learns.
+"""The layout as its differences from the launch, for a worker that joins later.
 
-What a change of membership makes of a layout depends on what was measured then, so that nobody can
-work out a layout from the changes alone.
+The layout after a membership change depends on measurements at that time, so it cannot be derived
+from the changes alone.
 
 >>> from elaswave_plugin.core.groups import seats_of
 >>> from elaswave_plugin.core.layout import launch_layout
@@ -23,7 +23,7 @@ from elaswave_plugin.core.layout import FreeWorker, ParallelLayout, Seat, TpGrou
 
 
 def told_layout(layout: ParallelLayout, homes: Mapping[int, Seat]) -> dict[str, Any]:
-    """A dict that JSON can carry, as short as the changes are few; ``homes``: seats at launch."""
+    """Return a dict for JSON, short if changes are few; ``homes``: seats at launch."""
     seats = {
         slot: (stage, group.replica, tp)
         for stage, groups in enumerate(layout.stages)
@@ -41,7 +41,7 @@ def told_layout(layout: ParallelLayout, homes: Mapping[int, Seat]) -> dict[str, 
 def layout_told(
     told: Mapping[str, Any], like: ParallelLayout, homes: Mapping[int, Seat]
 ) -> ParallelLayout:
-    """The layout that `told_layout` told; ``like``: one of the same job."""
+    """Return the layout that `told_layout` told; ``like``: one of the same job."""
     free = tuple(FreeWorker(*worker) for worker in told.get("free", ()))
     absent = {*told.get("gone", ()), *(worker.slot for worker in free)}
     seats = {slot: tuple(seat) for slot, seat in homes.items() if slot not in absent}

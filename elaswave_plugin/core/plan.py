@@ -1,8 +1,8 @@
-"""From a committed view and everything that is sealed to one recovery plan, alike on every worker.
+"""The recovery plan of a committed view, from all sealed shards; the same on every worker.
 
-The restore point is the newest step whose every shard is sealed somewhere, own or copy; nothing is
-planned from state that is not sealed. A plan is pure data with a digest, so that the workers can
-compare what they computed before anything changes.
+The restore point is the newest step of which every shard is sealed somewhere, own or copy; nothing
+is planned from state that is not sealed. A plan is pure data with a digest, so the workers can
+compare their plans before anything changes.
 """
 
 import hashlib
@@ -18,10 +18,10 @@ from elaswave_plugin.errors import SnapshotGapError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryPlan:
-    """What every worker does about one committed view.
+    """The actions of every worker for one committed view.
 
     ``sources``: the shards to read, by the cell that sealed them and in their order; ``live``:
-    slots whose model and optimizer still are what ``sources`` holds of them.
+    slots whose model and optimizer are still equal to their part of ``sources``.
     """
 
     epoch: int
@@ -53,7 +53,7 @@ class RecoveryPlan:
         return next((n for n, cell in enumerate(self.cells) if slot in cell.ranks), None)
 
     def before(self, sealed: SealedShard) -> ShardCut:
-        """How the state was cut of which ``sealed`` is a shard."""
+        """Return the cut of the state of which ``sealed`` is a shard."""
         lengths = {
             unit: length
             for cell in self.cells
@@ -63,7 +63,7 @@ class RecoveryPlan:
         return ShardCut(buckets=buckets, width=len(sealed.ranks), alignment=self.alignment)
 
     def after(self, cell: int) -> ShardCut:
-        """How the state of a cell is cut from now on."""
+        """Return the cut of a cell's state from now on."""
         one = self.cells[cell]
         return ShardCut(buckets=one.buckets, width=len(one.ranks), alignment=self.alignment)
 
@@ -73,7 +73,7 @@ class RecoveryPlan:
         return int.from_bytes(hashlib.sha256(repr(self).encode()).digest()[:8], "big") >> 1
 
     def weights_in_place(self, cell: int) -> frozenset[int]:
-        """The buckets of a cell whose weights all of its workers have, as they are to be."""
+        """Return the buckets of a cell of which all its workers already have the final weights."""
         one = self.cells[cell]
         units = set(one.units)
         for slot in one.ranks:
@@ -82,7 +82,7 @@ class RecoveryPlan:
         return frozenset(bucket for bucket, unit in enumerate(one.units) if unit in units)
 
     def state_in_place(self, slot: int) -> dict[int, int]:
-        """The buckets whose shard ``slot`` has as it is to be, and which they were when sealed."""
+        """Map the buckets whose final shard ``slot`` has to their numbers when sealed."""
         number = self.cell_of(slot)
         if number is None:
             return {}
@@ -94,7 +94,7 @@ class RecoveryPlan:
         return {bucket: sealed.units.index(cell.units[bucket]) for bucket in here}
 
     def in_place(self, slot: int) -> dict[str, int]:
-        """How many buckets of a worker need no gathering, how many no reading, and how many are."""
+        """Count the buckets of a worker: without gathering, without reading, and all of them."""
         number = self.cell_of(slot)
         if number is None:
             return {"weights": 0, "state": 0, "parts": 0}
@@ -105,12 +105,12 @@ class RecoveryPlan:
         }
 
     def _sealed_in(self, slot: int, cell: Cell) -> SealedShard | None:
-        """A shard of the cell as ``slot`` has lived in it since; None for who has not."""
+        """Return a shard of the cell if ``slot`` has been in it since; None otherwise."""
         here = (s[0] for s in self.sources if s[0].cell == cell.key and slot in s[0].ranks)
         return next(here, None) if slot in self.live else None
 
     def pieces(self, slot: int) -> tuple[tuple[SealedShard, tuple[ShardPiece, ...]], ...]:
-        """What ``slot`` reads, grouped by source; nothing for a worker without a place."""
+        """List what ``slot`` reads, grouped by source; nothing for a worker without a place."""
         number = self.cell_of(slot)
         if number is None:
             return ()
@@ -138,7 +138,7 @@ class RecoveryPlan:
         return tuple(found)
 
     def bytes_moved(self) -> int:
-        """Bytes of state that travel between different workers."""
+        """Count the bytes of state that travel between different workers."""
         return sum(
             12 * (piece.stop - piece.start)
             for slot in self.ranks
@@ -155,10 +155,10 @@ _Cells = dict[tuple[int, int], _Shards]
 def restore_point(
     sealed: Iterable[SealedShard], cells: Sequence[Cell]
 ) -> tuple[tuple[SealedShard, ...], ...]:
-    """The sources of the newest step that is sealed completely: by cell of then, in shard order.
+    """Find the sources of the newest step sealed completely: by its cells, in shard order.
 
-    ``cells``: who needs which parts of the model from now on. The owner's own memory is preferred
-    to a copy, then the lowest holder.
+    ``cells``: the parts of the model that workers need from now on. The owner's own memory is
+    preferred to a copy, then the lowest holder.
     Raises SnapshotGapError naming the missing shards of every step.
     """
     steps: dict[tuple[int, int], _Cells] = {}
@@ -186,7 +186,7 @@ def restore_point(
 
 
 def _origins(of_step: _Cells, cell: Cell) -> dict[int, tuple[int, int]]:
-    """The cell that had each part of the model which ``cell`` needs, where one is known."""
+    """Find the cell that had each part of the model that ``cell`` needs, if known."""
     return {
         unit: key
         for key, shards in of_step.items()
@@ -197,7 +197,7 @@ def _origins(of_step: _Cells, cell: Cell) -> dict[int, tuple[int, int]]:
 
 
 def _missing(of_step: _Cells, cell: Cell) -> list[tuple[str, str]]:
-    """(place, shards as text) of everything that ``cell`` needs and that is not there."""
+    """List (place, shards as text) of everything that ``cell`` needs and that is missing."""
     origins = _origins(of_step, cell)
     missing = []
     for stage, tp in dict.fromkeys(origins.values()):
@@ -253,11 +253,11 @@ def copy_targets(
     copies: int,
     peers: Collection[int] = (),
 ) -> tuple[int, ...]:
-    """Slots that keep a copy of ``slot``'s snapshot: other nodes, then its peers, then the next.
+    """List slots to keep a copy of ``slot``'s snapshot: other nodes, then peers, then the next.
 
-    ``nodes[i]`` is the node of ``ranks[i]``; ``peers``: who shares its state. Fewer targets than
-    ``copies`` when fewer are alive. The next is who has the same place on its node, so that those
-    of a node do not all choose the same one.
+    ``nodes[i]`` is the node of ``ranks[i]``; ``peers``: the slots that share its state. Fewer
+    targets than ``copies`` if fewer are alive. The next is the slot with the same place on its
+    node, so that the slots of a node do not all choose the same one.
     """
     mine = ranks.index(slot)
     sharing = {slot, *peers}

@@ -1,4 +1,4 @@
-"""Who is in which pipeline, where stages stay equally wide: whole replicas only.
+"""The members of each pipeline if stages stay equally wide: whole replicas only.
 
 A pipeline that has lost a worker cannot compute. Its survivors are free, and a free worker of each
 stage together are a whole pipeline again: every worker stays in the stage of its launch.
@@ -35,7 +35,7 @@ class ReplicaSeating:
 
     ``homes``: the pipelines of the launch; ``ranks``: slots of all live workers, in rank order;
     ``buckets``: unpadded lengths by stage, in elements; ``rules`` of the groups by name;
-    ``reserve``: so many pipelines may join beyond the launch.
+    ``reserve``: pipelines that may join beyond the launch.
     """
 
     homes: tuple[Replica, ...]
@@ -53,7 +53,7 @@ class ReplicaSeating:
         buckets: Sequence[Sequence[int]],
         reserve: int = 0,
     ) -> ReplicaSeating:
-        """The seating of the launch; ``groups``: members by name, all of them of the launch.
+        """Return the seating of the launch; ``groups``: members by name, all of the launch.
 
         Raises ConfigurationError for a group that follows no axis.
         """
@@ -68,7 +68,7 @@ class ReplicaSeating:
 
     @property
     def places(self) -> tuple[Replica, ...]:
-        """The pipelines of the launch, then those for which the slots of the reserve are."""
+        """The pipelines of the launch, then those that the slots of the reserve would form."""
         num_stages = len(self.homes[0])
         first, count = num_stages * len(self.homes), num_stages * self.reserve
         beyond = range(first, first + count)
@@ -83,7 +83,7 @@ class ReplicaSeating:
     def replicas(self) -> tuple[Replica, ...]:
         """The present pipelines, by the slot of their first stage.
 
-        Those that came together stay so; survivors of broken ones are matched in slot order.
+        Workers that came together stay so; survivors of broken pipelines are matched in slot order.
         """
         live = set(self.ranks)
         whole = [replica for replica in self.places if live.issuperset(replica)]
@@ -133,13 +133,13 @@ class ReplicaSeating:
         return next((cell for cell in self.cells if slot in cell.ranks), None)
 
     def world(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """The order of the view, but that free workers are at neither end."""
+        """Return the order of the view, except that no free worker is at either end."""
         return with_placed_ends(ranks, {slot for replica in self.replicas for slot in replica})
 
     def after(
         self, ranks: Sequence[int], times: LayerTimes | None = None, slow: Slowness | None = None
     ) -> ReplicaSeating:
-        """The same with other members; LayoutError where no pipeline is whole any more."""
+        """Return the same with other members; LayoutError if no pipeline is whole any more."""
         seating = replace(self, ranks=tuple(ranks))
         if not seating.replicas:
             empty = next(n for n, stage in enumerate(self.stages) if set(stage).isdisjoint(ranks))
@@ -150,15 +150,15 @@ class ReplicaSeating:
         return seating
 
     def told(self) -> dict[str, Any]:
-        """Nothing: the members say all."""
+        """Return an empty dict: the members determine everything."""
         return {}
 
     def as_told(self, told: Mapping[str, Any]) -> ReplicaSeating:
-        """The same."""
+        """Return the same."""
         return self
 
     def described(self) -> dict[str, Any]:
-        """The places of all workers; a stage counts as one layer."""
+        """Return the places of all workers; a stage counts as one layer."""
         stage_of = {slot: stage for stage, slots in enumerate(self.stages) for slot in slots}
         layout = replace(
             _layout_of(self.replicas, width=len(self.homes)),
@@ -169,11 +169,11 @@ class ReplicaSeating:
         return {**layout.to_json(), "why_layers_stay": why, "why_workers_stay": why}
 
     def recut(self, cuts: Sequence[int]) -> ReplicaSeating:
-        """Raises LayoutError."""
+        """Raise LayoutError."""
         raise LayoutError("layers of DeepSpeed's pipelines cannot change their stage")
 
     def edits(self, launched: Mapping[str, Sequence[int]], slot: int) -> dict[str, GroupEdit]:
-        """Every group by its rule; a free worker is in none but its own."""
+        """Return every group by its rule; a free worker is in none except its own."""
         layout = _layout_of(self.replicas, width=len(self.homes))
         return edits_by_rule(self.rules, launched, layout=layout, slot=slot)
 
@@ -196,7 +196,7 @@ def deal_replicas(
 ) -> Dataflow:
     """Deal the micro-batches of a step over pipelines; all stages of one run the same ones.
 
-    A pipeline counts as that of the launch whose first stage it has.
+    A pipeline counts as the launch pipeline that had its first stage.
     """
     flow = deal(
         num_microbatches=num_microbatches,

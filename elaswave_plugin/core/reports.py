@@ -1,4 +1,4 @@
-"""What the supervisors have told of their trainers, as one of them knows it (pure)."""
+"""The supervisors' reports on their trainers, as one of them knows them (pure)."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ class Reports:
         self.settled: dict[int, int] = {}
         self.incarnations: dict[int, int] = {}
         self.started = False
-        # Trainers work without the job: what the first of them says they lack.
+        # Set if trainers work outside the job: what they lack, as the first of them says.
         self.lacking: str | None = None
         self.severed: tuple[str, float] | None = None
         self.replan: str | None = None
         self.changes = 0
         self._told: set[tuple[str, str, str]] = set()
         self._patience = patience
-        # When those leave that were told so; and whether it is time.
+        # When workers that were told to leave do so; and whether that time has come.
         self.leave_at_s: float | None = None
         self._leaving = False
 
     def learn(self, slot: int, news: News, *, epoch: int, now_s: float) -> None:
         """Take in what the supervisor of ``slot`` tells; ``epoch``: the newest committed one.
 
-        What a promise told is taken in late, after what was said since.
+        News in a promise is taken in late, after newer news.
         """
         match news:
             case Report():
@@ -67,7 +67,7 @@ class Reports:
                 if self.severed is None and news.epoch == epoch:
                     self.severed = news.evidence, now_s + self._patience.link_grace_s
             case Replan():
-                # A newer view has fulfilled it.
+                # A newer view has fulfilled an older one.
                 if news.epoch == epoch:
                     self.changes += self.replan is None
                     self.replan = news.reason
@@ -101,7 +101,7 @@ class Reports:
                     self.asked.add(news.worker)
 
     def untold(self) -> list[tuple[WorkerId, Raised]]:
-        """The failures of scripts that are to be shown: each once, as workers may fail alike."""
+        """Return the failures of scripts to show: each once, as workers may fail alike."""
         self._told &= {one.raised.key for one in self.failures.values() if one.raised is not None}
         new = []
         for worker, report in self.failures.items():
@@ -113,7 +113,7 @@ class Reports:
     def _add_failure(self, report: Report, now_s: float) -> None:
         failure, worker = replace(report.failure, detected_at_s=now_s), report.failure.worker
         if worker not in self.failures:
-            # The moment is restamped: the clocks of two nodes need not agree.
+            # Stamp it with this clock: the clocks of two nodes need not agree.
             self.failures[worker] = replace(report, failure=failure)
             self.changes += 1
         waiting = self.arrivals.get(failure.slot)
@@ -121,14 +121,14 @@ class Reports:
             del self.arrivals[failure.slot]
 
     def pass_time(self, view: MembershipView, now_s: float) -> None:
-        """See what has become due by itself."""
+        """Note what has become due by the passing of time."""
         if self.leave_at_s is not None and now_s >= self.leave_at_s:
-            # A new leader is told of those that have left long since as well.
+            # A new leader is also told of workers that left long ago.
             told = any(worker in view for worker in self.notices)
             self.leave_at_s, self._leaving = None, told
 
     def entered(self, view: MembershipView) -> None:
-        """A view is committed: whoever is in it waits no more."""
+        """Enter a committed view: its members wait no more."""
         self.severed = self.replan = None
         if not any(worker in view for worker in self.notices):
             self.leave_at_s, self._leaving = None, False
@@ -145,7 +145,7 @@ class Reports:
         self.asked &= self.notices.keys()
 
     def take_back(self, worker: WorkerId, view: MembershipView) -> str:
-        """A worker stays that was told to leave; returns why it was."""
+        """Let a worker stay that was told to leave; return why it was told."""
         self.saves_last.discard(worker)
         self.asked.discard(worker)
         evidence = self.notices.pop(worker)
@@ -153,32 +153,32 @@ class Reports:
         return evidence
 
     def is_past(self, worker: WorkerId, view: MembershipView) -> bool:
-        """Whether a worker is not in a committed view, nor can be in a later one."""
+        """Return whether a worker is not in a committed view and cannot be in a later one."""
         return worker not in view and worker.incarnation < self.incarnations.get(worker.slot, 0)
 
     def replaced(self, worker: WorkerId) -> None:
-        """Another supervisor has the slot: what the trainers before this one asked for is void."""
+        """Give a slot to another supervisor: requests of its earlier trainers are void."""
         self.arrivals.pop(worker.slot, None)
         self.settled.pop(worker.slot, None)
         self.incarnations[worker.slot] = worker.incarnation
         self.changes += 1
 
     def is_ending(self, view: MembershipView) -> bool:
-        """Whether nobody begins another step: some have finished, or all were told to leave."""
+        """Return whether no step begins any more: some have finished, or all have to leave."""
         return bool(self.done) or self.all_leave(view)
 
     def all_leave(self, view: MembershipView) -> bool:
-        """Whether every member of a view was told to leave, and none of them stays."""
+        """Return whether every member of a view was told to leave, and none of them stays."""
         if view.epoch == 0 or not view.workers <= self.notices.keys():
             return False
         return self.asked.isdisjoint(view.workers) or view.workers <= self.saves_last
 
     def all_save_last(self, view: MembershipView) -> bool:
-        """Whether all of them write a last checkpoint then, and end by themselves."""
+        """Return whether all members leave, write a last checkpoint, and end by themselves."""
         return self.all_leave(view) and view.workers <= self.saves_last
 
     def failed_in(self, view: MembershipView) -> list[Report]:
-        """The failures of members of a view that had not finished their work, as they came."""
+        """List the failures of members that had not finished their work, in order of arrival."""
         return [
             report
             for worker, report in self.failures.items()
@@ -186,14 +186,14 @@ class Reports:
         ]
 
     def gone_from(self, view: MembershipView, lost: Iterable[int]) -> set[int]:
-        """The slots of a view whose trainer or supervisor is gone."""
+        """Return the slots of a view whose trainer or supervisor is gone."""
         failed = {worker.slot for worker in self.failures if worker in view}
         return failed | {slot for slot in lost if slot in view.ranks}
 
     def events(
         self, view: MembershipView, lost: Mapping[int, str], now_s: float
     ) -> list[FailureEvent]:
-        """Every failure, and the loss of whose supervisor is lost."""
+        """List every failure, and a loss for each lost supervisor in the view."""
         supervisors = [
             event_of(view, slot, "lost", evidence, now_s)
             for slot, evidence in lost.items()
@@ -202,20 +202,20 @@ class Reports:
         return [*(report.failure for report in self.failures.values()), *supervisors]
 
     def all_settled(self, view: MembershipView) -> bool:
-        """Whether no member of a view needs what was sealed before it."""
+        """Return whether no member of a view needs what was sealed before it."""
         return all(self.settled.get(slot, 0) >= view.epoch for slot in view.ranks)
 
     def is_ready(self, worker: WorkerId, lost: Collection[int]) -> bool:
-        """Whether a newcomer still waits to be let in."""
+        """Return whether a newcomer still waits to be let in."""
         waiting = self.arrivals.get(worker.slot)
         return waiting is not None and waiting.worker == worker and worker.slot not in lost
 
     def between_steps(
         self, view: MembershipView, lost: Collection[int], now_s: float
     ) -> MembershipView | None:
-        """The view without those who want to leave and with those who wait; None: no change.
+        """Return the view without leavers and with waiting newcomers; None: no change.
 
-        The same members again where one of them has a wish.
+        If one of the members has a wish and nothing else changes: the same members again.
         """
         shrunk = next_view(view, self.departures(view, now_s), now_s)
         if shrunk is not None and not shrunk.ranks:
@@ -229,11 +229,11 @@ class Reports:
 
     @property
     def leaving(self) -> bool:
-        """Whether it is time for those that were told to leave."""
+        """True if it is time for those that were told to leave."""
         return self._leaving
 
     def departures(self, view: MembershipView, now_s: float) -> list[FailureEvent]:
-        """The members of a view that leave between two steps, once it is time."""
+        """List the members of a view that leave between two steps, once it is time."""
         if not self._leaving:
             return []
         return [

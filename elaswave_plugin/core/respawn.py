@@ -1,4 +1,4 @@
-"""Whether and when a lost trainer is started again on its slot (pure).
+"""The decision whether and when to start a lost trainer again on its slot (pure).
 
 >>> history = Deaths(limit=5)
 >>> print(history.after_death(step=7))
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-# The survivors' recovery goes first: a trainer that is being built takes processor time.
+# The survivors' recovery goes first: building a trainer takes processor time.
 _FIRST_DELAY_S = 0.5
 _LONGEST_DELAY_S = 60.0
 _SAME_STEP = 3
@@ -24,7 +24,7 @@ _SAME_STEP = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartAgain:
-    """Start the next incarnation after so many seconds."""
+    """The order to start the next incarnation after ``after_s`` seconds."""
 
     after_s: float
 
@@ -34,7 +34,7 @@ class StartAgain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GiveUp:
-    """Leave the slot empty."""
+    """The order to leave the slot empty."""
 
     reason: str
 
@@ -43,7 +43,7 @@ class GiveUp:
 
 
 class Deaths:
-    """The deaths on one slot; ``limit``: times that it is started again."""
+    """The deaths on one slot; ``limit``: the most times that it is started again."""
 
     def __init__(self, *, limit: int) -> None:
         self.limit = limit
@@ -51,7 +51,7 @@ class Deaths:
         self._at_step: Counter[int] = Counter()
 
     def after_death(self, *, step: int) -> StartAgain | GiveUp:
-        """What follows the death of a trainer; ``step``: the one that it had come to."""
+        """Decide what follows the death of a trainer in ``step``."""
         self._at_step[step] += 1
         if self._count == self.limit:
             return GiveUp(reason=f"it was started again {self.limit} times, the limit of respawn")

@@ -7,7 +7,7 @@ W_s slots in flight at stage s, every worker sorts its own operations by
     forward of slot t -> (t, 0)      backward of slot t -> (t + W_s - 1, 1)      then first sample
 
 No list can block another if W_0 >= W_1 >= ... >= 1, whatever the widths and counts: let t be the
-lowest slot that is not done. What stands before a backward of t are done backwards and forwards of
+lowest slot that is not done. Before a backward of t there are only done backwards, and forwards of
 slots below t + W_s; these wait at earlier stages for backwards of slots below t only, because the
 windows there are no smaller. So they run, and then so does the backward, from the last stage up.
 
@@ -53,7 +53,7 @@ OpLists = tuple[tuple[WorkerOps, ...], ...]
 
 
 def window_sizes(num_stages: int, *, extra: int = 0) -> tuple[int, ...]:
-    """Slots in flight by stage: P - s is 1F1B exactly; ``extra`` more everywhere but at the end."""
+    """Return slots in flight by stage: P - s is exactly 1F1B; ``extra`` more except at the last."""
     last = num_stages - 1
     return tuple(num_stages - s + (extra if s < last else 0) for s in range(num_stages))
 
@@ -61,7 +61,7 @@ def window_sizes(num_stages: int, *, extra: int = 0) -> tuple[int, ...]:
 def fit_windows(windows: Sequence[int], limits: Sequence[int]) -> tuple[int, ...]:
     """Shrink windows to at most ``limits[s]`` slots in flight and keep them non-increasing.
 
-    Raises ConfigurationError where a stage cannot hold one slot.
+    Raises ConfigurationError if a stage cannot hold one slot.
     """
     fitted: list[int] = []
     for stage, (window, limit) in enumerate(zip(windows, limits, strict=True)):
@@ -136,7 +136,7 @@ def interleaved_lists(assignment: Assignment, *, num_chunks: int) -> OpLists:
 
 
 def peak_in_flight(ops: WorkerOps, amount: Callable[[Op], float]) -> float:
-    """The most that a worker holds at once: from a forward until its last backward operation."""
+    """Return the most that a worker holds at once: from a forward until its last backward."""
     last = WEIGHTS if any(op.kind == WEIGHTS for op in ops) else BACKWARD
     held = peak = 0.0
     for op in ops:
@@ -149,7 +149,7 @@ def peak_in_flight(ops: WorkerOps, amount: Callable[[Op], float]) -> float:
 
 
 def show_ops(ops: Sequence[Op], *, microbatch_size: int = 1) -> str:
-    """A list as text: "F3" is the forward of micro-batch 3, "B1.2" the backward of 2 in chunk 1.
+    """Write a list as text: "F3": forward of micro-batch 3, "B1.2": backward of 2 in chunk 1.
 
     Pieces that are no whole micro-batch are shown as samples, "F[4,6)".
     """

@@ -1,4 +1,4 @@
-"""Who shares which state, and who is in which group, as the membership changes.
+"""The workers that share each state, and the members of each group, as the membership changes.
 
 A *cell* is the workers that hold the same weights and share their optimizer state: one data-
 parallel group. A data-parallel job is one cell; a TP x PP x DP job has one a stage and tp position.
@@ -88,7 +88,7 @@ class Seating(Protocol):
         """
 
     def told(self) -> dict[str, Any]:
-        """What a worker has to be told that was not there, as a dict that JSON can carry."""
+        """Return what to tell a worker that was not there, as a dict that JSON can carry."""
 
     def as_told(self, told: Mapping[str, Any]) -> Seating:
         """The seating of whoever told so with `told`."""
@@ -100,7 +100,7 @@ class Seating(Protocol):
         """The same places with other layers; LayoutError where there are no stages."""
 
     def edits(self, launched: Mapping[str, Sequence[int]], slot: int) -> dict[str, GroupEdit]:
-        """What becomes of the groups that ``slot`` holds.
+        """Return the changes of the groups that ``slot`` holds.
 
         ``launched``: the members that they were made with, by name.
         """
@@ -151,7 +151,7 @@ class FlatSeating:
         return replace(self, ranks=tuple(ranks), slow=_of(ranks, slow))
 
     def told(self) -> dict[str, Any]:
-        """Who is slow, and whether replicas stay whole; members say the rest."""
+        """Return the slow workers, and whether replicas stay whole; members say the rest."""
         return _told_slow(self.slow) | ({"whole": True} if self.whole else {})
 
     def as_told(self, told: Mapping[str, Any]) -> FlatSeating:
@@ -270,7 +270,7 @@ class GridSeating:
         return with_placed_ends(ranks, seats_of(self.layout))
 
     def told(self) -> dict[str, Any]:
-        """How the layout differs from that of the launch, and who is slow."""
+        """Return the layout's differences from the launch, and the slow workers."""
         return told_layout(self.layout, self.homes) | _told_slow(self.slow)
 
     def as_told(self, told: Mapping[str, Any]) -> GridSeating:
@@ -363,7 +363,7 @@ def with_placed_ends(ranks: Sequence[int], placed: Container[int]) -> tuple[int,
 def edits_by_rule(
     rules: Mapping[str, GroupRule], launched: Iterable[str], *, layout: ParallelLayout, slot: int
 ) -> dict[str, GroupEdit]:
-    """What becomes of the groups that ``slot`` holds; identities follow from rule and members."""
+    """Return the changes of the groups of ``slot``; identities follow from rule and members."""
     edits, alike = {}, Counter[GroupRule]()
     for name in launched:
         rule = rules[name]

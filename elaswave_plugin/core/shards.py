@@ -1,4 +1,4 @@
-"""How a flat optimizer state is cut over data-parallel workers, and what moves with the width.
+"""The cut of a flat optimizer state over data-parallel workers, and its moves with the width.
 
 A bucket of L elements is cut into n equal shards of S = ceil(L / (n * A)) * A elements, A being the
 framework's alignment; shard r owns [r S, (r+1) S) of every bucket. A shard's state is laid out flat
@@ -91,7 +91,7 @@ class ShardPiece:
 def pieces_for(
     *, target: int, before: ShardCut, after: ShardCut, origins: Mapping[int, int] | None = None
 ) -> tuple[ShardPiece, ...]:
-    """What shard ``target`` of the new cut consists of, by shard of the old cut, in order.
+    """List the parts of shard ``target`` of the new cut, by shard of the old cut, in order.
 
     ``origins``: the old bucket of each new one that lay in the old cut; None: the same ones in the
     same order. Together the pieces cover exactly the real elements of these buckets' new shard.

@@ -1,4 +1,4 @@
-"""Which workers are slow: by their pace against that of the others with the same layers.
+"""The detection of slow workers, by their pace against others with the same layers.
 
 A pace is seconds per layer and token, of the fastest of as many forward passes of a step as each of
 them has: so that neither a processor that others use for a moment, nor having less to do makes a
@@ -82,11 +82,11 @@ class SlowWatch:
 
     @property
     def slowness(self) -> dict[int, float]:
-        """How many times as long each slow one takes."""
+        """The factor by which each slow worker takes longer."""
         return slowness_told(self.told())
 
     def told(self) -> tuple[SlowTold, ...]:
-        """Who is slow."""
+        """List the slow workers."""
         return tuple(
             SlowTold(slot, one.ratio, one.peers, one.steps)
             for slot, one in sorted(self.slow.items())
@@ -168,12 +168,12 @@ class SlowWatch:
 
 
 def slowness_told(told: Iterable[SlowTold]) -> dict[int, float]:
-    """How many times as long each of those takes that `SlowWatch.told` told."""
+    """Return the factor by which each worker takes longer that `SlowWatch.told` told."""
     return {one.slot: Slow(ratio=one.ratio, peers=one.peers).slowness for one in told}
 
 
 def reason_of_view(slow: Mapping[int, Slow]) -> str:
-    """Why the work of a job is dealt anew."""
+    """Say why the work of a job is dealt anew."""
     if not slow:
         return "no worker is slow any more: none gets less to do"
     names = ", ".join(f"{slot} ({slow[slot].slowness:g}x)" for slot in sorted(slow))

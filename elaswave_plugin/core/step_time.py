@@ -27,7 +27,7 @@ class StageTime:
     reduce_s: float = 0.0
 
     def seconds(self, op: Op, *, is_split: bool) -> float:
-        """How long an operation takes."""
+        """Return the seconds that an operation takes."""
         samples = op.stop - op.start
         if op.kind == FORWARD:
             return self.fixed_s + samples * self.forward_s
@@ -45,13 +45,13 @@ class LinkTime:
     sample_s: float = 0.0
 
     def seconds(self, samples: int) -> float:
-        """How long a message of activations (or of their gradients) is under way."""
+        """Return the seconds that a message of activations (or their gradients) is under way."""
         return self.latency_s + samples * self.sample_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """What a simulated step takes; ``blocked`` is empty unless the lists deadlock."""
+    """The time of a simulated step; ``blocked`` is empty unless the lists deadlock."""
 
     seconds: float
     busy: tuple[tuple[float, ...], ...]

@@ -1,4 +1,4 @@
-"""Which slots have a supervisor, and on which nodes: who leads, and who is a majority (pure).
+"""The slots that have a supervisor, and their nodes: the leader and the majorities (pure).
 
 Voters are the nodes of a view, one vote each, whichever of its supervisors gives it (they share
 what the node has promised, `node_memory`); of two halves the one with the lowest node counts as the
@@ -70,5 +70,5 @@ class Supervisors:
         return None
 
     def may_have(self, node: int) -> bool:
-        """Whether a supervisor that comes later may be on a node of this number."""
+        """Return whether a late supervisor may be on a node of this number."""
         return node in self.nodes_of(self.living()) or node >= self.unused_node

@@ -1,4 +1,4 @@
-"""Which of those that somebody asked to leave stay, since the job would end without them (pure)."""
+"""The choice of workers that stay although asked to leave: without them the job would end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def who_stays(
     lost: Iterable[int],
     layout: Mapping[str, Any] | None,
 ) -> dict[WorkerId, str]:
-    """Why each of them stays; who was asked first leaves first, and all where all save first.
+    """Say why each of them stays; the first asked leaves first, and all leave if all save first.
 
     ``opened``: the view that is proposed; who is not in it has left. ``lost``: slots whose
     supervisor is lost. ``layout``: as JSON, None in a data-parallel job.
@@ -43,7 +43,7 @@ def who_stays(
 def _why_needed(
     view: MembershipView, going: Collection[int], layout: Mapping[str, Any] | None
 ) -> str | None:
-    """Why the job of a view would end without these slots."""
+    """Say why the job of a view would end without these slots."""
     rest = set(view.ranks).difference(going)
     if not rest:
         return "all others leave"

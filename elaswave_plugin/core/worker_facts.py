@@ -1,4 +1,4 @@
-"""What a worker tells all others when the view changes: its facts, which come with the commit.
+"""The facts that a worker tells all others when the view changes; they come with the commit.
 
 The supervisors hand them on as JSON, and read of it only the step (`step_told`): nothing heavy is
 imported here.

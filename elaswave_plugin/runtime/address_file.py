@@ -1,4 +1,4 @@
-"""Where a supervisor of a running job answers: one file each in the run directory.
+"""The address at which a supervisor of a running job answers: a file in the run directory.
 
 Its owner alone may read it, and it is gone when the job is (standard library only).
 """

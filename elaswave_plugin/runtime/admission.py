@@ -1,4 +1,4 @@
-"""How a supervisor finds a running job and is let in as one of its supervisors.
+"""The way of a supervisor into a running job: it finds the job, and is let in.
 
 It asks any of them who is there, opens a link to every one that lives, and asks the leader to be
 let in (`core/admission.py`). Standard library only; blocks, since nothing runs beside it yet.
@@ -72,7 +72,7 @@ class Roster:
 def ask_roster(
     contacts: Sequence[str], *, standby: dict[str, Any] | None = None, timeout_s: float = _ANSWER_S
 ) -> Roster:
-    """What the leader of the job knows, found by way of any of the contacts, "host:port" each.
+    """Ask the leader of the job, found by way of any of the contacts, "host:port" each.
 
     `standby` describes who asks, where it waits for a slot. Raises OSError where nobody answers,
     and of those ConnectionRefusedError only where nobody is there any more at all.
@@ -170,7 +170,7 @@ def _link(own: Peer, peer: Peer) -> socket.socket:
 
 
 def _welcome(roster: Roster, own: Peer, links: dict[int, socket.socket]) -> Welcome:
-    """What the leader says, once all who live use our links. Raises OSError where one does not."""
+    """Read the leader's welcome, once all living supervisors use our links; raises OSError."""
     for sock in links.values():
         receive_frame(sock, _ANSWER_S)  # "admitted"
     frame = receive_frame(links[roster.leader.slot], _ANSWER_S)

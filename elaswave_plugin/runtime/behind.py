@@ -18,7 +18,7 @@ _CHECK_EVERY_S = 0.02
 
 
 class Followed(NamedTuple):
-    """How long the moments took to arrive, for how long they were waited for, what was fetched."""
+    """The seconds until the moments arrived, the seconds of waiting for them, the bytes fetched."""
 
     seconds: float = 0.0
     late_s: float = 0.0
@@ -62,7 +62,7 @@ class MomentsBehind:
 
     @property
     def is_on_its_way(self) -> bool:
-        """Whether some of them are still to come."""
+        """True if some of them are still to come."""
         return not self._arrival.done()
 
     def complete(self) -> Followed:

@@ -1,4 +1,4 @@
-"""Which calls of a group go through the body of the script's loop, while that runs."""
+"""The calls of a group that go through the body of the script's loop, while that runs."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps

@@ -1,4 +1,4 @@
-"""What a worker does about a link to a live worker that broke while it was needed."""
+"""The response of a worker to a link to a live worker that broke while it was needed."""
 
 import contextlib
 from collections import Counter

@@ -71,7 +71,7 @@ class LocalStore(dist.Store):  # type: ignore[name-defined,misc]
         self._values[key] = value.encode() if isinstance(value, str) else value
 
     def get(self, key: str) -> bytes:
-        """What was set here; raises ConfigurationError for what another process would set."""
+        """Return what was set here; ConfigurationError for what another process would set."""
         self.wait([key])
         return self._values[key]
 
@@ -82,7 +82,7 @@ class LocalStore(dist.Store):  # type: ignore[name-defined,misc]
         return count
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of them were set here."""
+        """Return whether all of them were set here."""
         return all(key in self._values for key in keys)
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""Which buffers of a model the passes of a step change, and the average of running statistics."""
+"""The buffers of a model that passes of a step change, and the average of running statistics."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -25,7 +25,7 @@ class Changing:
 
     @property
     def may_change(self) -> bool:
-        """Whether passes change any, or may, as nobody knows yet."""
+        """True if passes change any, or may, as nobody knows yet."""
         return self.names is None or bool(self.names)
 
     def know(self, names: tuple[str, ...] | None) -> None:
