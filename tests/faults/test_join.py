@@ -3,11 +3,13 @@
 import random
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from elaswave_plugin.cli import run_command
 from elaswave_plugin.config import RECOVERY_PHASES
+from tests.faults import own_scripts
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived
 from tests.faults.hybrid_matrix import PP2_VPP2_DP2, TP2_PP2_DP2
@@ -70,6 +72,24 @@ def test_a_lost_worker_comes_back(run: Launch, reference: Reference, slot: int) 
     assert last_ranks(survived) == [0, 1, 2, 3]
     check_nothing_thrown_away(survived)
     check_console(survived, slot)
+
+
+# What NVIDIA's run_simple_mcore_train_loop.py reports: the loss itself, which Megatron-Core then
+# divides in place by the micro-batches of the call.
+REPORTS_THE_LOSS = (
+    "    return total / tokens, reported\n",
+    '    loss = total / tokens\n    return loss, {"lm loss": loss}\n',
+)
+
+
+def test_who_comes_back_may_report_the_loss_itself(
+    run: Launch, reference: Reference, tmp_path: Path
+) -> None:
+    script = own_scripts.write(tmp_path, REPORTS_THE_LOSS)
+    spec = replace(BACK, script=script, kills=("2@3:backward",))
+    survived = run(spec)
+    check_equal(survived, reference(spec))
+    assert entered(survived) == [(2, 1)]
 
 
 def check_console(survived: Outcome, slot: int) -> None:

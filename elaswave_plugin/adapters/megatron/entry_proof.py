@@ -24,12 +24,13 @@ from elaswave_plugin.runtime.worker import Worker
 def compare_losses(
     worker: Worker,
     flow: Dataflow | PipelineFlow,
-    reports: Sequence[Any],
-    again: Callable[[tuple[int, ...]], list[Any]],
+    told: Sequence[int],
+    again: Callable[[tuple[int, ...]], Sequence[int]],
 ) -> None:
     """Compare the first losses of those that have just come; collective over WORLD where any has.
 
-    ``reports``: what this worker's passes reported; ``again(micro-batches)`` runs these forward.
+    ``told``: digests of what this worker's passes reported, noted by ``telling``;
+    ``again(micro-batches)`` runs these forward and returns theirs.
     Where they differ, raises ConfigurationError on a worker that has come, which leaves with it,
     and EpochChanged on the others. Not where the job's first step has shown that bits differ.
     """
@@ -47,11 +48,31 @@ def compare_losses(
             if worker.slot == check.repeater:
                 row[1] = digest_of_reports(repeated)
         if worker.slot == check.reporter:
-            row[0] = digest_of_reports(reports[: len(check.microbatches)])
+            row[0] = digest_of_reports(told[: len(check.microbatches)])
     dist.all_reduce(table)
     for row, check in zip(table.tolist(), checks, strict=True):
         if row[0] != row[1]:
             _send_away(worker, check)
+
+
+def telling(forward_step: Callable[..., Any], told: list[int]) -> Callable[..., Any]:
+    """Return a forward step whose loss function appends the digest of what it reports to ``told``.
+
+    At once: Megatron-Core then divides the loss in place by the number of micro-batches of the
+    call, and in NVIDIA's own loop what is reported is that tensor.
+    """
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        output, loss_function = forward_step(*args, **kwargs)
+
+        def told_loss(*values: Any, **named: Any) -> Any:
+            outputs = loss_function(*values, **named)
+            told.append(digest_of_reports([outputs[-1]]))
+            return outputs
+
+        return output, told_loss
+
+    return step
 
 
 def _send_away(worker: Worker, check: EntryCheck) -> None:

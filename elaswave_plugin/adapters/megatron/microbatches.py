@@ -13,7 +13,7 @@ from elaswave_plugin.adapters.megatron.bound_models import BoundModels
 from elaswave_plugin.adapters.megatron.contract import ForwardBackward
 from elaswave_plugin.adapters.megatron.cut_dropout import cut_patches
 from elaswave_plugin.adapters.megatron.data import in_order
-from elaswave_plugin.adapters.megatron.entry_proof import compare_losses
+from elaswave_plugin.adapters.megatron.entry_proof import compare_losses, telling
 from elaswave_plugin.adapters.megatron.first_step import FirstStep
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
 from elaswave_plugin.adapters.megatron.grid import Grid
@@ -178,24 +178,29 @@ class Microbatches:
             self._enters = bound is not None and chunk is bound.chunks[0]
             begin(iterator, chunk, samples)
 
-        def again(microbatches: tuple[int, ...]) -> list[Any]:
-            self._in_step = False
+        def again(microbatches: tuple[int, ...]) -> list[int]:
+            self._in_step, retold = False, list[int]()
             pieces = [Samples.of(k, size=self._micro_batch_size) for k in microbatches]
-            step = in_order(forward_step, pieces, starting)
+            step = telling(in_order(forward_step, pieces, starting), retold)
             repeated = {**kwargs, "forward_step_func": step, "num_microbatches": len(pieces)}
             assert bound is not None
             with bound.weights_as_they_are():
-                return function(forward_only=True, **repeated)
+                function(forward_only=True, **repeated)
+            return retold
 
         def run(dealt: Dataflow | PipelineFlow) -> list[Any]:
             self.executed, self.reports, self.num_reports = executor.order_of(
                 dealt, worker.slot, micro_batch_size=self._micro_batch_size
             )
             step = in_order(forward_step, self.executed, starting)
-            given = {**kwargs, "forward_step_func": step}
+            told.clear()
+            given = {
+                **kwargs,
+                "forward_step_func": telling(step, told) if worker.untried else step,
+            }
             return self._run(function, dealt, bound, forward_only=forward_only, **given)
 
-        forward_step = kwargs["forward_step_func"]
+        forward_step, told = kwargs["forward_step_func"], list[int]()
         # A model beside the bound ones has no gradients to put back.
         if self._in_step and rehearses and bound is not None:
             train = not forward_only
@@ -203,7 +208,7 @@ class Microbatches:
         else:
             reports = run(flow)
         if not forward_only:
-            compare_losses(worker, flow, reports, again)
+            compare_losses(worker, flow, told, again)
         return reports
 
     def _numbered(self, reports: list[Any]) -> Mapping[int, Any]:
