@@ -16,6 +16,8 @@ from elaswave_plugin.rehearsed import REHEARSAL
 RUN_LIMIT_S = 1800.0
 LOOK_INTERVAL_S = 0.05
 _LAST_LINES = 15
+# What a worker says that came back and left again; that the job ends for it is said later.
+_CAME_BACK = ", started again: "
 _ALWAYS = ("torch", "numpy", "pydantic", "elaswave_plugin.rehearsal.trainer")
 # What a script imports -> what its trainers need, imported once.
 _PRELOADED = (
@@ -90,7 +92,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a run ended: exit code, seconds, and the last lines that it wrote."""
+    """How a run ended: exit code, seconds, the last lines that it wrote, and why newcomers left."""
 
     exit_code: int
     seconds: float
@@ -98,7 +100,9 @@ class Ended:
 
     @property
     def sentence(self) -> str:
-        """The last line, which is what the product says of bad input."""
+        """Why the first newcomer left; else the last line, which is what is said of bad input."""
+        if left := [line for line in self.lines if _CAME_BACK in line]:
+            return left[0]
         said = [
             line for line in self.lines if line.startswith(("elaswave", "step")) or ": " in line
         ]
@@ -124,10 +128,11 @@ def run_command(
                 raise JobFailed(f"run {order.name!r} was not done after {RUN_LIMIT_S:g} s", 1)
             time.sleep(LOOK_INTERVAL_S)
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    left = [line for line in lines[:-_LAST_LINES] if _CAME_BACK in line]
     return Ended(
         exit_code=process.returncode,
         seconds=time.monotonic() - began_s,
-        lines=tuple(lines[-_LAST_LINES:]),
+        lines=(*left, *lines[-_LAST_LINES:]),
     )
 
 

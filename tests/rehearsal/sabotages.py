@@ -13,7 +13,7 @@ _RNG = "from elaswave_plugin.adapters.megatron import rng, sample_draws; "
 # What refuses a second call that trains on gradients that are reduced already.
 _ANY_CALLS = (
     "from elaswave_plugin.adapters.megatron.step_gradients import StepGradients; "
-    "StepGradients.zero = lambda self: self._reduced.clear()"
+    "StepGradients.zero = lambda self, model: self._reduced.clear()"
 )
 # What refuses an optimizer that is not bound.
 _ANY_OPTIMIZER = (
