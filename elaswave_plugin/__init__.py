@@ -18,7 +18,7 @@ from elaswave_plugin.errors import (
     SnapshotUnreadableError,
     WeightsDifferError,
 )
-from elaswave_plugin.version import __version__
+from elaswave_plugin.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from elaswave_plugin.config import ElasticConfig
@@ -41,7 +41,6 @@ __all__ = [
     "SnapshotGapError",
     "SnapshotUnreadableError",
     "WeightsDifferError",
-    "__version__",
     "keep",
     "phase",
 ]

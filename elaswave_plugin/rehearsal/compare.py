@@ -95,6 +95,19 @@ class RunRecords:
         files = (one["files"] for one in self.records if one["kind"] == "facts")
         return tuple(dict.fromkeys(name for several in files for name in several))
 
+    def without_undone(self, restored: Mapping[int, int]) -> "RunRecords":
+        """Those of steps that no later view began again; ``restored``: the step of each view.
+
+        A step that some had completed when another was lost is made again by fewer workers, whose
+        sums have bits of their own.
+        """
+        kept = (
+            one
+            for one in self.records
+            if all(view <= one["view"] or one.get("at", 0) <= at for view, at in restored.items())
+        )
+        return RunRecords(records=tuple(kept))
+
     def values(self) -> Iterator[tuple[Moment, Named, int, Any]]:
         """(moment, what, worker, value), one by one."""
         for record in self.records:

@@ -17,6 +17,7 @@ from elaswave_plugin.rehearsal.compare import (
     OWN,
     SAMPLE,
     SETTING,
+    WEIGHT,
     Difference,
     Moment,
     Reference,
@@ -60,6 +61,11 @@ class RunLeft:
             step: (float.fromhex(lines[0]["loss_hex"]), float.fromhex(lines[0]["grad_norm_hex"]))
             for step, lines in counted_steps(self.files).items()
         }
+
+    @property
+    def final_records(self) -> RunRecords:
+        """Without those of completed steps that were made again."""
+        return self.records.without_undone(_restored_steps(self.files))
 
     @property
     def batches(self) -> list[int]:
@@ -143,13 +149,14 @@ def judge(
     """Compare a run; ``twin``: the one with the same changes as planned, which it has to equal."""
     left = RunLeft.read(order)
     other, reference, name = undisturbed.left, undisturbed.reference, "undisturbed"
-    found: list[Difference] = []
+    records, found = left.records, list[Difference]()
     if twin is not None:
         other, name = RunLeft.read(twin[0]), "the same changes as planned"
         reference = reference.restricted(other.records)
+        records = left.final_records
         found += _ended_early(twin[1], other, "the run with the changes as planned")
     found += _ended_early(ended, left, "the job")
-    found += reference.differences(left.records)
+    found += reference.differences(records)
     if not ended.exit_code:
         found += step_differences(left.steps, other.steps)
         found += _of_samples(left, undisturbed.left.batches)
@@ -157,8 +164,8 @@ def judge(
     found.sort(key=lambda one: one.moment)
     first = found[0] if found else None
     if first is not None:
-        notes = reference.notes(left.records)
-        first = _explained(first, [*found[1:], *notes], left.records.files)
+        notes = reference.notes(records)
+        first = _explained(first, [*found[1:], *notes], records.files)
     return Judged(
         run=run,
         ended=ended,
@@ -206,7 +213,9 @@ def _explained(first: Difference, others: Sequence[Difference], files: Iterable[
 
 
 def _group(one: Difference) -> str:
-    """What is said once: the first of a kind, and each variable of the script."""
+    """What is said once: the first of a kind; parts of the model and variables one by one."""
+    if one.kind == WEIGHT:
+        return one.name.partition(".")[0]
     return f"script {one.name.partition('[')[0]}" if one.kind == OWN else one.kind
 
 
@@ -234,7 +243,7 @@ def twin_changes(order: RunOrder) -> list[str]:
     """The same changes of the view as planned ones, at the steps that the run went back to."""
     files = read_run(order.run_dir)
     views = {one["epoch"]: set(one["ranks"]) for one in files.of_kind("view_committed")}
-    steps = {one["epoch"]: one["restored_step"] for one in files.of_kind("recovered")}
+    steps = _restored_steps(files)
     before, changes = views[min(views)], list[str]()
     for epoch in sorted(steps):
         now = views[epoch]
@@ -242,3 +251,8 @@ def twin_changes(order: RunOrder) -> list[str]:
         changes += [f"+{slot}@{steps[epoch]}" for slot in sorted(now - before)]
         before = now
     return changes
+
+
+def _restored_steps(files: RunFiles) -> dict[int, int]:
+    """The step from which each view went on, by the view's number."""
+    return {one["epoch"]: one["restored_step"] for one in files.of_kind("recovered")}

@@ -189,6 +189,7 @@ ENGINE_TABLE = (
             sabotage=f"from {_PARTS} import Frozen; Frozen.keep = lambda self: None",
         ),
         run="returns-2",
-        names="weight teacher",
+        # The teacher itself differs in a step that was made again by fewer, which is not compared.
+        names="loss of samples",
     ),
 )

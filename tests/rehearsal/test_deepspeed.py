@@ -8,8 +8,10 @@ from tests.rehearsal.conftest import Rehearse
 pytestmark = [pytest.mark.timeout(540), pytest.mark.slow]
 
 
-def test_the_example_is_equal(rehearse_engine: Rehearse) -> None:
-    spec = EngineSpec(nproc=3, steps=20, global_batch=6)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_example_is_equal(rehearse_engine: Rehearse, stage: int) -> None:
+    """In ZeRO 0 a survivor completes a step that the others begin again without the lost one."""
+    spec = EngineSpec(nproc=3, steps=20, global_batch=6, stage=stage)
     found = rehearse_engine(spec, runs=("losses", "returns"))
     assert found.exit_code == 0, found.output
     assert all(kill["fired"] for run in found.verdict["runs"] for kill in run["kills"])
