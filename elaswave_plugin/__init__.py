@@ -18,7 +18,6 @@ from elaswave_plugin.errors import (
     SnapshotUnreadableError,
     WeightsDifferError,
 )
-from elaswave_plugin.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from elaswave_plugin.config import ElasticConfig
@@ -46,6 +45,7 @@ __all__ = [
 ]
 
 _LAZY = (
+    ("__version__", "elaswave_plugin.version"),
     ("ElasticConfig", "elaswave_plugin.config"),
     ("keep", "elaswave_plugin.kept"),
     ("phase", "elaswave_plugin.runtime.progress"),
