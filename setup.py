@@ -62,8 +62,8 @@ setup(
     },
     entry_points={
         "console_scripts": [
-            "elaswave = elaswave_plugin.cli:main",
-            "elaswave-python = elaswave_plugin.python_exec:main",
+            "elaswave = elaswave_plugin.cli.main:main",
+            "elaswave-python = elaswave_plugin.launch.python_exec:main",
         ],
         # Called by torch when it is imported.
         "torch.backends": ["elaswave = elaswave_plugin.autoload:watch"],

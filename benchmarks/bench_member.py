@@ -11,12 +11,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from elaswave_plugin.core.sealed import SealedShard
-from elaswave_plugin.core.worker_facts import WorkerFacts
+from elaswave_plugin.communicator.links.link_table import LinkTable
+from elaswave_plugin.communicator.process_group import GroupTable
+from elaswave_plugin.core.layout.sealed_shard import SealedShard
+from elaswave_plugin.core.layout.worker_facts import WorkerFacts
 from elaswave_plugin.errors import EpochChanged
-from elaswave_plugin.runtime.links import LinkTable
-from elaswave_plugin.runtime.member import Commit, Member
-from elaswave_plugin.runtime.process_group import GroupTable
+from elaswave_plugin.trainer.member import Commit, Member
 
 JOIN_LIMIT_S = 300.0
 LINGER_S = 2.0

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from elaswave_plugin.cli import exit_code_of, run_click
+from elaswave_plugin.cli.main import exit_code_of, run_click
 
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write the summary there as well.")

@@ -27,7 +27,7 @@ from benchmarks.communicator_report import draw, show
 from benchmarks.group_list import Layout, default_layout, parse_layout
 from elaswave_plugin.demo.jobs import run_job, running, wait_until_ready
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.output_file import check_output, check_picture
+from elaswave_plugin.observer.output_file import check_output, check_picture
 
 HERE = Path(__file__).parent
 WORKERS = ("rebuild_worker", "latency_worker", "migration_worker")
@@ -92,7 +92,7 @@ class Bench:
         self._jobs += 1
         out = self._folder / str(self._jobs)
         out.mkdir()
-        command = [sys.executable, "-m", "elaswave_plugin.cli", "run"]
+        command = [sys.executable, "-m", "elaswave_plugin.cli.main", "run"]
         command += [f"--nproc-per-node={world}", f"--zygote={self._zygote}", f"--dir={out}"]
         command += [str(HERE / script), str(out), str(self._store_port), *arguments]
         run_job(command, f"{script} with {world} workers", out / "log", limit_s=JOB_LIMIT_S)
@@ -176,7 +176,7 @@ def opened() -> Iterator[Bench]:
     with tempfile.TemporaryDirectory(prefix="elaswave-bench-") as name:
         folder = Path(name)
         log = folder / "zygote.log"
-        command = [sys.executable, "-W", "ignore", "-m", "elaswave_plugin.runtime.zygote"]
+        command = [sys.executable, "-W", "ignore", "-m", "elaswave_plugin.trainer.zygote"]
         preload = ",".join(["torch", "psutil", *(f"benchmarks.{w}" for w in WORKERS)])
         with running(
             [*command, f"--socket={folder / 'z'}", f"--preload={preload}"], log

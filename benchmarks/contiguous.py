@@ -11,10 +11,10 @@ no layers. A layer that changes stage moves the bounds of every shard of both st
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from elaswave_plugin.core.plan import RecoveryPlan
-from elaswave_plugin.core.sealed import SealedShard
-from elaswave_plugin.core.seating import Cell
-from elaswave_plugin.core.shards import ShardCut, ShardPiece
+from elaswave_plugin.core.layout.sealed_shard import SealedShard
+from elaswave_plugin.core.layout.shards import ShardCut, ShardPiece
+from elaswave_plugin.core.recovery_plan.placement import Cell
+from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from elaswave_plugin.adapters.megatron import rng
+from elaswave_plugin.adapters.megatron.compat import rng
 
 
 def leave_generators_alone() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from elaswave_plugin.adapters.megatron.weight_gradients import Piece, WeightGradients
+from elaswave_plugin.adapters.megatron.step.weight_gradients import Piece, WeightGradients
 
 
 class Owed:

@@ -22,10 +22,10 @@ from benchmarks.simulated_throughput import (
     rectangular_step,
     simulated_steps,
 )
-from elaswave_plugin.core.layer_times import STEPS_FOR_COSTS, LayerTimes
+from elaswave_plugin.core.planner.layer_times import STEPS_FOR_COSTS, LayerTimes
 from elaswave_plugin.demo import jobs
 from elaswave_plugin.demo.options import DemoOptions, check_options
-from elaswave_plugin.observer import RunFiles, read_run
+from elaswave_plugin.observer.observer import RunFiles, read_run
 
 # The loss comes as soon as costs are known; the step after it is redone, the next one warms up.
 LOSS_STEP = STEPS_FOR_COSTS
@@ -66,7 +66,7 @@ class Jobs:
         """One job of ``dp`` replicas with ``batch`` micro-batches; raises JobFailed."""
         directory = self.folder / name
         command = [
-            *(sys.executable, "-m", "elaswave_plugin.cli", "run"),
+            *(sys.executable, "-m", "elaswave_plugin.cli.main", "run"),
             *("--nproc-per-node", str(scenario.pp * dp), "--zygote", str(self.zygote)),
             *("--dir", str(directory), str(Path(__file__).with_name("emulated_compute.py"))),
             *(str(self.layer_ms), str(self.options.script)),

@@ -19,7 +19,7 @@ from benchmarks import command
 from benchmarks.circumstances import circumstances
 from benchmarks.communicator import Rows, opened, percentile
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.output_file import check_output
+from elaswave_plugin.observer.output_file import check_output
 
 WAYS = ("blocking_contiguous", "blocking_interleaved", "nonblocking_interleaved")
 ALIGNMENT = 128

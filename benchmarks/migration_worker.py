@@ -18,15 +18,15 @@ import torch.distributed as dist
 
 from benchmarks.bench_member import BenchMember
 from benchmarks.contiguous import ContiguousPlan, Stages
-from elaswave_plugin.core.layout import launch_layout
-from elaswave_plugin.core.pipeline_flow import flow_of
-from elaswave_plugin.core.plan import RecoveryPlan, make_plan
-from elaswave_plugin.core.sealed import SealedShard
-from elaswave_plugin.core.seating import Cell, GridSeating
-from elaswave_plugin.core.shards import MOMENTS, PARTS, WEIGHTS, ShardCut
-from elaswave_plugin.runtime.free_memory import available_bytes
-from elaswave_plugin.runtime.restore import read_parts
-from elaswave_plugin.runtime.snapshot import SnapshotPool, capacity_of
+from elaswave_plugin.core.layout.layout import launch_layout
+from elaswave_plugin.core.layout.sealed_shard import SealedShard
+from elaswave_plugin.core.layout.shards import MOMENTS, PARTS, WEIGHTS, ShardCut
+from elaswave_plugin.core.planner.pipeline_flow import flow_of
+from elaswave_plugin.core.recovery_plan.placement import Cell, GridSeating
+from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan, make_plan
+from elaswave_plugin.snapshot.free_memory import available_bytes
+from elaswave_plugin.snapshot.restore import read_parts
+from elaswave_plugin.snapshot.snapshot_pool import SnapshotPool, capacity_of
 
 READ_LIMIT_S = 120.0
 INTERLEAVED, CONTIGUOUS = 0, 1

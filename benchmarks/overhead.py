@@ -14,9 +14,15 @@ from typing import Any
 
 from benchmarks.circumstances import circumstances
 from benchmarks.measurement import bench, options_parser, run_benchmark
-from elaswave_plugin.demo.blocks import ALTERNATED, BLOCK_STEPS, OnOff, cpu_times_s, step_times_s
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.observer import read_run
+from elaswave_plugin.observer.blocks import (
+    ALTERNATED,
+    BLOCK_STEPS,
+    OnOff,
+    cpu_times_s,
+    step_times_s,
+)
+from elaswave_plugin.observer.observer import read_run
 
 PROCESSES = ("trainer", "supervisor")
 

@@ -14,13 +14,13 @@ import typer
 
 from benchmarks import command
 from benchmarks.circumstances import circumstances
-from elaswave_plugin.core.layout import launch_layout
+from elaswave_plugin.core.layout.layout import launch_layout
 from elaswave_plugin.core.planner.costs import CostModel, uniform_costs
 from elaswave_plugin.core.planner.executable import worker_ops
 from elaswave_plugin.core.planner.joint import JointPlan, joint_plan
 from elaswave_plugin.core.planner.prediction import StepWork
-from elaswave_plugin.core.step_time import LinkTime
-from elaswave_plugin.output_file import check_output
+from elaswave_plugin.core.step.simulate import LinkTime
+from elaswave_plugin.observer.output_file import check_output
 
 SLOTS = 64
 LAYERS = 200

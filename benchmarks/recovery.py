@@ -22,7 +22,7 @@ from elaswave_plugin.demo.jobs import JobFailed
 from elaswave_plugin.demo.options import SCRIPTS
 from elaswave_plugin.demo.sizes import GLOBAL_BATCH
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.observer import RunFiles, read_run, summarize
+from elaswave_plugin.observer.observer import RunFiles, read_run, summarize
 
 STEPS, KILL_STEP = 20, 10
 KEPT = ("parameters_equal", "max_abs_loss_diff", "survivor_pids_unchanged")

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from statistics import median
 from typing import Any
 
-from elaswave_plugin.core.layout import ParallelLayout, launch_layout
+from elaswave_plugin.core.layout.layout import ParallelLayout, launch_layout
 from elaswave_plugin.core.planner.prediction import StepWork
 from elaswave_plugin.core.planner.reasons import concentration, most_gain
 from elaswave_plugin.errors import ConfigurationError

@@ -18,7 +18,7 @@ from elaswave_plugin.core.planner.microbatch_split import REROUTE
 from elaswave_plugin.core.planner.prediction import DataflowChoice, Predictor
 from elaswave_plugin.core.planner.rules import PlanRules
 from elaswave_plugin.core.planner.search import EXTRA_WINDOWS
-from elaswave_plugin.core.step_time import LinkTime
+from elaswave_plugin.core.step.simulate import LinkTime
 
 # Long enough that every move pays: what is compared is the steady state.
 HORIZON_S = 1e9

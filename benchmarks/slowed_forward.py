@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from elaswave_plugin.runtime.loop import GuardedSteps
+from elaswave_plugin.loops.guarded_steps import GuardedSteps
 
 
 def slow_down(factor: float, step: int) -> None:

@@ -18,7 +18,7 @@ from benchmarks.circumstances import circumstances
 from benchmarks.scenarios import Scenario, chosen, judged, scenarios
 from benchmarks.throughput_report import draw, show_bars, show_row
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.output_file import check_output, check_picture
+from elaswave_plugin.observer.output_file import check_output, check_picture
 
 MEASURED, SIMULATED = "measured", "simulated"
 # What ends in minutes: the others are asked for by name.

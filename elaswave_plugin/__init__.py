@@ -21,8 +21,8 @@ from elaswave_plugin.errors import (
 
 if TYPE_CHECKING:
     from elaswave_plugin.config import ElasticConfig
+    from elaswave_plugin.ipc.progress_page import phase
     from elaswave_plugin.kept import keep
-    from elaswave_plugin.runtime.progress import phase
 
 
 __all__ = [
@@ -48,7 +48,7 @@ _LAZY = (
     ("__version__", "elaswave_plugin.version"),
     ("ElasticConfig", "elaswave_plugin.config"),
     ("keep", "elaswave_plugin.kept"),
-    ("phase", "elaswave_plugin.runtime.progress"),
+    ("phase", "elaswave_plugin.ipc.progress_page"),
 )
 
 

@@ -17,7 +17,7 @@ from threading import get_ident
 from types import ModuleType
 from typing import Any, NamedTuple
 
-# Set by the supervisor of a worker (runtime/member.py, CONTROL_FD).
+# Set by the supervisor of a worker (trainer/member.py, CONTROL_FD).
 _SUPERVISED = "ELASWAVE_CONTROL_FD"
 
 
@@ -53,7 +53,7 @@ def watch() -> None:
         # The script imported it first, which is importing torch now.
         _catch_up(watched)
     if _SUPERVISED in os.environ:
-        import_module("elaswave_plugin.runtime.detached").watch()
+        import_module("elaswave_plugin.loops.unjoined").watch()
 
 
 def _catch_up(watched: _Watched) -> None:

@@ -13,7 +13,7 @@ __all__ = ["initialize", "install", "loader", "run"]
 
 _MARK = "__elaswave__"
 _JOBS = "__elaswave_jobs__"
-# Set by the supervisor of a worker (runtime/member.py, CONTROL_FD).
+# Set by the supervisor of a worker (trainer/member.py, CONTROL_FD).
 _SUPERVISED = "ELASWAVE_CONTROL_FD"
 _ADAPTER = "elaswave_plugin.adapters.deepspeed"
 
@@ -94,8 +94,8 @@ def _without_compiler(native: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(native)
     def init_distributed(*args: Any, **kwargs: Any) -> Any:
         if _SUPERVISED in os.environ:
-            import_module(f"{_ADAPTER}.seams").launch_patches().apply()
-            import_module(f"{_ADAPTER}.newcomer").meet_nobody()
+            import_module(f"{_ADAPTER}.compat.patches").launch_patches().apply()
+            import_module(f"{_ADAPTER}.engine.newcomer").meet_nobody()
         return native(*args, **kwargs)
 
     init_distributed.__dict__[_MARK] = True

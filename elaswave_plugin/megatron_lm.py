@@ -19,7 +19,7 @@ _ADAPTER = "elaswave_plugin.adapters.megatron_lm"
 def prepare() -> None:
     """Before Megatron-LM is imported: let it be imported on a machine without a GPU."""
     if _FLAG in sys.argv:
-        import_module(f"{_ADAPTER}.stand_in").without_triton()
+        import_module(f"{_ADAPTER}.triton_stub").without_triton()
 
 
 def install() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.circumstances import described_commit
 from elaswave_plugin.config import parse_kill
-from elaswave_plugin.observer import median_step_s, recoveries_of
+from elaswave_plugin.observer.observer import median_step_s, recoveries_of
 from tests.faults.harness import JobSpec, Outcome, Zygote, launch
 
 Row = dict[str, Any]

@@ -5,11 +5,11 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from elaswave_plugin.runtime.continuing import await_lease
-from elaswave_plugin.runtime.framework import StepReport
-from elaswave_plugin.runtime.state_dump import NamedPiece, dump_state
-from elaswave_plugin.runtime.worker import Worker
+from elaswave_plugin.framework import StepReport
+from elaswave_plugin.recovery.worker import Worker
+from elaswave_plugin.tracking.dump_state import NamedPiece, dump_state
 from elaswave_plugin.tracking.tracker import Tracker, step_metrics
+from elaswave_plugin.trainer.lease import await_lease
 
 
 def tracker_of(worker: Worker) -> Tracker:

@@ -8,7 +8,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.runtime.refusal import ends_in_a_sentence
+from elaswave_plugin.trainer.fatal import ends_in_a_sentence
 
 
 class Unbound:

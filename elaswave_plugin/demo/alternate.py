@@ -15,13 +15,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from elaswave_plugin.demo.blocks import ALTERNATED, CPU_EVENT, is_on
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.runtime.framework import Framework, StepReport
-from elaswave_plugin.runtime.loop import GuardedSteps
-from elaswave_plugin.runtime.reserve import CONTROL_FD
-from elaswave_plugin.runtime.state_keeper import StateKeeper
-from elaswave_plugin.runtime.worker import Worker
+from elaswave_plugin.framework import Framework, StepReport
+from elaswave_plugin.ipc.environment import CONTROL_FD
+from elaswave_plugin.loops.guarded_steps import GuardedSteps
+from elaswave_plugin.observer.blocks import ALTERNATED, CPU_EVENT, is_on
+from elaswave_plugin.recovery.state_keeper import StateKeeper
+from elaswave_plugin.recovery.worker import Worker
 
 NORM = "get_grad_norm_fp32"
 
@@ -50,7 +50,7 @@ def alternate_snapshots() -> None:
 def alternate_consistency() -> None:
     """In on-blocks the exact norm, in off-blocks Megatron's own; the job is in exact mode."""
     # Here, since the other part is alternated in jobs without Megatron-Core too.
-    from elaswave_plugin.adapters.megatron.seams import elastic_patches
+    from elaswave_plugin.adapters.megatron.compat.patches import elastic_patches
 
     record = next(one for one in elastic_patches(exact=True).records if one.target.endswith(NORM))
     if record.seam is record.hook:

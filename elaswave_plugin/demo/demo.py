@@ -10,15 +10,15 @@ from typing import Any
 from rich.console import Console
 
 from elaswave_plugin.demo import jobs
-from elaswave_plugin.demo.blocks import step_times_s
 from elaswave_plugin.demo.options import DemoOptions, sole_use
 from elaswave_plugin.demo.screen import STEP_LINES, RunScreen, progress_on, show_comparison
 from elaswave_plugin.demo.sizes import GLOBAL_BATCH
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.observer import RunFiles, losses_of, read_run, summarize
-from elaswave_plugin.report import draw_report
-from elaswave_plugin.state_dump import hash_state
+from elaswave_plugin.observer.blocks import step_times_s
+from elaswave_plugin.observer.observer import RunFiles, losses_of, read_run, summarize
+from elaswave_plugin.observer.report import draw_report
 from elaswave_plugin.tracking.events import EVENTS_FILE, LEDGER_FILE
+from elaswave_plugin.tracking.state_dump import hash_state
 
 SUMMARY_FILE, REPORT_FILE = "summary.json", "report.png"
 # Largest relative difference of an fp32 loss whose terms were added in another order.

@@ -14,7 +14,7 @@ from pathlib import Path
 from elaswave_plugin.demo import frameworks
 from elaswave_plugin.demo.options import DemoOptions
 from elaswave_plugin.errors import ElasWaveError
-from elaswave_plugin.runtime.lifeline import die_with_parent
+from elaswave_plugin.ipc.process_tree import die_with_parent
 
 ZYGOTE_LIMIT_S = 180.0
 JOB_LIMIT_S = 900.0
@@ -78,7 +78,7 @@ def zygote(log: Path, preload: Sequence[str]) -> Iterator[tuple["subprocess.Pope
     with tempfile.TemporaryDirectory(prefix="elaswave-") as folder:
         path = Path(folder) / "zygote"
         # The frameworks warn about what they miss on a CPU; every worker would repeat it.
-        command = [sys.executable, "-W", "ignore", "-m", "elaswave_plugin.runtime.zygote"]
+        command = [sys.executable, "-W", "ignore", "-m", "elaswave_plugin.trainer.zygote"]
         command += ["--socket", str(path), "--preload", ",".join(preload)]
         with running(command, log) as process:
             yield process, path
@@ -131,7 +131,7 @@ def job_command(
     at the same steps; `alternate` names the part of the plugin that is on
     and off in turn (see ``alternate.py``), none if empty.
     """
-    launch = [sys.executable, "-m", "elaswave_plugin.cli", "run"]
+    launch = [sys.executable, "-m", "elaswave_plugin.cli.main", "run"]
     launch += ["--nproc-per-node", str(options.nproc), "--zygote", str(socket_path)]
     launch += ["--dir", str(directory)]
     if alternate:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elaswave_plugin.config import STEP_PHASES, Kill, parse_kill
-from elaswave_plugin.core.layout import ParallelLayout
+from elaswave_plugin.core.layout.layout import ParallelLayout
 from elaswave_plugin.demo.sizes import (
     GLOBAL_BATCH,
     SEQUENCE_LENGTH,
@@ -16,7 +16,7 @@ from elaswave_plugin.demo.sizes import (
 )
 from elaswave_plugin.demo.text import TextSource, find_text
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.output_file import check_output
+from elaswave_plugin.observer.output_file import check_output
 
 DEFAULT_KILL = "2@10"
 STEPS, STEPS_WITH_RESPAWN, STEPS_TO_COME_BACK = 20, 40, 25

@@ -10,9 +10,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from elaswave_plugin.config import RECOVERY_PHASES
-from elaswave_plugin.core.layout import ParallelLayout
-from elaswave_plugin.layout_change import layout_lines
-from elaswave_plugin.runtime.recovery_record import recovered_text
+from elaswave_plugin.core.layout.layout import ParallelLayout
+from elaswave_plugin.observer.layout_change import layout_lines
+from elaswave_plugin.recovery.record import recovered_text
 from elaswave_plugin.tracking.events import EVENTS_FILE, STEPS_FILE, Tail
 
 STEP_LINES = 10

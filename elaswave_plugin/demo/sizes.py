@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from elaswave_plugin.config import Kill
-from elaswave_plugin.core.layout import ParallelLayout, launch_layout, sizes_of
+from elaswave_plugin.core.layout.layout import ParallelLayout, launch_layout, sizes_of
 from elaswave_plugin.errors import ConfigurationError
 
 GLOBAL_BATCH = 8

@@ -16,7 +16,7 @@ from typing import Any
 
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.rehearsal.order import RunOrder
-from elaswave_plugin.runtime.refusal import end_in_a_sentence
+from elaswave_plugin.trainer.fatal import end_in_a_sentence
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # Made again whenever they are missing, or held for a moment and never read.

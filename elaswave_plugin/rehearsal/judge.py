@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from elaswave_plugin.core.audit import batch_sizes, counting_views
+from elaswave_plugin.core.step.audit import batch_sizes, counting_views
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.observer import RunFiles, audit_samples, counted_steps, read_run
+from elaswave_plugin.observer.observer import RunFiles, audit_samples, counted_steps, read_run
 from elaswave_plugin.rehearsal.compare import (
     BETWEEN,
     DRAW,
@@ -28,7 +28,12 @@ from elaswave_plugin.rehearsal.launch import Ended
 from elaswave_plugin.rehearsal.lines import lines_for
 from elaswave_plugin.rehearsal.order import RunOrder
 from elaswave_plugin.rehearsal.schedule import DisturbedRun, Facts
-from elaswave_plugin.state_dump import StateDumpError, StateHash, differing_names, hash_state
+from elaswave_plugin.tracking.state_dump import (
+    StateDumpError,
+    StateHash,
+    differing_names,
+    hash_state,
+)
 
 _FILES = ("events.jsonl", "steps.jsonl", "ledger.jsonl")
 _MOST_NOTES = 8

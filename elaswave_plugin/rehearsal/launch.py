@@ -65,7 +65,7 @@ class Command:
     def launches(self) -> int | None:
         """Where the launcher's options begin, of `elaswave run`; None for other launchers."""
         for number, word in enumerate(self.words[:5]):
-            ours = Path(word).name == "elaswave" or word == "elaswave_plugin.cli"
+            ours = Path(word).name == "elaswave" or word == "elaswave_plugin.cli.main"
             if ours and self.words[number + 1 : number + 2] == ("run",):
                 return number + 2
         return None

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from elaswave_plugin.adapters.deepspeed.framework import DeepSpeedFramework
-from elaswave_plugin.adapters.deepspeed.job import EngineJob
-from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader
+from elaswave_plugin.adapters.deepspeed.engine.framework import DeepSpeedFramework
+from elaswave_plugin.adapters.deepspeed.engine.job import EngineJob
+from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
+from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.rehearsal.record import Recorder, facts_of
-from elaswave_plugin.runtime.worker import Worker
 
 
 class CarriedEngine:

@@ -8,12 +8,12 @@ import torch
 
 from elaswave_plugin.adapters.megatron import microbatches
 from elaswave_plugin.adapters.megatron.bound_models import BoundModels
-from elaswave_plugin.adapters.megatron.data import KeyedBatches
-from elaswave_plugin.adapters.megatron.global_names import numbered_modules
 from elaswave_plugin.adapters.megatron.microbatches import Microbatches
-from elaswave_plugin.core.dataflow import Samples
+from elaswave_plugin.adapters.megatron.state.global_names import numbered_modules
+from elaswave_plugin.adapters.megatron.step.data import KeyedBatches
+from elaswave_plugin.core.step.dataflow import Samples
+from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.rehearsal.record import Recorder, facts_of
-from elaswave_plugin.runtime.worker import Worker
 
 # Counts of a router, which are dropped with the step.
 _OF_A_STEP = ("local_tokens_per_expert",)

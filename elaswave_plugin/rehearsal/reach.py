@@ -19,8 +19,8 @@ import numpy as np
 import torch
 import xxhash
 
-from elaswave_plugin.closure import nonlocals_of
-from elaswave_plugin.runtime.digests import digest_of
+from elaswave_plugin.adapters.closure import nonlocals_of
+from elaswave_plugin.step_state.digests import digest_of
 
 _DEEPEST, _MOST, _LONGEST = 8, 20_000, 4096
 _FRAMEWORKS = ("torch", "megatron", "deepspeed", "numpy", "elaswave_plugin", "transformer_engine")

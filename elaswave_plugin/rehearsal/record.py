@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from elaswave_plugin.kept import accessors, kept_objects
+from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.rehearsal.order import RunOrder
 from elaswave_plugin.rehearsal.reach import (
     Found,
@@ -22,9 +23,8 @@ from elaswave_plugin.rehearsal.reach import (
     frames_of_the_script,
     modules_of_the_script,
 )
-from elaswave_plugin.runtime.digests import digest_of
-from elaswave_plugin.runtime.step_state import copied
-from elaswave_plugin.runtime.worker import Worker
+from elaswave_plugin.step_state.digests import digest_of
+from elaswave_plugin.step_state.step_state import copied
 
 STATE, PASS, LOSSES, FACTS = "state", "pass", "losses", "facts"
 

@@ -190,7 +190,7 @@ def check_options(
     only: list[str],
 ) -> RehearsalOptions:
     """Check every option; raises ConfigurationError with one sentence at the first wrong one."""
-    from elaswave_plugin.output_file import check_output
+    from elaswave_plugin.observer.output_file import check_output
 
     if steps < LEAST_STEPS:
         raise ConfigurationError(

@@ -1,6 +1,6 @@
 """Makes a trainer one of a rehearsal: its files are guarded, its saves led, its steps recorded.
 
-`runtime/script_run.py` calls ``begin`` before the script runs. As in `demo/alternate.py`, methods
+`trainer/script_run.py` calls ``begin`` before the script runs. As in `demo/alternate.py`, methods
 of the product are replaced in this process: a job that is not rehearsed has none of this in it.
 """
 
@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from elaswave_plugin.config import SAVE_PHASE
+from elaswave_plugin.framework import Framework
+from elaswave_plugin.loops.guarded_steps import GuardedSteps
+from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.rehearsal.files import FileGuard
 from elaswave_plugin.rehearsal.order import RunOrder
 from elaswave_plugin.rehearsal.record import Recorder
 from elaswave_plugin.rehearsal.saves import LedSaves
 from elaswave_plugin.rehearsal.trackers import switch_off_trackers
-from elaswave_plugin.runtime.framework import Framework
-from elaswave_plugin.runtime.loop import GuardedSteps
-from elaswave_plugin.runtime.step_state import StepState
-from elaswave_plugin.runtime.worker import Worker
+from elaswave_plugin.step_state.step_state import StepState
 
 # Adapter of the framework that a job binds -> what records it.
 _RECORDED = (

@@ -13,8 +13,8 @@ pytest.importorskip("megatron.core")
 import torch
 from megatron.core.optimizer import distrib_optimizer
 
-from elaswave_plugin.adapters.megatron import adam
-from elaswave_plugin.adapters.megatron.te_groups import forget_groups
+from elaswave_plugin.adapters.megatron.compat.te_groups import forget_groups
+from elaswave_plugin.adapters.megatron.state import adam
 
 STAND_INS = Path(__file__).resolve().parents[1] / "stand_ins"
 PACKAGES = {"te": "transformer_engine.pytorch.optimizers", "apex": "apex.optimizers"}

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.adapters.megatron.seams import elastic_patches
-from elaswave_plugin.adapters.megatron.weight_gradients import WeightGradients
+from elaswave_plugin.adapters.megatron.compat.patches import elastic_patches
+from elaswave_plugin.adapters.megatron.step.weight_gradients import WeightGradients
 from elaswave_plugin.adapters.megatron_lm.hooks import Hooks
-from elaswave_plugin.adapters.megatron_lm.seams import lm_patches
-from elaswave_plugin.cli import run_command
-from elaswave_plugin.diffs import Diff, diffs_for, find_tree, read_series
+from elaswave_plugin.adapters.megatron_lm.patches import lm_patches
+from elaswave_plugin.cli.main import run_command
+from elaswave_plugin.cli.patch import Diff, diffs_for, find_tree, read_series
 from tests.adapters.megatron_lm.harness import REPOSITORY, needs_repository
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,12 +15,12 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from rich.console import Console
 
-from elaswave_plugin.adapters import ledger
-from elaswave_plugin.adapters.ledger import Entry
 from elaswave_plugin.adapters.megatron_lm.records import record
 from elaswave_plugin.adapters.patching import Hook, PatchRecord
-from elaswave_plugin.cli import run_command
-from elaswave_plugin.doctor import FITS, Finding, show
+from elaswave_plugin.cli import ledger
+from elaswave_plugin.cli.doctor import FITS, Finding, show
+from elaswave_plugin.cli.ledger import Entry
+from elaswave_plugin.cli.main import run_command
 from tests.adapters.megatron_lm.harness import REPOSITORY, needs_repository
 
 
@@ -63,7 +63,7 @@ def scripts_fit() -> bool:
 
 @needs_repository
 def test_every_record_fits_the_repository() -> None:
-    command = [sys.executable, "-m", "elaswave_plugin.cli", "doctor", "--json"]
+    command = [sys.executable, "-m", "elaswave_plugin.cli.main", "doctor", "--json"]
     done = subprocess.run(
         [*command, "--megatron-lm", REPOSITORY],
         capture_output=True,
@@ -157,7 +157,7 @@ def test_a_checkout_that_cannot_be_imported_is_one_sentence(tmp_path: Path) -> N
     core = tmp_path / "megatron" / "core"
     core.mkdir()
     (core / "__init__.py").write_text("import a_module_of_a_newer_release")
-    command = [sys.executable, "-m", "elaswave_plugin.cli", "doctor", "--megatron-lm"]
+    command = [sys.executable, "-m", "elaswave_plugin.cli.main", "doctor", "--megatron-lm"]
     done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=90)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr

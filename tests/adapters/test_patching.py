@@ -9,7 +9,7 @@ import pytest
 from elaswave_plugin.adapters import megatron
 from elaswave_plugin.adapters.patching import Hook, PatchRecord, PatchSet
 from elaswave_plugin.errors import PatchMismatchError
-from elaswave_plugin.runtime.reserve import CONTROL_FD
+from elaswave_plugin.ipc.environment import CONTROL_FD
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_a_hook_that_the_source_has_is_set_and_nothing_is_replaced(target: Any) 
 def test_cpu_records_are_reversible_and_carry_their_reasons() -> None:
     import torch
 
-    from elaswave_plugin.adapters.megatron.cpu import cpu_patches
+    from elaswave_plugin.adapters.megatron.compat.cpu_patches import cpu_patches
 
     if torch.cuda.is_available():
         pytest.skip("CPU records are for machines without a GPU")

@@ -19,9 +19,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from elaswave_plugin.adapters.megatron import refuse
-from elaswave_plugin.adapters.megatron.growth import check_growth
-from elaswave_plugin.adapters.megatron.refuse import check_grid, check_supported
+from elaswave_plugin.adapters.megatron import unsupported
+from elaswave_plugin.adapters.megatron.unsupported import check_grid, check_supported
+from elaswave_plugin.adapters.megatron.unsupported_growth import check_growth
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
 
@@ -195,7 +195,7 @@ def test_every_setting_of_the_table_is_among_these() -> None:
     tested = [{row[0] for row in rows} for rows in of_model]
     later = {name for _, name, _ in LATER_SETTINGS}
     in_table = [
-        {name for whose, name, _, _ in refuse.CARRIED if (whose == "experts") is experts}
+        {name for whose, name, _, _ in unsupported.CARRIED if (whose == "experts") is experts}
         for experts in (False, True)
     ]
     # What does not have one carried value is refused by the code beside the table.

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from elaswave_plugin.config import RECOVERY_PHASES
-from elaswave_plugin.runtime.faults import strike
-from elaswave_plugin.runtime.loop import GuardedSteps
-from elaswave_plugin.runtime.phases import Phases
-from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET
-from elaswave_plugin.runtime.state_keeper import StateKeeper
-from elaswave_plugin.runtime.worker import Worker
+from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET
+from elaswave_plugin.loops.guarded_steps import GuardedSteps
+from elaswave_plugin.recovery.faults import strike
+from elaswave_plugin.recovery.phases import Phases
+from elaswave_plugin.recovery.state_keeper import StateKeeper
+from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.tracking.events import read_lines
 
 Record = dict[str, Any]

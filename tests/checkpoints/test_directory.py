@@ -13,7 +13,7 @@ from elaswave_plugin.checkpoints.draft import begin_draft, discard_drafts, point
 from elaswave_plugin.checkpoints.failures import storage_failure
 from elaswave_plugin.checkpoints.listing import list_checkpoints
 from elaswave_plugin.checkpoints.loading import check_loadable
-from elaswave_plugin.cli import run_command
+from elaswave_plugin.cli.main import run_command
 from elaswave_plugin.errors import CheckpointUnreadableError, ConfigurationError
 
 

@@ -6,17 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
-from elaswave_plugin.core.admission import Applicant
-from elaswave_plugin.core.agreement import Agreement
-from elaswave_plugin.core.agreement_messages import (
-    Ballot,
-    Detached,
-    Message,
-    Raised,
-    Stop,
-    Welcome,
-)
-from elaswave_plugin.core.agreement_orders import (
+from elaswave_plugin.core.agreement.acceptor_state import NodeMemory
+from elaswave_plugin.core.agreement.effects import (
     Connect,
     Deliver,
     Disconnect,
@@ -28,11 +19,20 @@ from elaswave_plugin.core.agreement_orders import (
     Ring,
     Send,
 )
+from elaswave_plugin.core.agreement.join_rule import Applicant
+from elaswave_plugin.core.agreement.leader import Agreement
+from elaswave_plugin.core.agreement.messages import (
+    Ballot,
+    Detached,
+    Message,
+    Raised,
+    Stop,
+    Welcome,
+)
+from elaswave_plugin.core.agreement.timeouts import Patience
+from elaswave_plugin.core.agreement.view import MembershipView
 from elaswave_plugin.core.codec import from_json
-from elaswave_plugin.core.membership import MembershipView
-from elaswave_plugin.core.node_memory import NodeMemory
-from elaswave_plugin.core.patience import Patience
-from elaswave_plugin.core.reserve import NOWHERE
+from elaswave_plugin.core.layout.reserve import NOWHERE
 from tests.core.described import describe, describe_note
 from tests.core.over_the_wire import as_json
 

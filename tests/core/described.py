@@ -1,6 +1,7 @@
 """Messages between supervisors as the lines of a golden script."""
 
-from elaswave_plugin.core.agreement_messages import (
+from elaswave_plugin.core.agreement.effects import Note
+from elaswave_plugin.core.agreement.messages import (
     Accuse,
     Admit,
     Begun,
@@ -18,7 +19,6 @@ from elaswave_plugin.core.agreement_messages import (
     StopBefore,
     Welcome,
 )
-from elaswave_plugin.core.agreement_orders import Note
 
 
 def describe(message: Message) -> str:

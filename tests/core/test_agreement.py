@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.core.patience import Patience
+from elaswave_plugin.core.agreement.timeouts import Patience
 from tests.core.cluster import Cluster
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from elaswave_plugin.core.patience import Patience
+from elaswave_plugin.core.agreement.timeouts import Patience
 from tests.core.cluster import Cluster
 from tests.core.test_agreement_random import let_somebody_come
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from elaswave_plugin.core.due import LAST_CALL
-from elaswave_plugin.core.layout import launch_layout, why_needed
-from elaswave_plugin.core.reserve import NOWHERE
+from elaswave_plugin.core.agreement.next_view import LAST_CALL
+from elaswave_plugin.core.layout.layout import launch_layout, why_needed
+from elaswave_plugin.core.layout.reserve import NOWHERE
 from tests.core.cluster import Cluster
 from tests.core.test_agreement_cuts import (
     check,

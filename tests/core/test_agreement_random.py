@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from elaswave_plugin.core.membership import MembershipView
-from elaswave_plugin.core.patience import Patience
-from elaswave_plugin.core.reserve import NOWHERE
+from elaswave_plugin.core.agreement.timeouts import Patience
+from elaswave_plugin.core.agreement.view import MembershipView
+from elaswave_plugin.core.layout.reserve import NOWHERE
 from tests.core.cluster import Cluster
 
 LAUNCHED = ((0, 0, 0, 0), (0, 0, 1, 1, 2, 2), (0, 1, 2), (0, 1, 2, 3, 4))

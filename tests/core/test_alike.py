@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from elaswave_plugin.core.agreement_messages import Raised, Report
-from elaswave_plugin.core.alike import failed_alike
-from elaswave_plugin.core.layout import ParallelLayout, TpGroup
-from elaswave_plugin.core.membership import FailureEvent, first_view, next_view
+from elaswave_plugin.core.agreement.alike import failed_alike
+from elaswave_plugin.core.agreement.messages import Raised, Report
+from elaswave_plugin.core.agreement.view import FailureEvent, first_view, next_view
+from elaswave_plugin.core.layout.layout import ParallelLayout, TpGroup
 
 RAISED = Raised(error="ValueError", message="no", where="train.py:7", when="in step 3")
 SENTENCE = "failed alike in step 3: ValueError: no (train.py:7)"

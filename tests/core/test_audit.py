@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from elaswave_plugin.core.audit import batch_sizes, counting_views, lost_and_repeated
+from elaswave_plugin.core.step.audit import batch_sizes, counting_views, lost_and_repeated
 
 BATCH = 4
 

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elaswave_plugin.core.agreement.acceptor_state import NodeMemory
+from elaswave_plugin.core.agreement.view import FailureEvent, MembershipView
 from elaswave_plugin.core.codec import (
     UnreadableMessageError,
     WireMessage,
@@ -16,11 +18,9 @@ from elaswave_plugin.core.codec import (
     kind_of,
     to_json,
 )
-from elaswave_plugin.core.membership import FailureEvent, MembershipView
-from elaswave_plugin.core.node_memory import NodeMemory
-from elaswave_plugin.core.worker_facts import WorkerFacts
-from elaswave_plugin.runtime.control_frames import FromPeer, FromSupervisor, FromTrainer
-from elaswave_plugin.runtime.peer import Peer
+from elaswave_plugin.core.layout.worker_facts import WorkerFacts
+from elaswave_plugin.ipc.frames import FromPeer, FromSupervisor, FromTrainer
+from elaswave_plugin.ipc.peer import Peer
 from tests.core.over_the_wire import again, as_json
 
 SAID = [(side, one) for side in (FromTrainer, FromSupervisor, FromPeer) for one in get_args(side)]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaswave_plugin.core.communicators import (
+from elaswave_plugin.core.layout.device_groups import (
     CommunicatorFacts,
     Fate,
     fate_of,

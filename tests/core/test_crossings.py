@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaswave_plugin.core.dataflow import Rows, Samples, crossings
+from elaswave_plugin.core.step.dataflow import Rows, Samples, crossings
 
 Stage = list[list[tuple[int, int]]]
 

@@ -1,11 +1,11 @@
 """What a new leader is told, and what it builds on."""
 
-from elaswave_plugin.core.agreement import Agreement
-from elaswave_plugin.core.agreement_messages import Ballot, Prepare, Promise, Welcome
-from elaswave_plugin.core.agreement_orders import Send
-from elaswave_plugin.core.election import outcome_of
-from elaswave_plugin.core.membership import MembershipView, WorkerId, first_view
-from elaswave_plugin.core.patience import Patience
+from elaswave_plugin.core.agreement.effects import Send
+from elaswave_plugin.core.agreement.election import outcome_of
+from elaswave_plugin.core.agreement.leader import Agreement
+from elaswave_plugin.core.agreement.messages import Ballot, Prepare, Promise, Welcome
+from elaswave_plugin.core.agreement.timeouts import Patience
+from elaswave_plugin.core.agreement.view import MembershipView, WorkerId, first_view
 
 NODES = (0, 1, 2)
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaswave_plugin.core.dataflow import deal, sample_ids
-from elaswave_plugin.core.exact import fold_order
+from elaswave_plugin.core.step.dataflow import deal, sample_ids
+from elaswave_plugin.core.step.sum_order import fold_order
 
 
 def fp32(value: float) -> float:

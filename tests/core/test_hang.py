@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaswave_plugin.core.hang import (
+from elaswave_plugin.core.agreement.hang import (
     COMMIT,
     FACTOR,
     NOBODY,

@@ -1,6 +1,6 @@
 """What a supervisor says after its promise is newer than what it promised with."""
 
-from elaswave_plugin.core.patience import Patience
+from elaswave_plugin.core.agreement.timeouts import Patience
 from tests.core.cluster import Cluster
 
 

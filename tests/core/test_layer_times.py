@@ -4,7 +4,8 @@ from functools import partial
 
 import pytest
 
-from elaswave_plugin.core.layer_times import (
+from elaswave_plugin.core.layout.layout import launch_layout
+from elaswave_plugin.core.planner.layer_times import (
     AROUND,
     BACKWARD,
     BEHIND,
@@ -21,9 +22,8 @@ from elaswave_plugin.core.layer_times import (
     PassTimes,
     agreed,
 )
-from elaswave_plugin.core.layout import launch_layout
-from elaswave_plugin.core.pipeline_flow import flow_of, level_layers
-from elaswave_plugin.core.step_time import LinkTime
+from elaswave_plugin.core.planner.pipeline_flow import flow_of, level_layers
+from elaswave_plugin.core.step.simulate import LinkTime
 
 LAYOUT = launch_layout(tp=1, pp=2, dp=2, num_layers=12)
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaswave_plugin.core.layout import (
+from elaswave_plugin.core.layout.layout import (
     FreeWorker,
     ParallelLayout,
     launch_layout,

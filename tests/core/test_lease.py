@@ -2,7 +2,7 @@
 
 import random
 
-from elaswave_plugin.core.lease import Lease
+from elaswave_plugin.core.agreement.lease import Lease
 
 LASTS_S, EVERY_S = 3.0, 0.5
 

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from elaswave_plugin.core.patience import Patience
+from elaswave_plugin.core.agreement.timeouts import Patience
 from tests.core.cluster import Cluster
 
 NODES = (0, 0, 1, 1, 2, 2)

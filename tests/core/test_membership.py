@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaswave_plugin.core.membership import (
+from elaswave_plugin.core.agreement.view import (
     FailureEvent,
     MembershipView,
     WorkerId,

@@ -3,11 +3,11 @@
 import json
 from dataclasses import replace
 
-from elaswave_plugin.core.agreement_messages import Ballot, Prepare, Proposal
+from elaswave_plugin.core.agreement.acceptor_state import NodeMemory
+from elaswave_plugin.core.agreement.messages import Ballot, Prepare, Proposal
+from elaswave_plugin.core.agreement.timeouts import Patience
+from elaswave_plugin.core.agreement.view import first_view
 from elaswave_plugin.core.codec import to_json
-from elaswave_plugin.core.membership import first_view
-from elaswave_plugin.core.node_memory import NodeMemory
-from elaswave_plugin.core.patience import Patience
 from elaswave_plugin.errors import EXIT_LEFT_OUT
 from tests.core.cluster import Cluster
 

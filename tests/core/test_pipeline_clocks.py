@@ -2,10 +2,10 @@
 
 import pytest
 
-from elaswave_plugin.core.layer_times import LayerTimes
-from elaswave_plugin.core.layout import launch_layout
-from elaswave_plugin.core.pipeline_flow import PipelineFlow, flow_of
+from elaswave_plugin.core.layout.layout import launch_layout
 from elaswave_plugin.core.planner.dvfs import ClockTable
+from elaswave_plugin.core.planner.layer_times import LayerTimes
+from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow, flow_of
 from elaswave_plugin.errors import ConfigurationError
 
 TABLE = ClockTable(clocks=(0.6, 0.8, 1.0, 1.2))

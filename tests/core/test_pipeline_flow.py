@@ -8,10 +8,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from elaswave_plugin.core.dataflow import Samples
-from elaswave_plugin.core.layer_times import LayerTimes
-from elaswave_plugin.core.layout import FreeWorker, ParallelLayout, launch_layout
-from elaswave_plugin.core.pipeline_flow import (
+from elaswave_plugin.core.layout.layout import FreeWorker, ParallelLayout, launch_layout
+from elaswave_plugin.core.planner.layer_times import LayerTimes
+from elaswave_plugin.core.planner.microbatch_split import REDEAL, REROUTE, RESIZE
+from elaswave_plugin.core.planner.pipeline_flow import (
     AS_LAUNCHED,
     PipelineFlow,
     Policy,
@@ -19,9 +19,9 @@ from elaswave_plugin.core.pipeline_flow import (
     flow_of,
     level_layers,
 )
-from elaswave_plugin.core.planner.microbatch_split import REDEAL, REROUTE, RESIZE
-from elaswave_plugin.core.schedule import BACKWARD, FORWARD, WEIGHTS, peak_in_flight
-from elaswave_plugin.core.step_time import LinkTime, StageTime, simulate
+from elaswave_plugin.core.step.dataflow import Samples
+from elaswave_plugin.core.step.schedule import BACKWARD, FORWARD, WEIGHTS, peak_in_flight
+from elaswave_plugin.core.step.simulate import LinkTime, StageTime, simulate
 from elaswave_plugin.errors import ConfigurationError
 
 

@@ -3,12 +3,12 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaswave_plugin.core.dataflow import Slowness
-from elaswave_plugin.core.groups import seats_beyond, seats_of
-from elaswave_plugin.core.layer_times import LayerTimes
-from elaswave_plugin.core.layout import ParallelLayout, launch_layout
-from elaswave_plugin.core.placement import layout_told, told_layout
-from elaswave_plugin.core.seating import GridSeating
+from elaswave_plugin.core.layout.group_rules import seats_beyond, seats_of
+from elaswave_plugin.core.layout.layout import ParallelLayout, launch_layout
+from elaswave_plugin.core.layout.layout_delta import layout_told, told_layout
+from elaswave_plugin.core.planner.layer_times import LayerTimes
+from elaswave_plugin.core.recovery_plan.placement import GridSeating
+from elaswave_plugin.core.step.dataflow import Slowness
 from elaswave_plugin.errors import LayoutError
 
 LAUNCH = launch_layout(tp=2, pp=2, dp=3, num_layers=8, reserve=1)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaswave_plugin.core.dataflow import deal
-from elaswave_plugin.core.plan import copy_targets, make_plan, restore_point
-from elaswave_plugin.core.sealed import SealedShard
-from elaswave_plugin.core.seating import Cell
+from elaswave_plugin.core.layout.sealed_shard import SealedShard
+from elaswave_plugin.core.recovery_plan.placement import Cell
+from elaswave_plugin.core.recovery_plan.plan import copy_targets, make_plan, restore_point
+from elaswave_plugin.core.step.dataflow import deal
 from elaswave_plugin.errors import SnapshotGapError
 from tests.core.sealed import sealed
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.plan import Job, measure, run_bench
-from elaswave_plugin.cli import run_command
+from elaswave_plugin.cli.main import run_command
 
 SMALL = ["plan", "--pp", "2", "--tp", "2", "--dp", "2", "--layers", "4", "--microbatches", "4"]
 

@@ -13,8 +13,8 @@ from elaswave_plugin.core.planner.dvfs import (
 )
 from elaswave_plugin.core.planner.microbatch_split import redeal
 from elaswave_plugin.core.planner.slot_time import slot_flow
-from elaswave_plugin.core.schedule import window_sizes
-from elaswave_plugin.core.step_time import LinkTime, StageTime
+from elaswave_plugin.core.step.schedule import window_sizes
+from elaswave_plugin.core.step.simulate import LinkTime, StageTime
 from elaswave_plugin.errors import ConfigurationError
 
 TABLE = ClockTable(clocks=(0.7, 0.8, 0.9, 1.0, 1.1), compute_share=0.8)

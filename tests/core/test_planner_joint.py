@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from elaswave_plugin.core.dataflow import deal
-from elaswave_plugin.core.layout import ParallelLayout, launch_layout
+from elaswave_plugin.core.layout.layout import ParallelLayout, launch_layout
 from elaswave_plugin.core.planner.costs import CostModel, uniform_costs
 from elaswave_plugin.core.planner.dvfs import ClockTable
 from elaswave_plugin.core.planner.executable import (
@@ -29,8 +28,9 @@ from elaswave_plugin.core.planner.prediction import DataflowChoice, Predictor, S
 from elaswave_plugin.core.planner.rules import PlanRules
 from elaswave_plugin.core.planner.slot_time import slot_flow
 from elaswave_plugin.core.planner.width_moves import width_candidates, width_moves
-from elaswave_plugin.core.schedule import peak_in_flight, window_sizes
-from elaswave_plugin.core.step_time import LinkTime, StageTime, simulate
+from elaswave_plugin.core.step.dataflow import deal
+from elaswave_plugin.core.step.schedule import peak_in_flight, window_sizes
+from elaswave_plugin.core.step.simulate import LinkTime, StageTime, simulate
 from elaswave_plugin.errors import ConfigurationError, JobStopped
 
 LINK = LinkTime(latency_s=0.05, sample_s=0.1)

@@ -13,7 +13,7 @@ from elaswave_plugin.core.planner.microbatch_split import (
     reroute,
     resize,
 )
-from elaswave_plugin.core.schedule import Piece
+from elaswave_plugin.core.step.schedule import Piece
 from elaswave_plugin.errors import ConfigurationError
 
 QUICK = settings(derandomize=True, max_examples=200, deadline=None)

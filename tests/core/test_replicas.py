@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaswave_plugin.core.layout import why_needed
-from elaswave_plugin.core.replicas import ReplicaSeating, deal_replicas
+from elaswave_plugin.core.layout.layout import why_needed
+from elaswave_plugin.core.recovery_plan.replica_placement import ReplicaSeating, deal_replicas
 from elaswave_plugin.errors import LayoutError
 
 

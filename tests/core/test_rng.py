@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaswave_plugin.core.rng import draw_key
+from elaswave_plugin.core.step.rng import draw_key
 
 COORDINATES = st.lists(st.integers(0, 1000), min_size=1, max_size=6)
 

@@ -13,7 +13,7 @@ from elaswave_plugin.core.planner.microbatch_split import (
 )
 from elaswave_plugin.core.planner.slot_time import slot_flow
 from elaswave_plugin.core.planner.weight_placement import split_step, with_weights_in_bubbles
-from elaswave_plugin.core.schedule import (
+from elaswave_plugin.core.step.schedule import (
     BACKWARD,
     WEIGHTS,
     Op,
@@ -28,7 +28,7 @@ from elaswave_plugin.core.schedule import (
     window_ops,
     window_sizes,
 )
-from elaswave_plugin.core.step_time import LinkTime, StageTime, simulate
+from elaswave_plugin.core.step.simulate import LinkTime, StageTime, simulate
 from elaswave_plugin.errors import ConfigurationError
 
 LINK = LinkTime(latency_s=0.05, sample_s=0.1)

@@ -11,13 +11,19 @@ from statistics import mean
 
 import pytest
 
-from elaswave_plugin.core.layer_times import LayerTimes
-from elaswave_plugin.core.layout import ParallelLayout, launch_layout
-from elaswave_plugin.core.pipeline_flow import SplitBackward, flow_of
+from elaswave_plugin.core.layout.layout import ParallelLayout, launch_layout
 from elaswave_plugin.core.planner.greedy import greedy_lists
+from elaswave_plugin.core.planner.layer_times import LayerTimes
 from elaswave_plugin.core.planner.microbatch_split import MicrobatchSplit, redeal, reroute, resize
-from elaswave_plugin.core.schedule import Op, OpLists, peak_in_flight, window_lists, window_sizes
-from elaswave_plugin.core.step_time import LinkTime, OpGraph, StageTime, op_graph, simulate
+from elaswave_plugin.core.planner.pipeline_flow import SplitBackward, flow_of
+from elaswave_plugin.core.step.schedule import (
+    Op,
+    OpLists,
+    peak_in_flight,
+    window_lists,
+    window_sizes,
+)
+from elaswave_plugin.core.step.simulate import LinkTime, OpGraph, StageTime, op_graph, simulate
 
 MOST_NODES = 6000
 NO_DELAY = LinkTime()

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaswave_plugin.core.dataflow import Slowness
-from elaswave_plugin.core.groups import members_of, rule_of, seats_of
-from elaswave_plugin.core.layer_times import LayerTimes
-from elaswave_plugin.core.layout import FreeWorker, ParallelLayout, launch_layout
-from elaswave_plugin.core.reserve import built_among
-from elaswave_plugin.core.seating import FlatSeating, GridSeating
+from elaswave_plugin.core.layout.group_rules import members_of, rule_of, seats_of
+from elaswave_plugin.core.layout.layout import FreeWorker, ParallelLayout, launch_layout
+from elaswave_plugin.core.layout.reserve import built_among
+from elaswave_plugin.core.planner.layer_times import LayerTimes
+from elaswave_plugin.core.recovery_plan.placement import FlatSeating, GridSeating
+from elaswave_plugin.core.step.dataflow import Slowness
 from elaswave_plugin.errors import ConfigurationError, LayoutError
 
 LAYOUT = launch_layout(tp=2, pp=2, dp=2, num_layers=4)

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaswave_plugin.core.shards import ShardCut, padded_size, pieces_for, reserved_size
+from elaswave_plugin.core.layout.shards import ShardCut, padded_size, pieces_for, reserved_size
 
 BUCKETS = st.lists(st.integers(1, 5000), min_size=1, max_size=5).map(tuple)
 WIDTHS = st.integers(1, 9)

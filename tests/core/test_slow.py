@@ -6,9 +6,9 @@ from statistics import median
 
 import pytest
 
-from elaswave_plugin.core.layer_times import FORWARD, LAYER, PassTimes
-from elaswave_plugin.core.payback import Payback
-from elaswave_plugin.core.slow import (
+from elaswave_plugin.core.planner.layer_times import FORWARD, LAYER, PassTimes
+from elaswave_plugin.core.planner.payback import Payback
+from elaswave_plugin.core.planner.slow import (
     LONGEST,
     SHORTEST,
     SlowWatch,

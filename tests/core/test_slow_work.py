@@ -7,21 +7,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaswave_plugin.core.dataflow import Dataflow, deal, share
-from elaswave_plugin.core.fair_shares import fair_counts, slowest_seconds
-from elaswave_plugin.core.layer_times import LayerTimes
-from elaswave_plugin.core.layout import ParallelLayout, launch_layout
-from elaswave_plugin.core.payback import LEAST_GAIN, PAYS_WITHIN_STEPS, Payback, gain_of_view
-from elaswave_plugin.core.pipeline_flow import flow_of, level_layers
+from elaswave_plugin.core.layout.layout import ParallelLayout, launch_layout
 from elaswave_plugin.core.planner.costs import uniform_costs
 from elaswave_plugin.core.planner.dvfs import ClockTable
 from elaswave_plugin.core.planner.joint import joint_plan
+from elaswave_plugin.core.planner.layer_times import LayerTimes
 from elaswave_plugin.core.planner.microbatch_split import redeal
+from elaswave_plugin.core.planner.payback import (
+    LEAST_GAIN,
+    PAYS_WITHIN_STEPS,
+    Payback,
+    gain_of_view,
+)
+from elaswave_plugin.core.planner.pipeline_flow import flow_of, level_layers
 from elaswave_plugin.core.planner.prediction import StepWork
 from elaswave_plugin.core.planner.slot_time import slot_flow
-from elaswave_plugin.core.schedule import Piece, window_lists
-from elaswave_plugin.core.seating import FlatSeating, GridSeating
-from elaswave_plugin.core.step_time import LinkTime, StageTime, simulate
+from elaswave_plugin.core.recovery_plan.placement import FlatSeating, GridSeating
+from elaswave_plugin.core.step.dataflow import Dataflow, deal, share
+from elaswave_plugin.core.step.fair_shares import fair_counts, slowest_seconds
+from elaswave_plugin.core.step.schedule import Piece, window_lists
+from elaswave_plugin.core.step.simulate import LinkTime, StageTime, simulate
 
 TIMES = LayerTimes(layer=(0.004, 0.008), is_measured=True)
 PP2 = launch_layout(tp=1, pp=2, dp=2, num_layers=12)

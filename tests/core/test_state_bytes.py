@@ -8,11 +8,16 @@ import pytest
 from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 
-from elaswave_plugin.core.layer_times import HELD, LAYER, LayerTimes, PassTimes, agreed
-from elaswave_plugin.core.layout import ParallelLayout, launch_layout
-from elaswave_plugin.core.pipeline_flow import PipelineFlow, SplitBackward, flow_of, level_layers
-from elaswave_plugin.core.planner.state_bytes import StateBytes, within_memory
-from elaswave_plugin.core.schedule import peak_in_flight
+from elaswave_plugin.core.layout.layout import ParallelLayout, launch_layout
+from elaswave_plugin.core.planner.layer_times import HELD, LAYER, LayerTimes, PassTimes, agreed
+from elaswave_plugin.core.planner.memory import StateBytes, within_memory
+from elaswave_plugin.core.planner.pipeline_flow import (
+    PipelineFlow,
+    SplitBackward,
+    flow_of,
+    level_layers,
+)
+from elaswave_plugin.core.step.schedule import peak_in_flight
 from elaswave_plugin.errors import ConfigurationError
 from tests.core.test_pipeline_flow import after_losses
 

@@ -4,8 +4,8 @@ from itertools import combinations
 
 import pytest
 
-from elaswave_plugin.core.membership import MembershipView
-from elaswave_plugin.core.supervisors import Supervisors
+from elaswave_plugin.core.agreement.quorum import Supervisors
+from elaswave_plugin.core.agreement.view import MembershipView
 
 
 def majorities(nodes: tuple[int, ...]) -> list[set[int]]:

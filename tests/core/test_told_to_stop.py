@@ -1,9 +1,9 @@
 """Who is told to stop by a leader elsewhere says so; and whose leader it is decides."""
 
-from elaswave_plugin.core.agreement import Agreement
-from elaswave_plugin.core.agreement_messages import Stop
-from elaswave_plugin.core.agreement_orders import Note, Over
-from elaswave_plugin.core.patience import Patience
+from elaswave_plugin.core.agreement.effects import Note, Over
+from elaswave_plugin.core.agreement.leader import Agreement
+from elaswave_plugin.core.agreement.messages import Stop
+from elaswave_plugin.core.agreement.timeouts import Patience
 from elaswave_plugin.errors import EXIT_FAILED, EXIT_LEFT_OUT
 
 NODES = (0, 1, 1, 2, 2)

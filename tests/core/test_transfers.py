@@ -5,10 +5,10 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaswave_plugin.core.dataflow import deal
-from elaswave_plugin.core.plan import RecoveryPlan, make_plan
-from elaswave_plugin.core.seating import Cell
-from elaswave_plugin.core.shards import ShardCut
+from elaswave_plugin.core.layout.shards import ShardCut
+from elaswave_plugin.core.recovery_plan.placement import Cell
+from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan, make_plan
+from elaswave_plugin.core.step.dataflow import deal
 from tests.core.sealed import sealed
 
 WIDTHS = st.integers(1, 8)

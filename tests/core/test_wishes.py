@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from elaswave_plugin.core.layout import launch_layout
-from elaswave_plugin.core.patience import Patience
+from elaswave_plugin.core.agreement.timeouts import Patience
+from elaswave_plugin.core.layout.layout import launch_layout
 from tests.core.cluster import Cluster
 
 NODES = (0, 1, 2, 3)

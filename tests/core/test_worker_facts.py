@@ -6,8 +6,8 @@ from dataclasses import fields
 import pytest
 
 from elaswave_plugin.core.codec import UnreadableMessageError, from_json, to_json
-from elaswave_plugin.core.communicators import CommunicatorFacts
-from elaswave_plugin.core.worker_facts import (
+from elaswave_plugin.core.layout.device_groups import CommunicatorFacts
+from elaswave_plugin.core.layout.worker_facts import (
     Payload,
     SlowTold,
     WorkerFacts,

@@ -7,7 +7,7 @@ from typing import Any
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
-from elaswave_plugin.adapters.deepspeed.job import EngineJob
+from elaswave_plugin.adapters.deepspeed.engine.job import EngineJob
 
 
 def count(folder: str) -> None:

@@ -32,7 +32,7 @@ PRELOAD = (
     "torch._dynamo",
     *FIRST_PROFILED,
     "elaswave_plugin.adapters.deepspeed.attach",
-    "elaswave_plugin.adapters.deepspeed.accelerate",
+    "elaswave_plugin.adapters.deepspeed.accelerate.accelerate",
     "accelerate",
     "transformers.models.llama.modeling_llama",
 )

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from elaswave_plugin.adapters.deepspeed.framework import _announce_backward
+from elaswave_plugin.adapters.deepspeed.engine.framework import _announce_backward
 
 
 @dataclass

@@ -124,7 +124,7 @@ try:
     deepspeed.initialize(model=torch.nn.Linear(1, 1), config={"train_batch_size": -1})
 except Exception as error:
     print(type(error).__name__)
-heavy = [name for name in sys.modules if name.startswith("elaswave_plugin.runtime")]
+heavy = [name for name in sys.modules if name.startswith("elaswave_plugin.recovery")]
 assert not heavy, heavy
 """
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.cli import run_command
-from elaswave_plugin.runtime.address_file import read_addresses
+from elaswave_plugin.cli.main import run_command
+from elaswave_plugin.ipc.address_file import read_addresses
 from tests.deepspeed.conftest import Twin
 from tests.deepspeed.test_pipeline import PP2_DP2
 from tests.faults.harness import Outcome, Zygote, check_survived, started

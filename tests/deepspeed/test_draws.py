@@ -13,7 +13,7 @@ DROPOUT = ("--dropout=0.1",)
 # A running stream, seeded once and not put back, instead of a key for every share.
 RUNNING = """
 import torch
-from elaswave_plugin.runtime.engine_parts import Generators
+from elaswave_plugin.step_state.engine_parts import Generators
 Generators.put_back = lambda self, kept: None
 seed, seeded = torch.manual_seed, []
 def once(number):

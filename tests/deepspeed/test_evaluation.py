@@ -17,7 +17,7 @@ EVALUATING = str(SCRIPTS / "evaluating.py")
 # The kill that is announced for an evaluation fires after its first collective.
 MIDDLE = """
 import torch.distributed as dist
-from elaswave_plugin.runtime.phases import Phases
+from elaswave_plugin.recovery.phases import Phases
 fire, reduce, armed = Phases.fire, dist.all_reduce, []
 def keep(self, phase):
     if phase == "evaluation":
@@ -32,7 +32,7 @@ Phases.fire, dist.all_reduce = keep, all_reduce
 """
 # An evaluation that the script calls by itself announces nothing: fires between two of its layers.
 UNANNOUNCED = """
-from elaswave_plugin.adapters.deepspeed.job import EngineJob
+from elaswave_plugin.adapters.deepspeed.engine.job import EngineJob
 check = EngineJob._check
 def fire(self, module):
     self._engine.module.training or self._worker.phases.fire("evaluation")

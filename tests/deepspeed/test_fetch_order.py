@@ -16,7 +16,7 @@ from tests.deepspeed.count_fetches import count; count({folder!r})
 ONE_IS_LATE = """
 import time
 from deepspeed.runtime.zero import partitioned_param_coordinator as coordinators
-from elaswave_plugin.adapters.deepspeed.job import EngineJob
+from elaswave_plugin.adapters.deepspeed.engine.job import EngineJob
 attached, compare, compared, jobs = (
     EngineJob._attached, coordinators.assert_ints_same_as_other_ranks, [], []
 )
@@ -46,7 +46,7 @@ ONE_HAS_DECIDED = """
 import time
 from pathlib import Path
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-from elaswave_plugin.adapters.deepspeed.job import EngineJob
+from elaswave_plugin.adapters.deepspeed.engine.job import EngineJob
 name = "_PartitionedParameterCoordinator__params_to_release"
 attached, decide, jobs, reached = (
     EngineJob._attached, getattr(PartitionedParameterCoordinator, name), [], []

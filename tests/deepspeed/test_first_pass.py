@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.observer import audit_samples, disagreeing_steps
+from elaswave_plugin.observer.observer import audit_samples, disagreeing_steps
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import FP32_BOUND, SCRIPTS, EngineSpec, check_recovered
 from tests.deepspeed.test_join import entered
@@ -26,7 +26,7 @@ ONE_HAS_FOUND_IT = """
 import time
 from pathlib import Path
 from deepspeed.runtime.zero import parameter_offload
-from elaswave_plugin.adapters.deepspeed.job import EngineJob
+from elaswave_plugin.adapters.deepspeed.engine.job import EngineJob
 attached, register, jobs, mark = (
     EngineJob._attached, parameter_offload.register_external_parameter, [], Path({mark!r})
 )
@@ -50,7 +50,7 @@ EngineJob._attached, parameter_offload.register_external_parameter = keep, found
 LEARNS_NOTHING = """
 import os
 import torch.distributed as dist
-from elaswave_plugin.adapters.deepspeed import zero3
+from elaswave_plugin.adapters.deepspeed.zero import zero3
 if os.environ["ELASWAVE_INCARNATION"] != "0":
     zero3.agree_on_external = lambda model: dist.all_gather_object([None] * 3, [])
 """

@@ -107,7 +107,7 @@ def test_a_pipeline_skips_the_same_steps(
 
 FORGET_THE_SCALE = """
 import pickle
-from elaswave_plugin.adapters.deepspeed.framework import DeepSpeedFramework
+from elaswave_plugin.adapters.deepspeed.engine.framework import DeepSpeedFramework
 write = DeepSpeedFramework.write_capsule
 def forget(self, capsule):
     state = pickle.loads(capsule)

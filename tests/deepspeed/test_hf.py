@@ -215,7 +215,7 @@ def test_the_trainer_is_refused_in_interpreters_that_import_all_anew(tmp_path: P
 def test_a_lost_worker_stays_away_and_more_is_refused(
     run: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from elaswave_plugin.adapters.deepspeed import accelerate
+    from elaswave_plugin.adapters.deepspeed.accelerate import accelerate
 
     monkeypatch.setattr(accelerate, "_drives", lambda: True)
     assert accelerate.without_newcomers(ElasticConfig(), 0).respawn == 0
@@ -228,7 +228,7 @@ def test_a_lost_worker_stays_away_and_more_is_refused(
 
 # The process of slot 2 ends in the middle of its second evaluation.
 IN_EVALUATION = """
-from elaswave_plugin.adapters.deepspeed.job import EngineJob
+from elaswave_plugin.adapters.deepspeed.engine.job import EngineJob
 check = EngineJob._check
 def fire(self, module):
     self._engine.module.training or self._worker.phases.fire("evaluation")

@@ -13,7 +13,7 @@ pytest.importorskip("accelerate")
 
 from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler, SkipBatchSampler
 
-from elaswave_plugin.adapters.deepspeed.accelerate_order import SamplerOrder, sampler_of
+from elaswave_plugin.adapters.deepspeed.accelerate.order import SamplerOrder, sampler_of
 from elaswave_plugin.errors import ConfigurationError
 
 

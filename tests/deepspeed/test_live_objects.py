@@ -39,7 +39,7 @@ KNOWN_PIPELINE = {
 }
 SPEC = EngineSpec(global_batch=12, accumulation=1)
 STALE = """
-from elaswave_plugin.adapters.deepspeed.framework import DeepSpeedFramework
+from elaswave_plugin.adapters.deepspeed.engine.framework import DeepSpeedFramework
 rebind = DeepSpeedFramework.rebind
 def forgetful(self, plan):
     before = self._engine.seq_dp_world_size

@@ -20,10 +20,10 @@ pytest.importorskip("deepspeed")
 
 from deepspeed.runtime.dataloader import RepeatingLoader
 
-from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader, GlobalOrder, Position
-from elaswave_plugin.adapters.deepspeed.seams import deepspeed_patches
+from elaswave_plugin.adapters.deepspeed.compat.patches import deepspeed_patches
+from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader, GlobalOrder, Position
 from elaswave_plugin.adapters.torch_loader import batches_of
-from elaswave_plugin.core.dataflow import share
+from elaswave_plugin.core.step.dataflow import share
 from elaswave_plugin.deepspeed import loader
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError
 

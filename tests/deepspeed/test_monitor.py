@@ -98,7 +98,7 @@ def test_every_step_is_written_once_and_in_order(
 
 def test_a_monitor_that_nobody_opens_again_is_seen(run: Launch, tmp_path: Path) -> None:
     """Negative control."""
-    monitor = "elaswave_plugin.adapters.deepspeed.monitor"
+    monitor = "elaswave_plugin.adapters.deepspeed.engine.monitor"
     spec = EngineSpec(
         kills=("0@3:gather",),
         settings=settings_of(tmp_path, "csv_monitor"),
@@ -134,7 +134,7 @@ def test_monitors_that_hang_hold_no_end_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """W&B may wait for its service for as long as it likes."""
-    from elaswave_plugin.adapters.deepspeed import monitor
+    from elaswave_plugin.adapters.deepspeed.engine import monitor
 
     monkeypatch.setattr(monitor, "_LIMIT_S", 0.05, raising=False)
     monkeypatch.setattr(monitor.dist, "get_rank", lambda: 1)

@@ -25,7 +25,9 @@ BROKEN_BITS = {
     ),
 }
 # Each worker's mean counts the same, whatever its share.
-EQUAL_WEIGHTS = "from elaswave_plugin.core.dataflow import Shares; Shares.weight = lambda *_: 1.0"
+EQUAL_WEIGHTS = (
+    "from elaswave_plugin.core.step.dataflow import Shares; Shares.weight = lambda *_: 1.0"
+)
 
 
 @pytest.mark.parametrize("stage", sampled([1, 3], keep=(1,)))

@@ -50,7 +50,7 @@ def test_an_optimizer_that_the_engines_drives_is_a_part_of_it(run: Launch, stage
 # worker of slot 0 looks on from there, until the victim, which has had it, is dead.
 APART = """
 import os, signal, time
-from elaswave_plugin.adapters.deepspeed.job import EngineJob
+from elaswave_plugin.adapters.deepspeed.engine.job import EngineJob
 serve, done = EngineJob._serve, []
 def serve_apart(self, loader, step, iteration):
     worker = self._worker

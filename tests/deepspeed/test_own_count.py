@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.observer import audit_samples
+from elaswave_plugin.observer.observer import audit_samples
 from tests.deepspeed.conftest import Launch
 from tests.deepspeed.harness import SCRIPTS, EngineSpec
 

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-from elaswave_plugin.adapters.deepspeed.own_loops import OwnLoops
+from elaswave_plugin.adapters.deepspeed.engine.own_loops import OwnLoops
 
 
 @pytest.mark.parametrize(("batch", "says"), [(12, False), (8, True)])

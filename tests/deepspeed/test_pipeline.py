@@ -260,7 +260,7 @@ def test_what_a_pipeline_does_not_carry_is_refused(
 
 
 FORGETFUL = """
-from elaswave_plugin.adapters.deepspeed.pipeline_job import PipelineJob
+from elaswave_plugin.adapters.deepspeed.pipeline.job import PipelineJob
 PipelineJob._weight = 1.0
 """
 

@@ -128,7 +128,7 @@ def test_what_scripts_do(
 # The newcomer of this slot asks to be let in once a step is complete that the other one was in.
 A_STEP_LATER = """
 import json, time
-from elaswave_plugin.runtime.worker import Worker
+from elaswave_plugin.recovery.worker import Worker
 ask = Worker.ask_to_enter
 def ask_later(self):
     deadline_s = time.monotonic() + 60
@@ -199,7 +199,7 @@ def test_a_middle_stage_of_four_comes_back(
 # The newcomer dies in the middle of what the others have behind them.
 DIES_ON_ITS_WAY = """
 import os, signal
-from elaswave_plugin.runtime.counted_loop import CountedLoop
+from elaswave_plugin.loops.counted import CountedLoop
 passing = CountedLoop._pass
 def die(self):
     if self.worker.member.incarnation == 1 and self._passed == 3:
@@ -331,7 +331,7 @@ def test_a_lost_node_comes_back(
 
 
 NOT_TOLD = """
-from elaswave_plugin.adapters.deepspeed.pipeline_framework import PipelineFramework
+from elaswave_plugin.adapters.deepspeed.pipeline.framework import PipelineFramework
 PipelineFramework.unsealed = lambda self, told=None: iter(())
 """
 

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from elaswave_plugin.adapters.deepspeed.refuse import (
+from elaswave_plugin.adapters.deepspeed.compat.unsupported import (
     check_configuration,
     check_engine,
     check_pipelines,

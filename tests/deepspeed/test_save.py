@@ -24,7 +24,7 @@ MOMENTS = {"fp32", "exp_avg", "exp_avg_sq"}
 # A kill in a save fires at its first byte; here it fires after the victim's last file, ...
 WRITTEN = """
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-from elaswave_plugin.runtime.phases import Phases
+from elaswave_plugin.recovery.phases import Phases
 fire, save, seen = Phases.fire, TorchCheckpointEngine.save, []
 def keep(self, phase):
     seen.append(self)

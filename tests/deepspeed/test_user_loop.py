@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from elaswave_plugin.observer import losses_of
+from elaswave_plugin.observer.observer import losses_of
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
 from tests.faults.harness import Outcome, check_survived, max_relative_difference

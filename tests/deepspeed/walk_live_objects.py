@@ -113,7 +113,7 @@ def roots_of(engine: Any) -> dict[str, Any]:
 
 def watch(folder: str) -> None:
     """Have every job of this process write its picture before it leaves: FOLDER/walk-RANK.json."""
-    from elaswave_plugin.adapters.deepspeed.attached import AttachedEngine
+    from elaswave_plugin.adapters.deepspeed.engine.attached import AttachedEngine
 
     leave = AttachedEngine.leave
 

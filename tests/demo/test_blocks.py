@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.demo.blocks import (
+from elaswave_plugin.observer.blocks import (
     CPU_EVENT,
     OnOff,
     cpu_times_s,
@@ -12,7 +12,7 @@ from elaswave_plugin.demo.blocks import (
     is_on,
     step_times_s,
 )
-from elaswave_plugin.observer import RunFiles, read_run
+from elaswave_plugin.observer.observer import RunFiles, read_run
 from tests.observer.made_up import make_alternated
 
 

@@ -17,11 +17,11 @@ import pytest
 from rich.console import Console
 
 from elaswave_plugin.config import Kill
-from elaswave_plugin.core.layout import launch_layout
+from elaswave_plugin.core.layout.layout import launch_layout
 from elaswave_plugin.demo import demo, jobs
 from elaswave_plugin.demo.options import DemoOptions
 from elaswave_plugin.demo.text import TextSource
-from elaswave_plugin.observer import read_run, summarize
+from elaswave_plugin.observer.observer import read_run, summarize
 from tests.observer.made_up import HYBRID, KILL_STEP, KILLED, STEPS
 
 ROOT = Path(__file__).resolve().parents[2]

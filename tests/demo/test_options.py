@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.cli import run_command
+from elaswave_plugin.cli.main import run_command
 from elaswave_plugin.demo import demo
 from elaswave_plugin.demo.jobs import job_command
 from elaswave_plugin.demo.options import MARKER, check_options, sole_use

@@ -12,12 +12,12 @@ import psutil
 import pytest
 
 from elaswave_plugin.config import Kill
-from elaswave_plugin.observer import read_run, summarize
+from elaswave_plugin.observer.observer import read_run, summarize
 from tests.tiers import sampled
 
 pytest.importorskip("megatron.core")
 
-DEMO = [sys.executable, "-m", "elaswave_plugin.cli", "demo"]
+DEMO = [sys.executable, "-m", "elaswave_plugin.cli.main", "demo"]
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 100.0
 

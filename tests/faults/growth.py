@@ -4,7 +4,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from elaswave_plugin.runtime.address_file import read_addresses
+from elaswave_plugin.ipc.address_file import read_addresses
 from elaswave_plugin.tracking.events import EVENTS_FILE, Tail
 from tests.faults.harness import JobSpec, Outcome, Zygote, open_launcher, started
 

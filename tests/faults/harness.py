@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from elaswave_plugin.config import FINALIZE_PHASE, SAVE_PHASE, parse_kill
-from elaswave_plugin.observer import (
+from elaswave_plugin.observer.observer import (
     RunFiles,
     audit_samples,
     counted_steps,
@@ -29,9 +29,9 @@ from elaswave_plugin.observer import (
     recoveries_of,
     summarize,
 )
-from elaswave_plugin.observer import survivor_pids_unchanged as pids_unchanged
-from elaswave_plugin.state_dump import dumped_steps, hash_state
+from elaswave_plugin.observer.observer import survivor_pids_unchanged as pids_unchanged
 from elaswave_plugin.tracking.events import EVENTS_FILE, read_lines
+from elaswave_plugin.tracking.state_dump import dumped_steps, hash_state
 from tests.faults import warm_launcher
 from tests.faults.warm_launcher import WarmLauncher
 from tests.ports import free_port
@@ -67,7 +67,7 @@ HANG_SLACK_S = 2.0
 # supervisors (key "supervisor_pid"), their own snapshots go too: only copies are left.
 LOSE = """
 import json, os, signal
-from elaswave_plugin.runtime.phases import Phases
+from elaswave_plugin.recovery.phases import Phases
 enter = Phases.enter
 def die(self, phase):
     if self._slot == {last} and (self.step, phase) == (3, "backward"):
@@ -85,8 +85,8 @@ Phases.enter = die
 # only once they are awaited: at which step they enter is then certain, however fast they are.
 AWAIT = """
 import json, time
-from elaswave_plugin.runtime.worker import Worker
-from elaswave_plugin.runtime.loop import GuardedSteps
+from elaswave_plugin.recovery.worker import Worker
+from elaswave_plugin.loops.guarded_steps import GuardedSteps
 begin_now, ask_now = GuardedSteps.begin, Worker.ask_to_enter
 def ready(worker):
     return sum('"worker_ready"' in line for line in open(worker.events.path))
@@ -242,7 +242,7 @@ class Zygote:
             time.sleep(0.05)
 
     def _start(self, socket: Path, preload: tuple[str, ...]) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-W", "ignore", "-m", "elaswave_plugin.runtime.zygote"]
+        command = [sys.executable, "-W", "ignore", "-m", "elaswave_plugin.trainer.zygote"]
         command += [f"--socket={socket}", f"--preload={','.join(preload)}"]
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         if self._path:

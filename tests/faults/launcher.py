@@ -3,9 +3,9 @@
 import os
 import sys
 
-from elaswave_plugin.runtime.launch import main
-from elaswave_plugin.runtime.progress import PROGRESS_FD
-from elaswave_plugin.runtime.reserve import CONTROL_FD, SNAPSHOT_FDS
+from elaswave_plugin.ipc.environment import CONTROL_FD, SNAPSHOT_FDS
+from elaswave_plugin.ipc.progress_page import PROGRESS_FD
+from elaswave_plugin.launch.launch import main
 
 if __name__ == "__main__":
     # A zygote hands these to trainers; a launcher that was started by hand has none of them.

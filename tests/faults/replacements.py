@@ -25,7 +25,8 @@ _NO_OPTIONS = "sys.argv[1:] = [one for one in sys.argv[1:] if '--elaswave' not i
 PLAIN = (
     (
         "job = elaswave.attach(args)",
-        "from elaswave_plugin.adapters.megatron.cpu import cpu_patches; cpu_patches().apply()",
+        "from elaswave_plugin.adapters.megatron.compat.cpu_patches import cpu_patches; "
+        "cpu_patches().apply()",
     ),
     ("init_process_group(**job.process_group())", "init_process_group('gloo')"),
     ("job.bind(model, optimizer, scheduler, train_iters=args.train_iters)", "pass"),

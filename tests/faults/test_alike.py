@@ -82,7 +82,7 @@ BARRIER = """\
 DIES = """
 import glob, os, signal, time
 import torch.distributed as dist
-from elaswave_plugin.runtime.loop import ElasticLoop
+from elaswave_plugin.loops.guarded_steps import ElasticLoop
 start, barrier, loops = ElasticLoop.start, dist.barrier, []
 def started(self):
     start(self)

@@ -5,15 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from elaswave_plugin.demo.blocks import cpu_times_s, step_times_s
+from elaswave_plugin.observer.blocks import cpu_times_s, step_times_s
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, check_survived
 
 STEPS = 32
 PLAIN = JobSpec(nproc=2, steps=STEPS, dump="last")
 SAY_SEALS = """
-from elaswave_plugin.runtime import member, snapshot
-seal, wait = snapshot.SnapshotPool.seal, member.Member.wait_copied
+from elaswave_plugin.trainer import member
+from elaswave_plugin.snapshot import snapshot_pool
+seal, wait = snapshot_pool.SnapshotPool.seal, member.Member.wait_copied
 def tell(word, step):
     import os
     os.write(1, f"<{word} {step}>\\n".encode())
@@ -23,12 +24,12 @@ def seal_and_tell(self, **options):
 def wait_and_tell(self, step, timeout_s):
     tell("awaited", step)
     return wait(self, step, timeout_s)
-snapshot.SnapshotPool.seal, member.Member.wait_copied = seal_and_tell, wait_and_tell
+snapshot_pool.SnapshotPool.seal, member.Member.wait_copied = seal_and_tell, wait_and_tell
 """
 SAY_NORMS = """
-from elaswave_plugin.adapters.megatron import seams
+from elaswave_plugin.adapters.megatron.compat import patches
 from megatron.core.optimizer import optimizer
-exact, native = seams.canonical_norm, optimizer.get_grad_norm_fp32
+exact, native = patches.canonical_norm, optimizer.get_grad_norm_fp32
 def tell(word):
     import os
     os.write(1, f"<{word} 0>\\n".encode())
@@ -38,7 +39,7 @@ def exact_and_tell(*options):
 def native_and_tell(grads_for_norm, norm_type=2, grad_stats_parallel_group=None):
     tell("native")
     return native(grads_for_norm, norm_type, grad_stats_parallel_group)
-seams.canonical_norm, optimizer.get_grad_norm_fp32 = exact_and_tell, native_and_tell
+patches.canonical_norm, optimizer.get_grad_norm_fp32 = exact_and_tell, native_and_tell
 """
 
 

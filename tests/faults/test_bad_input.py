@@ -17,7 +17,7 @@ from tests.faults.harness import ROOT, JobSpec, Outcome, pids_of
 # Not only at the start of a line: a traceback of another worker may be under way.
 SENTENCE = re.compile(r"elaswave(?: run)?: .*")
 LITTLE_MEMORY = """
-from elaswave_plugin.runtime import state_keeper
+from elaswave_plugin.recovery import state_keeper
 pool = state_keeper.SnapshotPool
 state_keeper.SnapshotPool = lambda fds, **more: pool(fds, **{**more, "available_bytes": 1000})
 """
@@ -232,7 +232,7 @@ def test_unreadable_text_of_the_demo_costs_one_sentence(tmp_path: Path) -> None:
 
 def demo_refuses(text: Path, out: Path, *wanted: str) -> None:
     """Run `elaswave demo` on a text that it has to refuse."""
-    command = [sys.executable, "-m", "elaswave_plugin.cli", "demo"]
+    command = [sys.executable, "-m", "elaswave_plugin.cli.main", "demo"]
     command += ["--text", str(text), "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2, done.stderr

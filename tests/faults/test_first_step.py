@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.observer import audit_samples
+from elaswave_plugin.observer.observer import audit_samples
 from tests.faults import own_scripts
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.runtime.address_file import read_addresses
+from elaswave_plugin.ipc.address_file import read_addresses
 from tests.faults.conftest import Grown, Launch, Reference
 from tests.faults.growth import grow, widths, without_reserve
 from tests.faults.harness import (
@@ -111,7 +111,7 @@ def test_a_job_of_two_doubles(grown: Grown) -> None:
 # The supervisor that leads is gone once the job has grown.
 LOSE_LEADER = """
 import json, os, signal
-from elaswave_plugin.runtime.phases import Phases
+from elaswave_plugin.recovery.phases import Phases
 enter = Phases.enter
 def die(self, phase):
     if self._slot == 0 and (self.step, phase) == (7, "backward"):

@@ -70,7 +70,7 @@ def test_a_worker_that_hung_comes_back(run: Launch, reference: Reference) -> Non
 # Workers 1 and 2 call two collectives in different orders: each waits for the other.
 DEADLOCK = """
 import torch, torch.distributed as dist
-from elaswave_plugin.runtime.phases import Phases
+from elaswave_plugin.recovery.phases import Phases
 enter, groups = Phases.enter, []
 def mixed_up(self, phase):
     if not groups and dist.is_initialized():
@@ -109,7 +109,7 @@ def check_nobody_was_lost(outcome: Outcome) -> None:
 ANNOUNCED = """
 import time
 from elaswave_plugin import phase
-from elaswave_plugin.runtime.phases import Phases
+from elaswave_plugin.recovery.phases import Phases
 fire, places = Phases.fire, [(4, "data"), (5, "forward")]  # of one micro-batch each
 def slowly(self, name):
     if self._slot == 1 and (self.step, name) in places:
@@ -147,7 +147,7 @@ def test_the_same_without_a_word_is_a_hang(run: Launch, reference: Reference) ->
 # The script's own work between two steps, on one worker: nobody knows how long that takes.
 BETWEEN = """
 import time
-from elaswave_plugin.runtime.loop import GuardedSteps
+from elaswave_plugin.loops.guarded_steps import GuardedSteps
 complete = GuardedSteps.complete
 def slowly(self, report):
     complete(self, report)
@@ -167,7 +167,7 @@ def test_a_script_may_be_busy_between_two_steps(run: Launch) -> None:
 # The first steps are slow on one worker, as where it compiles.
 COMPILING = """
 import time
-from elaswave_plugin.runtime.phases import Phases
+from elaswave_plugin.recovery.phases import Phases
 fire = Phases.fire
 def slowly(self, name):
     if self._slot == 2 and name == "forward" and self.step in (0, 2):

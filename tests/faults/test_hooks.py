@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from elaswave_plugin.adapters.megatron.seams import elastic_patches
-from elaswave_plugin.diffs import apply, diffs_for, find_tree, read_series, revert
+from elaswave_plugin.adapters.megatron.compat.patches import elastic_patches
+from elaswave_plugin.cli.patch import apply, diffs_for, find_tree, read_series, revert
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import ROOT, JobSpec, Outcome, Zygote, check_equal, launch
 from tests.faults.hybrid_matrix import PP2_DP2
@@ -21,7 +21,7 @@ from tests.faults.test_split_backward import check_split, split
 # Says, when the weight gradients of a first piece are computed, what is called for linear layers.
 UNREPLACED = """
 import os
-from elaswave_plugin.adapters.megatron.weight_gradients import WeightGradients
+from elaswave_plugin.adapters.megatron.step.weight_gradients import WeightGradients
 from megatron.core.tensor_parallel import layers
 name = "linear_with_grad_accumulation_and_async_allreduce"
 compute, said = WeightGradients.compute, []

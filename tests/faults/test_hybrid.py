@@ -169,8 +169,8 @@ def test_fewer_tp_groups_than_stages_end_the_job_with_the_reason(run: Launch) ->
 
 
 FORGET_THE_OTHER_STAGE = """
-from elaswave_plugin.adapters.megatron import pipeline
-pipeline.add_other_stage = lambda *args, **options: None
+from elaswave_plugin.adapters.megatron.step import ragged_pipeline
+ragged_pipeline.add_other_stage = lambda *args, **options: None
 """
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.cli import run_command
+from elaswave_plugin.cli.main import run_command
 from elaswave_plugin.config import RECOVERY_PHASES
 from tests.faults import own_scripts
 from tests.faults.conftest import Launch, Reference
@@ -33,7 +33,7 @@ def drawn_pairs(count: int) -> list[tuple[tuple[tuple[int, str], ...]]]:
 # A survivor dies when it has edited its groups for a view that lets somebody in.
 LOSE_AT_JOIN = """
 import os, signal, time
-from elaswave_plugin.runtime.worker import Worker
+from elaswave_plugin.recovery.worker import Worker
 install = Worker.install_view
 def die(self, commit):
     install(self, commit)
@@ -120,7 +120,7 @@ def check_console(survived: Outcome, slot: int) -> None:
 # The newcomer of this slot asks to be let in only once the other one is in.
 LATER = """
 import json, time
-from elaswave_plugin.runtime.worker import Worker
+from elaswave_plugin.recovery.worker import Worker
 ask = Worker.ask_to_enter
 def ask_second(self):
     deadline_s = time.monotonic() + 60
@@ -189,8 +189,8 @@ def test_a_lost_worker_of_an_interleaved_pipeline_comes_back(
 # The first newcomer of slot 2 dies when it has called this method of the class.
 DIE_AFTER = """
 import os, signal
-from elaswave_plugin.runtime.member import Member
-from elaswave_plugin.runtime.worker import Worker
+from elaswave_plugin.trainer.member import Member
+from elaswave_plugin.recovery.worker import Worker
 method = {owner}.{method}
 def die(self, *args, **kwargs):
     result = method(self, *args, **kwargs)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.observer import read_run
+from elaswave_plugin.observer.observer import read_run
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, Zygote, left_alive, pids_of, started
 from tests.faults.test_outside_a_step import saved_tensors
@@ -65,7 +65,7 @@ def test_a_loop_of_ours_calls_the_function_that_it_was_given(
 # One dies as it is told to leave, before all of them learn that they all have to.
 DIE_TOLD = """
 import os, signal
-from elaswave_plugin.runtime.member import Member
+from elaswave_plugin.trainer.member import Member
 take = Member._on_frame
 def die(self, frame):
     if frame["t"] == "notice" and self.slot == 2:

@@ -10,8 +10,8 @@ from tests.faults.harness import JobSpec, check_survived
 # sabotage would take its own worker down with it.
 SEVER = """
 import socket
-from elaswave_plugin.runtime import worker
-from elaswave_plugin.runtime.phases import Phases
+from elaswave_plugin.recovery import worker
+from elaswave_plugin.recovery.phases import Phases
 enter, init, made, left = Phases.enter, worker.Worker.__init__, [], [{times}]
 def shut(sock):
     try:

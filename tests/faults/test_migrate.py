@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.cli import run_command
+from elaswave_plugin.cli.main import run_command
+from elaswave_plugin.cli.migrate import migrate_layers
+from elaswave_plugin.cli.status import ask_job
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.migrate import migrate_layers
-from elaswave_plugin.observer import read_run
-from elaswave_plugin.runtime.address_file import read_addresses
-from elaswave_plugin.status import ask_job
+from elaswave_plugin.ipc.address_file import read_addresses
+from elaswave_plugin.observer.observer import read_run
 from tests.faults.conftest import Reference
 from tests.faults.harness import JobSpec, Outcome, Zygote, check_equal, started
 from tests.faults.hybrid_matrix import PP2_DP2
@@ -21,9 +21,9 @@ from tests.faults.test_signals import LIMIT_S, wait_for_step
 # they are let through once an update waits for them.
 DIES = """
 import os, signal, threading
-from elaswave_plugin.runtime import behind
-from elaswave_plugin.runtime.phases import Phases
-Behind, read_parts, enter = behind.MomentsBehind, behind.read_parts, Phases.enter
+from elaswave_plugin.snapshot import deferred
+from elaswave_plugin.recovery.phases import Phases
+Behind, read_parts, enter = deferred.MomentsBehind, deferred.read_parts, Phases.enter
 init, complete = Behind.__init__, Behind.complete
 under_way, awaited = threading.Event(), threading.Event()
 def read_late(plan, *args, check, **more):
@@ -43,7 +43,7 @@ def dying(self, phase):
         self._events.emit("killed_behind", slot=self._slot, step=self.step)
         os.kill(os.getpid(), signal.SIGKILL)
     enter(self, phase)
-behind.read_parts, Phases.enter = read_late, dying
+deferred.read_parts, Phases.enter = read_late, dying
 Behind.__init__, Behind.complete = beginning, completing
 """
 # The first chunks of PARTS that worker 0 fetches for view 2 have a bit of each byte wrong, once.
@@ -51,8 +51,10 @@ DAMAGED = "damaged"
 DAMAGES = f"""
 import os, threading
 from pathlib import Path
-from elaswave_plugin.runtime import behind, fetch, restore
-from elaswave_plugin.runtime.snapshot import CHUNK_BYTES
+from elaswave_plugin.snapshot import deferred
+from elaswave_plugin.snapshot import fetch
+from elaswave_plugin.snapshot import restore
+from elaswave_plugin.snapshot.snapshot_pool import CHUNK_BYTES
 read_parts, fetch_now = restore.read_parts, fetch.Fetcher.fetch
 reading, mark = threading.local(), Path(os.environ["ELASWAVE_DIR"]) / "{DAMAGED}"
 def read(plan, parts, *, slot, **more):
@@ -67,7 +69,7 @@ def fetch_damaged(self, *, into, owner, step, **more):
     if getattr(reading, "source", False) and len(into) > 4096 and not mark.exists():
         mark.write_text(f"{{owner}} {{step}}")
         into[:] = bytes(byte ^ 1 for byte in into)
-restore.read_parts = behind.read_parts = read
+restore.read_parts = deferred.read_parts = read
 fetch.Fetcher.fetch = fetch_damaged
 """
 SPEC = replace(PP2_DP2, steps=14, options=(*PP2_DP2.options, "--num-layers=4"))
@@ -177,7 +179,7 @@ def test_what_is_damaged_on_its_way_is_served_again_from_where_the_layer_was(
     zygote: Zygote, data: Path, tmp_path: Path, reference: Reference, parts: str
 ) -> None:
     """Its old owner has kept it: no step is lost, and the layer moves after all."""
-    damages = f"from elaswave_plugin.core.shards import {parts} as PARTS\n{DAMAGES}"
+    damages = f"from elaswave_plugin.core.layout.shards import {parts} as PARTS\n{DAMAGES}"
     run = migrated(SPEC, damages, zygote=zygote, data=data, directory=tmp_path)
     owner, step = map(int, (tmp_path / DAMAGED).read_text().split())
     assert owner in (2, 3)

@@ -181,7 +181,7 @@ def test_a_checkpoint_after_a_move_holds_the_biases(run: Launch, tmp_path: Path)
 
 
 FORGET = """
-from elaswave_plugin.adapters.megatron.expert_bias import ExpertBiases
+from elaswave_plugin.adapters.megatron.state.expert_bias import ExpertBiases
 import torch
 write = ExpertBiases.write
 def forget(self, values):
@@ -190,7 +190,7 @@ ExpertBiases.write = forget
 """
 FORGET_THE_BIASES = FORGET.format("write(self, None)")
 KEEP_THE_COUNTS = FORGET.format("""
-    from elaswave_plugin.adapters.megatron.expert_bias import routers
+    from elaswave_plugin.adapters.megatron.state.expert_bias import routers
     kept = [r.local_tokens_per_expert.clone() for r in routers(self._chunks)]
     write(self, values)
     for router, counts in zip(routers(self._chunks), kept):
@@ -216,7 +216,7 @@ def test_without_what_the_routers_keep_the_bits_are_others(
 
 
 COUNT_IN_16_BITS = FORGET.format("""
-    from elaswave_plugin.adapters.megatron.expert_bias import routers
+    from elaswave_plugin.adapters.megatron.state.expert_bias import routers
     write(self, values)
     for router in routers(self._chunks):
         router.local_tokens_per_expert = router.local_tokens_per_expert.to(torch.bfloat16)

@@ -10,18 +10,19 @@ from tests.faults.harness import JobSpec, check_equal, check_survived
 SABOTAGE = {
     # A running stream instead of keyed draws.
     "running draws": (
-        "from elaswave_plugin.adapters.megatron import rng; rng.set_key = lambda *k, **size: None"
+        "from elaswave_plugin.adapters.megatron.compat import rng; "
+        "rng.set_key = lambda *k, **size: None"
     ),
     # Megatron's own norm: a sum over pieces whose value depends on the cut.
     "native norm": (
         "from elaswave_plugin.adapters import megatron; "
-        "from elaswave_plugin.adapters.megatron import seams; "
+        "from elaswave_plugin.adapters.megatron.compat import patches; "
         "megatron.elastic_patches = lambda exact, saves: "
-        "seams.elastic_patches(exact=False, saves=saves)"
+        "patches.elastic_patches(exact=False, saves=saves)"
     ),
     # Contributions added in the order of workers instead of the canonical order.
     "order of workers": (
-        "from elaswave_plugin.core import dataflow; fold = dataflow.fold_order; "
+        "from elaswave_plugin.core.step import dataflow; fold = dataflow.fold_order; "
         "dataflow.fold_order = lambda *a, **k: fold(*a, **k)[::-1]"
     ),
 }

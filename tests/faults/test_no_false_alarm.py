@@ -20,7 +20,7 @@ COMPUTE = "import os\nwhile os.getppid() == {parent}: sum(range(10000))"
 # More than half of what a hang may take is what noise takes here; announced work takes longer.
 NOISE = """
 import os, random, subprocess, sys, time
-from elaswave_plugin.runtime.phases import Phases
+from elaswave_plugin.recovery.phases import Phases
 fire, draw, load = Phases.fire, random.Random(), []
 def noisily(self, name):
     if self._slot == 0 and self.step in {loaded} and not load:
@@ -123,7 +123,7 @@ def test_no_false_alarm_on_a_loaded_machine(run: Launch) -> None:
 # Others take the whole processor of worker 1 for longer than a hang may take.
 STARVED = """
 import os, subprocess, sys
-from elaswave_plugin.runtime.phases import Phases
+from elaswave_plugin.recovery.phases import Phases
 fire, done = Phases.fire, []
 compute = '''
 import os, time

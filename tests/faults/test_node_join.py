@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.runtime.address_file import read_addresses
+from elaswave_plugin.ipc.address_file import read_addresses
 from elaswave_plugin.tracking.events import EVENTS_FILE, Tail
 from tests.faults.conftest import Reference
 from tests.faults.harness import (

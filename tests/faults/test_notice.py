@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.observer import read_run
+from elaswave_plugin.observer.observer import read_run
 from elaswave_plugin.tracking.events import EVENTS_FILE, read_lines
 from tests.faults.conftest import Reference
 from tests.faults.harness import JobSpec, Outcome, Zygote, check_equal, started
@@ -20,7 +20,7 @@ TOLD = "told"
 # Step 6 begins once the test has told whom to go: the others have many steps left then.
 UNTIL_TOLD = f"""
 import time
-from elaswave_plugin.runtime.loop import GuardedSteps
+from elaswave_plugin.loops.guarded_steps import GuardedSteps
 begin = GuardedSteps.begin
 def wait(self):
     begin(self)

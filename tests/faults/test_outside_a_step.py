@@ -33,7 +33,7 @@ def test_kill_during_an_evaluation_restarts_it(run: Launch, reference: Reference
 # training step.
 CARELESS = """
 import glob, sys, time, torch
-from elaswave_plugin.runtime.phases import Phases
+from elaswave_plugin.recovery.phases import Phases
 train, fire = torch.nn.Module.train, Phases.fire
 torch.nn.Module.train = lambda self, mode=True: (
     self if mode and sys.exc_info()[0] is not None else train(self, mode)
@@ -204,7 +204,7 @@ def test_survivors_of_an_undisturbed_run_are_all_of_it(reference: Reference) -> 
 # Files of the run directory become folders: nobody can open them any more.
 SPOIL = """
 import os
-from elaswave_plugin.runtime.phases import Phases
+from elaswave_plugin.recovery.phases import Phases
 enter = Phases.enter
 def spoil(self, phase):
     if (self._slot, self.step, phase) == (1, 2, "data"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elaswave_plugin.observer import audit_samples, losses_of
+from elaswave_plugin.observer.observer import audit_samples, losses_of
 from tests.faults import own_scripts
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived
@@ -58,7 +58,7 @@ def test_a_step_that_skips_its_update_is_equal_and_is_redone(
 # A worker is lost at the end of a step without an update, which another one has not come to yet.
 DIES_WITHOUT_UPDATE = """
 import os, signal, time
-from elaswave_plugin.runtime.state_keeper import StateKeeper
+from elaswave_plugin.recovery.state_keeper import StateKeeper
 begin, times = StateKeeper.begin_update, []
 def late(self):
     step = self._member.progress_page.sample(slot=0).step
@@ -263,8 +263,8 @@ def test_frozen_weights_are_those_of_the_place_that_a_newcomer_is_given(
 DIES_BETWEEN = """
 import os, signal, time
 import torch.distributed as dist
-from elaswave_plugin.runtime.loop_body import LoopBody
-from elaswave_plugin.runtime.links import LinkTable
+from elaswave_plugin.loops.loop_body import LoopBody
+from elaswave_plugin.communicator.links.link_table import LinkTable
 call, opened, body = dist.{name}, LoopBody.open, []
 def opening(self):
     body.append(self)

@@ -231,7 +231,7 @@ def test_a_save_that_the_storage_fails_is_told_and_the_job_goes_on(
 # Of worker 2, a process of its own that takes no SIGTERM and writes on, until it is killed.
 WRITER = """
 import os, signal, time
-from elaswave_plugin.runtime.phases import Phases
+from elaswave_plugin.recovery.phases import Phases
 enter = Phases.enter
 def with_a_writer(self, phase):
     if (self._slot, self.step, phase) == (2, 3, "data") and not begun:
@@ -279,7 +279,7 @@ PAST = """
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import serialization
 dist_checkpointing.save = lambda *args: serialization.save(*args)
-from elaswave_plugin.adapters.megatron import whole_saves
+from elaswave_plugin.adapters.megatron.compat import whole_saves
 records = whole_saves.WholeSaves.records
 whole_saves.WholeSaves.records = lambda self: records(self)[1:]
 """

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from elaswave_plugin.core.slow import SHORTEST
+from elaswave_plugin.core.planner.slow import SHORTEST
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal
 from tests.faults.hybrid_matrix import PP2_DP2
@@ -29,7 +29,7 @@ def emulated(layer_s: float, factor: float, *, until: int = LEVEL_FROM) -> str:
     return f"""
 import os
 from benchmarks.emulated_compute import Owed, take
-from elaswave_plugin.runtime.loop import GuardedSteps
+from elaswave_plugin.loops.guarded_steps import GuardedSteps
 from megatron.core.transformer.transformer_layer import TransformerLayer
 begin_step, forward = GuardedSteps.begin, TransformerLayer.forward
 now, owed = [0], Owed()

@@ -8,8 +8,8 @@ from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, check_equal, check_survived
 
 FLIP = """
-from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET
-from elaswave_plugin.runtime.state_keeper import StateKeeper
+from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET
+from elaswave_plugin.recovery.state_keeper import StateKeeper
 wait = StateKeeper.await_copies
 def flip(self):
     wait(self)
@@ -53,7 +53,7 @@ def test_a_flipped_bit_in_the_memory_of_one_node_falls_back_to_the_older_step(
 UNDELIVERED = """
 import os, time
 from elaswave_plugin.errors import LinkError
-from elaswave_plugin.runtime.fetch import Fetcher
+from elaswave_plugin.snapshot.fetch import Fetcher
 fetch, done = Fetcher.fetch, []
 def undelivered(self, **request):
     if done or os.environ["RANK"] != "0":
@@ -81,7 +81,7 @@ def test_who_waits_for_a_shard_does_not_hang(run: Launch, reference: Reference) 
 # A supervisor that hears late of its worker's first snapshot, as on a busy machine.
 LATE_SEAL = """
 import os, threading
-from elaswave_plugin.runtime.member import Member
+from elaswave_plugin.trainer.member import Member
 sealed = Member.sealed
 def late(self, record, copy_to):
     if os.environ["RANK"] == "3" and record.step == 0:

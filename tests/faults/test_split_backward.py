@@ -15,7 +15,7 @@ ALWAYS = "--elaswave-split-backward=always"
 # Says at the end of a worker how many weight gradients it has put off, and computed later.
 COUNTING = """
 import atexit, os
-from elaswave_plugin.adapters.megatron.weight_gradients import WeightGradients
+from elaswave_plugin.adapters.megatron.step.weight_gradients import WeightGradients
 original, late = WeightGradients.compute, []
 def compute(self, piece):
     late.append(len(self._put_off[piece]))
@@ -25,7 +25,7 @@ WeightGradients.compute = compute
 atexit.register(lambda: os.write(1, b"late %d of %d." % (sum(late), len(late))))
 """
 FORGETTING = """
-from elaswave_plugin.adapters.megatron.weight_gradients import WeightGradients
+from elaswave_plugin.adapters.megatron.step.weight_gradients import WeightGradients
 original = WeightGradients.compute
 def compute(self, piece):
     (original if piece[1] else self._put_off.pop)(*((self, piece) if piece[1] else (piece,)))

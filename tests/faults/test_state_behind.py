@@ -11,8 +11,8 @@ from tests.faults.hybrid_matrix import PP2_DP2
 # No moment arrives before the update waits for it.
 HELD_BACK = """
 import threading
-from elaswave_plugin.runtime import behind
-read_parts, complete = behind.read_parts, behind.MomentsBehind.complete
+from elaswave_plugin.snapshot import deferred
+read_parts, complete = deferred.read_parts, deferred.MomentsBehind.complete
 awaited = threading.Event()
 def read_late(*args, check, **more):
     while not awaited.wait(0.005):
@@ -24,11 +24,11 @@ def completing(self):
         return complete(self)
     finally:
         awaited.clear()
-behind.read_parts, behind.MomentsBehind.complete = read_late, completing
+deferred.read_parts, deferred.MomentsBehind.complete = read_late, completing
 """
 # What is told of how much slower passes were is not measured by chance.
 SEVENFOLD = """
-from elaswave_plugin.core.layer_times import FOLLOWED, PassTimes
+from elaswave_plugin.core.planner.layer_times import FOLLOWED, PassTimes
 medians = PassTimes.medians
 def telling(self):
     told = medians(self)
@@ -38,10 +38,10 @@ PassTimes.medians = telling
 # This byte is in a chunk that has moments only: neither weights nor the capsule at the end.
 LARGE = ("--hidden-size=128",)
 FLIP = """
-from elaswave_plugin.core.shards import PARTS
-from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET
-from elaswave_plugin.runtime.snapshot import CHUNK_BYTES
-from elaswave_plugin.runtime.state_keeper import StateKeeper
+from elaswave_plugin.core.layout.shards import PARTS
+from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET
+from elaswave_plugin.snapshot.snapshot_pool import CHUNK_BYTES
+from elaswave_plugin.recovery.state_keeper import StateKeeper
 wait = StateKeeper.await_copies
 def flip(self):
     wait(self)

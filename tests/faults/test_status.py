@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from elaswave_plugin.cli.status import ask_job, find_job
 from elaswave_plugin.config import STEP_PHASES
-from elaswave_plugin.core.layout import ParallelLayout
-from elaswave_plugin.runtime.progress import BETWEEN_STEPS
-from elaswave_plugin.status import ask_job, find_job
+from elaswave_plugin.core.layout.layout import ParallelLayout
+from elaswave_plugin.ipc.progress_page import BETWEEN_STEPS
 from tests.faults.harness import JobSpec, Zygote, left_alive, pids_of, started
 from tests.faults.hybrid_matrix import PP2_DP2
 from tests.faults.test_signals import LIMIT_S, wait_for_step

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from elaswave_plugin.adapters.megatron.stage_parts import move_to_tp_position
+from elaswave_plugin.adapters.megatron.state.stage_parts import move_to_tp_position
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, Zygote, check_equal, launch
 from tests.faults.hybrid_matrix import PP2_DP2, TP2_PP2_DP2

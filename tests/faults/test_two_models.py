@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.state_dump import hash_state
+from elaswave_plugin.tracking.state_dump import hash_state
 from tests.faults import own_scripts, two_models
 from tests.faults.conftest import Grown, Launch, Reference
 from tests.faults.harness import JobSpec, check_equal, check_survived
@@ -66,7 +66,7 @@ def test_who_comes_back_with_another_critic_is_sent_away(
 # A worker dies where a step of the GAN is for so many times in a phase: its generator's part.
 DIES_LATE = """
 import os, signal
-from elaswave_plugin.runtime.phases import Phases
+from elaswave_plugin.recovery.phases import Phases
 enter, seen = Phases.enter, []
 def die(self, phase):
     if (self._slot, self.step, phase) == ({slot}, 3, {phase!r}):

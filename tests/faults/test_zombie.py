@@ -42,13 +42,13 @@ def stop_first(self, *args, **kwargs):
 {act} = stop_first
 """
 SEAL = STOP_BEFORE.format(
-    imports="from elaswave_plugin.runtime.snapshot import SnapshotPool",
+    imports="from elaswave_plugin.snapshot.snapshot_pool import SnapshotPool",
     act="SnapshotPool.seal",
     when='kwargs["step"] == 5',
     slot=ZOMBIE,
 )
 COMPLETE = STOP_BEFORE.format(
-    imports="from elaswave_plugin.runtime.loop import GuardedSteps",
+    imports="from elaswave_plugin.loops.guarded_steps import GuardedSteps",
     act="GuardedSteps.complete",
     when="self.worker.completed == 5",
     slot=ZOMBIE,
@@ -67,7 +67,7 @@ LOG = STOP_BEFORE.format(
 )
 # What is to hold it back does not: a negative control.
 UNFENCED = """
-from elaswave_plugin.runtime.progress import ProgressPage
+from elaswave_plugin.ipc.progress_page import ProgressPage
 ProgressPage.may_act = True
 """
 

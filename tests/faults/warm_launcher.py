@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elaswave_plugin.runtime.wire import FrameBuffer, encode
+from elaswave_plugin.ipc.wire import FrameBuffer, encode
 
 SCRIPT = Path(__file__).with_name("launcher.py")
-PRELOAD = "elaswave_plugin.runtime.launch"
+PRELOAD = "elaswave_plugin.launch.launch"
 START_S = 30.0
 _FDS = 7  # stdin, stdout and stderr, and four for trainers
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from elaswave_plugin.core.layout import launch_layout
-from elaswave_plugin.core.pipeline_flow import flow_of
-from elaswave_plugin.state_dump import PARTS
+from elaswave_plugin.core.layout.layout import launch_layout
+from elaswave_plugin.core.planner.pipeline_flow import flow_of
 from elaswave_plugin.tracking.events import EventLog
+from elaswave_plugin.tracking.state_dump import PARTS
 
 STEPS, GLOBAL_BATCH, KILL_STEP, KILLED = 6, 12, 3, 2
 NAMES = (("decoder.bias", 5), ("embedding.weight", 12))

@@ -1,6 +1,6 @@
 """Who came back, from made-up events: which end counts, and whose stand-still."""
 
-from elaswave_plugin.joins import joins_from
+from elaswave_plugin.observer.joins import joins_from
 
 
 def test_a_join_is_timed_from_the_end_of_the_last_that_worked() -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from elaswave_plugin.core.layout import ParallelLayout, launch_layout
-from elaswave_plugin.core.pipeline_flow import flow_of
-from elaswave_plugin.layout_change import simulated_units
-from elaswave_plugin.observer import read_run, summarize
+from elaswave_plugin.core.layout.layout import ParallelLayout, launch_layout
+from elaswave_plugin.core.planner.pipeline_flow import flow_of
+from elaswave_plugin.observer.layout_change import simulated_units
+from elaswave_plugin.observer.observer import read_run, summarize
 from tests.observer.made_up import (
     GLOBAL_BATCH,
     HYBRID,

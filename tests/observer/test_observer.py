@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from elaswave_plugin import observer
 from elaswave_plugin.config import Kill
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.observer import read_run, summarize
-from elaswave_plugin.state_dump import StateDumpError, differing_names, hash_state
+from elaswave_plugin.observer import observer
+from elaswave_plugin.observer.observer import read_run, summarize
+from elaswave_plugin.tracking.state_dump import StateDumpError, differing_names, hash_state
 from tests.observer.made_up import (
     GLOBAL_BATCH,
     KILL_STEP,

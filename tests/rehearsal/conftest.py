@@ -49,7 +49,7 @@ def rehearsed(command: list[str], *options: str, folder: Path) -> Rehearsed:
     """Run `elaswave rehearse` in a folder of its own."""
     result = folder / "verdict.json"
     (folder / "here").mkdir(exist_ok=True)
-    words = [sys.executable, "-m", "elaswave_plugin.cli", "rehearse", "--json", str(result)]
+    words = [sys.executable, "-m", "elaswave_plugin.cli.main", "rehearse", "--json", str(result)]
     ended = subprocess.run(
         [*words, *options, *command],
         cwd=folder / "here",
@@ -88,7 +88,7 @@ def rehearsing(zygote: Zygote, data: Path, folder: Path) -> Rehearse:
     """Rehearses specifications with a zygote; ``data`` as the specification has it."""
 
     def run(spec: JobSpec, *options: str, runs: tuple[str, ...] = ()) -> Rehearsed:
-        command = [sys.executable, "-m", "elaswave_plugin.cli", "run"]
+        command = [sys.executable, "-m", "elaswave_plugin.cli.main", "run"]
         command += ["--zygote", str(zygote.socket), "--nproc-per-node", str(spec.nproc)]
         if spec.sabotage:
             command += [str(SABOTAGED), spec.sabotage]

@@ -9,10 +9,13 @@ from tests.deepspeed.test_own_state import OWN as OWN_STATE
 from tests.faults import own_scripts
 from tests.faults.own_scripts import Change
 
-_RNG = "from elaswave_plugin.adapters.megatron import rng, sample_draws; "
+_RNG = (
+    "from elaswave_plugin.adapters.megatron.compat import rng; "
+    "from elaswave_plugin.adapters.megatron.step import sample_draws; "
+)
 # What refuses a second call that trains on gradients that are reduced already.
 _ANY_CALLS = (
-    "from elaswave_plugin.adapters.megatron.step_gradients import StepGradients; "
+    "from elaswave_plugin.adapters.megatron.step.step_gradients import StepGradients; "
     "StepGradients.zero = lambda self, model: self._reduced.clear()"
 )
 # What refuses an optimizer that is not bound.
@@ -110,7 +113,7 @@ TABLE = (
     Sabotage(
         number="H7 buffers",
         changes=own_scripts.NORMALIZES,
-        statement="from elaswave_plugin.adapters.megatron.model_buffers import ModelBuffers; "
+        statement="from elaswave_plugin.adapters.megatron.state.model_buffers import ModelBuffers; "
         + _KEEPS_NOT.format(part="ModelBuffers"),
         names="tensor buffer normalized",
     ),
@@ -118,7 +121,7 @@ TABLE = (
     Sabotage(
         number="H8 forward only",
         changes=DISTILLS,
-        statement="from elaswave_plugin.adapters.megatron.positions import Positions; "
+        statement="from elaswave_plugin.adapters.megatron.step.positions import Positions; "
         + _KEEPS_NOT.format(part="Positions"),
         names="sample batch",
     ),
@@ -144,7 +147,7 @@ class EngineSabotage:
     names: str
 
 
-_ADAPTER, _PARTS = "elaswave_plugin.adapters.deepspeed", "elaswave_plugin.runtime.engine_parts"
+_ADAPTER, _PARTS = "elaswave_plugin.adapters.deepspeed", "elaswave_plugin.step_state.engine_parts"
 _UNSCHEDULED = json.dumps({"scheduler": None})
 ENGINE_TABLE = (
     EngineSabotage(

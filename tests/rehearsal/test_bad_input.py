@@ -11,7 +11,7 @@ from tests.faults.harness import JobSpec
 from tests.rehearsal.conftest import Rehearse, rehearsed
 
 pytestmark = pytest.mark.timeout(300)
-RUN = [sys.executable, "-m", "elaswave_plugin.cli", "run"]
+RUN = [sys.executable, "-m", "elaswave_plugin.cli.main", "run"]
 NEVER = "print('no job here')\n"
 NEVER_STARTED = [
     (["--steps", "2", "true"], "--steps is 2, wanted at least 5"),

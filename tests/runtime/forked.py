@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from elaswave_plugin.runtime.connection import State
-from elaswave_plugin.runtime.links import LinkTable
-from elaswave_plugin.runtime.process_group import GroupTable
+from elaswave_plugin.communicator.links.connection import State
+from elaswave_plugin.communicator.links.link_table import LinkTable
+from elaswave_plugin.communicator.process_group import GroupTable
 
 LIMIT_S = 60.0
 

@@ -21,7 +21,7 @@ Report = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = Path(__file__).with_name("tiny_trainer.py")
-LAUNCH = "import sys; from elaswave_plugin.runtime.launch import main; sys.exit(main(sys.argv[1:]))"
+LAUNCH = "import sys; from elaswave_plugin.launch.launch import main; sys.exit(main(sys.argv[1:]))"
 WAIT_S = 20.0
 
 

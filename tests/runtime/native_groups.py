@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elaswave_plugin.core.communicators import CommunicatorFacts
-from elaswave_plugin.runtime import c10d_tables
-from elaswave_plugin.runtime.communicator import Inner
-from elaswave_plugin.runtime.device_calls import DeviceProcessGroup
-from elaswave_plugin.runtime.link_store import LinkStore
-from elaswave_plugin.runtime.links import LinkTable
-from elaswave_plugin.runtime.process_group import GroupTable
+from elaswave_plugin.communicator.device.calls import DeviceProcessGroup
+from elaswave_plugin.communicator.device.communicator import Inner
+from elaswave_plugin.communicator.device.link_store import LinkStore
+from elaswave_plugin.communicator.groups import c10d_tables
+from elaswave_plugin.communicator.links.link_table import LinkTable
+from elaswave_plugin.communicator.process_group import GroupTable
+from elaswave_plugin.core.layout.device_groups import CommunicatorFacts
 
 
 class RecordedWork:

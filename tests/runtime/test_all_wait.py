@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.runtime import stack_line
-from elaswave_plugin.runtime.progress import PROGRESS_FD, ProgressPage, create_page
-from elaswave_plugin.runtime.stack_line import where_is
+from elaswave_plugin.ipc import stack_line
+from elaswave_plugin.ipc.progress_page import PROGRESS_FD, ProgressPage, create_page
+from elaswave_plugin.ipc.stack_line import where_is
 from tests.runtime.jobs import TRAINER, Job, environment
 
 STUCK_S = 14
@@ -42,7 +42,7 @@ def stuck(tmp_path: Path) -> Path:
     """A script with a second thread, stuck in C with the interpreter's lock."""
     (tmp_path / "stuck.py").write_text(
         "import os, re, threading\n"
-        "from elaswave_plugin.runtime.stack_line import offer_stack\n"
+        "from elaswave_plugin.ipc.stack_line import offer_stack\n"
         "offer_stack(os.environ)\n"
         "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
         "pattern = re.compile(r'(a+)+$')\n"

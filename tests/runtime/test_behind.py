@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from elaswave_plugin.errors import LinkError
-from elaswave_plugin.runtime import behind
-from elaswave_plugin.runtime.behind import MomentsBehind
+from elaswave_plugin.snapshot import deferred
+from elaswave_plugin.snapshot.deferred import MomentsBehind
 
 
 def test_a_read_that_does_not_heed_that_it_is_dropped_is_said(
@@ -20,7 +20,7 @@ def test_a_read_that_does_not_heed_that_it_is_dropped_is_said(
         reads.set()
         assert goes_on.wait(10)
 
-    monkeypatch.setattr(behind, "read_parts", read_stuck)
+    monkeypatch.setattr(deferred, "read_parts", read_stuck)
     plan: Any = SimpleNamespace(epoch=3)
     pool: Any = None
     moments = MomentsBehind(

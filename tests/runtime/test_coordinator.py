@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from elaswave_plugin.core.agreement import Agreement
-from elaswave_plugin.core.patience import Heartbeat, Patience
-from elaswave_plugin.runtime.coordinator import Coordinator
-from elaswave_plugin.runtime.node_register import NodeRegister
-from elaswave_plugin.runtime.peer import Peer
-from elaswave_plugin.runtime.reactor import Reactor
-from elaswave_plugin.runtime.rendezvous import Meeting
-from elaswave_plugin.runtime.wire import LENGTH
+from elaswave_plugin.core.agreement.leader import Agreement
+from elaswave_plugin.core.agreement.timeouts import Heartbeat, Patience
+from elaswave_plugin.ipc.peer import Peer
+from elaswave_plugin.ipc.reactor import Reactor
+from elaswave_plugin.ipc.wire import LENGTH
+from elaswave_plugin.supervisor.peers.coordinator import Coordinator
+from elaswave_plugin.supervisor.peers.node_register import NodeRegister
+from elaswave_plugin.supervisor.peers.rendezvous import Meeting
 from elaswave_plugin.tracking.events import EventLog
 
 # A node of eight, and two of one worker each.

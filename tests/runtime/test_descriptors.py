@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.runtime.descriptors import OWN_DESCRIPTORS
-from elaswave_plugin.runtime.doors import Doors
-from elaswave_plugin.runtime.reactor import Reactor
-from elaswave_plugin.runtime.snapshot_server import SnapshotServer
-from elaswave_plugin.runtime.snapshot_store import SnapshotStore
-from elaswave_plugin.runtime.wire import Channel, receive_frame, send_frame
+from elaswave_plugin.communicator.links.listeners import Doors
+from elaswave_plugin.ipc.reactor import Reactor
+from elaswave_plugin.ipc.wire import Channel, receive_frame, send_frame
+from elaswave_plugin.launch.descriptors import OWN_DESCRIPTORS
+from elaswave_plugin.supervisor.snapshot_server import SnapshotServer
+from elaswave_plugin.supervisor.snapshot_store import SnapshotStore
 from tests.runtime.jobs import LAUNCH, environment
 
 BEYOND_SELECT = 1100

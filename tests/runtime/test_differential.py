@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from elaswave_plugin.runtime.group_calls import ElasticProcessGroup
+from elaswave_plugin.communicator.groups.group_calls import ElasticProcessGroup
 from tests.runtime.forked import Peer, run
 from tests.runtime.test_process_group import WORLD, native_gloo, same_bits, sample
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.cli import run_command
-from elaswave_plugin.core.layout import launch_layout
+from elaswave_plugin.cli.main import run_command
+from elaswave_plugin.core.layout.layout import launch_layout
 from tests.runtime.jobs import Job
 
 

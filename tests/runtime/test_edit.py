@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.distributed_c10d import _coalescing_manager as coalescing
 
-from elaswave_plugin.core.membership import fill_holes
+from elaswave_plugin.communicator.process_group import check_growing_groups
+from elaswave_plugin.core.agreement.view import fill_holes
 from elaswave_plugin.errors import ConfigurationError, EpochChanged
-from elaswave_plugin.runtime.process_group import check_growing_groups
 from tests.runtime.forked import LIMIT_S, Peer, Workers, connected, run
 
 LARGE = 4 << 20  # float32 elements: 16 MB

@@ -12,7 +12,7 @@ import pytest
 
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.runtime.frequency import EmulatedClocks, NvmlClocks, clocks_for
+from elaswave_plugin.recovery.clocks import EmulatedClocks, NvmlClocks, clocks_for
 from tests.runtime.jobs import WAIT_S, Job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,7 +69,7 @@ def awaited(log: Path, wanted: list[str]) -> None:
 
 
 def run(code: str) -> int:
-    head = "import os, signal\nfrom elaswave_plugin.runtime.frequency import NvmlClocks\n"
+    head = "import os, signal\nfrom elaswave_plugin.recovery.clocks import NvmlClocks\n"
     return subprocess.run([sys.executable, "-c", head + code], timeout=60).returncode
 
 
@@ -148,7 +148,7 @@ def test_closing_gives_clocks_back_at_once(log: Path) -> None:
 
 def test_without_permission_it_is_refused(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVML_FORBIDS", "1")
-    monkeypatch.setattr("elaswave_plugin.runtime.frequency._start_guard", lambda uuid: None)
+    monkeypatch.setattr("elaswave_plugin.recovery.clocks._start_guard", lambda uuid: None)
     with pytest.raises(
         ConfigurationError, match=r"cannot be set: Insufficient Perm.*set it to off"
     ):
@@ -180,6 +180,6 @@ def test_nvml_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_guard_that_does_not_start_is_refused(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.fspath(ROOT / "nowhere"))
-    monkeypatch.setattr("elaswave_plugin.runtime.frequency.GUARD", "elaswave_plugin.no_such_module")
+    monkeypatch.setattr("elaswave_plugin.recovery.clocks.GUARD", "elaswave_plugin.no_such_module")
     with pytest.raises(ConfigurationError, match=r"did not start \(exit code 1\)"):
         NvmlClocks(UUID, lowest=0.5, highest=1.1)

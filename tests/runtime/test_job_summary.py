@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.core.membership import (
+from elaswave_plugin.core.agreement.view import (
     Arrival,
     FailureEvent,
     MembershipView,
@@ -15,8 +15,8 @@ from elaswave_plugin.core.membership import (
     grown_view,
     next_view,
 )
-from elaswave_plugin.runtime import job_summary as summaries
-from elaswave_plugin.runtime.job_summary import Changes, job_summary, sums_up
+from elaswave_plugin.supervisor.peers import job_summary as summaries
+from elaswave_plugin.supervisor.peers.job_summary import Changes, job_summary, sums_up
 
 
 def history(*changes: FailureEvent | Arrival) -> list[MembershipView]:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.cli import run_command
+from elaswave_plugin.cli.main import run_command
+from elaswave_plugin.cli.status import addresses_in, ask_job
 from elaswave_plugin.errors import EXIT_CONFIGURATION, EXIT_REQUEUE
-from elaswave_plugin.runtime.address_file import read_addresses
-from elaswave_plugin.runtime.program import Program
-from elaswave_plugin.runtime.same_program import describe_program, difference
-from elaswave_plugin.status import addresses_in, ask_job
+from elaswave_plugin.ipc.address_file import read_addresses
+from elaswave_plugin.ipc.program import Program
+from elaswave_plugin.supervisor.peers.same_program import describe_program, difference
 from elaswave_plugin.tracking.events import EVENTS_FILE, read_lines
 from tests.ports import free_port
 from tests.runtime.jobs import LAUNCH, TRAINER, WAIT_S, Job, environment
@@ -108,7 +108,7 @@ def test_two_come_at_once_to_one_node(tmp_path: Path) -> None:
 LATE = """
 import sys, time
 from pathlib import Path
-from elaswave_plugin.runtime import launch
+from elaswave_plugin.launch import launch
 find_vacancy = launch.find_vacancy
 def find_late(spec):
     vacancy = find_vacancy(spec)

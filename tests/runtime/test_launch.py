@@ -17,10 +17,10 @@ import psutil
 import pytest
 
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.runtime import rendezvous
-from elaswave_plugin.runtime.launch import _NodeJob, parse_run_args
-from elaswave_plugin.runtime.launch_options import script_settings
-from elaswave_plugin.runtime.rendezvous import listen_at, own_host
+from elaswave_plugin.launch.launch import _NodeJob, parse_run_args
+from elaswave_plugin.launch.options import script_settings
+from elaswave_plugin.supervisor.peers import rendezvous
+from elaswave_plugin.supervisor.peers.rendezvous import listen_at, own_host
 from tests.config.files import config_of
 from tests.ports import free_port
 from tests.runtime.jobs import LAUNCH, TRAINER, WAIT_S, Job, environment
@@ -525,7 +525,7 @@ def test_a_limit_of_processes_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text("raise SystemExit('must not run')")
     code = (
         "import encodings.idna, os, resource, shutil, sys\n"
-        "from elaswave_plugin.runtime.launch import main\n"
+        "from elaswave_plugin.launch.launch import main\n"
         "if not os.getuid():\n"  # whom no limit holds
         "    os.setgroups([]); os.setgid(54321); os.setuid(54321)\n"
         "resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))\n"

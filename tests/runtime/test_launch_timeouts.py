@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin import run
-from elaswave_plugin.core.patience import Patience
+from elaswave_plugin.core.agreement.timeouts import Patience
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.runtime.launch_options import parse_run_args
-from elaswave_plugin.runtime.timeouts import START_S, read_timeouts
+from elaswave_plugin.launch import torchrun
+from elaswave_plugin.launch.options import parse_run_args
+from elaswave_plugin.launch.timeout_options import START_S, read_timeouts
 
 
 def test_an_option_wins_over_the_environment_and_that_over_the_default() -> None:
@@ -47,13 +47,15 @@ def test_bad_values_are_named_in_every_way_to_launch(
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigurationError, match=words):
         parse_run_args([str(script)])
-    assert run.main([str(script)]) == 2
+    assert torchrun.main([str(script)]) == 2
     said = capsys.readouterr().err
     assert words in said and said.count("\n") == 1
 
 
 def test_torchruns_launches_take_the_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.main(["--heartbeat-timeout-s=1", "s.py"]) == 2
+    assert torchrun.main(["--heartbeat-timeout-s=1", "s.py"]) == 2
     assert "--heartbeat-timeout-s is 1, wanted 2 or more" in capsys.readouterr().err
-    options = run._parser().parse_args(["--notice-timeout-s", "90", "s.py", "--notice-timeout-s=1"])
+    options = torchrun._parser().parse_args(
+        ["--notice-timeout-s", "90", "s.py", "--notice-timeout-s=1"]
+    )
     assert options.notice_timeout_s == 90.0 and options.args == ["--notice-timeout-s=1"]

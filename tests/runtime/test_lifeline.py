@@ -9,16 +9,16 @@ from tests.runtime.jobs import WAIT_S, environment
 
 PRINT = "import sys; print('last words'); sys.stderr.write('and these'); "
 EXITS = {
-    "exit_at_once": "from elaswave_plugin.runtime.lifeline import exit_at_once; exit_at_once(0)",
+    "exit_at_once": "from elaswave_plugin.ipc.process_tree import exit_at_once; exit_at_once(0)",
     "a link that stays broken": (
         "from unittest.mock import Mock\n"
-        "from elaswave_plugin.runtime.broken_links import BrokenLinks\n"
+        "from elaswave_plugin.trainer.broken_links import BrokenLinks\n"
         "links = BrokenLinks(Mock(slot=1))\n"
         "while True: links.report(0, 'broken', epoch=1, step=0)"
     ),
     "a planned departure": (
         "from unittest.mock import MagicMock, patch\n"
-        "from elaswave_plugin.runtime.loop import GuardedSteps\n"
+        "from elaswave_plugin.loops.guarded_steps import GuardedSteps\n"
         "worker = MagicMock(slot=1, completed=3)\n"
         "worker.config.changes.return_value = [MagicMock(slot=1, step=3, arrives=False)]\n"
         "worker.view.ranks = (0, 1)\n"

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from elaswave_plugin.communicator.device.link_store import LinkStore
 from elaswave_plugin.errors import ConfigurationError, EpochChanged, LinkError
-from elaswave_plugin.runtime.link_store import LinkStore
 from tests.runtime.forked import Peer, Workers
 
 

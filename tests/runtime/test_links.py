@@ -9,13 +9,19 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from elaswave_plugin.communicator.groups.algorithms import receive, send
+from elaswave_plugin.communicator.links import link_table, listeners
+from elaswave_plugin.communicator.links.connection import Connection, State
+from elaswave_plugin.communicator.links.frames import (
+    HEADER_BYTES,
+    FrameHeader,
+    Hello,
+    Kind,
+    control_header,
+)
+from elaswave_plugin.communicator.links.link_table import LinkTable
+from elaswave_plugin.communicator.links.operation import Group, Operation
 from elaswave_plugin.errors import EpochChanged, LinkError
-from elaswave_plugin.runtime import doors, links
-from elaswave_plugin.runtime.collectives import receive, send
-from elaswave_plugin.runtime.connection import Connection, State
-from elaswave_plugin.runtime.frames import HEADER_BYTES, FrameHeader, Hello, Kind, control_header
-from elaswave_plugin.runtime.links import LinkTable
-from elaswave_plugin.runtime.operation import Group, Operation
 from tests.runtime.forked import connected
 
 LIMIT_S = 10.0
@@ -79,7 +85,7 @@ def test_a_unix_socket_on_one_host_and_tcp_otherwise(
 ) -> None:
     tables = LinkTable(0, hosts[0]), LinkTable(1, hosts[1])
     if not near_open:
-        monkeypatch.setattr(doors, "_name", lambda address: f"\0nobody at {address}")
+        monkeypatch.setattr(listeners, "_name", lambda address: f"\0nobody at {address}")
     _open(tables, 1)
     data = os.urandom(size)
     got, into = _receive(tables[1], size)
@@ -445,7 +451,7 @@ def test_close_joins_the_thread_and_leaks_no_descriptor() -> None:
 def test_a_table_that_cannot_be_closed_says_where_it_is_held_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(links, "_CLOSE_LIMIT_S", 0.1, raising=False)
+    monkeypatch.setattr(link_table, "_CLOSE_LIMIT_S", 0.1, raising=False)
     told, go_on = threading.Event(), threading.Event()
 
     def hold_up(slot: int, reason: str) -> None:

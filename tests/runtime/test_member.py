@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 
+from elaswave_plugin.core.agreement.view import FailureEvent, MembershipView, first_view, next_view
 from elaswave_plugin.core.codec import to_json
-from elaswave_plugin.core.membership import FailureEvent, MembershipView, first_view, next_view
-from elaswave_plugin.core.worker_facts import WorkerFacts, pack_payload
+from elaswave_plugin.core.layout.worker_facts import WorkerFacts, pack_payload
 from elaswave_plugin.errors import (
     AgreementError,
     ConfigurationError,
     EpochChanged,
     JobStopped,
 )
-from elaswave_plugin.runtime.control_frames import NewView
-from elaswave_plugin.runtime.control_link import ControlLink
-from elaswave_plugin.runtime.member import ANNOUNCED_LIMIT_S, Member
-from elaswave_plugin.runtime.wire import encode, receive_frame, send_frame
+from elaswave_plugin.ipc.frames import NewView
+from elaswave_plugin.ipc.wire import encode, receive_frame, send_frame
+from elaswave_plugin.trainer.control_link import ControlLink
+from elaswave_plugin.trainer.member import ANNOUNCED_LIMIT_S, Member
 from tests.core.over_the_wire import as_json
 from tests.core.sealed import sealed
 from tests.runtime.jobs import environment
@@ -380,7 +380,7 @@ def test_an_announced_phase_keeps_the_time_to_answer_alive(supervisor: Superviso
 def test_an_announced_phase_that_never_ends_is_stuck(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elaswave_plugin.runtime.member.ANNOUNCED_LIMIT_S", 1.0)
+    monkeypatch.setattr("elaswave_plugin.trainer.member.ANNOUNCED_LIMIT_S", 1.0)
     supervisor.within_s = 1.6
     supervisor.commit(view_of(1))
     supervisor.member.join(FACTS, LONG_S)
@@ -568,7 +568,7 @@ def test_a_process_without_supervisor_is_told_what_to_do() -> None:
 
 def test_the_trainers_side_needs_only_the_standard_library() -> None:
     code = (
-        "import sys, elaswave_plugin.runtime.member, elaswave_plugin.runtime.fetch;"
+        "import sys, elaswave_plugin.trainer.member, elaswave_plugin.snapshot.fetch;"
         "print(sorted({m.split('.')[0] for m in sys.modules} - set(sys.stdlib_module_names)))"
     )
     done = subprocess.run(

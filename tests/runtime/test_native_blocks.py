@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from elaswave_plugin.communicator.groups import c10d_tables
+from elaswave_plugin.communicator.process_group import GroupTable
 from elaswave_plugin.errors import EpochChanged, LinkError
-from elaswave_plugin.runtime import c10d_tables
-from elaswave_plugin.runtime.process_group import GroupTable
 from tests.runtime.native_groups import Alone, RecordedGroup, reduce
 
 LIMIT_S = 20.0

@@ -9,13 +9,14 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.distributed_c10d import _coalescing_manager as coalescing
 
-from elaswave_plugin.core.groups import GroupEdit
+from elaswave_plugin.communicator.device import nccl
+from elaswave_plugin.communicator.device.calls import DeviceProcessGroup
+from elaswave_plugin.communicator.groups import tagged
+from elaswave_plugin.communicator.groups.group_calls import ElasticProcessGroup
+from elaswave_plugin.communicator.links.link_table import LinkTable
+from elaswave_plugin.communicator.process_group import GroupTable
+from elaswave_plugin.core.layout.group_rules import GroupEdit
 from elaswave_plugin.errors import ConfigurationError, EpochChanged
-from elaswave_plugin.runtime import messages, nccl
-from elaswave_plugin.runtime.device_calls import DeviceProcessGroup
-from elaswave_plugin.runtime.group_calls import ElasticProcessGroup
-from elaswave_plugin.runtime.links import LinkTable
-from elaswave_plugin.runtime.process_group import GroupTable
 from tests.runtime.forked import Peer, Workers
 from tests.runtime.native_groups import GlooMaker
 
@@ -186,12 +187,11 @@ def _by_tag(peer: Peer) -> None:
     spaces = {tag: torch.zeros(tag) for tag in (1, 2, 3)}
     # Everybody takes before it sends, and in another order than the other one sends.
     arriving = [
-        messages.receive(spaces[tag], world, rank=other, tag=tag)
+        tagged.receive(spaces[tag], world, rank=other, tag=tag)
         for tag in (sorted(spaces) if peer.slot else (3, 1, 2))
     ]
     sent = [
-        messages.send(torch.full((tag,), float(tag)), world, rank=other, tag=tag)
-        for tag in (2, 3, 1)
+        tagged.send(torch.full((tag,), float(tag)), world, rank=other, tag=tag) for tag in (2, 3, 1)
     ]
     assert all(torch.all(one.wait() == len(one.wait())) for one in arriving)
     for work in sent:

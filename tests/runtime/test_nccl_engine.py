@@ -10,12 +10,13 @@ from unittest import mock
 import pytest
 import torch
 
+from elaswave_plugin.communicator.device import communicator, engine, nccl
+from elaswave_plugin.communicator.device.calls import DeviceProcessGroup
+from elaswave_plugin.communicator.groups import c10d_tables
+from elaswave_plugin.communicator.groups.group_calls import ElasticProcessGroup
+from elaswave_plugin.communicator.links.link_table import LinkTable
+from elaswave_plugin.communicator.process_group import GroupTable
 from elaswave_plugin.errors import ConfigurationError, EpochChanged, LinkError
-from elaswave_plugin.runtime import c10d_tables, communicator, device_engine, nccl
-from elaswave_plugin.runtime.device_calls import DeviceProcessGroup
-from elaswave_plugin.runtime.group_calls import ElasticProcessGroup
-from elaswave_plugin.runtime.links import LinkTable
-from elaswave_plugin.runtime.process_group import GroupTable
 from tests.runtime.native_groups import Alone, RecordedGroup, RecordingMaker, reduce
 
 LIMIT_S = 20.0
@@ -428,7 +429,7 @@ def test_an_error_that_a_loss_makes_waits_for_the_doorbell(alone: Alone) -> None
 
 
 def test_an_error_that_no_loss_makes_passes(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_engine, "DOORBELL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(engine, "DOORBELL_TIMEOUT_S", 0.05)
 
     def broken(native: RecordedGroup, call: str) -> None:
         raise RuntimeError("out of memory")
@@ -441,7 +442,7 @@ def test_an_error_that_no_loss_makes_passes(alone: Alone, monkeypatch: pytest.Mo
 def test_an_abort_that_does_not_end_is_reported(
     blocking: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_engine, "ABORT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(engine, "ABORT_TIMEOUT_S", 0.05)
     reduce(blocking.group("tp"))
     native = blocking.maker.groups["tp@1"]
     native.may_abort.clear()

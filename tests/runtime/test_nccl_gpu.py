@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from elaswave_plugin.communicator.device.calls import DeviceProcessGroup
+from elaswave_plugin.communicator.process_group import GroupTable
 from elaswave_plugin.errors import EpochChanged
-from elaswave_plugin.runtime.device_calls import DeviceProcessGroup
-from elaswave_plugin.runtime.process_group import GroupTable
 from tests.runtime.forked import Peer, Workers
 
 # device_count() asks the driver and leaves CUDA uninitialised: the workers are forked from here.

@@ -12,14 +12,14 @@ from multiprocessing.synchronize import Event
 
 import pytest
 
-from elaswave_plugin.core.agreement import Agreement
-from elaswave_plugin.core.agreement_messages import Ballot, Prepare, Proposal
-from elaswave_plugin.core.membership import first_view
-from elaswave_plugin.core.node_memory import NodeMemory
-from elaswave_plugin.core.patience import Patience
+from elaswave_plugin.core.agreement.acceptor_state import NodeMemory
+from elaswave_plugin.core.agreement.leader import Agreement
+from elaswave_plugin.core.agreement.messages import Ballot, Prepare, Proposal
+from elaswave_plugin.core.agreement.timeouts import Patience
+from elaswave_plugin.core.agreement.view import first_view
 from elaswave_plugin.errors import AgreementError
-from elaswave_plugin.runtime import node_register
-from elaswave_plugin.runtime.node_register import NodeRegister
+from elaswave_plugin.supervisor.peers import node_register
+from elaswave_plugin.supervisor.peers.node_register import NodeRegister
 
 NODES = (0, 1, 2, 2)
 FORK = multiprocessing.get_context("fork")

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.run import supervise
-from elaswave_plugin.runtime.launch import main
-from elaswave_plugin.runtime.notice_file import NOTICE_FILE
-from elaswave_plugin.runtime.program import Program
+from elaswave_plugin.ipc.program import Program
+from elaswave_plugin.launch.launch import main
+from elaswave_plugin.launch.torchrun import supervise
+from elaswave_plugin.supervisor.notice_file import NOTICE_FILE
 from tests.ports import free_port
 from tests.runtime.jobs import TRAINER, Job
 

@@ -15,9 +15,9 @@ from torch.distributed import ReduceOp
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.distributed_c10d import _coalescing_manager as coalescing
 
+from elaswave_plugin.communicator.groups import c10d_tables
+from elaswave_plugin.communicator.groups.group_calls import ElasticProcessGroup
 from elaswave_plugin.errors import ConfigurationError, EpochChanged, LinkError
-from elaswave_plugin.runtime import c10d_tables
-from elaswave_plugin.runtime.group_calls import ElasticProcessGroup
 from tests.runtime.forked import LIMIT_S, Peer, Workers, connected, run
 from tests.runtime.samples import FOLDS, WORLD, folded, made, sample
 

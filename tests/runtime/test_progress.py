@@ -11,11 +11,11 @@ from typing import Any, cast
 import pytest
 
 from elaswave_plugin import phase
-from elaswave_plugin.core.hang import COMMIT, NOBODY, UNKNOWN_LIMIT_S, Sample
+from elaswave_plugin.communicator.links.link_table import LinkTable
+from elaswave_plugin.communicator.links.operation import Group, Operation, Steps
+from elaswave_plugin.core.agreement.hang import COMMIT, NOBODY, UNKNOWN_LIMIT_S, Sample
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.runtime.links import LinkTable
-from elaswave_plugin.runtime.operation import Group, Operation, Steps
-from elaswave_plugin.runtime.progress import (
+from elaswave_plugin.ipc.progress_page import (
     ANNOUNCED_LIMIT_S,
     PROGRESS_FD,
     PhaseClock,
@@ -23,7 +23,7 @@ from elaswave_plugin.runtime.progress import (
     create_page,
     page_of,
 )
-from elaswave_plugin.runtime.trainer_session import TrainerSession
+from elaswave_plugin.supervisor.trainer_session import TrainerSession
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from elaswave_plugin.errors import WeightsDifferError
-from elaswave_plugin.runtime import recovery, refusal
-from elaswave_plugin.runtime.reserve import CONTROL_FD, INCARNATION
+from elaswave_plugin.ipc.environment import CONTROL_FD, INCARNATION
+from elaswave_plugin.recovery import recover
+from elaswave_plugin.trainer import fatal
 
 
 class _Phases:
@@ -49,15 +50,15 @@ def test_weights_that_differ_are_read_anew_and_then_end_the_job(
         asked.append(plan.live)
         return SimpleNamespace(plan=plan, masters=None, capsule=None)
 
-    monkeypatch.setattr(recovery, "restore", restore)
+    monkeypatch.setattr(recover, "restore", restore)
     plan_of = partial(_plan, live={0: (4, 2)})
     verdicts = ["cell 0 has digests {0: 1, 1: 2}", None]
-    monkeypatch.setattr(recovery, "compare_weights", lambda *_: verdicts.pop(0))
-    recovery.take_state(_worker(), _framework(), plan_of)
+    monkeypatch.setattr(recover, "compare_weights", lambda *_: verdicts.pop(0))
+    recover.take_state(_worker(), _framework(), plan_of)
     assert (asked, verdicts) == ([{0: (4, 2)}, {}], [])
-    monkeypatch.setattr(recovery, "compare_weights", lambda *_: "cell 0 has digests {0: 1, 1: 2}")
+    monkeypatch.setattr(recover, "compare_weights", lambda *_: "cell 0 has digests {0: 1, 1: 2}")
     with pytest.raises(WeightsDifferError, match=r"view 3, although .* anew: cell 0 has digests"):
-        recovery.take_state(_worker(), _framework(), plan_of)
+        recover.take_state(_worker(), _framework(), plan_of)
 
 
 def test_they_stop_the_whole_job_with_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,12 +69,12 @@ def test_they_stop_the_whole_job_with_their_reason(monkeypatch: pytest.MonkeyPat
         def abandon(self, reason: str, *, exit_code: int) -> None:
             told.append((reason, exit_code))
 
-    monkeypatch.setattr(refusal.Member, "from_environment", lambda environ: Abandoned())
+    monkeypatch.setattr(fatal.Member, "from_environment", lambda environ: Abandoned())
     reader, writer = os.pipe()
     monkeypatch.setenv(CONTROL_FD, str(reader))
     monkeypatch.setenv(INCARNATION, "0")
 
-    @refusal.ends_in_a_sentence
+    @fatal.ends_in_a_sentence
     def fails() -> None:
         raise WeightsDifferError("replicas hold different weights")
 

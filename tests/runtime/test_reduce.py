@@ -13,8 +13,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaswave_plugin.runtime import reduce
-from elaswave_plugin.runtime.reduce import canonical_norm
+from elaswave_plugin.adapters.megatron.compat import grad_norm
+from elaswave_plugin.adapters.megatron.compat.grad_norm import canonical_norm
 from tests.runtime.forked import Peer, Workers
 
 NUMEL = 50_021
@@ -55,7 +55,7 @@ def norms(
     width: int,
     cuts: Sequence[Cut],
     *,
-    chunks: Sequence[int] = (reduce._CHUNK,),
+    chunks: Sequence[int] = (grad_norm._CHUNK,),
     norm: Norm = canonical_norm,
     engine: str = "gloo",
 ) -> set[float]:
@@ -74,7 +74,7 @@ def norms(
         found = []
         for one in cuts:
             for chunk in chunks:
-                reduce._CHUNK = chunk  # type: ignore[misc]
+                grad_norm._CHUNK = chunk  # type: ignore[misc]
                 found.append(norm(one[peer.slot], dist.group.WORLD))
         peer.tell(found)
         dist.barrier()
@@ -109,7 +109,7 @@ def test_norm_is_one_value_for_every_cut_order_chunk_and_width(
     found: set[float] = set()
     for width in WIDTHS:
         cuts = [cut(whole, seed, width) for seed in range(5)]
-        found |= norms(tmp_path, width, cuts, chunks=(reduce._CHUNK, 1000, 4097))
+        found |= norms(tmp_path, width, cuts, chunks=(grad_norm._CHUNK, 1000, 4097))
     assert len(found) == 1
     assert found.pop() == pytest.approx(double_norm(whole), rel=1e-12, abs=0.0)
 
@@ -123,7 +123,7 @@ def test_norm_control_a_sum_of_norms_depends_on_the_cut(tmp_path: Path) -> None:
 def single_rank() -> Iterator[dist.ProcessGroup]:
     """One rank in this process: what is reduced over it stays as it is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reduce.dist, "all_reduce", lambda tensor, **options: None)
+        patch.setattr(grad_norm.dist, "all_reduce", lambda tensor, **options: None)
         yield dist.ProcessGroup(0, 1)
 
 

@@ -10,9 +10,10 @@ from dataclasses import replace
 import pytest
 
 from elaswave_plugin.errors import AgreementError, ConfigurationError
-from elaswave_plugin.runtime import rendezvous
-from elaswave_plugin.runtime.peer import Peer, own_machine
-from elaswave_plugin.runtime.rendezvous import (
+from elaswave_plugin.ipc.peer import Peer, own_machine
+from elaswave_plugin.ipc.wire import encode, send_frame
+from elaswave_plugin.supervisor.peers import rendezvous
+from elaswave_plugin.supervisor.peers.rendezvous import (
     EndedEarlyError,
     Meeting,
     Place,
@@ -21,7 +22,6 @@ from elaswave_plugin.runtime.rendezvous import (
     listen_at,
     tell_of_end,
 )
-from elaswave_plugin.runtime.wire import encode, send_frame
 
 HOST = "127.0.0.1"
 

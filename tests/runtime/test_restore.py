@@ -5,12 +5,12 @@ import time
 
 import pytest
 
-from elaswave_plugin.core.dataflow import deal
-from elaswave_plugin.core.plan import RecoveryPlan, make_plan
-from elaswave_plugin.core.sealed import SealedShard
-from elaswave_plugin.core.seating import Cell
+from elaswave_plugin.core.layout.sealed_shard import SealedShard
+from elaswave_plugin.core.recovery_plan.placement import Cell
+from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan, make_plan
+from elaswave_plugin.core.step.dataflow import deal
 from elaswave_plugin.errors import EpochChanged
-from elaswave_plugin.runtime import restore
+from elaswave_plugin.snapshot import restore
 from tests.core.sealed import sealed
 
 LONG_S = 10.0

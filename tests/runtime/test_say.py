@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from elaswave_plugin.runtime.say import say
+from elaswave_plugin.ipc.console import say
 
 LIMIT_S = 60.0
 # It says more than a pipe holds, and then that it has.
 SAYS = """
-from elaswave_plugin.runtime.say import say
+from elaswave_plugin.ipc.console import say
 for _ in range(3000):
     say(100 * "x")
 print("all said", flush=True)

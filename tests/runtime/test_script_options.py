@@ -4,8 +4,8 @@ import pytest
 
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.runtime.launch_options import parse_run_args
-from elaswave_plugin.runtime.script_options import check_script_options
+from elaswave_plugin.launch.options import parse_run_args
+from elaswave_plugin.launch.script_options import check_script_options
 
 
 def test_every_setting_is_an_option_and_may_be_abbreviated() -> None:

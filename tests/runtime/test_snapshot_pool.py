@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaswave_plugin.core.sealed import SealedShard
+from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.errors import ConfigurationError, SnapshotUnreadableError
-from elaswave_plugin.runtime import snapshot
-from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET, pack_record
-from elaswave_plugin.runtime.snapshot import SnapshotPool, VerifiedReader
+from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET, pack_record
+from elaswave_plugin.snapshot import snapshot_pool
+from elaswave_plugin.snapshot.snapshot_pool import SnapshotPool, VerifiedReader
 from tests.core.sealed import sealed
 
 SLOT, CAPACITY_BYTES = 3, 1 << 20
@@ -101,7 +101,7 @@ def contents_and_ranges(
 def small_chunks() -> Iterator[None]:
     """Checksum chunks so small that little data has many of them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(snapshot, "CHUNK_BYTES", SMALL_CHUNK_BYTES)
+        patch.setattr(snapshot_pool, "CHUNK_BYTES", SMALL_CHUNK_BYTES)
         yield
 
 
@@ -129,7 +129,7 @@ def test_any_range_comes_back_as_it_was_sealed(
 def test_whole_chunks_of_the_real_size_come_back() -> None:
     size = 2 * 256 * 1024
     with pytest.MonkeyPatch.context() as patch, opened_pool(4 * size) as pool:
-        patch.setattr(snapshot, "CHUNK_BYTES", size // 2)
+        patch.setattr(snapshot_pool, "CHUNK_BYTES", size // 2)
         parts = [torch.randn(size // 4), torch.randn(7)]
         sealed = seal(pool, parts, b"capsule")
         copy = plain_copy(parts, b"capsule")

@@ -17,14 +17,15 @@ from typing import Any
 import pytest
 
 from elaswave_plugin.core.codec import to_json
-from elaswave_plugin.core.sealed import SealedShard
+from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.errors import EpochChanged, LinkError
-from elaswave_plugin.runtime import snapshot_server, wire
-from elaswave_plugin.runtime.fetch import Fetcher
-from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET, pack_record
-from elaswave_plugin.runtime.snapshot_server import SnapshotCopier, SnapshotServer
-from elaswave_plugin.runtime.snapshot_store import SnapshotStore
-from elaswave_plugin.runtime.wire import LENGTH, receive_frame, receive_into, send_frame
+from elaswave_plugin.ipc import wire
+from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET, pack_record
+from elaswave_plugin.ipc.wire import LENGTH, receive_frame, receive_into, send_frame
+from elaswave_plugin.snapshot.fetch import Fetcher
+from elaswave_plugin.supervisor import snapshot_server
+from elaswave_plugin.supervisor.snapshot_server import SnapshotCopier, SnapshotServer
+from elaswave_plugin.supervisor.snapshot_store import SnapshotStore
 from tests.core.sealed import sealed
 from tests.runtime.jobs import Job
 

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from elaswave_plugin.cli import run_command
-from elaswave_plugin.core.membership import MembershipView
-from elaswave_plugin.runtime.spoken_notes import words_of_view
+from elaswave_plugin.cli.main import run_command
+from elaswave_plugin.core.agreement.view import MembershipView
+from elaswave_plugin.supervisor.peers.spoken_notes import words_of_view
 from tests.runtime.jobs import Job
 
 

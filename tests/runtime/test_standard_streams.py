@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from elaswave_plugin.cli import run_command
+from elaswave_plugin.cli.main import run_command
 from tests.observer.made_up import make_run
 from tests.ports import free_port
 from tests.runtime.jobs import LAUNCH, TRAINER, WAIT_S, Job, environment
@@ -85,7 +85,7 @@ def test_a_report_that_finds_no_room_is_one_sentence(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", killed=False)
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
-            [sys.executable, "-m", "elaswave_plugin.cli", "report", str(run)],
+            [sys.executable, "-m", "elaswave_plugin.cli.main", "report", str(run)],
             env=environment(),
             stdout=full,
             stderr=subprocess.PIPE,
@@ -117,7 +117,7 @@ def test_streams_in_the_place_of_closed_ones_have_their_numbers() -> None:
     """A supervisor closes all descriptors but these, and its snapshot memory gets the next ones."""
     script = (
         "import os, sys\n"
-        "from elaswave_plugin.runtime.standard_streams import fill_closed_streams\n"
+        "from elaswave_plugin.launch.standard_streams import fill_closed_streams\n"
         "fill_closed_streams()\n"
         "numbers = [one.fileno() for one in (sys.stdin, sys.stdout, sys.stderr)]\n"
         "os._exit(0 if numbers == [0, 1, 2] else 9)\n"

@@ -16,25 +16,25 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from elaswave_plugin.cli import run_command
-from elaswave_plugin.core.agreement_messages import Ballot
-from elaswave_plugin.core.agreement_orders import Ring
+from elaswave_plugin.cli.main import run_command
+from elaswave_plugin.cli.status import ask_job, find_job, merge
+from elaswave_plugin.cli.status_screen import draw_status, draw_workers
+from elaswave_plugin.core.agreement.effects import Ring
+from elaswave_plugin.core.agreement.hang import OUTSIDE, Sample
+from elaswave_plugin.core.agreement.messages import Ballot
+from elaswave_plugin.core.agreement.view import first_view
 from elaswave_plugin.core.codec import to_json
-from elaswave_plugin.core.hang import OUTSIDE, Sample
-from elaswave_plugin.core.layout import launch_layout
-from elaswave_plugin.core.membership import first_view
-from elaswave_plugin.core.reserve import NOBODY_CAME, NOWHERE
+from elaswave_plugin.core.layout.layout import launch_layout
+from elaswave_plugin.core.layout.reserve import NOBODY_CAME, NOWHERE
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.runtime import requests
-from elaswave_plugin.runtime.address_file import Address, published, read_addresses
-from elaswave_plugin.runtime.control_frames import Join, Progress, Quiesced, Ready, SlowSeen
-from elaswave_plugin.runtime.peer import Peer
-from elaswave_plugin.runtime.progress import BETWEEN_STEPS
-from elaswave_plugin.runtime.reactor import Reactor
-from elaswave_plugin.runtime.requests import in_loop
-from elaswave_plugin.runtime.status import StatusBoard
-from elaswave_plugin.status import ask_job, find_job, merge
-from elaswave_plugin.status_screen import draw_status, draw_workers
+from elaswave_plugin.ipc import requests
+from elaswave_plugin.ipc.address_file import Address, published, read_addresses
+from elaswave_plugin.ipc.frames import Join, Progress, Quiesced, Ready, SlowSeen
+from elaswave_plugin.ipc.peer import Peer
+from elaswave_plugin.ipc.progress_page import BETWEEN_STEPS
+from elaswave_plugin.ipc.reactor import Reactor
+from elaswave_plugin.ipc.requests import in_loop
+from elaswave_plugin.supervisor.status_board import StatusBoard
 from tests.runtime.jobs import LAUNCH, TRAINER, WAIT_S, Job, environment
 
 Record = dict[str, Any]
@@ -179,7 +179,7 @@ def test_the_command_draws_once_or_prints_json(
 
 
 def test_watching_ends_with_the_job(tmp_path: Path) -> None:
-    command = "import sys; from elaswave_plugin.cli import main; main(sys.argv[1:])"
+    command = "import sys; from elaswave_plugin.cli.main import main; main(sys.argv[1:])"
     with Job(tmp_path, 2).start() as job:
         watching = subprocess.Popen(
             [sys.executable, "-c", command, "status", str(job.run_dir), "--watch"],

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from elaswave_plugin.core.layer_times import (
+from elaswave_plugin.core.planner.layer_times import (
     BACKWARD,
     BEHIND,
     FOLLOWED,
@@ -15,8 +15,8 @@ from elaswave_plugin.core.layer_times import (
     LAYER,
     PassTimes,
 )
-from elaswave_plugin.runtime import stopwatch
-from elaswave_plugin.runtime.stopwatch import Operations, Stopwatch
+from elaswave_plugin.recovery import stopwatch
+from elaswave_plugin.recovery.stopwatch import Operations, Stopwatch
 
 
 class Event:

@@ -210,7 +210,7 @@ def test_a_supervisor_loads_nothing_heavy(tmp_path: Path) -> None:
             assert not any(name in mapped for name in ("torch", "numpy", "pydantic_core"))
         assert job.finish([0, 1]) == 0
     code = (
-        "import sys, elaswave_plugin.runtime.supervisor_main, elaswave_plugin.run;"
+        "import sys, elaswave_plugin.supervisor.main, elaswave_plugin.run;"
         "print(sorted({'torch', 'pydantic', 'typer', 'numpy', 'rich'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

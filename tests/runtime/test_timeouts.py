@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from elaswave_plugin.communicator.groups.group_calls import ElasticProcessGroup
 from elaswave_plugin.errors import ConfigurationError, LinkError
-from elaswave_plugin.runtime.group_calls import ElasticProcessGroup
 from tests.runtime.forked import Peer, Workers
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.python_exec import worker_program
-from elaswave_plugin.runtime.address_file import read_addresses
+from elaswave_plugin.ipc.address_file import read_addresses
+from elaswave_plugin.launch.python_exec import worker_program
 from tests.ports import free_port
 from tests.runtime import jobs
 from tests.runtime.jobs import TRAINER, Job, environment
@@ -42,7 +42,7 @@ def wrapper(folder: Path) -> Path:
     path = folder / "elaswave-python"
     path.write_text(
         f"#!{sys.executable}\nimport sys\n"
-        "from elaswave_plugin.python_exec import main\nsys.exit(main())\n"
+        "from elaswave_plugin.launch.python_exec import main\nsys.exit(main())\n"
     )
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path

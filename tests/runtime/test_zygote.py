@@ -77,7 +77,7 @@ def start_zygote(folder: Path, preload: str = "json,decimal") -> "subprocess.Pop
         [
             sys.executable,
             "-m",
-            "elaswave_plugin.runtime.zygote",
+            "elaswave_plugin.trainer.zygote",
             f"--socket={folder / 'z.sock'}",
             f"--preload={preload}",
         ],
@@ -232,8 +232,8 @@ def test_a_zygote_that_cannot_fork_outlives_whoever_asked(tmp_path: Path) -> Non
     """The others' trainers live on with it."""
     code = (
         "import os, signal, socket\n"
-        "from elaswave_plugin.runtime.wire import encode\n"
-        "from elaswave_plugin.runtime.zygote import Zygote\n"
+        "from elaswave_plugin.ipc.wire import encode\n"
+        "from elaswave_plugin.trainer.zygote import Zygote\n"
         "ours, theirs = socket.socketpair()\n"
         "def fork():\n"
         "    ours.close()\n"
@@ -271,7 +271,7 @@ def test_a_preload_that_starts_a_thread_is_refused(tmp_path: Path) -> None:
         [
             sys.executable,
             "-m",
-            "elaswave_plugin.runtime.zygote",
+            "elaswave_plugin.trainer.zygote",
             f"--socket={tmp_path / 'z.sock'}",
             "--preload=threaded",
         ],

@@ -19,12 +19,12 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from elaswave_plugin.core.worker_facts import WorkerFacts
+from elaswave_plugin.core.layout.worker_facts import WorkerFacts
 from elaswave_plugin.errors import EpochChanged, JobStopped
-from elaswave_plugin.runtime.control_frames import Alone
-from elaswave_plugin.runtime.fetch import Fetcher
-from elaswave_plugin.runtime.member import Commit, Member
-from elaswave_plugin.runtime.sealed_memory import BODY_OFFSET, clear_record, write_record
+from elaswave_plugin.ipc.frames import Alone
+from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET, clear_record, write_record
+from elaswave_plugin.snapshot.fetch import Fetcher
+from elaswave_plugin.trainer.member import Commit, Member
 from tests.core.sealed import sealed
 
 FOLDER = Path(os.environ["TINY_FOLDER"])
@@ -211,7 +211,7 @@ class Trainer:
             case "start":
                 self.tell("start", pid=subprocess.Popen(["sleep", "60"]).pid)
             case "lock_clocks":
-                from elaswave_plugin.runtime.frequency import NvmlClocks
+                from elaswave_plugin.recovery.clocks import NvmlClocks
 
                 NvmlClocks(words[0], lowest=0.5, highest=1.1)
                 self.tell("lock_clocks")

@@ -21,9 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "train_gpt.py"
 sys.path.insert(0, str(ROOT))
 
-from elaswave_plugin.runtime import nccl  # noqa: E402
-from elaswave_plugin.runtime.communicator import Inner  # noqa: E402
-from elaswave_plugin.runtime.link_store import LinkStore  # noqa: E402
+from elaswave_plugin.communicator.device import nccl  # noqa: E402
+from elaswave_plugin.communicator.device.communicator import Inner  # noqa: E402
+from elaswave_plugin.communicator.device.link_store import LinkStore  # noqa: E402
 from tests.runtime.native_groups import GlooMaker  # noqa: E402
 
 

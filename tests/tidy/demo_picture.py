@@ -47,7 +47,7 @@ def picture(lines: list[str], title: str) -> str:
 def main(path: Path) -> None:
     """Run the demo and write the picture. Raises CalledProcessError where the demo fails."""
     terminal = {"COLUMNS": str(COLUMNS), "FORCE_COLOR": "1", "TERM": "xterm-256color"}
-    command = [sys.executable, "-m", "elaswave_plugin.cli", "demo"]
+    command = [sys.executable, "-m", "elaswave_plugin.cli.main", "demo"]
     done = subprocess.run(
         command,
         env=os.environ | terminal,

@@ -134,7 +134,7 @@ def ledger_table(records: Sequence[Mapping[str, str]]) -> str:
 
 def ledger_now() -> str:
     """That table as of now; imports Megatron-Core."""
-    from elaswave_plugin.doctor import as_json, examine
+    from elaswave_plugin.cli.doctor import as_json, examine
 
     return ledger_table(as_json(examine(None))["records"])
 
@@ -166,7 +166,7 @@ def latency_table() -> str:
 
 def step_state_table() -> str:
     """The state of a step, one row an entry."""
-    from elaswave_plugin.core.step_entries import state_of_a_step
+    from elaswave_plugin.core.step.step_entries import state_of_a_step
 
     titles = ("state", "where", "in a redo", "for a worker that joins later", "compared by")
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]

@@ -14,14 +14,14 @@ OWNERS = (
 
 
 def carried(adapter: str) -> tuple[tuple[Any, ...], ...]:
-    """Return the table CARRIED of an adapter's refuse.py, without importing its framework."""
-    tree = ast.parse((ADAPTERS / adapter / "refuse.py").read_text("utf-8"))
+    """Return the table CARRIED of an adapter's unsupported.py, without importing its framework."""
+    tree = ast.parse((ADAPTERS / adapter / "unsupported.py").read_text("utf-8"))
     for node in tree.body:
         if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "CARRIED":
             assert node.value is not None
             table: tuple[tuple[Any, ...], ...] = ast.literal_eval(node.value)
             return table
-    raise ValueError(f"adapters/{adapter}/refuse.py has no table CARRIED")
+    raise ValueError(f"adapters/{adapter}/unsupported.py has no table CARRIED")
 
 
 def megatron_table() -> str:
@@ -44,7 +44,9 @@ def megatron_lm_table() -> str:
 
 def deepspeed_table() -> str:
     """Keys of a DeepSpeed configuration."""
-    rows = ((f"`{key}`", f"`{value!r}`", advice) for key, value, advice in carried("deepspeed"))
+    rows = (
+        (f"`{key}`", f"`{value!r}`", advice) for key, value, advice in carried("deepspeed/compat")
+    )
     return _table(("key", "supported", "what to do"), rows)
 
 

@@ -47,25 +47,6 @@ FRAMEWORK_HOMES = (
     ("transformer_engine", (f"{PACKAGE}.adapters",)),
     ("apex", (f"{PACKAGE}.adapters",)),
 )
-# package -> parts of ours that it must not import
-FORBIDDEN_DIRECTIONS = (
-    (
-        "checkpoints",
-        ("core", "runtime", "tracking", "adapters", "demo", "rehearsal", "cli", "observer"),
-    ),
-    (
-        "runtime",
-        ("adapters", "sim", "demo", "rehearsal", "cli", "observer", "report", "tracking.tracker"),
-    ),
-    (
-        "tracking",
-        ("core", "runtime", "adapters", "sim", "demo", "rehearsal", "cli", "observer", "report"),
-    ),
-    ("adapters", ("sim", "demo", "rehearsal", "cli", "observer", "report")),
-    ("observer", ("runtime", "adapters", "sim", "demo", "rehearsal", "cli", "report")),
-    ("rehearsal", ("cli", "commands", "status", "report", "adapters.megatron_lm")),
-    ("report", ("runtime", "adapters", "sim", "demo", "rehearsal", "cli")),
-)
 IMMUTABLE_CALLS = frozenset(
     (
         "ContextVar",
@@ -103,7 +84,7 @@ def imported_modules(tree: ast.AST, module: str, is_package: bool = False) -> It
 
 
 def import_findings(source: str, module: str, is_package: bool = False) -> list[str]:
-    """Find imports against the direction core <- runtime <- adapters, and frameworks elsewhere."""
+    """Find imports that are not pure in core, and frameworks outside of their homes."""
     found: list[str] = []
     tree = ast.parse(source)
     for name in imported_modules(tree, module, is_package):
@@ -113,10 +94,6 @@ def import_findings(source: str, module: str, is_package: bool = False) -> list[
             allowed = any(_within(name, base) for base in CORE_MAY_IMPORT)
             if top in IMPURE or (outside and not allowed):
                 found.append(f"{module} is pure and imports {name}")
-        for part, forbidden in FORBIDDEN_DIRECTIONS:
-            if _within(module, f"{PACKAGE}.{part}"):
-                bad = [f for f in forbidden if _within(name, f"{PACKAGE}.{f}")]
-                found.extend(f"{module} ({part}) imports {name}" for _ in bad)
         for framework, homes in FRAMEWORK_HOMES:
             if top == framework and not any(_within(module, home) for home in homes):
                 found.append(f"{module} imports {name}, which belongs in {homes[0]}")

@@ -2,12 +2,13 @@
 
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.tidy import rules
+from tests.tidy import rooms, rules
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("elaswave_plugin", "tests", "examples", "benchmarks")
@@ -46,7 +47,7 @@ def tool(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=600)
 
 
-def test_imports_run_one_way() -> None:
+def test_core_is_pure_and_frameworks_have_their_homes() -> None:
     found = []
     for path in sources("elaswave_plugin"):
         module, is_package = module_of(path)
@@ -54,20 +55,38 @@ def test_imports_run_one_way() -> None:
     assert not report(found), "\n" + report(found)
 
 
+def modules() -> list[tuple[str, str, bool]]:
+    """Source, module and whether it is a package's, of all files of the package."""
+    return [(path.read_text("utf-8"), *module_of(path)) for path in sources("elaswave_plugin")]
+
+
+def test_rooms_import_only_what_the_table_gives_them() -> None:
+    found = [one for file in modules() for one in rooms.room_findings(*file)]
+    found += [one for file in modules() for one in rooms.typing_findings(*file)]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_rooms_have_no_cycle_and_the_table_no_arrow_too_many() -> None:
+    assert rooms.cycle() == []
+    assert rooms.unused(arrow for file in modules() for arrow in rooms.arrows_of(*file)) == []
+
+
+def test_rooms_hold_a_number_of_files_that_can_be_read() -> None:
+    folders = Counter(path.parent for path in sources("elaswave_plugin"))
+    assert {path: n for path, n in folders.items() if n > rooms.MAX_FILES + 1} == {}
+
+
+PLAN, LINKS = "elaswave_plugin.core.recovery_plan.plan", "elaswave_plugin.communicator.links.frames"
+
+
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("elaswave_plugin.core.plan", "import torch"),
-        ("elaswave_plugin.core.plan", "def f():\n    from time import time"),
-        ("elaswave_plugin.core.plan", "import os.path"),
-        ("elaswave_plugin.core.plan", "from elaswave_plugin.runtime import links"),
-        ("elaswave_plugin.core.plan", "from ..tracking import events"),
-        ("elaswave_plugin.runtime.links", "from elaswave_plugin.adapters import base"),
-        ("elaswave_plugin.runtime.links", "from elaswave_plugin import adapters"),
-        ("elaswave_plugin.runtime.links", "import megatron.core"),
+        (PLAN, "import torch"),
+        (PLAN, "def f():\n    from time import time"),
+        (PLAN, "import os.path"),
+        (LINKS, "import megatron.core"),
         ("elaswave_plugin.adapters.deepspeed.x", "from megatron.core import parallel_state"),
-        ("elaswave_plugin.tracking.events", "from elaswave_plugin.core import membership"),
-        ("elaswave_plugin.tracking.events", "from elaswave_plugin.runtime.links import LinkTable"),
         ("elaswave_plugin.demo.demo", "import deepspeed"),
     ],
 )
@@ -78,18 +97,41 @@ def test_imports_control_finds(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("elaswave_plugin.core.plan", "import math\nfrom elaswave_plugin.core import shards"),
-        ("elaswave_plugin.core.plan", "from elaswave_plugin.errors import SnapshotGapError"),
-        (
-            "elaswave_plugin.runtime.links",
-            "import torch, socket\nfrom elaswave_plugin.core import x",
-        ),
+        (PLAN, "from elaswave_plugin.communicator import links"),
+        (PLAN, "from ...tracking import events"),
+        (PLAN, "from elaswave_plugin.core.agreement.view import MembershipView"),
+        (LINKS, "from elaswave_plugin.adapters import base"),
+        (LINKS, "from elaswave_plugin import adapters"),
+        (LINKS, "from elaswave_plugin.snapshot.fetch import Fetcher"),
+        ("elaswave_plugin.tracking.events", "from elaswave_plugin.core import codec"),
+        ("elaswave_plugin.supervisor.slot", "import torch"),
+        ("elaswave_plugin.supervisor.slot", "from elaswave_plugin.trainer.member import Member"),
+        ("elaswave_plugin.errors", "from elaswave_plugin.config import ElasticConfig"),
+    ],
+)
+def test_rooms_control_finds(module: str, source: str) -> None:
+    assert rooms.room_findings(source, module)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        (PLAN, "import math\nfrom elaswave_plugin.core.layout import shards"),
+        (PLAN, "from elaswave_plugin.errors import SnapshotGapError"),
+        (LINKS, "import torch, socket\nfrom elaswave_plugin.core.agreement import view"),
         ("elaswave_plugin.adapters.megatron.x", "from megatron.core import parallel_state"),
         ("elaswave_plugin.demo.text", "from megatron.core.datasets import indexed_dataset"),
     ],
 )
 def test_imports_control_passes(module: str, source: str) -> None:
     assert rules.import_findings(source, module) == []
+    assert rooms.room_findings(source, module) == []
+
+
+def test_hidden_arrows_control() -> None:
+    source = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from elaswave_plugin"
+    assert rooms.typing_findings(f"{source}.recovery.worker import Worker", LINKS)
+    assert rooms.typing_findings(f"{source}.communicator.links.frames import x", LINKS) == []
 
 
 def test_functions_and_files_are_short() -> None:

@@ -5,7 +5,7 @@ import os
 import time
 from pathlib import Path
 
-from elaswave_plugin.tracking.behind_log import BehindLog
+from elaswave_plugin.tracking.async_log import BehindLog
 from elaswave_plugin.tracking.events import read_lines
 
 LINES = 3000

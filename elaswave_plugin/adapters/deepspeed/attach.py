@@ -12,35 +12,35 @@ import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.dataloader import RepeatingLoader
 
-from elaswave_plugin.adapters.deepspeed.attached import AttachedEngine
-from elaswave_plugin.adapters.deepspeed.configuration import missing_in
-from elaswave_plugin.adapters.deepspeed.job import EngineJob
-from elaswave_plugin.adapters.deepspeed.loader import ElasticLoader
-from elaswave_plugin.adapters.deepspeed.monitor import name_wandb_run
-from elaswave_plugin.adapters.deepspeed.pipeline_grid import make_groups_again
-from elaswave_plugin.adapters.deepspeed.pipeline_job import PipelineJob
-from elaswave_plugin.adapters.deepspeed.refuse import (
-    check_configuration,
-    check_stages,
-)
-from elaswave_plugin.adapters.deepspeed.seams import (
+from elaswave_plugin.adapters.deepspeed.compat.patches import (
     deepspeed_patches,
     destruction_patches,
     launch_patches,
     newcomer_patches,
 )
+from elaswave_plugin.adapters.deepspeed.compat.unsupported import (
+    check_configuration,
+    check_stages,
+)
+from elaswave_plugin.adapters.deepspeed.configuration import missing_in
+from elaswave_plugin.adapters.deepspeed.engine.attached import AttachedEngine
+from elaswave_plugin.adapters.deepspeed.engine.job import EngineJob
+from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
+from elaswave_plugin.adapters.deepspeed.engine.monitor import name_wandb_run
+from elaswave_plugin.adapters.deepspeed.pipeline.grid import make_groups_again
+from elaswave_plugin.adapters.deepspeed.pipeline.job import PipelineJob
 from elaswave_plugin.adapters.deepspeed.section import elastic_config
-from elaswave_plugin.adapters.deepspeed.zero3 import is_cut, take_world
+from elaswave_plugin.adapters.deepspeed.zero.zero3 import is_cut, take_world
 from elaswave_plugin.adapters.growth import check_reserve
 from elaswave_plugin.adapters.torch_loader import Batches, batches_of
+from elaswave_plugin.communicator.groups.c10d_tables import BACKEND
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.runtime.c10d_tables import BACKEND
-from elaswave_plugin.runtime.refusal import ends_in_a_sentence
-from elaswave_plugin.runtime.reserve import CONTROL_FD, read_reserve
-from elaswave_plugin.runtime.script_end import leave_at_exit
-from elaswave_plugin.runtime.worker import Worker
+from elaswave_plugin.ipc.environment import CONTROL_FD, read_reserve
+from elaswave_plugin.loops.script_end import leave_at_exit
+from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.tracking.sinks import check_sinks
+from elaswave_plugin.trainer.fatal import ends_in_a_sentence
 
 # Where the engine keeps its job.
 _JOB = "elaswave"
@@ -147,7 +147,7 @@ def _accelerate() -> Any:
     """What carries HF Accelerate, where the script has imported it."""
     if "accelerate" not in sys.modules:
         return None
-    return import_module("elaswave_plugin.adapters.deepspeed.accelerate")
+    return import_module("elaswave_plugin.adapters.deepspeed.accelerate.accelerate")
 
 
 def _install_groups(worker: Worker) -> None:

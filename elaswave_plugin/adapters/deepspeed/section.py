@@ -7,7 +7,7 @@ from typing import Any
 from elaswave_plugin.adapters.deepspeed.configuration import SECTION
 from elaswave_plugin.config import ElasticConfig, from_section, in_the_launch_dir
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.runtime.reserve import QUIESCE, variable
+from elaswave_plugin.ipc.environment import QUIESCE, variable
 
 
 def elastic_config(config: Mapping[str, Any]) -> ElasticConfig | None:

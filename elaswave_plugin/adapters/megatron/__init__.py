@@ -9,16 +9,16 @@ import argparse
 import torch
 
 from elaswave_plugin.adapters.megatron.arguments import read_sizes
+from elaswave_plugin.adapters.megatron.compat.cpu_patches import cpu_patches
+from elaswave_plugin.adapters.megatron.compat.patches import elastic_patches
+from elaswave_plugin.adapters.megatron.compat.whole_saves import WholeSaves
 from elaswave_plugin.adapters.megatron.contract import Job
-from elaswave_plugin.adapters.megatron.cpu import cpu_patches
 from elaswave_plugin.adapters.megatron.job import ElasticJob
 from elaswave_plugin.adapters.megatron.plain import PlainJob
-from elaswave_plugin.adapters.megatron.seams import elastic_patches
-from elaswave_plugin.adapters.megatron.whole_saves import WholeSaves
 from elaswave_plugin.adapters.megatron.world import check_no_world
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.config import add_arguments, from_namespace
-from elaswave_plugin.runtime.refusal import ends_in_a_sentence
+from elaswave_plugin.trainer.fatal import ends_in_a_sentence
 
 __all__ = ["Job", "add_arguments", "attach"]
 

@@ -16,13 +16,13 @@ import xxhash
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
-from elaswave_plugin.adapters.megatron.binds import chunks_of
+from elaswave_plugin.adapters.megatron.compat.te_groups import forget_groups
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
-from elaswave_plugin.adapters.megatron.te_groups import forget_groups
-from elaswave_plugin.core.pipeline_flow import Flow
-from elaswave_plugin.core.plan import RecoveryPlan
-from elaswave_plugin.core.shards import ALIGNMENT
-from elaswave_plugin.runtime.state_dump import NamedPiece
+from elaswave_plugin.adapters.megatron.state.binds import chunks_of
+from elaswave_plugin.core.layout.shards import ALIGNMENT
+from elaswave_plugin.core.planner.pipeline_flow import Flow
+from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan
+from elaswave_plugin.tracking.dump_state import NamedPiece
 
 # The rank lists that parallel_state keeps beside its groups.
 _RANK_LISTS = (

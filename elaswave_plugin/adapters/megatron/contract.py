@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.runtime.framework import StepReport
+from elaswave_plugin.framework import StepReport
 
 Result = TypeVar("Result")
 ForwardBackward = Callable[..., list[Any]]

@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from elaswave_plugin.adapters.megatron import rng
 from elaswave_plugin.adapters.megatron.bound_models import BoundModels
-from elaswave_plugin.adapters.megatron.entry_proof import digest_of_reports
+from elaswave_plugin.adapters.megatron.compat import rng
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
-from elaswave_plugin.adapters.megatron.model_buffers import model_buffers
-from elaswave_plugin.core.dataflow import Dataflow
-from elaswave_plugin.core.pipeline_flow import PipelineFlow
+from elaswave_plugin.adapters.megatron.state.model_buffers import model_buffers
+from elaswave_plugin.adapters.megatron.step.entry_proof import digest_of_reports
+from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow
+from elaswave_plugin.core.step.dataflow import Dataflow
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.runtime.say import say
-from elaswave_plugin.runtime.worker import Worker
+from elaswave_plugin.ipc.console import say
+from elaswave_plugin.recovery.worker import Worker
 
 # The losses that this worker reports, by their number in the step.
 Losses = Mapping[int, Any]

@@ -13,23 +13,29 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from elaswave_plugin.adapters.megatron import buffers, frozen, stage_layers, stage_parts, unplaced
-from elaswave_plugin.adapters.megatron.expert_bias import ExpertBiases, routers
-from elaswave_plugin.adapters.megatron.fused_gradients import add_in_one_sum
-from elaswave_plugin.adapters.megatron.global_names import global_names
-from elaswave_plugin.adapters.megatron.layer_timer import watch_passes
-from elaswave_plugin.adapters.megatron.loaded_state import LoadedState
-from elaswave_plugin.adapters.megatron.optimizer_state import FlatShard
-from elaswave_plugin.adapters.megatron.reduction import GradientReduction
-from elaswave_plugin.adapters.megatron.units import units_of
-from elaswave_plugin.adapters.megatron.versions import ask_again
-from elaswave_plugin.core.dataflow import Dataflow, Shares
-from elaswave_plugin.core.pipeline_flow import Flow, PipelineFlow
-from elaswave_plugin.core.plan import RecoveryPlan
+from elaswave_plugin.adapters.megatron.compat.versions import ask_again
+from elaswave_plugin.adapters.megatron.state import (
+    buffers,
+    free_worker,
+    frozen,
+    stage_layers,
+    stage_parts,
+)
+from elaswave_plugin.adapters.megatron.state.expert_bias import ExpertBiases, routers
+from elaswave_plugin.adapters.megatron.state.global_names import global_names
+from elaswave_plugin.adapters.megatron.state.loaded_state import LoadedState
+from elaswave_plugin.adapters.megatron.state.optimizer_state import FlatShard
+from elaswave_plugin.adapters.megatron.state.units import units_of
+from elaswave_plugin.adapters.megatron.step.fused_gradients import add_in_one_sum
+from elaswave_plugin.adapters.megatron.step.layer_timer import watch_passes
+from elaswave_plugin.adapters.megatron.step.reduction import GradientReduction
+from elaswave_plugin.core.planner.pipeline_flow import Flow, PipelineFlow
+from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan
+from elaswave_plugin.core.step.dataflow import Dataflow, Shares
 from elaswave_plugin.errors import ConfigurationError, EpochChanged
-from elaswave_plugin.runtime.digests import digest_of
-from elaswave_plugin.runtime.state_dump import NamedPiece
-from elaswave_plugin.runtime.worker import Worker
+from elaswave_plugin.recovery.worker import Worker
+from elaswave_plugin.step_state.digests import digest_of
+from elaswave_plugin.tracking.dump_state import NamedPiece
 
 # What schedules write into the optimizer's groups.
 _SCHEDULED = ("lr", "weight_decay")
@@ -121,10 +127,10 @@ class MegatronFramework:
         self._watch_step()
         wrapped = [part for chunk in self.chunks for part in (chunk, chunk.module)]
         for part in (*wrapped, optimizer):
-            unplaced.save_no_shards(part, while_unplaced=lambda: not self._seated)
+            free_worker.save_no_shards(part, while_unplaced=lambda: not self._seated)
         for part in wrapped:
-            unplaced.load_no_weights(part, while_unplaced=lambda: not self._seated)
-        unplaced.make_no_shards(distributed_optimizer, while_unplaced=lambda: not self._seated)
+            free_worker.load_no_weights(part, while_unplaced=lambda: not self._seated)
+        free_worker.make_no_shards(distributed_optimizer, while_unplaced=lambda: not self._seated)
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -410,7 +416,7 @@ class MegatronFramework:
         """Reduce as ``flow`` says from now on; false for a worker that has no place in it."""
         cell = self._worker.seating.cell_of(self._worker.slot)
         self._seated = cell is not None
-        unplaced.answer_for(placed=self._seated)
+        free_worker.answer_for(placed=self._seated)
         if cell is not None:
             assert not isinstance(flow, Shares)
             mine: Dataflow | None

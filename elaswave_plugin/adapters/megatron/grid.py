@@ -9,23 +9,23 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
-from elaswave_plugin.adapters.megatron import buffers
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
-from elaswave_plugin.adapters.megatron.frozen import frozen_names
-from elaswave_plugin.adapters.megatron.link_probe import measure_link
-from elaswave_plugin.adapters.megatron.refuse import check_grid, why_whole_pieces
-from elaswave_plugin.adapters.megatron.tied_embeddings import TiedWeight, find_tied_weight
-from elaswave_plugin.adapters.megatron.units import unit_lengths
-from elaswave_plugin.adapters.megatron.weight_gradients import why_whole_backward
+from elaswave_plugin.adapters.megatron.state import buffers
+from elaswave_plugin.adapters.megatron.state.frozen import frozen_names
+from elaswave_plugin.adapters.megatron.state.units import unit_lengths
+from elaswave_plugin.adapters.megatron.step.link_probe import measure_link
+from elaswave_plugin.adapters.megatron.step.tied_embeddings import TiedWeight, find_tied_weight
+from elaswave_plugin.adapters.megatron.step.weight_gradients import why_whole_backward
+from elaswave_plugin.adapters.megatron.unsupported import check_grid, why_whole_pieces
 from elaswave_plugin.config import ElasticConfig, parse_clocks
-from elaswave_plugin.core.layout import ParallelLayout, launch_layout
-from elaswave_plugin.core.pipeline_flow import SplitBackward, flow_of, level_layers
+from elaswave_plugin.core.layout.layout import ParallelLayout, launch_layout
 from elaswave_plugin.core.planner.dvfs import ClockTable
-from elaswave_plugin.core.planner.state_bytes import StateBytes, within_memory
-from elaswave_plugin.core.seating import GridSeating
+from elaswave_plugin.core.planner.memory import StateBytes, within_memory
+from elaswave_plugin.core.planner.pipeline_flow import SplitBackward, flow_of, level_layers
+from elaswave_plugin.core.recovery_plan.placement import GridSeating
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.runtime.frequency import clocks_for
-from elaswave_plugin.runtime.worker import Worker
+from elaswave_plugin.recovery.clocks import clocks_for
+from elaswave_plugin.recovery.worker import Worker
 
 
 class Stage(NamedTuple):

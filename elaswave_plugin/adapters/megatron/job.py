@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from elaswave_plugin.adapters.megatron import rng
 from elaswave_plugin.adapters.megatron.arguments import Sizes
-from elaswave_plugin.adapters.megatron.binds import chunks_of
 from elaswave_plugin.adapters.megatron.bound_models import BoundModels
+from elaswave_plugin.adapters.megatron.compat import rng
+from elaswave_plugin.adapters.megatron.compat.whole_saves import WholeSaves
 from elaswave_plugin.adapters.megatron.contract import (
     ForwardBackward,
     Losses,
@@ -21,26 +21,35 @@ from elaswave_plugin.adapters.megatron.contract import (
     TrainStep,
     num_microbatches_of,
 )
-from elaswave_plugin.adapters.megatron.data import KeyedBatches, check_lengths, first_of, served
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
-from elaswave_plugin.adapters.megatron.growth import check_growth
-from elaswave_plugin.adapters.megatron.lonely_calls import without_collectives
-from elaswave_plugin.adapters.megatron.losses import Reported, check_evaluation, check_result
 from elaswave_plugin.adapters.megatron.microbatches import Microbatches
-from elaswave_plugin.adapters.megatron.model_buffers import ModelBuffers
-from elaswave_plugin.adapters.megatron.own_timers import stopped_where_interrupted
-from elaswave_plugin.adapters.megatron.positions import Positions, first_batch
-from elaswave_plugin.adapters.megatron.refuse import check_loop, check_supported
 from elaswave_plugin.adapters.megatron.schedule_calls import (
     check_call,
     check_schedule,
     check_work,
     without_sizes,
 )
-from elaswave_plugin.adapters.megatron.step_gradients import StepGradients
+from elaswave_plugin.adapters.megatron.state.binds import chunks_of
+from elaswave_plugin.adapters.megatron.state.model_buffers import ModelBuffers
+from elaswave_plugin.adapters.megatron.step.data import (
+    KeyedBatches,
+    check_lengths,
+    first_of,
+    served,
+)
+from elaswave_plugin.adapters.megatron.step.lonely_calls import without_collectives
+from elaswave_plugin.adapters.megatron.step.own_timers import stopped_where_interrupted
+from elaswave_plugin.adapters.megatron.step.positions import Positions, first_batch
+from elaswave_plugin.adapters.megatron.step.reported_losses import (
+    Reported,
+    check_evaluation,
+    check_result,
+)
+from elaswave_plugin.adapters.megatron.step.step_gradients import StepGradients
 from elaswave_plugin.adapters.megatron.step_parts import step_state
 from elaswave_plugin.adapters.megatron.turns import EVALUATE, RUN, TRAIN, Turns
-from elaswave_plugin.adapters.megatron.whole_saves import WholeSaves
+from elaswave_plugin.adapters.megatron.unsupported import check_loop, check_supported
+from elaswave_plugin.adapters.megatron.unsupported_growth import check_growth
 from elaswave_plugin.adapters.megatron.world import (
     check_no_world,
     check_world,
@@ -50,17 +59,17 @@ from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.adapters.recording import Recording, tracker_of
 from elaswave_plugin.adapters.unbound import Unbound
 from elaswave_plugin.config import ElasticConfig
-from elaswave_plugin.core.dataflow import Samples
-from elaswave_plugin.core.layout import Seat, sizes_of
+from elaswave_plugin.core.layout.layout import Seat, sizes_of
+from elaswave_plugin.core.step.dataflow import Samples
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.runtime.framework import StepReport
-from elaswave_plugin.runtime.loop import ElasticLoop, GuardedSteps
-from elaswave_plugin.runtime.loop_body import LoopBody
-from elaswave_plugin.runtime.refusal import ends_in_a_sentence
-from elaswave_plugin.runtime.reserve import read_reserve
-from elaswave_plugin.runtime.script_end import leave_at_exit
-from elaswave_plugin.runtime.worker import Worker
+from elaswave_plugin.framework import StepReport
+from elaswave_plugin.ipc.environment import read_reserve
+from elaswave_plugin.loops.guarded_steps import ElasticLoop, GuardedSteps
+from elaswave_plugin.loops.loop_body import LoopBody
+from elaswave_plugin.loops.script_end import leave_at_exit
+from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.tracking.sinks import check_sinks
+from elaswave_plugin.trainer.fatal import ends_in_a_sentence
 
 # The phase of work that loads a checkpoint: before the first step it comes before the first seal.
 LOAD = "load"

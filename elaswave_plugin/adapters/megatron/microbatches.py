@@ -8,24 +8,24 @@ from typing import Any
 
 from megatron.core import parallel_state
 
-from elaswave_plugin.adapters.megatron import executor
 from elaswave_plugin.adapters.megatron.bound_models import BoundModels
 from elaswave_plugin.adapters.megatron.contract import ForwardBackward
-from elaswave_plugin.adapters.megatron.cut_dropout import cut_patches
-from elaswave_plugin.adapters.megatron.data import in_order
-from elaswave_plugin.adapters.megatron.entry_proof import compare_losses, telling
 from elaswave_plugin.adapters.megatron.first_step import FirstStep
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
 from elaswave_plugin.adapters.megatron.grid import Grid
-from elaswave_plugin.adapters.megatron.pipeline import RaggedPipeline
-from elaswave_plugin.adapters.megatron.tied_embeddings import TiedWeight
-from elaswave_plugin.adapters.megatron.weight_gradients import WeightGradients
-from elaswave_plugin.core.dataflow import Dataflow, Samples, deal
-from elaswave_plugin.core.layout import Seat
-from elaswave_plugin.core.pipeline_flow import PipelineFlow
-from elaswave_plugin.core.seating import FlatSeating
+from elaswave_plugin.adapters.megatron.step import executor
+from elaswave_plugin.adapters.megatron.step.cut_dropout import cut_patches
+from elaswave_plugin.adapters.megatron.step.data import in_order
+from elaswave_plugin.adapters.megatron.step.entry_proof import compare_losses, telling
+from elaswave_plugin.adapters.megatron.step.ragged_pipeline import RaggedPipeline
+from elaswave_plugin.adapters.megatron.step.tied_embeddings import TiedWeight
+from elaswave_plugin.adapters.megatron.step.weight_gradients import WeightGradients
+from elaswave_plugin.core.layout.layout import Seat
+from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow
+from elaswave_plugin.core.recovery_plan.placement import FlatSeating
+from elaswave_plugin.core.step.dataflow import Dataflow, Samples, deal
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.runtime.worker import Worker
+from elaswave_plugin.recovery.worker import Worker
 
 # Called with (data iterator, model chunk, samples) before each forward step.
 Begin = Callable[[Any, Any, Samples], None]

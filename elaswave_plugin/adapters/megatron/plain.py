@@ -11,7 +11,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from elaswave_plugin.adapters.megatron.arguments import Sizes
-from elaswave_plugin.adapters.megatron.binds import chunks_of
 from elaswave_plugin.adapters.megatron.contract import (
     ForwardBackward,
     Losses,
@@ -19,24 +18,29 @@ from elaswave_plugin.adapters.megatron.contract import (
     TrainStep,
     num_microbatches_of,
 )
-from elaswave_plugin.adapters.megatron.data import (
+from elaswave_plugin.adapters.megatron.schedule_calls import check_call, check_schedule, check_work
+from elaswave_plugin.adapters.megatron.state.binds import chunks_of
+from elaswave_plugin.adapters.megatron.step.data import (
     KeyedBatches,
     check_lengths,
     in_order,
     served,
 )
-from elaswave_plugin.adapters.megatron.losses import Reported, check_evaluation, check_result
-from elaswave_plugin.adapters.megatron.positions import Positions, first_batch
-from elaswave_plugin.adapters.megatron.refuse import check_loop
-from elaswave_plugin.adapters.megatron.schedule_calls import check_call, check_schedule, check_work
-from elaswave_plugin.adapters.megatron.step_gradients import StepGradients
+from elaswave_plugin.adapters.megatron.step.positions import Positions, first_batch
+from elaswave_plugin.adapters.megatron.step.reported_losses import (
+    Reported,
+    check_evaluation,
+    check_result,
+)
+from elaswave_plugin.adapters.megatron.step.step_gradients import StepGradients
 from elaswave_plugin.adapters.megatron.turns import EVALUATE, RUN, TRAIN, Turns
+from elaswave_plugin.adapters.megatron.unsupported import check_loop
 from elaswave_plugin.adapters.patching import PatchSet
-from elaswave_plugin.core.dataflow import Samples
-from elaswave_plugin.core.exact import replica_microbatches
-from elaswave_plugin.core.layout import sizes_of
-from elaswave_plugin.runtime.framework import StepReport
-from elaswave_plugin.runtime.refusal import ends_in_a_sentence
+from elaswave_plugin.core.layout.layout import sizes_of
+from elaswave_plugin.core.step.dataflow import Samples
+from elaswave_plugin.core.step.sum_order import replica_microbatches
+from elaswave_plugin.framework import StepReport
+from elaswave_plugin.trainer.fatal import ends_in_a_sentence
 
 
 class PlainJob:

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 import xxhash
 
-from elaswave_plugin.adapters.megatron import buffers
 from elaswave_plugin.adapters.megatron.bound_models import BoundModels
-from elaswave_plugin.adapters.megatron.frozen import Frozen
-from elaswave_plugin.adapters.megatron.model_buffers import ModelBuffers
+from elaswave_plugin.adapters.megatron.state import buffers
+from elaswave_plugin.adapters.megatron.state.frozen import Frozen
+from elaswave_plugin.adapters.megatron.state.model_buffers import ModelBuffers
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.runtime.digests import digest_of
-from elaswave_plugin.runtime.step_state import Part, Plain, StepState, copied
-from elaswave_plugin.runtime.worker import Worker
+from elaswave_plugin.recovery.worker import Worker
+from elaswave_plugin.step_state.digests import digest_of
+from elaswave_plugin.step_state.step_state import Part, Plain, StepState, copied
 
 
 def step_state(

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from elaswave_plugin.adapters.megatron.binds import Binds
+from elaswave_plugin.adapters.megatron.state.binds import Binds
 from elaswave_plugin.errors import ConfigurationError
 
 TRAIN, EVALUATE, RUN = "train", "evaluate", "run"

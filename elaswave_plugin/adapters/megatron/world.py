@@ -7,9 +7,9 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from elaswave_plugin.communicator.process_group import GroupTable
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.runtime.process_group import GroupTable
-from elaswave_plugin.runtime.refusal import explain_errors
+from elaswave_plugin.trainer.fatal import explain_errors
 
 _NEED_A_WORLD = ("parallel_state.py", "distributed_c10d.py")
 INIT = "torch.distributed.init_process_group(**job.process_group())"

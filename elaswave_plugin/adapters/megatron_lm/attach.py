@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from elaswave_plugin.adapters.megatron.seams import elastic_patches
-from elaswave_plugin.adapters.megatron_lm.cpu import lm_cpu_patches
+from elaswave_plugin.adapters.megatron.compat.patches import elastic_patches
+from elaswave_plugin.adapters.megatron_lm.cpu_patches import lm_cpu_patches
 from elaswave_plugin.adapters.megatron_lm.hooks import Hooks
-from elaswave_plugin.adapters.megatron_lm.seams import lm_patches
+from elaswave_plugin.adapters.megatron_lm.patches import lm_patches
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.config import ElasticConfig
-from elaswave_plugin.runtime.refusal import ends_in_a_sentence
+from elaswave_plugin.trainer.fatal import ends_in_a_sentence
 
 
 @ends_in_a_sentence

@@ -1,7 +1,7 @@
 """What stands in the places of Megatron-LM's functions: each takes the native one, and calls it.
 
 Every place that contains a collective outside of a training step is a piece of the loop, which
-starts again after a recovery; see ``runtime/script_loop.py``.
+starts again after a recovery; see ``loops/script.py``.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
-from elaswave_plugin.adapters.megatron.whole_saves import WholeSaves, forget_strategies
+from elaswave_plugin.adapters.megatron.compat.whole_saves import WholeSaves, forget_strategies
 from elaswave_plugin.adapters.megatron_lm.job import LmJob
 from elaswave_plugin.adapters.megatron_lm.losses import told_everyone
 from elaswave_plugin.adapters.megatron_lm.nominal import Answering
-from elaswave_plugin.adapters.megatron_lm.refuse import check_arguments
+from elaswave_plugin.adapters.megatron_lm.unsupported import check_arguments
 from elaswave_plugin.checkpoints.draft import pointing_to
 from elaswave_plugin.checkpoints.loading import check_everywhere, check_loadable
 from elaswave_plugin.config import ElasticConfig, from_namespace

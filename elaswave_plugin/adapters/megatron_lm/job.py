@@ -10,17 +10,17 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.rerun_state_machine import RerunDataIterator
 
-from elaswave_plugin.adapters.megatron import rng
 from elaswave_plugin.adapters.megatron.bound_models import BoundModels
+from elaswave_plugin.adapters.megatron.compat import rng
+from elaswave_plugin.adapters.megatron.compat.whole_saves import WholeSaves
 from elaswave_plugin.adapters.megatron.contract import num_microbatches_of
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework, make_room
-from elaswave_plugin.adapters.megatron.growth import check_growth
 from elaswave_plugin.adapters.megatron.microbatches import Microbatches
-from elaswave_plugin.adapters.megatron.model_buffers import ModelBuffers
-from elaswave_plugin.adapters.megatron.optimizer_state import FlatShard
-from elaswave_plugin.adapters.megatron.refuse import check_supported
+from elaswave_plugin.adapters.megatron.state.model_buffers import ModelBuffers
+from elaswave_plugin.adapters.megatron.state.optimizer_state import FlatShard
 from elaswave_plugin.adapters.megatron.step_parts import step_state
-from elaswave_plugin.adapters.megatron.whole_saves import WholeSaves
+from elaswave_plugin.adapters.megatron.unsupported import check_supported
+from elaswave_plugin.adapters.megatron.unsupported_growth import check_growth
 from elaswave_plugin.adapters.megatron_lm.batch_size import global_batch_sizes
 from elaswave_plugin.adapters.megatron_lm.loader import MicrobatchLoader
 from elaswave_plugin.adapters.megatron_lm.losses import LossTotals
@@ -30,14 +30,14 @@ from elaswave_plugin.adapters.megatron_lm.script_writers import ScriptWriters
 from elaswave_plugin.adapters.megatron_lm.side_state import SideState
 from elaswave_plugin.adapters.recording import Recording, tracker_of
 from elaswave_plugin.config import ElasticConfig
-from elaswave_plugin.core.dataflow import Samples
-from elaswave_plugin.core.layout import sizes_of
+from elaswave_plugin.core.layout.layout import sizes_of
+from elaswave_plugin.core.step.dataflow import Samples
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.runtime.framework import StepReport
-from elaswave_plugin.runtime.loop import GuardedSteps
-from elaswave_plugin.runtime.reserve import read_reserve
-from elaswave_plugin.runtime.script_loop import ScriptLoop
-from elaswave_plugin.runtime.worker import Worker
+from elaswave_plugin.framework import StepReport
+from elaswave_plugin.ipc.environment import read_reserve
+from elaswave_plugin.loops.guarded_steps import GuardedSteps
+from elaswave_plugin.loops.script import ScriptLoop
+from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.tracking.sinks import check_sinks
 
 Result = TypeVar("Result")

@@ -7,7 +7,7 @@ of that replica yields there, whoever runs it (megatron/training/datasets/data_s
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from elaswave_plugin.adapters.megatron.sample_draws import SampleDraws
+from elaswave_plugin.adapters.megatron.step.sample_draws import SampleDraws
 
 OnBatch = Callable[[int, Sequence[int]], None]
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from elaswave_plugin.adapters.megatron.microbatches import Microbatches
-from elaswave_plugin.core.exact import replica_microbatches
+from elaswave_plugin.core.step.sum_order import replica_microbatches
 from elaswave_plugin.errors import ConfigurationError
 
 Report = Mapping[str, torch.Tensor]

@@ -16,8 +16,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.moe.router import TopKRouter
 
-from elaswave_plugin.adapters.megatron import rng
-from elaswave_plugin.core.exact import replica_microbatches
+from elaswave_plugin.adapters.megatron.compat import rng
+from elaswave_plugin.core.step.sum_order import replica_microbatches
 
 # By tp position and micro-batch: float32 of shape [layers].
 Rows = dict[tuple[int, int], torch.Tensor]

@@ -13,7 +13,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from elaswave_plugin.adapters.megatron_lm.batch_size import go_back_to, present_batch
 from elaswave_plugin.adapters.megatron_lm.loader import MicrobatchLoader
-from elaswave_plugin.runtime.step_state import Plain
+from elaswave_plugin.step_state.step_state import Plain
 
 _COUNTERS = (
     "consumed_train_samples",

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from elaswave_plugin.core.step_time import LinkTime, StageTime
+from elaswave_plugin.core.step.simulate import LinkTime, StageTime
 from elaswave_plugin.errors import ConfigurationError
 
 Amounts = npt.NDArray[np.float64]

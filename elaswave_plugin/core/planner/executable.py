@@ -4,7 +4,7 @@ from elaswave_plugin.core.planner.costs import CostModel
 from elaswave_plugin.core.planner.joint import JointPlan
 from elaswave_plugin.core.planner.microbatch_split import REROUTE, MicrobatchSplit
 from elaswave_plugin.core.planner.prediction import Predictor, Replicas, StepWork
-from elaswave_plugin.core.schedule import OpLists, WorkerOps, interleaved_ops, window_ops
+from elaswave_plugin.core.step.schedule import OpLists, WorkerOps, interleaved_ops, window_ops
 
 
 def plan_split(plan: JointPlan, work: StepWork) -> MicrobatchSplit:

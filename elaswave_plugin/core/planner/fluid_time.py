@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from elaswave_plugin.core.planner.microbatch_split import RESIZE
 from elaswave_plugin.core.planner.slot_time import node_order
-from elaswave_plugin.core.step_time import LinkTime, StageTime
+from elaswave_plugin.core.step.simulate import LinkTime, StageTime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

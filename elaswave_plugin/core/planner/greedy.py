@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import pairwise
 
-from elaswave_plugin.core.schedule import BACKWARD, FORWARD, Assignment, Op, OpLists
-from elaswave_plugin.core.step_time import LinkTime, OpGraph, StageTime, op_graph, retimed
+from elaswave_plugin.core.step.schedule import BACKWARD, FORWARD, Assignment, Op, OpLists
+from elaswave_plugin.core.step.simulate import LinkTime, OpGraph, StageTime, op_graph, retimed
 
 # What the greedy order may hold, against the window rule: where memory allows it, it is the better
 # order because it may hold more.

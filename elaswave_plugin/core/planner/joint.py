@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from elaswave_plugin.core.dataflow import Slowness
-from elaswave_plugin.core.layout import ParallelLayout
+from elaswave_plugin.core.layout.layout import ParallelLayout
 from elaswave_plugin.core.planner import reasons
 from elaswave_plugin.core.planner.candidate import Candidate
 from elaswave_plugin.core.planner.costs import CostModel
@@ -32,6 +31,7 @@ from elaswave_plugin.core.planner.search import (
     key_of,
     order_of,
 )
+from elaswave_plugin.core.step.dataflow import Slowness
 from elaswave_plugin.errors import ConfigurationError
 
 # So many of the best plans are simulated with split backwards too: it is not always the first.

@@ -30,8 +30,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from elaswave_plugin.core.fair_shares import FairDeal
-from elaswave_plugin.core.schedule import Assignment, Piece
+from elaswave_plugin.core.step.fair_shares import FairDeal
+from elaswave_plugin.core.step.schedule import Assignment, Piece
 from elaswave_plugin.errors import ConfigurationError
 
 REDEAL, REROUTE, RESIZE = "redeal", "reroute", "resize"

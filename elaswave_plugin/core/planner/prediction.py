@@ -10,7 +10,6 @@ from functools import partial
 from itertools import pairwise
 from math import ceil
 
-from elaswave_plugin.core.fair_shares import fair_width
 from elaswave_plugin.core.planner.costs import CostModel
 from elaswave_plugin.core.planner.fluid_time import Flow, fluid_seconds
 from elaswave_plugin.core.planner.greedy import greedy_graph, greedy_room, greedy_step
@@ -26,7 +25,8 @@ from elaswave_plugin.core.planner.microbatch_split import (
 )
 from elaswave_plugin.core.planner.slot_time import SlotFlow, slot_flow
 from elaswave_plugin.core.planner.weight_placement import split_step
-from elaswave_plugin.core.schedule import (
+from elaswave_plugin.core.step.fair_shares import fair_width
+from elaswave_plugin.core.step.schedule import (
     Op,
     OpLists,
     fit_windows,
@@ -35,7 +35,7 @@ from elaswave_plugin.core.schedule import (
     window_lists,
     window_sizes,
 )
-from elaswave_plugin.core.step_time import OpGraph, StageTime, op_graph, simulate
+from elaswave_plugin.core.step.simulate import OpGraph, StageTime, op_graph, simulate
 from elaswave_plugin.errors import ConfigurationError
 
 # Their numbers, by stage; only rerouting asks which they are, the others for how many.

@@ -6,12 +6,12 @@ of the explanation.
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from elaswave_plugin.core.layout import ParallelLayout
+from elaswave_plugin.core.layout.layout import ParallelLayout
 from elaswave_plugin.core.planner.candidate import Candidate
 from elaswave_plugin.core.planner.dvfs import ClockChoice
 from elaswave_plugin.core.planner.layer_partition import layers_can_help
 from elaswave_plugin.core.planner.microbatch_split import REROUTE
-from elaswave_plugin.core.schedule import window_sizes
+from elaswave_plugin.core.step.schedule import window_sizes
 
 
 def concentration(layout: ParallelLayout) -> tuple[float, float]:

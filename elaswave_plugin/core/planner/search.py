@@ -11,9 +11,7 @@ not show.
 from collections.abc import Sequence
 from math import ceil
 
-from elaswave_plugin.core.dataflow import Slowness
-from elaswave_plugin.core.fair_shares import fair_width, slowest_seconds
-from elaswave_plugin.core.layout import ParallelLayout
+from elaswave_plugin.core.layout.layout import ParallelLayout
 from elaswave_plugin.core.planner.candidate import Candidate
 from elaswave_plugin.core.planner.costs import CostModel
 from elaswave_plugin.core.planner.layer_partition import (
@@ -28,6 +26,8 @@ from elaswave_plugin.core.planner.microbatch_split import REDEAL, REROUTE, RESIZ
 from elaswave_plugin.core.planner.prediction import DataflowChoice, Predictor, Replicas, StepWork
 from elaswave_plugin.core.planner.rules import PlanRules
 from elaswave_plugin.core.planner.width_moves import WidthMove, width_candidates
+from elaswave_plugin.core.step.dataflow import Slowness
+from elaswave_plugin.core.step.fair_shares import fair_width, slowest_seconds
 from elaswave_plugin.errors import ConfigurationError
 
 # How much of filling and draining the pipeline the cuts count: windows hide a part of it.

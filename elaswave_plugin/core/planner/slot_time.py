@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from elaswave_plugin.core.planner.microbatch_split import MicrobatchSplit, Numbers, StagePieces
-from elaswave_plugin.core.step_time import LinkTime, StageTime
+from elaswave_plugin.core.step.simulate import LinkTime, StageTime
 
 Seconds = npt.NDArray[np.float64]
 

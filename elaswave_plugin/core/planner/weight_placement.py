@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import pairwise
 
-from elaswave_plugin.core.schedule import FORWARD, WEIGHTS, Op, OpLists
-from elaswave_plugin.core.step_time import LinkTime, OpGraph, StageTime, op_graph, retimed
+from elaswave_plugin.core.step.schedule import FORWARD, WEIGHTS, Op, OpLists
+from elaswave_plugin.core.step.simulate import LinkTime, OpGraph, StageTime, op_graph, retimed
 
 
 def with_weights_in_bubbles(

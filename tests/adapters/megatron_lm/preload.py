@@ -3,7 +3,7 @@
 import multiprocessing.spawn
 from typing import Any
 
-from elaswave_plugin.adapters.megatron_lm.stand_in import without_triton
+from elaswave_plugin.adapters.megatron_lm.triton_stub import without_triton
 
 
 def import_everything() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.adapters.megatron_lm.refuse import check_arguments
+from elaswave_plugin.adapters.megatron_lm.unsupported import check_arguments
 from elaswave_plugin.config import ElasticConfig, option_of
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.megatron_lm import _with_our_group
@@ -29,7 +29,7 @@ import sys
 {imports}
 from megatron.training import pretrain
 pretrain(None, args_defaults={{"a": 1}})
-heavy = [name for name in sys.modules if name.startswith("elaswave_plugin.runtime")]
+heavy = [name for name in sys.modules if name.startswith("elaswave_plugin.recovery")]
 heavy += [name for name in sys.modules if name.startswith("elaswave_plugin.adapters")]
 print("heavy", heavy)
 """

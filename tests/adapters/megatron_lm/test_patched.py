@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.adapters.megatron.seams import elastic_patches
-from elaswave_plugin.adapters.megatron_lm.cpu import lm_cpu_patches
+from elaswave_plugin.adapters.megatron.compat.patches import elastic_patches
+from elaswave_plugin.adapters.megatron_lm.cpu_patches import lm_cpu_patches
 from elaswave_plugin.adapters.megatron_lm.hooks import Hooks
-from elaswave_plugin.adapters.megatron_lm.seams import lm_patches
-from elaswave_plugin.diffs import apply, diffs_for, find_tree
+from elaswave_plugin.adapters.megatron_lm.patches import lm_patches
+from elaswave_plugin.cli.patch import apply, diffs_for, find_tree
 from tests.adapters.megatron_lm.conftest import Launch
 from tests.adapters.megatron_lm.harness import (
     EVALUATION,

@@ -11,15 +11,15 @@ import runpy
 import sys
 from typing import Any
 
-from elaswave_plugin.adapters.megatron_lm.stand_in import without_triton
+from elaswave_plugin.adapters.megatron_lm.triton_stub import without_triton
 
 
 def patch() -> None:
     """What a machine without a GPU needs, and the wheel, which brings no Makefile."""
     without_triton()
-    from elaswave_plugin.adapters.megatron_lm.cpu import lm_cpu_patches
+    from elaswave_plugin.adapters.megatron_lm.cpu_patches import lm_cpu_patches
     from elaswave_plugin.adapters.megatron_lm.hooks import Hooks
-    from elaswave_plugin.adapters.megatron_lm.seams import lm_patches
+    from elaswave_plugin.adapters.megatron_lm.patches import lm_patches
     from elaswave_plugin.adapters.patching import PatchSet
 
     ours = lm_patches(Hooks(lambda config: None)).records

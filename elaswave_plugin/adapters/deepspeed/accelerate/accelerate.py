@@ -1,0 +1,256 @@
+"""An engine that HF Accelerate drives: its loaders, boundaries, schedulers and collectives.
+
+Accelerate reads batches ahead and counts micro-batches, processes and scheduler steps itself. Here
+they follow the job: a loader that is iterated while the model is in training mode is the training
+loader, its samples are those that Accelerate's own loader would deal out, and
+``accelerator.sync_gradients`` is true after a step that was completed, and after no other.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+from accelerate.data_loader import BatchSamplerShard
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DeepSpeedSchedulerWrapper, recursively_apply, send_to_device
+
+from elaswave_plugin.adapters.deepspeed.accelerate.order import (
+    SamplerOrder,
+    agree_on,
+    sampler_of,
+)
+from elaswave_plugin.adapters.deepspeed.compat import unsupported
+from elaswave_plugin.adapters.deepspeed.compat.patches import accelerate_patches
+from elaswave_plugin.adapters.deepspeed.engine.job import EngineJob
+from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
+from elaswave_plugin.config import ElasticConfig
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.trainer.fatal import ends_in_a_sentence
+
+
+class _EngineStepped:
+    """A scheduler of Accelerate behind the engine, which steps it within the step."""
+
+    def __init__(self, scheduler: Any, times: int) -> None:
+        self._scheduler = scheduler
+        self._times = times
+
+    def step(self) -> None:
+        """One optimizer step: a scheduler counts the batches of all workers of the launch."""
+        for _ in range(self._times):
+            total = getattr(self._scheduler, "total_steps", None)
+            if total is None or self._scheduler._step_count <= total:
+                self._scheduler.step()
+
+    def state_dict(self) -> Any:
+        """The scheduler's own."""
+        return self._scheduler.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """The scheduler's own."""
+        self._scheduler.load_state_dict(state)
+
+    def get_last_lr(self) -> Any:
+        """The scheduler's own."""
+        return self._scheduler.get_last_lr()
+
+
+class AcceleratedJob:
+    """What Accelerate does around the engine of an elastic job."""
+
+    def __init__(self, job: EngineJob, engine: Any) -> None:
+        self._job = job
+        job.boundaries_follow = True
+        self._loop = job.loop
+        self._engine = engine
+        self._width, self._micro_batch_size = job.batch_shape
+        self._loader: ElasticLoader | None = None
+        self._prepared: Any = None
+        self._unset = False
+        # Steps of which the script has seen that they are complete.
+        self._seen = job.loop.worker.completed
+        job.reactions.append(self._rebind)
+
+    # ---- the data -------------------------------------------------------------------------------
+
+    def iterate(self, native: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
+        """``iter(loader)``: the job's batches in training mode, Accelerate's own otherwise."""
+        if self._engine.module.training:
+            return self._train(loader)
+        batches = loader.batch_sampler
+        if isinstance(batches, BatchSamplerShard):
+            # Those who are left evaluate everything.
+            batches.num_processes, batches.process_index = dist.get_world_size(), dist.get_rank()
+        return self._evaluate(native(loader))
+
+    def _evaluate(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Serve the batches of an evaluation, which keeps the shards that it began with."""
+        before = self._loop.worker.view
+        for batch in batches:
+            yield batch
+            if self._loop.worker.view is not before:
+                self._job.own_loops.evaluates()
+
+    @ends_in_a_sentence
+    def refuse_dispatch(self, native: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
+        """A loader that one process reads for all."""
+        raise ConfigurationError(
+            "dispatch_batches is True in Accelerate, so that one process reads for all, and its "
+            "loss would lose the place in the data; set it to False"
+        )
+
+    @ends_in_a_sentence
+    def _elastic(self, loader: Any) -> ElasticLoader:
+        if self._loader is not None and self._prepared is loader:
+            return self._loader
+        sampler, batch_size, drop_last = sampler_of(loader, self._width)
+        if batch_size != self._micro_batch_size:
+            raise ConfigurationError(
+                f"the training loader's batch_size is {batch_size} and "
+                f"train_micro_batch_size_per_gpu is {self._micro_batch_size}; make them equal "
+                '("auto" does); a loader of another kind is iterated after model.eval()'
+            )
+
+        def order() -> SamplerOrder:
+            agree_on(sampler)
+            num_samples = batch_size * self._width
+            return SamplerOrder(sampler, num_samples=num_samples, drop_last=drop_last)
+
+        self._loader = self._job.take_order(loader.dataset, order, collate=loader.collate_fn)
+        self._prepared = loader
+        return self._loader
+
+    def _train(self, loader: Any) -> Iterator[Any]:
+        elastic = self._elastic(loader)
+        loader.begin()
+        elastic.set_epoch(loader.iteration)
+        for batch in elastic:
+            loader.end_of_dataloader = elastic.at_end
+            if self._unset:
+                self._set_sync(True)
+            yield send_to_device(batch, self._engine.device)
+        loader.iteration += 1
+        loader.end()
+
+    # ---- boundaries -----------------------------------------------------------------------------
+
+    def _set_sync(self, value: bool) -> None:
+        self._unset = not value
+        GradientState()._set_sync_gradients(value)
+
+    def count(self, native: Callable[[Any], None], accelerator: Any) -> None:
+        """``accelerator.accumulate()``: a redone step counts its micro-batches from the first."""
+        accelerator.step = max(0, self._loop.iteration - 1)
+        native(accelerator)
+        if self._loop.dead:
+            self._set_sync(False)
+
+    def backward(
+        self, native: Callable[..., None], wrapper: Any, loss: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """``accelerator.backward()``, which also makes the step.
+
+        One that was lost is none, and one that a loss has rolled back after the script had seen it
+        complete is none again.
+        """
+        native(wrapper, loss, *args, **kwargs)
+        completed = self._loop.worker.completed
+        if self._loop.dead or completed <= self._seen:
+            self._set_sync(False)
+        self._seen = max(self._seen, completed)
+
+    # ---- schedulers -----------------------------------------------------------------------------
+
+    @ends_in_a_sentence
+    def adopt(
+        self, native: Callable[..., None], wrapper: Any, scheduler: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """A scheduler that Accelerate steps in the loop becomes the engine's, in its snapshots."""
+        native(wrapper, scheduler, *args, **kwargs)
+        if isinstance(wrapper, DeepSpeedSchedulerWrapper):
+            return
+        if not wrapper.step_with_optimizer or self._engine.lr_scheduler is not None:
+            raise ConfigurationError(
+                f"the {type(scheduler).__name__} is stepped by the script, where a loss cannot "
+                "roll it back; pass one scheduler to accelerator.prepare() and leave "
+                "step_scheduler_with_optimizer=True"
+            )
+        times = 1 if wrapper.split_batches else self._width
+        self._engine.lr_scheduler = _EngineStepped(scheduler, times)
+
+    def skip_step(self, native: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """``scheduler.step()``: the engine has made it."""
+
+    # ---- what the script itself asks the others ------------------------------------------------
+
+    def collective(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A collective of the script; where its iteration is dead, everyone has this value."""
+        value = [*args[1:], *kwargs.values()][0]
+        return self._loop.call(
+            lambda: native(*args, **kwargs),
+            instead=lambda: self._alone(native.__name__, value),
+        )
+
+    def _alone(self, name: str, value: Any) -> Any:
+        """What the collective gives if everyone passes this value."""
+        if not name.startswith("gather"):
+            return value
+        times = dist.get_world_size()
+        return recursively_apply(
+            lambda one: one.reshape(-1, *one.shape[1:]).repeat(times, *(1 for _ in one.shape[1:])),
+            value,
+        )
+
+    def wait(self, native: Callable[[Any], None], accelerator: Any) -> None:
+        """``accelerator.wait_for_everyone()``."""
+        self._loop.call(lambda: native(accelerator), instead=lambda: None)
+
+    # ---- after a loss ---------------------------------------------------------------------------
+
+    def _rebind(self) -> None:
+        """Point what Accelerate cached at the new layout: how many there are, who is the first."""
+        rank, width = dist.get_rank(), dist.get_world_size()
+        for shared in (PartialState._shared_state, AcceleratorState._shared_state):
+            if shared["local_process_index"] == shared["process_index"] or rank == 0:
+                shared["local_process_index"] = rank
+            shared["num_processes"], shared["process_index"] = width, rank
+
+
+def check_script() -> None:
+    """Raise ConfigurationError for a script whose loop is the Trainer's."""
+    plugins = AcceleratorState._shared_state.get("deepspeed_plugins")
+    for plugin in plugins.values() if isinstance(plugins, dict) else [plugins]:
+        if plugin is not None and type(plugin.hf_ds_config).__name__ == "HfTrainerDeepSpeedConfig":
+            raise ConfigurationError(
+                "the script trains with transformers.Trainer, which counts a step that is lost as "
+                "one it has made; wanted a loop of its own on Accelerate, as in "
+                "examples/train_hf.py, or no section elaswave"
+            )
+
+
+def _drives() -> bool:
+    return bool(AcceleratorState._shared_state.get("deepspeed_plugins"))
+
+
+def without_newcomers(settings: ElasticConfig, reserve: int) -> ElasticConfig:
+    """The settings of a job that nobody can join later, where Accelerate drives the engine.
+
+    Raises ConfigurationError where they ask for more.
+    """
+    if not _drives():
+        return settings
+    return unsupported.without_newcomers(
+        settings,
+        reserve,
+        "a script on HF Accelerate counts its steps itself, which a worker that comes later has "
+        "not seen",
+    )
+
+
+def attach(job: EngineJob, engine: Any) -> None:
+    """Carry Accelerate too, where it drives the engine."""
+    if not _drives():
+        return
+    patches = accelerate_patches(AcceleratedJob(job, engine))
+    patches.apply()
+    job.at_leave.append(patches.undo)

@@ -1,0 +1,1 @@
+"""Patch records of DeepSpeed, and what is unsupported."""

@@ -1,0 +1,1 @@
+"""A DeepSpeed engine in an elastic job."""

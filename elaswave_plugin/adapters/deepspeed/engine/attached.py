@@ -1,0 +1,229 @@
+"""An engine in an elastic job, whichever loop drives it: its methods, its loader, its end."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+import torch
+
+from elaswave_plugin.adapters.deepspeed.engine.framework import DeepSpeedFramework
+from elaswave_plugin.adapters.deepspeed.engine.loader import (
+    ElasticLoader,
+    GlobalOrder,
+    Order,
+    Reader,
+)
+from elaswave_plugin.adapters.deepspeed.engine.reads import Reads
+from elaswave_plugin.adapters.patching import PatchSet
+from elaswave_plugin.adapters.recording import Recording, tracker_of
+from elaswave_plugin.adapters.unbound import Unbound
+from elaswave_plugin.errors import ConfigurationError, ElasWaveError, EpochChanged
+from elaswave_plugin.recovery.worker import Worker
+from elaswave_plugin.trainer.fatal import ends_in_a_sentence
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def abandoning(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """End in a sentence, and do not wait for the others at the process's exit then."""
+    guarded = ends_in_a_sentence(function)
+
+    @wraps(function)
+    def guarded_call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        try:
+            return guarded(*args, **kwargs)
+        except SystemExit as end:
+            if isinstance(end.__cause__, ElasWaveError):
+                job: Any = getattr(function, "__self__", None) or args[0]
+                job.abandon()
+            raise
+
+    return guarded_call
+
+
+class AttachedEngine:
+    """What every kind of engine's job has."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        engine: Any,
+        framework: DeepSpeedFramework,
+        *,
+        width: int,
+        patches: PatchSet,
+        seed: int,
+    ) -> None:
+        """``width``: data-parallel replicas at launch."""
+        self._worker = worker
+        self._engine = engine
+        self._framework = framework
+        self._width = width
+        self._seed = seed
+        self._micro_batch_size = int(engine.train_micro_batch_size_per_gpu())
+        pieces = framework.named_pieces
+        self._recording = Recording(worker, tracker_of(worker), pieces=pieces)
+        self._unbound = Unbound(
+            lambda optimizer: optimizer is engine.basic_optimizer,
+            advice="put its model into that of the engine, as a module of it, with one optimizer",
+            before_refusal=self.abandon,
+        )
+        # Called once everyone leaves.
+        self.at_leave: list[Callable[[], None]] = [patches.undo, self._unbound.stop]
+        self._left = self._working = False
+        if worker.config.last_checkpoint_dir is not None:
+            worker.member.saves_last()
+
+    def _take_over(self, methods: Mapping[str, Callable[..., Any]]) -> None:
+        """Each of the engine's ``methods`` goes through ours, which gets the native one first."""
+        sizes = ("set_train_batch_size", "set_train_micro_batch_size")
+        methods = {**methods, **dict.fromkeys(sizes, self._refuse_another_size)}
+        for name, take in methods.items():
+            setattr(self._engine, name, partial(abandoning(take), getattr(self._engine, name)))
+
+    def _refuse_another_size(self, native: Callable[..., Any], size: int) -> NoReturn:
+        raise ConfigurationError(
+            f"engine.{native.__name__} was called with {size}, and the batch is fixed at launch;"
+            " set it in the configuration"
+        )
+
+    def _attached(self) -> None:
+        self._recording.attached(
+            num_microbatches=self._width * int(self._engine.gradient_accumulation_steps()),
+            micro_batch_size=self._micro_batch_size,
+        )
+
+    # ---- the data -------------------------------------------------------------------------------
+
+    def make_loader(
+        self,
+        dataset: Any,
+        *,
+        collate: Callable[[Sequence[Any]], Any] | None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        sampler: "torch.utils.data.DistributedSampler[Any] | None" = None,
+        reshuffles: bool = False,
+    ) -> ElasticLoader:
+        """The loader of the job in DeepSpeed's order; raises ConfigurationError."""
+        return self.take_order(
+            dataset,
+            lambda: GlobalOrder(
+                len(dataset),
+                num_replicas=self._width,
+                micro_batch_size=self._micro_batch_size,
+                shuffle=shuffle,
+                seed=seed,
+                drop_last=drop_last,
+                reshuffles=reshuffles,
+            ),
+            collate=collate,
+            sampler=sampler,
+        )
+
+    def take_order(
+        self,
+        dataset: Any,
+        order: Callable[[], Order],
+        *,
+        collate: Callable[[Sequence[Any]], Any] | None,
+        sampler: "torch.utils.data.DistributedSampler[Any] | None" = None,
+    ) -> ElasticLoader:
+        """The loader of the job; raises ConfigurationError for a second one."""
+        if self._framework.loader is not None:
+            raise ConfigurationError(
+                "the job has a training loader already, and a second one was asked for; train "
+                "from one loader, over a concatenation of the datasets"
+            )
+        if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+            raise ConfigurationError(
+                f"the dataset is a {type(dataset).__name__}, wanted one with __getitem__ and "
+                "__len__: whoever redoes a step has to read its samples again"
+            )
+        reads = Reads(counts=not self._worker.alone)
+        loader = ElasticLoader(
+            self._reader, dataset, order(), collate=collate, reads=reads, sampler=sampler
+        )
+        self._framework.loader = loader
+        self._took_loader(loader)
+        return loader
+
+    @property
+    def _reader(self) -> Reader:
+        """Who answers the loader's `next`."""
+        raise NotImplementedError
+
+    def run(self, work: Callable[[], Any], *, phase: str) -> Any:
+        """Work between steps that every worker calls; it starts again after a loss."""
+        raise NotImplementedError
+
+    def _took_loader(self, loader: ElasticLoader) -> None:
+        """The job has its loader."""
+
+    def _as_one(self, work: Callable[[], Result]) -> Callable[[], Result]:
+        """Work that starts again as a whole: the modules in the modes that they are in now."""
+        modes = [(module, module.training) for module in self._engine.module.modules()]
+
+        def whole() -> Result:
+            self._working = True
+            try:
+                return work()
+            except EpochChanged:
+                for module, training in modes:
+                    module.training = training
+                raise
+            finally:
+                self._working = False
+
+        return whole
+
+    # ---- the end --------------------------------------------------------------------------------
+
+    def _end_where_all_leave(self) -> None:
+        """With every worker told to leave: a last checkpoint, then the end of the script.
+
+        Without a checkpoint after the last step of a job that stops early.
+        """
+        stop_after = self._worker.config.stop_after
+        if stop_after is not None and self._worker.completed >= stop_after:
+            self.leave()
+            raise SystemExit(0)
+        folder = self._worker.config.last_checkpoint_dir
+        if folder is None or not self._worker.last_call:
+            return
+        completed = self._worker.completed
+        saved = self._engine.save_checkpoint(str(folder))
+        if saved is None and self._worker.completed < completed:
+            return  # the step was rolled back, and the loop comes here again
+        self.leave()
+        raise SystemExit(0)
+
+    @abandoning
+    def leave(self) -> None:
+        """Leave with the others, once."""
+        if self._left:
+            return
+        self._left = True
+        if not self._worker.alone:
+            self._leave_together()
+        self._worker.groups.uninstall()
+        for undo in self.at_leave:
+            undo()
+
+    def _leave_together(self) -> None:
+        """Wait for the others, and tell them."""
+        raise NotImplementedError
+
+    def _dump_last(self) -> None:
+        if self._worker.config.dump_state == "last" and self._worker.completed:
+            self._recording.dump(self._worker.completed - 1)
+
+    def abandon(self) -> None:
+        """The script fails: leave without waiting for anyone."""
+        self._left = True
+
+    def _destroy(self, native: Callable[[], None]) -> None:
+        self.leave()
+        native()

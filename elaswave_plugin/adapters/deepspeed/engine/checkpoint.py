@@ -1,0 +1,91 @@
+"""A checkpoint takes its place, and is the latest, only once every worker has written its part.
+
+DeepSpeed writes straight into the folder of the tag, and rank 0 names it in `latest` while others
+may still write. A loss meanwhile would leave a torn checkpoint there, and the files of the former
+number of workers beside those of the new one, which no reader of DeepSpeed's can tell apart.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from elaswave_plugin.checkpoints.deepspeed_tag import flaw_of, shards_of
+from elaswave_plugin.checkpoints.directory import DEEPSPEED_TRACKER
+from elaswave_plugin.checkpoints.draft import pointing_to
+from elaswave_plugin.checkpoints.loading import check_everywhere, check_loadable
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.recovery.drafts import Drafts
+
+
+def save_whole(
+    drafts: Drafts,
+    native: Callable[..., Any],
+    engine: Any,
+    save_dir: str,
+    tag: object = None,
+    client_state: dict[str, Any] | None = None,
+    save_latest: bool = True,
+    exclude_frozen_parameters: bool = False,
+) -> bool:
+    """``engine.save_checkpoint``; may be called again after an interruption anywhere in it.
+
+    Raises OSError. Source: deepspeed/runtime/engine.py, ``save_checkpoint``.
+    """
+    if not save_dir:
+        raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
+    name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+
+    def write(draft: Path) -> None:
+        native(
+            save_dir,
+            tag=draft.name,
+            client_state=client_state or {},
+            save_latest=False,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+        )
+
+    shards = int(engine.dp_world_size) if engine.zero_optimization_stage() else None
+    drafts.write(Path(save_dir, name), write, partial(flaw_of, shards=shards))
+    if save_latest and dist.get_rank() == 0:
+        with pointing_to(Path(save_dir, DEEPSPEED_TRACKER)) as latest:
+            latest.write(name)
+    return True
+
+
+def load_checked(
+    native: Callable[..., Any],
+    engine: Any,
+    load_dir: str,
+    tag: object = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """``engine.load_checkpoint``, once what it is to load was found whole.
+
+    A universal checkpoint has another form, which DeepSpeed's converter has made as a whole.
+    Raises CheckpointUnreadableError, and ConfigurationError for a checkpoint of another number of
+    workers, on all alike.
+    """
+    if not engine.load_universal_checkpoint():
+        check_everywhere(partial(check_loadable, load_dir, tag=None if tag is None else str(tag)))
+        if kwargs.get("load_optimizer_states", True) and not kwargs.get("load_module_only", False):
+            _check_width(Path(load_dir), tag, int(engine.dp_world_size))
+    return native(load_dir, tag, *args, **kwargs)
+
+
+def _check_width(load_dir: Path, tag: object, width: int) -> None:
+    tracker = load_dir / DEEPSPEED_TRACKER
+    if tag is None and not tracker.is_file():
+        return
+    folder = load_dir / (tracker.read_text().strip() if tag is None else str(tag))
+    written = shards_of(folder)
+    if written is not None and written != width:
+        raise ConfigurationError(
+            f"{folder} was written by {written} workers, and this job has {width}: start as many, "
+            "or convert it by `python -m deepspeed.checkpoint.ds_to_universal --input_folder "
+            f"{folder} --output_folder ...` and load that with "
+            '"checkpoint": {"load_universal": true} in the configuration'
+        )

@@ -1,0 +1,467 @@
+"""An engine whose forward, backward and step absorb the loss of workers.
+
+The engine object stays the user's; three of its methods, and the loader, go through ``UserLoop``.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from elaswave_plugin.adapters.deepspeed.compat.patches import alone_patches
+from elaswave_plugin.adapters.deepspeed.compat.unsupported import (
+    check_engine,
+    check_schedules,
+    check_shares,
+)
+from elaswave_plugin.adapters.deepspeed.engine.attached import AttachedEngine, abandoning
+from elaswave_plugin.adapters.deepspeed.engine.checkpoint import load_checked, save_whole
+from elaswave_plugin.adapters.deepspeed.engine.framework import DeepSpeedFramework
+from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader, Reader, tokens_of
+from elaswave_plugin.adapters.deepspeed.engine.monitor import ElasticMonitor, Holders
+from elaswave_plugin.adapters.deepspeed.engine.newcomer import Loads, News, check_together
+from elaswave_plugin.adapters.deepspeed.engine.own_loops import OwnLoops
+from elaswave_plugin.adapters.deepspeed.engine.placeholder_output import StandIn, detached
+from elaswave_plugin.adapters.deepspeed.engine.reads import BATCH, END
+from elaswave_plugin.adapters.deepspeed.zero.zero3_external import finding_external
+from elaswave_plugin.adapters.patching import PatchSet
+from elaswave_plugin.core.step.dataflow import Shares, share
+from elaswave_plugin.core.step.rng import draw_key
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.framework import StepReport
+from elaswave_plugin.loops.guarded_steps import GuardedSteps
+from elaswave_plugin.loops.user import UserLoop
+from elaswave_plugin.recovery.worker import Worker
+from elaswave_plugin.step_state.engine_parts import (
+    Buffers,
+    Frozen,
+    Generators,
+    Settings,
+    Weights,
+)
+from elaswave_plugin.step_state.step_state import StepState
+
+
+class EngineJob(AttachedEngine):
+    """One worker's engine in an elastic job."""
+
+    def __init__(self, worker: Worker, engine: Any, *, patches: PatchSet, seed: int) -> None:
+        """Take the engine into care and seal its state; raises ConfigurationError."""
+        check_engine(engine)
+        framework = DeepSpeedFramework(engine)
+        super().__init__(
+            worker, engine, framework, width=len(worker.homes), patches=patches, seed=seed
+        )
+        num_samples = self._micro_batch_size * self._width
+        worker.bind(framework, deal=partial(share, num_samples=num_samples))
+        self._buffers = Buffers(engine.module)
+        parts = (
+            Settings(engine.basic_optimizer),
+            Weights(engine.module, whole=int(engine.zero_optimization_stage()) < 3),
+            Generators(),
+            self._buffers,
+            Frozen(engine.module),
+        )
+        self._state = StepState(worker, parts, repeats_bodies=True)
+        steps = GuardedSteps(
+            worker,
+            self._framework,
+            on_commit=self._record,
+            on_recovered=self._recording.recovered,
+            state=self._state,
+        )
+        self._drafts = steps.drafts
+        self._loop = UserLoop(steps, after_recovery=self._recovered)
+        # Whether what counts the micro-batches of a step knows where a redone one begins.
+        self.boundaries_follow = False
+        # Called on every worker after each recovery.
+        self.reactions: list[Callable[[], None]] = []
+        self.own_loops = OwnLoops(worker, width=self._width)
+        self._stand_in = StandIn()
+        self._inputs: Any = None
+        self._weight = 1.0
+        self._losses: list[torch.Tensor] = []
+        self._tokens = 0
+        self._iterations = 0
+        self._sealed = False
+        # Whether a call of ours runs now, that can absorb a loss.
+        self._guarded = False
+        self._monitor = engine.monitor = ElasticMonitor(engine, self._loop)
+        self._news = News(worker, self._framework, monitor=self._monitor, stand_in=self._stand_in)
+        self._loads = Loads(worker)
+        self._framework.watch(self._announce, self._check)
+        self._take_over(
+            {
+                "forward": self._forward,
+                "backward": self._backward,
+                "step": self._step,
+                "set_gradient_accumulation_boundary": self._set_boundary,
+                "no_sync": self._no_sync,
+                "coalesce_grad_reduction": self._coalesce,
+                "save_checkpoint": self._save_checkpoint,
+                "save_16bit_model": self._save,
+                "load_checkpoint": self._load,
+                "destroy": self._destroy,
+            }
+        )
+        self._attached()
+
+    @property
+    def loop(self) -> UserLoop:
+        """Where the script's loop is."""
+        return self._loop
+
+    @property
+    def batch_shape(self) -> tuple[int, int]:
+        """Workers of the launch, and samples of each in an iteration."""
+        return self._width, self._micro_batch_size
+
+    # ---- announcements --------------------------------------------------------------------------
+
+    def _announce(self, phase: str) -> None:
+        if not self._loop.dead:
+            self._worker.phases.enter(phase)
+
+    def _check(self, module: torch.nn.Module) -> None:
+        """A module's pass begins: look for a change of the view, where that can be absorbed."""
+        if self._guarded or self._working:
+            if not self._loop.dead:
+                self._worker.member.check()
+        elif self._sealed and (
+            self._needs_others_to_compute or (module.training and torch.is_grad_enabled())
+        ):
+            self._refuse_pass(module)
+
+    @abandoning
+    def _refuse_pass(self, module: torch.nn.Module) -> NoReturn:
+        raise ConfigurationError(
+            f"the model was called (its {type(module).__name__}), and not by engine(batch), so that"
+            " a loss in it would end the script; call the engine in the place of its model, and"
+            " evaluate by elaswave_plugin.deepspeed.run(engine, evaluate)"
+        )
+
+    # ---- the engine's methods -------------------------------------------------------------------
+
+    def _forward(self, native: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Any:
+        if self._engine.module.training and self._loop.iteration == 0 and not self._loop.dead:
+            raise ConfigurationError(
+                "engine.forward was called in training mode with a batch that the plugin did not "
+                "serve, so that nobody could serve it again; take the batches from "
+                "elaswave_plugin.deepspeed.loader(engine, dataset), or give the dataset to "
+                "deepspeed.initialize as training_data"
+            )
+
+        counts = not self._engine.module.training
+
+        def work() -> Any:
+            if self._needs_others_to_compute:
+                self._inputs = (inputs, kwargs)
+            output = native(*inputs, **kwargs)
+            if self._needs_others_to_compute:
+                self._stand_in.remember((inputs, kwargs), output)
+                self._inputs = None
+            return output
+
+        output = self._call(work, instead=lambda: self._dead_output(inputs, kwargs, counts=counts))
+        # Accelerate's own loaders are cut anew for each evaluation; it says where that does not do.
+        if counts and not (self._working or self.boundaries_follow):
+            self.own_loops.evaluates()
+        return output
+
+    def _call(self, work: Callable[[], Any], *, instead: Callable[[], Any]) -> Any:
+        """A part of the iteration; in work that starts again as a whole, a part of that."""
+        with self._passes():
+            return work() if self._working else self._loop.call(work, instead=instead)
+
+    @contextmanager
+    def _passes(self) -> Iterator[None]:
+        """Passes of the model in this block are ours."""
+        before, self._guarded = self._guarded, True
+        try:
+            yield
+        finally:
+            self._guarded = before
+
+    @property
+    def _needs_others_to_compute(self) -> bool:
+        return int(self._engine.zero_optimization_stage()) == 3
+
+    def _recovered(self) -> None:
+        self._news.exchange()
+        loader = self._framework.loader
+        if loader is not None:
+            loader.reads.compare(loader.place)
+        self._framework.resume()
+        self._learn_output()
+        self.own_loops.recovered()
+        for react in self.reactions:
+            react()
+
+    @torch.no_grad()
+    def _learn_output(self) -> None:
+        """In the first step of ZeRO-3 nobody may know yet what an output looks like."""
+        inputs, self._inputs = self._inputs, None
+        if self._needs_others_to_compute and self._worker.completed == 0:
+            self._stand_in.learn(inputs, lambda both: self._compute(*both[0], **both[1]))
+
+    def _compute(self, *inputs: Any, **kwargs: Any) -> Any:
+        """A pass of ZeRO-3 that the script did not ask the engine for."""
+        beside = alone_patches() if self._worker.alone else None
+        if beside is not None:
+            beside.apply()
+        try:
+            with self._passes(), finding_external(self._engine.module):
+                return self._engine.module(*inputs, **kwargs)
+        finally:
+            if beside is not None:
+                beside.undo()
+
+    @torch.no_grad()
+    def _dead_output(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], *, counts: bool) -> Any:
+        if self._needs_others_to_compute:
+            if not self._stand_in.shapes:
+                # Only a worker that has not entered yet: it computes with what it was built with.
+                self._stand_in.remember((inputs, kwargs), self._compute(*inputs, **kwargs))
+            with torch.enable_grad():
+                return self._stand_in.make((inputs, kwargs), self._engine.device, counts=counts)
+        output = self._engine.module(*inputs, **kwargs)
+        with torch.enable_grad():
+            return detached(output)
+
+    def _backward(
+        self,
+        native: Callable[..., torch.Tensor],
+        loss: torch.Tensor,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+    ) -> torch.Tensor:
+        weight = self._weight
+
+        self._check_no_work("engine.backward")
+
+        def work() -> torch.Tensor:
+            self._losses.append(loss.detach().double() * weight)
+            weighted = loss if weight == 1.0 else loss * weight
+            scaled = native(weighted, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+            return scaled if weight == 1.0 else scaled / weight
+
+        return self._call(work, instead=loss.detach)
+
+    def _step(self, native: Callable[..., None], lr_kwargs: dict[str, Any] | None = None) -> None:
+        self._check_no_work("engine.step")
+        made = self._engine.global_steps
+        if self._engine.is_gradient_accumulation_boundary():
+            self._update(native, lr_kwargs)
+        else:
+            self._loop.call(lambda: native(lr_kwargs), instead=lambda: None)
+        if self._engine.global_steps <= made:
+            # What `was_step_applied` says; a step that was lost is none.
+            self._engine._step_applied = False
+
+    def _update(self, native: Callable[..., None], lr_kwargs: dict[str, Any] | None) -> None:
+        """The end of a step."""
+
+        def update() -> StepReport:
+            if not self._losses:
+                raise ConfigurationError(
+                    "engine.step was called after no engine.backward(loss), so that the share of"
+                    " this worker was not weighted; call engine.backward(loss) in the place of"
+                    " loss.backward() and engine.scale(loss).backward()"
+                )
+            self._state.check(self._worker.completed)
+            self._worker.state.begin_update()
+            # The collective that shows that everyone has come here; see ``await_copies``.
+            loss, tokens, holders = self._mean_loss()
+            self._monitor.release(holders=holders)
+            self._buffers.agree()
+            with self._unbound.bound_step():
+                native(lr_kwargs)
+            self._monitor.add_step()
+            return StepReport(
+                loss=loss,
+                grad_norm=self._framework.grad_norm(),
+                lr=self._framework.learning_rate(),
+                tokens=tokens,
+            )
+
+        self._loop.complete_step(update)
+        self._end_where_all_leave()
+
+    def _check_no_work(self, call: str) -> None:
+        """Raise ConfigurationError in work between two steps, which is no part of any."""
+        if self._working:
+            raise ConfigurationError(
+                f"{call} is called inside of run(engine, work), whose work is no step and may be"
+                " made again: call it in the loop"
+            )
+
+    def _set_boundary(self, native: Callable[[bool], None], is_boundary: bool) -> None:
+        if not self.boundaries_follow:
+            raise ConfigurationError(
+                f"engine.set_gradient_accumulation_boundary({is_boundary}) was called: a step that"
+                " is redone begins in the middle of the script's count, and would lose samples;"
+                " leave it out, call engine.step() after each engine.backward(loss), and set"
+                " gradient_accumulation_steps"
+            )
+        native(is_boundary)
+
+    def _no_sync(self, native: Callable[[], Any]) -> Any:
+        """`engine.no_sync()`, which Accelerate enters by the count that follows the job."""
+        if not self.boundaries_follow:
+            raise ConfigurationError(
+                "engine.no_sync() was called: it leaves the count of a step's micro-batches to the"
+                " script, and a step that is redone begins in the middle of that count, and would"
+                " lose samples; leave it out, call engine.step() after each engine.backward(loss),"
+                " and set gradient_accumulation_steps: the engine reduces once a step then"
+            )
+        return native()
+
+    def _coalesce(self, native: Callable[[], Any]) -> NoReturn:
+        raise ConfigurationError(
+            "engine.coalesce_grad_reduction() was called: it reduces where its block ends, which is"
+            " no call that a loss could be absorbed in; leave it out, call engine.step() after each"
+            " engine.backward(loss), and set gradient_accumulation_steps"
+        )
+
+    def _save_checkpoint(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._save(partial(save_whole, self._drafts, native, self._engine), *args, **kwargs)
+
+    def _save(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._run(lambda: native(*args, **kwargs), phase="save")
+
+    @abandoning
+    def run(self, work: Callable[[], Any], *, phase: str) -> Any:
+        """Work between steps that every worker calls; it starts again after a loss."""
+        return self._run(self._monitor.restarting(work), phase=phase)
+
+    def _run(self, work: Callable[[], Any], *, phase: str) -> Any:
+        return self._loop.run(self._as_one(work), phase=phase)
+
+    def _load(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._sealed:
+            raise ConfigurationError(
+                "engine.load_checkpoint was called after the first batch, and the state that it "
+                "replaces is in the snapshots already; load before the loop starts"
+            )
+        engine = self._engine
+        load = partial(load_checked, native, engine, *args, **kwargs)
+        loaded = self._loads.load(engine, load)
+        steps, samples = int(engine.global_steps), int(engine.global_samples)
+        if steps:
+            self.own_loops.loaded(steps=steps, samples=samples, batch=engine.train_batch_size())
+        return loaded
+
+    def _mean_loss(self) -> tuple[float, int, Holders]:
+        """Mean over the samples of the step, its tokens, who has monitors open.
+
+        They are alike on every worker, or it ends here for some.
+        """
+        assert self._framework.loader is not None
+        mine = torch.stack(self._losses).sum() if self._losses else torch.zeros(())
+        position, monitor = self._framework.loader.position, self._monitor
+        here = position.epoch, position.iteration
+        own = [float(mine), self._tokens, monitor.writes, monitor.holds, *here]
+        sums = torch.tensor(own, dtype=torch.float64)
+        dist.all_reduce(sums)
+        check_together(self._worker, here, (float(sums[4]), float(sums[5])))
+        self._iterations = self._loop.iteration
+        mean = float(sums[0]) / (self._iterations * dist.get_world_size())
+        return mean, int(sums[1]), Holders(bool(sums[2]), bool(sums[3]))
+
+    # ---- the data -------------------------------------------------------------------------------
+
+    @property
+    def _reader(self) -> Reader:
+        return self
+
+    def _took_loader(self, loader: ElasticLoader) -> None:
+        reserve = self._worker.reserve
+        if reserve:
+            check_shares(reserve, width=self._width, num_samples=loader.fewest_samples)
+        loader.on_void = self.own_loops.leaves_first_epoch
+        self._news.expect(loader)
+
+    @abandoning
+    def next_batch(self, loader: ElasticLoader) -> Any:
+        """The next batch of this worker's share; the first one is preceded by the first seal."""
+        self._check_no_work("next(loader)")
+        if not self._sealed:
+            check_schedules(self._engine)
+            self._framework.begin()
+            self._loop.start()
+            self._sealed = True
+        if not loader.behind:
+            self._loop.enter()
+        self._loop.set_behind(loader.behind)
+        if loader.behind:
+            loader.skip_epoch()
+        serve, void = partial(self._serve, loader), partial(self._void, loader)
+        try:
+            batch = self._loop.next_batch(serve, void=void)
+        except StopIteration:
+            loader.took(END)
+            raise
+        loader.took(BATCH)
+        return batch
+
+    def _void(self, loader: ElasticLoader) -> Any:
+        """What the script is given where others were given it before a loss; None for nothing."""
+        if loader.reads.due == END:
+            raise StopIteration
+        if loader.reads.due != BATCH:
+            return None
+        items = loader.void_items()
+        start, stop = self._shares(len(items)).interval(self._worker.slot)
+        return loader.batch(items[start:stop])
+
+    def _shares(self, num_samples: int) -> Shares:
+        worker, shares = self._worker, self._worker.dataflow
+        assert isinstance(shares, Shares)
+        if num_samples == shares.num_samples:
+            return shares
+        return share(num_samples=num_samples, homes=worker.homes, live=worker.view.ranks)
+
+    def _serve(self, loader: ElasticLoader, step: int, iteration: int) -> Any:
+        worker = self._worker
+        items = loader.items()
+        shares = self._shares(len(items))
+        interval = shares.interval(worker.slot)
+        self._weight = shares.weight(worker.slot)
+        if iteration == 0:
+            self._losses, self._tokens = [], 0
+        # Whoever runs these samples in this step draws the same.
+        torch.manual_seed(draw_key(self._seed, step, iteration, interval[0]))
+        self._engine.tput_timer.start()
+        mine, batch = loader.read(items, interval)
+        self._tokens += tokens_of(batch, len(mine.items))
+        worker.ledger.emit(
+            "consumed",
+            slot=worker.slot,
+            epoch=worker.view.epoch,
+            step=step,
+            k=iteration,
+            samples=list(mine.ids),
+            items=list(mine.items),
+        )
+        return batch
+
+    # ---- the end --------------------------------------------------------------------------------
+
+    def _record(self, step: int, report: StepReport, seconds: float) -> None:
+        self._recording.step(step, report, seconds, num_microbatches=self._iterations, last=False)
+        if self._framework.loader is not None:
+            self._news.remember_epoch(self._framework.loader.epoch)
+            self._framework.loader.reads.completed_step()
+
+    def _leave_together(self) -> None:
+        self._loop.complete_state()
+        self._dump_last()
+        self._monitor.await_closed()
+        self._loop.finish(before_leaving=self._close_files)
+
+    def _close_files(self) -> None:
+        self._monitor.close()
+        self._recording.tracker.close()

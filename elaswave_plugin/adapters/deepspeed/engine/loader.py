@@ -1,0 +1,311 @@
+"""The loader of an elastic job: whoever is left reads the samples of the step, in shares.
+
+An iteration takes the micro-batches of all workers of the launch, in DeepSpeed's own order
+(torch's DistributedSampler: replica d reads every D0-th sample from d on), one replica's after the
+other's. While healthy every worker's share is its own replica's micro-batch; after a loss the same
+samples are cut into fewer and larger shares.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from elaswave_plugin.adapters.deepspeed.engine.reads import BATCH, ITERATOR, Reads
+from elaswave_plugin.errors import ConfigurationError, ElasWaveError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where the data is: epoch, iteration in it, samples that were served before."""
+
+    epoch: int = 0
+    iteration: int = 0
+    served: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One worker's samples of an iteration: items of the dataset; ids number them over the job."""
+
+    items: tuple[int, ...]
+    ids: tuple[int, ...]
+
+
+class Order(Protocol):
+    """The order of a map-style dataset over all epochs, alike on every worker."""
+
+    @property
+    def iterations(self) -> int:
+        """Iterations of an epoch."""
+
+    def set_epoch(self, epoch: int, number: int) -> None:
+        """Shuffle ``epoch`` of the loader as epoch ``number``."""
+
+    def items(self, epoch: int, iteration: int) -> list[int]:
+        """All samples of an iteration, one replica's after the other's."""
+
+
+class GlobalOrder:
+    """The order of a map-style dataset over all epochs, as torch's DistributedSampler has it."""
+
+    def __init__(
+        self,
+        num_items: int,
+        *,
+        num_replicas: int,
+        micro_batch_size: int,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+        reshuffles: bool = False,
+    ) -> None:
+        """``micro_batch_size``: samples of one replica in an iteration.
+
+        ``reshuffles``: each epoch in another order by itself, as torch's RandomSampler has it.
+        """
+        if num_items < num_replicas:
+            raise ConfigurationError(
+                f"the dataset has {num_items} samples, wanted at least {num_replicas}: one a worker"
+            )
+        self._num_items = num_items
+        self._num_replicas = num_replicas
+        self._micro_batch_size = micro_batch_size
+        self._shuffle = shuffle
+        self._seed = seed
+        self._per_replica = -(-num_items // num_replicas)
+        whole, rest = divmod(self._per_replica, micro_batch_size)
+        self.iterations = whole if drop_last else whole + bool(rest)
+        self._reshuffles = reshuffles
+        # What ``set_epoch`` said, by epoch of the loader; DeepSpeed itself never calls it.
+        self._shuffled_as: dict[int, int] = {}
+        self._cached: tuple[int, torch.Tensor] | None = None
+
+    def set_epoch(self, epoch: int, number: int) -> None:
+        """Shuffle ``epoch`` of the loader as torch's sampler shuffles epoch ``number``."""
+        self._shuffled_as[epoch] = number
+
+    def items(self, epoch: int, iteration: int) -> list[int]:
+        """All samples of an iteration, one replica's after the other's."""
+        number = epoch if self._reshuffles else 0
+        order = self._order(self._shuffled_as.get(epoch, number))
+        first = iteration * self._micro_batch_size
+        stop = min(first + self._micro_batch_size, self._per_replica)
+        columns = order.view(self._per_replica, self._num_replicas)[first:stop]
+        return [int(one) for one in columns.t().reshape(-1)]
+
+    def _order(self, number: int) -> torch.Tensor:
+        if self._cached is None or self._cached[0] != number:
+            order = torch.arange(self._num_items)
+            if self._shuffle:
+                generator = torch.Generator().manual_seed(self._seed + number)
+                order = torch.randperm(self._num_items, generator=generator)
+            padding = self._per_replica * self._num_replicas - self._num_items
+            self._cached = (number, torch.cat([order, order[:padding]]))
+        return self._cached[1]
+
+
+class Reader(Protocol):
+    """The job, as the loader sees it."""
+
+    def next_batch(self, loader: "ElasticLoader") -> Any:
+        """The next batch of this worker; StopIteration at the end of the loader's epoch."""
+
+
+class ElasticLoader:
+    """Serves this worker's batches; iterating again begins the next epoch.
+
+    In the script of a worker that comes later, the epochs that the others have behind them are
+    empty.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        dataset: Any,
+        order: Order,
+        *,
+        collate: Callable[[Sequence[Any]], Any] | None,
+        reads: Reads | None = None,
+        sampler: "torch.utils.data.DistributedSampler[Any] | None" = None,
+    ) -> None:
+        """``reads``: what the script has asked of it; None where it does not ask by itself.
+
+        ``sampler``: the script's own, whose ``set_epoch`` is followed.
+        """
+        self.reads = Reads(counts=False) if reads is None else reads
+        self._reader = reader
+        self.dataset = dataset
+        self._order = order
+        self._sampler = sampler
+        self._collate = collate or torch.utils.data.default_collate
+        self.position = Position()
+        self._epoch = -1
+        # Where an epoch was left before its end, so that a redo leaves it there again.
+        self._left_at: dict[int, int] = {}
+        self._has_read = False
+        # Batches that the script took since it began to iterate, void ones included, and how many
+        # it had taken of the last epoch that it left before its end.
+        self._taken = 0
+        self._usual: int | None = None
+        # Told where the script leaves its first epoch, so that nobody knows whether it counts them.
+        self.on_void: Callable[[int, int], None] = lambda taken, void: None
+        # The epoch that the others iterate over, as far as a worker that comes later knows.
+        self.epoch_of_others = 0
+        self._has_skipped = False
+
+    def __len__(self) -> int:
+        return self._order.iterations
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the last batch was the last one of its epoch."""
+        return self.position.iteration == self._order.iterations
+
+    @property
+    def fewest_samples(self) -> int:
+        """Samples of the smallest iteration of an epoch, which is its last one."""
+        return len(self._order.items(0, self._order.iterations - 1))
+
+    def __iter__(self) -> "ElasticLoader":
+        if self._sampler is not None:
+            self._order.set_epoch(self._epoch + 1, self._sampler.epoch)
+        if self.behind:
+            self._epoch += self._has_skipped
+            self._has_skipped = False
+            return self
+        if self.reads.due == ITERATOR:
+            self.took(ITERATOR)
+            return self
+        here = self._normal(self.position)
+        if here.iteration and self._has_read:
+            self._left_at[here.epoch] = self._end_of_left(here.iteration)
+            self._epoch = max(self._epoch, here.epoch + 1)
+        self.position = self._normal(here)
+        self._epoch = max(self._epoch, self.position.epoch)
+        self._has_read = False
+        self.took(ITERATOR)
+        return self
+
+    def __next__(self) -> Any:
+        return self._reader.next_batch(self)
+
+    def _end_of_left(self, iteration: int) -> int:
+        """Where an epoch ends that the script leaves, at which ``iteration`` would be the next.
+
+        A script that leaves each after so many batches has counted those that a loss made void: it
+        is given the rest of them before the next epoch.
+        """
+        usual, self._usual = self._usual, self._taken
+        if usual is None and self._taken > iteration:
+            self.on_void(self._taken, self._taken - iteration)
+        return iteration if self._taken != usual else max(usual, iteration)
+
+    # ---- a script that is behind another one ----------------------------------------------------
+
+    @property
+    def place(self) -> tuple[int, dict[int, int], bool, int | None]:
+        """Where the loader is beside its position, which is sealed."""
+        return self._epoch, self._left_at, self._has_read, self._usual
+
+    def took(self, kind: str) -> None:
+        """The script was given an iterator, a batch or the end of an epoch."""
+        self._taken = 0 if kind == ITERATOR else self._taken + (kind == BATCH)
+        there = self.reads.made(kind)
+        if there is not None:
+            self._epoch, self._left_at, self._has_read, self._usual = there
+
+    def void_items(self) -> list[int]:
+        """Samples like those of an iteration, for a batch that nobody trains on."""
+        here = self.position
+        return self._order.items(here.epoch, min(here.iteration, self._order.iterations - 1))
+
+    # ---- a worker that comes later --------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the script iterates over."""
+        return self._epoch
+
+    @property
+    def behind(self) -> bool:
+        """Whether the others have the epoch that the script iterates over behind them."""
+        return 0 <= self._epoch < self.epoch_of_others
+
+    def skip_epoch(self) -> NoReturn:
+        """End an epoch that the others have behind them; raises StopIteration."""
+        self._has_skipped = True
+        raise StopIteration
+
+    def expect(self, epoch: int) -> None:
+        """The others have come to this epoch at least."""
+        self.epoch_of_others = epoch
+
+    def tell(self) -> tuple[int, dict[int, int]]:
+        """What `follow` needs to know on a worker that comes later."""
+        return self._epoch, self._left_at
+
+    def follow(self, told: tuple[int, dict[int, int]]) -> None:
+        """Go where the others are; raises ElasWaveError for a script that is past them."""
+        self.epoch_of_others, self._left_at = told
+        if self._epoch > self.epoch_of_others:
+            raise ElasWaveError(
+                f"the script is in epoch {self._epoch} of the data and the job in epoch "
+                f"{self.epoch_of_others}; this worker is started again"
+            )
+
+    def take_up(self, told: tuple[int, dict[int, int]]) -> None:
+        """Be where the others are; for a script that passes over every step by itself."""
+        self._epoch, self._left_at = told
+
+    # ---- the samples ----------------------------------------------------------------------------
+
+    def set_epoch(self, number: int) -> None:
+        """As torch's DistributedSampler: how the epoch that begins next is shuffled."""
+        if self._sampler is not None:
+            self._sampler.set_epoch(number)
+        self._order.set_epoch(self._epoch + 1, number)
+
+    def _normal(self, position: Position) -> Position:
+        """The position itself, or the start of the next epoch where it is the end of one."""
+        end = self._left_at.get(position.epoch, self._order.iterations)
+        if position.iteration < end:
+            return position
+        return Position(epoch=position.epoch + 1, served=position.served)
+
+    def items(self) -> list[int]:
+        """All samples of the next iteration; raises StopIteration at the end of the epoch."""
+        self.position = self._normal(self.position)
+        if self.position.epoch > self._epoch:
+            raise StopIteration
+        return self._order.items(self.position.epoch, self.position.iteration)
+
+    def read(self, items: Sequence[int], interval: tuple[int, int]) -> tuple[Share, Any]:
+        """The share [start, stop) of an iteration's ``items``, and its batch; moves on."""
+        start, stop = interval
+        first = self.position.served
+        share = Share(items=tuple(items[start:stop]), ids=tuple(range(first + start, first + stop)))
+        batch = self.batch(share.items)
+        self.advance(len(items))
+        return share, batch
+
+    def batch(self, items: Sequence[int]) -> Any:
+        """These items of the dataset, collated."""
+        return self._collate([self.dataset[item] for item in items])
+
+    def advance(self, count: int) -> None:
+        """An iteration of so many samples has been served."""
+        here = self.position
+        self._has_read = True
+        self.position = Position(
+            epoch=here.epoch, iteration=here.iteration + 1, served=here.served + count
+        )
+
+
+def tokens_of(batch: Any, num_samples: int) -> int:
+    """Elements of the first tensor of integers, as of token ids; else the number of samples."""
+    values = list(batch.values()) if isinstance(batch, dict) else batch
+    tensors = [values] if torch.is_tensor(values) else [v for v in values if torch.is_tensor(v)]
+    first = next((t for t in tensors if not t.is_floating_point() and t.dim() > 1), None)
+    return num_samples if first is None else first.numel()

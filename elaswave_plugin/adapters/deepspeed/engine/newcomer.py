@@ -1,0 +1,191 @@
+"""What a worker that comes later has to learn, so that its script's loop goes on like the others'.
+
+Its state comes from the snapshots. Here is what they do not have: what was loaded before the first
+step, in which epoch of the data the others are, the events that nobody has written yet, shapes of
+outputs, and tensors that every worker holds alike and no step changes.
+"""
+
+import base64
+import os
+import pickle
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from elaswave_plugin.adapters.deepspeed.compat.patches import stage_patches
+from elaswave_plugin.adapters.deepspeed.engine.framework import COUNTERS, DeepSpeedFramework
+from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
+from elaswave_plugin.adapters.deepspeed.engine.monitor import ElasticMonitor
+from elaswave_plugin.adapters.deepspeed.engine.placeholder_output import StandIn
+from elaswave_plugin.communicator.groups.c10d_tables import imagine_world
+from elaswave_plugin.core.layout.reserve import built_among
+from elaswave_plugin.errors import ConfigurationError, ElasWaveError
+from elaswave_plugin.ipc.environment import INCARNATION, SLOT
+from elaswave_plugin.recovery.handshake import Handshake
+from elaswave_plugin.recovery.worker import Worker
+from elaswave_plugin.trainer.fatal import ends_in_a_sentence
+
+
+def meet_nobody() -> None:
+    """Before a script initializes torch.distributed: a WORLD of its own, for who comes later.
+
+    It has the sizes of the launch, by which a `PipelineModule` finds its stage. The others have met
+    long ago. ``deepspeed.initialize`` makes the job's in its place.
+    """
+    if int(os.environ.get(INCARNATION, "0")) and not dist.is_initialized():
+        slot, width = int(os.environ[SLOT]), int(os.environ["WORLD_SIZE"])
+        imagine_world(int(os.environ["RANK"]), width)
+        if slot >= width:
+            stage_patches(partial(_finds_its_stage, slot, width)).apply()
+
+
+def _finds_its_stage(slot: int, width: int, native: Callable[..., None]) -> Callable[..., None]:
+    """Beyond the launch a slot has its place by the number of stages, first known here."""
+
+    @wraps(native)
+    def __init__(
+        self: Any,
+        layers: Any,
+        num_stages: Any = None,
+        topology: Any = None,
+        *args: Any,
+        **more: Any,
+    ) -> None:
+        stages = num_stages if topology is None else topology.get_dim("pipe")
+        dist.destroy_process_group()
+        imagine_world(built_among(slot, range(width), pp=stages).index(slot), width)
+        native(self, layers, num_stages, topology, *args, **more)
+
+    return __init__
+
+
+class _Told(NamedTuple):
+    """What one worker knows."""
+
+    loader: Any
+    shapes: Any
+    events: Any
+    was_first: bool
+
+
+class News:
+    """Has those who have been there tell those who come later, after every recovery."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        framework: DeepSpeedFramework,
+        *,
+        monitor: ElasticMonitor,
+        stand_in: StandIn,
+    ) -> None:
+        self._worker = worker
+        self._framework = framework
+        self._monitor = monitor
+        self._stand_in = stand_in
+        self._handshake = Handshake(knows=not worker.alone, tell=self._tell, follow=self._follow)
+        self._remembered_epoch = worker.remembered.get("data_epoch", 0)
+
+    def exchange(self) -> None:
+        """Tell, and be told (collective over WORLD).
+
+        Raises ElasWaveError where nobody is left who knows, ConfigurationError on a worker that
+        comes with another model than the others'.
+        """
+        (somebody_holds,) = self._handshake.exchange(self._monitor.holds)
+        self._monitor.recovered(somebody_holds=somebody_holds)
+
+    def _tell(self) -> _Told:
+        loader, monitor = self._framework.loader, self._monitor
+        assert loader is not None
+        return _Told(loader.tell(), self._stand_in.shapes, monitor.tell(), monitor.was_first)
+
+    def _follow(self, everyone: Sequence[_Told | None]) -> None:
+        loader = self._framework.loader
+        assert loader is not None
+        told = {rank: one for rank, one in enumerate(everyone) if one is not None}
+        comes = dist.get_rank() not in told
+        source = next((rank for rank, one in told.items() if one.was_first), min(told))
+        structure = [self._framework.structure]
+        dist.broadcast_object_list(structure, src=source)
+        if comes:
+            self._framework.fit(structure[0])
+        for tensor in self._framework.unsealed(structure[0]):
+            dist.broadcast(tensor, src=source)
+        if comes:
+            loader.follow(told[source].loader)
+            self._stand_in.shapes = told[source].shapes
+            self._monitor.events = told[source].events
+            # Where it does not get there, the next one need not begin before.
+            self.remember_epoch(loader.epoch_of_others)
+
+    # ---- what only the own supervisor keeps -----------------------------------------------------
+
+    def expect(self, loader: ElasticLoader) -> None:
+        """Go through the epochs that were complete when the lost worker was still there."""
+        loader.expect(self._remembered_epoch)
+
+    def remember_epoch(self, epoch: int) -> None:
+        """A step was completed in this epoch of the data."""
+        if epoch != self._remembered_epoch:
+            self._remembered_epoch = epoch
+            self._worker.remember(data_epoch=epoch)
+
+
+class _NothingLoaded(dict[str, Any]):
+    """What DeepSpeed returns beside the path where there is no checkpoint."""
+
+    @ends_in_a_sentence
+    def __missing__(self, key: str) -> Any:
+        raise ConfigurationError(
+            f"the script takes {key!r} out of a checkpoint that was not there when the job began,"
+            " and this worker came to that job later: take it where engine.load_checkpoint returns"
+            " a path, not where a file exists; or set respawn to 0 and leave --reserve out"
+        )
+
+
+class Loads:
+    """What the script's loads of checkpoints gave at the start of the job."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._loads = list(worker.remembered.get("loads", ()))
+
+    def load(self, engine: Any, native: Callable[[], Any]) -> Any:
+        """What ``native()`` returns; for a worker that comes later, what it did at the start."""
+        if not self._worker.alone:
+            loaded = native(), {name: getattr(engine, name) for name in COUNTERS}
+            self._loads.append(base64.b64encode(pickle.dumps(loaded)).decode())
+            self._worker.remember(loads=self._loads)
+            return loaded[0]
+        if not self._loads:
+            # A checkpoint of this job: there was none when it began, and the others began without.
+            return None, _NothingLoaded()
+        result, values = pickle.loads(base64.b64decode(self._loads.pop(0)))
+        for name, value in values.items():
+            setattr(engine, name, value)
+        return result
+
+
+def check_together(worker: Worker, mine: tuple[int, int], sums: tuple[float, float]) -> None:
+    """Whether all workers have read the same epoch and iteration of the data, before an update.
+
+    ``mine``: this worker's; ``sums``: those of all. Raises ConfigurationError on a worker that came
+    later, whose script may count what it has not seen; ElasWaveError where that is not the cause.
+    """
+    width = dist.get_world_size()
+    if sums == (width * mine[0], width * mine[1]):
+        return
+    epoch, iteration = mine
+    where = f"this worker has read iteration {iteration} of epoch {epoch}, and others have not"
+    if worker.member.incarnation:
+        raise ConfigurationError(
+            f"{where}: the script counts its batches itself, and this worker, which came later, "
+            "has not seen them all; count by engine.global_steps, or set respawn to 0 and leave "
+            "--reserve out"
+        )
+    # Where one that came later is the odd one out, it leaves now, which interrupts this.
+    dist.barrier()
+    raise ElasWaveError(f"{where}: their scripts iterate over the data in different ways")

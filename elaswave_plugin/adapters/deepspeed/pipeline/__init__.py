@@ -1,0 +1,1 @@
+"""A PipelineEngine in an elastic job."""

@@ -1,0 +1,1 @@
+"""Optimizer state of DeepSpeed by ZeRO stage."""

@@ -1,0 +1,131 @@
+"""ZeRO stages 1 and 2: one flat partition of fp32 masters a parameter group.
+
+DeepSpeed pads a group of L elements to a multiple of 2 n and cuts it into n equal partitions
+(deepspeed/runtime/zero/stage_1_and_2.py, ``DeepSpeedZeroOptimizer.__init__``).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from deepspeed.runtime.utils import all_gather_dp_groups
+
+from elaswave_plugin.adapters.deepspeed.compat.patches import constructor_arguments
+from elaswave_plugin.adapters.deepspeed.zero import zero_state
+from elaswave_plugin.core.layout.shards import MOMENTS
+from elaswave_plugin.tracking.dump_state import NamedPiece
+
+
+class PartitionedState:
+    """The partitions of a ``DeepSpeedZeroOptimizer``."""
+
+    moments_may_follow = True
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._zero = engine.optimizer
+        self._inner = engine.optimizer.optimizer
+        self._arguments = constructor_arguments(self._zero)
+        self._groups = [list(params) for params in self._zero.bit16_groups]
+        self.alignment = self._zero.nccl_start_alignment_factor
+
+    @property
+    def _masters(self) -> list[torch.Tensor]:
+        masters: list[torch.Tensor] = self._zero.single_partition_of_fp32_groups
+        return masters
+
+    @property
+    def params(self) -> list[Any]:
+        """All groups'."""
+        return [param for group in self._groups for param in group]
+
+    def lengths(self) -> tuple[int, ...]:
+        """Elements of each parameter group, with the padding between its parameters."""
+        return tuple(
+            sum(meta.numel() for meta in metas) + sum(padding)
+            for metas, padding in zip(
+                self._zero.round_robin_bit16_meta,
+                self._zero.round_robin_bit16_padding,
+                strict=True,
+            )
+        )
+
+    def prepare(self) -> None:
+        """Give every master the moments that Adam would make in its first step."""
+        zero_state.prepare_moments(self._inner, self._masters)
+
+    def parts(self) -> list[torch.Tensor]:
+        """Masters, exp_avg, exp_avg_sq, group after group."""
+        return zero_state.flat_parts(self._inner, self._masters)
+
+    def drop(self) -> None:
+        """Gradients go; half-filled buckets and counters are made anew by ``recut``."""
+        for param in self._engine.module.parameters():
+            param.grad = None
+
+    def recut(self) -> None:
+        """Run the constructor of the same object again, with the arguments of the first time.
+
+        The inner optimizer, its groups and everything that holds them stay the same.
+        """
+        optimizer, inner = self._zero, self._inner
+        args, kwargs = self._arguments
+        optimizer.destroy()
+        inner.state.clear()
+        for group, params in zip(inner.param_groups, self._groups, strict=True):
+            group["params"] = list(params)
+        optimizer.__dict__.clear()
+        optimizer.__init__(*args, **kwargs)
+        if self._engine._support_torch_style_backward:
+            optimizer.register_grad_acc_post_hook(self._engine._backward_post_hook)
+
+    def write_moments(self, moments: torch.Tensor) -> None:
+        """Install the moments."""
+        zero_state.write_moments(self._inner, self._masters, moments)
+
+    def write_weights(self, masters: torch.Tensor) -> None:
+        """Install the masters; this worker's 16-bit weights follow them."""
+        zero_state.write_masters(self._inner, self._masters, masters)
+        for order, master in enumerate(self._masters):
+            rank = torch.distributed.get_rank(self._zero.real_dp_process_group[order])
+            weights = self._zero.parallel_partitioned_bit16_groups[order][rank]
+            weights.data.copy_(master.detach())
+
+    def sync_weights(self) -> Iterator[torch.Tensor]:
+        """Gather every group's weights; every worker then holds all of them."""
+        optimizer = self._zero
+        all_gather_dp_groups(
+            groups_flat=optimizer.bit16_groups_flat,
+            partitioned_param_groups=optimizer.parallel_partitioned_bit16_groups,
+            dp_process_group=optimizer.real_dp_process_group,
+            start_alignment_factor=optimizer.nccl_start_alignment_factor,
+            allgather_bucket_size=optimizer.allgather_bucket_size,
+        )
+        for flat, length in zip(optimizer.bit16_groups_flat, self.lengths(), strict=True):
+            yield flat[:length]
+
+    def resume(self) -> None:
+        """Nothing is learnt in passes."""
+
+    def named_pieces(self) -> Iterator[NamedPiece]:
+        """Where the partitions of this worker lie in the parameters."""
+        for order, master in enumerate(self._masters):
+            size = master.numel()
+            first = torch.distributed.get_rank(self._zero.real_dp_process_group[order]) * size
+            state = self._inner.state[master]
+            parts = {"master": master, **{name: state[name] for name in MOMENTS}}
+            for param, offset in zip(
+                self._zero.round_robin_bit16_groups[order],
+                self._zero.round_robin_bit16_offsets[order],
+                strict=True,
+            ):
+                start, stop = max(first, offset), min(first + size, offset + param.numel())
+                for part, data in parts.items():
+                    if start < stop:
+                        yield NamedPiece(
+                            name=self._engine.param_names[param],
+                            part=part,
+                            start=start - offset,
+                            numel=param.numel(),
+                            data=data.detach()[start - first : stop - first],
+                        )

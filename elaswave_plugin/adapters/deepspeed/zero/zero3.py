@@ -1,0 +1,204 @@
+"""ZeRO stage 3: every parameter is cut over all workers, weights as well as optimizer state.
+
+A parameter of L elements is padded to a multiple of n and cut into n equal partitions; the masters
+of a sub-group are its partitions one after the other (deepspeed/runtime/zero, stage3.py and
+partition_parameters.py).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus, free_param
+
+from elaswave_plugin.adapters.deepspeed.compat.patches import constructor_arguments
+from elaswave_plugin.adapters.deepspeed.zero import zero_state
+from elaswave_plugin.adapters.deepspeed.zero.zero3_external import agree_on_external
+from elaswave_plugin.adapters.deepspeed.zero.zero3_order import FetchOrder
+from elaswave_plugin.core.layout.shards import MOMENTS, padded_size
+from elaswave_plugin.tracking.dump_state import NamedPiece
+
+# Autograd functions and counters that DeepSpeed keeps on modules and makes only where absent: those
+# of a former layout would drive the former coordinator (parameter_offload.py, pre_bwd_fn).
+_CACHED_ON_MODULES = (
+    "pre_bwd_fn",
+    "post_bwd_fn",
+    "applied_pre_backward_ref_cnt",
+    "ds_grads_remaining",
+)
+# What the hooks on the gradients of an unchanged object need; they stay where they are.
+_HOOKS = ("_grad_acc_hooks", "_leaf_module_hooks", "leaf_parameters")
+_MAKES_HOOKS = "create_reduce_and_remove_grad_hooks"
+
+
+class PartitionedWeightsState:
+    """The partitions of a ``DeepSpeedZeroOptimizer_Stage3``."""
+
+    alignment = 1
+    moments_may_follow = True
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._zero = engine.optimizer
+        self._inner = engine.optimizer.optimizer
+        # Kept here, since a loss may interrupt the constructor when it runs again.
+        self._arguments = constructor_arguments(self._zero)
+        self._groups: list[list[Any]] = [[] for _ in self._inner.param_groups]
+        for order, params in enumerate(self._zero.fp16_groups):
+            self._groups[self._zero.sub_group_to_group_id[order]].extend(params)
+        self._order = FetchOrder()
+        self._hooks = {
+            name: getattr(self._zero, name) for name in _HOOKS if hasattr(self._zero, name)
+        }
+
+    @property
+    def _masters(self) -> list[torch.Tensor]:
+        masters: list[torch.Tensor] = self._zero.fp32_partitioned_groups_flat
+        return masters
+
+    @property
+    def params(self) -> list[Any]:
+        """All groups'."""
+        return [param for group in self._groups for param in group]
+
+    def lengths(self) -> tuple[int, ...]:
+        """Elements of each parameter, in the order of the groups."""
+        return tuple(param.ds_numel for param in self.params)
+
+    def prepare(self) -> None:
+        """Give every master the moments that Adam would make in its first step."""
+        zero_state.prepare_moments(self._inner, self._masters)
+
+    def parts(self) -> list[torch.Tensor]:
+        """Masters, exp_avg, exp_avg_sq, sub-group after sub-group."""
+        return zero_state.flat_parts(self._inner, self._masters)
+
+    def drop(self) -> None:
+        """Release what an interrupted forward or backward pass had gathered."""
+        if "parameter_offload" in self._zero.__dict__:
+            self._order.keep(self._zero.parameter_offload)
+        parameter_offload.FWD_MODULE_STACK.clear()
+        self._engine.module.ds_inflight_param_registry.clear()
+        for param in self._engine.module.parameters():
+            param.grad = None
+            param.ds_active_sub_modules.clear()
+            free_param(param)
+
+    def recut(self) -> None:
+        """Cut every parameter anew, and run the constructor of the same object again."""
+        optimizer, inner = self._zero, self._inner
+        args, kwargs = self._arguments
+        if "parameter_offload" in optimizer.__dict__:
+            optimizer.parameter_offload.destroy()
+        self._forget_modules()
+        self._recut_params()
+        inner.state.clear()
+        for group, params in zip(inner.param_groups, self._groups, strict=True):
+            group["params"] = list(params)
+        optimizer.__dict__.clear()
+        # Making the hooks again gathers every parameter, one after the other.
+        optimizer.__dict__[_MAKES_HOOKS] = lambda: None
+        optimizer.__init__(*args, **kwargs)
+        del optimizer.__dict__[_MAKES_HOOKS]
+        optimizer.__dict__.update(self._hooks)
+        if self._engine._support_torch_style_backward:
+            optimizer.register_grad_acc_post_hook(self._engine._backward_post_hook)
+
+    def _forget_modules(self) -> None:
+        register = parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module
+        # The count of modules is a default argument that never goes back; a newcomer starts at 0.
+        register.__defaults__[0][0] = 0
+        for module in self._engine.module.modules():
+            for name in _CACHED_ON_MODULES:
+                module.__dict__.pop(name, None)
+            module._parameters = module.__dict__.get("_original_parameters", module._parameters)
+
+    @torch.no_grad()
+    def _recut_params(self) -> None:
+        """Give every parameter a partition of the new size, all in one buffer; values undefined."""
+        params = self.params
+        width, rank = dist.get_world_size(), dist.get_rank()
+        sizes = [padded_size(param.ds_numel, width, self.alignment) // width for param in params]
+        flat = torch.zeros(sum(sizes), dtype=params[0].dtype, device=params[0].ds_tensor.device)
+        for param, size, piece in zip(params, sizes, flat.split(sizes), strict=True):
+            old = param.ds_tensor
+            new: Any = torch.empty(0, dtype=flat.dtype, device=flat.device)
+            new.data = piece
+            new.ds_numel, new.status, new.final_location = size, old.status, old.final_location
+            param.ds_tensor, param.ds_numel_aligned = new, size * width
+            param.ds_zero_partition_rank, param.ds_zero_partition_world_size = rank, width
+            param.ds_secondary_tensor_group_size = width
+            param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+            init = _init_of(param)
+            init.rank = init.rank_in_group = rank
+            init.dp_world_size = init.num_ranks_in_param_group = width
+
+    def write_moments(self, moments: torch.Tensor) -> None:
+        """Install the moments."""
+        zero_state.write_moments(self._inner, self._masters, moments)
+
+    def write_weights(self, masters: torch.Tensor) -> None:
+        """Install the masters; the 16-bit partitions follow them."""
+        zero_state.write_masters(self._inner, self._masters, masters)
+        for master, weights in zip(
+            self._masters, self._zero.fp16_partitioned_groups_flat, strict=True
+        ):
+            weights.data.copy_(master.detach())
+
+    def sync_weights(self) -> Iterator[torch.Tensor]:
+        """Gather the parameters that stay whole; the others are gathered where they are used."""
+        persistent = self._zero.persistent_parameters
+        if persistent:
+            persistent[0].all_gather(persistent)
+        for param in persistent:
+            yield param.detach().reshape(-1)
+
+    def resume(self) -> None:
+        """Fetch what the passes before the change have used, ahead and in their order."""
+        agree_on_external(self._engine.module)
+        self._order.give(self._zero.parameter_offload)
+
+    def named_pieces(self) -> Iterator[NamedPiece]:
+        """This worker's partition of every parameter."""
+        rank = dist.get_rank()
+        for master, params in zip(self._masters, self._zero.fp16_groups, strict=True):
+            state = self._inner.state[master]
+            parts = {"master": master, **{name: state[name] for name in MOMENTS}}
+            offset = 0
+            for param in params:
+                size = param.ds_tensor.ds_numel
+                start = rank * size
+                real = max(0, min(size, param.ds_numel - start))
+                for part, data in parts.items():
+                    if real:
+                        yield NamedPiece(
+                            name=self._engine.param_names[param],
+                            part=part,
+                            start=start,
+                            numel=param.ds_numel,
+                            data=data.detach()[offset : offset + real],
+                        )
+                offset += size
+
+
+def is_cut(model: Any) -> bool:
+    """Whether ``deepspeed.zero.Init`` has cut the model's parameters already."""
+    return any(hasattr(param, "ds_process_group") for param in model.parameters())
+
+
+def take_world(model: Any) -> None:
+    """Parameters that ``deepspeed.zero.Init`` has cut over a WORLD that is gone are of this one.
+
+    Who has which partition stays: ranks of the launch are the same in both.
+    """
+    for param in model.parameters():
+        if hasattr(param, "ds_process_group"):
+            param.ds_process_group = _init_of(param).ds_process_group = dist.group.WORLD
+
+
+def _init_of(param: Any) -> Init:
+    """The object that the parameter's own functions close over: it holds sizes and ranks."""
+    cells = [cell.cell_contents for cell in param.all_gather.__closure__]
+    return next(cell for cell in cells if isinstance(cell, Init))

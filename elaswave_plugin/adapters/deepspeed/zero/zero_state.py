@@ -1,0 +1,105 @@
+"""What the framework asks of the state of one kind of DeepSpeed optimizer."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from elaswave_plugin.core.layout.shards import MOMENTS
+from elaswave_plugin.tracking.dump_state import NamedPiece
+
+
+class ZeroState(Protocol):
+    """The optimizer state of one worker, as flat tensors in the order of ``shards.py``."""
+
+    alignment: int
+    # Whether each worker can write its moments without the others.
+    moments_may_follow: bool
+
+    @property
+    def params(self) -> list[Any]:
+        """The parameters whose state this is."""
+
+    def lengths(self) -> tuple[int, ...]:
+        """Unpadded lengths of the buckets, in elements."""
+
+    def prepare(self) -> None:
+        """Give every master the moments that Adam would make in its first step."""
+
+    def parts(self) -> list[torch.Tensor]:
+        """Masters, exp_avg, exp_avg_sq of this worker's shard, bucket after bucket."""
+
+    def drop(self) -> None:
+        """Forget an interrupted step."""
+
+    def recut(self) -> None:
+        """Cut the state anew from the group's present size; undefined until written."""
+
+    def write_weights(self, masters: torch.Tensor) -> None:
+        """Install masters of shape [shard_numel], and have a place for their moments."""
+
+    def write_moments(self, moments: torch.Tensor) -> None:
+        """Install moments of shape [2, shard_numel]."""
+
+    def sync_weights(self) -> Iterator[torch.Tensor]:
+        """Gather the weights from their shards; yields those that every worker now holds."""
+
+    def resume(self) -> None:
+        """Take up what was learnt in the passes before the change (collective over WORLD)."""
+
+    def named_pieces(self) -> Iterator[NamedPiece]:
+        """This worker's pieces of the state, by global parameter name."""
+
+
+def prepare_moments(inner: Any, masters: Sequence[torch.Tensor]) -> None:
+    """Give every master the moments that Adam would make in its first step."""
+    for master in masters:
+        if not inner.state[master]:
+            _make_moments(inner, master)
+
+
+def _make_moments(inner: Any, master: torch.Tensor) -> None:
+    inner.state[master] = {
+        # torch counts in a tensor, DeepSpeed's own Adam in an integer.
+        "step": torch.tensor(0.0) if type(inner).__module__.startswith("torch.") else 0,
+        **{name: torch.zeros_like(master, requires_grad=False) for name in MOMENTS},
+    }
+
+
+def flat_parts(inner: Any, masters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Masters, then each moment, in order."""
+    moments = [inner.state[master][part] for part in MOMENTS for master in masters]
+    return [*(master.detach() for master in masters), *moments]
+
+
+@torch.no_grad()
+def write_masters(inner: Any, masters: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+    """Install masters, flat one after the other; their moments are zeros until written."""
+    offset = 0
+    for master in masters:
+        piece = flat[offset : offset + master.numel()]
+        master.detach().copy_(piece.view(master.shape))
+        _make_moments(inner, master)
+        offset += master.numel()
+
+
+@torch.no_grad()
+def write_moments(inner: Any, masters: Sequence[torch.Tensor], moments: torch.Tensor) -> None:
+    """Install moments of shape [2, sum of the masters' elements]."""
+    offset = 0
+    for master in masters:
+        for name, flat in zip(MOMENTS, moments, strict=True):
+            piece = flat[offset : offset + master.numel()]
+            inner.state[master][name].copy_(piece.view(master.shape))
+        offset += master.numel()
+
+
+def applied_steps(inner: Any) -> int:
+    """Adam's step count: optimizer steps that were applied."""
+    return max((int(state["step"]) for state in inner.state.values() if state), default=0)
+
+
+def set_applied_steps(inner: Any, count: int) -> None:
+    """Set Adam's step count of every master."""
+    for state in inner.state.values():
+        state["step"] = torch.tensor(float(count)) if torch.is_tensor(state["step"]) else count

@@ -1,0 +1,1 @@
+"""Versions, patch records and random draws of Megatron-Core."""

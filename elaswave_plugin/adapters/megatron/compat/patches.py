@@ -1,0 +1,153 @@
+"""The patch records of an elastic Megatron-Core job, on any device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from elaswave_plugin.adapters.constructed import remember, remembering
+from elaswave_plugin.adapters.megatron.compat.grad_norm import canonical_norm
+from elaswave_plugin.adapters.megatron.compat.versions import VALID
+from elaswave_plugin.adapters.megatron.compat.whole_saves import WholeSaves
+from elaswave_plugin.adapters.patching import Hook, PatchRecord, PatchSet
+
+
+def _only_our_groups(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create_group(*args: Any, backend: Any = None, **kwargs: Any) -> Any:
+        # "gloo" asks for a CPU companion of the group; ours carries CPU tensors itself.
+        return original(*args, backend=None if backend == "gloo" else backend, **kwargs)
+
+    return create_group
+
+
+def _canonical_norm(original: Callable[..., float]) -> Callable[..., float]:
+    def get_grad_norm_fp32(
+        grads_for_norm: Any, norm_type: float = 2, grad_stats_parallel_group: Any = None
+    ) -> float:
+        if float(norm_type) != 2.0:
+            return original(grads_for_norm, norm_type, grad_stats_parallel_group)
+        if isinstance(grads_for_norm, torch.Tensor):
+            grads_for_norm = [grads_for_norm]
+        return canonical_norm(grads_for_norm, grad_stats_parallel_group)
+
+    return get_grad_norm_fp32
+
+
+def _compact_index(original: Callable[..., Any]) -> Callable[..., Any]:
+    def sharded_param_state_fully_reshardable(
+        self: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
+    ) -> Any:
+        saved = [buffer.param_index_map for buffer in self.buffers]
+        for buffer in self.buffers:
+            buffer.param_index_map = _without_padding(buffer)
+        try:
+            return original(self, model_sharded_state_dict, is_loading, metadata)
+        finally:
+            for buffer, index_map in zip(self.buffers, saved, strict=True):
+                buffer.param_index_map = index_map
+
+    return sharded_param_state_fully_reshardable
+
+
+def _without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
+    """Positions of a buffer's parameters once the padding between its buckets is left out."""
+    lengths = [bucket.numel_unpadded for bucket in buffer.buckets]
+    shifts = [sum(lengths[:index]) - bucket.offset for index, bucket in enumerate(buffer.buckets)]
+    return {
+        param: (start + shifts[bucket], stop + shifts[bucket], bucket)
+        for param, (start, stop, bucket) in buffer.param_index_map.items()
+    }
+
+
+def _keeping_step(original: Callable[..., None]) -> Callable[..., None]:
+    def set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Any) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        original(self, model_param, _with_step(state, tensors))
+
+    return set_main_param_and_optimizer_states
+
+
+def _with_step(state: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
+    """What was loaded for a parameter, and the step count as it is where the state has one."""
+    return {"step": state["step"], **loaded} if "step" in state else loaded
+
+
+def elastic_patches(*, exact: bool, saves: WholeSaves | None = None) -> PatchSet:
+    """What every elastic job needs, and what exact mode needs on top.
+
+    ``saves`` is told of the job's loop later on.
+    """
+    saves = saves or WholeSaves()
+    records = [_group_record(), *_checkpoint_records(), *saves.records(), _model_record()]
+    return PatchSet([*records, _norm_record()] if exact else records)
+
+
+def _record(
+    target: str, reason: str, *parameters: str, make: Callable[[Any], Any], hook: Hook
+) -> PatchRecord:
+    return PatchRecord(
+        target=target,
+        reason=reason,
+        distribution="megatron-core",
+        valid=VALID,
+        parameters=parameters or None,
+        make=make,
+        hook=hook,
+    )
+
+
+def _group_record() -> PatchRecord:
+    return _record(
+        "megatron.core.parallel_state:create_group",
+        "its gloo groups cannot lose a member; ours are edited in place",
+        *("ranks", "timeout", "backend", "pg_options", "use_local_synchronization", "group_desc"),
+        make=_only_our_groups,
+        hook=Hook(
+            "megatron.core.parallel_state:new_group_hook",
+            lambda create_group: _only_our_groups(torch.distributed.new_group),
+        ),
+    )
+
+
+def _checkpoint_records() -> list[PatchRecord]:
+    module = "megatron.core.optimizer.distrib_optimizer"
+    return [
+        _record(
+            f"{module}:DistributedOptimizer.sharded_param_state_fully_reshardable",
+            "it reads state that was gathered without the padding between buckets at positions "
+            "that count the padding (upstream issue 504)",
+            *("self", "model_sharded_state_dict", "is_loading", "metadata"),
+            make=_compact_index,
+            hook=Hook(f"{module}:gathered_index_map_hook", lambda method: _without_padding),
+        ),
+        _record(
+            f"{module}:DistributedOptimizer._set_main_param_and_optimizer_states",
+            "a checkpoint that can be cut anew has no step count beside the tensors, and for "
+            "torch's Adam it is looked up there",
+            *("self", "model_param", "tensors"),
+            make=_keeping_step,
+            hook=Hook(f"{module}:loaded_state_hook", lambda method: _with_step),
+        ),
+    ]
+
+
+def _model_record() -> PatchRecord:
+    module = "megatron.core.models.gpt.gpt_model"
+    return _record(
+        f"{module}:GPTModel.__init__",
+        "a worker that changes stage runs the constructor of the same model again",
+        make=remembering,
+        hook=Hook(f"{module}:constructed_hook", lambda constructor: remember),
+    )
+
+
+def _norm_record() -> PatchRecord:
+    return _record(
+        # As bound in optimizer.py, which is where the optimizers look it up.
+        "megatron.core.optimizer.optimizer:get_grad_norm_fp32",
+        "a sum of norms of shard pieces depends on the cut, an integer sum does not",
+        *("grads_for_norm", "norm_type", "grad_stats_parallel_group"),
+        make=_canonical_norm,
+        hook=Hook("megatron.core.optimizer.clip_grads:l2_norm_hook", lambda norm: canonical_norm),
+    )

@@ -1,0 +1,231 @@
+"""Draws keyed by (seed, step, micro-batch, layer, tp) instead of a running per-rank stream.
+
+The key lives in the tracker's own saved states: activation recomputation restores those states in
+the backward pass and so sees the key of the micro-batch that it recomputes (megatron/core/
+tensor_parallel/random.py, ``CheckpointFunction``).
+
+A piece that is no whole micro-batch has streams of draws for each micro-batch of which it has rows;
+``cut_dropout.py`` draws from these.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.language_model_embedding import (
+    LanguageModelEmbedding,
+)
+from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from elaswave_plugin.core.step.dataflow import Rows, Samples
+from elaswave_plugin.core.step.rng import draw_key
+
+_KEY, _STREAMS = "elaswave-key", "elaswave-streams"
+_EMBEDDING_LAYER = 0
+_REPLICATED, _MODEL_PARALLEL = 0, 1
+# What is drawn for beside layers, which are counted from 0 on.
+STEP, BODY, FORWARD_STEP, FORWARD_ONLY, WORK, PASSES, REHEARSED = -1, -2, -3, -4, -5, -6, -7
+
+
+def set_key(seed: int, step: int, samples: Samples, *, size: int, forward_only: bool) -> None:
+    """Draw for these samples of a step from now on; ``size``: samples of a micro-batch.
+
+    Layers have keys of their own; what ``forward_step`` draws before them, or without them, as in
+    a model beside the bound one, has that of its micro-batch, alike on all stages and, but in the
+    streams of Megatron-Core's tracker, in a TP group.
+    What is no whole micro-batch needs the dropout of ``cut_dropout.py``.
+    """
+    tracker = megatron_random.get_cuda_rng_tracker()
+    tracker.states_[_KEY] = torch.tensor([step, *samples, size], dtype=torch.int64)
+    kind = FORWARD_ONLY if forward_only else FORWARD_STEP
+    _key_streams(seed, kind, step, samples.start)
+    seed_generators(draw_key(seed, kind, step, samples.start))
+
+
+def seed_generators(key: int) -> None:
+    """Have torch, its device, NumPy and Python draw by a key."""
+    torch.cuda.manual_seed(key)
+    torch.default_generator.manual_seed(key)
+    # NumPy takes 32 bits.
+    np.random.seed(key & 0xFFFFFFFF)
+    random.seed(key)
+
+
+@contextmanager
+def undone_numbers() -> Iterator[None]:
+    """What torch on the host, NumPy and Python draw inside leaves no trace in their generators."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+
+
+def keyed_microbatch() -> int | None:
+    """The micro-batch that is drawn for now, also where it is recomputed; None without a key."""
+    key = megatron_random.get_cuda_rng_tracker().states_.get(_KEY)
+    return None if key is None else int(key[1] // key[-1])
+
+
+def settle(seed: int, *moment: int) -> None:
+    """Set the generators to states that follow from the moment alone, and drop the key."""
+    tracker = megatron_random.get_cuda_rng_tracker()
+    for name in (_KEY, _STREAMS):
+        tracker.states_.pop(name, None)
+    _key_streams(seed, *moment)
+    # Otherwise these would be those of the stage that a worker began in, or of what it ran last.
+    seed_generators(draw_key(seed, *moment))
+
+
+def _key_streams(seed: int, *moment: int) -> None:
+    """Have each stream of the tracker draw by a key, for whoever has none of his own."""
+    tracker = megatron_random.get_cuda_rng_tracker()
+    tp = parallel_state.get_tensor_model_parallel_rank()
+    for number, name in enumerate(sorted(tracker.states_.keys() - {_KEY, _STREAMS})):
+        tracker.states_[name] = _kept(draw_key(seed, *moment, number, tp))
+
+
+@contextmanager
+def undone_draws() -> Iterator[None]:
+    """What is drawn inside, as by a constructor, leaves no trace in any generator."""
+    tracker = megatron_random.get_cuda_rng_tracker()
+    states = {
+        name: kept.clone_state() if isinstance(kept, torch.Generator) else kept
+        for name, kept in tracker.get_states().items()
+    }
+    with torch.random.fork_rng():
+        yield
+    tracker.set_states(states)
+
+
+@contextmanager
+def other_draws(seed: int, step: int) -> Iterator[None]:
+    """Inside, draws without a key are others; no generator has a trace of them afterwards."""
+    with undone_draws(), undone_numbers():
+        settle(seed, REHEARSED, step)
+        yield
+
+
+def keeps_generators() -> bool:
+    """Whether the tracker keeps generators where others keep their states.
+
+    Transformer Engine's does (te_rng_tracker), and Megatron-Core's own for CUDA graphs.
+    """
+    states = megatron_random.get_cuda_rng_tracker().states_
+    return any(isinstance(kept, torch.Generator) for kept in states.values())
+
+
+def install_keyed_draws(model: torch.nn.Module, seed: int, *, number: int = 0) -> None:
+    """Make every transformer layer and the embedding reseed from the key before their forward.
+
+    ``number``: of the model among those that the job trains, whose layers draw apart.
+    """
+    for module in model.modules():
+        if isinstance(module, TransformerLayer | LanguageModelEmbedding):
+            module.register_forward_pre_hook(_reseed(seed, number))
+
+
+def _reseed(seed: int, number: int) -> Callable[[torch.nn.Module, Any], None]:
+    def hook(module: torch.nn.Module, inputs: Any) -> None:
+        tracker = megatron_random.get_cuda_rng_tracker()
+        if not module.training or _KEY not in tracker.states_:
+            return
+        step, rows, is_cut = _keyed(tracker.states_)
+        # Read at each call: a layer that moves keeps its module and changes its number.
+        layer = getattr(module, "layer_number", _EMBEDDING_LAYER) + (number << 32)
+        tp = parallel_state.get_tensor_model_parallel_rank()
+        shared_tp = tp if getattr(module.config, "sequence_parallel", False) else 0
+
+        def key(microbatch: int, stream: int) -> int:
+            of_tp = tp if stream == _MODEL_PARALLEL else shared_tp
+            return draw_key(seed, step, microbatch, layer, stream, of_tp)
+
+        first = rows[0].microbatch
+        torch.cuda.manual_seed(key(first, _REPLICATED))
+        name = megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME
+        tracker.states_[name] = _kept(key(first, _MODEL_PARALLEL))
+        if is_cut:
+            tracker.states_[_STREAMS] = _Streams(
+                tracker._current_state_name,
+                {
+                    stream: {k: _state_of(key(k, stream)) for k, _, _ in rows}
+                    for stream in (_REPLICATED, _MODEL_PARALLEL)
+                },
+            )
+
+    return hook
+
+
+class _Streams(NamedTuple):
+    """The generator's state by stream and micro-batch, and which of the tracker's a layer is in.
+
+    Never changed in place: recomputation goes back to what the tracker had.
+    """
+
+    outside: str
+    states: dict[int, dict[int, torch.Tensor]]
+
+
+def cut_rows() -> tuple[tuple[Rows, ...], int] | None:
+    """The rows to draw for, and the samples of a micro-batch; None: one whole micro-batch."""
+    states = megatron_random.get_cuda_rng_tracker().states_
+    if _KEY not in states:
+        return None
+    _, rows, is_cut = _keyed(states)
+    return (rows, int(states[_KEY][-1])) if is_cut else None
+
+
+def cut_streams() -> dict[int, torch.Tensor]:
+    """A generator's state for each of the rows' micro-batches, as far as it has been drawn from."""
+    tracker = megatron_random.get_cuda_rng_tracker()
+    return dict(tracker.states_[_STREAMS].states[_stream(tracker)])
+
+
+def keep_streams(states: dict[int, torch.Tensor]) -> None:
+    """These states of generators are the next that ``cut_streams`` returns."""
+    tracker = megatron_random.get_cuda_rng_tracker()
+    kept = tracker.states_[_STREAMS]
+    tracker.states_[_STREAMS] = kept._replace(states={**kept.states, _stream(tracker): states})
+
+
+def _stream(tracker: Any) -> int:
+    """The stream that the generator stands for now.
+
+    Under sequence parallelism a whole block is inside of a fork of the tracker, and its layers
+    reseed what they find: only a fork within a layer is the model-parallel stream.
+    """
+    inside = megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME
+    forked = tracker._current_state_name == inside != tracker.states_[_STREAMS].outside
+    return _MODEL_PARALLEL if forked else _REPLICATED
+
+
+def _keyed(states: Mapping[str, Any]) -> tuple[int, tuple[Rows, ...], bool]:
+    """The step of the key, its rows, and whether they are no whole micro-batch."""
+    step, start, stop, size = states[_KEY].tolist()
+    rows = Samples(start, stop).rows(size=size)
+    return step, rows, len(rows) > 1 or stop - start < size
+
+
+def _generator(key: int) -> torch.Generator:
+    generator = torch.Generator(device="cuda" if torch.cuda.is_available() else "cpu")
+    return generator.manual_seed(key)
+
+
+def _state_of(key: int) -> torch.Tensor:
+    return _generator(key).get_state()
+
+
+def _kept(key: int) -> torch.Tensor | torch.Generator:
+    """What the tracker keeps for a stream.
+
+    Always another generator, where it keeps these: entering a stream takes the one that is kept by
+    reference, and whoever is in the stream now goes back to his.
+    """
+    return _generator(key) if keeps_generators() else _state_of(key)

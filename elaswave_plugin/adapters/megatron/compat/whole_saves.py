@@ -1,0 +1,134 @@
+"""Checkpoints of Megatron-Core's dist_checkpointing: written beside their place, checked, named.
+
+What outlives an attempt at a save in ``megatron.core.dist_checkpointing``, and what becomes of it:
+
+- ``strategies.filesystem_async._results_queue``: one queue of write results for all saves of a
+  process. An interrupted attempt leaves its results there, and every later save would take those of
+  the one before: its index would describe other files. Each attempt gets a queue of its own.
+- files of the attempt: in a folder that no other attempt writes to; see ``recovery/drafts.py``.
+- processes that write them: they end before a survivor leaves the save, since it waits for them;
+  those of a lost worker are ended with it (``ipc/orphans.py``).
+- plans and metadata that a strategy keeps from save to save, and the strategy of a load, whose
+  metadata a save may take over: strategies that Megatron-LM keeps are dropped before each save
+  (``forget_strategies``), since after a loss others write other parts.
+- ``strategies.base.async_calls``: of asynchronous saves only, which are refused.
+- ``CachedMetadataFileSystemReader._metadata_cache`` (0.17 on): of loads, by path; nobody loads what
+  the same job has saved.
+"""
+
+import queue
+from collections.abc import Callable, MutableMapping
+from functools import wraps
+from inspect import signature, unwrap
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+from elaswave_plugin.adapters.megatron.compat.versions import VALID
+from elaswave_plugin.adapters.patching import Hook, PatchRecord
+from elaswave_plugin.checkpoints.torch_dist import flaw_of
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.recovery.drafts import Drafts
+
+
+class WholeSaves:
+    """What stands in the place of ``dist_checkpointing.save`` while a job trains."""
+
+    def __init__(self) -> None:
+        # None until the job has its loop: a save before that is Megatron-Core's own.
+        self.drafts: Drafts | None = None
+        self._inside = False
+
+    def save(self, native: Callable[..., None]) -> Callable[..., None]:
+        """Write beside the place, and give the name when it is whole.
+
+        Raises ConfigurationError for an asynchronous save and for storage that is no file system,
+        OSError for what cannot be written.
+        """
+
+        @wraps(native)
+        def save(*args: Any, **kwargs: Any) -> None:
+            if self.drafts is None:
+                return native(*args, **kwargs)
+            call = signature(native).bind(*args, **kwargs)
+            place = str(call.arguments["checkpoint_dir"])
+            if call.arguments.get("async_sharded_save"):
+                raise ConfigurationError(
+                    "dist_checkpointing.save was called with async_sharded_save, and nobody waits "
+                    "for such a save, so that a loss would tear it; leave async_sharded_save out"
+                )
+            if "://" in place:
+                raise ConfigurationError(
+                    f"a checkpoint was to be saved to {place!r}, wanted a folder of a file system: "
+                    "it gets its name when it is whole, by renaming its folder"
+                )
+
+            def write(draft: Path) -> None:
+                call.arguments["checkpoint_dir"] = str(draft)
+                self._inside = True
+                try:
+                    native(*call.args, **call.kwargs)
+                finally:
+                    self._inside = False
+
+            return self.drafts.write(Path(place), write, flaw_of)
+
+        return save
+
+    def _begin(self) -> None:
+        """A strategy of the torch_dist format begins to save."""
+        if self.drafts is not None and not self._inside:
+            raise ConfigurationError(
+                "a checkpoint was saved past dist_checkpointing.save, by a name that was imported "
+                "before the job was attached or by a strategy itself, so that a loss would tear it;"
+                " call dist_checkpointing.save(...) of `from megatron.core import "
+                "dist_checkpointing`"
+            )
+        forget_results()
+
+    def _beginning(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def async_save(*args: Any, **kwargs: Any) -> Any:
+            self._begin()
+            return original(*args, **kwargs)
+
+        return async_save
+
+    def records(self) -> list[PatchRecord]:
+        """The patch records of any job."""
+        package = "megatron.core.dist_checkpointing"
+        strategies = f"{package}.strategies.torch"
+        return [
+            PatchRecord(
+                target=f"{package}:save",
+                reason="a checkpoint gets its name when everyone has written and it was checked",
+                distribution="megatron-core",
+                valid=VALID,
+                make=self.save,
+                hook=Hook(f"{package}:save_hook", lambda save: self.save(unwrap(save))),
+            ),
+            PatchRecord(
+                target=f"{strategies}:TorchDistSaveShardedStrategy.async_save",
+                reason="what an interrupted save had written is no result of the next one",
+                distribution="megatron-core",
+                valid=VALID,
+                make=self._beginning,
+                hook=Hook(f"{strategies}:begin_save_hook", lambda method: self._begin),
+            ),
+        ]
+
+
+def forget_results() -> None:
+    """Give the next save a queue of its own for the results of its writers.
+
+    A save that is waited for puts them in and takes them out in one process, which needs none of
+    the processes that Megatron-Core starts to carry them.
+    """
+    filesystem_async._results_queue = queue.Queue()
+
+
+def forget_strategies(kept: MutableMapping[str, Any]) -> None:
+    """Drop the strategies that Megatron-LM keeps in its ``checkpointing_context``."""
+    for name in ("save_strategy", "load_strategy"):
+        kept.pop(name, None)

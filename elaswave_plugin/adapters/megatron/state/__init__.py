@@ -1,0 +1,1 @@
+"""Buffers, optimizer state and stages of Megatron-Core."""

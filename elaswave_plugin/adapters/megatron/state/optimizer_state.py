@@ -1,0 +1,237 @@
+"""The distributed optimizer's shard as three flat tensors, re-cut in place for a new width.
+
+The outer optimizer object, the inner torch optimizer and its parameter groups keep their identity,
+so that schedulers and scalers which hold them stay valid (megatron/core/optimizer/
+distrib_optimizer.py, ``DistributedOptimizer.__init__`` from "Model grad buffer ranges").
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.param_and_grad_buffer import partition_buckets
+from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from elaswave_plugin.adapters.megatron.state import adam
+from elaswave_plugin.core.layout.shards import MOMENTS, padded_size
+from elaswave_plugin.errors import ConfigurationError
+
+
+class FlatShard:
+    """The state of one worker's shard: masters, exp_avg, exp_avg_sq in bucket order."""
+
+    def __init__(self, optimizer: DistributedOptimizer, config_overrides: Any = None) -> None:
+        """Remember which parameters form which group; collective over WORLD.
+
+        ``config_overrides``: what the optimizer was made with. Raises ConfigurationError when the
+        groups are others than Megatron-Core makes of them.
+        """
+        self._optimizer = optimizer
+        self._own: list[tuple[torch.Tensor, ...]] = []
+        if config_overrides is None:
+            config_overrides = get_standard_config_overrides(optimizer.config)
+        groups = _get_param_groups(optimizer.model_chunks, optimizer.config, config_overrides)
+        dense = [group for group in groups if not group["is_expert_parallel"]]
+        self._group_params = [list(group["params"]) for group in dense]
+        index_of = {p: index for index, params in enumerate(self._group_params) for p in params}
+        kinds = {(kind, index_of[param]) for kind, param in _kinds(optimizer.model_chunks)}
+        self.group_of = dict(kinds)
+        # By kind of parameter, also of other stages where the job tells. Layers that differ in
+        # their groups cannot stand in for each other.
+        self.layers_are_alike = len(self.group_of) == len(kinds)
+        owned = optimizer.model_param_group_index_map
+        if len(dense) != len(optimizer.optimizer.param_groups) or any(
+            index_of[param] != index for param, (index, _) in owned.items()
+        ):
+            raise ConfigurationError(
+                "the optimizer was made with config_overrides that change its parameter groups; "
+                "wanted the default groups; remove config_overrides"
+            )
+
+    def regroup(self) -> None:
+        """Layers have come or gone: new parameters are in the groups of those they are like."""
+        self._group_params = [[] for _ in self._group_params]
+        for kind, param in _kinds(self._optimizer.model_chunks):
+            self._group_params[self.group_of[kind]].append(param)
+
+    def recut(self, in_place: Mapping[int, int] | None = None) -> None:
+        """Cut the state anew from the groups' present size; values are undefined until written.
+
+        ``in_place``: the buckets whose shards stay, and which ones they were; what is written
+        until the next cut leaves them alone.
+        """
+        outer, inner = self._optimizer, self._optimizer.optimizer
+        # Names the shards of a checkpoint: the place among those that share no state.
+        outer.data_parallel_group_idx = parallel_state.get_model_parallel_group().rank()
+        for group, params in zip(inner.param_groups, self._group_params, strict=True):
+            group["params"] = params
+        dtypes = [(buffer.param_dtype, buffer.grad_dtype) for buffer in outer.buffers]
+        outer.per_bucket_numel = [
+            {dtype: [bucket.grad_data.numel() for bucket in buffer.buckets]}
+            for dtype, buffer in zip(dtypes, outer.buffers, strict=True)
+        ]
+        for params in self._group_params:
+            for param in params:
+                if param.dtype != torch.float32:
+                    # As in __init__: a piece that this worker no longer owns has no main param.
+                    param.main_param = None
+        # The optimizer partitions the buckets a second time, into bucket groups of its own.
+        outer.per_model_bucket_groups = {
+            index: partition_buckets(buffers) for index, buffers in outer.per_model_buffers.items()
+        }
+        outer.gbuf_ranges = [outer._build_gbuf_range_map(buffer) for buffer in outer.buffers]
+        outer.model_param_gbuf_map = outer._build_model_param_gbuf_map(outer.gbuf_ranges)
+        outer.model_param_group_index_map, outer.opt_group_ranges = (
+            outer._build_optimizer_group_ranges(inner.param_groups, outer.gbuf_ranges)
+        )
+        (
+            outer.model_float16_groups,
+            outer.model_fp32_groups,
+            outer.shard_float16_groups,
+            outer.shard_fp32_groups,
+            outer.shard_fp32_from_float16_groups,
+        ) = outer._build_model_and_main_param_groups(
+            outer.gbuf_ranges, outer.model_param_gbuf_map, outer.opt_group_ranges, outer.config
+        )
+        inner.param_groups = [group["orig_group"] for group in outer.opt_group_ranges]
+        adam.fit_groups(inner)
+        before = self._own
+        self._flatten()
+        self._in_place = dict(in_place or {})
+        for bucket, old in self._in_place.items():
+            for part, was in zip(self._own, before, strict=True):
+                part[bucket].copy_(was[old])
+
+    def _flatten(self) -> None:
+        """Re-point optimizer state (and 16-bit models' masters) to views of flat tensors."""
+        outer, inner = self._optimizer, self._optimizer.optimizer
+        width = outer.data_parallel_group.size()
+        sizes = [
+            padded_size(bucket.numel_unpadded, width) // width
+            for buffer in outer.buffers
+            for bucket in buffer.buckets
+        ]
+        device = outer.buffers[0].param_data.device
+        self.exp_avg = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+        self.exp_avg_sq = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+        self._masters = self._master_slices(sizes)
+        # By bucket. Masters of a model in float32 lie in its buffers, which keep what stays.
+        self._own = [self.exp_avg.split(sizes), self.exp_avg_sq.split(sizes)]
+        if self._is_16_bit:
+            self._own.append(self._masters)
+        inner.state.clear()
+        self._views: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
+        first_bucket = [
+            sum(len(buffer.buckets) for buffer in outer.buffers[:index])
+            for index in range(len(outer.buffers))
+        ]
+        for param, (buffer, dtype, bucket) in outer.model_param_gbuf_map.items():
+            local = outer.gbuf_ranges[buffer][dtype][bucket]["param_map"][param]["gbuf_local"]
+            number = first_bucket[buffer] + bucket
+            span = slice(local.start, local.end)
+            main = self.main_of(param)
+            if main.untyped_storage().data_ptr() != param.untyped_storage().data_ptr():
+                flat_master = self._masters[number][span]
+                flat_master.copy_(main)
+                main.data = flat_master
+            views = {name: self._own[n][number][span] for n, name in enumerate(MOMENTS)}
+            self._views[param] = views
+            inner.state[main] = adam.fresh_state(inner, views)
+
+    @torch.no_grad()
+    def adopt(self) -> int:
+        """Take over what a checkpoint loaded into the optimizer; returns Adam's step count.
+
+        0 where this worker owns no parameter, and where nothing was loaded.
+        """
+        inner = self._optimizer.optimizer
+        for param, views in self._views.items():
+            state = inner.state[self.main_of(param)]
+            if "step" in state:
+                # Loading gives all of them one tensor, which each update would count on.
+                state["step"] = state["step"].clone()
+            for name, view in views.items():
+                if state[name].data_ptr() != view.data_ptr():
+                    view.copy_(state[name])
+                    state[name] = view
+        return adam.applied_steps(inner)
+
+    @property
+    def params(self) -> list[torch.nn.Parameter]:
+        """All that are trained, in an order that workers of a stage share."""
+        return [param for params in self._group_params for param in params]
+
+    @property
+    def masters_apart(self) -> list[torch.Tensor]:
+        """The masters of 16-bit weights; those of other weights are the weights."""
+        return [master.detach() for master in self._masters] if self._is_16_bit else []
+
+    @property
+    def _is_16_bit(self) -> bool:
+        return any(buffer.param_dtype != torch.float32 for buffer in self._optimizer.buffers)
+
+    def _master_slices(self, sizes: list[int]) -> tuple[torch.Tensor, ...]:
+        """By bucket; fp32 models keep their masters in the parameter buffer, others elsewhere."""
+        outer = self._optimizer
+        if self._is_16_bit:
+            device = outer.buffers[0].param_data.device
+            return torch.zeros(sum(sizes), dtype=torch.float32, device=device).split(sizes)
+        rank = outer.data_parallel_group.rank()
+        buckets = [bucket for buffer in outer.buffers for bucket in buffer.buckets]
+        return tuple(
+            bucket.param_data[rank * size : (rank + 1) * size]
+            for bucket, size in zip(buckets, sizes, strict=True)
+        )
+
+    def main_of(self, param: torch.nn.Parameter) -> torch.Tensor:
+        """The fp32 piece of ``param`` that this worker updates."""
+        group, order = self._optimizer.model_param_group_index_map[param]
+        piece: torch.Tensor = self._optimizer.optimizer.param_groups[group]["params"][order]
+        return piece
+
+    @property
+    def moments(self) -> list[torch.Tensor]:
+        """Both flat moments, without copying."""
+        return [self.exp_avg, self.exp_avg_sq]
+
+    def parts(self) -> list[torch.Tensor]:
+        """The flat state in the order of ``core/layout/shards.py``, without copying."""
+        return [*(master.detach() for master in self._masters), self.exp_avg, self.exp_avg_sq]
+
+    @torch.no_grad()
+    def write_weights(self, masters: torch.Tensor) -> None:
+        """Install masters of shape [shard_numel]; 16-bit weights follow them."""
+        self._write([master.detach() for master in self._masters], masters)
+        self._optimizer._copy_main_params_to_model_params()
+
+    def write_moments(self, moments: torch.Tensor) -> None:
+        """Install exp_avg and exp_avg_sq of shape [2, shard_numel]."""
+        for part, values in zip(self._own, moments, strict=False):
+            self._write(part, values)
+
+    def _write(self, part: Sequence[torch.Tensor], values: torch.Tensor) -> None:
+        """Install one part of the shard, by bucket, but for what is in place."""
+        shards = values.split([shard.numel() for shard in part])
+        for number, (shard, new) in enumerate(zip(part, shards, strict=True)):
+            if number not in self._in_place:
+                shard.copy_(new)
+
+    def set_applied_steps(self, count: int) -> None:
+        """Set Adam's step count of every piece."""
+        adam.set_applied_steps(self._optimizer.optimizer, count)
+
+
+def _kinds(
+    chunks: Sequence[DistributedDataParallel],
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """The trained parameters by their name, which leaves out the layer's number."""
+    return [
+        (re.sub(r"\blayers\.\d+\.", "layers.", name), param)
+        for chunk in chunks
+        for name, param in chunk.named_parameters()
+        if param.requires_grad
+    ]

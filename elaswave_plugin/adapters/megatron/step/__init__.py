@@ -1,0 +1,1 @@
+"""One step of Megatron-Core after a loss."""

@@ -1,0 +1,57 @@
+"""Gradient buffers apart from each other for contributions that a pipeline runs interleaved.
+
+A worker that runs several contributions of ``core/step/sum_order.py`` adds each one's gradients by
+itself. Only views change hands: ``main_grad`` of every parameter and ``grad_data`` of every bucket.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+
+
+class GradAccumulators:
+    """The native gradient buffers of all chunks, and as many more as contributions overlap."""
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
+        self._buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
+        self._home = [buffer.grad_data for buffer in self._buffers]
+        self._of: dict[int, list[torch.Tensor]] = {}
+        self._spare: list[list[torch.Tensor]] = []
+
+    def select(self, contribution: int) -> None:
+        """Accumulate into the buffers of a contribution (by its first micro-batch) from now on."""
+        if contribution not in self._of:
+            fresh = self._spare.pop() if self._spare else self._allocate()
+            for flat in fresh:
+                flat.zero_()
+            self._of[contribution] = fresh
+        self._point(self._of[contribution])
+
+    def release(self, contribution: int) -> None:
+        """The gradients of a contribution have been copied: its buffers may be used again."""
+        self._spare.append(self._of.pop(contribution))
+
+    def restore(self) -> None:
+        """Point everything back at the native buffers."""
+        self._of.clear()
+        self._point(self._home)
+
+    def _allocate(self) -> list[torch.Tensor]:
+        return [torch.empty_like(home) for home in self._home]
+
+    def _point(self, flats: list[torch.Tensor]) -> None:
+        for buffer, flat in zip(self._buffers, flats, strict=True):
+            buffer.grad_data = flat
+            for bucket in buffer.buckets:
+                stop = bucket.offset + bucket.grad_data.numel()
+                bucket.grad_data = flat[bucket.offset : stop]
+            for param, (start, stop, _) in buffer.param_index_map.items():
+                param.main_grad = flat[start:stop].view(param.shape)
+
+    def __enter__(self) -> "GradAccumulators":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.restore()

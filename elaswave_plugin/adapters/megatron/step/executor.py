@@ -1,0 +1,100 @@
+"""The forward-backward function of a worker that runs more than its own replica.
+
+Healthy steps go through Megatron-Core's own function, untouched. After a loss the same per
+micro-batch steps run one contribution after the other (megatron/core/pipeline_parallel/
+schedules.py, ``forward_backward_no_pipelining``), with the loss scaled by the number of
+micro-batches that a replica had at launch.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import schedules
+
+from elaswave_plugin.adapters.megatron.compat.versions import backward_step
+from elaswave_plugin.adapters.megatron.step.reduction import GradientReduction
+from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow
+from elaswave_plugin.core.step.dataflow import Dataflow, Samples
+from elaswave_plugin.core.step.sum_order import Contribution
+from elaswave_plugin.errors import ConfigurationError
+
+# What forward_backward_no_pipelining takes beside these must have its default value.
+_CARRIED = ("forward_step_func", "data_iterator", "model", "seq_length", "micro_batch_size")
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError for an argument that is not carried through a loss."""
+    for name, value in arguments.items():
+        if name not in _CARRIED and value:
+            raise ConfigurationError(
+                f"forward_backward got {name}={value!r}, and elaswave_plugin carries only "
+                f"{', '.join(_CARRIED)} and forward_only; leave it out"
+            )
+
+
+class Order(NamedTuple):
+    """What a worker runs, in the order of its forwards: the samples, and which loss it reports.
+
+    ``num_reports``: losses that all workers together report.
+    """
+
+    pieces: tuple[Samples, ...]
+    reports: tuple[int, ...]
+    num_reports: int
+
+
+def order_of(flow: Dataflow | PipelineFlow, slot: int, *, micro_batch_size: int) -> Order:
+    """The pieces of a worker; losses are counted by micro-batch, or by resized piece."""
+    if isinstance(flow, PipelineFlow):
+        return Order(flow.samples(slot), flow.reports(slot), flow.num_reports)
+    ks = tuple(k for part in flow.contributions(slot) for k in part.microbatches)
+    pieces = tuple(Samples.of(k, size=micro_batch_size) for k in ks)
+    return Order(pieces, ks, flow.num_microbatches)
+
+
+def run_contributions(
+    *,
+    contributions: Sequence[Contribution],
+    reduction: GradientReduction,
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,
+    model: DistributedDataParallel,
+    replica_microbatches: int,
+) -> list[Any]:
+    """Run forward and backward of all ``contributions`` in order, then finalize the gradients.
+
+    ``replica_microbatches``: micro-batches of one logical replica, the divisor of mean losses.
+    Returns the reported losses, one a micro-batch, in order of execution.
+    """
+    config = model.config
+    losses: list[Any] = []
+    num_tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
+    for index, contribution in enumerate(contributions):
+        if index and reduction.keeps_contributions_apart:
+            model.zero_grad_buffer()
+        with model.no_sync():
+            for order, _ in enumerate(contribution.microbatches):
+                output, tokens = schedules.forward_step(
+                    forward_step_func,
+                    data_iterator,
+                    model,
+                    replica_microbatches,
+                    None,
+                    losses,
+                    config,
+                    parallel_state.get_context_parallel_world_size(),
+                    is_first_microbatch=index == 0 and order == 0,
+                    current_microbatch=order,
+                )
+                num_tokens += tokens
+                backward_step(None, output, None, config)
+        if reduction.keeps_contributions_apart:
+            reduction.ship(contribution)
+    if config.finalize_model_grads_func is not None:
+        config.finalize_model_grads_func(
+            [model], num_tokens if config.calculate_per_token_loss else None
+        )
+    return losses

@@ -1,0 +1,38 @@
+"""Timers of the script's own that an interrupted step leaves running."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+from megatron.core.timers import Timers
+
+from elaswave_plugin.adapters.closure import globals_of, nonlocals_of
+from elaswave_plugin.errors import EpochChanged
+
+
+@contextmanager
+def stopped_where_interrupted(function: Callable[..., Any]) -> Iterator[None]:
+    """Inside, ``function`` runs; what an interruption leaves running begins again in its redo.
+
+    Found are `Timers` that the function names, as a variable of its own scope or of its module, or
+    as an attribute of one.
+    """
+    timers = [timer for one in _timers_of(function) for timer in one._timers.items()]
+    running = {name for name, timer in timers if timer._started}
+    try:
+        yield
+    except EpochChanged:
+        for one in _timers_of(function):
+            for name, timer in one._timers.items():
+                timer._started = timer._started and name in running
+        raise
+
+
+def _timers_of(function: Callable[..., Any]) -> Iterator[Timers]:
+    if not isinstance(function, FunctionType):
+        return
+    for _, value in (*nonlocals_of(function), *globals_of(function)):
+        for one in (value, *getattr(value, "__dict__", {}).values()):
+            if isinstance(one, Timers):
+                yield one

@@ -1,0 +1,98 @@
+"""How far the data iterators of a job are: each goes on with every call that reads it."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from elaswave_plugin.adapters.megatron.step.data import KeyedBatches, served
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.step_state.step_state import Plain
+
+
+class Positions(Plain):
+    """The global batch that each iterator reads next in training; a part of a step's state.
+
+    Evaluations, and other work between steps, read from the first one on, each time.
+    """
+
+    name = "how far the data iterators are"
+
+    def __init__(self) -> None:
+        self._iterators: list[KeyedBatches] = []
+        self._first = 0
+        self.end = 0
+        """Where an iterator ends of which each step reads one batch."""
+        # In work between steps.
+        self._between: dict[int, int] | None = None
+
+    def begin_at(self, batch: int, *, steps: int) -> None:
+        """Training of so many steps begins at this batch: not at 0 in a run that is resumed."""
+        self._first, self.end = batch, batch + steps
+        for one in self._iterators:
+            one.position = batch
+
+    def add(self, batches: KeyedBatches) -> KeyedBatches:
+        """An iterator of the script's."""
+        batches.position = self._first
+        self._iterators.append(batches)
+        return batches
+
+    def take(self, data_iterator: Any) -> dict[int, int]:
+        """The global batch that a call reads, by id of the iterator; they go on.
+
+        ``data_iterator``: one, or one a model chunk, as the call is given it.
+        """
+        given = data_iterator if isinstance(data_iterator, Sequence) else [data_iterator]
+        taken: dict[int, int] = {}
+        for one in {id(one): served(one) for one in given}.values():
+            if self._between is None:
+                taken[id(one)] = one.position
+                one.position += 1
+            else:
+                taken[id(one)] = self._between.get(id(one), 0)
+                self._between[id(one)] = taken[id(one)] + 1
+        return taken
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Inside, work between steps reads, from the first batch on."""
+        self._between = {}
+        try:
+            yield
+        finally:
+            self._between = None
+
+    def keep(self) -> list[int]:
+        """Of each iterator, in the order in which the script made them."""
+        return [one.position for one in self._iterators]
+
+    def put_back(self, kept: Any) -> None:
+        """Be there again."""
+        for one, position in zip(self._iterators, kept, strict=False):
+            one.position = position
+
+
+def first_batch(
+    start_step: Any, consumed_samples: Any, *, train_iters: int, global_batch_size: int
+) -> int:
+    """The global batch that the first step of a run reads.
+
+    Raises ConfigurationError for a step or a number of samples that no such run begins at.
+    """
+    if not _is_count(start_step) or start_step > train_iters:
+        raise ConfigurationError(
+            f"job.bind got start_step={start_step!r}, wanted a step from 0 to train_iters, which is"
+            f" {train_iters}: give it the number of steps that the checkpoint has behind it"
+        )
+    if consumed_samples is None:
+        return int(start_step)
+    if not _is_count(consumed_samples) or consumed_samples % global_batch_size:
+        raise ConfigurationError(
+            f"job.bind got consumed_samples={consumed_samples!r}, wanted a multiple of the global"
+            f" batch of {global_batch_size} samples: go on at the start of a batch, or leave it out"
+        )
+    return int(consumed_samples) // global_batch_size
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

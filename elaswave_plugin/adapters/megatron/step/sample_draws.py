@@ -1,0 +1,76 @@
+"""What a dataset draws for a sample: by seed, step and sample, whoever reads it, and how often.
+
+Keyed are the generators of torch, NumPy and Python, which are put back after the reading, and those
+that the dataset has of its own (as ``GPTFIMDataset.np_rng``), which nobody else draws from.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from elaswave_plugin.adapters.megatron.compat.rng import seed_generators, undone_numbers
+from elaswave_plugin.core.step.rng import draw_key
+
+_DEEPEST = 8
+
+
+class SampleDraws:
+    """Reads samples of one dataset."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self._own = tuple(own_generators(dataset))
+
+    def read(self, ids: Sequence[int], moment: int) -> list[Any]:
+        """The samples ``ids``, of which others were drawn at another ``moment``."""
+        with undone_numbers():
+            return [self._sample(one, moment) for one in ids]
+
+    def _sample(self, number: int, moment: int) -> Any:
+        seed_generators(draw_key(self._seed, moment, number))
+        for place, reseed in enumerate(self._own):
+            reseed(draw_key(self._seed, moment, number, place))
+        return self._dataset[number]
+
+
+def own_generators(dataset: Any) -> Iterator[Callable[[int], object]]:
+    """How to seed each generator that is reached by the attributes of a dataset."""
+    seen: set[int] = set()
+    level: list[Any] = [dataset]
+    for _ in range(_DEEPEST):
+        deeper: list[Any] = []
+        for value in level:
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            reseed = _seeding(value)
+            if reseed is not None:
+                yield reseed
+            else:
+                deeper += _parts(value)
+        level = deeper
+
+
+def _seeding(value: Any) -> Callable[[int], object] | None:
+    if isinstance(value, np.random.RandomState):
+        return lambda key: value.seed(key & 0xFFFFFFFF)
+    if isinstance(value, np.random.Generator):
+        bits: Any = value.bit_generator
+        return lambda key: setattr(bits, "state", type(bits)(key).state)
+    if isinstance(value, random.Random):
+        return value.seed
+    return value.manual_seed if isinstance(value, torch.Generator) else None
+
+
+def _parts(value: Any) -> list[Any]:
+    """What a dataset may keep others in: itself an object that is indexed, or a small container."""
+    if isinstance(value, Mapping):
+        return list(value.values()) if len(value) <= 64 else []
+    if isinstance(value, list | tuple):
+        return list(value) if len(value) <= 64 else []
+    is_dataset = hasattr(value, "__getitem__") and not isinstance(value, str | bytes | torch.Tensor)
+    return list(getattr(value, "__dict__", {}).values()) if is_dataset else []

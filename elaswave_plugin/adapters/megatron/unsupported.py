@@ -1,0 +1,214 @@
+"""What this adapter does not carry, refused by name before anything is changed."""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+from elaswave_plugin.adapters.megatron.compat import rng
+from elaswave_plugin.adapters.megatron.state import adam
+from elaswave_plugin.errors import ConfigurationError
+
+# Whose setting, its name, the value that is carried, and the versions that have it. The tables of
+# docs/limits.md are written from this.
+CARRIED: tuple[tuple[str, str, object, str], ...] = (
+    ("ddp", "use_distributed_optimizer", True, "0.16"),
+    ("ddp", "use_megatron_fsdp", False, "0.16"),
+    ("ddp", "num_distributed_optimizer_instances", 1, "0.16"),
+    ("ddp", "average_in_collective", False, "0.16"),
+    ("ddp", "nccl_ub", False, "0.16"),
+    ("ddp", "reduce_scatter_with_fp32_accumulation", False, "0.16"),
+    ("model", "mtp_num_layers", None, "0.16"),
+    ("model", "cuda_graph_impl", "none", "0.16"),
+    ("model", "delay_wgrad_compute", False, "0.16"),
+    ("model", "fp8", None, "0.16"),
+    ("model", "fp4", None, "0.16"),
+    ("model", "quant_recipe", None, "0.16"),
+    ("model", "use_kitchen", False, "0.16"),
+    ("model", "symmetric_ar_type", None, "0.16"),
+    ("model", "cpu_offloading", False, "0.16"),
+    ("model", "tp_comm_overlap", False, "0.16"),
+    ("model", "defer_embedding_wgrad_compute", False, "0.16"),
+    ("model", "variable_seq_lengths", False, "0.16"),
+    ("model", "pipeline_model_parallel_layout", None, "0.16"),
+    ("ddp", "param_name_patterns_for_fp32_local_accumulation", (), "0.17 to 0.19"),
+    ("model", "gtp_weight_remat_size", 1, "0.17 to 0.19"),
+    ("model", "use_transformer_engine_op_fuser", False, "0.17 to 0.19"),
+    ("model", "moe_router_force_biased", None, "0.17 to 0.19"),
+    ("model", "moe_paged_stash", False, "0.17 to 0.19"),
+    ("experts", "moe_grouped_gemm", False, "0.16"),
+    ("experts", "moe_latent_size", None, "0.16"),
+    ("experts", "moe_shared_expert_overlap", False, "0.16"),
+    ("experts", "overlap_moe_expert_parallel_comm", False, "0.16"),
+    ("experts", "moe_enable_routing_replay", False, "0.16"),
+    # Its draws are from a stream of each rank, which no micro-batch tells.
+    ("experts", "moe_router_force_load_balancing", False, "0.16"),
+)
+# How a router may be balanced: by nothing, or by what one micro-batch tells.
+_BALANCING = ("none", "aux_loss", "seq_aux_loss", "sinkhorn")
+
+
+def check_supported(
+    chunks: Sequence[Any], optimizer: Any, *, overlaps_param_gather: bool = False
+) -> DistributedOptimizer:
+    """Return the one distributed optimizer of a supported job with these model chunks.
+
+    ``overlaps_param_gather``: whether the loop may gather weights in the forward pass.
+    Raises ConfigurationError naming the first unsupported setting.
+    """
+    for chunk in chunks:
+        for problem in _model_problems(chunk, overlaps_param_gather):
+            raise ConfigurationError(problem)
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    if len(chained) != 1 or not isinstance(chained[0], DistributedOptimizer):
+        names = ", ".join(type(one).__name__ for one in chained)
+        raise ConfigurationError(
+            f"the optimizer is {names}, wanted one DistributedOptimizer; "
+            "set use_distributed_optimizer in the DDP and optimizer configurations: write optimizer"
+            ' = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=...,'
+            " use_distributed_optimizer=True), [model])"
+        )
+    for problem in _optimizer_problems(chained[0]):
+        raise ConfigurationError(problem)
+    only: DistributedOptimizer = chained[0]
+    if [*map(id, only.model_chunks)] != [*map(id, chunks)]:
+        raise ConfigurationError(
+            "the optimizer was made for another model than the one that it is bound with: write "
+            "optimizer = get_megatron_optimizer(config, [model]) with this model"
+        )
+    return only
+
+
+def check_loop(scheduler: Any, train_iters: Any) -> None:
+    """Raise ConfigurationError for a schedule without a state, or no number of steps."""
+    named = ("state_dict", "load_state_dict")
+    if scheduler is not None and not all(hasattr(scheduler, name) for name in named):
+        raise ConfigurationError(
+            f"job.bind got {type(scheduler).__name__} as scheduler, wanted one with state_dict() "
+            "and load_state_dict(), since a redone step is scheduled anew: write job.bind(model, "
+            "optimizer, scheduler, train_iters=...)"
+        )
+    if isinstance(train_iters, bool) or not isinstance(train_iters, int) or train_iters < 1:
+        raise ConfigurationError(
+            f"job.bind got train_iters={train_iters!r}, wanted the number of steps, at least 1"
+        )
+
+
+def check_grid(config: Any) -> None:
+    """Raise ConfigurationError for what tensor and pipeline parallel jobs do not carry.
+
+    Without stages a loop may finalize its gradients itself, and has no function here.
+    """
+    finalize = config.finalize_model_grads_func
+    if finalize is None and config.pipeline_model_parallel_size == 1:
+        return
+    takes = () if finalize is None else inspect.signature(finalize).parameters
+    if "pg_collection" not in takes:
+        name = getattr(finalize, "__name__", repr(finalize))
+        raise ConfigurationError(
+            _unsupported("finalize_model_grads_func", name, "Megatron-Core's finalize_model_grads")
+        )
+
+
+def why_whole_pieces(chunks: Sequence[DistributedDataParallel]) -> str | None:
+    """The reason why micro-batches cannot be cut into sample intervals; None where they can."""
+    config = chunks[0].config
+    if config.num_moe_experts is not None:
+        return "the routers of a mixture of experts balance the tokens of a micro-batch"
+    if not config.calculate_per_token_loss:
+        return (
+            "without calculate_per_token_loss a micro-batch counts as one, which its samples alone"
+            " do not tell"
+        )
+    if config.hidden_dropout and config.bias_dropout_fusion:
+        return "bias_dropout_fusion compiles the dropout in, whose draws have to be cut as well"
+    modules = (module for chunk in chunks for module in chunk.modules())
+    cores = (one.core_attention for one in modules if isinstance(one, Attention))
+    names = {type(core).__name__ for core in cores if not isinstance(core, DotProductAttention)}
+    if config.attention_dropout and names:
+        return f"{' and '.join(sorted(names))} draws its attention_dropout by itself"
+    if rng.keeps_generators():
+        return "the RNG tracker (te_rng_tracker) keeps generators, whose draws cannot be cut"
+    return None
+
+
+def _unsupported(setting: str, seen: object, wanted: object) -> str:
+    return f"{setting} is {seen}, and elaswave_plugin carries {wanted}; change it to attach"
+
+
+def _model_problems(model: Any, overlaps_param_gather: bool) -> Iterator[str]:
+    if not isinstance(model, DistributedDataParallel):
+        yield _unsupported("the model", type(model).__name__, "one Megatron-Core DDP model")
+        return
+    sizes = {
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+    }
+    for setting, size in sizes.items():
+        if size != 1:
+            yield _unsupported(setting, size, 1)
+    ddp, config = model.ddp_config, model.config
+    interleaved = config.virtual_pipeline_model_parallel_size is not None
+    if interleaved and config.pipeline_model_parallel_size == 2 and not config.overlap_p2p_comm:
+        # Megatron-LM's own rule: two messages between the same two workers in one batch mix up.
+        yield _unsupported("overlap_p2p_comm with 2 interleaved stages", False, True)
+    dtypes = sorted({str(buffer.param_dtype) for buffer in model.buffers})
+    if len(dtypes) != 1:
+        yield _unsupported("the dtype of the parameters", " and ".join(dtypes), "one dtype")
+    if ddp.overlap_param_gather and not overlaps_param_gather:
+        yield _unsupported("overlap_param_gather", True, False)
+    if config.deterministic_mode and not torch.are_deterministic_algorithms_enabled():
+        # It takes a gradient whose sums only torch's own switch puts in order.
+        yield _unsupported(
+            "deterministic_mode", True, "it with torch.use_deterministic_algorithms(True)"
+        )
+    yield from _setting_problems("ddp", ddp)
+    yield from _setting_problems("model", config)
+    if config.num_moe_experts is not None:
+        yield from _expert_problems(config)
+
+
+def _setting_problems(whose: str, owner: Any) -> Iterator[str]:
+    """Settings of the table, of which an older version may lack those that came later."""
+    for of, name, carried, since in CARRIED:
+        if of == whose and (since == "0.16" or hasattr(owner, name)):
+            seen = getattr(owner, name)
+            if seen != carried:
+                yield _unsupported(name, seen, carried)
+
+
+def _expert_problems(config: Any) -> Iterator[str]:
+    """Of a mixture of experts: whatever is not a function of one micro-batch, or was never run."""
+    chosen = config.moe_router_load_balancing_type
+    for kind in chosen if isinstance(chosen, list) else [chosen]:
+        # The other kinds average over what the replicas happen to run at the same time.
+        if kind not in _BALANCING:
+            yield _unsupported("moe_router_load_balancing_type", kind, " and ".join(_BALANCING))
+    wanted: list[tuple[str, object, object]] = [
+        (
+            "expert_tensor_parallel_size",
+            config.expert_tensor_parallel_size,
+            config.tensor_model_parallel_size,
+        ),
+        # It sends tokens by kernels of its own, between ranks that it keeps.
+        ("moe_token_dispatcher_type flex", config.moe_token_dispatcher_type == "flex", False),
+    ]
+    for setting, seen, carried in wanted:
+        if seen != carried:
+            yield _unsupported(setting, seen, carried)
+    yield from _setting_problems("experts", config)
+
+
+def _optimizer_problems(optimizer: DistributedOptimizer) -> Iterator[str]:
+    for setting, seen, carried in adam.problems(optimizer.optimizer):
+        yield _unsupported(setting, seen, carried)
+    for name in ("use_precision_aware_optimizer", "optimizer_cuda_graph"):
+        # The second is there from 0.17 on.
+        if getattr(optimizer.config, name, False):
+            yield _unsupported(name, True, False)

@@ -1,0 +1,191 @@
+"""`elaswave doctor`: does every patch record fit what is installed? Nothing is applied."""
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from elaswave_plugin.errors import ConfigurationError, PatchMismatchError
+
+# Longer than any record: a name that is broken in two is not found by grep.
+_PIPED_COLUMNS = 2000
+CHECKOUT = "MEGATRON_LM_PATH"
+# What becomes of a record: replaced at run time, a hook that the source has, or not at all.
+FITS, HOOK, GONE, ABSENT, NO_CHECKOUT, MISMATCH = (
+    "fits",
+    "hook",
+    "not needed",
+    "not installed",
+    "no checkout",
+    "mismatch",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A record, what is installed and whether they fit; ``problem`` says why not."""
+
+    target: str
+    distribution: str
+    installed: str | None
+    valid: str
+    applied: str
+    reason: str
+    hook: str | None
+    state: str
+    problem: str | None = None
+
+
+def find_checkout(path: Path | None) -> Path | None:
+    """The checkout of Megatron-LM that is named, else that of MEGATRON_LM_PATH; None without one.
+
+    Raises ConfigurationError for a folder that is none.
+    """
+    named = path or (Path(os.environ[CHECKOUT]) if os.environ.get(CHECKOUT) else None)
+    if named is not None and not (named / "megatron" / "training").is_dir():
+        raise ConfigurationError(
+            f"{named} has no folder megatron/training, wanted a checkout of Megatron-LM; "
+            f"correct --megatron-lm or {CHECKOUT}"
+        )
+    return named
+
+
+def examine(checkout: Path | None) -> tuple[Finding, ...]:
+    """Check every record as attaching does; a checkout goes first on the path of this process.
+
+    Raises ConfigurationError where a framework, or what the checkout brings of one, cannot be
+    imported.
+    """
+    from elaswave_plugin.adapters.patching import installed_version
+    from elaswave_plugin.cli.ledger import Entry, read_ledger
+
+    def state_of(entry: Entry, installed: str | None) -> tuple[str, str | None]:
+        record = entry.record
+        if installed is None:
+            return ABSENT, None
+        if entry.needs_checkout and checkout is None:
+            return NO_CHECKOUT, None
+        if record.is_gone(installed):
+            return GONE, None
+        try:
+            record.check(installed)
+        except PatchMismatchError as error:
+            return MISMATCH, str(error)
+        return (HOOK if record.seam is record.hook else FITS), None
+
+    if checkout is not None:
+        sys.path.insert(0, str(checkout.resolve()))
+        from elaswave_plugin.adapters.megatron_lm.triton_stub import without_triton
+
+        without_triton()
+    # DeepSpeed writes to stdout when it is imported, and Megatron-Core warns of what extensions()
+    # says in a line.
+    with redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = []
+        try:
+            ledger = read_ledger()
+        except ImportError as error:
+            where = "" if checkout is None else f" with {checkout} first"
+            raise ConfigurationError(
+                f"the frameworks{where} cannot be imported: {error}; install what is missing, or "
+                f"name another checkout of Megatron-LM with --megatron-lm or {CHECKOUT}"
+            ) from error
+        distributions = {entry.record.distribution for entry in ledger}
+        versions = {name: installed_version(name) for name in distributions}
+        for entry in ledger:
+            installed = versions[entry.record.distribution]
+            state, problem = state_of(entry, installed)
+            found.append(
+                Finding(
+                    target=entry.record.target,
+                    distribution=entry.record.distribution,
+                    installed=installed,
+                    valid=entry.record.valid,
+                    applied=entry.applied,
+                    reason=entry.record.reason,
+                    hook=None if entry.record.hook is None else entry.record.hook.place,
+                    state=state,
+                    problem=problem,
+                )
+            )
+    return tuple(found)
+
+
+def extensions() -> dict[str, str | None]:
+    """What Megatron-Core uses when it finds it: a version or what is missing; None: not found."""
+    return {
+        "transformer-engine": _version_of("transformer-engine", "transformer_engine"),
+        # Its kernels are a module of their own, which Megatron-Core asks for.
+        "apex": _version_of("apex", "apex", kernels="amp_C"),
+    }
+
+
+def _version_of(distribution: str, module: str, kernels: str | None = None) -> str | None:
+    if find_spec(module) is None:
+        return None
+    try:
+        found = version(distribution)
+    except PackageNotFoundError:
+        found = "of unknown version"
+    return found if kernels is None or find_spec(kernels) else f"{found}, without {kernels}"
+
+
+def verdict(findings: Sequence[Finding]) -> str | None:
+    """The first record that does not fit, how many more, and the jobs of these; None: all fit."""
+    problems = [one.problem for one in findings if one.problem is not None]
+    if not problems:
+        return None
+    others = f" (and {len(problems) - 1} more records do not fit)" if len(problems) > 1 else ""
+    jobs = "; ".join(sorted({one.applied for one in findings if one.problem is not None}))
+    return f"{problems[0]}{others}; refused are jobs that apply them: {jobs}"
+
+
+def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
+    """Everything that is known, for programs."""
+    return {
+        "holds": verdict(findings) is None,
+        "extensions": extensions(),
+        "records": [asdict(one) for one in findings],
+    }
+
+
+def show(findings: Sequence[Finding], console: Console) -> None:
+    """Draw a table of the records of each distribution, and a line for each extension.
+
+    Each record is one line where no screen says how long a line is.
+    """
+    if not console.is_terminal:
+        console.width = _PIPED_COLUMNS
+    by_distribution: dict[str, list[Finding]] = {}
+    for one in findings:
+        title = f"{one.distribution} {one.installed or 'is not installed'}, wanted {one.valid}"
+        by_distribution.setdefault(title, []).append(one)
+    for title, records in by_distribution.items():
+        table = Table(
+            title=title, title_justify="left", box=SIMPLE_HEAD, expand=console.is_terminal
+        )
+        table.add_column("target", overflow="fold", ratio=5)
+        table.add_column("applied", ratio=2)
+        table.add_column("state", no_wrap=True)
+        table.add_column("reason", ratio=4)
+        for one in records:
+            style = {MISMATCH: "red", ABSENT: "dim", NO_CHECKOUT: "dim"}.get(one.state)
+            table.add_row(
+                one.target, one.applied, one.state, one.problem or one.reason, style=style
+            )
+        console.print(table)
+    if any(one.state == NO_CHECKOUT for one in findings):
+        console.print(f"no checkout: give --megatron-lm PATH or {CHECKOUT} to check these too")
+    for name, found in extensions().items():
+        console.print(f"{name}: {'not found' if found is None else f'found ({found})'}")

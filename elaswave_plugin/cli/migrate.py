@@ -1,0 +1,45 @@
+"""Has layers of a running job change their pipeline stage between two steps."""
+
+import re
+from collections.abc import Sequence
+
+from elaswave_plugin.cli.status import ask_job, ask_worker
+from elaswave_plugin.core.layout.layout import ParallelLayout
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.ipc.address_file import Address
+
+
+def migrate_layers(
+    known: Sequence[Address], *, layers: str, stage: int, reason: str, timeout_s: float
+) -> str:
+    """Ask for ``layers`` ("4" or "4-5") at ``stage``; returns what will happen, in a sentence.
+
+    `known`: some supervisors of the job. It does not wait for the layers to have moved. They stay
+    until the next loss or arrival, whose plan may move them again. Raises ConfigurationError where
+    the job has no stages or its layers stay, for layers that cannot be there, and for silence.
+    """
+    first, last = _parse(layers)
+    status = ask_job(known, timeout_s)
+    if status["layout"] is None:
+        raise ConfigurationError("the job has no pipeline stages that layers could come to")
+    layout = ParallelLayout.from_json(status["layout"])
+    cuts = layout.with_layers_at(first, last, stage).cuts
+    if cuts == layout.cuts:
+        raise ConfigurationError(f"layers {layers} are at stage {stage} already")
+    # One that holds a part of the model: a free worker may leave at any time.
+    slot = min(slot for groups in layout.stages for group in groups for slot in group.slots)
+    words = f"layers {layers} move to stage {stage}: {reason}"
+    answer = ask_worker(status, slot, {"t": "migrate", "cuts": cuts, "reason": words}, timeout_s)
+    if answer["refused"] is not None:
+        raise ConfigurationError(f"nothing moves: {answer['refused']}")
+    return (
+        f"layers {layers} move to stage {stage} between two steps; `elaswave status` shows when"
+        " they have"
+    )
+
+
+def _parse(layers: str) -> tuple[int, int]:
+    found = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", layers)
+    if found is None:
+        raise ConfigurationError(f"--layers is {layers!r}, wanted a number or a range such as 4-5")
+    return int(found[1]), int(found[2] or found[1])

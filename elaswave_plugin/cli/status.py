@@ -1,0 +1,333 @@
+"""How a running job is: its supervisors are asked, and their answers make one document."""
+
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from elaswave_plugin.core.agreement.hang import (
+    COMMIT,
+    NOBODY,
+    OUTSIDE,
+    Sample,
+    Waiting,
+    verdict,
+    who_waits,
+)
+from elaswave_plugin.core.codec import from_json
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.ipc.address_file import Address, read_addresses
+from elaswave_plugin.ipc.requests import request
+from elaswave_plugin.supervisor.status_board import RECENT_VIEWS
+
+Record = dict[str, Any]
+MOST_AT_ONCE = 64
+UNKNOWN = -1
+
+
+def find_job(directory: Path | None, connect: str | None) -> list[Address]:
+    """Supervisors of the job in a run directory, or the one at host:port (slot -1: unknown).
+
+    Raises ConfigurationError.
+    """
+    if (directory is None) is (connect is None):
+        given = "both are" if directory else "neither is"
+        raise ConfigurationError(
+            f"wanted a run directory or --connect HOST:PORT, and {given} given"
+        )
+    if connect is not None:
+        return [Address(slot=UNKNOWN, node=UNKNOWN, pid=UNKNOWN, address=_checked(connect))]
+    assert directory is not None
+    return addresses_in(directory)
+
+
+def ask_job(known: Sequence[Address], timeout_s: float) -> Record:
+    """The status of the job, as `merge` tells it; each supervisor has `timeout_s` to answer.
+
+    Those that are not among `known` are named by the others.
+    Raises ConfigurationError where nobody answers.
+    """
+    if not 0 < timeout_s < float("inf"):
+        raise ConfigurationError(f"--timeout-s is {timeout_s:g}, wanted more than 0 seconds")
+    answers, silent = _ask_all(known, timeout_s)
+    if not answers:
+        one, why = next(iter(silent.items()))
+        raise ConfigurationError(
+            f"no supervisor answers within {timeout_s:g} s ({one}: {why}): the job is over, or"
+            " cannot be reached from this machine"
+        )
+    asked = {answer["slot"] for answer in answers} | {one.slot for one in known}
+    others, more_silent = _ask_all(_unasked(answers, asked), timeout_s)
+    why_silent = {one.slot: why for one, why in {**silent, **more_silent}.items()}
+    return merge([*answers, *others], silent=why_silent, now_s=time.time())
+
+
+def ask_worker(status: Record, slot: int, asked: Record, timeout_s: float) -> Record:
+    """The answer of one worker's supervisor; `status`: the job's, which names it.
+
+    Raises ConfigurationError where it is silent.
+    """
+    (address,) = [one["address"] for one in status["workers"] if one["slot"] == slot]
+    try:
+        return request(address, asked, timeout_s)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the supervisor of worker {slot} does not answer: {error}"
+        ) from error
+
+
+def addresses_in(directory: Path) -> list[Address]:
+    """The addresses in a run directory; raises ConfigurationError where there are none."""
+    if not directory.is_dir():
+        raise ConfigurationError(
+            f"{directory} is no directory; give the run directory of a job (--elaswave-dir)"
+        )
+    try:
+        known = read_addresses(directory)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigurationError(
+            f"the addresses of the job in {directory} cannot be read: {error}"
+        ) from error
+    if not known:
+        raise ConfigurationError(
+            f"no job is running in {directory}: there is no supervisor-*.json; give the run"
+            " directory of a running job, or --connect HOST:PORT"
+        )
+    return known
+
+
+def addresses_of(status: Record) -> list[Address]:
+    """The supervisors that a status document knows of."""
+    return [
+        Address(
+            slot=worker["slot"],
+            node=worker["node"],
+            pid=worker["supervisor_pid"],
+            address=worker["address"],
+        )
+        for worker in status["workers"]
+    ]
+
+
+def merge(answers: Sequence[Record], *, silent: dict[int, str], now_s: float) -> Record:
+    """One document of all answers; `silent`: why a supervisor did not answer, by slot.
+
+    The newest view that anybody knows holds. Keys: asked_s, view, proposal (or None), layout (or
+    None), workers (one of each slot), standbys (idle supervisors), vacant (slots of the reserve in
+    which nobody has been), views (recent, oldest first).
+    """
+    first = _best(answers)
+    by_slot = {answer["slot"]: answer for answer in answers}
+    lost = {one["slot"]: one["evidence"] for one in first["lost"]}
+    snapshots = _newest_snapshots(answers)
+    hangs = _hangs(answers, first["view"]["ranks"])
+    slow = {slot: why for one in answers if one["trainer_pid"] for slot, why in one["slow"]}
+    workers = []
+    for peer in sorted(first["peers"], key=lambda one: int(one["slot"])):
+        slot = peer["slot"]
+        answer = by_slot.get(slot)
+        worker = _worker(peer, answer, first["view"])
+        worker["snapshot"] = snapshots.get(slot)
+        if worker["step"] is None and answer is not None and slot in snapshots:
+            worker["step"] = snapshots[slot]["step"]
+        if slot in lost:
+            worker["phase"], worker["suspicion"] = "gone", lost[slot]
+        elif answer is None:
+            why = silent.get(slot, "it was not asked")
+            worker["suspicion"] = f"its supervisor (pid {peer['pid']}) does not answer: {why}"
+        elif answer["exited"] is not None and answer["phase"] == "exited":
+            worker["suspicion"] = answer["exited"]
+        elif slot in hangs:
+            worker["suspicion"] = hangs[slot]
+        elif slot in slow and worker["suspicion"] is None:
+            worker["suspicion"] = slow[slot]
+        workers.append(worker)
+    return {
+        "asked_s": now_s,
+        "view": first["view"],
+        "proposal": _open_proposal(answers, first["view"]["epoch"]),
+        "layout": _layout(first, answers),
+        "workers": workers,
+        "standbys": _standbys(answers),
+        "vacant": first["vacant"],
+        "views": _views(answers),
+    }
+
+
+def _standbys(answers: Sequence[Record]) -> list[Record]:
+    """Each idle supervisor once, by node and process id."""
+    known = {(one["node"], one["pid"]): one for answer in answers for one in answer["standbys"]}
+    return [known[key] for key in sorted(known)]
+
+
+def _checked(connect: str) -> str:
+    host, colon, port = connect.rpartition(":")
+    if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
+        raise ConfigurationError(
+            f"--connect is {connect!r}, wanted HOST:PORT of a supervisor, as 10.0.0.1:29501"
+        )
+    return f"{host.removeprefix('[').removesuffix(']')}:{port}"
+
+
+def _ask_all(
+    addresses: Sequence[Address], timeout_s: float
+) -> tuple[list[Record], dict[Address, str]]:
+    """All answers, and why there is none of the others."""
+
+    def ask(one: Address) -> Record | str:
+        try:
+            answer = request(one.address, {"t": "status"}, timeout_s)
+        except OSError as error:
+            return error.strerror or str(error)
+        # The port may belong to somebody else by now.
+        if answer.get("t") != "status" or one.pid not in (UNKNOWN, answer["pid"]):
+            return "who answers there is another process"
+        return answer
+
+    answers, silent = [], {}
+    with ThreadPoolExecutor(max(1, min(MOST_AT_ONCE, len(addresses)))) as pool:
+        for one, result in zip(addresses, pool.map(ask, addresses), strict=True):
+            if isinstance(result, str):
+                silent[one] = result
+            else:
+                answers.append(result)
+    return answers, silent
+
+
+def _best(answers: Sequence[Record]) -> Record:
+    """Whose view and losses hold: the newest view, then who knows of most losses.
+
+    Then the lowest slot: the leader, who has the evidence; the others may only have its word.
+    """
+    return max(answers, key=lambda a: (a["view"]["epoch"], len(a["lost"]), -a["slot"]))
+
+
+def _unasked(answers: Sequence[Record], asked: Iterable[int]) -> list[Address]:
+    """Who is named by the best answer and neither asked nor lost."""
+    best = _best(answers)
+    without = set(asked) | {one["slot"] for one in best["lost"]}
+    return [Address(**peer) for peer in best["peers"] if peer["slot"] not in without]
+
+
+def _worker(peer: Record, answer: Record | None, view: Record) -> Record:
+    slot = peer["slot"]
+    rank = view["ranks"].index(slot) if slot in view["ranks"] else None
+    worker: Record = {
+        "slot": slot,
+        "incarnation": 0 if rank is None else view["incarnations"][rank],
+        "rank": rank,
+        "node": peer["node"],
+        "supervisor_pid": peer["pid"],
+        "trainer_pid": None,
+        "address": peer["address"],
+        "phase": "unknown",
+        "step": None,
+        "waits_for": None,
+        "stalled_s": None,
+        "suspicion": None,
+    }
+    if answer is not None:
+        worker["phase"] = answer["phase"]
+        worker["incarnation"] = answer["incarnation"]
+        worker["trainer_pid"] = answer["trainer_pid"] or None
+        if answer["progress"] is not None:
+            _add_progress(worker, from_json(Sample, answer["progress"]))
+        proposal = _open_proposal([answer], view["epoch"])
+        if proposal is not None and answer["proposal"]["late"]:
+            worker["suspicion"] = (
+                f"has not answered the proposal of view {proposal['epoch']}"
+                f" for {proposal['open_s']:.1f} s"
+            )
+    return worker
+
+
+def _open_proposal(answers: Sequence[Record], epoch: int) -> Record | None:
+    """The newest proposal; not one that became the view of `epoch`, where one was not told so."""
+    found = [a["proposal"] for a in answers if a["proposal"] and a["proposal"]["epoch"] > epoch]
+    newest = max(found, key=lambda one: int(one["epoch"]), default=None)
+    return newest and {key: newest[key] for key in ("epoch", "reason", "open_s")}
+
+
+def _add_progress(worker: Record, sample: Sample) -> None:
+    """Where the trainer is, as it says itself."""
+    if worker["phase"] == "training":
+        worker["phase"] = sample.phase
+    elif worker["phase"] == "stopping":
+        worker["phase"] = f"stopping ({sample.phase})"
+    worker["step"] = sample.step
+    worker["stalled_s"] = sample.stalled_s
+    others = {NOBODY: None, COMMIT: "commit", OUTSIDE: "outside"}
+    worker["waits_for"] = others.get(sample.waits_for, sample.waits_for)
+
+
+def _hangs(answers: Iterable[Record], ranks: Sequence[int]) -> dict[int, str]:
+    """What speaks against a worker that stands still, as the supervisors would judge it."""
+    given = [from_json(Sample, a["progress"]) for a in answers if a["progress"] is not None]
+    samples = {sample.slot: sample for sample in given if sample.slot in ranks}
+    waiting = who_waits(ranks, samples)
+    found = {}
+    for slot, sample in samples.items():
+        evidence = verdict(sample, waiting.get(slot, Waiting()))
+        if evidence is not None:
+            found[slot] = evidence
+        elif sample.stopped:
+            found[slot] = "stopped by a signal"
+        elif sample.is_late and sample.waits_for == NOBODY:
+            limit = f"(limit {sample.limit_s:.3g} s with a recovery)"
+            stands = f"no progress for {sample.stalled_s:.1f} s in {sample.phase}"
+            found[slot] = f"{stands} {limit}; nobody waits for it"
+    return found
+
+
+def _newest_snapshots(answers: Iterable[Record]) -> dict[int, Record]:
+    """By owner: its newest sealed snapshot, and the newest that each other slot holds of it.
+
+    A copy is a moment younger or older than its original, since supervisors are asked in turn.
+    """
+    newest: dict[tuple[int, int], Record] = {}
+    for answer in answers:
+        for record in answer["snapshots"]:
+            key = record["owner"], answer["slot"]
+            if key not in newest or _age(record) > _age(newest[key]):
+                newest[key] = record
+    found: dict[int, Record] = {}
+    for owner in {owner for owner, _ in newest}:
+        own = max((one for (slot, _), one in newest.items() if slot == owner), key=_age)
+        found[owner] = {
+            "step": own["step"],
+            "epoch": own["epoch"],
+            "bytes": own["length"],
+            "held_by": [
+                {"slot": holder, "step": one["step"], "epoch": one["epoch"]}
+                for (slot, holder), one in sorted(newest.items())
+                if slot == owner and holder != owner
+            ],
+        }
+    return found
+
+
+def _age(record: Record) -> tuple[int, int]:
+    """Rises with every seal, although a roll-back lowers the step."""
+    return int(record["epoch"]), int(record["step"])
+
+
+def _layout(first: Record, answers: Sequence[Record]) -> Record | None:
+    """That of a worker that has applied the newest view."""
+    epoch = first["view"]["epoch"]
+    for answer in (first, *answers):
+        layout: Record | None = answer["layout"]
+        if layout is not None and answer["view"]["epoch"] == epoch and answer["trainer_pid"]:
+            return layout
+    return None
+
+
+def _views(answers: Sequence[Record]) -> list[Record]:
+    """Recent views by epoch, each with the first moment at which anybody had it."""
+    views: dict[int, Record] = {}
+    for answer in answers:
+        for view in answer["views"]:
+            known = views.get(view["epoch"])
+            if known is None or view["time_s"] < known["time_s"]:
+                views[view["epoch"]] = view
+    return [views[epoch] for epoch in sorted(views)][-RECENT_VIEWS:]

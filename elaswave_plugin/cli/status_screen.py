@@ -1,0 +1,168 @@
+"""Draws the status of a job as tables for a terminal."""
+
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, JustifyMethod, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from elaswave_plugin.cli.status import addresses_of, ask_job
+from elaswave_plugin.core.layout.layout import ParallelLayout
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.ipc.address_file import Address
+from elaswave_plugin.observer.layout_change import layout_lines
+
+Record = dict[str, Any]
+REFRESH_S = 1.0
+MOST_ADDRESSES = 3
+COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (
+    ("slot", "right"),
+    ("node", "right"),
+    ("pids", "right"),
+    ("phase", "left"),
+    ("step", "right"),
+    ("waits for", "left"),
+    ("sealed step", "left"),
+    ("held by", "left"),
+    ("MiB", "right"),
+)
+_FOLDED = ("pids", "phase", "held by")
+
+
+def watch(known: Sequence[Address], timeout_s: float, console: Console) -> None:
+    """Draw the status anew every REFRESH_S, until nobody answers any more.
+
+    Raises ConfigurationError where nobody does from the start.
+    """
+    status = ask_job(known, timeout_s)
+    with Live(draw_status(status), console=console, auto_refresh=False) as live:
+        while True:
+            time.sleep(REFRESH_S)
+            try:
+                status = ask_job(addresses_of(status), timeout_s)
+            except ConfigurationError as over:
+                live.console.print(str(over), markup=False)
+                return
+            live.update(draw_status(status), refresh=True)
+
+
+def draw_status(status: Record) -> RenderableType:
+    """Everything that `elaswave_plugin.cli.status.merge` found, on one screen."""
+    parts: list[RenderableType] = [_headline(status)]
+    if status["layout"] is not None:
+        layout = ParallelLayout.from_json(status["layout"])
+        parts += [Text(f"layout: {line}") for line in layout_lines(layout)]
+    return Group(*parts, draw_workers(status["workers"]), _views(status["views"]))
+
+
+def _headline(status: Record) -> Text:
+    view = status["view"]
+    if view["epoch"]:
+        text = Text(f"{_count(view['ranks'])} (view {view['epoch']})", style="bold")
+        text.append(f": {view['reason']}", style="not bold")
+    else:
+        text = Text(f"starting, {_count(view['ranks'])}", style="bold")
+    text.append(f"\nslots by rank: {' '.join(map(str, view['ranks']))}", style="not bold")
+    text.append(f"\nat {_addresses(status['workers'])} (--connect, --join)", style="not bold")
+    if status["standbys"]:
+        where = ", ".join(f"pid {one['pid']} of node {one['node']}" for one in status["standbys"])
+        text.append(f"; standby: {where}", style="not bold")
+    if status["vacant"]:
+        text.append(f"; {len(status['vacant'])} more may join", style="not bold")
+    proposal = status["proposal"]
+    if proposal is not None:
+        change = f"\nview {proposal['epoch']} proposed {proposal['open_s']:.1f} s ago"
+        text.append(f"{change}: {proposal['reason']}", style="yellow")
+    return text
+
+
+def _addresses(workers: list[Record]) -> str:
+    """Where the job answers: of each node one supervisor that is not known to be gone."""
+    of_nodes: dict[int, str] = {}
+    for worker in workers:
+        if worker["phase"] not in ("gone", "unknown"):
+            of_nodes.setdefault(worker["node"], worker["address"])
+    found = list(of_nodes.values()) or [worker["address"] for worker in workers[:1]]
+    more = f" and {len(found) - MOST_ADDRESSES} more" if len(found) > MOST_ADDRESSES else ""
+    return ", ".join(found[:MOST_ADDRESSES]) + more
+
+
+def draw_workers(workers: list[Record]) -> Group:
+    """A row each, and below the table what speaks against some of them."""
+    # Narrow enough for 80 columns.
+    table = Table(
+        title="workers (pids: the worker's, its supervisor's)",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for name, justify in COLUMNS:
+        folds = name in _FOLDED
+        table.add_column(
+            name, justify=justify, no_wrap=not folds, overflow="fold", min_width=8 * folds
+        )
+    for worker in workers:
+        snapshot = worker["snapshot"]
+        table.add_row(
+            _name(worker),
+            str(worker["node"]),
+            f"{worker['trainer_pid'] or '-'} {worker['supervisor_pid']}",
+            escape(worker["phase"]),
+            "-" if worker["step"] is None else str(worker["step"]),
+            _wait(worker),
+            *(("-", "-", "-") if snapshot is None else _snapshot(snapshot)),
+            style="dim" if worker["rank"] is None else "red" if worker["suspicion"] else None,
+        )
+    evidence = [
+        Text(f"worker {_name(worker)}: {worker['suspicion']}")
+        for worker in workers
+        if worker["suspicion"]
+    ]
+    return Group(table, *evidence)
+
+
+def _count(ranks: list[int]) -> str:
+    return f"{len(ranks)} worker{'' if len(ranks) == 1 else 's'}"
+
+
+def _name(worker: Record) -> str:
+    """The slot, with the incarnation where the first one was replaced."""
+    incarnation = worker["incarnation"]
+    return f"{worker['slot']}.{incarnation}" if incarnation else str(worker["slot"])
+
+
+def _wait(worker: Record) -> str:
+    """For whom, and for how long already."""
+    if worker["waits_for"] is None:
+        return ""
+    return f"{worker['waits_for']}, {worker['stalled_s']:.1f} s"
+
+
+def _snapshot(snapshot: Record) -> tuple[str, str, str]:
+    """The newest one, who holds it (with the step where that is an older one), and its size."""
+    newest = snapshot["epoch"], snapshot["step"]
+    holders = [
+        str(one["slot"]) + (f" ({one['step']})" if (one["epoch"], one["step"]) < newest else "")
+        for one in snapshot["held_by"]
+    ]
+    place = f"{snapshot['step']} (view {snapshot['epoch']})"
+    return place, ", ".join(holders) or "nobody", f"{snapshot['bytes'] / 2**20:.2f}"
+
+
+def _views(views: list[Record]) -> Table:
+    table = Table(title="views", title_justify="left")
+    table.add_column("time")
+    table.add_column("view", justify="right")
+    table.add_column("workers", justify="right")
+    table.add_column("reason", overflow="fold")
+    for view in views:
+        at = datetime.fromtimestamp(view["time_s"]).isoformat(sep=" ", timespec="milliseconds")
+        table.add_row(at, str(view["epoch"]), str(view["workers"]), escape(view["reason"]))
+    return table

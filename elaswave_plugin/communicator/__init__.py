@@ -1,0 +1,1 @@
+"""All process groups of a worker, edited together."""

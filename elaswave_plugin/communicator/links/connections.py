@@ -1,0 +1,213 @@
+"""The connections of a worker: one a pair, whoever dials; handshakes, crossings, early comers."""
+
+from __future__ import annotations
+
+import secrets
+import select
+from collections.abc import Callable, Mapping
+
+from elaswave_plugin.communicator.links.connection import Connection, MessageSide, State
+from elaswave_plugin.communicator.links.frames import Hello
+from elaswave_plugin.communicator.links.listeners import Doors
+from elaswave_plugin.errors import LinkError
+
+_READ = select.EPOLLIN
+_WRITE = select.EPOLLOUT
+
+
+class Connections:
+    """Whom a worker is connected to in the epoch; every call is made under the table's lock.
+
+    `links` has the connection that counts for each slot, also where it broke. `sockets` wakes
+    whoever polls it; what it tells of a descriptor is handed to `serve`.
+    """
+
+    def __init__(
+        self,
+        slot: int,
+        host: str,
+        *,
+        messages: MessageSide,
+        on_broken: Callable[[Connection], None],
+    ) -> None:
+        """Listen on an ephemeral port of `host`; `on_broken(link)`: one that stood is no more."""
+        self._slot = slot
+        self._messages = messages
+        self._on_broken = on_broken
+        self._epoch = 0
+        self.addresses: Mapping[int, str] = {}
+        self.links: dict[int, Connection] = {}
+        self._by_descriptor: dict[int, Connection] = {}
+        # Of a newer epoch than this one.
+        self._parked: list[Connection] = []
+        self._last_link: dict[int, int] = {}
+        self._doors = Doors(host)
+        self.address = self._doors.address
+        self.sockets = select.epoll()
+        for descriptor in self._doors.descriptors:
+            self.sockets.register(descriptor, _READ)
+
+    def enter(self, epoch: int, addresses: Mapping[int, str]) -> None:
+        """The members of this epoch listen at `addresses`: keep the links to them, close others."""
+        self._epoch, self.addresses = epoch, dict(addresses)
+        for slot, link in list(self.links.items()):
+            if self.addresses.get(slot) != link.address or link.state is State.CLOSED:
+                self._retire(link, "not a member of the view")
+                del self.links[slot]
+        parked, self._parked = self._parked, []
+        for connection in parked:
+            if connection.hello is not None and connection.state is State.PARKED:
+                self.greeted(connection, connection.hello)
+
+    def link_to(self, slot: int) -> Connection:
+        """The link to a member, dialled where there is none. Raises LinkError for others."""
+        return self.links.get(slot) or self._dial(slot)
+
+    def write(self, link: Connection) -> None:
+        """Send of the queue what the socket takes, and the rest as soon as it takes more."""
+        try:
+            link.write()
+        except (BrokenPipeError, ConnectionResetError):
+            # The peer has gone. What it sent before is still to be read, and its end comes after.
+            self._watch(link, _READ)
+            return
+        except OSError as error:
+            self._lost(link, error)
+            return
+        self._watch(link, _READ | _WRITE if link.outgoing else _READ)
+
+    def drop_messages(self) -> None:
+        """Forget what is queued, and throw away what is arriving of this epoch."""
+        for link in self.links.values():
+            link.drop_outgoing()
+            if link.inbound is not None and link.inbound.header.epoch <= self._epoch:
+                link.inbound.view = None
+
+    def serve(self, descriptor: int, event: int) -> None:
+        """Do what an event of `sockets` asks for; nothing for a descriptor that is not of here."""
+        connection = self._by_descriptor.get(descriptor)
+        if connection is not None:
+            self._serve(connection, event)
+        elif descriptor in self._doors.descriptors:
+            for sock in self._doors.accept_all():
+                self._admit(Connection(self, self._messages, sock, State.INCOMING), _READ)
+
+    def close(self) -> None:
+        """Close everything."""
+        for connection in list(self._by_descriptor.values()):
+            connection.close("the link table was closed")
+        self._by_descriptor.clear()
+        self.links.clear()
+        self._parked.clear()
+        self._doors.close()
+        self.sockets.close()
+
+    # ---- what connections call ---------------------------------------------------------------
+
+    def greeted(self, connection: Connection, hello: Hello) -> None:
+        """Take a greeted connection as the link to its slot, keep it for later, or refuse it."""
+        connection.hello = hello
+        if self.addresses.get(hello.slot) != hello.address:
+            if hello.epoch > self._epoch:
+                connection.state = State.PARKED
+                self._watch(connection, 0)
+                self._parked.append(connection)
+            else:
+                self._retire(connection, f"slot {hello.slot} is not a member")
+            return
+        old = self.links.get(hello.slot)
+        if old is not None and self._overtaken(old, hello):
+            self._retire(connection, "crossed with our own")
+            return
+        connection.peer = hello.slot
+        connection.number = self._last_link[hello.slot] = hello.link
+        connection.address = hello.address
+        self.links[hello.slot] = connection
+        if old is not None:
+            connection.outgoing.extend(old.unstarted())
+            old.outgoing.clear()
+            self._retire(old, "replaced")
+        try:
+            connection.accept()
+            self._watch(connection, _READ)
+            self.write(connection)
+            connection.parse()
+        except (OSError, LinkError) as error:
+            self._lost(connection, error)
+
+    def accepted(self, connection: Connection) -> None:
+        """The peer took our connection as the link."""
+        connection.state = State.OPEN
+        self._last_link[connection.peer] = connection.number
+        self.write(connection)
+
+    # ---- inside ------------------------------------------------------------------------------
+
+    def _dial(self, slot: int) -> Connection:
+        address = self.addresses.get(slot)
+        if address is None:
+            raise LinkError(
+                f"slot {slot} is not a member of view {self._epoch} "
+                f"(members {sorted(self.addresses)})"
+            )
+        sock, error = self._doors.dial(address)
+        link = Connection(self, self._messages, sock, State.DIALLING, slot)
+        link.address = address
+        link.number = secrets.randbits(62) | 1
+        self.links[slot] = link
+        self._admit(link, _READ | _WRITE)
+        if error is not None:
+            self._lost(link, error)
+        return link
+
+    def _admit(self, connection: Connection, events: int) -> None:
+        self._by_descriptor[connection.descriptor] = connection
+        self.sockets.register(connection.descriptor, events)
+        connection.watched = events
+
+    def _watch(self, connection: Connection, events: int) -> None:
+        if connection.watched != events:
+            self.sockets.modify(connection.descriptor, events)
+            connection.watched = events
+
+    def _greet(self, link: Connection) -> None:
+        replaces = self._last_link.get(link.peer, 0)
+        hello = Hello(self._slot, self.address, self._epoch, link.number, replaces)
+        try:
+            link.greet(hello)
+        except BlockingIOError:
+            return  # an old event of another socket with this descriptor: not connected yet
+        self._watch(link, _READ)
+
+    def _overtaken(self, old: Connection, hello: Hello) -> bool:
+        """Both sides dialled: the connection of the lower slot becomes (or is) the link."""
+        if old.state is State.OPEN:
+            return hello.replaces != old.number
+        return old.state is not State.CLOSED and self._slot < hello.slot
+
+    def _retire(self, connection: Connection, why: str) -> None:
+        if connection.state is not State.CLOSED:
+            self._by_descriptor.pop(connection.descriptor, None)
+            self.sockets.unregister(connection.descriptor)
+            connection.close(why)
+
+    def _lost(self, connection: Connection, error: Exception) -> None:
+        # A connection that ends while it greets may merely have crossed with the peer's own.
+        broken = connection.state in (State.DIALLING, State.OPEN)
+        self._retire(connection, f"broken: {error}")
+        if broken and self.links.get(connection.peer) is connection:
+            self._on_broken(connection)
+
+    def _serve(self, connection: Connection, event: int) -> None:
+        try:
+            if connection.state is State.DIALLING:
+                self._greet(connection)
+            elif event & ~_WRITE:
+                if connection.state is State.PARKED:
+                    self._retire(connection, "gone before its view")
+                else:
+                    connection.read()
+            if event & _WRITE and connection.state is State.OPEN:
+                self.write(connection)
+        except (OSError, LinkError) as error:
+            self._lost(connection, error)

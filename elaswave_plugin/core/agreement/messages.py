@@ -1,0 +1,341 @@
+"""The messages that supervisors send to each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from elaswave_plugin.core.agreement.view import Arrival, FailureEvent, MembershipView, WorkerId
+from elaswave_plugin.core.codec import WireMessage
+
+Facts = dict[str, Any]
+Inventory = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, order=True, kw_only=True)
+class Ballot:
+    """The right to propose one view: ordered by term, then by who leads in it, then by epoch.
+
+    A term is one leadership, and whoever is elected later has a higher one; `epoch`: that of the
+    view. `life` tells the supervisors apart that have had the slot of the leader: no two of them
+    ever use the same ballot.
+    """
+
+    term: int
+    leader: int
+    life: int = 0
+    epoch: int
+
+    def __str__(self) -> str:
+        return f"{self.epoch}/{self.leader}"
+
+    @classmethod
+    def first(cls) -> Ballot:
+        """By this one slot 0 of the launch leads, and nobody had to promise it."""
+        return cls(term=0, leader=0, epoch=0)
+
+    def is_in_term_of(self, other: Ballot) -> bool:
+        """Return whether both belong to one term of leadership."""
+        return replace(self, epoch=other.epoch) == other
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A view under a ballot; `lost` are slots whose supervisors are shut out for good.
+
+    `lineage` are earlier views, oldest first, that some member may not have applied yet.
+    `boundary`: it waits until the trainers are between two steps. Only such a one lets workers in,
+    since a newcomer can take part in a whole step and in nothing less.
+    """
+
+    ballot: Ballot
+    view: MembershipView
+    lost: tuple[int, ...] = ()
+    lineage: tuple[MembershipView, ...] = ()
+    boundary: bool = False
+
+    def __str__(self) -> str:
+        lost = f" lost={list(self.lost)}" if self.lost else ""
+        lineage = f" after={[view.epoch for view in self.lineage]}" if self.lineage else ""
+        when = " between steps" if self.boundary else ""
+        return f"{self.ballot}{lost}{lineage}{when} {self.view}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepare(WireMessage):
+    """A would-be leader asks for the promise to refuse lower ballots.
+
+    `epoch`: that of the newest view that it knows to be committed.
+    """
+
+    ballot: Ballot
+    epoch: int
+    lost: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promise(WireMessage):
+    """The answer to `Prepare`: what this member knows, its node has accepted, its trainer was told.
+
+    `newer`: committed views that who asks does not know; `asked_epoch`: the highest for which its
+    trainer was asked to stop; `news` is what it had told the leader before. `newer` and `accepted`
+    are its node's, the rest its own.
+    """
+
+    ballot: Ballot
+    applied_epoch: int
+    asked_epoch: int
+    newer: tuple[MembershipView, ...]
+    accepted: Proposal | None
+    lost: tuple[int, ...]
+    news: tuple[News, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Propose(WireMessage):
+    """The leader's plan for the next view."""
+
+    proposal: Proposal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quiesced(WireMessage):
+    """A member accepted the proposal and its trainer (if it has one: facts) has stopped.
+
+    `entering`: that trainer has not been in any view yet.
+    """
+
+    ballot: Ballot
+    facts: Facts | None
+    inventory: Inventory
+    entering: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun(WireMessage):
+    """The sender's trainer has begun `step`, and begins no other before it knows where all stop."""
+
+    ballot: Ballot
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopBefore(WireMessage):
+    """All trainers stop before `step`, which none of them has begun."""
+
+    ballot: Ballot
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed(WireMessage):
+    """The view is decided; `payload` is for the trainers (see `core/layout/worker_facts.py`)."""
+
+    proposal: Proposal
+    payload: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refuse(WireMessage):
+    """A higher ballot was promised to somebody else."""
+
+    promised: Ballot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raised(WireMessage):
+    """What ended a script: an exception of class `error`, raised at `where`, as "train.py:12".
+
+    `when`: where in the training, as "in step 3", which the script's supervisor adds; `traceback`:
+    "" where it was shown already.
+    """
+
+    error: str
+    message: str
+    where: str
+    when: str = ""
+    traceback: str = ""
+
+    def __str__(self) -> str:
+        place = f" ({self.where})" if self.where else ""
+        return f"{self.error}: {self.message}{place}" if self.message else f"{self.error}{place}"
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """The same for workers that fail alike; their messages may name a rank or a sample."""
+        return self.error, self.where, self.when
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report(WireMessage):
+    """A supervisor witnessed the end of its own trainer; exit_code is None after a signal.
+
+    `raised`: what ended its script, where it has told.
+    """
+
+    failure: FailureEvent
+    exit_code: int | None
+    raised: Raised | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accuse(WireMessage):
+    """A supervisor lost sight of another one."""
+
+    slot: int
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Severed(WireMessage):
+    """A link between two trainers broke in this epoch while one of them needed it."""
+
+    epoch: int
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replan(WireMessage):
+    """In this epoch one of the workers got a wish, which its facts name in the next view."""
+
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstSeal(WireMessage):
+    """The sender's trainer has sealed its first snapshot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllSealed(WireMessage):
+    """Every trainer has sealed its first snapshot: from now on a loss can be survived."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done(WireMessage):
+    """The sender's trainer has finished its work; exit_code is set once it has exited."""
+
+    exit_code: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detached(WireMessage):
+    """The sender's trainer trains (else: has ended) without having joined the job.
+
+    `missing`: what the script lacks. It is no news for the next leader: one has said it.
+    """
+
+    trains: bool
+    missing: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready(WireMessage):
+    """The sender's trainer, a new incarnation, is built and waits to be let in."""
+
+    arrival: Arrival
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice(WireMessage):
+    """The sender's trainer has to go, and does so between two steps.
+
+    `saves_last`: where all have to go, it writes a last checkpoint with the others, and ends.
+    `asked`: by somebody who wants the job to go on; void once it is time to leave where the job
+    would end, with nothing saved.
+    """
+
+    worker: WorkerId
+    evidence: str
+    saves_last: bool = False
+    asked: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stays(WireMessage):
+    """The leader to who asked for it: a notice is void, and nobody is to be told of it again."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled(WireMessage):
+    """The sender's trainer needs nothing any more that was sealed before this epoch."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Starts(WireMessage):
+    """A supervisor starts a trainer in the place of a lost one; whoever comes later is newer."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admit(WireMessage):
+    """The leader lets the supervisor at `address` take the place of a lost one (`admission`)."""
+
+    ballot: Ballot
+    worker: WorkerId
+    node: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome(WireMessage):
+    """What a supervisor that comes later has to know to take part; `worker`: its first trainer.
+
+    `incarnations`: the newest known of each slot that had more than one; `lost`: with evidence;
+    `history`: the first two views, and those that somebody may not know; `unused_node`: a number
+    that no node has had.
+    """
+
+    ballot: Ballot
+    worker: WorkerId
+    nodes: tuple[int, ...]
+    history: tuple[MembershipView, ...]
+    accepted: Proposal | None
+    lost: dict[int, str]
+    incarnations: dict[int, int]
+    unused_node: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop(WireMessage):
+    """The job is over; `part`: for those who follow the sender, which has no majority."""
+
+    reason: str
+    exit_code: int
+    part: bool = False
+
+
+News = Report | Severed | Replan | FirstSeal | AllSealed | Done | Ready | Notice | Settled | Starts
+
+Message = (
+    Prepare
+    | Promise
+    | Propose
+    | Quiesced
+    | Begun
+    | StopBefore
+    | Committed
+    | Refuse
+    | Report
+    | Accuse
+    | Severed
+    | Replan
+    | FirstSeal
+    | AllSealed
+    | Done
+    | Detached
+    | Ready
+    | Notice
+    | Stays
+    | Settled
+    | Starts
+    | Admit
+    | Welcome
+    | Stop
+)

@@ -1,0 +1,85 @@
+"""The choice of the next view to propose, if any, and of where all stop for it (pure).
+
+Urgent causes come first: failures, a view that an earlier leader may have committed, a broken
+link. Arrivals and departures wait for a boundary between two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from elaswave_plugin.core.agreement.messages import Proposal, Quiesced
+from elaswave_plugin.core.agreement.reports import Reports, event_of
+from elaswave_plugin.core.agreement.view import MembershipView, next_view
+from elaswave_plugin.core.layout.worker_facts import step_told
+
+LAST_CALL = "every worker was told to leave, and they write a last checkpoint first"
+
+
+class Due(NamedTuple):
+    """A view to propose; ``boundary``: only once the trainers are between two steps."""
+
+    view: MembershipView
+    boundary: bool = False
+
+
+def due_view(
+    base: MembershipView,
+    opened: Proposal | None,
+    reports: Reports,
+    *,
+    lost: Mapping[int, str],
+    outside: Iterable[int],
+    must_propose: bool,
+    now_s: float,
+) -> Due | None:
+    """Return the view that a leader proposes on top of ``base``, or None if nothing changes.
+
+    ``opened``: its open proposal; ``lost``: evidence by slot of each lost supervisor; ``outside``:
+    members of ``base`` that were never told of it; ``must_propose``: ``base`` itself is not known
+    to be committed everywhere.
+    """
+    events = reports.events(base, lost, now_s)
+    for slot in outside:
+        events.append(event_of(base, slot, "leave", "it had not been let in yet", now_s))
+    change = next_view(base, events, now_s)
+    if change is not None or must_propose:
+        for slot in reports.done:
+            events.append(event_of(base, slot, "leave", "it had finished its work", now_s))
+        return Due(next_view(base, events, now_s) or base)
+    if reports.severed is not None and now_s >= reports.severed[1]:
+        return Due(replace(base, reason=reports.severed[0]))
+    if opened is not None and not opened.boundary:
+        return Due(opened.view)
+    if reports.done:
+        return None  # nobody begins another step
+    if opened is None and reports.all_save_last(base):
+        # This change tells them that all of them have to go, and from which step.
+        return None if base.reason == LAST_CALL else Due(replace(base, reason=LAST_CALL), True)
+    if opened is None:
+        between = reports.between_steps(base, lost, now_s)
+        return None if between is None else Due(between, boundary=True)
+    newcomers = opened.view.workers - base.workers
+    if all(reports.is_ready(worker, lost) for worker in newcomers):
+        return Due(opened.view, boundary=True)
+    # Workers that have stopped for the open proposal go on as they were.
+    gone = ", ".join(sorted(map(str, newcomers)))
+    return Due(replace(base, reason=f"worker {gone}, about to join, is gone"))
+
+
+def boundary_of(
+    members: Sequence[int], answers: Mapping[int, Quiesced], begun: Mapping[int, int]
+) -> int | None:
+    """Return the step before which all members stop; None if it is not known yet.
+
+    ``answers``: of members that have stopped already; ``begun``: the current step of the others.
+    """
+    facts = (answers[slot].facts for slot in members if slot in answers)
+    standing = [step_told(one) for one in facts if one is not None]
+    if standing:
+        return standing[0]  # nobody completes the step before which one of them stands
+    if all(slot in begun for slot in members):
+        return 1 + max(begun.values())
+    return None

@@ -1,0 +1,1 @@
+"""Which worker holds which part of the model: layouts, groups, shards (pure)."""

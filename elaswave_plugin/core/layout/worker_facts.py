@@ -1,0 +1,79 @@
+"""The facts that a worker tells all others when the view changes; they come with the commit.
+
+The supervisors hand them on as JSON, and read of it only the step (`step_told`): nothing heavy is
+imported here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from elaswave_plugin.core.layout.device_groups import CommunicatorFacts
+from elaswave_plugin.core.layout.sealed_shard import SealedShard
+
+
+@dataclass(frozen=True, slots=True)
+class SlowTold:
+    """What one worker tells of another that is slow: as `core.slow.Slow`."""
+
+    slot: int
+    ratio: float
+    peers: tuple[int, ...]
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFacts:
+    """One worker's facts, once it has stopped; what is empty it has not, or does not know yet.
+
+    For the links and groups: ``address`` of its links, and the ``communicators`` of a device that
+    it holds. For the state: the ``step`` before which it stands; ``live``: (step, epoch) of the
+    seal at which its model and optimizer still are; ``unreadable``: snapshots that it found
+    damaged. For who does what: ``seating`` as `Seating.told` in the view of ``seated_epoch``;
+    ``times``: as `PassTimes.medians`; ``slow``: as `SlowWatch.told`;
+    ``slow_views``: as `Payback.asked`; ``cuts_wanted``: layers that somebody has asked it for;
+    ``told_to_leave``: it is to go. At the launch: the ``run_id`` that it proposes, and the settings
+    that it was ``given``.
+    """
+
+    address: str
+    communicators: Mapping[str, CommunicatorFacts] = field(default_factory=dict)
+    step: int = 0
+    live: tuple[int, int] | None = None
+    unreadable: tuple[SealedShard, ...] = ()
+    seated_epoch: int = 0
+    seating: Mapping[str, Any] = field(default_factory=dict)
+    times: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    slow: tuple[SlowTold, ...] = ()
+    slow_views: tuple[int, int] | None = None
+    cuts_wanted: tuple[int, ...] | None = None
+    told_to_leave: bool = False
+    run_id: str = ""
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Payload:
+    """What comes with a commit: the facts by slot, and every sealed record that somebody has.
+
+    The supervisors hand it on as text: at many workers, to take it apart and put it together again
+    on the way to each trainer is most of the work of a commit.
+    """
+
+    facts: dict[int, WorkerFacts]
+    inventory: list[SealedShard]
+
+
+def pack_payload(
+    facts: Mapping[int, Mapping[str, Any]], inventory: Sequence[Mapping[str, Any]]
+) -> str:
+    """Return the text of a `Payload`, of parts that are read by nobody on the way."""
+    return json.dumps({"facts": facts, "inventory": inventory})
+
+
+def step_told(record: Mapping[str, Any]) -> int:
+    """The step before which the worker stands whose facts these are, as JSON."""
+    return int(record.get("step", 0))

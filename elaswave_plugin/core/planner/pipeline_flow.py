@@ -1,0 +1,501 @@
+"""The deal of micro-batches over the replicas of each stage of a ragged pipeline, with its order.
+
+Redeal: whole micro-batches are dealt anew over every stage's live replicas. Reroute: those of lost
+replicas are spread over their peers. A slow worker gets fewer where they are dealt anew.
+Micro-batches stay whole in both, so every stage and tp position has the exact order of sums of
+``core/step/sum_order.py``. Resize: every stage cuts the samples of a round of micro-batches evenly
+over its live replicas, which sums in another order. Simulated time decides between them, and how
+many slots are in flight. If it gains, operations go in greedy order instead, and backwards are
+split, with weight gradients where a worker would wait. Every worker adds gradients in rising order.
+
+>>> from elaswave_plugin.core.layout.layout import launch_layout
+>>> healthy = launch_layout(tp=1, pp=2, dp=2, num_layers=2)
+>>> flow = flow_of(layout=healthy.without([1]), num_microbatches=4)
+>>> print(flow)
+stage 0: w0: 0 1 2 3; stage 1: w2: 0 2 | w3: 1 3
+>>> from elaswave_plugin.core.step.schedule import show_ops
+>>> print(show_ops(flow.ops(3)))
+F1 B1 F3 B3
+>>> print(flow_of(layout=healthy.without([1]), num_microbatches=4, policy="resize"))
+stage 0: w0: [0,2) [2,4); stage 1: w2: [0,1) [2,3) | w3: [1,2) [3,4)
+>>> flow_of(layout=healthy, num_microbatches=4).is_healthy, flow.is_healthy
+(True, False)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil
+from typing import Any, Literal
+
+from elaswave_plugin.core.layout.group_rules import seats_of
+from elaswave_plugin.core.layout.layout import ParallelLayout, Seat
+from elaswave_plugin.core.planner.costs import CostModel
+from elaswave_plugin.core.planner.dvfs import ClockTable
+from elaswave_plugin.core.planner.executable import plan_split
+from elaswave_plugin.core.planner.greedy import greedy_lists, greedy_room
+from elaswave_plugin.core.planner.joint import JointPlan, joint_plan
+from elaswave_plugin.core.planner.layer_times import LayerTimes
+from elaswave_plugin.core.planner.memory import StateBytes
+from elaswave_plugin.core.planner.microbatch_split import REDEAL, REROUTE, RESIZE
+from elaswave_plugin.core.planner.prediction import Predictor, StepWork
+from elaswave_plugin.core.planner.rules import PlanRules
+from elaswave_plugin.core.planner.search import slowness_of
+from elaswave_plugin.core.planner.weight_placement import with_weights_in_bubbles
+from elaswave_plugin.core.step.dataflow import (
+    Crossing,
+    Dataflow,
+    Samples,
+    Shares,
+    Slowness,
+    crossings,
+    rotated,
+)
+from elaswave_plugin.core.step.fair_shares import fair_width
+from elaswave_plugin.core.step.schedule import (
+    Assignment,
+    OpLists,
+    Piece,
+    WorkerOps,
+    interleaved_ops,
+    peak_in_flight,
+    window_lists,
+    window_ops,
+    window_sizes,
+)
+from elaswave_plugin.core.step.simulate import StageTime, StepTime, simulate
+from elaswave_plugin.core.step.sum_order import replica_microbatches
+from elaswave_plugin.errors import ConfigurationError
+
+Policy = Literal["auto", "redeal", "reroute", "resize"]
+SplitBackward = Literal["auto", "always", "never"]
+# Every replica runs its own micro-batches.
+AS_LAUNCHED = "as launched"
+# Every replica runs those of others.
+ROTATED = "rotated"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineFlow:
+    """The assignment of a step: ``pieces[stage][replica order]``, in samples of the global batch.
+
+    A piece is one micro-batch of ``micro_batch_size`` samples, unless ``policy`` is resize.
+    Micro-batch k always belongs to replica k mod ``layout.dp`` of the launch. ``windows``: slots in
+    flight at each stage. Not compared: ``reasons`` for this deal; ``times`` of layers for which it
+    is made; ``compute_s``, the simulated seconds of the operations, if these times were measured.
+    ``clocks`` of the stages; none: they are left alone. ``slow``: (slot, factor by which it takes
+    longer) of the slow workers that it was dealt for. ``lists`` of operations in greedy
+    order or with split backwards, which change no sum; none: by the window rule, or interleaved.
+    """
+
+    layout: ParallelLayout
+    num_microbatches: int
+    micro_batch_size: int = 1
+    policy: str
+    pieces: tuple[tuple[tuple[Piece, ...], ...], ...]
+    windows: tuple[int, ...]
+    clocks: tuple[float, ...] = ()
+    slow: tuple[tuple[int, float], ...] = ()
+    reasons: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    times: LayerTimes = field(default_factory=LayerTimes, repr=False, compare=False)
+    activation_room: float | None = field(default=None, repr=False)
+    state: StateBytes | None = field(default=None, repr=False, compare=False)
+    compute_s: float | None = field(default=None, repr=False, compare=False)
+    lists: OpLists = field(default=(), compare=False)
+    is_greedy: bool = field(default=False, compare=False)
+    is_split: bool = field(default=False, compare=False)
+
+    @property
+    def step_s(self) -> float | None:
+        """The predicted seconds of a step: of the pipeline, and of the work around it."""
+        return None if self.compute_s is None else self.times.step_s(self.compute_s)
+
+    def __str__(self) -> str:
+        return "; ".join(
+            f"stage {stage}: "
+            + " | ".join(
+                f"{'+'.join(f'w{slot}' for slot in group.slots)}:"
+                f" {' '.join(map(self._text, pieces))}"
+                for group, pieces in zip(groups, of_stage, strict=True)
+            )
+            for stage, (groups, of_stage) in enumerate(
+                zip(self.layout.stages, self.pieces, strict=True)
+            )
+        )
+
+    def _text(self, piece: Piece) -> str:
+        if self.is_resized:
+            return f"[{piece.start},{piece.stop})"
+        return str(piece.start // self.micro_batch_size)
+
+    @property
+    def is_resized(self) -> bool:
+        """True if pieces are not whole micro-batches, so that sums have no canonical order."""
+        return self.policy == RESIZE
+
+    def seat(self, slot: int) -> Seat | None:
+        """The place of a worker; None for a free one."""
+        return seats_of(self.layout).get(slot)
+
+    def clock(self, slot: int) -> float:
+        """The clock of a worker; 1 for a free one."""
+        seat = self.seat(slot)
+        return self.clocks[seat.stage] if self.clocks and seat else 1.0
+
+    def samples(self, slot: int) -> tuple[Samples, ...]:
+        """The pieces of a worker in the order of their forwards; none for a free one."""
+        seat = self.seat(slot)
+        pieces = () if seat is None else self.pieces[seat.stage][seat.order]
+        return tuple(Samples(piece.start, piece.stop) for piece in pieces)
+
+    def microbatches(self, slot: int) -> tuple[int, ...]:
+        """Micro-batches of a worker in the order of their forwards; of resized pieces the first."""
+        return tuple(piece.start // self.micro_batch_size for piece in self.samples(slot))
+
+    def reports(self, slot: int) -> tuple[int, ...]:
+        """List the step's losses that a worker reports, by samples; all at the last stage."""
+        seat = self.seat(slot)
+        if seat is None or seat.stage != len(self.pieces) - 1:
+            return ()
+        starts = sorted(piece.start for pieces in self.pieces[-1] for piece in pieces)
+        return tuple(starts.index(piece.start) for piece in self.samples(slot))
+
+    @property
+    def num_reports(self) -> int:
+        """Losses of the step: one for each piece of the last stage."""
+        return sum(map(len, self.pieces[-1]))
+
+    def ops(self, slot: int) -> WorkerOps:
+        """Return the ordered operations of a worker that has a place.
+
+        Without ``lists``: by the window rule, or interleaved if a worker has several model chunks.
+        """
+        seat = seats_of(self.layout)[slot]
+        if self.lists:
+            return self.lists[seat.stage][seat.order]
+        pieces = self.pieces[seat.stage][seat.order]
+        if self.layout.vpp > 1:
+            return interleaved_ops(
+                pieces,
+                stage=seat.stage,
+                num_stages=len(self.layout.stages),
+                num_chunks=self.layout.vpp,
+            )
+        return window_ops(pieces, window=self.windows[seat.stage])
+
+    def crossings(self, stage: int) -> tuple[Crossing, ...]:
+        """List what passes from a stage to the next; from the last to the first: its next chunk."""
+        following = (stage + 1) % len(self.pieces)
+        return crossings(*(_intervals(self.pieces[one]) for one in (stage, following)))
+
+    def cell(self, stage: int, tp: int) -> Dataflow:
+        """Return the micro-batches of workers that share one state, for the exact order of sums.
+
+        Raises ValueError if pieces are not whole micro-batches: such sums have no exact order.
+        """
+        if self.is_resized:
+            raise ValueError("resized pieces have no exact order of sums")
+        return Dataflow(
+            num_microbatches=self.num_microbatches,
+            num_replicas=self.layout.dp,
+            placement=tuple(
+                sorted(
+                    (
+                        group.slots[tp],
+                        tuple(piece.start // self.micro_batch_size for piece in pieces),
+                    )
+                    for group, pieces in zip(
+                        self.layout.stages[stage], self.pieces[stage], strict=True
+                    )
+                )
+            ),
+        )
+
+    @property
+    def is_healthy(self) -> bool:
+        """True if every stage is as at launch: the framework's own schedule runs."""
+        layout = self.layout
+        whole = layout.is_rectangular and layout.keeps_stages and layout.keeps_layers
+        return whole and not self.slow and self.policy != ROTATED
+
+    def rotated(self, *, spread: bool) -> "PipelineFlow":
+        """Return the same work, each micro-batch by another replica; unchanged if not healthy.
+
+        ``spread`` as in `Dataflow.rotated`.
+        """
+        if not self.is_healthy:
+            return self
+        pieces = tuple(rotated(stage, spread=spread) for stage in self.pieces)
+        return replace(self, pieces=pieces, policy=ROTATED)
+
+    def in_greedy_order(self) -> "PipelineFlow":
+        """Return the same in greedy order, if layers take its ``times``."""
+        predictor, limits = self._predictor()
+        costs = predictor.costs
+        peaks = [
+            max(peak_in_flight(ops, lambda op: op.stop - op.start) for ops in stage)
+            for stage in window_lists(self.pieces, self.windows)
+        ]
+        room = greedy_room(peaks, limits)
+        times = self._stage_times(costs)
+        lists = greedy_lists(self.pieces, times, costs.link, limits=room, windows=self.windows)
+        return replace(self, lists=lists, is_greedy=True)
+
+    def with_split_backward(self) -> "PipelineFlow":
+        """Return the same with weight gradients where workers would wait, by its ``times``.
+
+        Unchanged if there are too many workers for that.
+        """
+        predictor, limits = self._predictor()
+        if not predictor.knows_split(len(self.layout.stages)):
+            return self
+        costs = predictor.costs
+        lists = with_weights_in_bubbles(
+            self.every_list(), self._stage_times(costs), costs.link, limits=limits
+        )
+        return replace(self, lists=lists, is_split=True)
+
+    def _predictor(self) -> tuple[Predictor, list[int]]:
+        """Return a predictor, and the samples that workers of each stage may hold."""
+        layout = self.layout
+        work = _work(layout, self.num_microbatches, self.micro_batch_size)
+        slow, room = dict(self.slow), self.activation_room
+        costs = _costs(layout, work, self.times, slow, room, self.state)
+        predictor = Predictor(costs, work, vpp=layout.vpp)
+        return predictor, predictor.limits(tuple(map(range, layout.widths)), layout.cuts)
+
+    def every_list(self) -> OpLists:
+        """The ordered operations by stage and replica."""
+        return tuple(
+            tuple(self.ops(group.slots[0]) for group in groups) for groups in self.layout.stages
+        )
+
+    def simulated(self, times: LayerTimes, slow: Slowness) -> StepTime:
+        """Simulate the compute of a step in which layers take ``times``, longer on the ``slow``."""
+        costs = times.costs(num_layers=self.layout.num_layers)
+        slowness = slowness_of(self.layout, slow)
+        stages = self._stage_times(costs)
+        return simulate(self.every_list(), stages, costs.link, slowness=slowness)
+
+    def _stage_times(self, costs: CostModel) -> tuple[StageTime, ...]:
+        speeds = [*self.clocks] * self.layout.vpp or None
+        return costs.stage_times(self.layout.cuts, speeds=speeds)
+
+
+def flow_of(
+    *,
+    layout: ParallelLayout,
+    num_microbatches: int,
+    micro_batch_size: int = 1,
+    policy: Policy = "auto",
+    may_resize: bool = False,
+    split_backward: SplitBackward = "never",
+    times: LayerTimes | None = None,
+    slow: Slowness | None = None,
+    clocks: ClockTable | None = None,
+    power_cap_w: float = float("inf"),
+    activation_room: float | None = None,
+    state: StateBytes | None = None,
+) -> PipelineFlow:
+    """Deal a step's micro-batches over the live replicas of every stage, by simulated time.
+
+    A whole layout goes on as at launch unless a worker is slow enough to get less work.
+    ``may_resize``: whether auto may cut micro-batches; ``split_backward``: auto splits if it gains.
+    ``slow``: the factor by which single workers take longer, by slot. With ``clocks``, stages may
+    run at clocks other than 1 if one is narrower than at launch or has a slow worker; all workers
+    together draw at most ``power_cap_w``. ``activation_room``: what a worker may hold, relative to
+    the first stage at launch; ``state``: everything in bytes.
+
+    Raises ConfigurationError if nothing fits in flight.
+    """
+    times, slow = times or LayerTimes(), slow or {}
+    launch = _as_at_launch(layout, num_microbatches, micro_batch_size, times)
+    work = _work(layout, num_microbatches, micro_batch_size)
+    # A plan counts TP groups.
+    rules = replace(
+        _rules(policy, may_resize=may_resize, split_backward=split_backward),
+        clocks=clocks,
+        power_cap_w=power_cap_w / layout.tp,
+    )
+    planned = _planned(layout, work, times, rules, slow, activation_room, state)
+    if planned is None:
+        return launch
+    plan, slow = planned
+    pieces = plan_split(plan, work).assignment()
+    chosen = () if plan.clocks is None else plan.clocks.clocks
+    stays = layout.is_rectangular and set(chosen) <= {1.0}
+    if stays and _samples(pieces) == _samples(launch.pieces):
+        return launch
+    flow = PipelineFlow(
+        layout=layout,
+        num_microbatches=num_microbatches,
+        micro_batch_size=micro_batch_size,
+        policy=plan.chosen.choice.policy,
+        pieces=pieces,
+        windows=plan.chosen.windows,
+        clocks=chosen,
+        slow=tuple(sorted(slow.items())),
+        reasons=(*plan.reasons, *(() if state is None else state.reasons())),
+        times=times,
+        activation_room=activation_room,
+        state=state,
+        compute_s=plan.seconds if times.is_measured else None,
+    )
+    flow = flow.in_greedy_order() if plan.chosen.is_greedy else flow
+    splits = plan.split_backward or split_backward == "always"
+    return flow.with_split_backward() if splits else flow
+
+
+def level_layers(
+    layout: ParallelLayout,
+    times: LayerTimes,
+    slow: Slowness | None = None,
+    *,
+    launch_cuts: Sequence[int],
+    num_microbatches: int,
+    micro_batch_size: int = 1,
+    policy: Policy,
+    may_resize: bool = False,
+    split_backward: SplitBackward = "never",
+    move_workers: bool,
+    activation_room: float | None = None,
+    state: StateBytes | None = None,
+) -> ParallelLayout:
+    """Return the same workers, with layers moved away from stages with lost or slow workers.
+
+    With ``move_workers``, replicas of wide stages may also move to narrow ones. ``split_backward``
+    as in `flow_of`: it may change which layers are best. Everything stays if moving gains nothing,
+    and layers go back when every stage is whole and nobody is slow again.
+    Raises ConfigurationError where nothing fits in flight.
+    """
+    work = _work(layout, num_microbatches, micro_batch_size)
+    rules = _rules(
+        policy,
+        may_resize=may_resize,
+        split_backward=split_backward,
+        move_layers=True,
+        move_workers=move_workers,
+    )
+    planned = _planned(layout, work, times, rules, slow or {}, activation_room, state)
+    return layout.recut(launch_cuts) if planned is None else planned[0].layout
+
+
+def _rules(
+    policy: Policy,
+    *,
+    may_resize: bool,
+    split_backward: SplitBackward,
+    move_layers: bool = False,
+    move_workers: bool = False,
+) -> PlanRules:
+    """Return what a plan may do; by default nothing moves."""
+    every = (REDEAL, REROUTE, RESIZE) if may_resize else (REDEAL, REROUTE)
+    return PlanRules(
+        policies=every if policy == "auto" else (policy,),
+        move_layers=move_layers,
+        move_workers=move_workers,
+        split_backward=split_backward != "never",
+    )
+
+
+def _work(layout: ParallelLayout, num_microbatches: int, micro_batch_size: int) -> StepWork:
+    return StepWork(
+        num_microbatches=num_microbatches,
+        microbatch_size=micro_batch_size,
+        launch_width=layout.dp,
+    )
+
+
+def _planned(
+    layout: ParallelLayout,
+    work: StepWork,
+    times: LayerTimes,
+    rules: PlanRules,
+    slow: Slowness,
+    room: float | None,
+    state: StateBytes | None,
+) -> tuple[JointPlan, Slowness] | None:
+    """The best plan, and the slow ones that it spares; None where all go on as at launch.
+
+    Where no plan that spares them fits, they have as much to do as the others.
+    """
+    if layout.is_rectangular and not slow:
+        return None
+    costs = _costs(layout, work, times, slow, room, state)
+    facts: dict[str, Any] = {"before": layout, "after": layout, "costs": costs, "work": work}
+    try:
+        return joint_plan(**facts, rules=rules, slow=slow), slow
+    except ConfigurationError:
+        if not slow:
+            raise
+    return _planned(layout, work, times, rules, {}, room, state)
+
+
+def _costs(
+    layout: ParallelLayout,
+    work: StepWork,
+    times: LayerTimes,
+    slow: Slowness,
+    room: float | None,
+    state: StateBytes | None,
+) -> CostModel:
+    """Return the costs by which a plan is made.
+
+    A worker may hold ``room`` times the activations that the first stage of the launch holds, which
+    is a slot for each stage. None: one slot more, a slot being the part of one micro-batch a
+    replica that a usual worker of the weakest stage runs; with interleaved stages at least what
+    their order holds, which cannot be reduced.
+    """
+    num_stages, vpp = len(layout.stages), layout.vpp
+    at_launch = work.microbatch_size * layout.num_layers
+    if room is None:
+        slot = ceil(layout.dp / min(map(fair_width, slowness_of(layout, slow))))
+        # Chunks: one of each for every stage, and those that the warm-up of the last one adds.
+        chunks = num_stages * vpp + max(vpp, num_stages - 1)
+        most_held = slot * chunks * at_launch / (num_stages * vpp)
+    else:
+        most_held = room * at_launch
+    return times.costs(
+        num_layers=layout.num_layers,
+        most_held=most_held,
+        state=state,
+    )
+
+
+def _as_at_launch(
+    layout: ParallelLayout, num_microbatches: int, micro_batch_size: int, times: LayerTimes
+) -> PipelineFlow:
+    """Let every replica run its own micro-batches, in 1F1B order."""
+    replicas = tuple(
+        _own(order, layout.dp, num_microbatches, micro_batch_size) for order in range(layout.dp)
+    )
+    return PipelineFlow(
+        layout=layout,
+        num_microbatches=num_microbatches,
+        micro_batch_size=micro_batch_size,
+        policy=AS_LAUNCHED,
+        pieces=tuple(replicas for _ in layout.stages),
+        windows=window_sizes(len(layout.stages)),
+        times=times,
+    )
+
+
+def _samples(pieces: Assignment) -> list[list[list[tuple[int, int]]]]:
+    """List the samples of every worker."""
+    return [[sorted((one.start, one.stop) for one in own) for own in stage] for stage in pieces]
+
+
+def _own(
+    replica: int, num_replicas: int, num_microbatches: int, micro_batch_size: int
+) -> tuple[Piece, ...]:
+    own = replica_microbatches(
+        replica, num_replicas=num_replicas, num_microbatches=num_microbatches
+    )
+    return tuple(Piece(slot, *Samples.of(k, size=micro_batch_size)) for slot, k in enumerate(own))
+
+
+def _intervals(stage: Sequence[Sequence[Piece]]) -> list[list[tuple[int, int]]]:
+    return [[(piece.start, piece.stop) for piece in pieces] for pieces in stage]
+
+
+# The work of each worker in a step: whole micro-batches, shares of each, or a pipeline's pieces.
+Flow = Dataflow | Shares | PipelineFlow

@@ -1,0 +1,1 @@
+"""From a committed view to what every worker reads and runs (pure)."""

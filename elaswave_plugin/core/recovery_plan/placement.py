@@ -1,0 +1,386 @@
+"""The workers that share each state, and the members of each group, as the membership changes.
+
+A *cell* is the workers that hold the same weights and share their optimizer state: one data-
+parallel group. A data-parallel job is one cell; a TP x PP x DP job has one a stage and tp position.
+
+>>> from elaswave_plugin.core.layout.layout import launch_layout
+>>> grid = GridSeating.at_launch(
+...     launch_layout(tp=2, pp=1, dp=2, num_layers=2), groups={}, units={1: 10, 2: 10}
+... )
+>>> [str(cell) for cell in grid.after((0, 1, 2)).cells]
+['stage 0 tp 0: w0', 'stage 0 tp 1: w1']
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from elaswave_plugin.core.layout.group_rules import (
+    GroupEdit,
+    GroupRule,
+    members_of,
+    rule_of,
+    seats_beyond,
+    seats_of,
+)
+from elaswave_plugin.core.layout.layout import FreeWorker, ParallelLayout, Seat
+from elaswave_plugin.core.layout.layout_delta import layout_told, told_layout
+from elaswave_plugin.core.planner.layer_times import LayerTimes
+from elaswave_plugin.core.step.dataflow import Slowness
+from elaswave_plugin.errors import LayoutError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One data-parallel group: ``ranks`` are slots in the order of their shards.
+
+    ``units``: the parts of the model that it holds, each in a bucket of its own; ``buckets``: their
+    unpadded lengths in elements, alike for all of them.
+    """
+
+    stage: int = 0
+    tp: int = 0
+    ranks: tuple[int, ...]
+    units: tuple[int, ...]
+    buckets: tuple[int, ...]
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """(stage, tp)."""
+        return self.stage, self.tp
+
+    def __str__(self) -> str:
+        return f"stage {self.stage} tp {self.tp}: {' '.join(f'w{slot}' for slot in self.ranks)}"
+
+
+# The same workers, with the layers of each stage chosen for their present number and slowness.
+Partition = Callable[[ParallelLayout, LayerTimes, Slowness], ParallelLayout]
+
+
+class Seating(Protocol):
+    """The part of a job's layout that recoveries ask for."""
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """All cells of the present membership."""
+
+    @property
+    def largest(self) -> tuple[int, ...]:
+        """Lengths of the buckets of the largest state that any worker may come to hold."""
+
+    @property
+    def dealt_over(self) -> dict[str, Any]:
+        """The keyword arguments with which a step's work is dealt out."""
+
+    def cell_of(self, slot: int) -> Cell | None:
+        """The cell of a worker; None for one that has no place."""
+
+    def world(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """The slots of a view in the order of WORLD, whose first and last one have a place."""
+
+    def after(self, ranks: Sequence[int], times: LayerTimes, slow: Slowness) -> Seating:
+        """The seating when only ``ranks`` (slots, in rank order) are left, for these ``times``.
+
+        ``slow``: how many times as long workers take, by slot; others than ``ranks`` do not count.
+        """
+
+    def told(self) -> dict[str, Any]:
+        """Return what to tell a worker that was not there, as a dict that JSON can carry."""
+
+    def as_told(self, told: Mapping[str, Any]) -> Seating:
+        """The seating of whoever told so with `told`."""
+
+    def described(self) -> dict[str, Any] | None:
+        """The layout, and why layers and workers stay, as JSON; None where there are no stages."""
+
+    def recut(self, cuts: Sequence[int]) -> Seating:
+        """The same places with other layers; LayoutError where there are no stages."""
+
+    def edits(self, launched: Mapping[str, Sequence[int]], slot: int) -> dict[str, GroupEdit]:
+        """Return the changes of the groups that ``slot`` holds.
+
+        ``launched``: the members that they were made with, by name.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatSeating:
+    """A data-parallel job: everyone in one cell, in rank order; ``homes`` are those of launch.
+
+    ``whole``: a worker runs replicas as wholes; see `deal`.
+    """
+
+    homes: tuple[int, ...]
+    ranks: tuple[int, ...]
+    buckets: tuple[int, ...] = ()
+    slow: Slowness = field(default_factory=dict)
+    whole: bool = False
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """The one cell."""
+        units = tuple(range(len(self.buckets)))
+        return (Cell(ranks=self.ranks, units=units, buckets=self.buckets),)
+
+    @property
+    def largest(self) -> tuple[int, ...]:
+        """All of it."""
+        return self.buckets
+
+    @property
+    def dealt_over(self) -> dict[str, Any]:
+        """Slots at launch, live ones, and the slow ones of these."""
+        over = {"homes": self.homes, "live": self.ranks, "slow": self.slow}
+        return over | {"whole": True} if self.whole else over
+
+    def cell_of(self, slot: int) -> Cell | None:
+        """The one cell, for its members."""
+        return self.cells[0] if slot in self.ranks else None
+
+    def world(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """The order of the view: everyone has a place."""
+        return tuple(ranks)
+
+    def after(
+        self, ranks: Sequence[int], times: LayerTimes | None = None, slow: Slowness | None = None
+    ) -> FlatSeating:
+        """The same with other members, whatever layers take."""
+        return replace(self, ranks=tuple(ranks), slow=_of(ranks, slow))
+
+    def told(self) -> dict[str, Any]:
+        """Return the slow workers, and whether replicas stay whole; members say the rest."""
+        return _told_slow(self.slow) | ({"whole": True} if self.whole else {})
+
+    def as_told(self, told: Mapping[str, Any]) -> FlatSeating:
+        """The same, with what was told."""
+        return replace(self, slow=_slow_told(told), whole=told.get("whole", False))
+
+    def described(self) -> None:
+        """There are no stages."""
+
+    def recut(self, cuts: Sequence[int]) -> FlatSeating:
+        """Raises LayoutError."""
+        raise LayoutError("a data-parallel job has no stages that layers could come to")
+
+    def edits(self, launched: Mapping[str, Sequence[int]], slot: int) -> dict[str, GroupEdit]:
+        """Every group is who is left of it, and who came back, in the order of WORLD.
+
+        Those of all workers of the launch are of all that there are.
+        """
+        width = len(self.homes)
+
+        def members(slots: Sequence[int]) -> tuple[int, ...]:
+            # Whoever came beyond a launch of several; where it had one, nobody can.
+            if len(slots) == width > 1:
+                return self.ranks
+            return tuple(filter(set(slots).__contains__, self.ranks))
+
+        return {name: GroupEdit(members(slots)) for name, slots in launched.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridSeating:
+    """A TP x PP x DP job.
+
+    ``homes``: the places at launch by slot, with those for which the slots of the reserve are;
+    ``rules`` of the groups by name; ``units``: elements of
+    every part of the model on one worker: layers by number from 1, what is in front of them below,
+    what follows them above. ``partition``: chooses layers and workers of each stage after a change;
+    None: they stay. ``why_workers_stay``: why none can change stage even where one has nobody;
+    ``why_layers_stay``: why not even layers can, for whoever asks for it.
+    ``times``: what layers took when this was planned; ``slow``: who was slow then.
+    """
+
+    layout: ParallelLayout
+    homes: Mapping[int, Seat]
+    rules: Mapping[str, GroupRule]
+    units: Mapping[int, int]
+    partition: Partition | None = None
+    why_workers_stay: str | None = None
+    why_layers_stay: str | None = None
+    times: LayerTimes = field(default_factory=LayerTimes)
+    slow: Slowness = field(default_factory=dict)
+
+    @classmethod
+    def at_launch(
+        cls,
+        layout: ParallelLayout,
+        *,
+        groups: Mapping[str, Sequence[int]],
+        units: Mapping[int, int],
+        **more: Any,
+    ) -> GridSeating:
+        """The seating of the launch layout; ``groups``: members by name, ``more``: other fields.
+
+        Raises ConfigurationError for a group that follows no axis of the layout.
+        """
+        rules = {name: rule_of(slots, layout) for name, slots in groups.items()}
+        homes = {**seats_of(layout), **seats_beyond(layout)}
+        return cls(layout=layout, homes=homes, rules=rules, units=units, **more)
+
+    def units_of(self, stage: int) -> tuple[int, ...]:
+        """The parts of the model that a stage holds, in the order of its buckets.
+
+        Chunk by chunk, and in a chunk from the last to the first, as gradients become ready.
+        """
+        virtual = range(stage, len(self.layout.cuts) - 1, len(self.layout.stages))
+        num_layers = self.layout.num_layers
+        found: list[int] = []
+        for part, (start, stop) in zip(virtual, self.layout.layers(stage), strict=True):
+            low = min(self.units) if part == 0 else start + 1
+            high = max(self.units) if stop == num_layers else stop
+            found += [unit for unit in range(high, low - 1, -1) if unit in self.units]
+        return tuple(found)
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """One for every stage and tp position."""
+        cells = []
+        for stage, groups in enumerate(self.layout.stages):
+            units = self.units_of(stage)
+            buckets = tuple(self.units[unit] for unit in units)
+            for tp in range(self.layout.tp):
+                ranks = tuple(group.slots[tp] for group in groups)
+                cells.append(Cell(stage=stage, tp=tp, ranks=ranks, units=units, buckets=buckets))
+        return tuple(cells)
+
+    @property
+    def largest(self) -> tuple[int, ...]:
+        """The whole model: any layer may come to any stage."""
+        return tuple(self.units.values())
+
+    @property
+    def dealt_over(self) -> dict[str, Any]:
+        """The layout, what its layers take, and who is slow."""
+        return {"layout": self.layout, "times": self.times, "slow": self.slow}
+
+    def seat(self, slot: int) -> Seat | None:
+        """The place of a worker; None for a free one."""
+        return seats_of(self.layout).get(slot)
+
+    def cell_of(self, slot: int) -> Cell | None:
+        """The cell of a worker; None for a free one."""
+        return next((cell for cell in self.cells if slot in cell.ranks), None)
+
+    def world(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """The order of the view, but that free workers are at neither end."""
+        return with_placed_ends(ranks, seats_of(self.layout))
+
+    def told(self) -> dict[str, Any]:
+        """Return the layout's differences from the launch, and the slow workers."""
+        return told_layout(self.layout, self.homes) | _told_slow(self.slow)
+
+    def as_told(self, told: Mapping[str, Any]) -> GridSeating:
+        """The seating with the layout and the slow ones that were told."""
+        layout = layout_told(told, self.layout, self.homes)
+        return replace(self, layout=layout, slow=_slow_told(told))
+
+    def after(
+        self, ranks: Sequence[int], times: LayerTimes | None = None, slow: Slowness | None = None
+    ) -> GridSeating:
+        """Broken TP groups are dissolved; survivors of one stage form whole ones again.
+
+        Whoever comes back does so to the stage of its launch, whose modules it has built, and who
+        comes beyond the launch to that of its slot. A stage that has nobody left takes a replica of
+        another one.
+        Raises LayoutError where there are fewer whole TP groups than stages.
+        """
+        times, slow = times or self.times, _of(ranks, slow)
+        layout = self.layout
+        if set(ranks) != set(layout.workers):
+            layout = self._with_members(ranks)
+        elif slow == self.slow:
+            # A view that renews links, or that somebody's wish asked for: nothing else moves.
+            return replace(self, times=times)
+        if self.partition:
+            layout = self.partition(layout, times, slow)
+        return replace(self, layout=layout, times=times, slow=slow)
+
+    def _with_members(self, ranks: Sequence[int]) -> ParallelLayout:
+        present = set(self.layout.workers)
+        back = [
+            FreeWorker(slot, self.homes[slot].stage, self.homes[slot].tp)
+            for slot in set(ranks) - present
+        ]
+        layout = self.layout.without(present - set(ranks)).returned(back).reformed_in_place()
+        scattered = not all(layout.widths) or any(
+            self.homes[slot].stage != seat.stage for slot, seat in seats_of(layout).items()
+        )
+        if self.why_workers_stay is None and (self.partition or scattered):
+            layout = layout.reformed()
+        if not all(layout.widths):
+            self._check_staff(layout)
+            layout = layout.staffed()
+        return layout
+
+    def described(self) -> dict[str, Any]:
+        """The places of all workers."""
+        return {
+            **self.layout.to_json(),
+            "why_layers_stay": self.why_layers_stay,
+            "why_workers_stay": self.why_workers_stay,
+        }
+
+    def recut(self, cuts: Sequence[int]) -> GridSeating:
+        """The same places, with the layers that somebody has asked for."""
+        return replace(self, layout=self.layout.recut(cuts))
+
+    def _check_staff(self, layout: ParallelLayout) -> None:
+        empty, num_stages = layout.widths.index(0), len(layout.stages)
+        if self.why_workers_stay is not None:
+            raise LayoutError(
+                f"stage {empty} has no whole TP group of {layout.tp} left, and no other worker can"
+                f" take its place: {self.why_workers_stay}; restart from the last checkpoint"
+            )
+        if sum(layout.widths) < num_stages:
+            raise LayoutError(
+                f"{sum(layout.widths)} whole TP groups of {layout.tp} are left for {num_stages}"
+                " stages, wanted one for each; restart from the last checkpoint with fewer stages"
+            )
+
+    def edits(self, launched: Mapping[str, Sequence[int]], slot: int) -> dict[str, GroupEdit]:
+        """Every group by its rule."""
+        return edits_by_rule(self.rules, launched, layout=self.layout, slot=slot)
+
+
+def with_placed_ends(ranks: Sequence[int], placed: Container[int]) -> tuple[int, ...]:
+    """The slots with one that is ``placed`` at each end, as far as there are any.
+
+    >>> with_placed_ends((4, 1, 2, 3, 5), {2, 3})
+    (2, 1, 4, 5, 3)
+    """
+    order = list(ranks)
+    for end, step in ((0, 1), (-1, -1)):
+        found = next((n for n in range(len(order))[::step] if order[n] in placed), None)
+        if found is not None:
+            order[end], order[found] = order[found], order[end]
+    return tuple(order)
+
+
+def edits_by_rule(
+    rules: Mapping[str, GroupRule], launched: Iterable[str], *, layout: ParallelLayout, slot: int
+) -> dict[str, GroupEdit]:
+    """Return the changes of the groups of ``slot``; identities follow from rule and members."""
+    edits, alike = {}, Counter[GroupRule]()
+    for name in launched:
+        rule = rules[name]
+        members = members_of(rule, layout, slot)
+        # Frameworks make several groups of the same workers, on all of them in one order.
+        alike[rule] += 1
+        edits[name] = GroupEdit(members, f"{rule}, number {alike[rule]}: {members}")
+    return edits
+
+
+def _of(ranks: Sequence[int], slow: Slowness | None) -> Slowness:
+    return {slot: slow[slot] for slot in sorted(ranks) if slot in slow} if slow else {}
+
+
+def _told_slow(slow: Slowness) -> dict[str, Any]:
+    return {"slow": [list(one) for one in sorted(slow.items())]} if slow else {}
+
+
+def _slow_told(told: Mapping[str, Any]) -> Slowness:
+    return dict(told.get("slow", ()))

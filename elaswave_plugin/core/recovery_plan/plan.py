@@ -1,0 +1,280 @@
+"""The recovery plan of a committed view, from all sealed shards; the same on every worker.
+
+The restore point is the newest step of which every shard is sealed somewhere, own or copy; nothing
+is planned from state that is not sealed. A plan is pure data with a digest, so the workers can
+compare their plans before anything changes.
+"""
+
+import hashlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from elaswave_plugin.core.layout.sealed_shard import SealedShard
+from elaswave_plugin.core.layout.shards import ALIGNMENT, ShardCut, ShardPiece, pieces_for
+from elaswave_plugin.core.planner.pipeline_flow import Flow
+from elaswave_plugin.core.recovery_plan.placement import Cell
+from elaswave_plugin.errors import SnapshotGapError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryPlan:
+    """The actions of every worker for one committed view.
+
+    ``sources``: the shards to read, by the cell that sealed them and in their order; ``live``:
+    slots whose model and optimizer are still equal to their part of ``sources``.
+    """
+
+    epoch: int
+    reason: str
+    ranks: tuple[int, ...]
+    restore_step: int
+    cells: tuple[Cell, ...]
+    sources: tuple[tuple[SealedShard, ...], ...]
+    alignment: int
+    dataflow: Flow
+    live: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        before = {shards[0].cell[0]: shards[0] for shards in self.sources}
+        widths, parts = {}, {}
+        for cell in self.cells:
+            old = before.get(cell.stage)
+            widths[cell.stage] = f"{len(old.ranks) if old else 0} -> {len(cell.ranks)}"
+            if old is None or old.units != cell.units:
+                parts[cell.stage] = f"{len(old.units) if old else 0} -> {len(cell.units)}"
+        moved = f"model parts {', '.join(parts.values())}, " if parts else ""
+        return (
+            f"view {self.epoch}: width {', '.join(widths.values())}, {moved}"
+            f"restore step {self.restore_step}, {self.dataflow}"
+        )
+
+    def cell_of(self, slot: int) -> int | None:
+        """The number of the cell of ``slot``; None for a worker without a place."""
+        return next((n for n, cell in enumerate(self.cells) if slot in cell.ranks), None)
+
+    def before(self, sealed: SealedShard) -> ShardCut:
+        """Return the cut of the state of which ``sealed`` is a shard."""
+        lengths = {
+            unit: length
+            for cell in self.cells
+            for unit, length in zip(cell.units, cell.buckets, strict=True)
+        }
+        buckets = tuple(lengths[unit] for unit in sealed.units)
+        return ShardCut(buckets=buckets, width=len(sealed.ranks), alignment=self.alignment)
+
+    def after(self, cell: int) -> ShardCut:
+        """Return the cut of a cell's state from now on."""
+        one = self.cells[cell]
+        return ShardCut(buckets=one.buckets, width=len(one.ranks), alignment=self.alignment)
+
+    @property
+    def digest(self) -> int:
+        """A 63-bit fingerprint of every field, and of every field of every source."""
+        return int.from_bytes(hashlib.sha256(repr(self).encode()).digest()[:8], "big") >> 1
+
+    def weights_in_place(self, cell: int) -> frozenset[int]:
+        """Return the buckets of a cell of which all its workers already have the final weights."""
+        one = self.cells[cell]
+        units = set(one.units)
+        for slot in one.ranks:
+            sealed = self._sealed_in(slot, one)
+            units &= set(sealed.units if sealed else ())
+        return frozenset(bucket for bucket, unit in enumerate(one.units) if unit in units)
+
+    def state_in_place(self, slot: int) -> dict[int, int]:
+        """Map the buckets whose final shard ``slot`` has to their numbers when sealed."""
+        number = self.cell_of(slot)
+        if number is None:
+            return {}
+        cell = self.cells[number]
+        sealed = self._sealed_in(slot, cell)
+        if sealed is None or sealed.ranks != cell.ranks:
+            return {}
+        here = sorted(self.weights_in_place(number))
+        return {bucket: sealed.units.index(cell.units[bucket]) for bucket in here}
+
+    def in_place(self, slot: int) -> dict[str, int]:
+        """Count the buckets of a worker: without gathering, without reading, and all of them."""
+        number = self.cell_of(slot)
+        if number is None:
+            return {"weights": 0, "state": 0, "parts": 0}
+        return {
+            "weights": len(self.weights_in_place(number)),
+            "state": len(self.state_in_place(slot)),
+            "parts": len(self.cells[number].units),
+        }
+
+    def _sealed_in(self, slot: int, cell: Cell) -> SealedShard | None:
+        """Return a shard of the cell if ``slot`` has been in it since; None otherwise."""
+        here = (s[0] for s in self.sources if s[0].cell == cell.key and slot in s[0].ranks)
+        return next(here, None) if slot in self.live else None
+
+    def pieces(self, slot: int) -> tuple[tuple[SealedShard, tuple[ShardPiece, ...]], ...]:
+        """List what ``slot`` reads, grouped by source; nothing for a worker without a place."""
+        number = self.cell_of(slot)
+        if number is None:
+            return ()
+        cell, after = self.cells[number], self.after(number)
+        found = []
+        staying = self.state_in_place(slot)
+        for shards in self.sources:
+            old = shards[0]
+            if old.cell[1] != cell.tp or set(old.units).isdisjoint(cell.units):
+                continue
+            wanted = pieces_for(
+                target=cell.ranks.index(slot),
+                before=self.before(old),
+                after=after,
+                origins={
+                    bucket: old.units.index(unit)
+                    for bucket, unit in enumerate(cell.units)
+                    if unit in old.units and bucket not in staying
+                },
+            )
+            for source in shards:
+                pieces = tuple(piece for piece in wanted if piece.source == source.shard)
+                if pieces:
+                    found.append((source, pieces))
+        return tuple(found)
+
+    def bytes_moved(self) -> int:
+        """Count the bytes of state that travel between different workers."""
+        return sum(
+            12 * (piece.stop - piece.start)
+            for slot in self.ranks
+            for source, pieces in self.pieces(slot)
+            if source.holder != slot
+            for piece in pieces
+        )
+
+
+_Shards = dict[int, SealedShard]
+_Cells = dict[tuple[int, int], _Shards]
+
+
+def restore_point(
+    sealed: Iterable[SealedShard], cells: Sequence[Cell]
+) -> tuple[tuple[SealedShard, ...], ...]:
+    """Find the sources of the newest step sealed completely: by its cells, in shard order.
+
+    ``cells``: the parts of the model that workers need from now on. The owner's own memory is
+    preferred to a copy, then the lowest holder.
+    Raises SnapshotGapError naming the missing shards of every step.
+    """
+    steps: dict[tuple[int, int], _Cells] = {}
+    for one in sorted(sealed, key=lambda s: (s.is_copy, s.holder)):
+        of_step = steps.setdefault((one.step, one.epoch), {})
+        of_step.setdefault(one.cell, {}).setdefault(one.shard, one)
+    newest_first = sorted(steps.items(), reverse=True)
+    for _, of_step in newest_first:
+        if not any(_missing(of_step, cell) for cell in cells):
+            origins = sorted({key for cell in cells for key in _origins(of_step, cell).values()})
+            return tuple(tuple(of_step[key][n] for n in sorted(of_step[key])) for key in origins)
+    if not steps:
+        raise SnapshotGapError("no sealed snapshot is left; restart from the last checkpoint")
+    gaps = [
+        f"step {step}{place if len(cells) > 1 else ''}: {what}"
+        for (step, _), of_step in newest_first
+        for place, what in dict.fromkeys(
+            missing for cell in cells for missing in _missing(of_step, cell)
+        )
+    ]
+    raise SnapshotGapError(
+        f"state was lost with all its copies ({'; '.join(gaps)}); "
+        "restart from the last checkpoint, or raise snapshot_copies"
+    )
+
+
+def _origins(of_step: _Cells, cell: Cell) -> dict[int, tuple[int, int]]:
+    """Find the cell that had each part of the model that ``cell`` needs, if known."""
+    return {
+        unit: key
+        for key, shards in of_step.items()
+        if key[1] == cell.tp
+        for unit in next(iter(shards.values())).units
+        if unit in cell.units
+    }
+
+
+def _missing(of_step: _Cells, cell: Cell) -> list[tuple[str, str]]:
+    """List (place, shards as text) of everything that ``cell`` needs and that is missing."""
+    origins = _origins(of_step, cell)
+    missing = []
+    for stage, tp in dict.fromkeys(origins.values()):
+        shards = of_step[stage, tp]
+        width = len(next(iter(shards.values())).ranks)
+        absent = sorted(set(range(width)) - set(shards))
+        if absent:
+            missing.append((f", stage {stage} tp {tp}", f"shards {absent} of {width}"))
+    if len(origins) < len(cell.units):
+        missing.append((f", stage {cell.stage} tp {cell.tp}", "all shards"))
+    return missing
+
+
+def make_plan(
+    *,
+    epoch: int,
+    reason: str,
+    ranks: Sequence[int],
+    cells: Sequence[Cell],
+    dataflow: Flow,
+    inventory: Iterable[SealedShard],
+    alignment: int = ALIGNMENT,
+    rejected: Collection[SealedShard] = (),
+    live: Mapping[int, tuple[int, int] | None] | None = None,
+) -> RecoveryPlan:
+    """Plan the recovery of a job from a commit.
+
+    ``ranks``: live slots in rank order; ``cells``: who shares which state from now on, cut at
+    multiples of ``alignment`` elements; ``dataflow``: who runs what; ``rejected``: those whose
+    bytes failed verification, which are not used; ``live``: (step, epoch) of the seal at
+    which each slot's model and optimizer still are. Raises SnapshotGapError.
+    """
+    sources = restore_point((one for one in inventory if one not in rejected), cells)
+    point = sources[0][0].step, sources[0][0].epoch
+    return RecoveryPlan(
+        epoch=epoch,
+        reason=reason,
+        ranks=tuple(ranks),
+        restore_step=sources[0][0].step,
+        cells=tuple(cells),
+        sources=sources,
+        alignment=alignment,
+        dataflow=dataflow,
+        live=tuple(slot for slot in ranks if (live or {}).get(slot) == point),
+    )
+
+
+def copy_targets(
+    slot: int,
+    *,
+    ranks: Sequence[int],
+    nodes: Sequence[int],
+    copies: int,
+    peers: Collection[int] = (),
+) -> tuple[int, ...]:
+    """List slots to keep a copy of ``slot``'s snapshot: other nodes, then peers, then the next.
+
+    ``nodes[i]`` is the node of ``ranks[i]``; ``peers``: the slots that share its state. Fewer
+    targets than ``copies`` if fewer are alive. The next is the slot with the same place on its
+    node, so that the slots of a node do not all choose the same one.
+    """
+    mine = ranks.index(slot)
+    sharing = {slot, *peers}
+    all_of: dict[int, list[int]] = {}
+    peers_of: dict[int, list[int]] = {}
+    for one, node in sorted(zip(ranks, nodes, strict=True)):
+        all_of.setdefault(node, []).append(one)
+        if one in sharing:
+            peers_of.setdefault(node, []).append(one)
+
+    def preference(rank: int) -> tuple[bool, bool, bool, int]:
+        is_near, is_peer = nodes[rank] == nodes[mine], ranks[rank] in sharing
+        places = peers_of if is_peer else all_of
+        theirs, own = places[nodes[rank]], places[nodes[mine]]
+        away = theirs.index(ranks[rank]) - own.index(slot)
+        return is_near, not is_peer, away != 0, away % len(theirs)
+
+    others = [(mine + distance) % len(ranks) for distance in range(1, len(ranks))]
+    others.sort(key=preference)
+    return tuple(ranks[rank] for rank in others[:copies])

@@ -1,0 +1,1 @@
+"""What both ends of the control plane share (standard library only)."""

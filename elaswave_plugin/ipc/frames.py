@@ -1,0 +1,260 @@
+"""The messages between trainer and supervisor, and those of the links between supervisors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from elaswave_plugin.core.agreement.hang import Sample, Waiting
+from elaswave_plugin.core.agreement.messages import (
+    Detached,
+    Facts,
+    Message,
+    Raised,
+    Severed,
+    Stop,
+)
+from elaswave_plugin.core.agreement.view import MembershipView
+from elaswave_plugin.core.codec import WireMessage
+from elaswave_plugin.core.layout.sealed_shard import SealedShard
+from elaswave_plugin.ipc.job_constants import Remembered
+
+# ---- a trainer to its supervisor ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join(WireMessage):
+    """It is there; `respawn`: times that its slot is started again."""
+
+    facts: Facts
+    respawn: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready(WireMessage):
+    """It comes later, has built all, and waits to be let in."""
+
+    facts: Facts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun(WireMessage):
+    """It has begun this step, and waits before the next one where view `epoch` begins."""
+
+    epoch: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavesLast(WireMessage):
+    """Where every worker has to leave, it writes a checkpoint with them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remember(WireMessage):
+    """It has its supervisor keep this for a trainer that replaces it."""
+
+    what: Remembered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quiesced(WireMessage):
+    """It has stopped for the proposal of view `epoch`."""
+
+    epoch: int
+    facts: Facts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sealed(WireMessage):
+    """It has sealed a snapshot, which the slots `copy_to` are to hold as well."""
+
+    record: SealedShard
+    copy_to: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release(WireMessage):
+    """It needs nothing any more that was sealed before `epoch`."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress(WireMessage):
+    """It goes on with an announced phase: the deadline of its answer starts anew."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replan(WireMessage):
+    """It asks for another view of the same members."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish(WireMessage):
+    """Its work is done, with so many steps."""
+
+    completed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave(WireMessage):
+    """It goes, as planned; `returns`: another is to be started in its place."""
+
+    reason: str
+    returns: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abandon(WireMessage):
+    """The job cannot go on."""
+
+    reason: str
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout(WireMessage):
+    """A description of who works where."""
+
+    layout: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowSeen(WireMessage):
+    """The slots of slow workers, with the evidence."""
+
+    slow: tuple[tuple[int, str], ...]
+
+
+FromTrainer = (
+    Join
+    | Ready
+    | Begun
+    | SavesLast
+    | Remember
+    | Quiesced
+    | Sealed
+    | Release
+    | Progress
+    | Severed
+    | Replan
+    | Raised
+    | Detached
+    | Finish
+    | Leave
+    | Abandon
+    | Layout
+    | SlowSeen
+)
+
+# ---- a supervisor to its trainer ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Propose(WireMessage):
+    """Stop for a view, within `within_s` seconds, for the reason given.
+
+    `boundary`: between two steps, `before_step` once it is known before which.
+    """
+
+    epoch: int
+    reason: str
+    within_s: float
+    boundary: bool
+    before_step: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice(WireMessage):
+    """It is to leave between two steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutsWanted(WireMessage):
+    """Somebody asks for these layers of each stage."""
+
+    cuts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewView(WireMessage):
+    """A view is decided, after those `before` it, which are new as well; payload: a `Payload`."""
+
+    before: tuple[MembershipView, ...]
+    view: MembershipView
+    payload: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started(WireMessage):
+    """Every trainer has sealed its first snapshot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied(WireMessage):
+    """The supervisor of `slot` holds the snapshot of this step that was sealed in view `epoch`."""
+
+    step: int
+    epoch: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copying(WireMessage):
+    """Bytes of a copy are on the way to the supervisor of `slot`."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alone(WireMessage):
+    """It comes later, and builds by itself, beside the training.
+
+    `view` is that of the launch; `remembered` is what its predecessor had the supervisor keep.
+    """
+
+    view: MembershipView
+    remembered: Remembered
+
+
+FromSupervisor = Propose | Notice | Stop | CutsWanted | NewView | Started | Copied | Copying | Alone
+
+# ---- on a link between supervisors, beside the agreement's --------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goodbye(WireMessage):
+    """It ends, and nothing of its worker acts for the job any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask(WireMessage):
+    """Is it there? Its leader is silent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Here(WireMessage):
+    """The answer to `Ask`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat(WireMessage):
+    """Number `n` of its beats; `heard`: the newest of the other one's.
+
+    It was sure to be in the job for `left` seconds more when it heard that. `page`: of its trainer,
+    where that stands still; `waiting`: the leader says who waits for the other one's trainer.
+    """
+
+    n: int
+    heard: int
+    left: float
+    page: Sample | None = None
+    waiting: Waiting = field(default_factory=Waiting)
+
+
+FromPeer = Message | Goodbye | Ask | Here | Beat

@@ -1,0 +1,324 @@
+"""The progress page: shared memory in which a trainer says where it is (standard library only).
+
+The trainer's main path writes it with plain stores, which cost under a microsecond; its supervisor
+reads it without any help of the trainer, whose interpreter may be wedged. Each trainer gets a page
+of its own, so that a late write of an older one goes nowhere.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from elaswave_plugin.core.agreement.hang import NOBODY, UNKNOWN_LIMIT_S, PhaseLimits, Sample
+from elaswave_plugin.errors import ConfigurationError
+
+PROGRESS_FD = "ELASWAVE_PROGRESS_FD"
+# How long an announced phase is waited for. Long enough for the save of a large model on slow
+# storage; after it a phase counts as stuck and its worker is fenced.
+ANNOUNCED_LIMIT_S = 1800.0
+BETWEEN_STEPS = "between steps"
+
+_PAGE_BYTES = 4096
+PAGE_NAME = "elaswave-progress"
+# Words of eight bytes.
+_SINCE_NS = 0
+_PID = 1
+_INCARNATION = 2
+_EPOCH = 3
+_STEP = 4
+_OPERATIONS = 5
+_WAITS_FOR = 6
+_LIMIT_NS = 7
+_DEPTH = 8
+_LENT_UNTIL_NS = 9
+_TOLD_TO_END = 10
+_WAITS_IN = 11
+_FLOOR_NS = 12
+_STACK_FD = 13
+# Texts: the phase, then the announced ones, which may be nested.
+_TEXTS = 1024
+_TEXT_BYTES = 64
+_MOST_ANNOUNCED = 7
+_NS = 1_000_000_000
+
+
+def create_page() -> int:
+    """A descriptor of the memory of a new page."""
+    fd = os.memfd_create(PAGE_NAME, os.MFD_CLOEXEC)
+    os.ftruncate(fd, _PAGE_BYTES)
+    return fd
+
+
+class ProgressPage:
+    """The page behind a descriptor; without one, memory that nobody else sees."""
+
+    def __init__(self, fd: int | None = None) -> None:
+        self._memory = mmap.mmap(-1 if fd is None else fd, _PAGE_BYTES)
+        self._words = memoryview(self._memory).cast("q")
+
+    def close(self) -> None:
+        """Unmap it."""
+        self._words.release()
+        self._memory.close()
+
+    # ---- what a trainer writes ----------------------------------------------------------------
+
+    def begin(self, incarnation: int) -> None:
+        """A trainer takes its page."""
+        self._words[_PID] = os.getpid()
+        self._words[_INCARNATION] = incarnation
+        self._words[_WAITS_FOR] = NOBODY
+        self.enter(BETWEEN_STEPS, UNKNOWN_LIMIT_S)
+
+    def touch(self) -> None:
+        """Something went on."""
+        self._words[_SINCE_NS] = time.monotonic_ns()
+
+    def enter(self, phase: str, limit_s: float) -> None:
+        """A phase begins, which may stand still for so long."""
+        # The time comes first: whoever reads in between sees a shorter standstill, never a longer.
+        self._words[_SINCE_NS] = time.monotonic_ns()
+        self._words[_LIMIT_NS] = int(limit_s * _NS)
+        self._write_text(0, phase.encode())
+
+    def set_floor(self, floor_s: float) -> None:
+        """No phase is late before."""
+        self._words[_FLOOR_NS] = int(floor_s * _NS)
+
+    def set_place(self, *, epoch: int | None = None, step: int | None = None) -> None:
+        """The view and the step of the work."""
+        if epoch is not None:
+            self._words[_EPOCH] = epoch
+        if step is not None:
+            self._words[_STEP] = step
+
+    def count_operation(self) -> None:
+        """An operation with other workers begins."""
+        words = self._words
+        words[_SINCE_NS] = time.monotonic_ns()
+        words[_OPERATIONS] += 1
+
+    def waits_for(self, slot: int, operation: int = 0) -> None:
+        """A slot, or one of NOBODY, COMMIT and OUTSIDE; the number of the operation that waits."""
+        self._words[_SINCE_NS] = time.monotonic_ns()
+        self._words[_WAITS_FOR] = slot
+        self._words[_WAITS_IN] = operation
+
+    @contextmanager
+    def waiting(self, for_whom: int) -> Iterator[None]:
+        """Wait for COMMIT or OUTSIDE."""
+        self.waits_for(for_whom)
+        try:
+            yield
+        finally:
+            self.waits_for(NOBODY)
+
+    def announce(self, phase: str) -> None:
+        """A phase begins that is waited for; raises ConfigurationError for a name without room."""
+        text = phase.encode()
+        if not 0 < len(text) < _TEXT_BYTES:
+            raise ConfigurationError(
+                f"phase is {phase!r}, wanted a name of 1 to {_TEXT_BYTES - 1} bytes"
+            )
+        self.touch()
+        depth = self._words[_DEPTH] + 1
+        self._write_text(min(depth, _MOST_ANNOUNCED), text)
+        self._words[_DEPTH] = depth
+
+    def end_announced(self) -> None:
+        """The newest announced phase is over."""
+        self.touch()
+        self._words[_DEPTH] = max(0, self._words[_DEPTH] - 1)
+
+    def offer_stack(self, fd: int) -> None:
+        """This process writes its stack to its descriptor ``fd`` when it is asked for."""
+        self._words[_STACK_FD] = fd
+
+    # ---- what the supervisor writes -----------------------------------------------------------
+
+    def lend(self, until_s: float) -> None:
+        """Until then, on the monotonic clock, the trainer may act for the job."""
+        self._words[_LENT_UNTIL_NS] = max(1, int(max(0.0, until_s) * _NS))
+
+    def tell_to_end(self) -> None:
+        """The next signal that asks to end means this trainer."""
+        self._words[_TOLD_TO_END] = 1
+
+    # ---- what everyone reads ------------------------------------------------------------------
+
+    @property
+    def pid(self) -> int:
+        """The trainer's process id; 0 before it began."""
+        return self._words[_PID]
+
+    @property
+    def stack_fd(self) -> int:
+        """The trainer's descriptor to which it writes its stack; 0 where it does not."""
+        return self._words[_STACK_FD]
+
+    @property
+    def may_act(self) -> bool:
+        """Whether the trainer may act for the job; also where nobody has ever said until when."""
+        until_ns = self._words[_LENT_UNTIL_NS]
+        return not until_ns or time.monotonic_ns() < until_ns
+
+    @property
+    def is_told_to_end(self) -> bool:
+        """Whether a signal that asks to end comes from the supervisor."""
+        return bool(self._words[_TOLD_TO_END])
+
+    @property
+    def announced(self) -> str | None:
+        """The announced phase in which the trainer is."""
+        depth = self._words[_DEPTH]
+        return self._text(min(depth, _MOST_ANNOUNCED)) if depth else None
+
+    @property
+    def since_s(self) -> float:
+        """When the trainer last made progress, on the monotonic clock."""
+        return self._words[_SINCE_NS] / _NS
+
+    def sample(
+        self, *, slot: int, awake_s: float = 0.0, waited_s: float = 0.0, stopped: bool = False
+    ) -> Sample | None:
+        """What it says now, None before the trainer began.
+
+        Only time after `awake_s` counts (on the monotonic clock), when the reader began to run, and
+        none of the `waited_s` in which the trainer waited for a processor.
+        """
+        words = self._words
+        if not words[_SINCE_NS]:
+            return None
+        announced = self.announced
+        phase, limit_s = announced or self._text(0), words[_LIMIT_NS] / _NS
+        waits_for, operations = words[_WAITS_FOR], words[_OPERATIONS]
+        # The time comes last, as it comes first for the writer: what was read above is no newer.
+        since_s = words[_SINCE_NS] / _NS
+        return Sample(
+            slot=slot,
+            incarnation=words[_INCARNATION],
+            epoch=words[_EPOCH],
+            step=words[_STEP],
+            phase=phase,
+            operations=operations,
+            stalled_s=max(0.0, time.monotonic() - max(since_s, awake_s) - waited_s),
+            limit_s=ANNOUNCED_LIMIT_S if announced else limit_s,
+            waits_for=waits_for,
+            stopped=stopped,
+            waited_s=waited_s,
+            waits_in=words[_WAITS_IN],
+            floor_s=words[_FLOOR_NS] / _NS or UNKNOWN_LIMIT_S,
+            announced=bool(announced),
+        )
+
+    def _write_text(self, index: int, text: bytes) -> None:
+        start = _TEXTS + index * _TEXT_BYTES
+        self._memory[start : start + _TEXT_BYTES] = text.ljust(_TEXT_BYTES, b"\0")
+
+    def _text(self, index: int) -> str:
+        start = _TEXTS + index * _TEXT_BYTES
+        text = self._memory[start : start + _TEXT_BYTES].rstrip(b"\0")
+        return text.decode(errors="replace")
+
+
+def page_fd(environ: Mapping[str, str]) -> int | None:
+    """The descriptor that the supervisor gave; None where this process did not get it."""
+    number = environ.get(PROGRESS_FD)
+    try:
+        is_page = number is not None and PAGE_NAME in os.readlink(f"/proc/self/fd/{number}")
+    except OSError:  # the variable came down to a child of the trainer, the descriptor did not
+        return None
+    return int(number) if number is not None and is_page else None
+
+
+def page_of(environ: Mapping[str, str]) -> ProgressPage | None:
+    """The page of the trainer that this process is; None where it is none (as in its children)."""
+    fd = page_fd(environ)
+    if fd is None:
+        return None
+    page = ProgressPage(fd)
+    if page.pid == os.getpid():
+        return page
+    page.close()
+    return None
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Announce work that may take long on one worker: the others wait for it, up to half an hour.
+
+    For an evaluation, a save or a download of the script's own, between or inside of steps. Outside
+    an elastic job it does nothing. Raises ConfigurationError for a name over 63 bytes.
+    """
+    page = page_of(os.environ)
+    if page is None:
+        yield
+        return
+    try:
+        page.announce(name)
+        try:
+            yield
+        finally:
+            page.end_announced()
+    finally:
+        page.close()
+
+
+class PhaseClock:
+    """Times the phases of a trainer, and tells its page how long each may take."""
+
+    def __init__(
+        self,
+        page: ProgressPage,
+        *,
+        floor_s: float,
+        recovery_s: float,
+        data_floor_s: float | None = None,
+    ) -> None:
+        """No phase is late before `floor_s`, no phase of a recovery before `recovery_s`.
+
+        ``data_floor_s``: nor is the reading of data before this.
+        """
+        self._page = page
+        page.set_floor(floor_s)
+        self._limits = PhaseLimits(floor_s, data_floor_s=data_floor_s)
+        self._recovery_s = max(floor_s, recovery_s)
+        self._phase: str | None = None
+        self._entered_ns = 0
+
+    def enter(self, phase: str) -> None:
+        """A phase of a step begins."""
+        self._leave()
+        if self._page.announced is not None:
+            # In an evaluation: what it took is no measure of a step, and it is waited for anyway.
+            self._phase = None
+            return self._page.touch()
+        self._phase = phase
+        self._page.enter(phase, self._limits.of(phase))
+
+    def step_over(self) -> None:
+        """A step is complete: what follows is the script's."""
+        self._leave()
+        self._limits.step_over()
+        self.outside(BETWEEN_STEPS)
+
+    def outside(self, phase: str) -> None:
+        """Work begins that is no part of a step, and of which nobody knows how long it takes."""
+        self._phase = None
+        self._page.enter(phase, UNKNOWN_LIMIT_S)
+
+    def recover(self, phase: str) -> None:
+        """A phase of a recovery begins; the interrupted step will be redone."""
+        self._phase = None
+        self._limits.drop_step()
+        self._page.enter(phase, self._recovery_s)
+
+    def _leave(self) -> None:
+        now_ns = time.monotonic_ns()
+        if self._phase is not None:
+            self._limits.note(self._phase, (now_ns - self._entered_ns) / _NS)
+        self._entered_ns = now_ns

@@ -1,0 +1,312 @@
+"""Framing for every control connection: a JSON object behind its length, blocking and not."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from elaswave_plugin.core.codec import WireMessage, to_json
+from elaswave_plugin.ipc.reactor import Reactor
+
+Frame = dict[str, Any]
+Check = Callable[[], None]
+CHECK_EVERY_S = 0.01
+LENGTH = struct.Struct("!I")
+LONGEST_FRAME_BYTES = 1 << 30
+PROBE_AFTER_S = 30
+PROBE_EVERY_S = 10
+PROBES = 9
+_READ_BYTES = 1 << 16
+
+
+def encode(frame: Frame | WireMessage) -> bytes:
+    """The bytes of a frame."""
+    body = json.dumps(frame, separators=(",", ":"), default=to_json).encode()
+    return LENGTH.pack(len(body)) + body
+
+
+class FrameBuffer:
+    """Cuts a stream into frames; what is left of an unfinished one stays inside."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """The frames that are complete now. Raises ValueError on bytes that are no frame."""
+        self._data += data
+        frames: list[Frame] = []
+        start = 0
+        while len(self._data) - start >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._data, start)
+            if length > LONGEST_FRAME_BYTES:
+                raise ValueError(f"frame of {length} bytes on a control connection")
+            end = start + LENGTH.size + length
+            if len(self._data) < end:
+                break
+            frames.append(json.loads(self._data[start + LENGTH.size : end]))
+            start = end
+        del self._data[:start]
+        return frames
+
+
+class Channel:
+    """A control connection on a reactor: sends without blocking, calls back for each frame.
+
+    `on_bytes` is called whenever anything arrives: a long frame is a sign of life before its end.
+    """
+
+    def __init__(
+        self,
+        reactor: Reactor,
+        sock: socket.socket,
+        *,
+        on_frame: Callable[[Frame], None],
+        on_close: Callable[[str], None],
+        on_bytes: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._reactor = reactor
+        self._sock = sock
+        self._on_frame = on_frame
+        self._on_close = on_close
+        self._on_bytes = on_bytes
+        self._buffer = FrameBuffer()
+        self._unsent = bytearray()
+        self._waits_to_write = False
+        self.closed = False
+        sock.setblocking(False)
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        probe_when_silent(sock)
+        reactor.watch(sock.fileno(), self._read)
+
+    def send(self, frame: Frame | WireMessage) -> None:
+        """Send a frame, or drop it where the connection is closed (its end is reported anyway)."""
+        self.send_encoded(encode(frame))
+
+    def send_encoded(self, data: bytes) -> None:
+        """The same, for a frame that goes to several and was encoded once."""
+        if self.closed:
+            return
+        first = not self._unsent
+        self._unsent += data
+        if first:
+            self._write()
+
+    def close(self) -> None:
+        """Close without calling back; what was not sent is lost."""
+        if not self.closed:
+            self.closed = True
+            self._reactor.unwatch(self._sock.fileno())
+            self._sock.close()
+
+    def drain(self) -> None:
+        """Deliver everything that has arrived, for a peer that is known to have died."""
+        if self.closed:
+            return
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        while not self.closed and poll.poll(0):
+            self._read()
+
+    def half_close(self, timeout_s: float) -> None:
+        """Flush, and tell the peer that nothing follows.
+
+        A plain close with unread bytes would reset the connection and may swallow our last frame.
+        """
+        if self.closed:
+            return
+        self._reactor.unwatch(self._sock.fileno())
+        try:
+            self._sock.settimeout(timeout_s)
+            self._sock.sendall(self._unsent)
+            self._sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            self.close()  # the peer is gone already: nothing is left to tell it
+
+    def await_end(self, deadline_s: float) -> None:
+        """After `half_close`: wait (monotonic clock) until the peer has nothing more to say."""
+        if self.closed:
+            return
+        try:
+            while (left_s := deadline_s - time.monotonic()) > 0:
+                self._sock.settimeout(left_s)
+                if not self._sock.recv(_READ_BYTES):
+                    break
+        except OSError:
+            pass  # it is gone, or too slow: both end the wait
+        self.close()
+
+    def _read(self) -> None:
+        try:
+            data = self._sock.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._lose(f"its connection broke ({error.strerror})")
+            return
+        if not data:
+            self._lose("its connection closed")
+            return
+        self._on_bytes()
+        for frame in self._buffer.feed(data):
+            if not self.closed:
+                self._on_frame(frame)
+
+    def _write(self) -> None:
+        try:
+            sent = self._sock.send(self._unsent)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            # Frames may still be readable; the reading side reports the end once they are.
+            self._unsent.clear()
+            self._waits_to_write = False
+            self._reactor.watch(self._sock.fileno(), self._read)
+            self._reactor.after(0, partial(self._lose, f"its connection broke ({error.strerror})"))
+            return
+        del self._unsent[:sent]
+        if bool(self._unsent) is self._waits_to_write:
+            return  # most messages leave at once, and there is nothing to change
+        self._waits_to_write = bool(self._unsent)
+        self._reactor.watch(self._sock.fileno(), self._read, self._write if self._unsent else None)
+
+    def _lose(self, evidence: str) -> None:
+        if not self.closed:
+            self._deliver_rest()
+            self.close()
+            self._on_close(evidence)
+
+    def _deliver_rest(self) -> None:
+        """Deliver frames that arrived before the connection broke."""
+        while True:
+            try:
+                data = self._sock.recv(_READ_BYTES)
+            except OSError:
+                return
+            if not data:
+                return
+            for frame in self._buffer.feed(data):
+                self._on_frame(frame)
+
+
+def send_frame(sock: socket.socket, frame: Frame) -> None:
+    """Send one frame on a blocking socket."""
+    sock.sendall(encode(frame))
+
+
+def receive_frame(
+    sock: socket.socket,
+    timeout_s: float,
+    check: Check | None = None,
+    *,
+    longest_bytes: int = LONGEST_FRAME_BYTES,
+) -> Frame:
+    """The next frame of a blocking socket; reads not a byte more.
+
+    Raises TimeoutError, ConnectionError where the peer closes or announces a longer one, ValueError
+    where the bytes are no frame, and what `check` raises.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    (length,) = LENGTH.unpack(_receive(sock, LENGTH.size, deadline_s, check))
+    if length > longest_bytes:
+        raise ConnectionError(f"frame of {length} bytes on a control connection")
+    frame = json.loads(_receive(sock, length, deadline_s, check))
+    if not isinstance(frame, dict):
+        raise ValueError(f"a frame is an object, not {frame!r:.100}")
+    return frame
+
+
+def receive_into(
+    sock: socket.socket, view: memoryview, deadline_s: float, check: Check | None = None
+) -> None:
+    """Fill `view` from a blocking socket; `deadline_s` is on the monotonic clock.
+
+    `check` is called all the time, at least every CHECK_EVERY_S seconds.
+    Raises TimeoutError, ConnectionError where the peer closes, and what `check` raises.
+    """
+    while len(view):
+        wait_s = deadline_s - time.monotonic()
+        if wait_s <= 0:
+            raise TimeoutError("timed out")
+        if check is not None:
+            check()
+            wait_s = min(wait_s, CHECK_EVERY_S)
+        sock.settimeout(wait_s)
+        try:
+            count = sock.recv_into(view)
+        except TimeoutError:
+            continue
+        if not count:
+            raise ConnectionError("the connection closed")
+        view = view[count:]
+
+
+def connect(address: str, timeout_s: float, check: Check | None = None) -> socket.socket:
+    """A blocking connection to "host:port", the host in numbers.
+
+    Raises TimeoutError, OSError where nobody answers, and what `check` raises.
+    """
+    host, _, port = address.rpartition(":")
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setblocking(False)
+        code = sock.connect_ex((host, int(port)))
+        if code == errno.EINPROGRESS:
+            _await_writable(sock, time.monotonic() + timeout_s, check)
+            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, os.strerror(code))
+        sock.setblocking(True)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def probe_when_silent(sock: socket.socket) -> None:
+    """Have the kernel ask a silent peer whether it is there; one that vanished ends in two minutes.
+
+    It also keeps an idle connection known to firewalls on the way.
+    """
+    if sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_AFTER_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_EVERY_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
+
+
+def has_ended(sock: socket.socket) -> bool:
+    """Whether the peer of a non-blocking socket has closed it, and all it sent is read."""
+    try:
+        return not sock.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _await_writable(sock: socket.socket, deadline_s: float, check: Check | None) -> None:
+    poll = select.poll()
+    poll.register(sock, select.POLLOUT)
+    while (wait_s := deadline_s - time.monotonic()) > 0:
+        if check is not None:
+            check()
+            wait_s = min(wait_s, CHECK_EVERY_S)
+        if poll.poll(1000 * wait_s):
+            return
+    raise TimeoutError("timed out")
+
+
+def _receive(sock: socket.socket, length: int, deadline_s: float, check: Check | None) -> bytearray:
+    data = bytearray(length)
+    receive_into(sock, memoryview(data), deadline_s, check)
+    return data

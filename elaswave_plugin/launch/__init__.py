@@ -1,0 +1,1 @@
+"""The launchers: `elaswave run`, torchrun, PYTHON_EXEC (standard library only)."""

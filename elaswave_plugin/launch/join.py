@@ -1,0 +1,72 @@
+"""`elaswave run --join`: which free slots of a running job a node takes, or why it takes none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from elaswave_plugin.core.agreement.timeouts import Heartbeat, Patience
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.ipc.environment import RESERVE
+from elaswave_plugin.ipc.peer import own_machine
+from elaswave_plugin.ipc.program import Program
+from elaswave_plugin.launch.options import LaunchSpec
+from elaswave_plugin.supervisor.peers.join_client import Roster, ask_roster
+from elaswave_plugin.supervisor.peers.same_program import describe_program, difference
+
+
+class Vacancy(NamedTuple):
+    """The slots to take, the node's number, the job's size, and the spec as the job has it."""
+
+    slots: tuple[int, ...]
+    node: int
+    world_size: int
+    contacts: tuple[str, ...]
+    spec: LaunchSpec
+
+
+def find_vacancy(spec: LaunchSpec) -> Vacancy:
+    """Ask the job of `spec.join`. Raises ConfigurationError where it cannot be joined so."""
+    assert spec.join is not None
+    host, _, port = spec.join.rpartition(":")
+    contact = f"{host.removeprefix('[').removesuffix(']')}:{port}"
+    try:
+        roster = ask_roster([contact])
+    except OSError as error:
+        raise ConfigurationError(
+            f"--join is {spec.join}, where no supervisor of a job answers "
+            f"({error.strerror or error}); `elaswave status --json` has their addresses"
+        ) from error
+    _check_program(spec, roster)
+    if roster.record["ending"]:
+        raise ConfigurationError(f"the job at {spec.join} is ending: nobody can join it")
+    world_size, free = len(roster.peers), roster.free
+    if len(free) < spec.nproc_per_node:
+        raise ConfigurationError(
+            f"--nproc-per-node is {spec.nproc_per_node}, and {len(free)} of the job's {world_size} "
+            "slots are free: bring fewer, wait until a worker is gone with its supervisor, or "
+            f"launch the job with a --reserve of more than {roster.record['env'][RESERVE]}, by "
+            "which it may grow beyond its launch"
+        )
+    record = roster.record
+    run_dir = spec.run_dir or (Path(record["run_dir"]) if record["run_dir"] else None)
+    return Vacancy(
+        slots=free[: spec.nproc_per_node],
+        node=roster.node_for(own_machine()),
+        world_size=world_size,
+        contacts=tuple(peer.data for peer in roster.living),
+        spec=replace(
+            spec,
+            run_dir=run_dir,
+            patience=Patience(**record["patience"]),
+            heartbeat=Heartbeat(**record["heartbeat"]),
+        ),
+    )
+
+
+def _check_program(spec: LaunchSpec, roster: Roster) -> None:
+    program = Program(script=spec.script, args=spec.args, module=spec.module)
+    differs = difference(describe_program(program), roster.record["program"])
+    if differs is not None:
+        raise ConfigurationError(differs)

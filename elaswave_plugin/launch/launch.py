@@ -1,0 +1,514 @@
+"""`elaswave run`: starts one node's supervisors (and zygote) and waits for the end of the job."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from elaswave_plugin.errors import EXIT_FAILED, EXIT_LEFT_OUT, EXIT_TOLD, ConfigurationError
+from elaswave_plugin.ipc.console import say
+from elaswave_plugin.ipc.environment import QUIESCE, RESERVE, variable
+from elaswave_plugin.ipc.process_limit import explained_process_limit
+from elaswave_plugin.ipc.program import Program
+from elaswave_plugin.ipc.reactor import Reactor
+from elaswave_plugin.launch.descriptors import allow_descriptors
+from elaswave_plugin.launch.join import Vacancy, find_vacancy
+from elaswave_plugin.launch.options import LaunchSpec, parse_run_args
+from elaswave_plugin.launch.preflight import open_run_dir, refuse_second_job
+from elaswave_plugin.launch.standard_streams import fill_closed_streams, relayed_output
+from elaswave_plugin.launch.zygote_settings import check_zygote
+from elaswave_plugin.supervisor.main import (
+    EXIT_CRASHED,
+    Descriptors,
+    SupervisorProcess,
+)
+from elaswave_plugin.supervisor.notice_file import NOTICE_FILE
+from elaswave_plugin.supervisor.oom_kills import oom_kills
+from elaswave_plugin.supervisor.peers.rendezvous import Place, listen_at, own_host, tell_of_end
+from elaswave_plugin.supervisor.standby import EXIT_UNUSED, STANDBY
+from elaswave_plugin.supervisor.supervisor_spec import SupervisorSpec
+from elaswave_plugin.tracking.events import EventLog
+
+__all__ = ["LaunchSpec", "main", "parse_run_args", "run_job"]
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+# Beyond the time in which workers that were told to go may leave between two steps.
+_LAST_RESORT_S = 10.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """`elaswave run ARGV`; bad input is one sentence on stderr and exit code 2."""
+    fill_closed_streams()
+    try:
+        with explained_process_limit():
+            return run_job(parse_run_args(argv))
+    except ConfigurationError as error:
+        print(f"elaswave run: {error}", file=sys.stderr)
+        return 2
+
+
+def run_job(spec: LaunchSpec) -> int:
+    """Run this node's part of the job to its end; returns the exit code.
+
+    Raises ConfigurationError for bad input, before anything is started.
+    """
+    if spec.join is not None:
+        return _join_job(spec)
+    allow_descriptors(spec.nnodes * spec.nproc_per_node + spec.reserve)
+    open_run_dir(spec.run_dir)
+    if spec.node_rank == 0:
+        refuse_second_job(spec.run_dir)
+    listener = _listen(spec) if spec.node_rank == 0 else None
+    port = spec.master_port if listener is None else listener.getsockname()[1]
+    host = own_host(
+        spec.master_addr,
+        port,
+        listener=listener,
+        timeout_s=spec.start_timeout_s,
+        several=spec.nnodes > 1,
+    )
+    zygotes = _connect_zygotes(spec)
+    if spec.nnodes == 2 and spec.node_rank == 0:
+        say("with 2 nodes the loss of node 0 cannot be survived: it is the half that goes on")
+    with (
+        EventLog(spec.run_dir / "events.jsonl" if spec.run_dir else None) as events,
+        relayed_output(),
+    ):
+        return _NodeJob(spec, events, host).run(listener, port, zygotes)
+
+
+def _join_job(spec: LaunchSpec) -> int:
+    vacancy = find_vacancy(spec)
+    spec = vacancy.spec
+    open_run_dir(spec.run_dir)
+    allow_descriptors(vacancy.world_size)
+    contact, _, port = vacancy.contacts[0].rpartition(":")
+    host = own_host(contact, int(port), listener=None, timeout_s=spec.start_timeout_s)
+    zygotes = _connect_zygotes(spec)
+    with (
+        EventLog(spec.run_dir / "events.jsonl" if spec.run_dir else None) as events,
+        relayed_output(),
+    ):
+        return _NodeJob(spec, events, host).run_newcomers(vacancy, zygotes)
+
+
+class _NodeJob:
+    """The processes of one node: all are children of this one, and end with it."""
+
+    def __init__(self, spec: LaunchSpec, events: EventLog, host: str) -> None:
+        self._spec = spec
+        self._host = host
+        self._events = events
+        self._reactor = Reactor()
+        self._supervisors: dict[int, SupervisorProcess] = {}
+        self._zygote: subprocess.Popen[bytes] | None = None
+        self._codes: list[int] = []
+        self._signals: list[int] = []
+        self._ends_early = False
+        self._scripts_port = _reserve_port()
+
+    def run(self, listener: socket.socket | None, port: int, zygotes: list[socket.socket]) -> int:
+        """Start the job's part of this node, and wait for the end of the job."""
+        spec = self._spec
+        self._events.emit("job_started", **self._described(spec.node_rank, spec.nnodes))
+
+        def start(zygotes: list[socket.socket]) -> None:
+            on_address = partial(self._start_standbys, zygotes)
+            address_fd = self._await_address(on_address) if spec.standby else -1
+            for local_rank in range(spec.nproc_per_node):
+                zygote = zygotes[local_rank] if zygotes else None
+                teller_fd = address_fd if local_rank == 0 else -1
+                self._start_supervisor(local_rank, listener, port, zygote, teller_fd)
+            if address_fd >= 0:
+                os.close(address_fd)
+            if listener is not None:
+                listener.close()
+
+        return self._supervise(start, zygotes, node=spec.node_rank)
+
+    def run_newcomers(self, vacancy: Vacancy, zygotes: list[socket.socket]) -> int:
+        """Start supervisors that take lost slots of a running job, and wait for its end."""
+        described = self._described(vacancy.node, None)
+        self._events.emit("node_joins", slots=list(vacancy.slots), **described)
+
+        def start(zygotes: list[socket.socket]) -> None:
+            for local_rank, slot in enumerate(vacancy.slots):
+                self._start_newcomer(
+                    slot,
+                    local_rank,
+                    node=vacancy.node,
+                    world_size=vacancy.world_size,
+                    contacts=vacancy.contacts,
+                    zygote=zygotes[local_rank] if zygotes else None,
+                )
+
+        return self._supervise(start, zygotes, node=vacancy.node)
+
+    def _described(self, node: int, nnodes: int | None) -> dict[str, object]:
+        return {
+            "launcher_pid": os.getpid(),
+            "node": node,
+            "nproc": self._spec.nproc_per_node,
+            "nnodes": nnodes,
+            "script": self._spec.script,
+        }
+
+    def _supervise(
+        self,
+        start: Callable[[list[socket.socket]], None],
+        zygotes: list[socket.socket],
+        *,
+        node: int,
+    ) -> int:
+        """`start` the supervisors, with a zygote where one is wanted; until all of them end."""
+        old = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        try:
+            if self._spec.preload and not zygotes:
+                zygotes = self._start_zygote()
+            start(zygotes)
+            self._reactor.run()
+        finally:
+            self._kill_all()
+            for number, action in old.items():
+                signal.signal(number, action)
+            for sock in zygotes:
+                sock.close()
+            self._reactor.close()
+            self._scripts_port.close()
+        code = self._exit_code(node)
+        self._events.emit("job_ended", node=node, exit_code=code)
+        return code
+
+    def _await_address(self, on_address: Callable[[str], None]) -> int:
+        """A pipe for a supervisor to tell where it answers; its writing end."""
+        ours, theirs = os.pipe()
+
+        def read() -> None:
+            data = os.read(ours, 4096)
+            self._reactor.unwatch(ours)
+            os.close(ours)
+            if data:  # else it ended before the job began
+                on_address(data.decode().strip())
+
+        self._reactor.watch(ours, read)
+        return theirs
+
+    def _start_standbys(self, zygotes: list[socket.socket], address: str) -> None:
+        spec = self._spec
+        for number in range(spec.standby if not self._signals else 0):
+            local_rank = spec.nproc_per_node + number
+            self._start_newcomer(
+                STANDBY,
+                local_rank,
+                node=spec.node_rank,
+                world_size=spec.nnodes * spec.nproc_per_node,
+                contacts=(address,),
+                zygote=zygotes[local_rank] if zygotes else None,
+            )
+
+    def _port_for_scripts(self, port: int) -> int:
+        """MASTER_PORT of the trainers: the supervisors listen at `port` itself.
+
+        With several nodes all have to name the same one, and only the user's is known to all.
+        """
+        if self._spec.nnodes == 1:
+            reserved: int = self._scripts_port.getsockname()[1]
+            return reserved
+        return port + 1 if port < 65535 else port - 1
+
+    def _start_supervisor(
+        self,
+        local_rank: int,
+        listener: socket.socket | None,
+        port: int,
+        zygote: socket.socket | None,
+        address_fd: int,
+    ) -> None:
+        spec = self._spec
+        slot = spec.node_rank * spec.nproc_per_node + local_rank
+        place = Place(
+            slot=slot,
+            node=spec.node_rank,
+            world_size=spec.nnodes * spec.nproc_per_node,
+            host=spec.master_addr,
+            ports=(port,),
+            job=_job_name(port),
+            timeout_s=spec.start_timeout_s,
+            reserve=spec.reserve,
+            width=spec.nproc_per_node,
+        )
+        listener_fd = listener.fileno() if slot == 0 and listener is not None else -1
+        env = _trainer_env(spec, local_rank, port, self._port_for_scripts(port))
+        self._spawn(place, (), env, listener_fd, zygote, address_fd)
+
+    def _start_newcomer(
+        self,
+        slot: int,
+        local_rank: int,
+        *,
+        node: int,
+        world_size: int,
+        contacts: tuple[str, ...],
+        zygote: socket.socket | None,
+    ) -> None:
+        """A supervisor for a slot of a running job, or for whichever has nobody (STANDBY)."""
+        place = Place(
+            slot=slot,
+            node=node,
+            world_size=world_size,
+            host="",
+            ports=(),
+            job="",
+            timeout_s=self._spec.start_timeout_s,
+        )
+        env = {
+            **_job_env(self._spec),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(self._spec.nproc_per_node),
+        }
+        self._spawn(place, contacts, env, -1, zygote, -1)
+
+    def _spawn(
+        self,
+        place: Place,
+        joins: tuple[str, ...],
+        env: dict[str, str],
+        listener_fd: int,
+        zygote: socket.socket | None,
+        address_fd: int,
+    ) -> None:
+        """A supervisor process.
+
+        It alone keeps its connection to the zygote, which ends its trainers when that closes.
+        """
+        spec = self._spec
+        supervisor = SupervisorSpec(
+            place=place,
+            host=self._host,
+            program=Program(script=spec.script, args=spec.args, module=spec.module),
+            env={},
+            run_dir=str(spec.run_dir) if spec.run_dir else None,
+            patience=spec.patience,
+            heartbeat=spec.heartbeat,
+            joins=joins,
+        )
+        zygote_fd = -1 if zygote is None else zygote.fileno()
+        descriptors = Descriptors(listener=listener_fd, zygote=zygote_fd, address=address_fd)
+        process = SupervisorProcess(supervisor, env=env, descriptors=descriptors)
+        if zygote is not None:
+            zygote.close()
+        pidfd = os.pidfd_open(process.pid)
+        self._supervisors[process.pid] = process
+        self._reactor.watch(pidfd, partial(self._on_supervisor_exit, process.pid, pidfd))
+
+    def _start_zygote(self) -> list[socket.socket]:
+        """A zygote for this run, with one connection for each supervisor."""
+        count = self._spec.nproc_per_node + self._spec.standby
+        pairs = [socket.socketpair() for _ in range(count)]
+        fds = [theirs.fileno() for _, theirs in pairs]
+        self._zygote = subprocess.Popen(
+            [
+                *_zygote_command(),
+                f"--parent={os.getpid()}",
+                f"--connections={','.join(map(str, fds))}",
+                f"--preload={','.join(self._spec.preload)}",
+            ],
+            env=_job_env(self._spec),
+            pass_fds=fds,
+            process_group=0,
+        )
+        for _, theirs in pairs:
+            theirs.close()
+        ended, killed = os.pidfd_open(self._zygote.pid), oom_kills()
+        self._reactor.watch(ended, partial(self._on_zygote_exit, self._zygote, ended, killed))
+        return [ours for ours, _ in pairs]
+
+    def _on_zygote_exit(
+        self, zygote: subprocess.Popen[bytes], pidfd: int, killed_before: int
+    ) -> None:
+        """Its workers end with it, and say no more than that; those that come later do without."""
+        self._reactor.unwatch(pidfd)
+        os.close(pidfd)
+        code = zygote.wait()
+        how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+        if code < 0 and oom_kills() > killed_before:
+            how += ", and the kernel has ended processes for lack of memory meanwhile"
+        if code and not self._signals:
+            say(
+                f"the zygote (pid {zygote.pid}) ended: {how}; the workers it had forked end with it"
+            )
+
+    def _on_supervisor_exit(self, pid: int, pidfd: int) -> None:
+        self._reactor.unwatch(pidfd)
+        os.close(pidfd)
+        process = self._supervisors.pop(pid)
+        code = process.wait()
+        self._codes.append(code)
+        if code and not process.has_met and not process.joins and not self._signals:
+            self._end_early(process, code)
+        if not self._supervisors:
+            self._reactor.stop()
+
+    def _end_early(self, process: SupervisorProcess, code: int) -> None:
+        """One ended before all had met, which nobody may know yet: the others need not wait."""
+        if code < 0 or code == EXIT_CRASHED:  # else it has said why
+            say(f"the supervisor of worker {process.place.slot} ended before the job began")
+        self._ends_early = True
+        tell_of_end(process.place, f"status {code}" if code > 0 else f"signal {-code}")
+        for other in self._supervisors.values():
+            other.send_signal(signal.SIGTERM)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._reactor.post(partial(self._end, number))
+
+    def _end(self, number: int) -> None:
+        """Told to end: ask the supervisors, which give their trainers a moment; then insist.
+
+        They take a second signal for one that cannot wait; a third one kills.
+        """
+        self._signals.append(number)
+        if len(self._signals) > 2:
+            return self._kill_all()
+        for process in self._supervisors.values():
+            process.send_signal(signal.SIGTERM)
+        if len(self._signals) == 1:
+            limit_s = self._spec.patience.notice_timeout_s + _LAST_RESORT_S
+            self._reactor.after(limit_s, self._kill_all)
+
+    def _kill_all(self) -> None:
+        for process in self._supervisors.values():
+            process.kill()
+        if self._zygote is not None:
+            self._zygote.kill()
+            try:
+                self._zygote.wait(_LAST_RESORT_S)
+            except subprocess.TimeoutExpired:
+                say(f"the zygote (pid {self._zygote.pid}) does not die of SIGKILL: left behind")
+            self._zygote = None
+
+    def _exit_code(self, node: int) -> int:
+        """That of the job, as the supervisors that lived to its end tell it."""
+        if self._signals:
+            code = 128 + self._signals[0]
+            say(f"ended by {signal.Signals(self._signals[0]).name} (exit code {code})")
+            return code
+        if set(self._codes) == {EXIT_UNUSED}:
+            return 0  # standbys alone, of which none was needed
+        silent = (EXIT_CRASHED, EXIT_UNUSED, EXIT_LEFT_OUT)
+        told = [code for code in self._codes if code >= 0 and code not in silent]
+        if self._ends_early:  # the others were told to end then, which is not what ended the job
+            told = [code for code in told if code != EXIT_TOLD]
+        if not told:
+            if EXIT_LEFT_OUT not in self._codes and not self._ends_early:  # those have said why
+                say(f"no supervisor of node {node} lived to the end of the job")
+            return EXIT_FAILED
+        return next((code for code in told if code), 0)
+
+
+def _listen(spec: LaunchSpec) -> socket.socket:
+    """The meeting point of the supervisors, bound here so that a taken port is told at once."""
+    where = f"{spec.master_addr}:{spec.master_port}"
+    try:
+        return listen_at(spec.master_addr, spec.master_port, several=spec.nnodes > 1)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen at {where} ({error.strerror}): give node 0's own address as "
+            "--master-addr and a free port as --master-port"
+        ) from error
+
+
+def _connect_zygotes(spec: LaunchSpec) -> list[socket.socket]:
+    if spec.zygote is None:
+        return []
+    count, env = spec.nproc_per_node + spec.standby, _job_env(spec)
+    return [connect_zygote(spec.zygote, env) for _ in range(count)]
+
+
+def connect_zygote(path: str | os.PathLike[str], env: Mapping[str, str]) -> socket.socket:
+    """A connection to the zygote that serves at `path`, for workers with this environment.
+
+    Raises ConfigurationError where there is none, or one that has loaded other settings.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.connect(os.fspath(path))
+    except OSError as error:
+        sock.close()
+        raise ConfigurationError(
+            f"--zygote is {path}, where no zygote answers ({error.strerror}): start one with "
+            "`python -m elaswave_plugin.trainer.zygote --socket PATH --preload torch`"
+        ) from error
+    try:
+        check_zygote(sock, os.fspath(path), env)
+    except ConfigurationError:
+        sock.close()
+        raise
+    return sock
+
+
+def _zygote_command() -> list[str]:
+    """The zygote of this package, wherever the package was imported from."""
+    root = str(Path(__file__).resolve().parents[2])
+    code = "from elaswave_plugin.trainer.zygote import main; sys.exit(main(sys.argv[1:]))"
+    return [sys.executable, "-c", f"import sys; sys.path[0] = {root!r}; {code}"]
+
+
+def _job_env(spec: LaunchSpec) -> dict[str, str]:
+    env = {**os.environ, **spec.env}
+    if spec.run_dir is not None:
+        env["ELASWAVE_DIR"] = str(spec.run_dir)
+    if spec.notice_file is not None:
+        env[NOTICE_FILE] = str(spec.notice_file)
+    if spec.join is None:
+        env[variable(QUIESCE)] = str(spec.patience.quiesce_timeout_s)
+    if spec.nproc_per_node > 1:
+        env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+    return env
+
+
+def _reserve_port() -> socket.socket:
+    """A port that nobody is given by chance; a script's own server may still bind and use it.
+
+    Linux lets a second socket bind it because both have SO_REUSEADDR and this one never listens.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("", 0))
+    return reserved
+
+
+def _job_name(port: int) -> str:
+    """What all nodes call the job, from what each of them is told."""
+    return f"elaswave-{port}"
+
+
+def _trainer_env(spec: LaunchSpec, local_rank: int, port: int, scripts_port: int) -> dict[str, str]:
+    """torchrun's variables, so that scripts find what they are used to."""
+    world_size = spec.nnodes * spec.nproc_per_node
+    rank = spec.node_rank * spec.nproc_per_node + local_rank
+    return {
+        **_job_env(spec),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(spec.nproc_per_node),
+        "GROUP_RANK": str(spec.node_rank),
+        "GROUP_WORLD_SIZE": str(spec.nnodes),
+        "NODE_RANK": str(spec.node_rank),
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(world_size),
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": spec.master_addr,
+        "MASTER_PORT": str(scripts_port),
+        "TORCHELASTIC_RUN_ID": _job_name(port),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        RESERVE: str(spec.reserve),
+    }

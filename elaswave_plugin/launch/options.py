@@ -1,0 +1,298 @@
+"""The command line of `elaswave run`: torchrun's option names, checked before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from elaswave_plugin.core.agreement.timeouts import Heartbeat, Patience
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.ipc.environment import RESERVE, read_reserve
+from elaswave_plugin.launch.preflight import check_run_dir
+from elaswave_plugin.launch.script_options import check_script_options, hint_for
+from elaswave_plugin.launch.timeout_options import START_S, add_timeouts, read_timeouts, seconds
+from elaswave_plugin.rehearsed import rehearsed_settings
+from elaswave_plugin.supervisor.notice_file import NOTICE_FILE, check_notice_file
+
+# Fixed at the launch of a job.
+_OF_THE_JOB = (
+    "nnodes",
+    "node_rank",
+    "master_addr",
+    "master_port",
+    "standalone",
+    "reserve",
+    "quiesce_timeout_s",
+    "join_timeout_s",
+    "quorum_wait_s",
+    "heartbeat_timeout_s",
+    "finish_grace_s",
+    "notice_timeout_s",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchSpec:
+    """One node's part of a job. `master_port` 0 picks a free port (one node only).
+
+    `join`: any supervisor of a running job, in which these workers take slots that have nobody.
+    `standby`: so many supervisors wait until one is lost. `reserve`: so many workers may join the
+    job beyond those of its launch. `notice_file`: tells them to leave, once it is there.
+    Raises ConfigurationError where the values cannot make a job.
+    """
+
+    script: str
+    args: tuple[str, ...] = ()
+    module: bool = False
+    nproc_per_node: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    run_dir: Path | None = None
+    zygote: Path | None = None
+    preload: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    join: str | None = None
+    standby: int = 0
+    reserve: int = 0
+    notice_file: Path | None = None
+    start_timeout_s: float = START_S
+    patience: Patience = field(default_factory=Patience)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+
+    def __post_init__(self) -> None:
+        _require(
+            self.nproc_per_node >= 1, f"--nproc-per-node is {self.nproc_per_node}, wanted >= 1"
+        )
+        _require(self.standby >= 0, f"--standby is {self.standby}, wanted >= 0")
+        _require(self.reserve >= 0, f"--reserve is {self.reserve}, wanted >= 0")
+        _require(
+            not (self.join and self.standby),
+            "--join takes part at once and --standby waits: give one of them",
+        )
+        if self.notice_file is not None:
+            check_notice_file(self.notice_file)
+        check_run_dir(self.run_dir)
+        _require(self.nnodes >= 1, f"--nnodes is {self.nnodes}, wanted >= 1")
+        _require(
+            0 <= self.node_rank < self.nnodes,
+            f"--node-rank is {self.node_rank}, wanted 0..{self.nnodes - 1} for {self.nnodes} nodes",
+        )
+        _require(
+            0 <= self.master_port <= 65535, f"--master-port is {self.master_port}, wanted 0..65535"
+        )
+        _require(
+            self.nnodes == 1 or self.master_port > 0,
+            f"--master-port is not set, wanted the same free port on all {self.nnodes} nodes",
+        )
+        _require(
+            self.module or Path(self.script).is_file(),
+            f"script {self.script!r} is no file; give the path of a script, or -m and a module",
+        )
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(f"{message}{hint_for(message)}; see `elaswave run --help`")
+
+
+def parse_run_args(argv: Sequence[str]) -> LaunchSpec:
+    """The job that a command line asks for. Raises ConfigurationError."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    args = tuple(options.args)
+    check_script_options(args)
+    if options.join is not None:
+        _check_join(options, parser)
+    shared = script_settings(args, os.environ)
+    timeouts = read_timeouts(options, os.environ, quiesce_timeout_s=shared.quiesce_timeout_s)
+    notice_file = options.notice_file or os.environ.get(NOTICE_FILE)
+    if options.standalone and options.nnodes != 1:
+        raise ConfigurationError(f"--standalone means one node, but --nnodes is {options.nnodes}")
+    return LaunchSpec(
+        script=options.script,
+        args=args,
+        module=options.module,
+        nproc_per_node=options.nproc_per_node,
+        nnodes=options.nnodes,
+        node_rank=options.node_rank,
+        master_addr=options.master_addr,
+        master_port=options.master_port,
+        run_dir=_run_dir(options.dir, shared.run_dir),
+        zygote=options.zygote,
+        preload=tuple(filter(None, options.preload.split(","))),
+        join=options.join,
+        standby=options.standby,
+        reserve=_reserve(options),
+        notice_file=Path(notice_file).absolute() if notice_file else None,
+        start_timeout_s=timeouts.start_s,
+        patience=timeouts.patience,
+        heartbeat=timeouts.heartbeat,
+    )
+
+
+def _run_dir(option: str | None, shared: Path | None) -> Path | None:
+    """The launcher's own option wins, except in a rehearsal."""
+    if option is None or rehearsed_settings(os.environ):
+        return shared
+    return Path(option).absolute()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptSettings:
+    """What the script's own options say that concerns its supervisors too."""
+
+    run_dir: Path | None
+    quiesce_timeout_s: float | None
+
+
+def script_settings(args: Sequence[str], env: Mapping[str, str]) -> ScriptSettings:
+    """Read a script's --elaswave-dir and --elaswave-quiesce-timeout-s, as the script will.
+
+    An option wins over the file of --elaswave-config or the section of --deepspeed_config, and
+    that over ELASWAVE_DIR. Raises ConfigurationError.
+    """
+    config = _peek(args, "--elaswave-config")
+    origin = config or 'section "elaswave" of --deepspeed_config'
+    section = _deepspeed_section(args) if config is None else _section(config)
+    rehearsed = rehearsed_settings(env).get("dir")
+    given = _peek(args, "--elaswave-dir") or section.get("dir") or env.get("ELASWAVE_DIR")
+    run_dir = rehearsed or given
+    if not isinstance(run_dir, str | None):
+        raise ConfigurationError(f"{origin}: key 'dir' is {run_dir!r}, wanted a path as a string")
+    option = "--elaswave-quiesce-timeout-s"
+    value = _peek(args, option)
+    source = option
+    if value is None and "quiesce_timeout_s" in section:
+        value, source = str(section["quiesce_timeout_s"]), f"{origin}: key 'quiesce_timeout_s'"
+    try:
+        quiesce_s = None if value is None else seconds(value)
+    except argparse.ArgumentTypeError as error:
+        raise ConfigurationError(f"{source}: {error}") from error
+    return ScriptSettings(
+        run_dir=Path(run_dir).absolute() if run_dir else None, quiesce_timeout_s=quiesce_s
+    )
+
+
+def _deepspeed_section(args: Sequence[str]) -> dict[str, Any]:
+    """The section of a DeepSpeed configuration; DeepSpeed says what is wrong with that file."""
+    path = _peek(args, "--deepspeed-config")
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+    except (OSError, ValueError):
+        return {}
+    section = config.get("elaswave") if isinstance(config, dict) else None
+    return section if isinstance(section, dict) else {}
+
+
+def _section(path: str) -> dict[str, Any]:
+    """The keys of a TOML file, at its top or in its only table [elaswave].
+
+    As `--elaswave-config` in `elaswave_plugin.config`, which needs more than the standard library.
+    """
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigurationError(
+            f"configuration file {path!r} cannot be read: {reason}; give a readable TOML file"
+        ) from error
+    except ValueError as error:
+        raise ConfigurationError(f"configuration file {path!r} is no TOML: {error}") from error
+    section = table.get("elaswave")
+    return section if len(table) == 1 and isinstance(section, dict) else table
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="elaswave run",
+        description="Run a training script on N workers; the job goes on when workers are lost.",
+        allow_abbrev=False,
+    )
+
+    def add(name: str, text: str, **more: object) -> None:
+        names = dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}"))
+        parser.add_argument(*names, help=text, **more)  # type: ignore[arg-type]
+
+    add("nproc-per-node", "workers on this node", type=int, default=1)
+    add("nnodes", "nodes in the job", type=int, default=1)
+    add("node-rank", "which node this is, from 0", type=int, default=0)
+    add("master-addr", "address of node 0", default="127.0.0.1")
+    add("master-port", "a free port of node 0; 0 picks one (one node)", type=int, default=0)
+    add("standalone", "one node (accepted for torchrun's sake)", action="store_true")
+    parser.add_argument(
+        "--join",
+        metavar="HOST:PORT",
+        help="take lost slots of a running job, then those of its --reserve; any supervisor of it "
+        "is at HOST:PORT (`elaswave status --json` has the addresses); script and arguments as at "
+        "its launch",
+    )
+    text = (
+        "workers that may --join beyond those of the launch, in pipelines of DeepSpeed a multiple"
+    )
+    default = f"the same on every node (default 0, or {RESERVE})"
+    add("reserve", f"{text} of the stages; {default}", type=int)
+    text = (
+        "idle spare workers on this node, which take lost slots by themselves; each has a device of"
+    )
+    add("standby", f"{text} its own: LOCAL_RANK goes on behind the workers'", type=int, default=0)
+    text = (
+        "as soon as this file exists, the workers of this node leave, as by SIGTERM; its first line"
+    )
+    add("notice-file", f"{text} is the reason (default: {NOTICE_FILE} in the environment)")
+    parser.add_argument("-m", "--module", action="store_true", help="run SCRIPT as python -m does")
+    parser.add_argument(
+        "--dir", "--elaswave-dir", "--elaswave_dir", help="run directory for events (default: none)"
+    )
+    parser.add_argument("--zygote", type=Path, help="socket of a running zygote that forks workers")
+    parser.add_argument(
+        "--preload", default="", help="modules that a zygote of this run imports, as torch,numpy"
+    )
+    add_timeouts(parser)
+    parser.add_argument("script", help="script, or module with -m")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
+    return parser
+
+
+def _reserve(options: argparse.Namespace) -> int:
+    """That of a launch; who joins is told the job's."""
+    if options.join is not None:
+        return 0
+    given: int | None = options.reserve
+    return read_reserve(os.environ) if given is None else given
+
+
+def _check_join(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """A newcomer is told by the job what the others were told at its launch."""
+    host, colon, port = options.join.rpartition(":")
+    if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
+        raise ConfigurationError(
+            f"--join is {options.join!r}, wanted HOST:PORT of a supervisor of the job, as "
+            "10.0.0.1:29501; `elaswave status --json` has them"
+        )
+    for name in _OF_THE_JOB:
+        if getattr(options, name) != parser.get_default(name):
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigurationError(f"{option} is the job's own: leave it out with --join")
+
+
+def _peek(args: Sequence[str], option: str) -> str | None:
+    """The last value of one of the script's own options that also concerns the supervisors."""
+    found: str | None = None
+    for position, word in enumerate(args):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == option:
+            found = value if equals else next(iter(args[position + 1 :]), None)
+    return found
+
+
+def _require(fine: bool, complaint: str) -> None:
+    if not fine:
+        raise ConfigurationError(complaint)

@@ -1,0 +1,79 @@
+"""The run directory of a job that is to start: it can be written, and no other job runs in it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.ipc.address_file import Address, read_addresses
+from elaswave_plugin.ipc.requests import request
+from elaswave_plugin.tracking.events import EVENTS_FILE, LEDGER_FILE, STEPS_FILE
+
+# As many as the smallest file takes on a disk.
+_TRIAL_BYTES = 4096
+ANSWER_S = 2.0
+MOST_AT_ONCE = 64
+
+
+def check_run_dir(folder: Path | None) -> None:
+    """Raise ConfigurationError where no run directory can be made there; None is none."""
+    if folder is None:
+        return
+    found = next(str(path) for path in (folder, *folder.parents) if os.path.exists(path))
+    # A folder in which nobody may search looks like an empty one.
+    if not os.path.isdir(found) or not os.access(found, os.W_OK | os.X_OK):
+        what = "cannot be written" if os.path.isdir(found) else "is a file"
+        raise ConfigurationError(
+            f"the run directory is {str(folder)!r}, and {found!r} {what}; name a folder of yours"
+            " (--elaswave-dir)"
+        )
+
+
+def open_run_dir(folder: Path | None) -> None:
+    """Make a run directory and try all that a job does there; raises ConfigurationError."""
+    if folder is None:
+        return
+    trial = folder / f"trial-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (EVENTS_FILE, STEPS_FILE, LEDGER_FILE):
+            with contextlib.suppress(FileNotFoundError):
+                os.close(os.open(folder / name, os.O_WRONLY | os.O_APPEND))
+        read_addresses(folder)
+        try:
+            trial.write_bytes(bytes(_TRIAL_BYTES))
+        finally:
+            trial.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the run directory is {str(folder)!r}, and {str(error.filename or folder)!r} cannot be"
+            f" written ({error.strerror}); name a folder of yours (--elaswave-dir)"
+        ) from None
+
+
+def refuse_second_job(folder: Path | None) -> None:
+    """Raise ConfigurationError where a supervisor of another job answers; None is none.
+
+    For the first supervisor of a job, before the others can have written their addresses.
+    """
+    known = [] if folder is None else read_addresses(folder)
+    with ThreadPoolExecutor(max(1, min(MOST_AT_ONCE, len(known)))) as pool:
+        for one, answers in zip(known, pool.map(_answers, known), strict=True):
+            if answers:
+                raise ConfigurationError(
+                    f"a job is running in {str(folder)!r}: its supervisor of worker {one.slot} (pid"
+                    f" {one.pid}) answers at {one}; give each job a run directory of its own"
+                    " (--elaswave-dir)"
+                )
+
+
+def _answers(one: Address) -> bool:
+    try:
+        answer = request(one.address, {"t": "status"}, ANSWER_S)
+    except OSError:
+        return False
+    # The port may belong to somebody else by now.
+    return answer.get("pid") == one.pid

@@ -1,0 +1,214 @@
+"""`torchrun ... -m elaswave_plugin.run script.py args`: one worker's supervisor under a launcher.
+
+The launcher (torchrun, or any other that sets RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and
+GROUP_RANK, the first two by Open MPI's names too) starts this in the worker's place; it starts the
+trainer and outlives it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from elaswave_plugin.errors import EXIT_FAILED, EXIT_LEFT_OUT, ConfigurationError
+from elaswave_plugin.ipc.environment import QUIESCE, RESERVE, read_reserve, variable
+from elaswave_plugin.ipc.process_limit import explained_process_limit
+from elaswave_plugin.ipc.process_tree import die_with_parent
+from elaswave_plugin.ipc.program import Program
+from elaswave_plugin.launch.descriptors import allow_descriptors
+from elaswave_plugin.launch.launch import connect_zygote
+from elaswave_plugin.launch.options import script_settings
+from elaswave_plugin.launch.preflight import check_run_dir, open_run_dir, refuse_second_job
+from elaswave_plugin.launch.standard_streams import fill_closed_streams, relayed_output
+from elaswave_plugin.launch.timeout_options import add_timeouts, read_timeouts
+from elaswave_plugin.supervisor.main import EXIT_CRASHED
+from elaswave_plugin.supervisor.notice_file import NOTICE_FILE, check_notice_file
+from elaswave_plugin.supervisor.peers.rendezvous import Place, listen_at, own_host
+from elaswave_plugin.supervisor.supervisor import Supervisor
+from elaswave_plugin.supervisor.supervisor_spec import SupervisorSpec
+
+_WANTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# What Open MPI's mpirun calls what torchrun sets.
+_OF_OPEN_MPI = (
+    ("RANK", "OMPI_COMM_WORLD_RANK"),
+    ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"),
+    ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+)
+# What launchers set alike for all workers of a job, and otherwise for other jobs.
+_NAMES_OF_A_JOB = (
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+    *("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE"),
+)
+# MASTER_PORT is often a port that was free by chance: its neighbour need not be.
+_PORTS_TRIED = 16
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(message)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Supervise one worker; bad input is one sentence on stderr and exit code 2."""
+    fill_closed_streams()
+    options = sys.argv[1:] if argv is None else argv
+    try:
+        parsed = _parser().parse_args(options)
+        # The DeepSpeed launcher puts it before what it takes for the script; a script expects it.
+        rank = [] if parsed.local_rank is None else [f"--local_rank={parsed.local_rank}"]
+        program = Program(script=parsed.script, args=(*rank, *parsed.args), module=parsed.module)
+        with relayed_output():
+            return supervise(program, os.environ, options=parsed)
+    except ConfigurationError as error:
+        print(f"elaswave_plugin.run: {error}", file=sys.stderr)
+        return 2
+
+
+def supervise(
+    program: Program,
+    env: Mapping[str, str],
+    *,
+    options: argparse.Namespace | None = None,
+) -> int:
+    """Run `program` as the worker that `env` describes, under a supervisor in this process.
+
+    ``options``: those of the command line, where there is one; what they do not say is that of the
+    environment, the reserve always. Raises ConfigurationError where the environment describes no
+    worker, a port is taken, the notice file is there already, or the run directory is another
+    job's or cannot be made.
+    """
+    env = {**{ours: env[name] for ours, name in _OF_OPEN_MPI if name in env}, **env}
+    settings = script_settings(program.args, env)
+    timeouts = read_timeouts(options, env, quiesce_timeout_s=settings.quiesce_timeout_s)
+    place = _place(env, getattr(options, "elaswave_control_port", None), timeouts.start_s)
+    allow_descriptors(place.world_size + place.reserve)
+    if not program.module and not Path(program.script).is_file():
+        raise ConfigurationError(f"script {program.script!r} is no file")
+    check_run_dir(settings.run_dir)
+    open_run_dir(settings.run_dir)
+    if place.slot == 0:
+        refuse_second_job(settings.run_dir)
+    if notice_file := env.get(NOTICE_FILE):
+        check_notice_file(notice_file)
+    trainer_env = {
+        **env,
+        RESERVE: str(place.reserve),
+        variable(QUIESCE): str(timeouts.patience.quiesce_timeout_s),
+    }
+    if settings.run_dir is not None:
+        trainer_env["ELASWAVE_DIR"] = str(settings.run_dir)
+    several = env.get("LOCAL_WORLD_SIZE") != env["WORLD_SIZE"]
+    listener = _listen(place, several=several) if place.slot == 0 else None
+    host = own_host(
+        place.host,
+        place.ports[0],
+        listener=listener,
+        timeout_s=place.timeout_s,
+        several=several,
+    )
+    zygote = getattr(options, "elaswave_zygote", None) or env.get("ELASWAVE_ZYGOTE")
+    connection = connect_zygote(zygote, trainer_env) if zygote else None
+    die_with_parent(os.getppid())
+    try:
+        with explained_process_limit():
+            supervisor = Supervisor(
+                SupervisorSpec(
+                    place=place,
+                    host=host,
+                    program=program,
+                    env=trainer_env,
+                    run_dir=None if settings.run_dir is None else str(settings.run_dir),
+                    patience=timeouts.patience,
+                    heartbeat=timeouts.heartbeat,
+                ),
+                listener=listener,
+                zygote=connection,
+            )
+            code = supervisor.run()
+            return EXIT_FAILED if code == EXIT_LEFT_OUT else code
+    except ConfigurationError:
+        raise
+    except Exception:
+        traceback.print_exc()
+        return EXIT_CRASHED
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="elaswave_plugin.run",
+        description="Supervise one worker of a job that torchrun started.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--elaswave-control-port",
+        type=int,
+        help="port of the supervisors (the first free one above MASTER_PORT)",
+    )
+    add_timeouts(parser)
+    parser.add_argument("--elaswave-zygote", help="socket of a running zygote that forks workers")
+    parser.add_argument("--local_rank", "--local-rank", help="handed on to the script")
+    parser.add_argument("-m", "--module", action="store_true", help="run SCRIPT as python -m does")
+    parser.add_argument("script")
+    parser.add_argument("args", nargs=argparse.REMAINDER)
+    return parser
+
+
+def _place(env: Mapping[str, str], control_port: int | None, start_s: float) -> Place:
+    missing = [name for name in _WANTED if name not in env]
+    if missing:
+        raise ConfigurationError(
+            f"{', '.join(missing)} not set: start this with torchrun, with mpirun and"
+            " `-x MASTER_ADDR=HOST -x MASTER_PORT=PORT`, or use `elaswave run` without either"
+        )
+    reserve = read_reserve(env)
+    # torchrun's name of the node's rank, and the DeepSpeed launcher's.
+    node = env.get("GROUP_RANK", env.get("CROSS_RANK"))
+    if node is None and env["WORLD_SIZE"] not in ("1", env.get("LOCAL_WORLD_SIZE")):
+        raise ConfigurationError(
+            f"GROUP_RANK not set, and WORLD_SIZE is {env['WORLD_SIZE']} where LOCAL_WORLD_SIZE is"
+            f" {env.get('LOCAL_WORLD_SIZE', 'not set')}: set GROUP_RANK to the number of this"
+            " worker's node, such as SLURM_NODEID, or LOCAL_WORLD_SIZE where there is one node"
+        )
+    try:
+        port = control_port or int(env.get("ELASWAVE_CONTROL_PORT", 0))
+        first = int(env["MASTER_PORT"]) + 1
+        place = Place(
+            slot=int(env["RANK"]),
+            node=int(node or 0),
+            world_size=int(env["WORLD_SIZE"]),
+            host=env["MASTER_ADDR"],
+            ports=(port,) if port else tuple(range(first, min(first + _PORTS_TRIED, 1 << 16))),
+            job="/".join([str(os.getuid()), *(env.get(name, "") for name in _NAMES_OF_A_JOB)]),
+            timeout_s=start_s,
+            reserve=reserve,
+            width=int(env.get("LOCAL_WORLD_SIZE", 0)),
+        )
+    except ValueError as error:
+        raise ConfigurationError(f"the launcher's environment has no numbers: {error}") from error
+    if not place.ports:
+        raise ConfigurationError(
+            f"MASTER_PORT is {env['MASTER_PORT']}, wanted at most 65534: the supervisors use a "
+            "port above it, or the one of --elaswave-control-port"
+        )
+    return place
+
+
+def _listen(place: Place, *, several: bool) -> socket.socket:
+    """On the address of node 0; on all addresses where that name is not one of this machine's."""
+    for port, host in itertools.product(place.ports, (place.host, "")):
+        try:
+            return listen_at(host, port, several=several)
+        except OSError as error:
+            complaint = error.strerror
+    raise ConfigurationError(
+        f"cannot listen at {place.where} ({complaint}): "
+        "choose another port with --elaswave-control-port"
+    )

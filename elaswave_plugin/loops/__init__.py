@@ -1,0 +1,1 @@
+"""The loops: ours, the framework's, the user's."""

@@ -1,0 +1,101 @@
+"""A loop that a script counts by its own calls, also in the script of a worker that comes later.
+
+Scripts call their steps, and the work between them, in the same order on every worker. A worker
+that comes later enters the job in its first step. From there its script passes over what the others
+have behind them, step by step and without meeting anybody, until it is in the step that all the
+others stand in.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.framework import StepReport
+from elaswave_plugin.loops.guarded_steps import ElasticLoop, GuardedSteps
+from elaswave_plugin.recovery.guarded import guarded
+from elaswave_plugin.recovery.handshake import Handshake
+
+Result = TypeVar("Result")
+
+
+class Knowledge(Protocol):
+    """What a worker that comes later has to learn, but for the state and for where the loop is."""
+
+    def tell(self) -> Any:
+        """What goes to every worker; picklable."""
+        ...
+
+    def follow(self, told: Sequence[Any | None]) -> None:
+        """Have those learn for whom ``told``, by rank, is None (called on every worker)."""
+        ...
+
+
+class CountedLoop(ElasticLoop):
+    """Runs the steps of one worker's script."""
+
+    def __init__(self, steps: GuardedSteps, *, knowledge: Knowledge) -> None:
+        super().__init__(steps)
+        self._knowledge = knowledge
+        self.is_behind = self.worker.alone
+        """Whether the script is at what the others have behind them, where it meets nobody."""
+        # Steps that the script has behind it, and those that the others had.
+        self._passed = self._reached = 0
+        knows = not self.worker.alone
+        self._handshake = Handshake(knows=knows, tell=self._tell, follow=self._follow)
+
+    def next_step(self, train_step: Callable[[], StepReport]) -> StepReport | None:
+        """Complete the script's next step; None for one that the others have behind them."""
+        if self.worker.alone:
+            self.worker.ask_to_enter()
+            self._recover()
+        if self.is_behind and self._passed == self._reached:
+            self.is_behind = self.worker.links.alone = False
+        report = None
+        if self.is_behind:
+            self._pass()
+        else:
+            self._train_step = train_step
+            self._run(lambda: None, steps=self._passed + 1)
+            report = self._report
+        self._passed += 1
+        return report
+
+    def _pass(self) -> None:
+        """A step is passed over; a recovery has not to wait for the last one of these."""
+        guarded(partial(self.worker.phases.enter, "passing"), self._recover)
+
+    def run(self, work: Callable[[], Result], *, phase: str, alone: Result) -> Result | None:
+        """Run work between steps; ``alone``: what is had of work that the others have behind them.
+
+        Otherwise as in any loop.
+        """
+        return alone if self.is_behind else super().run(work, phase=phase, alone=alone)
+
+    def finish(self, *, before_leaving: Callable[[], object]) -> None:
+        """Leave when everyone has completed its last step.
+
+        Raises ConfigurationError where the script ends earlier than those of the others.
+        """
+        if self.is_behind:
+            raise ConfigurationError(
+                f"the script of this worker, which came later, has ended after {self._passed} steps"
+                f" of {self._reached} that the others have behind them; begin every worker's script"
+                " with the same step, or set respawn to 0"
+            )
+        super().finish(before_leaving=before_leaving)
+
+    def _recover(self) -> None:
+        super()._recover()
+        guarded(self._handshake.exchange, super()._recover)
+        self.worker.links.alone = self.is_behind
+
+    def _tell(self) -> tuple[int, Any]:
+        return self._passed, self._knowledge.tell()
+
+    def _follow(self, told: Sequence[Any]) -> None:
+        self._knowledge.follow([one and one[1] for one in told])
+        if told[dist.get_rank()] is None:
+            self._reached = max(one[0] for one in told if one is not None)

@@ -1,0 +1,244 @@
+"""The guarded loop: every step, evaluation or save is run, and run again after a recovery."""
+
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from elaswave_plugin.config import SAVE_PHASE
+from elaswave_plugin.framework import Framework, StepReport
+from elaswave_plugin.ipc.process_tree import exit_at_once
+from elaswave_plugin.recovery.drafts import Drafts
+from elaswave_plugin.recovery.failed_saves import FailedSaves
+from elaswave_plugin.recovery.guarded import guarded
+from elaswave_plugin.recovery.recover import recover
+from elaswave_plugin.recovery.worker import Worker
+from elaswave_plugin.step_state.step_state import StepState
+
+Result = TypeVar("Result")
+
+
+class GuardedSteps:
+    """What every loop does around a step, whoever owns the loop: begins it, completes it."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        framework: Framework,
+        *,
+        on_commit: Callable[[int, StepReport, float], None],
+        on_recovered: Callable[[dict[str, object]], None],
+        state: StepState | None = None,
+    ) -> None:
+        """``on_commit(step, report, seconds)`` is told of every completed attempt of a step.
+
+        ``on_recovered(record)`` is told of a recovery once work has been completed after it.
+        ``state``: what a step changes beside the framework's shards.
+        """
+        self.worker = worker
+        self.state = StepState(worker) if state is None else state
+        self._framework = framework
+        self._on_commit = on_commit
+        self._on_recovered = on_recovered
+        self._changes = worker.config.changes()
+        worker.member.plan_arrivals([one.step for one in self._changes if one.arrives])
+        self._began_s = 0.0
+        # Pieces of work between steps that everyone has completed.
+        self.works_done = 0
+        self.drafts = Drafts(worker)
+        self._failed_saves = FailedSaves(worker, self.drafts)
+
+    def sealed_everywhere(self) -> None:
+        """Seal the initial state; nobody trains before everyone has done so."""
+        if not self.worker.alone:
+            self.worker.state.seal_initial(self._framework, self.worker.completed)
+            self.state.sealed()
+            self.state.check_alike()
+            dist.barrier()
+            self.worker.state.await_start()
+            self.worker.phases.between_steps()
+
+    def enter(self) -> None:
+        """A worker that comes later enters the job, before its first step."""
+        if self.worker.alone:
+            self.worker.ask_to_enter()
+            self.recover()
+
+    def begin(self) -> None:
+        """A step begins; a worker whose departure is planned leaves here.
+
+        Raises EpochChanged where others come or go before it.
+        """
+        worker, step = self.worker, self.worker.completed
+        self.state.begin(step)
+        absent = [one for one in self._changes if one.slot not in worker.view.ranks]
+        arrives = any(one.arrives and one.step == step for one in absent)
+        worker.member.begin_step(step, awaits_arrival=arrives)
+        for change in self._changes:
+            if change.step == step and change.slot in worker.view.ranks and not change.arrives:
+                dist.barrier()
+                if change.slot == worker.slot:
+                    later = (one for one in self._changes if one.arrives and one.step > step)
+                    returns = any(one.slot == worker.slot for one in later)
+                    worker.events.emit("departed", slot=worker.slot, step=step, pid=os.getpid())
+                    worker.member.leave("its departure was planned", returns=returns)
+                    exit_at_once(0)
+        self._began_s = time.monotonic()
+        worker.stopwatch.operations.begin_step()
+        worker.phases.begin_step(worker.completed)
+
+    def complete(self, report: StepReport) -> None:
+        """The step that began has been applied: seal it, and tell.
+
+        Not where this worker was stopped for so long that it may have been given up.
+        """
+        worker = self.worker
+        worker.member.await_lease()
+        worker.completed += 1
+        worker.state.seal(self._framework, worker.completed)
+        self.state.sealed()
+        worker.phases.end_step()
+        worker.stopwatch.step_over()
+        elapsed_s = time.monotonic() - self._began_s
+        self.note_recovery()
+        # Sealing takes a while, and the signal that continues this process may reach another thread
+        # first: what the others can read comes after one more look.
+        worker.member.await_lease()
+        self._on_commit(worker.completed - 1, report, elapsed_s)
+        worker.phases.fire("body")
+
+    def announced(self, work: Callable[[], Result], phase: str) -> Result | None:
+        """Run work between steps, for which a proposal waits; None for a save that failed.
+
+        ``phase`` names it. A save that the storage fails is told, and the job goes on.
+        """
+        # A proposal waits for announced work; silence inside a step is fenced.
+        self.worker.member.announce(phase)
+        try:
+            self.worker.phases.enter(phase)
+            # It may change weights for a while, as averages of them do.
+            self.worker.state.leave_seal()
+            return (
+                self._failed_saves.attempt(work, self.works_done) if phase == SAVE_PHASE else work()
+            )
+        finally:
+            self.worker.member.announce(None)
+
+    def finish_work(self) -> None:
+        """The own part of a work between steps is done: leave it together with the others."""
+        dist.barrier()
+        self.works_done += 1
+        self.worker.phases.between_steps()
+
+    def recover(self) -> None:
+        """Take part in the recovery after an interruption."""
+        again = partial(recover, self.worker, self._framework)
+        again()
+        guarded(self._restored, again)
+
+    def _restored(self) -> None:
+        """Work that one worker has left is complete: it left a barrier that met everyone."""
+        self.state.restored(self.worker.completed)
+        done = torch.tensor([self.works_done, self._failed_saves.has_failed])
+        dist.all_reduce(done, op=dist.ReduceOp.MAX)
+        self.works_done = int(done[0])
+        if int(done[1]):
+            self._failed_saves.agree()
+
+    def note_recovery(self) -> None:
+        """Work was completed: a recovery that led to it is over."""
+        record = self.worker.recovery_over()
+        if record is not None:
+            self._on_recovered(record)
+
+
+class ElasticLoop:
+    """Runs the work of one trainer so that a change of the view interrupts and redoes it."""
+
+    def __init__(self, steps: GuardedSteps) -> None:
+        self.worker = steps.worker
+        self._steps = steps
+        self._train_step: Callable[[], StepReport] | None = None
+        self._report: StepReport | None = None
+
+    @property
+    def works_done(self) -> int:
+        """Pieces of work between steps that everyone has completed."""
+        return self._steps.works_done
+
+    def start(self) -> None:
+        """Seal the initial state; nobody trains before everyone has done so."""
+        self._run(self._steps.sealed_everywhere, steps=0)
+
+    def step(self, train_step: Callable[[], StepReport]) -> StepReport:
+        """Complete the next step; ``train_step()`` runs once, and again for every redo.
+
+        After a roll-back the earlier step is redone first; the report is the wanted step's.
+        """
+        self._train_step = train_step
+        self._steps.enter()
+        self._run(lambda: None, steps=self.worker.completed + 1)
+        assert self._report is not None
+        return self._report
+
+    def run(self, work: Callable[[], Result], *, phase: str, alone: Result) -> Result | None:
+        """Run work between steps, announced as ``phase``; it starts again after a recovery.
+
+        Everyone leaves it together. ``alone``: what a worker gets that is not in the job yet and
+        so has no part in it. None for a save that failed.
+        """
+        if self.worker.alone:
+            return alone
+        steps, wanted = self._steps, self._steps.works_done + 1
+        results: list[Result | None] = []
+        epoch, kept = self.worker.view.epoch, steps.state.keep()
+
+        def once() -> Result | None:
+            nonlocal kept
+            if self.worker.view.epoch != epoch:
+                steps.state.put_back(kept)
+            if steps.works_done < wanted:
+                results.append(steps.announced(work, phase))
+                kept = steps.state.keep()
+                steps.finish_work()
+            return results[-1]
+
+        return self._run(once, steps=self.worker.completed)
+
+    def finish(self, *, before_leaving: Callable[[], object]) -> None:
+        """Leave when everyone has completed its last step."""
+        self._run(dist.barrier, steps=self.worker.completed)
+        before_leaving()
+        self.worker.close()
+
+    def _run(self, work: Callable[[], Result], *, steps: int) -> Result:
+        """Run ``work`` once ``steps`` steps are complete, whatever interrupts on the way."""
+
+        def attempt() -> Result:
+            while self.worker.completed < steps:
+                self._attempt_step()
+            self.worker.phases.step = self.worker.completed
+            self.worker.state.complete()
+            result = work()
+            self._steps.note_recovery()
+            return result
+
+        return guarded(attempt, self._recover)
+
+    def _recover(self) -> None:
+        self._steps.recover()
+
+    def _attempt_step(self) -> None:
+        self._steps.begin()
+        assert self._train_step is not None
+        self._report = self._train_step()
+        if not self.worker.state.is_updated:
+            # A step that skips its update makes no grad norm, after which the older snapshot may
+            # be overwritten: this barrier proves the same.
+            self.worker.state.begin_update()
+            dist.barrier()
+        self._steps.complete(self._report)

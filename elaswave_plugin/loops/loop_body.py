@@ -1,0 +1,86 @@
+"""Collectives that a script calls between two steps, in the body of its loop.
+
+Nobody can call that body again. All-reduces, broadcasts and barriers of all workers are work that
+starts again after a loss, as `ElasticLoop.run` does it: whoever has left one has its result, and
+then so has everybody. Any other collective that a loss interrupts ends the job with a sentence.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.loops.guarded_steps import ElasticLoop
+from elaswave_plugin.trainer.fatal import end_in_a_sentence
+
+
+class LoopBody:
+    """Whether the script is in the body of its loop, and what its collectives do there."""
+
+    def __init__(self, loop: ElasticLoop) -> None:
+        self._loop = loop
+        self._worker = loop.worker
+
+    def begin(self) -> None:
+        """What follows is the body, until the script ends."""
+        self._worker.links.body = self
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Inside, the body runs."""
+        self._worker.links.body = self
+        try:
+            yield
+        finally:
+            self._worker.links.body = None
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Inside, a verb of the job runs, in the body or not."""
+        before, self._worker.links.body = self._worker.links.body, None
+        try:
+            yield
+        finally:
+            self._worker.links.body = before
+
+    def run(self, group: Any, call: str, args: Sequence[Any], start: Callable[[], Any]) -> Any:
+        """Complete a call of all workers, through any number of losses; returns its Work.
+
+        ``start()`` begins it with ``args``, whose tensors it changes. Ends the job where it cannot
+        be made again.
+        """
+        if self._worker.alone or set(group.members) != set(self._worker.view.ranks):
+            return start()
+        tensors = _tensors(args)
+        before = [tensor.detach().clone() for tensor in tensors]
+        root = getattr(args[1], "rootRank", args[1]) if call == "broadcast" else 0
+        source = group.members[root]
+
+        def work() -> Any:
+            if call == "broadcast" and group.members[root] != source:
+                self.interrupted(call)
+            for tensor, value in zip(tensors, before, strict=True):
+                tensor.detach().copy_(value)
+            started = start()
+            started.wait()
+            return started
+
+        with self.closed():
+            return self._loop.run(work, phase=call, alone=None)
+
+    def interrupted(self, call: str) -> NoReturn:
+        """A loss has met a call that cannot be made again."""
+        end_in_a_sentence(
+            ConfigurationError(
+                f"a loss met {call} in the body of job.train's loop, which nobody can call again: "
+                f'put what needs it into a function, and call job.run(function, phase="{call}")'
+            )
+        )
+
+
+def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
+    if not args or not isinstance(args[0], torch.Tensor | list | tuple):
+        return []
+    return [args[0]] if isinstance(args[0], torch.Tensor) else list(args[0])

@@ -1,0 +1,206 @@
+"""The loop that the user owns: an interruption is absorbed by whichever of our calls it meets.
+
+    for batch in loader:         # next_batch()
+        loss = engine(batch)     # call()
+        engine.backward(loss)    # call()
+        engine.step()            # call(), or complete_step() where it ends a step
+
+Nobody can call that body again. So a call that is interrupted takes part in the recovery, and the
+rest of the iteration is dead: every further call returns what stands in for its result, without any
+communication, until the loop asks for its next batch. That is the first one of the step that all
+survivors redo. Work between steps that every worker calls, as a save, is the exception: it is ours
+to call, and starts again.
+
+A worker that comes later, in the place of a lost one or beyond the launch, runs the script from its
+start: dead, until its loop has come to where the others are.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from elaswave_plugin.errors import ConfigurationError, LinkError
+from elaswave_plugin.framework import StepReport
+from elaswave_plugin.loops.guarded_steps import GuardedSteps
+from elaswave_plugin.recovery.guarded import guarded
+
+Result = TypeVar("Result")
+
+
+class UserLoop:
+    """Where a user's loop is, and whether what it does now counts."""
+
+    def __init__(
+        self, steps: GuardedSteps, *, after_recovery: Callable[[], None] = lambda: None
+    ) -> None:
+        """``after_recovery()`` is called on every worker once a recovery has restored its state.
+
+        It may communicate; an interruption there leads to the next recovery.
+        """
+        self.worker = steps.worker
+        self._steps = steps
+        self._after_recovery = after_recovery
+        # Batches that were served since the step began.
+        self.iteration = 0
+        self.dead = steps.worker.alone
+        # Whether the script is at what the others have behind them.
+        self._behind = False
+        # Where it is dead: whether no batch of the step that is redone had been served here.
+        self._between = True
+
+    def start(self) -> None:
+        """Seal the initial state; nobody trains before everyone has done so."""
+        self._completed(self._steps.sealed_everywhere)
+
+    def enter(self) -> None:
+        """A worker that comes later enters the job, before its first batch."""
+        if self.worker.alone:
+            self.worker.ask_to_enter()
+            self._recover()
+            # It has begun no step that could have been rolled back.
+            self._between = True
+
+    def set_behind(self, behind: bool) -> None:
+        """Whether the script is at what the others have behind them, where it meets nobody."""
+        self._behind = behind
+        self.worker.links.alone = behind or self.worker.alone
+
+    def next_batch(
+        self,
+        serve: Callable[[int, int], Result],
+        *,
+        void: Callable[[], Result | None] = lambda: None,
+    ) -> Result:
+        """The next batch: ``serve(step, iteration)``, called again after a recovery.
+
+        ``void()``: a batch that the others had before the recovery, and nobody trains on; or None.
+        """
+
+        def begin() -> Result:
+            passed = void()
+            if passed is not None:
+                self._between = False
+                return passed
+            if self.iteration == 0:
+                self._steps.begin()
+            self.worker.phases.enter("data")
+            batch = serve(self.worker.completed, self.iteration)
+            self.iteration += 1
+            self.dead = False
+            return batch
+
+        self.enter()
+        return self._again_after(begin)
+
+    def call(self, work: Callable[[], Result], *, instead: Callable[[], Result]) -> Result:
+        """A part of the iteration; ``instead()`` is the result where it is or becomes dead."""
+        return self._again_after(lambda: instead() if self.dead else work())
+
+    def complete_step(self, update: Callable[[], StepReport]) -> None:
+        """The end of a step: ``update()`` applies it."""
+
+        def work() -> None:
+            report = update()
+            self.iteration = 0
+            self._steps.complete(report)
+
+        self.call(work, instead=lambda: None)
+
+    def run(self, work: Callable[[], Result], *, phase: str) -> Result | None:
+        """Work between steps that every worker calls, announced as ``phase``.
+
+        It starts again after a recovery, unless that rolled a step back: then the loop comes here
+        again once it has redone it, and None is returned. Everyone leaves it together.
+        Raises ConfigurationError in the middle of a step, whose first part a loss takes back.
+        """
+        if self.iteration and not self.dead:
+            raise ConfigurationError(
+                f"{phase} between two steps is asked for in the middle of step"
+                f" {self.worker.completed}, after {self.iteration} of its batches: call it behind"
+                " the engine.step() by which engine.global_steps has grown"
+            )
+        if self.worker.alone or self._behind or (self.dead and not self._between):
+            return None
+        step, done = self.worker.completed, self._steps.works_done
+        result: Result | None = None
+        before = self._steps.state.keep()
+
+        def once() -> None:
+            nonlocal result
+            if (self.worker.completed, self._steps.works_done) == (step, done):
+                self.worker.state.complete()
+                self.worker.phases.step = step
+                result = self._steps.announced(work, phase)
+                self._steps.finish_work()
+                self.dead = False
+                self._steps.note_recovery()
+
+        def recover() -> None:
+            self._recover()
+            self._steps.state.put_back(before)
+
+        guarded(once, recover, blame=self._blame_newcomers)
+        return result if self.worker.completed == step else None
+
+    def complete_state(self) -> None:
+        """Have all of the state here, as somebody is about to read it."""
+        self._completed(self.worker.state.complete)
+
+    def finish(self, *, before_leaving: Callable[[], object]) -> None:
+        """Leave when everyone has completed its last step."""
+        self.set_behind(False)
+        self.worker.phases.step = self.worker.completed
+        self._completed(dist.barrier)
+        before_leaving()
+        self.worker.close()
+
+    def _again_after(self, work: Callable[[], Result]) -> Result:
+        return guarded(work, self._recover, blame=self._blame_newcomers)
+
+    def _completed(self, work: Callable[[], object]) -> None:
+        """Run ``work``, and again after every recovery, which is over once it has run."""
+
+        def complete() -> None:
+            work()
+            if self.iteration == 0:
+                self._steps.note_recovery()
+
+        self._again_after(complete)
+
+    def _recover(self) -> None:
+        between, completed = self.iteration == 0, self.worker.completed
+        self.dead = True
+        self.iteration = 0
+
+        def restore() -> None:
+            self._steps.recover()
+            self._between = between and completed == self.worker.completed
+
+        restore()
+        guarded(self._after_recovery, restore, blame=self._blame_newcomers)
+
+    def _blame_newcomers(self, error: LinkError) -> None:
+        """Workers do not do the same: those that came later leave, and the others go on.
+
+        Raises ConfigurationError on one that came, ``error`` where nobody has. Returns where the
+        others leave, which interrupts this.
+        """
+        me, view = self.worker.member.worker, self.worker.view
+        untried = self.worker.untried
+        came = {str(one) for one in view.workers if one.incarnation} | set(untried)
+        if str(me) in untried:
+            raise ConfigurationError(
+                f"this worker came later and does not do in its first step what the others do"
+                f" ({error}); have the script build the same model and do the same wherever it"
+                " starts, or set respawn to 0 and leave --reserve out"
+            ) from error
+        if str(me) in came:
+            raise ConfigurationError(
+                "this worker came later, and its script does something else after step"
+                f" {self.worker.completed - 1} than those of the others: one that counts its steps"
+                " itself has not seen those before it; count those that the job has made"
+                f" (engine.global_steps), or set respawn to 0 ({error})"
+            ) from error
+        if not came:
+            raise error

@@ -1,0 +1,1 @@
+"""Judges a run from outside, by the files that it left."""

@@ -1,0 +1,382 @@
+"""The outside reader: judges a run by the files that it left, and by a reference run's."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from elaswave_plugin.config import RECOVERY_PHASES, Kill
+from elaswave_plugin.core.step.audit import batch_sizes, counting_views, lost_and_repeated
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.observer.changes import changes_from
+from elaswave_plugin.observer.differing_reports import differing_reports
+from elaswave_plugin.observer.joins import joins_from
+from elaswave_plugin.observer.layout_change import layout_fields
+from elaswave_plugin.tracking.events import EVENTS_FILE, LEDGER_FILE, STEPS_FILE, read_lines
+from elaswave_plugin.tracking.state_dump import differing_names, dumped_steps, hash_state
+
+Record = dict[str, Any]
+# The reason of the view that nothing led to.
+LAUNCH = "launch"
+# The files of a run, in the order of RunFiles, and what each of their records has.
+_FILES = (
+    (EVENTS_FILE, ("kind", "time_s")),
+    (STEPS_FILE, ("step", "epoch", "slot")),
+    (LEDGER_FILE, ("step", "epoch", "samples")),
+)
+_LAYOUTS = ("layout_before", "layout_after")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFiles:
+    """What a run directory says, line by line."""
+
+    directory: Path
+    events: tuple[Record, ...]
+    steps: tuple[Record, ...]
+    ledger: tuple[Record, ...]
+
+    def __str__(self) -> str:
+        return f"{self.directory}: {len(self.events)} events, {len(self.steps)} step lines"
+
+    def of_kind(self, kind: str) -> tuple[Record, ...]:
+        """The events of one kind in the order of the file."""
+        return tuple(event for event in self.events if event.get("kind") == kind)
+
+
+def read_run(directory: Path) -> RunFiles:
+    """Read a run directory; raises ConfigurationError if it is none, or not a whole one."""
+    for name, _ in _FILES:
+        if not (directory / name).is_file():
+            raise ConfigurationError(
+                f"{str(directory)!r} holds no {name}, wanted the directory of a run"
+                " (--elaswave-dir, or OUT/run of the demo)"
+            )
+    events, steps, ledger = (_records(directory / name, fields) for name, fields in _FILES)
+    return RunFiles(directory=directory, events=events, steps=steps, ledger=ledger)
+
+
+def _records(path: Path, fields: Sequence[str]) -> tuple[Record, ...]:
+    try:
+        records = tuple(read_lines(path))
+    except OSError as error:
+        raise ConfigurationError(f"{str(path)!r} cannot be read: {error.strerror}") from None
+    for field in fields:
+        if any(field not in record for record in records):
+            raise ConfigurationError(
+                f"{str(path)!r} has records without {field!r}, wanted the file of that name in the"
+                " directory of a run (--elaswave-dir)"
+            )
+    return records
+
+
+def check_one_job(run: RunFiles) -> None:
+    """Raise ConfigurationError where more than one job has written the files.
+
+    Their steps and views have the same numbers, so that no line tells whose it is.
+    """
+    firsts = [event for event in run.of_kind("worker_started") if not event.get("incarnation")]
+    jobs = max(Counter(event["slot"] for event in firsts).values(), default=1)
+    if jobs > 1:
+        raise ConfigurationError(
+            f"{str(run.directory)!r} holds the files of {jobs} jobs, wanted those of one; give each"
+            " start of a job a run directory of its own (--elaswave-dir)"
+        )
+
+
+def counted_steps(run: RunFiles) -> dict[int, tuple[Record, ...]]:
+    """Return, for each step in order, the lines of the attempt that counts: the last epoch's."""
+    lines: dict[int, list[Record]] = {}
+    for record in run.steps:
+        lines.setdefault(record["step"], []).append(record)
+    counted = {}
+    for step in sorted(lines):
+        epoch = max(record["epoch"] for record in lines[step])
+        counted[step] = tuple(record for record in lines[step] if record["epoch"] == epoch)
+    return counted
+
+
+def losses_of(run: RunFiles) -> dict[int, float]:
+    """Return the loss of each step, exact to the bit."""
+    return {step: _loss(records[0]) for step, records in counted_steps(run).items()}
+
+
+def disagreeing_steps(run: RunFiles) -> list[int]:
+    """Return the steps of which two workers report different losses or grad norms."""
+    return [
+        step
+        for step, records in counted_steps(run).items()
+        if len({(_loss(record).hex(), _norm(record)) for record in records}) > 1
+    ]
+
+
+def audit_samples(run: RunFiles, *, batches: Sequence[int]) -> tuple[int, int]:
+    """Return (samples lost, samples repeated) over all steps; ``batches``: the size of each."""
+    return lost_and_repeated(counting_views(run.steps), run.ledger, batches=batches)
+
+
+def kills_of(run: RunFiles, wanted: Iterable[Kill] | None = None) -> list[Record]:
+    """Return each wanted kill (all that fired, if none are named) and whether it fired.
+
+    Fired means that the worker said so and that its supervisor saw that very process end.
+    """
+    exits = {(event["slot"], event["pid"]) for event in run.of_kind("worker_exited")}
+    fired = {
+        (event["slot"], event["step"], event["phase"])
+        for event in run.of_kind("fault_fired")
+        if (event["slot"], event["pid"]) in exits
+    }
+    asked = sorted(fired) if wanted is None else [(k.slot, k.step, k.phase) for k in wanted]
+    return [
+        {"slot": slot, "step": step, "phase": phase, "fired": (slot, step, phase) in fired}
+        for slot, step, phase in asked
+    ]
+
+
+def recoveries_of(run: RunFiles) -> list[Record]:
+    """Return one record a completed recovery, from what every survivor reported and did.
+
+    `mttr_s` runs from the first fault that this recovery answers to the moment when the last
+    survivor had completed the first step after it; phases are those of the slowest survivor.
+    """
+    reports: dict[int, list[Record]] = {}
+    for event in run.of_kind("recovered"):
+        if not event["newcomers"]:
+            reports.setdefault(event["epoch"], []).append(event)
+    found, answered_s = [], 0.0
+    for epoch in sorted(reports):
+        done_s = _first_step_done_s(run, epoch)
+        fault_s = _first_fault_s(run, answered_s, done_s)
+        phases = _slowest_phases(run, epoch, reports[epoch], fault_s)
+        reported_s = max(float(event["mttr_s"]) for event in reports[epoch])
+        seen = done_s is not None and fault_s is not None
+        found.append(
+            {
+                "epoch": epoch,
+                "reason": reports[epoch][0]["reason"],
+                "phases_s": phases,
+                "mttr_s": done_s - fault_s if seen and done_s and fault_s else reported_s,
+                "reported_mttr_s": reported_s,
+                "bytes_moved": int(reports[epoch][0]["bytes_moved"]),
+                "restored_step": int(reports[epoch][0]["restored_step"]),
+                "survivors": sorted(event["slot"] for event in reports[epoch]),
+            }
+        )
+        answered_s = done_s if done_s is not None else answered_s
+    return found
+
+
+def joins_of(run: RunFiles) -> list[Record]:
+    """Return one record a worker that came back."""
+    return joins_from(
+        entered=run.of_kind("entered"),
+        recovered=run.of_kind("recovered"),
+        exited=run.of_kind("worker_exited"),
+        steps=run.steps,
+    )
+
+
+def changes_of(run: RunFiles) -> list[Record]:
+    """Return one record a worker that was lost, left or came, whoever ended it."""
+    return changes_from(
+        committed=run.of_kind("view_committed"), entered=run.of_kind("entered"), steps=run.steps
+    )
+
+
+def survivor_pids_unchanged(run: RunFiles) -> bool:
+    """Tell whether every worker of all views ran from start to end in the process it began in."""
+    views = [set(event["ranks"]) for event in run.of_kind("view_committed")]
+    survivors = set.intersection(*views) if views else set()
+    counted = counted_steps(run)
+    if not survivors or not counted:
+        return False
+    started: dict[int, set[int]] = {}
+    for event in run.of_kind("worker_started"):
+        started.setdefault(event["slot"], set()).add(event["pid"])
+    worked: dict[int, set[int]] = {}
+    for record in run.steps:
+        worked.setdefault(record["slot"], set()).add(record["pid"])
+    at_the_end = {record["slot"] for record in counted[max(counted)]}
+    return survivors <= at_the_end and all(
+        len(started.get(slot, ())) == 1 and started[slot] == worked.get(slot) for slot in survivors
+    )
+
+
+def median_step_s(run: RunFiles) -> dict[str, float | None]:
+    """Return the median time of a step before the first change and after the last, in seconds.
+
+    A step takes as long as its slowest worker; the first step of the job and the first after a
+    change are not counted.
+    """
+    spans = throughput(run)
+    began = spans[:1] if spans and spans[0]["reason"] == LAUNCH else []
+    return {
+        "before": began[0]["median_step_s"] if began else None,
+        "after": spans[-1]["median_step_s"] if spans[len(began) :] else None,
+    }
+
+
+def throughput(run: RunFiles) -> list[Record]:
+    """Return one record a view with complete steps: why it came, its steps, how fast they are.
+
+    `median_step_s` is of its steps but the first, `tokens_per_s` what that makes of a global batch;
+    both None where there is one step only. `cuts`: the first layer of each stage and their number,
+    where there are stages.
+    """
+    by_epoch: dict[int, list[tuple[int, Sequence[Record]]]] = {}
+    for step, records in sorted(counted_steps(run).items()):
+        by_epoch.setdefault(records[0]["epoch"], []).append((step, records))
+    changes = {event["epoch"]: event for event in run.of_kind("recovered")}
+    layouts = [change[key] for change in changes.values() for key in _LAYOUTS if key in change]
+    cuts = layouts[0]["cuts"] if layouts else None
+    found: list[Record] = []
+    for epoch, steps in sorted(by_epoch.items()):
+        if epoch in changes and layouts:
+            cuts = changes[epoch]["layout_after"]["cuts"]
+        times = [max(float(one["step_s"]) for one in records) for _, records in steps[1:]]
+        step_s = median(times) if times else None
+        tokens = float(steps[0][1][0].get("tokens") or 0)
+        found.append(
+            {
+                "epoch": epoch,
+                "reason": changes[epoch]["reason"] if epoch in changes else LAUNCH,
+                "cuts": cuts,
+                "first_step": steps[0][0],
+                "steps": len(steps),
+                "median_step_s": step_s,
+                "tokens_per_s": tokens / step_s if step_s and tokens else None,
+            }
+        )
+    return found
+
+
+def layout_change_of(run: RunFiles) -> Record:
+    """Return the layouts, plan and step times of a change of layout; nothing where none was."""
+    return layout_fields(
+        attached=run.of_kind("attached"),
+        recovered=run.of_kind("recovered"),
+        nodes={event["slot"]: event["node"] for event in run.of_kind("worker_started")},
+        step_s=median_step_s(run),
+    )
+
+
+def tokens_per_s(run: RunFiles) -> dict[int, float]:
+    """Return the tokens of the global batch per second of the slowest worker, for each step."""
+    rates = {}
+    for step, records in counted_steps(run).items():
+        slowest_s = max(float(record["step_s"]) for record in records)
+        if slowest_s > 0:
+            rates[step] = float(records[0].get("tokens") or 0) / slowest_s
+    return rates
+
+
+def summarize(
+    run: RunFiles,
+    reference: RunFiles | None,
+    *,
+    steps: int,
+    global_batch: int | None,
+    kills: Sequence[Kill] | None = None,
+    snapshot_overhead_ratio: float | None = None,
+    snapshot_overhead_reason: str = "not measured in this run",
+) -> Record:
+    """Build the summary of a run against its reference; every field comes from the files.
+
+    ``global_batch``: None where it is not known or not the same in every step.
+    """
+    losses = losses_of(run)
+    others = losses_of(reference) if reference else {}
+    common = sorted(set(losses) & set(others))
+    views, batches = counting_views(run.steps), steps * [global_batch or 0]
+    if global_batch is None:
+        batches = batch_sizes(views, run.ledger, steps)
+    lost, repeated = audit_samples(run, batches=batches)
+    return {
+        "ended": ended_with(run),
+        "steps": len(losses),
+        "losses": [losses[step] for step in sorted(losses)],
+        "reference_losses": [others[step] for step in sorted(others)],
+        "max_abs_loss_diff": max(
+            (abs(losses[step] - others[step]) for step in common), default=None
+        ),
+        "disagreeing_steps": disagreeing_steps(run),
+        "differing_reports": differing_reports(run.of_kind("recovered")),
+        "kills": kills_of(run, kills),
+        "changes": changes_of(run),
+        "recoveries": recoveries_of(run),
+        "joins": joins_of(run),
+        **_state_fields(run, reference),
+        "survivor_pids_unchanged": survivor_pids_unchanged(run),
+        "samples_lost": lost,
+        "samples_repeated": repeated,
+        "median_step_s": median_step_s(run),
+        "throughput": throughput(run),
+        **layout_change_of(run),
+        "snapshot_overhead_ratio": snapshot_overhead_ratio,
+        "snapshot_overhead_reason": (
+            None if snapshot_overhead_ratio is not None else snapshot_overhead_reason
+        ),
+    }
+
+
+def ended_with(run: RunFiles) -> Record | None:
+    """Exit code and reason of the job, as its supervisors agreed on them; None where it goes on."""
+    over = run.of_kind("job_over")
+    return {name: over[-1][name] for name in ("exit_code", "reason")} if over else None
+
+
+def _state_fields(run: RunFiles, reference: RunFiles | None) -> Record:
+    """Compare the last dumped states; equal is None where there is nothing to compare."""
+    fields: Record = {"parameters_equal": None, "state_sha256": {}, "differing_parameters": []}
+    if not dumped_steps(run.directory):
+        return fields
+    mine = hash_state(run.directory)
+    fields["state_sha256"] = {"step": mine.step, "run": mine.sha256, "reference": None}
+    if reference is not None:
+        other = hash_state(reference.directory)
+        fields["state_sha256"]["reference"] = other.sha256
+        fields["parameters_equal"] = (mine.step, mine.sha256) == (other.step, other.sha256)
+        fields["differing_parameters"] = list(differing_names(mine, other))
+    return fields
+
+
+def _loss(record: Record) -> float:
+    text = record.get("loss_hex")
+    return float.fromhex(text) if text else float(record["loss"])
+
+
+def _norm(record: Record) -> str:
+    return record.get("grad_norm_hex") or repr(record.get("grad_norm"))
+
+
+def _first_step_done_s(run: RunFiles, epoch: int) -> float | None:
+    """When the last survivor had completed its first step of an epoch."""
+    first = min((r["step"] for r in run.steps if r["epoch"] == epoch), default=None)
+    times = [r["time_s"] for r in run.steps if r["epoch"] == epoch and r["step"] == first]
+    return max(times) if times else None
+
+
+def _first_fault_s(run: RunFiles, after_s: float, before_s: float | None) -> float | None:
+    """When the earliest fault in a span of time struck: as the worker said, else as it was seen."""
+    until_s = float("inf") if before_s is None else before_s
+    for kind, key in (("fault_fired", "at_s"), ("worker_exited", "time_s")):
+        times = [e[key] for e in run.of_kind(kind) if after_s < e[key] < until_s]
+        if times:
+            return float(min(times))
+    return None
+
+
+def _slowest_phases(
+    run: RunFiles, epoch: int, reports: list[Record], fault_s: float | None
+) -> dict[str, float]:
+    phases: dict[str, float] = {}
+    for name in RECOVERY_PHASES:
+        times = [float(event["phases_s"][name]) for event in reports if name in event["phases_s"]]
+        phases[name] = max(times, default=0.0)
+    proposed = [e["time_s"] for e in run.of_kind("view_proposed") if e["epoch"] <= epoch]
+    after = [time_s for time_s in proposed if fault_s is not None and time_s > fault_s]
+    if not phases["detect"] and after and fault_s is not None:
+        phases["detect"] = min(after) - fault_s
+    return phases

@@ -1,0 +1,127 @@
+"""Where a worker is: announces phases, fires the scripted test faults there, times recoveries."""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+from elaswave_plugin.config import FINALIZE_PHASE, SAVE_PHASE, STEP_PHASES, Kill
+from elaswave_plugin.ipc.progress_page import BETWEEN_STEPS, PhaseClock, ProgressPage
+from elaswave_plugin.recovery.faults import bytes_in, once_written, strike
+from elaswave_plugin.tracking.events import EventLog
+
+
+class Phases:
+    """The phase announcements of one worker; ``check`` raises EpochChanged when a view is open."""
+
+    def __init__(
+        self,
+        *,
+        slot: int,
+        incarnation: int = 0,
+        events: EventLog,
+        kills: Sequence[Kill],
+        check: Callable[[], None],
+        page: ProgressPage,
+        clock: PhaseClock,
+    ) -> None:
+        """`page` and `clock` tell the supervisor where this worker is."""
+        self._slot = slot
+        self._events = events
+        me = slot, incarnation
+        self._kills = [kill for kill in kills if (kill.slot, kill.incarnation) == me]
+        self._check = check
+        self._page = page
+        self._clock = clock
+        self._step = 0
+        # The folder of the checkpoint that is being written.
+        self._draft: Path | None = None
+        self.replaying = False
+        self.seconds: dict[str, float] = {}
+
+    @property
+    def step(self) -> int:
+        """The number of the step of the work."""
+        return self._step
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self._step = number
+        self._page.set_place(step=number)
+
+    def begin_step(self, number: int) -> None:
+        """A step begins, or begins again."""
+        self.step = number
+        self._clock.enter("begin")
+
+    def end_step(self) -> None:
+        """A step is complete; the script may do what it wants before the next."""
+        self._clock.step_over()
+
+    def between_steps(self) -> None:
+        """What follows is the script's, and nobody knows how long it takes."""
+        self._clock.outside(BETWEEN_STEPS)
+
+    def enter(self, phase: str) -> None:
+        """Announce a phase of a step; leaves by EpochChanged when a view is proposed."""
+        if phase in STEP_PHASES:
+            self._clock.enter(phase)
+        else:
+            self._clock.outside(phase)
+        # A fault of a save waits for its first byte: see `writing`.
+        if phase != SAVE_PHASE:
+            self.fire(phase)
+        if self.replaying and phase == "backward":
+            self.fire("replay")
+        self._check()
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """A phase of a recovery; its seconds add up in ``seconds`` over superseded attempts."""
+        started_s = time.monotonic()
+        self._clock.recover(phase)
+        try:
+            self.fire(phase)
+            yield
+        finally:
+            elapsed_s = time.monotonic() - started_s
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + elapsed_s
+
+    @contextmanager
+    def writing(self, draft: Path) -> Iterator[None]:
+        """Everyone writes a part of a checkpoint to this folder, and has done so at the end.
+
+        A fault of a save fires once the folder has a byte, whoever wrote it.
+        """
+        self._draft = draft
+        # A loop has to be the main thread's: it would hang nothing else.
+        sudden = any(kill.how != "loop" for kill in self._due(SAVE_PHASE))
+        try:
+            with once_written(draft, lambda: self.fire(SAVE_PHASE)) if sudden else nullcontext():
+                yield
+            self.fire(SAVE_PHASE)
+            self.fire(FINALIZE_PHASE)
+        finally:
+            self._draft = None
+
+    def fire(self, phase: str) -> None:
+        """Kill this process, or have it hang, where the script of test faults says so."""
+        for kill in self._due(phase):
+            self._events.emit(
+                "fault_fired",
+                slot=self._slot,
+                step=self.step,
+                phase=phase,
+                pid=os.getpid(),
+                at_s=time.time(),
+                **self.written(),
+            )
+            strike(kill.how)
+
+    def written(self) -> dict[str, int]:
+        """Count the bytes of the checkpoint that is being written; empty while none is."""
+        return {} if self._draft is None else {"bytes_written": bytes_in(self._draft)}
+
+    def _due(self, phase: str) -> list[Kill]:
+        return [kill for kill in self._kills if (kill.step, kill.phase) == (self.step, phase)]

@@ -1,0 +1,88 @@
+"""The main path: one function, one call a phase, from an interrupted step to its replay."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from elaswave_plugin.core.agreement.hang import OUTSIDE
+from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan
+from elaswave_plugin.errors import WeightsDifferError
+from elaswave_plugin.framework import Framework
+from elaswave_plugin.recovery.guarded import guarded
+from elaswave_plugin.recovery.worker import Worker
+from elaswave_plugin.snapshot.restore import RestoredState, restore
+
+
+def recover(worker: Worker, framework: Framework) -> None:
+    """Bring this worker to the start of the step that all survivors redo together.
+
+    The optimizer state follows while that step computes; `StateKeeper.complete` waits for it.
+    A proposal that arrives at any point supersedes the attempt and starts it again: until the new
+    layout is sealed, nothing that an attempt reads from is overwritten.
+    Raises SnapshotGapError, PlanDigestError, WeightsDifferError, JobStopped.
+    """
+    worker.phases.fire("detect")
+    worker.begin_recovery()
+    guarded(partial(_attempt, worker, framework), lambda: None)
+
+
+def _attempt(worker: Worker, framework: Framework) -> None:
+    phases = worker.phases
+    with phases.timed("agree"):
+        framework.pause()
+        commit = worker.quiesce()
+    with phases.timed("edit"):
+        worker.install_view(commit)
+        plan_of = worker.planner(commit)
+    state = take_state(worker, framework, plan_of)
+    worker.state.read_behind(state.plan, framework)
+    worker.end_recovery(state.plan, fetched_bytes=state.fetched_bytes)
+
+
+def take_state(
+    worker: Worker, framework: Framework, plan_of: Callable[..., RecoveryPlan]
+) -> RestoredState:
+    """Have the weights of the new layout, alike on every replica.
+
+    What is in place is left alone at first; where replicas differ then, all of it is read anew.
+    """
+    phases = worker.phases
+    for make_plan in (plan_of, partial(plan_of, live={})):
+        with phases.timed("move"):
+            state = restore(
+                slot=worker.slot,
+                pool=worker.state.pool,
+                make_plan=make_plan,
+                timeout_s=worker.config.transfer_timeout_s,
+                check=worker.member.check,
+                # Who reads waits for supervisors: the others, who wait for it, are to be patient.
+                reading=partial(worker.member.progress_page.waiting, OUTSIDE),
+            )
+        with phases.timed("rebind"):
+            worker.state.leave_seal()
+            framework.rebind(state.plan)
+            framework.write_weights(state.masters)
+            framework.write_capsule(state.capsule)
+        with phases.timed("verify"):
+            differing = compare_weights(framework, state.plan)
+        if differing is None:
+            return state
+    raise WeightsDifferError(
+        f"replicas hold different weights after the recovery of view {state.plan.epoch}, although"
+        f" all of them were read anew: {differing}; start from the last checkpoint, and look at the"
+        " memory of these workers' nodes"
+    )
+
+
+def compare_weights(framework: Framework, plan: RecoveryPlan) -> str | None:
+    """Gather the weights; the cell whose replicas do not all hold the same bits, where one does."""
+    mine = torch.tensor([framework.sync_weights()], dtype=torch.int64)
+    everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    for cell in plan.cells:
+        digests = {slot: int(everyone[plan.ranks.index(slot)]) for slot in cell.ranks}
+        if len(set(digests.values())) != 1:
+            return f"{cell} has digests {digests}"
+    return None

@@ -1,0 +1,222 @@
+"""A worker's part of the job's state: sealed after every step, held by others, read back."""
+
+from elaswave_plugin.config import ElasticConfig
+from elaswave_plugin.core.agreement.hang import OUTSIDE
+from elaswave_plugin.core.agreement.view import MembershipView
+from elaswave_plugin.core.layout.sealed_shard import SealedShard
+from elaswave_plugin.core.layout.shards import ShardCut
+from elaswave_plugin.core.recovery_plan.placement import Cell, Seating
+from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan, copy_targets
+from elaswave_plugin.errors import SnapshotUnreadableError
+from elaswave_plugin.framework import Framework
+from elaswave_plugin.recovery.phases import Phases
+from elaswave_plugin.recovery.record import RecoveryRecord
+from elaswave_plugin.snapshot.deferred import MomentsBehind
+from elaswave_plugin.snapshot.free_memory import available_bytes
+from elaswave_plugin.snapshot.snapshot_pool import SnapshotPool, capacity_of
+from elaswave_plugin.trainer.member import Member
+
+# Room for the step capsule (schedulers, scalers, counters) in a buffer.
+CAPSULE_ROOM_BYTES = 1 << 20
+
+
+class StateKeeper:
+    """Keeps the state of one worker safe, for itself and for the others."""
+
+    def __init__(
+        self, member: Member, *, config: ElasticConfig, phases: Phases, record: RecoveryRecord
+    ) -> None:
+        """``record`` is told how long state took that was read back behind the training."""
+        self._member, self._config, self._phases, self._record = member, config, phases, record
+        self.unreadable: set[SealedShard] = set()
+        """Snapshots found damaged since the last seal."""
+        self.live: tuple[int, int] | None = None
+        """(step, epoch) of the seal at which model and optimizer still are."""
+        self._seals_in_epoch = 0
+        self._sealed_step: int | None = None
+        # Whether others were told of the last seal, in this epoch.
+        self._handed_over = False
+        self._behind: MomentsBehind | None = None
+        # Whether model and optimizer were about to change since the last seal.
+        self.is_updated = False
+
+    def open(
+        self, view: MembershipView, seating: Seating, *, alignment: int, local_workers: int
+    ) -> None:
+        """Map the snapshot memory; shards are whole multiples of ``alignment`` elements.
+
+        ``local_workers`` share the memory of this machine. Raises ConfigurationError where it is
+        too small.
+        """
+        self.alignment = alignment
+        self.begin_epoch(view, seating)
+        if self._config.snapshots:
+            whole = self._cut(seating.largest, 1).payload_bytes
+            self.pool = SnapshotPool(
+                self._member.snapshot_fds,
+                slot=self._member.slot,
+                capacity_bytes=capacity_of(whole + CAPSULE_ROOM_BYTES),
+                needed_bytes=local_workers * self.snapshot_bytes,
+                available_bytes=available_bytes(),
+            )
+
+    def begin_epoch(self, view: MembershipView, seating: Seating) -> None:
+        """From now on the state is cut and held as this view has it."""
+        self._view, self._cell = view, seating.cell_of(self._member.slot)
+        self._seals_in_epoch, self._handed_over = 0, False
+        # An interrupted attempt may have come to its update on some workers only.
+        self.is_updated = False
+
+    # ---- sealed, and held by others -------------------------------------------------------------
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Shared memory a worker: two buffers of its shard, and as much for each copy it holds.
+
+        What is held for a worker of the same node is that worker's own memory.
+        """
+        cell = self._cell
+        shard = 0 if cell is None else self._cut(cell.buckets, len(cell.ranks)).payload_bytes
+        elsewhere = sum(not self._is_local(target) for target in self._copy_targets())
+        return 2 * shard * (1 + elsewhere)
+
+    def _copy_targets(self) -> tuple[int, ...]:
+        return copy_targets(
+            self._member.slot,
+            ranks=self._view.ranks,
+            nodes=self._view.nodes,
+            copies=self._config.snapshot_copies,
+            peers=() if self._cell is None else self._cell.ranks,
+        )
+
+    def _is_local(self, slot: int) -> bool:
+        node = dict(zip(self._view.ranks, self._view.nodes, strict=True))
+        return node[slot] == node[self._member.slot]
+
+    def _cut(self, buckets: tuple[int, ...], width: int) -> ShardCut:
+        return ShardCut(buckets=buckets, width=width, alignment=self.alignment)
+
+    def seal_initial(self, framework: Framework, step: int) -> None:
+        """Seal the state before the first step, once."""
+        if self._sealed_step is None:
+            self.seal(framework, step)
+
+    def await_start(self) -> None:
+        """Wait until the supervisors know that everyone has sealed, as everyone has by now.
+
+        Until they do, a loss ends the job: it would in the first step, on a busy machine.
+        """
+        if self._config.snapshots:
+            self._member.wait_started(self._config.transfer_timeout_s)
+
+    def seal(self, framework: Framework, step: int) -> None:
+        """Seal the state after ``step`` steps and have other supervisors hold it.
+
+        Those of this node are told once an epoch, those of other nodes get a copy of each step.
+        """
+        if self._behind is not None:
+            raise AssertionError("the state was to be sealed before its optimizer state was here")
+        self.unreadable.clear()
+        self.is_updated = False
+        if not self._config.snapshots:
+            return
+        self._seals_in_epoch += 1
+        if self._cell is not None:
+            self._seal_shard(framework, step, self._cell)
+        if framework.keeps_state:
+            self.live = step, self._view.epoch
+        if self._seals_in_epoch == 2:
+            # The collective between the two has shown that the first is safe everywhere.
+            self._member.release(self._view.epoch)
+
+    def _seal_shard(self, framework: Framework, step: int, cell: Cell) -> None:
+        record = self.pool.seal(
+            step=step,
+            epoch=self._view.epoch,
+            cell=cell.key,
+            units=cell.units,
+            ranks=cell.ranks,
+            parts=framework.read_shard(),
+            capsule=framework.read_capsule(),
+            before_seal=lambda: self._phases.enter("snapshot"),
+        )
+        self._sealed_step = step
+        first = self._seals_in_epoch == 1
+        targets = [slot for slot in self._copy_targets() if first or not self._is_local(slot)]
+        self._handed_over = first or bool(targets)
+        if self._handed_over:
+            self._member.sealed(record, targets)
+
+    def await_copies(self) -> None:
+        """Wait until the last own snapshot is held wherever it has to be.
+
+        Everyone does so before the grad norm of the next step; that collective therefore proves
+        that the step is sealed and copied everywhere, and the older buffer may be overwritten.
+        """
+        if self._handed_over and self._sealed_step is not None:
+            with self._member.progress_page.waiting(OUTSIDE):
+                self._member.wait_copied(
+                    self._sealed_step, timeout_s=self._config.transfer_timeout_s
+                )
+
+    def begin_update(self) -> None:
+        """Model and optimizer are about to change: have the state whole, and its snapshot safe."""
+        self.complete()
+        self.await_copies()
+        self.leave_seal()
+        self.is_updated = True
+
+    def leave_seal(self) -> None:
+        """From here on model and optimizer are no longer what was sealed last."""
+        self.live = None
+
+    # ---- read back behind the training ----------------------------------------------------------
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether some of the optimizer state is still on its way."""
+        return self._behind is not None and self._behind.is_on_its_way
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the optimizer state is installed."""
+        return self._behind is None
+
+    def read_behind(self, plan: RecoveryPlan, framework: Framework) -> None:
+        """Have the optimizer state follow the weights, from the same snapshots.
+
+        A snapshot is overwritten only after a grad norm of everyone that comes after the update.
+        """
+        self._behind = MomentsBehind(
+            plan,
+            slot=self._member.slot,
+            pool=self.pool,
+            timeout_s=self._config.transfer_timeout_s,
+            check=self._member.check,
+            write=framework.write_moments,
+        )
+        if not framework.moments_may_follow:
+            self.complete()
+
+    def complete(self) -> None:
+        """Install the optimizer state that follows the weights, where it has not been yet.
+
+        Everyone does so before the update, and before work that may read it. Where a snapshot
+        cannot be read, the view is renewed, and the next plan avoids it. Raises EpochChanged.
+        """
+        if self._behind is None:
+            return
+        with self._member.progress_page.waiting(OUTSIDE):
+            try:
+                self._record.followed = self._behind.complete()
+            except SnapshotUnreadableError as error:
+                self.unreadable.add(error.sealed)
+                self._member.severed(self._view.epoch, str(error))
+                self._member.await_proposal(timeout_s=self._config.transfer_timeout_s)
+        self._behind = None
+
+    def drop_behind(self) -> None:
+        """What is on its way is wanted no more; returns when nothing is read any longer."""
+        if self._behind is not None:
+            self._behind.drop()
+            self._behind = None

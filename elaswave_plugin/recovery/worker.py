@@ -1,0 +1,425 @@
+"""A trainer's side of an elastic job: joins, keeps the view, and what everyone runs in it."""
+
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Unpack
+
+from elaswave_plugin.communicator.links.link_table import LinkTable
+from elaswave_plugin.communicator.process_group import GroupTable, check_growing_groups
+from elaswave_plugin.config import ElasticConfig, check_given, parse_kill
+from elaswave_plugin.core.agreement.hang import COMMIT
+from elaswave_plugin.core.agreement.next_view import LAST_CALL
+from elaswave_plugin.core.layout.reserve import built_among, replicas_beyond
+from elaswave_plugin.core.layout.worker_facts import SlowTold, WorkerFacts
+from elaswave_plugin.core.planner.layer_times import PassTimes, agreed
+from elaswave_plugin.core.planner.pipeline_flow import Flow, PipelineFlow
+from elaswave_plugin.core.planner.slow import slowness_told
+from elaswave_plugin.core.recovery_plan.placement import FlatSeating, Seating
+from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan, make_plan
+from elaswave_plugin.core.step.dataflow import Shares
+from elaswave_plugin.framework import Framework
+from elaswave_plugin.ipc.console import say
+from elaswave_plugin.ipc.environment import read_reserve
+from elaswave_plugin.ipc.frames import Alone
+from elaswave_plugin.ipc.job_constants import Remembered
+from elaswave_plugin.ipc.progress_page import PhaseClock
+from elaswave_plugin.recovery.phases import Phases
+from elaswave_plugin.recovery.record import RecoveryRecord
+from elaswave_plugin.recovery.slow_workers import SlowWorkers
+from elaswave_plugin.recovery.state_keeper import StateKeeper
+from elaswave_plugin.recovery.stopwatch import Stopwatch
+from elaswave_plugin.tracking.events import EventLog
+from elaswave_plugin.trainer.broken_links import BrokenLinks
+from elaswave_plugin.trainer.member import Commit, Member
+from elaswave_plugin.version import __version__
+
+# Deals the work of a step; takes what the seating says that it is dealt over.
+Deal = Callable[..., Flow]
+# Longer than the launcher's own limit for the meeting, whose message is the better one.
+JOIN_TIMEOUT_S = 3600.0
+
+
+class Worker:
+    """One member of the job; everything of it that is not framework-specific."""
+
+    def __init__(
+        self,
+        *,
+        config: ElasticConfig,
+        environ: Mapping[str, str],
+        model_parallel: tuple[int, int] = (1, 1),
+    ) -> None:
+        """Join the job that the supervisor belongs to; blocks until the first view is committed.
+
+        ``model_parallel``: the sizes of tp and pp, by which slots beyond the launch have places.
+        In the place of a lost worker nothing is waited for: the framework is built at the sizes of
+        the launch, `alone`, and `ask_to_enter` comes before the first step.
+        Raises ConfigurationError when the process was not started by a supervisor.
+        """
+        self.config = config
+        self.member = Member.from_environment(environ)
+        self.local_workers = int(environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.slot = self.member.slot
+        self.reserve = read_reserve(environ)
+        """So many workers may join beyond those of the launch."""
+        self._tp, self._pp = model_parallel
+        self.events = self._log("events.jsonl")
+        self.ledger = self._log("ledger.jsonl")
+        self.steps = self._log("steps.jsonl")
+        broken_links = BrokenLinks(self.member)
+        self.links = LinkTable(
+            self.slot,
+            host=self.member.host,
+            on_link_lost=lambda slot, why: broken_links.report(
+                slot, why, epoch=self.view.epoch, step=self.completed
+            ),
+            progress=self.member.progress_page,
+        )
+        self.groups = GroupTable(
+            self.links, gpu_engine=config.gpu_engine, exact=config.consistency == "exact"
+        )
+        self.phases = self._timed_phases()
+        self.last_call = False  # whether all were told to leave, by the newest commit
+        self.completed = 0
+        self.stopwatch = Stopwatch(
+            PassTimes(),
+            waited=lambda: self.links.waited_s,
+            is_followed=lambda: self.state.is_followed,
+        )
+        self.slow_workers = SlowWorkers(self)
+        self._record = RecoveryRecord(slot=self.slot, events=self.events, phases=self.phases)
+        self.state = StateKeeper(
+            self.member, config=config, phases=self.phases, record=self._record
+        )
+        self._entering, self._ready_s = False, 0.0
+        self._newcomers: tuple[str, ...] = ()
+        self._restored_step = 0
+        self._started_s = time.time()
+        self._join()
+
+    def _log(self, name: str) -> EventLog:
+        """A file of the run directory, which may have gone bad since the launch."""
+        path = self.config.dir / name if self.config.dir else None
+        return EventLog(path, late=self.member.incarnation > 0)
+
+    def _timed_phases(self) -> Phases:
+        page, config = self.member.progress_page, self.config
+        return Phases(
+            slot=self.slot,
+            incarnation=self.member.incarnation,
+            events=self.events,
+            kills=tuple(map(parse_kill, config.kill)),
+            check=self.member.check,
+            page=page,
+            clock=PhaseClock(
+                page,
+                floor_s=config.hang_timeout_s,
+                recovery_s=config.transfer_timeout_s,
+                data_floor_s=config.data_timeout_s,
+            ),
+        )
+
+    def _join(self) -> None:
+        """Take part in the first view, or build alone from what the job remembers."""
+        config = self.config
+        self.member.start(self._ring)
+        respawn = config.respawn if config.snapshots else 0
+        given = {"elaswave_plugin": __version__, **config.of_the_job()}
+        run_id = config.run_id or uuid.uuid4().hex[:8]
+        facts = replace(self._facts(), run_id=run_id, given=given)
+        welcome = self.member.join(facts, timeout_s=JOIN_TIMEOUT_S, respawn=respawn)
+        self.homes = welcome.view.ranks
+        # One that came beyond the launch builds as one of the launch does.
+        ranks = built_among(self.slot, self.homes, tp=self._tp, pp=self._pp)
+        self.view = replace(welcome.view, ranks=ranks)
+        self.seating: Seating = FlatSeating(homes=self.homes, ranks=self.view.ranks)
+        # What a replacement cannot learn from the others, since it builds alone.
+        self.remembered: Remembered = {}
+        if isinstance(welcome, Alone):
+            check_given({"the job": welcome.remembered["given"], "who comes": given})
+            self.alone = self.links.alone = True
+            self.remembered = welcome.remembered
+            self.run_id = self.remembered["run_id"]
+            self.groups.launched_on = dict(self.remembered["devices"])
+        else:
+            self.alone = False
+            facts_of = sorted(welcome.facts.items())
+            check_given({f"worker {slot}": told.given for slot, told in facts_of})
+            self._open_links(welcome)
+            # One run id over the whole job: the one that the first owner of rank 0 proposed.
+            self.run_id = welcome.facts[self.homes[0]].run_id
+            self.remember(run_id=self.run_id, given=given)
+
+    # ---- the view -----------------------------------------------------------------------------
+
+    def _ring(self, epoch: int, reason: str) -> None:
+        """Doorbell: runs in the member's thread the moment a view is proposed."""
+        self.links.interrupt(epoch, reason)
+
+    def _facts(self) -> WorkerFacts:
+        return WorkerFacts(
+            address=self.links.address,
+            communicators=self.groups.device_facts(),
+            step=self.completed,
+            unreadable=tuple(self.state.unreadable),
+            told_to_leave=self.member.told_to_leave,
+        )
+
+    def _told(self) -> WorkerFacts:
+        """The facts of a worker that has a view: also where it is, and how fast."""
+        return replace(
+            self._facts(),
+            seated_epoch=self.view.epoch,
+            seating=self.seating.told(),
+            times=self.stopwatch.times.medians(),
+            slow=self.slow_workers.told(),
+            slow_views=self.slow_workers.views,
+            cuts_wanted=self.member.cuts_wanted,
+            live=self.state.live,
+        )
+
+    @property
+    def spare_width(self) -> int:
+        """So many replicas may every stage have beyond those of the launch."""
+        return replicas_beyond(self.reserve, tp=self._tp, pp=self._pp)
+
+    def groups_at_launch(self) -> dict[str, tuple[int, ...]]:
+        """The groups before a change: who builds beyond the launch as the one where it stands."""
+        home = dict(zip(self.view.ranks, self.homes, strict=True))
+        groups = self.groups.members()
+        return {name: tuple(home[slot] for slot in slots) for name, slots in groups.items()}
+
+    @property
+    def owns_rank_0(self) -> bool:
+        """Whether the duties of rank 0 are this worker's now."""
+        return self.ranks[0] == self.slot and not self.alone
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The slots of the view by their rank in WORLD."""
+        return self.seating.world(self.view.ranks)
+
+    @property
+    def promises_bits(self) -> bool:
+        """Whether the job is exact: asked for, and not shown otherwise by its first step."""
+        return self.config.consistency == "exact" and not self.remembered.get("inexact", False)
+
+    @property
+    def untried(self) -> tuple[str, ...]:
+        """Those that came with the last change, before they have made a step with the others."""
+        return self._newcomers if self.completed == self._restored_step else ()
+
+    def remember(self, **what: Unpack[Remembered]) -> None:
+        """Keep what the job fixed at its start for whoever may have to replace this worker."""
+        self.remembered |= what
+        self.member.remember(what)
+
+    def ask_to_enter(self) -> None:
+        """All is built: the next recovery lets this worker in, at the boundary before a step."""
+        self._entering, self._ready_s = True, time.time()
+        self.member.ready(self._told())
+
+    def _open_links(self, commit: Commit) -> None:
+        addresses = {slot: facts.address for slot, facts in commit.facts.items()}
+        self.links.open_epoch(commit.view.epoch, addresses)
+        self.member.progress_page.set_place(epoch=commit.view.epoch)
+
+    def quiesce(self) -> Commit:
+        """Answer the open proposal and wait for its commit; what was on its way is dropped."""
+        self.state.drop_behind()
+        with self.member.progress_page.waiting(COMMIT):
+            return self.member.quiesce(self._told())
+
+    def install_view(self, commit: Commit) -> None:
+        """Edit every group in place to the committed view and start its epoch."""
+        self._open_links(commit)
+        told_slow = self._follow_views(commit)
+        before = commit.path[-2] if len(commit.path) > 1 else self.view
+        self._newcomers = tuple(sorted(map(str, commit.view.workers - before.workers)))
+        self.alone = False
+        # A failure meanwhile finds some of them a step further on: only that view finds all alike.
+        all_told = all(told.told_to_leave for told in commit.facts.values())
+        self.last_call = commit.view.reason == LAST_CALL or (self.last_call and all_told)
+        self.view = commit.view
+        self.slow_workers.learn(told_slow, (one.slow_views for one in commit.facts.values()))
+        self.state.begin_epoch(self.view, self.seating)
+        edits = self.seating.edits(self.groups.launched(), self.slot)
+        self.groups.edit_groups(self.ranks, edits)
+        self.groups.settle({slot: told.communicators for slot, told in commit.facts.items()})
+
+    def _follow_views(self, commit: Commit) -> tuple[SlowTold, ...]:
+        """Apply the views that nobody has applied yet to the seating of who has applied most.
+
+        A worker that was not there cannot tell the seating from the views: it also depends on what
+        layers took at the time of each. One of those tells as well who is slow, which is returned:
+        the last step may have told only some of them.
+        """
+        facts = dict(sorted(commit.facts.items()))
+        newest = max(facts.values(), key=lambda told: told.seated_epoch)
+        told_slow = newest.slow
+        times = agreed({slot: told.times for slot, told in facts.items()})
+        self.seating = self.seating.as_told(newest.seating)
+        for view in commit.path:
+            if view.epoch > newest.seated_epoch:
+                told_slow = tuple(one for one in told_slow if one.slot in view.ranks)
+                slow = slowness_told(told_slow) if self.config.slow_workers == "act" else {}
+                self.seating = self.seating.after(view.ranks, times, slow)
+        for cuts in filter(None, (told.cuts_wanted for told in facts.values())):
+            self.seating = self.seating.recut(cuts)
+        if self.member.cuts_wanted == facts[self.slot].cuts_wanted:
+            self.member.cuts_wanted = None
+        return told_slow
+
+    # ---- the state ----------------------------------------------------------------------------
+
+    def bind(
+        self,
+        framework: Framework,
+        *,
+        deal: Deal,
+        seating: Seating | None = None,
+        whole: bool = False,
+    ) -> None:
+        """Take the framework's state into care: map the snapshot memory for it.
+
+        ``deal(**seating.dealt_over)`` says who runs what; it has to be pure, and may be asked for
+        another ``num_microbatches``. ``seating``: who shares which state; without one, the job is
+        data-parallel, and a worker runs ``whole`` replicas, or any micro-batches of theirs. Raises
+        ConfigurationError for groups that cannot grow where there is a reserve.
+        """
+        self.phases.fire("startup")
+        self.deal = deal
+        if not self.alone:
+            self.remember(devices=sorted(self.groups.launched_on.items()))
+        if self.reserve:
+            # With stages, who is in a group follows from the seating.
+            check_growing_groups(self.groups, width=None if seating else len(self.homes))
+        self.seating = seating or FlatSeating(
+            homes=self.homes,
+            ranks=self.view.ranks,
+            buckets=framework.bucket_lengths(),
+            whole=whole,
+        )
+        self.dataflow = deal(**self.seating.dealt_over)
+        # Of batches with fewer micro-batches than a view is planned for.
+        self._smaller: dict[int, Flow] = {}
+        self._describe_layout()
+        self.state.open(
+            self.view,
+            self.seating,
+            alignment=framework.shard_alignment,
+            local_workers=self.local_workers,
+        )
+
+    def _describe_layout(self) -> None:
+        layout = self.seating.described()
+        if layout is not None:
+            self.member.describe(layout)
+
+    def planner(self, commit: Commit) -> Callable[..., RecoveryPlan]:
+        """The pure plan of a commit, but for the snapshots to avoid: `make_plan` with the rest.
+
+        The work is dealt here, once, however many snapshots turn out to be damaged.
+        """
+        unreadable = {one for told in commit.facts.values() for one in told.unreadable}
+        return partial(
+            make_plan,
+            epoch=commit.view.epoch,
+            reason=commit.view.reason,
+            ranks=self.ranks,
+            cells=self.seating.cells,
+            dataflow=self.deal(**self.seating.dealt_over),
+            alignment=self.state.alignment,
+            inventory=[one for one in commit.inventory if one not in unreadable],
+            live={slot: told.live for slot, told in commit.facts.items()},
+        )
+
+    # ---- recoveries, as events ------------------------------------------------------------------
+
+    def begin_recovery(self) -> None:
+        """Start the clock of a recovery."""
+        self._record.begin(rank_0=self.ranks[0])
+        self.stopwatch.drop_step()
+        self.slow_workers.interrupt()
+
+    def end_recovery(self, plan: RecoveryPlan, *, fetched_bytes: int) -> None:
+        """Adopt the plan; the event is emitted when the redone step is committed."""
+        pause_s = self._record.end(
+            plan,
+            left=None if self._entering else self.dataflow,
+            interrupted_step=self.completed,
+            newcomers=self._newcomers,
+            fetched_bytes=fetched_bytes,
+        )
+        self.slow_workers.note_pause(pause_s)
+        self.completed = self.phases.step = self._restored_step = plan.restore_step
+        self.phases.replaying = True
+        self.dataflow = plan.dataflow
+        self._smaller = {}
+        self._describe_layout()
+        self.begin_flow(plan.dataflow)
+        if self._entering:
+            self._entering = False
+            self.events.emit(
+                "entered",
+                slot=self.slot,
+                incarnation=self.member.incarnation,
+                epoch=plan.epoch,
+                step=plan.restore_step,
+                beside_s=self._ready_s - self._started_s,
+                waited_s=time.time() - self._ready_s,
+                fetched_bytes=fetched_bytes,
+            )
+
+    def flow_of(self, num_microbatches: int) -> Flow:
+        """What the workers of this view run of a batch of so many micro-batches, alike on all.
+
+        A view is planned for the whole batch; while its size ramps up, fewer are dealt likewise.
+        """
+        flow, over = self.dataflow, self.seating.dealt_over
+        if not isinstance(flow, Shares) and num_microbatches == flow.num_microbatches:
+            return flow
+        if num_microbatches not in self._smaller:
+            self._smaller[num_microbatches] = self.deal(**over, num_microbatches=num_microbatches)
+        return self._smaller[num_microbatches]
+
+    def begin_flow(self, flow: Flow) -> None:
+        """From now on steps are run by ``flow``: at its clock, and paces are compared by it."""
+        self.stopwatch.times.compared = self._compared_passes(flow)
+        self._set_clock(flow)
+
+    def _compared_passes(self, flow: Flow) -> int | None:
+        """Forward passes in a step of whoever has the fewest of those with the same layers."""
+        cell = self.seating.cell_of(self.slot)
+        if cell is None or isinstance(flow, Shares):
+            return None
+        counts = [len(flow.microbatches(slot)) for slot in cell.ranks]
+        return min(counts) * (flow.layout.vpp if isinstance(flow, PipelineFlow) else 1)
+
+    def _set_clock(self, flow: Flow) -> None:
+        """Run at the clock that the dataflow gives to this worker."""
+        clocks = self.stopwatch.clocks
+        clock = flow.clock(self.slot) if isinstance(flow, PipelineFlow) else 1.0
+        if clock != clocks.clock:
+            clocks.set(clock)
+            self.events.emit("clock_set", slot=self.slot, epoch=self.view.epoch, clock=clock)
+
+    def recovery_over(self) -> dict[str, object] | None:
+        """Work was completed: the record of the recovery that led to it, if one did."""
+        record = self._record.over()
+        if record is not None:
+            self.phases.replaying = False
+        return record
+
+    def close(self) -> None:
+        """Leave the job as done."""
+        self.member.finish(self.completed)
+        logs = (self.events, self.ledger, self.steps)
+        missing = [what for what in (log.what_is_missing for log in logs) if what]
+        if missing:
+            say(f"worker {self.slot} has not written {', '.join(missing)}")
+        self.stopwatch.clocks.close()
+        self.links.close()

@@ -1,1 +1,0 @@
-"""Effects: processes, sockets, memory; one job a file."""

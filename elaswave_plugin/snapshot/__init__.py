@@ -1,0 +1,1 @@
+"""Sealed buffers and verified reads of them."""

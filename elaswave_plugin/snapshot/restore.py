@@ -1,0 +1,204 @@
+"""Read a worker's new weights from the sealed snapshots that a plan names, falling down a ladder.
+
+The optimizer state follows from the same plan (`behind.py`). Own memory is read in place; other
+shards are fetched from the supervisor that holds them. Bytes that fail their checksum or do not
+arrive are rejected by everyone together, and the plan is made again without them: another copy,
+then an older step, then the job stops with the gap named.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from elaswave_plugin.core.layout.sealed_shard import SealedShard
+from elaswave_plugin.core.layout.shards import ELEMENT_BYTES, PARTS, WEIGHTS, ShardPiece
+from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan
+from elaswave_plugin.errors import LinkError, PlanDigestError, SnapshotUnreadableError
+from elaswave_plugin.snapshot.fetch import Fetcher
+from elaswave_plugin.snapshot.snapshot_pool import SnapshotPool, VerifiedReader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoredState:
+    """A worker's verified new weights: masters [shard_numel] float32, and the step capsule."""
+
+    plan: RecoveryPlan
+    masters: torch.Tensor
+    capsule: bytes
+    fetched_bytes: int
+
+
+def restore(
+    *,
+    slot: int,
+    pool: SnapshotPool,
+    make_plan: Callable[..., RecoveryPlan],
+    timeout_s: float,
+    check: Callable[[], None] | None = None,
+    reading: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> RestoredState:
+    """Read and verify the weights of ``slot``; collective over WORLD.
+
+    ``make_plan(rejected=...)`` makes the plan that avoids those snapshots. ``check`` is called all
+    the time while bytes are awaited; it may raise EpochChanged. ``reading`` is entered around that,
+    which may take ``timeout_s`` for each source.
+    Raises PlanDigestError, SnapshotGapError.
+    """
+    rejected: frozenset[SealedShard] = frozenset()
+    while True:
+        plan = make_plan(rejected=rejected)
+        _compare_digests(plan)
+        found: SealedShard | None = None
+        state = None
+        try:
+            with reading():
+                state = _read(plan, slot=slot, pool=pool, timeout_s=timeout_s, check=check)
+        except SnapshotUnreadableError as error:
+            found = error.sealed
+        everyone = _exchange(found)
+        if state is not None and not any(everyone):
+            return state
+        rejected |= {one for one in everyone if one is not None}
+
+
+def _exchange(value: object) -> list[SealedShard | None]:
+    gathered: list[SealedShard | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def _compare_digests(plan: RecoveryPlan) -> None:
+    mine = torch.tensor([plan.digest], dtype=torch.int64)
+    everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    digests = {slot: int(one) for slot, one in zip(plan.ranks, everyone, strict=True)}
+    if len(set(digests.values())) != 1:
+        raise PlanDigestError(f"plans of view {plan.epoch} differ by worker: {digests}")
+
+
+def _read(
+    plan: RecoveryPlan,
+    *,
+    slot: int,
+    pool: SnapshotPool,
+    timeout_s: float,
+    check: Callable[[], None] | None,
+) -> RestoredState:
+    (masters,), fetched_bytes = read_parts(
+        plan, WEIGHTS, slot=slot, pool=pool, timeout_s=timeout_s, check=check
+    )
+    nearest = _nearest_capsule(plan, slot)
+    with _open(nearest, slot=slot, pool=pool, timeout_s=timeout_s, check=check) as reader:
+        capsule = reader.read_capsule()
+    return RestoredState(plan=plan, masters=masters, capsule=capsule, fetched_bytes=fetched_bytes)
+
+
+def _nearest_capsule(plan: RecoveryPlan, slot: int) -> SealedShard:
+    """A source of the own cell, whose capsule may differ from those of others; here, if any is."""
+    number = plan.cell_of(slot)
+    key = None if number is None else plan.cells[number].key
+    everything = [source for sources in plan.sources for source in sources]
+    own = [source for source in everything if source.cell == key] or everything
+    return next((source for source in own if source.holder == slot), own[0])
+
+
+def read_parts(
+    plan: RecoveryPlan,
+    parts: Sequence[str],
+    *,
+    slot: int,
+    pool: SnapshotPool,
+    timeout_s: float,
+    check: Callable[[], None] | None,
+) -> tuple[torch.Tensor, int]:
+    """Read and verify some parts of the new shard of ``slot``, and count what came from others.
+
+    ``parts``: names of ``core/layout/shards.py``; the result is float32 of shape [parts,
+    shard_numel]. Raises SnapshotUnreadableError, and whatever ``check`` does.
+    """
+    cell = plan.cell_of(slot)
+    numel = 0 if cell is None else plan.after(cell).shard_numel
+    payload = torch.zeros(len(parts), numel, dtype=torch.float32)
+    target = memoryview(payload.view(torch.uint8).view(-1).numpy())  # type: ignore[arg-type]
+    fetched_bytes = 0
+    for source, pieces in plan.pieces(slot):
+        with _open(source, slot=slot, pool=pool, timeout_s=timeout_s, check=check) as reader:
+            before = plan.before(source).shard_numel
+            num_bytes = reader.read_ranges(_ranges(parts, pieces, before, numel, target))
+            fetched_bytes += 0 if source.holder == slot else num_bytes
+    return payload, fetched_bytes
+
+
+@contextmanager
+def _open(
+    source: SealedShard,
+    *,
+    slot: int,
+    pool: SnapshotPool,
+    timeout_s: float,
+    check: Callable[[], None] | None,
+) -> Iterator[VerifiedReader]:
+    if source.holder == slot and not source.is_copy:
+        copy = pool.reader(source.step)
+
+        def read_own(offset: int, into: memoryview) -> None:
+            if check is not None:
+                check()
+            copy(offset, into)
+
+        yield VerifiedReader(source, read_own)
+        return
+    try:
+        with Fetcher(source.holder_address, timeout_s=timeout_s, check=check) as fetcher:
+
+            def read(offset: int, into: memoryview) -> None:
+                fetcher.fetch(
+                    owner=source.owner,
+                    step=source.step,
+                    epoch=source.epoch,
+                    offset=offset,
+                    into=into,
+                    timeout_s=timeout_s,
+                )
+
+            yield VerifiedReader(source, read)
+    except LinkError as error:
+        raise SnapshotUnreadableError(f"{source} cannot be read: {error}", source) from error
+
+
+def _ranges(
+    parts: Sequence[str],
+    pieces: tuple[ShardPiece, ...],
+    before: int,
+    after: int,
+    target: memoryview,
+) -> list[tuple[int, memoryview]]:
+    """(byte offset in the source's payload, view of the new payload) of every part of a piece.
+
+    ``before``, ``after``: elements of one part of the old and of the new shard.
+    """
+    ranges = []
+    for order, part in enumerate(parts):
+        for source, target_offset, count in _joined(pieces):
+            start = (order * after + target_offset) * ELEMENT_BYTES
+            stop = start + count * ELEMENT_BYTES
+            offset = (PARTS.index(part) * before + source) * ELEMENT_BYTES
+            ranges.append((offset, target[start:stop]))
+    return ranges
+
+
+def _joined(pieces: Sequence[ShardPiece]) -> list[tuple[int, int, int]]:
+    """(source, target, elements); buckets that stay beside each other are read as one."""
+    spans: list[tuple[int, int, int]] = []
+    for piece in pieces:
+        source, target, count = piece.source_offset, piece.target_offset, piece.stop - piece.start
+        if spans:
+            before, place, length = spans[-1]
+            if (before + length, place + length) == (source, target):
+                spans[-1] = before, place, length + count
+                continue
+        spans.append((source, target, count))
+    return spans

@@ -1,0 +1,216 @@
+"""Two sealed snapshots of a worker's shard in shared memory, and verified reads of anyone's.
+
+A buffer holds: its record (`sealed_memory.py`) | payload (the shard's flat state) | step capsule |
+table of 64-bit xxh3 checksums, one for each chunk of payload and capsule. The record names the
+length and the digest of the table, so that whoever reads any range checks exactly the chunks it
+used, wherever the bytes came from.
+"""
+
+import mmap
+import os
+import struct
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import xxhash
+
+from elaswave_plugin.core.layout.sealed_shard import SealedShard
+from elaswave_plugin.errors import ConfigurationError, SnapshotUnreadableError
+from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET, clear_record, write_record
+
+# Small enough that a range read checks little more than it needs, large enough that the table is
+# 0.003 % of the payload and hashing runs at memory speed.
+CHUNK_BYTES = 256 * 1024
+_ENTRY = struct.Struct("<Q")
+# Read at once: whoever reads behind a training step shares the interpreter with it.
+_RUN_BYTES = 32 * CHUNK_BYTES
+
+
+def num_chunks(length: int) -> int:
+    """Chunks in ``length`` bytes."""
+    return -(-length // CHUNK_BYTES)
+
+
+def capacity_of(body_bytes: int) -> int:
+    """Bytes of a buffer for a record, a body and its table, in whole pages."""
+    used_bytes = BODY_OFFSET + body_bytes + _ENTRY.size * num_chunks(body_bytes)
+    return -(-used_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _table(body: memoryview) -> bytes:
+    return b"".join(
+        _ENTRY.pack(xxhash.xxh3_64_intdigest(body[start : start + CHUNK_BYTES]))
+        for start in range(0, len(body), CHUNK_BYTES)
+    )
+
+
+class SnapshotPool:
+    """The two buffers of one worker; step s is sealed into buffer s mod 2."""
+
+    def __init__(
+        self,
+        fds: tuple[int, int],
+        *,
+        slot: int,
+        capacity_bytes: int,
+        needed_bytes: int,
+        available_bytes: int,
+    ) -> None:
+        """Map ``fds`` (anonymous shared memory made by the supervisor) at ``capacity_bytes`` each.
+
+        The memory is taken as it is used. ``needed_bytes`` is what all snapshots of this node will
+        use; raises ConfigurationError when ``available_bytes`` are fewer. A replacement finds the
+        buffers of its predecessor, which have their memory.
+        """
+        is_there = all(os.fstat(fd).st_size == capacity_bytes for fd in fds)
+        if needed_bytes > available_bytes and not is_there:
+            raise ConfigurationError(
+                f"the snapshots of this node need {needed_bytes} bytes of shared memory and "
+                f"{available_bytes} are available; free memory, use fewer workers a node or fewer "
+                "copies, or turn snapshots off with --elaswave-snapshots off"
+            )
+        self._slot = slot
+        self._maps: list[mmap.mmap] = []
+        for fd in fds:
+            os.ftruncate(fd, capacity_bytes)
+            self._maps.append(mmap.mmap(fd, capacity_bytes))
+
+    def seal(
+        self,
+        *,
+        step: int,
+        epoch: int,
+        ranks: Sequence[int],
+        cell: tuple[int, int] = (0, 0),
+        units: Sequence[int] = (),
+        parts: Iterable[torch.Tensor],
+        capsule: bytes,
+        before_seal: Callable[[], None],
+    ) -> SealedShard:
+        """Copy the flat float32 ``parts`` and the capsule, seal them and return the record.
+
+        Raises ConfigurationError for a capsule without room.
+        ``ranks``: slots of the workers that share the state of ``cell``, in shard order; ``units``:
+        the parts of the model that it consists of; ``before_seal`` runs when the bytes are in place
+        and not yet final.
+        """
+        whole = memoryview(self._maps[step % 2])
+        clear_record(whole)
+        target = whole[BODY_OFFSET:]
+        floats = torch.frombuffer(target, dtype=torch.float32)
+        offset = 0
+        for part in parts:
+            floats[offset : offset + part.numel()].copy_(part.reshape(-1))
+            offset += part.numel()
+        payload_bytes = 4 * offset
+        body_bytes = payload_bytes + len(capsule)
+        length = body_bytes + _ENTRY.size * num_chunks(body_bytes)
+        if length > len(target):
+            raise ConfigurationError(
+                f"what a snapshot holds beside {payload_bytes} bytes of weights and moments (random"
+                f" states, schedule, position in the data) is {len(capsule)} bytes, which do not"
+                f" fit into its {len(target)}: keep large objects out of the scheduler's state"
+            )
+        target[payload_bytes:body_bytes] = capsule
+        table = _table(target[:body_bytes])
+        target[body_bytes:length] = table
+        before_seal()
+        sealed = SealedShard(
+            owner=self._slot,
+            buffer=step % 2,
+            step=step,
+            epoch=epoch,
+            cell=cell,
+            units=tuple(units),
+            ranks=tuple(ranks),
+            shard=ranks.index(self._slot),
+            length=length,
+            payload_bytes=payload_bytes,
+            capsule_bytes=len(capsule),
+            table_digest=xxhash.xxh3_64_intdigest(table),
+        )
+        write_record(whole, sealed)
+        return sealed
+
+    def reader(self, step: int) -> Callable[[int, memoryview], None]:
+        """A function that copies bytes at an offset of the body of ``step`` into a view."""
+        source = memoryview(self._maps[step % 2])[BODY_OFFSET:]
+
+        def read(offset: int, into: memoryview) -> None:
+            into[:] = source[offset : offset + len(into)]
+
+        return read
+
+
+class VerifiedReader:
+    """Ranges of one sealed shard, read through ``read(offset, into)`` and checked by chunk."""
+
+    def __init__(self, sealed: SealedShard, read: Callable[[int, memoryview], None]) -> None:
+        """Read and check the table; raises SnapshotUnreadableError."""
+        self._sealed = sealed
+        self._read = read
+        self._body_bytes = sealed.payload_bytes + sealed.capsule_bytes
+        self._table = bytearray(_ENTRY.size * num_chunks(self._body_bytes))
+        read(self._body_bytes, memoryview(self._table))
+        if xxhash.xxh3_64_intdigest(self._table) != sealed.table_digest:
+            raise self._unreadable("the checksum table")
+
+    def _unreadable(self, what: str) -> SnapshotUnreadableError:
+        words = f"{what} of {self._sealed} does not match its checksum"
+        return SnapshotUnreadableError(words, self._sealed)
+
+    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> int:
+        """Fill each view from its byte offset and return the bytes read.
+
+        Whole chunks are read to where they belong, and checked there; only what begins or ends
+        inside of a chunk is copied once more. Raises SnapshotUnreadableError.
+        """
+        total = 0
+        partial: list[tuple[int, memoryview]] = []
+        for start, into in ranges:
+            stop = start + len(into)
+            first = min(num_chunks(start) * CHUNK_BYTES, stop)
+            last = stop if stop == self._body_bytes else stop // CHUNK_BYTES * CHUNK_BYTES
+            last = max(first, last)
+            for begin in range(first, last, _RUN_BYTES):
+                end = min(begin + _RUN_BYTES, last)
+                total += self._read_chunks(begin, into[begin - start : end - start])
+            partial += [(start, into[: first - start]), (last, into[last - start :])]
+        for begin, end in _chunk_runs([(start, len(into)) for start, into in partial]):
+            run = memoryview(bytearray(min(end, self._body_bytes) - begin))
+            total += self._read_chunks(begin, run)
+            for start, into in partial:
+                if begin <= start and start + len(into) <= end:
+                    into[:] = run[start - begin : start - begin + len(into)]
+        return total
+
+    def _read_chunks(self, begin: int, into: memoryview) -> int:
+        """Read whole chunks from ``begin`` on and check each; returns their bytes."""
+        self._read(begin, into)
+        for start in range(0, len(into), CHUNK_BYTES):
+            chunk = (begin + start) // CHUNK_BYTES
+            (wanted,) = _ENTRY.unpack_from(self._table, chunk * _ENTRY.size)
+            if xxhash.xxh3_64_intdigest(into[start : start + CHUNK_BYTES]) != wanted:
+                raise self._unreadable(f"chunk {chunk}")
+        return len(into)
+
+    def read_capsule(self) -> bytes:
+        """The step capsule."""
+        capsule = bytearray(self._sealed.capsule_bytes)
+        self.read_ranges([(self._sealed.payload_bytes, memoryview(capsule))])
+        return bytes(capsule)
+
+
+def _chunk_runs(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Contiguous runs [begin, end) of whole chunks that cover the (start, length) ranges."""
+    runs: list[tuple[int, int]] = []
+    for start, length in sorted(ranges):
+        if not length:
+            continue
+        begin = start // CHUNK_BYTES * CHUNK_BYTES
+        end = num_chunks(start + length) * CHUNK_BYTES
+        if runs and begin <= runs[-1][1]:
+            runs[-1] = (runs[-1][0], max(end, runs[-1][1]))
+        else:
+            runs.append((begin, end))
+    return runs

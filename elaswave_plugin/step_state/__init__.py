@@ -1,0 +1,1 @@
+"""The state of a step that is in no shard."""

@@ -1,0 +1,200 @@
+"""What a step of an engine changes or relies on beside its shards: the parts of its state.
+
+An engine's script owns its loop, and nobody can call the body of that again: what changes there is
+put back with the step that is redone, and runs again with it.
+"""
+
+import copy
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.kept import accessors, kept_objects
+from elaswave_plugin.step_state.changing import Changing, average, why_no_average
+from elaswave_plugin.step_state.digests import digest_of
+from elaswave_plugin.step_state.step_state import Plain, copied
+
+
+class Generators(Plain):
+    """Torch's generators of the host and the device, NumPy's and Python's."""
+
+    name = "the random generators"
+
+    def keep(self) -> tuple[Any, ...]:
+        """Their states."""
+        device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        return torch.get_rng_state(), device, np.random.get_state(), random.getstate()
+
+    def put_back(self, kept: Any) -> None:
+        """Install them."""
+        host, device, numpy, python = kept
+        torch.set_rng_state(host)
+        if device is not None:
+            torch.cuda.set_rng_state(device)
+        np.random.set_state(numpy)
+        random.setstate(python)
+
+
+class Buffers(Plain):
+    """Tensors of the modules that are no parameters; running statistics are averaged."""
+
+    name = "the model's buffers"
+
+    def __init__(self, model: torch.nn.Module, *, refused: str | None = None) -> None:
+        """``refused``: why what passes change is not carried here; None where it is averaged."""
+        self._model = model
+        self._changing = Changing(why_not=lambda name: refused or why_no_average(name))
+
+    def keep(self) -> dict[str, Any]:
+        """A copy of each, by name, and what passes change."""
+        values = {name: copied(tensor) for name, tensor in self._model.named_buffers()}
+        return {"values": values, "changing": self._changing.names}
+
+    @torch.no_grad()
+    def put_back(self, kept: Any) -> None:
+        """Install those that are there; a first pass may make more."""
+        self._changing.know(kept["changing"])
+        for name, tensor in self._model.named_buffers():
+            value = kept["values"].get(name)
+            if value is not None and value.shape == tensor.shape:
+                tensor.copy_(value)
+
+    def check(self, kept: Any) -> None:
+        """Raise ConfigurationError for one that passes have changed and may not change."""
+        self._changing.check(self._model.named_buffers(), kept["values"])
+
+    def agree(self) -> None:
+        """The passes of a step are done: average what they changed (collective over WORLD)."""
+        average(dict(self._model.named_buffers()), self._changing.settle())
+
+    def proof(self) -> int:
+        """Of what is averaged; who comes later is given the others when it has entered."""
+        digest = xxhash.xxh3_64()
+        values = dict(self._model.named_buffers())
+        for name in self._changing.names or ():
+            digest.update(f"{name} {digest_of(values[name])}".encode())
+        return digest.intdigest() >> 1
+
+
+class Settings(Plain):
+    """All that is set in the optimizer's groups, by the scheduler or by the loop's body."""
+
+    name = "the settings of the optimizer's groups"
+
+    def __init__(self, optimizer: Any) -> None:
+        """``optimizer``: torch's, whose groups the engine reads in its step."""
+        self._optimizer = optimizer
+
+    def keep(self) -> list[dict[str, Any]]:
+        """Each group without its parameters."""
+        return [
+            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            for group in self._optimizer.param_groups
+        ]
+
+    def put_back(self, kept: Any) -> None:
+        """Install them."""
+        for group, one in zip(self._optimizer.param_groups, kept, strict=True):
+            group.update(copy.deepcopy(one))
+
+    def proof(self) -> int:
+        """Of the groups."""
+        return xxhash.xxh3_64_intdigest(repr(self.keep()).encode()) >> 1
+
+
+class Weights(Plain):
+    """Trained weights that the body of the loop has changed since they were sealed."""
+
+    name = "the trained weights"
+
+    def __init__(self, model: torch.nn.Module, *, whole: bool) -> None:
+        """``whole``: every worker holds all of each weight, so that nobody's change is lost."""
+        self._model = model
+        self._whole = whole
+        self._sealed: dict[str, int] = {}
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, param in self._model.named_parameters():
+            if param.requires_grad:
+                yield name, getattr(param, "ds_tensor", param)
+
+    def sealed(self) -> None:
+        """Remember what was sealed, by digest."""
+        self._sealed = {name: digest_of(weight) for name, weight in self._weights()}
+
+    def keep(self) -> dict[str, torch.Tensor]:
+        """Copies of those that were changed; raises ConfigurationError where they are cut."""
+        changed = {
+            name: copied(weight)
+            for name, weight in self._weights()
+            if name in self._sealed and digest_of(weight) != self._sealed[name]
+        }
+        if changed and not self._whole:
+            raise ConfigurationError(
+                f"the loop changes the weight {next(iter(changed))!r} between two steps, of which "
+                "each worker has a part, which a loss would undo: use ZeRO 0 to 2, or leave it out"
+            )
+        return changed
+
+    @torch.no_grad()
+    def put_back(self, kept: Any) -> None:
+        """Install them on top of what was sealed."""
+        for name, weight in self._weights():
+            if name in kept:
+                weight.copy_(kept[name])
+
+    def proof(self) -> int:
+        """Of all of them, where every worker has them."""
+        digest = xxhash.xxh3_64()
+        for name, weight in self._weights() if self._whole else ():
+            digest.update(f"{name} {digest_of(weight)}".encode())
+        return digest.intdigest() >> 1
+
+
+class Frozen(Plain):
+    """Weights that are not trained, which nobody may change but as an object that is kept.
+
+    The engine broadcasts them at the start, and a survivor gives them to who comes later, once that
+    one is in.
+    """
+
+    name = "weights that are not trained"
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._digests: dict[str, int] = {}
+
+    def keep(self) -> None:
+        """Raise ConfigurationError where one was changed since the last step."""
+        for name, param in self._unkept():
+            digest = digest_of(param)
+            if self._digests.setdefault(name, digest) != digest:
+                raise ConfigurationError(
+                    f"the weight {name!r} is not trained, and was changed between two steps, which "
+                    "would be done once more, or not at all, where a loss has a step redone: call "
+                    "elaswave_plugin.keep(name, module) with its module before the loop, and with "
+                    "a dict that holds the step of the last change, in place of a variable"
+                )
+
+    def put_back(self, kept: Any) -> None:
+        """They are as they were."""
+
+    def _unkept(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Those that belong to no object that the script keeps."""
+        frozen = [one for one in self._model.named_parameters() if not one[1].requires_grad]
+        kept = set(_kept_places()) if frozen else set()
+        return ((name, param) for name, param in frozen if param.data_ptr() not in kept)
+
+
+def _kept_places() -> Iterator[int]:
+    """Where the tensors of kept objects lie."""
+    for name, value in kept_objects().items():
+        state = accessors(name, value)[0]()
+        for one in state.values() if isinstance(state, dict) else ():
+            if isinstance(one, torch.Tensor):
+                yield one.data_ptr()

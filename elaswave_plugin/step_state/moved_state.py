@@ -1,0 +1,95 @@
+"""State of a step that belongs to layers: whoever has got a layer fetches it from who had it."""
+
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from elaswave_plugin.errors import ElasWaveError
+from elaswave_plugin.step_state.hand_over import receive, send
+
+# A part of the state, and a name in it.
+Key = tuple[str, str]
+
+
+class Movable(Protocol):
+    """What is asked of a part of the state of a step (`step_state.py`)."""
+
+    def missing(self, kept: Any) -> Mapping[str, bool]: ...
+
+    def part_of(
+        self, kept: Any, names: Sequence[str], *, is_current: bool
+    ) -> Mapping[str, Any]: ...
+
+    def take_in(self, kept: Any, more: Mapping[str, Any]) -> None: ...
+
+
+def fetch_missing(
+    parts: Mapping[str, Movable], kept: Mapping[str, Any], *, is_placed: bool, is_current: bool
+) -> bool:
+    """Fetch, install and keep what others kept of layers that are here now; whether anybody did.
+
+    ``is_current``: whether ``kept`` is of the present moment, or of the beginning of the step
+    before. Collective over WORLD. Raises ElasWaveError where nobody is left who has it.
+    """
+    missing = {
+        (part, name): is_needed
+        for part, one in kept.items()
+        if is_placed
+        for name, is_needed in parts[part].missing(one).items()
+    }
+    anybody = torch.tensor(len(missing))
+    dist.all_reduce(anybody)
+    if not int(anybody):
+        return False
+    asked: list[dict[Key, bool]] = _gathered(missing)
+    found = _found(parts, kept, {key for keys in asked for key in keys}, is_current=is_current)
+    holders: list[set[Key]] = _gathered(set(found))
+    for rank, keys in enumerate(asked):
+        for giver, dealt in _dealt(keys, holders).items():
+            if dist.get_rank() == giver:
+                send({key: found[key] for key in dealt}, rank)
+            elif dist.get_rank() == rank:
+                for (part, name), value in receive(giver).items():
+                    parts[part].take_in(kept[part], {name: value})
+    return True
+
+
+def _found(
+    parts: Mapping[str, Movable], kept: Mapping[str, Any], keys: set[Key], *, is_current: bool
+) -> dict[Key, Any]:
+    """Those that this worker has."""
+    found = {}
+    for part in sorted({part for part, _ in keys} & kept.keys()):
+        names = sorted(name for one, name in keys if one == part)
+        here = parts[part].part_of(kept[part], names, is_current=is_current)
+        found.update({(part, name): value for name, value in here.items()})
+    return found
+
+
+def _dealt(keys: Mapping[Key, bool], holders: Sequence[set[Key]]) -> dict[int, list[Key]]:
+    """Which rank gives which: the first that has it; what is needed, somebody has to have."""
+    dealt: dict[int, list[Key]] = {}
+    for key, is_needed in keys.items():
+        giver = next((rank for rank, has in enumerate(holders) if key in has), None)
+        if giver is not None:
+            dealt.setdefault(giver, []).append(key)
+        elif is_needed:
+            raise ElasWaveError(
+                f"everybody who had {key[1]} ({key[0]}) is lost; restart from the last checkpoint"
+            )
+    return dealt
+
+
+def _gathered(mine: Any) -> list[Any]:
+    """What every worker tells, by rank; over host memory, whatever the groups have beside."""
+    told = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+    longest = torch.tensor(len(told))
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    row = torch.zeros(int(longest), dtype=torch.uint8)
+    row[: len(told)] = told
+    table = [torch.zeros_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(table, row)
+    return [pickle.loads(one.numpy().tobytes()) for one in table]

@@ -1,0 +1,302 @@
+"""The state of a step that is in no shard: kept before the step begins, put back for its redo.
+
+One list, `Part` by `Part`; a framework's adapter says which ones there are. What the loop's body
+has changed between two steps is in it, since it is taken when the next one begins. Whoever comes
+later gets it from a worker of the same part of the model, and proves by digests that it has it.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from elaswave_plugin.errors import ConfigurationError, ElasWaveError
+from elaswave_plugin.kept import accessors, kept_objects
+from elaswave_plugin.recovery.worker import Worker
+from elaswave_plugin.step_state.hand_over import receive, send
+from elaswave_plugin.step_state.moved_state import fetch_missing
+
+# A recovery goes back to the last step that is sealed everywhere: the present one or the last.
+_REMEMBERED_STEPS = 2
+Kept = Mapping[str, Any]
+
+
+class Part(Protocol):
+    """One kind of state."""
+
+    name: str
+    """What it is called in messages."""
+    of_passes: bool
+    """Whether forward and backward passes may change it."""
+
+    def keep(self) -> Any:
+        """A copy of it: tensors on the host and plain values, in dicts, lists and tuples."""
+
+    def put_back(self, kept: Any) -> None:
+        """Make it as it was kept; any number of times."""
+
+    def shared(self, kept: Any) -> Any:
+        """What of it a worker takes that comes later."""
+
+    def missing(self, kept: Any) -> Mapping[str, bool]:
+        """The names of what this worker has now, as layers have moved to it, and did not keep.
+
+        With each: whether the job cannot go on where nobody else has it.
+        """
+
+    def part_of(self, kept: Any, names: Sequence[str], *, is_current: bool) -> Mapping[str, Any]:
+        """Those of another worker's missing ones that are here.
+
+        ``is_current``: whether it was kept just now, and the loop can have changed nothing since.
+        """
+
+    def take_in(self, kept: Any, more: Mapping[str, Any]) -> None:
+        """Install what was missing, and keep it as well."""
+
+    def sealed(self) -> None:
+        """A step was sealed: what is changed from here on, the loop's body has changed."""
+
+    def check(self, kept: Any) -> None:
+        """Raise ConfigurationError for what the passes of a step have changed and may not change.
+
+        Comes before the update; ``kept`` before the step.
+        """
+
+    def proof(self) -> int:
+        """A 63-bit digest of what has to be alike on all workers of a part of the model."""
+
+
+class Plain:
+    """A part that is shared as it is kept, and watches nothing."""
+
+    of_passes = False
+
+    def shared(self, kept: Any) -> Any:
+        """All of it."""
+        return kept
+
+    def missing(self, kept: Any) -> Mapping[str, bool]:
+        """Nothing belongs to a layer."""
+        return {}
+
+    def part_of(self, kept: Any, names: Sequence[str], *, is_current: bool) -> Mapping[str, Any]:
+        """Nobody misses any."""
+        return {}
+
+    def take_in(self, kept: Any, more: Mapping[str, Any]) -> None:
+        """Nothing comes."""
+
+    def sealed(self) -> None:
+        """Nothing is compared with it."""
+
+    def check(self, kept: Any) -> None:
+        """Passes may change it."""
+
+    def proof(self) -> int:
+        """Nothing is proved by it."""
+        return 0
+
+
+class KeptObjects(Plain):
+    """What the script keeps by ``elaswave_plugin.keep``."""
+
+    name = "what the script keeps"
+    of_passes = True
+
+    def keep(self) -> dict[str, Any]:
+        """The state of each object, by its name."""
+        return {name: copied(accessors(name, value)[0]()) for name, value in kept_objects().items()}
+
+    def put_back(self, kept: Any) -> None:
+        """Install them; raises ConfigurationError where another worker keeps others."""
+        objects = kept_objects()
+        if missing := sorted(kept.keys() - objects.keys()):
+            raise ConfigurationError(
+                f"the other workers keep {missing[0]!r}, and this one, which came later, has not "
+                "called elaswave_plugin.keep with that name: call it on every worker before its "
+                "first step"
+            )
+        for name, state in kept.items():
+            accessors(name, objects[name])[1](copied(state))
+
+    def proof(self) -> int:
+        """Of their names."""
+        return xxhash.xxh3_64_intdigest("\n".join(sorted(kept_objects())).encode()) >> 1
+
+
+class StepState:
+    """All parts of one worker, and what there was before each of the last steps."""
+
+    def __init__(
+        self, worker: Worker, parts: Sequence[Part] = (), *, repeats_bodies: bool = False
+    ) -> None:
+        """``repeats_bodies``: what is between two steps runs again where both are redone."""
+        self._worker = worker
+        self._parts = {part.name: part for part in (*parts, KeptObjects())}
+        self._repeats_bodies = repeats_bodies
+        self._before: dict[int, Kept] = {}
+        self._asks = worker.alone
+
+    def begin(self, step: int) -> None:
+        """A step begins: keep what there is, or put back what there was when it first began."""
+        if step in self._before:
+            self.put_back(self._before[step])
+            return
+        self._before[step] = self.keep()
+        for old in [one for one in self._before if one <= step - _REMEMBERED_STEPS]:
+            del self._before[old]
+
+    def before(self, step: int) -> Kept:
+        """What there was before a step that has begun."""
+        return self._before[step]
+
+    def keep(self) -> Kept:
+        """A copy of all parts, by name."""
+        return {name: part.keep() for name, part in self._parts.items()}
+
+    def put_back(self, kept: Kept) -> None:
+        """Make all parts as they were kept."""
+        for name, one in kept.items():
+            self._parts[name].put_back(one)
+
+    @contextmanager
+    def passes_undone(self) -> Iterator[None]:
+        """What passes inside change is put back; a recovery does so where they are interrupted."""
+        kept = {name: part.keep() for name, part in self._parts.items() if part.of_passes}
+        yield
+        self.put_back(kept)
+
+    def check(self, step: int) -> None:
+        """Raise ConfigurationError for what the passes of this step may not change."""
+        for name, one in self._before[step].items():
+            self._parts[name].check(one)
+
+    def sealed(self) -> None:
+        """A step was sealed."""
+        for part in self._parts.values():
+            part.sealed()
+
+    # ---- after a recovery -----------------------------------------------------------------------
+
+    def restored(self, step: int) -> None:
+        """The job goes back to the beginning of a step; whoever needs it is given what there was.
+
+        Collective over WORLD. Raises ElasWaveError where nobody has it, ConfigurationError on a
+        worker that came later and does not fit.
+        """
+        # What was sealed is here again, in the layout of this view.
+        self.sealed()
+        if self._repeats_bodies:
+            for later in [one for one in self._before if one > step]:
+                del self._before[later]
+        rows = _told([self._asks, step in self._before, self._cell])
+        for rank, (asks, _, wanted) in enumerate(rows):
+            # Also one that has no place yet: its script's loop goes on with the others'.
+            if asks:
+                self._give(step, to=rank, source=self._source(rows, wanted))
+        self._asks = False
+        newest = step if step in self._before else max(self._before, default=step)
+        moved = fetch_missing(
+            self._parts,
+            self._before.get(newest, {}),
+            is_placed=self._cell >= 0,
+            is_current=newest == step,
+        )
+        came = any(asks for asks, _, _ in rows)
+        if came and step in self._before:
+            self.put_back(self._before[step])
+        if came or moved:
+            self._compare([number for _, _, number in rows], self._part_from)
+
+    def _source(self, rows: Sequence[Sequence[int]], cell: int) -> int:
+        """The rank that gives: the first of the same part of the model, or else of any other."""
+        able = [rank for rank, (asks, has, _) in enumerate(rows) if has and not asks]
+        if not able:
+            raise ElasWaveError(
+                "everybody who knew the state of the script's loop is lost, before this worker had "
+                "come; restart from the last checkpoint"
+            )
+        return next((rank for rank in able if rows[rank][2] == cell), able[0])
+
+    def _give(self, step: int, *, to: int, source: int) -> None:
+        rank = dist.get_rank()
+        if rank == source:
+            before = self._before[step]
+            send({name: self._parts[name].shared(one) for name, one in before.items()}, to)
+        elif rank == to:
+            self._before[step] = receive(source)
+
+    @property
+    def _cell(self) -> int:
+        """The number of the part of the model that this worker holds; -1 for a free one."""
+        seating = self._worker.seating
+        cell = seating.cell_of(self._worker.slot)
+        return -1 if cell is None else list(seating.cells).index(cell)
+
+    def check_alike(self) -> None:
+        """Raise ConfigurationError where workers differ at the start; collective over WORLD."""
+        self._compare([cell for (cell,) in _told([self._cell])], self._refuse)
+
+    def check_digest(self, digest: int, sentence: str) -> None:
+        """Raise ConfigurationError where workers of one part of the model have different ones.
+
+        Collective over WORLD; ``sentence`` says what differs, and what to do.
+        """
+        known: dict[int, int] = {}
+        for cell, one in _told([self._cell, digest]):
+            if cell >= 0 and known.setdefault(cell, one) != one:
+                raise ConfigurationError(sentence)
+
+    def _compare(self, cells: Sequence[int], differs: Callable[[str], None]) -> None:
+        """Compare part by part; ``differs`` is told on all where two of the same cell differ."""
+        names = list(self._parts)
+        rows = _told([part.proof() for part in self._parts.values()])
+        for cell in set(cells) - {-1}:
+            of_cell = [row for row, one in zip(rows, cells, strict=True) if one == cell]
+            for name, values in zip(names, zip(*of_cell, strict=True), strict=True):
+                if len(set(values)) > 1:
+                    differs(name)
+
+    def _refuse(self, what: str) -> None:
+        raise ConfigurationError(
+            f"workers that hold the same part of the model differ in {what}, before the first step:"
+            " build it alike on all of them, from one seed, or broadcast it before job.bind"
+        )
+
+    def _part_from(self, what: str) -> None:
+        """Workers differ in ``what``: those that have just come leave, which interrupts this."""
+        if str(self._worker.member.worker) in self._worker.untried:
+            raise ConfigurationError(
+                f"this worker came later and differs from the others in {what}; have the script "
+                "build the same wherever it starts, and give elaswave_plugin.keep(name, object) "
+                "what its loop changes, or set respawn to 0 and leave --reserve out"
+            )
+        if self._worker.untried:
+            dist.barrier()
+        raise ElasWaveError(
+            f"workers that hold the same part of the model differ in {what}; restart from the last "
+            "checkpoint"
+        )
+
+
+def _told(mine: Sequence[int]) -> list[list[int]]:
+    """What every worker tells, by rank (collective over WORLD)."""
+    row = torch.tensor(mine, dtype=torch.int64)
+    table = [torch.zeros_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(table, row)
+    return [one.tolist() for one in table]
+
+
+def copied(value: Any) -> Any:
+    """A copy with its tensors on the host."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {key: copied(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(copied, value))
+    return copy.deepcopy(value)

@@ -1,0 +1,1 @@
+"""One slot of a job: its trainers and its snapshot memory (standard library only)."""

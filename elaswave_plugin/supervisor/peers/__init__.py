@@ -1,0 +1,1 @@
+"""Supervisors among themselves (standard library only)."""

@@ -1,0 +1,163 @@
+"""Finds out whether the own trainer hangs, with what the other supervisors say about theirs.
+
+The beats carry it: each supervisor tells the leader when its trainer stands still and for whom it
+waits, and the leader tells each supervisor who waits for its trainer. That one decides, since it
+alone sees the page of its trainer as it is now.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from elaswave_plugin.core.agreement.hang import Sample, Waiting, verdict, who_waits
+from elaswave_plugin.core.agreement.leader import Agreement
+from elaswave_plugin.errors import EXIT_CONFIGURATION
+from elaswave_plugin.ipc.frames import Beat
+from elaswave_plugin.ipc.reactor import Reactor
+from elaswave_plugin.tracking.events import EventLog
+
+_SHORTEST_PAUSE_S = 0.05
+# A page that has not changed for this part of the time between beats is worth telling.
+_STILL = 0.25
+# What the leader said counts for so many beats.
+_BEATS_VALID = 3
+
+
+class Trainer(Protocol):
+    """What the watch asks of the supervisor."""
+
+    def progress(self, awake_s: float) -> Sample | None: ...
+
+    def fence(self, evidence: str) -> None: ...
+
+
+class HangWatch:
+    """One supervisor's part; `every_s` is the time between beats."""
+
+    def __init__(
+        self,
+        reactor: Reactor,
+        *,
+        agreement: Agreement,
+        trainer: Trainer,
+        events: EventLog,
+        every_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._reactor = reactor
+        self._agreement = agreement
+        self._trainer = trainer
+        self._events = events
+        self._every_s = every_s
+        self._clock = clock
+        self._others: dict[int, Sample] = {}
+        self._told = Waiting()
+        self._told_s = 0.0
+        self._waiting: dict[int, Waiting] = {}
+        self._awake_s = self._due_s = clock()
+        self._fenced: Sample | None = None
+        self._check()
+
+    # ---- what the beats carry -----------------------------------------------------------------
+
+    def begin_beat(self) -> None:
+        """The beats that follow are of one moment."""
+        own = self._trainer.progress(self._awake_s)
+        self._still = own if own is not None and own.stalled_s >= _STILL * self._every_s else None
+        self._waiting = self._who_waits(self._still) if self._leads else {}
+
+    @property
+    def page(self) -> Sample | None:
+        """The own trainer's, where it stands still and somebody else leads, who is to know it."""
+        return None if self._leads else self._still
+
+    def waiting_for(self, peer: int) -> Waiting:
+        """Who waits for the trainer of another supervisor, as far as the leader knows."""
+        return self._waiting.get(peer, Waiting())
+
+    def heard(self, peer: int, beat: Beat) -> None:
+        """A beat came from another supervisor."""
+        self._others.pop(peer, None)
+        if beat.page is not None:
+            self._others[peer] = beat.page
+        if peer == self._agreement.leader:
+            self._told, self._told_s = beat.waiting, self._clock()
+
+    @property
+    def pages(self) -> dict[int, Sample]:
+        """Those of the workers that stand still, as this supervisor has heard of them."""
+        own = [] if self._still is None else [self._still]
+        return {sample.slot: sample for sample in (*self._others.values(), *own)}
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    @property
+    def _leads(self) -> bool:
+        return self._agreement.leader == self._agreement.slot
+
+    def _own(self) -> Sample | None:
+        """The own trainer's page, where it works in the view."""
+        sample = self._trainer.progress(self._awake_s)
+        return sample if sample is not None and self._is_member(sample) else None
+
+    def _is_member(self, sample: Sample) -> bool:
+        view = self._agreement.committed
+        if not self._agreement.started or sample.slot not in view.ranks:
+            return False
+        return view.incarnations[view.ranks.index(sample.slot)] == sample.incarnation
+
+    def _who_waits(self, own: Sample | None) -> dict[int, Waiting]:
+        known = [*self._others.values(), *([] if own is None else [own])]
+        samples = {sample.slot: sample for sample in known if self._is_member(sample)}
+        return who_waits(self._agreement.committed.ranks, samples)
+
+    def _check(self) -> None:
+        now_s = self._clock()
+        if now_s - self._due_s > self._every_s:
+            # It is this process that did not run, and so maybe the whole machine or job.
+            self._awake_s = now_s
+        own = self._own()
+        pause_s = self._every_s
+        if own is not None:
+            if own.is_late_in_circle:
+                self._judge(own)
+            may_stall_s = own.may_stall_s if own.is_late_in_circle else own.may_stall_in_circle_s
+            pause_s = max(_SHORTEST_PAUSE_S, min(pause_s, may_stall_s - own.stalled_s))
+        self._due_s = self._clock() + pause_s
+        self._reactor.after(pause_s, self._check)
+
+    def _judge(self, own: Sample) -> None:
+        if self._leads:
+            waiting = self._who_waits(own).get(own.slot, Waiting())
+        else:
+            fresh = self._clock() - self._told_s < _BEATS_VALID * self._every_s
+            waiting = self._told if fresh else Waiting()
+        evidence = verdict(own, waiting)
+        if evidence is None or self._is_fenced(own):
+            return
+        self._fenced = own
+        self._events.emit(
+            "hang_found",
+            slot=own.slot,
+            step=own.step,
+            phase=own.phase,
+            stalled_s=own.stalled_s,
+            limit_s=min(own.limit_s, own.floor_s) if waiting.differs else own.limit_s,
+            waited_s=own.waited_s,
+            stopped=own.stopped,
+            waiting=list(waiting.slots),
+            in_circle=waiting.in_circle,
+            differs=waiting.differs,
+        )
+        came = any(self._agreement.committed.incarnations)
+        if waiting.differs and waiting.by_script and not came:
+            # Work that only some ask for: whoever does so next would be at fault, too.
+            self._agreement.abandon(f"worker {own.slot}: {evidence}", EXIT_CONFIGURATION)
+        else:
+            self._trainer.fence(evidence)
+
+    def _is_fenced(self, own: Sample) -> bool:
+        """The signal is on its way."""
+        return self._fenced is not None and self._fenced.incarnation == own.incarnation

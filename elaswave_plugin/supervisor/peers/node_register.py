@@ -1,0 +1,132 @@
+"""The memory in which the supervisors of a node keep what it has promised and accepted.
+
+A file in memory without a name: who comes later opens it by way of another one that has it open,
+and with the last of them it is gone, however they end (standard library only).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import struct
+import time
+from collections.abc import Callable, Iterator
+
+from elaswave_plugin.core.agreement.acceptor_state import NodeMemory
+from elaswave_plugin.core.agreement.leader import Agreement
+from elaswave_plugin.core.codec import from_json, to_json
+from elaswave_plugin.errors import AgreementError
+
+_NAME = "elaswave-node"
+# Version, and where the record is: written at once, after the record, so that whoever is killed in
+# between leaves the one before.
+_HEADER = struct.Struct("<QQQ")
+# Linux' struct flock: type, whence, start, length, pid.
+_FLOCK = struct.Struct("@hhqqi0q")
+_LOOK_S = 0.0001
+# A look that comes later than this: it was this process that did not run.
+_LATE_S = 0.05
+
+
+class NodeRegister:
+    """The memory of one node, as one of its supervisors has it open."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._version = 0
+        self._memory = NodeMemory()
+
+    @classmethod
+    def create(cls) -> NodeRegister:
+        """That of a node that remembers nothing yet."""
+        fd = os.memfd_create(_NAME)
+        os.pwrite(fd, _HEADER.pack(0, _HEADER.size, 0), 0)
+        return cls(fd)
+
+    @classmethod
+    def of_process(cls, pid: int) -> NodeRegister:
+        """That of another supervisor on this machine. Raises AgreementError where it has none."""
+        folder = f"/proc/{pid}/fd"
+        with contextlib.suppress(OSError):
+            for number in os.listdir(folder):
+                path = f"{folder}/{number}"
+                with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                    if os.readlink(path).startswith(f"/memfd:{_NAME} "):
+                        return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        raise AgreementError(f"process {pid} is gone, or its open files cannot be read by this one")
+
+    @contextlib.contextmanager
+    def turn(
+        self, agreement: Agreement, *, limit_s: float, on_stuck: Callable[[int], None]
+    ) -> Iterator[None]:
+        """What the agreement does in the block, no other supervisor of the node does meanwhile.
+
+        It recalls what the node knows before, and the node remembers it after. `on_stuck` is told
+        whose turn has kept it waiting for `limit_s` (a process id: it was stopped meanwhile), and
+        is to end that process. Raises AgreementError where it goes on for as long again.
+        """
+        self._lock(limit_s, on_stuck)
+        try:
+            agreement.recall(self._read(), time.monotonic())
+            yield
+            self._write(agreement.memory)
+        finally:
+            fcntl.lockf(self._fd, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Let go of it."""
+        os.close(self._fd)
+
+    def _lock(self, limit_s: float, on_stuck: Callable[[int], None]) -> None:
+        """Take the lock, which is this process's: it ends with it, and all can see whose it is."""
+        if self._locked_within(limit_s):
+            return
+        pid = self._holder()
+        if pid:
+            on_stuck(pid)
+        if not self._locked_within(limit_s):
+            raise AgreementError(
+                f"process {self._holder()}, another supervisor of this node, has been at its vote "
+                f"for {2 * limit_s:g} s and cannot be ended; look what holds it (a debugger?)"
+            )
+
+    def _locked_within(self, limit_s: float) -> bool:
+        waited_s, last_s = 0.0, time.monotonic()
+        while waited_s <= limit_s:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            # A lock cannot be waited for with a limit, and a turn takes less than this.
+            time.sleep(_LOOK_S)
+            now_s = time.monotonic()
+            waited_s += min(now_s - last_s, _LATE_S)
+            last_s = now_s
+        return False
+
+    def _holder(self) -> int:
+        """The process that has the lock, 0 where none has."""
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind, *_, pid = _FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_GETLK, asked))
+        return 0 if kind == fcntl.F_UNLCK else int(pid)
+
+    def _read(self) -> NodeMemory:
+        version, offset, length = _HEADER.unpack(os.pread(self._fd, _HEADER.size, 0))
+        if version != self._version:
+            self._memory = from_json(NodeMemory, json.loads(os.pread(self._fd, length, offset)))
+            self._version = version
+        return self._memory
+
+    def _write(self, memory: NodeMemory) -> None:
+        if memory is self._memory:
+            return
+        record = json.dumps(memory, default=to_json).encode()
+        version, offset, length = _HEADER.unpack(os.pread(self._fd, _HEADER.size, 0))
+        # Beside the one before.
+        fits = _HEADER.size + len(record) <= offset
+        offset = _HEADER.size if fits else offset + length
+        os.pwrite(self._fd, record, offset)
+        self._version = version + 1
+        os.pwrite(self._fd, _HEADER.pack(self._version, offset, len(record)), 0)
+        self._memory = memory

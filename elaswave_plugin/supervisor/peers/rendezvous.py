@@ -1,0 +1,497 @@
+"""The supervisors find each other once, at slot 0's address, and link up pairwise."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import itertools
+import os
+import select
+import selectors
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elaswave_plugin.core.agreement.messages import Welcome
+from elaswave_plugin.core.codec import from_json
+from elaswave_plugin.core.layout.reserve import NOWHERE
+from elaswave_plugin.errors import AgreementError, ConfigurationError
+from elaswave_plugin.ipc.console import say
+from elaswave_plugin.ipc.peer import Peer, own_machine
+from elaswave_plugin.ipc.wire import receive_frame, send_frame
+
+_FIRST_FRAME_S = 5.0
+_REDIAL_S = 0.05
+_FIRST_TOLD_S, _TOLD_EVERY_S = 10.0, 30.0
+_MOST_NODES = 8
+_ANY = ("", "0.0.0.0", "::")
+# An address that nobody has (RFC 5737): the way there is the way out of this machine.
+_OUTSIDE = "192.0.2.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a job's supervisors meet, and who this one is there.
+
+    Slot 0 listens at the first of `ports` that is free; the others look for it at all of them, and
+    know by `job` that it is theirs and no stranger's. `reserve`: slots beyond those that meet.
+    `width`: workers of each node, 0 where nobody has said so.
+    """
+
+    slot: int
+    node: int
+    world_size: int
+    host: str
+    ports: tuple[int, ...]
+    job: str
+    timeout_s: float
+    reserve: int = 0
+    width: int = 0
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this one says for its node what all of it wait for."""
+        return not self.width or self.slot % self.width == 0
+
+    @property
+    def where(self) -> str:
+        """The address, for people."""
+        last = f" to {self.ports[-1]}" if len(self.ports) > 1 else ""
+        return f"{self.host}:{self.ports[0]}{last}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """All supervisors by slot, and an open link to each of the others.
+
+    Those of the reserve come last, and nobody is there. `welcome`: what a supervisor was told that
+    came later; it has links to those that live.
+    """
+
+    peers: tuple[Peer, ...]
+    links: dict[int, socket.socket]
+    welcome: Welcome | None = None
+
+
+class EndedEarlyError(AgreementError):
+    """A supervisor ended before all had met; what it died of it would die of again."""
+
+    def __init__(self, slot: int | str, why: str = "") -> None:
+        """``slot``: whose it was, or what somebody else has said of it."""
+        seen = f": {why}" if why else ""
+        told = f"the supervisor of worker {slot} ended before all had come{seen}"
+        super().__init__(slot if isinstance(slot, str) else told)
+
+
+class MeetingWait:
+    """Says what the supervisors of a node wait for, after 10 s and every 30 s from then on."""
+
+    def __init__(self, place: Place) -> None:
+        self._speaks = place.speaks
+        self._began_s = time.monotonic()
+        self._due_s = self._began_s + _FIRST_TOLD_S
+
+    @property
+    def left_s(self) -> float:
+        """Until it is to be said."""
+        return max(0.0, self._due_s - time.monotonic())
+
+    def tell(self, for_what: str) -> None:
+        """Say it where it is time."""
+        if self.left_s > 0:
+            return
+        now_s = time.monotonic()
+        self._due_s = now_s + _TOLD_EVERY_S
+        if self._speaks:
+            say(f"waiting for {now_s - self._began_s:.0f} s for {for_what}")
+
+
+def name_slots(place: Place, slots: Sequence[int]) -> str:
+    """Workers, by their nodes where the size of a node is known."""
+    if not place.width:
+        return f"worker{'s' if len(slots) > 1 else ''} {', '.join(map(str, slots))}"
+    nodes: dict[int, list[int]] = {}
+    for slot in slots:
+        nodes.setdefault(slot // place.width, []).append(slot)
+    said = [
+        f"node {node} (worker{'s' if len(some) > 1 else ''} {', '.join(map(str, some))})"
+        for node, some in nodes.items()
+    ]
+    more = f" and {len(said) - _MOST_NODES} more nodes" if len(said) > _MOST_NODES else ""
+    return ", ".join(said[:_MOST_NODES]) + more
+
+
+def own_host(
+    host: str,
+    port: int,
+    *,
+    listener: socket.socket | None,
+    timeout_s: float,
+    several: bool = False,
+) -> str:
+    """The address of this machine at which the other workers of the job reach it.
+
+    That is where slot 0 listens; elsewhere, and where slot 0 listens on all its addresses, it is
+    this end of the way to slot 0 at `host`; of `several` machines, for a name that this one gives
+    itself alone, of the way out of it. No packet is sent for it.
+    Raises ConfigurationError where `host` is not known within `timeout_s`, or cannot be reached.
+    """
+    if listener is not None and listener.getsockname()[0] not in _ANY:
+        own = str(listener.getsockname()[0])
+        try:
+            _way_to(own, port)
+        except OSError as error:
+            raise ConfigurationError(
+                f"this machine cannot reach its own address {own} ({error.strerror}): is the "
+                "loopback interface up? `ip link set lo up`"
+            ) from error
+        return own
+    if host in _ANY:
+        return socket.gethostbyname(socket.gethostname())
+    if several and _is_own_name(host):
+        with contextlib.suppress(OSError):  # without a way out there are no other machines
+            return _way_to(_OUTSIDE, port)
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return _way_to(host, port)
+        except OSError as error:
+            if time.monotonic() + _REDIAL_S > deadline_s:
+                raise ConfigurationError(
+                    f"the address of node 0 is {host!r}, to which this machine knows no way "
+                    f"({error}); give one that every node can reach as --master-addr"
+                ) from error
+        # Nothing can be waited for: the name of node 0 may become known after its start.
+        time.sleep(_REDIAL_S)
+
+
+def _is_own_name(host: str) -> bool:
+    """Whether it is a name, not a number, for an address that other machines cannot reach.
+
+    Debian's /etc/hosts gives the machine's own name 127.0.1.1, and torchrun names node 0 by it.
+    """
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        pass
+    else:
+        return False
+    try:
+        found = {str(address[0]) for *_, address in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return host != "localhost" and all(one.startswith("127.") for one in found)
+
+
+def _way_to(host: str, port: int) -> str:
+    """This machine's address on the way to `host`, of the first family that has one."""
+    failure = OSError("it has no address")
+    for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(address)
+            except OSError as error:
+                failure = error
+            else:
+                return str(probe.getsockname()[0])
+    raise failure
+
+
+def host_meeting(place: Place, listener: socket.socket, data: str) -> Meeting:
+    """Slot 0: wait for everybody at `listener`; `data` is where it serves snapshots.
+
+    Raises AgreementError when someone stays away, ConfigurationError where two machines are told
+    that they are one node.
+    """
+    deadline_s = time.monotonic() + place.timeout_s
+    own = Peer(
+        slot=0, node=place.node, pid=os.getpid(), control="", data=data, machine=own_machine()
+    )
+    peers = {0: own}
+    links: dict[int, socket.socket] = {}
+    waiting = MeetingWait(place)
+    with _Door(listener, place.job) as door:
+        while len(peers) < place.world_size:
+            missing = sorted(set(range(place.world_size)) - set(peers))
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise AgreementError(
+                    f"{name_slots(place, missing)} did not come within {place.timeout_s:g} s"
+                )
+            waiting.tell(f"{name_slots(place, missing)} to come to {place.where}")
+            for sock, greeting in door.greetings(min(left_s, waiting.left_s)):
+                if "gone" in greeting:
+                    raise EndedEarlyError(greeting["slot"], greeting["gone"])
+                refused = _why_not(greeting, place, taken=greeting["slot"] in peers)
+                if refused is not None:
+                    send_frame(sock, {"error": refused})
+                    sock.close()
+                    continue
+                peer: Peer = from_json(Peer, greeting["peer"])
+                peers[peer.slot] = peer
+                links[peer.slot] = sock
+                door.watch(peer.slot, sock)
+    token = os.urandom(8).hex()
+    met = tuple(peers[slot] for slot in sorted(peers))
+    with contextlib.ExitStack() as undo:
+        for sock in links.values():
+            send_frame(undo.enter_context(sock), {"roster": met, "token": token})
+        _check_nodes(met)
+        undo.pop_all()
+    return Meeting(peers=(*met, *_nobody(place)), links=links)
+
+
+def _check_nodes(peers: tuple[Peer, ...]) -> None:
+    """Everybody finds the same in the roster, so nobody waits for who does not start."""
+    firsts: dict[int, Peer] = {}
+    for peer in peers:
+        first = firsts.setdefault(peer.node, peer)
+        if first.machine != peer.machine:
+            raise ConfigurationError(
+                f"workers {first.slot} and {peer.slot} are both on node {peer.node}, and on two "
+                "machines or in two containers (PID namespaces): give each of these a node "
+                "number of its own, or start their workers in one"
+            )
+
+
+def _why_not(greeting: dict[str, Any], place: Place, *, taken: bool) -> str | None:
+    """Why somebody has no place in the meeting; None for who is awaited."""
+    if greeting.get("world_size") != place.world_size:
+        return (
+            f"its job has {greeting.get('world_size')} workers and that of worker 0 has "
+            f"{place.world_size}: give every node the same numbers of nodes and of workers"
+        )
+    if taken:
+        return "another one has come as that: give every node a rank of its own"
+    if greeting.get("reserve") != place.reserve:
+        return (
+            f"its reserve is {greeting.get('reserve')} and that of worker 0 is {place.reserve}: "
+            "give every node the same --reserve"
+        )
+    return None
+
+
+def _nobody(place: Place) -> Iterator[Peer]:
+    """Who is in the slots of the reserve."""
+    for slot in range(place.world_size, place.world_size + place.reserve):
+        yield Peer(slot=slot, node=NOWHERE, pid=0, control="", data="", machine="")
+
+
+class _Door:
+    """Tells everyone who knocks which job this is, and hears all of them at the same time.
+
+    A stranger (a port scan, another job) that says nothing keeps nobody waiting.
+    """
+
+    def __init__(self, listener: socket.socket, job: str) -> None:
+        self._listener, self._job = listener, job
+        self._knocking = selectors.DefaultSelector()
+        self._knocking.register(listener, selectors.EVENT_READ)
+
+    def greetings(self, timeout_s: float) -> Iterator[tuple[socket.socket, dict[str, Any]]]:
+        """What was said by whoever speaks first, and with it by others; nothing after a while."""
+        for key, _ in self._knocking.select(timeout_s):
+            sock = key.fileobj
+            assert isinstance(sock, socket.socket)
+            if sock is self._listener:
+                self._let_in(sock.accept()[0])
+                continue
+            if key.data is not None:  # it has nothing to say before all have come
+                raise EndedEarlyError(key.data)
+            self._knocking.unregister(sock)
+            greeting = _greeting(sock)
+            if greeting is not None:
+                yield sock, greeting
+
+    def watch(self, slot: int, sock: socket.socket) -> None:
+        """Find out where the supervisor of `slot`, which has come, ends before all have."""
+        self._knocking.register(sock, selectors.EVENT_READ, slot)
+
+    def _let_in(self, sock: socket.socket) -> None:
+        try:
+            send_frame(sock, {"job": self._job})
+        except OSError:
+            sock.close()
+        else:
+            self._knocking.register(sock, selectors.EVENT_READ)
+
+    def __enter__(self) -> _Door:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        for key in list(self._knocking.get_map().values()):
+            sock = key.fileobj
+            if not isinstance(sock, socket.socket) or sock is self._listener:
+                continue
+            if isinstance(error, AgreementError):
+                over = {"over": str(error), "early": isinstance(error, EndedEarlyError)}
+                with contextlib.suppress(OSError):
+                    send_frame(sock, over)
+            if error is not None or key.data is None:  # the others have met
+                sock.close()
+        self._knocking.close()
+
+
+def join_meeting(place: Place, host: str, data: str) -> Meeting:
+    """Any other slot, at `host`: go to slot 0, then link up with the rest.
+
+    `data` is where it serves snapshots. Raises AgreementError where somebody is missing, and
+    ConfigurationError where this one is not wanted, or two machines are told they are one node.
+    """
+    deadline_s = time.monotonic() + place.timeout_s
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.ExitStack() as undo:
+        first = undo.enter_context(_look_for_first(place, deadline_s))
+        listener = socket.create_server((host, 0), family=family, backlog=place.world_size)
+        with listener:
+            own = Peer(
+                slot=place.slot,
+                node=place.node,
+                pid=os.getpid(),
+                control=f"{host}:{listener.getsockname()[1]}",
+                data=data,
+                machine=own_machine(),
+            )
+            answer = _greet(first, own, place, deadline_s)
+            peers = tuple(from_json(Peer, entry) for entry in answer["roster"])
+            _check_nodes(peers)
+            others = _link_up(place, peers, listener, answer["token"], deadline_s)
+        undo.pop_all()
+    return Meeting(peers=(*peers, *_nobody(place)), links={0: first, **others})
+
+
+def _greet(first: socket.socket, own: Peer, place: Place, deadline_s: float) -> dict[str, Any]:
+    """What slot 0 answers once all have come."""
+    sizes = {"world_size": place.world_size, "reserve": place.reserve}
+    waiting = MeetingWait(place)
+    try:
+        send_frame(first, {"slot": own.slot, "peer": own, **sizes})
+        while not select.select([first], [], [], waiting.left_s)[0]:
+            if (
+                time.monotonic() > deadline_s + _FIRST_FRAME_S
+            ):  # node 0 says more, if a little later
+                break
+            waiting.tell("all to come: node 0 names who is missing")
+        answer = receive_frame(first, _FIRST_FRAME_S)
+    except TimeoutError as error:
+        raise AgreementError(f"not all came within {place.timeout_s:g} s") from error
+    except OSError as error:
+        raise EndedEarlyError(0, str(error)) from error
+    if "over" in answer:
+        raise (EndedEarlyError if answer["early"] else AgreementError)(answer["over"])
+    if "error" in answer:
+        raise ConfigurationError(f"worker {place.slot} is not wanted: {answer['error']}")
+    return answer
+
+
+def tell_of_end(place: Place, why: str) -> None:
+    """Tell slot 0, where it is there already, that this place's supervisor has ended.
+
+    For the launcher of one that may not have come to the meeting.
+    """
+    for port in place.ports:
+        with contextlib.suppress(OSError, ValueError), _dial(place.host, port, place.job) as sock:
+            send_frame(sock, {"slot": place.slot, "gone": why})
+            return
+
+
+def _link_up(
+    place: Place,
+    peers: tuple[Peer, ...],
+    listener: socket.socket,
+    token: str,
+    deadline_s: float,
+) -> dict[int, socket.socket]:
+    """Dial the lower slots, be dialled by the higher ones."""
+    links: dict[int, socket.socket] = {}
+    for peer in peers[1 : place.slot]:
+        address, _, port = peer.control.rpartition(":")
+        try:
+            sock = socket.create_connection((address, int(port)), timeout=_FIRST_FRAME_S)
+            send_frame(sock, {"slot": place.slot, "token": token})
+        except OSError as error:
+            raise AgreementError(f"worker {peer.slot} cannot be reached: {error}") from error
+        links[peer.slot] = sock
+    while len(links) < place.world_size - 2:
+        sock = _accept(listener, deadline_s, place, "not every worker linked up")
+        greeting = _greeting(sock)
+        if greeting is not None and greeting.get("token") == token:
+            links[greeting["slot"]] = sock
+        else:
+            sock.close()
+    return links
+
+
+def _accept(
+    listener: socket.socket, deadline_s: float, place: Place, complaint: str
+) -> socket.socket:
+    listener.settimeout(max(0.001, deadline_s - time.monotonic()))
+    try:
+        return listener.accept()[0]
+    except TimeoutError:
+        raise AgreementError(f"{complaint} within {place.timeout_s:g} s") from None
+
+
+def _greeting(sock: socket.socket) -> dict[str, Any] | None:
+    """The first frame of a new connection; None from a stranger (a port scan, another job)."""
+    try:
+        greeting = receive_frame(sock, _FIRST_FRAME_S)
+    except (OSError, ValueError):
+        sock.close()
+        return None
+    return greeting if "slot" in greeting else None
+
+
+def listen_at(host: str, port: int, *, several: bool = False) -> socket.socket:
+    """A listener of a meeting; an OSError it raises has the plain reason as strerror.
+
+    On all addresses where `several` machines meet and others know `host` by another one.
+    """
+    host = "" if several and host and _is_own_name(host) else host
+    try:
+        family = socket.getaddrinfo(host or "0.0.0.0", port)[0][0]
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        if error.errno is not None and error.errno > 0:
+            error.strerror = os.strerror(error.errno)  # without what create_server adds
+        raise
+
+
+def _look_for_first(place: Place, deadline_s: float) -> socket.socket:
+    """Connect to slot 0, which may start later than we do, at whichever of its ports it is."""
+    first, *others = place.ports
+    # The first one is the likeliest by far, and a silent stranger at another one takes a while.
+    in_turn = [port for other in others for port in (first, other)] or [first]
+    waiting = MeetingWait(place)
+    for port in itertools.cycle(in_turn):
+        waiting.tell(f"node 0 to answer at {place.where}")
+        try:
+            return _dial(place.host, port, place.job)
+        except (OSError, ValueError) as error:
+            if time.monotonic() + _REDIAL_S > deadline_s:
+                raise AgreementError(
+                    f"the supervisor of worker 0 does not answer at {place.where} "
+                    f"within {place.timeout_s:g} s ({error})"
+                ) from error
+        if port == first:
+            # Nothing can be waited for: the listener does not exist yet.
+            time.sleep(_REDIAL_S)
+    raise AssertionError("unreachable")
+
+
+def _dial(host: str, port: int, job: str) -> socket.socket:
+    """A connection to the supervisor of this job that listens there.
+
+    Raises OSError where nobody listens or speaks, ValueError where a stranger does.
+    """
+    sock = socket.create_connection((host, port), timeout=_FIRST_FRAME_S)
+    try:
+        found = receive_frame(sock, _FIRST_FRAME_S).get("job")
+        if found != job:
+            raise ValueError(f"job {found!r} is at port {port}, not {job!r}")
+    except BaseException:
+        sock.close()
+        raise
+    return sock

@@ -1,0 +1,52 @@
+"""What a person who watches a job is told of what its agreement decides (standard library only)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elaswave_plugin.core.agreement.effects import Note
+from elaswave_plugin.core.agreement.view import MembershipView
+
+
+def words_of(note: Note) -> str | None:
+    """The line for a note, None for one that only the events tell."""
+    fields = note.fields
+    match note.kind:
+        case "worker_raised" if fields["traceback"]:
+            text = fields["traceback"].rstrip()
+            return f"worker {fields['slot']} failed {fields['when']}:\n{text}"
+        case "job_over" if fields["exit_code"]:
+            return f"the job stops: {fields['reason']}"
+        case "detached":
+            trains = "trains without elaswave, and no loss will be survived"
+            did = trains if fields["trains"] else "has ended, and elaswave never attached"
+            return f"worker {fields['slot']} {did}: {fields['missing']}"
+        case "notice_void":
+            return f"worker {fields['slot']} stays: {fields['why']}; end the job instead"
+        case "supervisor_admitted":
+            return f"worker {fields['slot']} has a supervisor now, on node {fields['node']}"
+        case "told_to_stop":
+            by = f"worker {fields['by']} (node {fields['node']})"
+            return f"worker {fields['slot']} ends: {by} stops it: {fields['reason']}"
+        case "shut_out":
+            return f"worker {fields['slot']} ends: {fields['reason']}"
+        case "quorum_lost":
+            heard, of = fields["nodes_heard"], fields["of"]
+            none = f"none of the training's nodes {of}"
+            who = f"only nodes {heard} of {of}" if heard else none
+            return f"{who} can be reached: no majority, waiting"
+    return None
+
+
+def words_of_view(view: MembershipView, before: Sequence[MembershipView]) -> str | None:
+    """How the job goes on in ``view``; ``before``: the views that it had, None at its start."""
+    count, nodes = len(view.ranks), {*view.nodes}
+    workers = f"{count} worker{'s' if count > 1 else ''}"
+    alone = count == 1
+    if alone:
+        workers += ", and nobody can take over from it"
+    elif len(nodes) == 1 and any(len({*one.nodes}) > 1 for one in before):
+        workers += f", all on node {nodes.pop()}, from which no other node can take over"
+    if view.epoch > 1:
+        return f"{view.reason}; the job goes on with {workers} (view {view.epoch})"
+    return f"the job has {workers}; start two or more" if alone else None

@@ -1,0 +1,78 @@
+"""How a supervisor comes to its slot: with all others at the launch, or later in a running job.
+
+With the slot it gets the register of its node, which all supervisors there share: the first of
+them makes it, and the others open it by way of one that is there before them.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elaswave_plugin.errors import AgreementError
+from elaswave_plugin.ipc.peer import Peer, own_machine
+from elaswave_plugin.ipc.wire import Frame
+from elaswave_plugin.supervisor.peers.join_client import SlotRefusedError, seek_admission
+from elaswave_plugin.supervisor.peers.node_register import NodeRegister
+from elaswave_plugin.supervisor.peers.rendezvous import Meeting, Place, host_meeting, join_meeting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnSlot:
+    """A supervisor's links, its node's register, and what was kept for one that comes later."""
+
+    meeting: Meeting
+    register: NodeRegister
+    kept: Frame | None = None
+
+
+def slot_at_launch(place: Place, host: str, listener: socket.socket | None, data: str) -> OwnSlot:
+    """Meet the others: at `listener` those that come, else at `host`.
+
+    Raises AgreementError, ConfigurationError as `host_meeting` and `join_meeting` do.
+    """
+    # The others look for it as soon as they have met.
+    own = NodeRegister.create()
+    if listener is not None:
+        meeting = host_meeting(place, listener, data)
+    else:
+        meeting = join_meeting(place, host, data)
+    first = next(peer for peer in meeting.peers if peer.node == place.node)
+    if first.slot == place.slot:
+        return OwnSlot(meeting=meeting, register=own)
+    own.close()
+    return OwnSlot(meeting=meeting, register=_register_of(first, place))
+
+
+def slot_in_job(place: Place, contacts: Sequence[str], data: str) -> OwnSlot:
+    """Take the place of a lost supervisor. Raises SlotRefusedError."""
+    own = Peer(
+        slot=place.slot,
+        node=place.node,
+        pid=os.getpid(),
+        control="",
+        data=data,
+        machine=own_machine(),
+    )
+    meeting, kept = seek_admission(own, contacts, timeout_s=place.timeout_s)
+    assert meeting.welcome is not None
+    gone = {place.slot, *meeting.welcome.lost}
+    beside = [one for one in meeting.peers if one.node == place.node and one.slot not in gone]
+    if not beside:
+        return OwnSlot(meeting=meeting, register=NodeRegister.create(), kept=kept)
+    try:
+        return OwnSlot(meeting=meeting, register=_register_of(beside[0], place), kept=kept)
+    except AgreementError as error:
+        raise SlotRefusedError(str(error)) from error
+
+
+def _register_of(peer: Peer, place: Place) -> NodeRegister:
+    try:
+        return NodeRegister.of_process(peer.pid)
+    except AgreementError as error:
+        raise AgreementError(
+            f"worker {place.slot} cannot share the votes of node {place.node} with worker "
+            f"{peer.slot}: {error}"
+        ) from error

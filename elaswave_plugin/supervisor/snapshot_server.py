@@ -1,0 +1,296 @@
+"""Serves sealed snapshots and takes copies, in threads that never delay the control loop."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from queue import SimpleQueue
+
+from elaswave_plugin.core.codec import UnreadableMessageError, from_json
+from elaswave_plugin.core.layout.sealed_shard import SealedShard
+from elaswave_plugin.ipc.console import say
+from elaswave_plugin.ipc.requests import Answer
+from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET
+from elaswave_plugin.ipc.wire import (
+    Frame,
+    probe_when_silent,
+    receive_frame,
+    receive_into,
+    send_frame,
+)
+from elaswave_plugin.supervisor.snapshot_store import SnapshotStore
+
+_MALFORMED = (ArithmeticError, LookupError, TypeError, ValueError, RecursionError)
+Taker = Callable[[Frame, socket.socket], None]
+STALL_S = 30.0
+IDLE_S = 86400.0
+ACCEPT_AGAIN_S = 0.05
+COPY_AGAIN_S = 0.2
+_REQUEST_BYTES = 1 << 20
+TELL_EVERY_S = 0.2
+_PIECE_BYTES = 1 << 20
+
+
+class SnapshotServer:
+    """Accepts bulk connections on `host`; `address` is "host:port".
+
+    `others` answer the requests of other kinds, by the name of the kind; `takers` are given the
+    connection itself together with the request.
+    """
+
+    def __init__(
+        self,
+        store: SnapshotStore,
+        host: str,
+        others: Mapping[str, Answer] | None = None,
+        takers: Mapping[str, Taker] | None = None,
+    ) -> None:
+        self._store = store
+        self._others = dict(others or {})
+        self._takers = dict(takers or {})
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=256)
+        self._closed = threading.Event()
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+
+    def start(self) -> None:
+        """Serve in daemon threads, one a connection."""
+        threading.Thread(target=self._accept, name="snapshot-server", daemon=True).start()
+
+    def close(self) -> None:
+        """Accept nobody any more."""
+        # In this order: once it is told, the accepting thread closes the socket.
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._closed.set()
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                # Not only where it is closed: a process may be out of descriptors for a moment.
+                self._closed.wait(ACCEPT_AGAIN_S)
+                continue
+            peer = threading.Thread(
+                target=self._serve, args=(sock,), name="snapshot-peer", daemon=True
+            )
+            try:
+                peer.start()
+            except RuntimeError:  # no more threads: the peer asks again
+                sock.close()
+        self._listener.close()
+
+    def _serve(self, sock: socket.socket) -> None:
+        with sock:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            probe_when_silent(sock)
+            try:
+                while True:
+                    request = receive_frame(sock, IDLE_S, longest_bytes=_REQUEST_BYTES)
+                    if request["t"] == "fetch":
+                        self._answer_fetch(sock, request)
+                    elif request["t"] == "hold":
+                        self._hold(sock, request)
+                    elif request["t"] == "copy":
+                        self._take_copy(sock, request)
+                    elif request["t"] in self._others:
+                        send_frame(sock, self._others[request["t"]](request))
+                    elif request["t"] in self._takers:
+                        self._takers[request["t"]](request, sock.dup())
+                        return
+                    else:
+                        raise UnreadableMessageError(request["t"])
+            except OSError:
+                return  # the peer is gone or stuck; an unfinished copy has never become a record
+            except _MALFORMED as error:
+                # A stranger (a port scan, another program): no supervisor says such a thing.
+                say(f"what came to {self.address} is no request: {error!r:.200}")
+
+    def _answer_fetch(self, sock: socket.socket, request: Frame) -> None:
+        found = self._store.open(**{name: request[name] for name in ("owner", "step", "epoch")})
+        if found is None:
+            send_frame(sock, {"t": "bytes", "error": "no such sealed snapshot here"})
+            return
+        fd, length = found
+        try:
+            start, count = int(request["offset"]), int(request["length"])
+            if start < 0 or start + count > length:
+                error = f"bytes {start}..{start + count} of a snapshot of {length} bytes"
+                send_frame(sock, {"t": "bytes", "error": error})
+                return
+            send_frame(sock, {"t": "bytes"})
+            send_memory(sock, fd, BODY_OFFSET + start, count)
+        finally:
+            os.close(fd)
+
+    def _hold(self, sock: socket.socket, request: Frame) -> None:
+        fds: list[int] = []
+        try:
+            for path in request["memory"]:
+                fds.append(os.open(str(path), os.O_RDONLY | os.O_CLOEXEC))
+        except OSError:
+            for fd in fds:
+                os.close(fd)
+            raise
+        self._store.hold(int(request["owner"]), fds)
+        send_frame(sock, {"t": "held"})
+
+    def _take_copy(self, sock: socket.socket, request: Frame) -> None:
+        record: SealedShard = from_json(SealedShard, request["record"])
+        length = record.length
+        fd = os.memfd_create(f"elaswave-copy-of-{record.owner}", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, BODY_OFFSET + length)
+            # Not closed by hand: where the peer breaks off, the error still refers to it.
+            memory = memoryview(mmap.mmap(fd, BODY_OFFSET + length))[BODY_OFFSET:]
+            # Before the bytes come: memory for a third copy of a worker is not reckoned with.
+            if not self._store.make_room(record):
+                raise ConnectionAbortedError(f"worker {record.owner} sealed in a newer view")
+            for start in range(0, length, _PIECE_BYTES):
+                piece = memory[start : start + _PIECE_BYTES]
+                receive_into(sock, piece, time.monotonic() + STALL_S)
+            still_sealed = receive_frame(sock, STALL_S)["sealed"]
+        except BaseException:
+            os.close(fd)
+            raise
+        if still_sealed:
+            self._store.add_copy(record, fd)
+        else:
+            os.close(fd)
+        send_frame(sock, {"t": "copied", "held": still_sealed})
+
+
+class SnapshotCopier:
+    """Has one other supervisor hold own snapshots, in a thread; reports each that is safe there.
+
+    A supervisor of another node gets a copy of each. One of the same node gets descriptors of the
+    two buffers, once: they keep the memory alive when this worker and its supervisor are gone.
+    `on_copied(step, epoch)` is called for each. Everybody waits for a copy before the next snapshot
+    is sealed, so it is tried again until it arrives, is overwritten, or `close` is called;
+    `on_broken(why)` is called where the reason is another one than that of the last try, and
+    `on_moving()` every few tenths of a second while bytes of a copy move.
+    """
+
+    def __init__(
+        self,
+        store: SnapshotStore,
+        address: str,
+        *,
+        same_node: bool = False,
+        on_copied: Callable[[int, int], None],
+        on_broken: Callable[[str], None],
+        on_moving: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._address = address
+        self._same_node = same_node
+        self._on_copied = on_copied
+        self._on_broken = on_broken
+        self._on_moving = on_moving
+        self._told_s = time.monotonic()
+        self._sock: socket.socket | None = None
+        self._queue: SimpleQueue[SealedShard | None] = SimpleQueue()
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, name="snapshot-copier", daemon=True).start()
+
+    def send(self, record: SealedShard) -> None:
+        """Queue a sealed record."""
+        self._queue.put(record)
+
+    def close(self) -> None:
+        """End after one more try of each copy that is queued."""
+        self._closed.set()
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (record := self._queue.get()) is not None:
+            self._deliver(record)
+        self._disconnect()
+
+    def _deliver(self, record: SealedShard) -> None:
+        """Over a new connection where there is none or where the old one breaks."""
+        told = None
+        # Where it is overwritten, a newer one is queued behind it.
+        while self._store.is_sealed(record):
+            is_new = self._sock is None
+            try:
+                if self._sock is None:
+                    self._sock = self._connect()
+                self._hand_over(self._sock, record)
+                return
+            except (OSError, *_MALFORMED) as error:
+                self._disconnect()
+                if str(error) != told:
+                    told = str(error)
+                    self._on_broken(told)
+            if is_new and self._closed.wait(COPY_AGAIN_S):
+                return
+
+    def _connect(self) -> socket.socket:
+        host, _, port = self._address.rpartition(":")
+        sock = socket.create_connection((host, int(port)), timeout=STALL_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sock
+
+    def _disconnect(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+    def _hand_over(self, sock: socket.socket, record: SealedShard) -> None:
+        sock.settimeout(STALL_S)
+        if self._same_node:
+            memory = [f"/proc/{os.getpid()}/fd/{fd}" for fd in self._store.fds]
+            send_frame(sock, {"t": "hold", "owner": self._store.slot, "memory": memory})
+            receive_frame(sock, STALL_S)
+        elif not self._copy(sock, record):
+            return
+        self._on_copied(record.step, record.epoch)
+
+    def _copy(self, sock: socket.socket, record: SealedShard) -> bool:
+        """Send all bytes; False where they were overwritten meanwhile."""
+        found = self._store.open(owner=record.owner, step=record.step, epoch=record.epoch)
+        if found is None:
+            return False
+        fd, length = found
+        try:
+            send_frame(sock, {"t": "copy", "record": record})
+            send_memory(sock, fd, BODY_OFFSET, length, on_sent=self._tell_that_it_moves)
+        finally:
+            os.close(fd)
+        send_frame(sock, {"sealed": self._store.is_sealed(record)})
+        return bool(receive_frame(sock, STALL_S)["held"])
+
+    def _tell_that_it_moves(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._told_s >= TELL_EVERY_S:
+            self._told_s = now_s
+            self._on_moving()
+
+
+def send_memory(
+    sock: socket.socket,
+    fd: int,
+    offset: int,
+    count: int,
+    *,
+    on_sent: Callable[[], None] = lambda: None,
+) -> None:
+    """Send `count` bytes of the memory from `offset`; raises OSError where the peer stalls.
+
+    `on_sent()` is called after every piece.
+    """
+    sock.settimeout(None)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(STALL_S), 0))
+    end = offset + count
+    while offset < end:
+        sent = os.sendfile(sock.fileno(), fd, offset, min(end - offset, _PIECE_BYTES))
+        if not sent:
+            raise ConnectionError(f"snapshot memory ends at byte {offset}, not at {end}")
+        offset += sent
+        on_sent()

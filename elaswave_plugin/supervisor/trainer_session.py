@@ -1,0 +1,220 @@
+"""One trainer of a slot as its supervisor sees it: process, control link, how far it has come."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from elaswave_plugin.core.agreement.hang import Sample
+from elaswave_plugin.core.agreement.messages import Facts, Raised
+from elaswave_plugin.core.codec import WireMessage
+from elaswave_plugin.errors import EXIT_CONFIGURATION
+from elaswave_plugin.ipc.console import say
+from elaswave_plugin.ipc.environment import INCARNATION
+from elaswave_plugin.ipc.process_tree import is_stopped
+from elaswave_plugin.ipc.program import Program
+from elaswave_plugin.ipc.progress_page import BETWEEN_STEPS, ProgressPage, create_page
+from elaswave_plugin.ipc.reactor import Reactor
+from elaswave_plugin.ipc.wire import Channel, Frame
+from elaswave_plugin.supervisor.processor_waits import ProcessorWaits
+from elaswave_plugin.supervisor.trainer_process import ExecTrainer, Given, ZygoteTrainer
+
+# Of a script that never imported torch, or does not let torch import us.
+_UNKNOWN = (
+    "the script imported no torch, or TORCH_DEVICE_BACKEND_AUTOLOAD is 0; have it train with"
+    " Megatron-Core or DeepSpeed"
+)
+# The end of a process that holds much memory, or a device, takes seconds as it is.
+DIES_WITHIN_S = 5.0
+_EARLY = (
+    "before its work was finished; where a loop over job.train() ends early, write job.finish() "
+    "behind it"
+)
+_UNTRAINED = "before it trained a step; the script's own output says why"
+_UNKNOWN_OPTION = (
+    "before it attached; where its parser does not know --elaswave, write "
+    "elaswave.add_arguments(parser) before parser.parse_args(); a script of DeepSpeed's takes none,"
+    " but a section in its JSON and `elaswave run --dir DIR`"
+)
+OnExit = Callable[["TrainerSession", str, int | None], None]
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainerSession:
+    """One incarnation; its `control` channel exists once it is attached.
+
+    `facts`: it has joined, or waits to be let in; `delivered`: a view was delivered to it;
+    `undead`: it counts as gone, and its process is still there; `raised`: what ended its script;
+    `missing`: what its script lacks to join, where it has not.
+    """
+
+    incarnation: int
+    process: ExecTrainer | ZygoteTrainer
+    sock: socket.socket
+    page: ProgressPage
+    control: Channel | None = None
+    facts: Facts | None = None
+    delivered: bool = False
+    finished: bool = False
+    left: bool = False
+    saves_last: bool = False
+    returns: bool = False
+    lives: bool = True
+    undead: bool = False
+    fence_evidence: str | None = None
+    raised: Raised | None = None
+    missing: str = _UNKNOWN
+    waits: ProcessorWaits = field(default_factory=ProcessorWaits)
+    _reactor: Reactor = field(init=False)
+    _on_exit: OnExit = field(init=False)
+    _on_late_exit: OnExit = field(init=False)
+
+    @property
+    def works(self) -> bool:
+        """Whether it may be asked to take part in a view."""
+        return self.lives and not self.finished and not self.left
+
+    @property
+    def is_replacement(self) -> bool:
+        """Whether it was started in the place of one that was lost, or beyond the launch."""
+        return self.incarnation > 0
+
+    def progress(self, slot: int, awake_s: float) -> Sample | None:
+        """Where it is, by its page; None where it does not work. See `ProgressPage.sample`."""
+        if not self.works:
+            return None
+        pid = self.process.pid
+        waited_s = self.waits.since(self.page.since_s, pid)
+        return self.page.sample(
+            slot=slot, awake_s=awake_s, waited_s=waited_s, stopped=is_stopped(pid)
+        )
+
+    def reached(self, sealed: int) -> int:
+        """The step that it has come to; one without a place in the layout seals nothing of it."""
+        sample = self.page.sample(slot=0)
+        return sealed if sample is None else max(sealed, sample.step)
+
+    def when(self, sealed: int) -> str:
+        """Where in the training it is, as "in step 3"; `sealed`: steps that its snapshot has."""
+        sample = self.page.sample(slot=0)
+        if sample is None or (sample.phase == BETWEEN_STEPS and sealed <= 0):
+            return "before the first step"
+        if sample.phase == BETWEEN_STEPS:
+            return f"after step {sealed - 1}"
+        return f"in step {sample.step}"
+
+    def take_raised(self, raised: Raised, *, sealed: int) -> None:
+        """It tells what ended its script."""
+        self.raised = replace(raised, when=self.when(sealed))
+        if self.finished:  # no loss any more, of which the leader would tell
+            whose = f"a worker (process {self.process.pid})"
+            say(f"{whose} failed after its last step:\n{self.raised.traceback.rstrip()}")
+
+    def end_of(
+        self, status: str, exit_code: int | None, *, sealed: int, args: Sequence[str]
+    ) -> str:
+        """What was seen of its end, before its work was finished, as it is told to the others.
+
+        `sealed`: steps that its snapshot has; `args`: of its script.
+        """
+        if exit_code == 0:
+            why = _UNTRAINED if sealed < 0 else _EARLY
+            self.raised = Raised(error=status, message=why, where="", when=self.when(sealed))
+            return f"{status} before its work was finished"
+        is_ours = any(one.startswith("--elaswave") for one in args)
+        if exit_code == EXIT_CONFIGURATION and self.facts is None and is_ours:
+            return f"{status} {_UNKNOWN_OPTION}"
+        return status if self.raised is None else f"{status}, {self.raised}"
+
+    def send(self, message: WireMessage) -> None:
+        """Tell it something."""
+        assert self.control is not None
+        self.control.send(message)
+
+    def attach(
+        self,
+        reactor: Reactor,
+        *,
+        on_frame: Callable[[TrainerSession, Frame], None],
+        on_start: Callable[[TrainerSession, int], None],
+        on_exit: OnExit,
+        on_late_exit: OnExit,
+    ) -> None:
+        """Have the reactor call these as it speaks, begins and ends.
+
+        `on_late_exit`: it has ended after all, once `on_exit` had said that it does not.
+        """
+        self._reactor, self._on_exit, self._on_late_exit = reactor, on_exit, on_late_exit
+        self.control = Channel(
+            reactor, self.sock, on_frame=partial(on_frame, self), on_close=_its_end_comes
+        )
+        self.process.attach(reactor, on_start=partial(on_start, self), on_exit=self._ended)
+
+    def ask_to_end(self, number: int) -> None:
+        """End it by this signal, unless its script handles that."""
+        self.page.tell_to_end()
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """End it by SIGKILL; one that does not die of that counts as gone after a while.
+
+        A thread that is stuck in the kernel (a file system, a driver) may stay there for ever. No
+        thread of it returns to its program, so that it is as good as dead: only the call that is
+        under way may still finish. Snapshots do not suffer: what is sealed has checksums. A file
+        that it was writing may. And what it holds, such as a device, is not free before it ends.
+        """
+        self.process.send_signal(signal.SIGKILL)
+        self._reactor.after(DIES_WITHIN_S, self._give_up)
+
+    def fence(self, evidence: str) -> None:
+        """Kill it; its exit is reported with this evidence."""
+        self.fence_evidence = evidence
+        self.kill()
+
+    def _give_up(self) -> None:
+        if self.lives:
+            self.lives, self.undead = False, True
+            status = f"SIGKILL has not ended it within {DIES_WITHIN_S:g} s"
+            if self.fence_evidence is not None:
+                self.fence_evidence += f"; {status}"
+            self._on_exit(self, status, None)
+
+    def _ended(self, status: str, exit_code: int | None) -> None:
+        told = self._on_late_exit if self.undead else self._on_exit
+        self.lives = self.undead = False
+        told(self, status, exit_code)
+
+
+def start_session(
+    program: Program,
+    *,
+    incarnation: int,
+    env: Mapping[str, str],
+    snapshot_fds: Sequence[int],
+    zygote: socket.socket | None,
+) -> TrainerSession:
+    """Start a trainer, from the zygote where there is one still."""
+    own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    page_fd = create_page()
+    env = {**env, INCARNATION: str(incarnation)}
+    given = Given(env=env, control=theirs, snapshot_fds=snapshot_fds, progress_fd=page_fd)
+    process: ExecTrainer | ZygoteTrainer | None = None
+    if zygote is not None:
+        # Nobody looks at the connection while no trainer of it lives.
+        with contextlib.suppress(OSError):
+            process = ZygoteTrainer(program, given, zygote=zygote)
+    if process is None:
+        process = ExecTrainer(program, given)
+    theirs.close()
+    page = ProgressPage(page_fd)
+    os.close(page_fd)
+    return TrainerSession(incarnation=incarnation, process=process, sock=own, page=page)
+
+
+def _its_end_comes(evidence: str) -> None:
+    """The trainer closed its end; what matters is how the process ends, and that comes."""

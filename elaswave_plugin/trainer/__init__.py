@@ -1,0 +1,1 @@
+"""The trainer's end of the control plane (standard library only)."""

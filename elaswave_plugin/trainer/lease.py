@@ -1,0 +1,44 @@
+"""A worker that was stopped does nothing for the job before the others are sure to count it in.
+
+Whoever stands still for longer than a supervisor may be silent was perhaps given up meanwhile. Its
+page says until when it may act (`core/agreement/lease.py`), and its supervisor lends it more time
+only while the others hear it. A job that is stopped as a whole, as a scheduler may do, so goes on
+as it was.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+from elaswave_plugin.errors import JobStopped
+from elaswave_plugin.ipc.progress_page import ProgressPage
+
+_LOOK_EVERY_S = 0.01
+
+
+def await_lease(page: ProgressPage, check: Callable[[], None] = lambda: None) -> None:
+    """Wait until the trainer of this page may act; ``check()`` raises where it never will."""
+    while not page.may_act:
+        check()
+        time.sleep(_LOOK_EVERY_S)  # memory that another process writes has no event
+
+
+def guard_continuing(page: ProgressPage, stopped: Callable[[], JobStopped | None]) -> None:
+    """Have the main thread begin with that when it is continued (SIGCONT).
+
+    ``stopped()``: what is raised there instead once the job is over for this worker. Nothing in
+    other threads, and where the script handles SIGCONT itself.
+    """
+
+    def check() -> None:
+        error = stopped()
+        if error is not None:
+            raise error
+
+    main = threading.current_thread() is threading.main_thread()
+    if main and signal.getsignal(signal.SIGCONT) is signal.SIG_DFL:
+        signal.signal(signal.SIGCONT, lambda number, frame: await_lease(page, check))
+        signal.siginterrupt(signal.SIGCONT, False)  # system calls go on as without a handler

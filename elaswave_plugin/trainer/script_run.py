@@ -1,0 +1,178 @@
+"""Runs a trainer's script as the interpreter would, and tells the supervisor what ended it.
+
+    python -u -m elaswave_plugin.trainer.script_run [-m] SCRIPT ARGUMENTS
+
+An exception that leaves the script is not printed here: the job says it once for all its workers.
+Of bad input it says one sentence.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType, TracebackType
+
+from elaswave_plugin.core.agreement.messages import Raised
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.ipc.environment import CONTROL_FD
+from elaswave_plugin.ipc.stack_line import offer_stack
+from elaswave_plugin.ipc.wire import encode
+from elaswave_plugin.rehearsed import REHEARSAL
+from elaswave_plugin.trainer.fatal import end_in_a_sentence, explained
+from elaswave_plugin.trainer.few_warnings import show_few_warnings
+
+EXIT_RAISED = 1
+# Both ends of a longer traceback say most; whatever it has, it is one message of the kernel's.
+_LONGEST_TRACEBACK = 8000
+_LONGEST_MESSAGE = 400
+_OWN_FILES = (__file__, "<frozen runpy>")
+
+
+class Reporter:
+    """Tells this process's supervisor of the exception that ends its script."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._fd = int(environ[CONTROL_FD])
+        self._inode = os.fstat(self._fd).st_ino
+        self._pid = os.getpid()
+
+    def tell(self, error: BaseException, *, ours: Sequence[str] = ()) -> None:
+        """Say it to the supervisor, or print it where nobody listens; without frames of `ours`."""
+        trace = _without(error.__traceback__, (*_OWN_FILES, *ours))
+        text = _shown(error, trace)
+        if not self._send(error, trace, text):
+            sys.stderr.write(text)
+
+    def _send(self, error: BaseException, trace: TracebackType | None, text: str) -> bool:
+        """Whether the supervisor was told; a child of the trainer has none to tell."""
+        if os.getpid() != self._pid:
+            return False
+        raised = Raised(
+            error=type(error).__name__,
+            message=_message(error),
+            where=_place(error, trace),
+            traceback=_cut(text),
+        )
+        try:
+            # The script's own membership may have closed it, and another file have its number.
+            if os.fstat(self._fd).st_ino != self._inode:
+                return False
+            with socket.socket(fileno=os.dup(self._fd)) as sock:
+                sock.sendall(encode(raised))
+        except OSError:
+            return False
+        return True
+
+
+def run(script: str, args: Sequence[str], *, module: bool, first_path: str | None = None) -> None:
+    """Run a script, or a module by name, as `__main__`; whatever it raises passes through.
+
+    ``first_path``: takes the place of the first entry of sys.path.
+    """
+    if first_path is not None:
+        sys.path[0] = first_path
+    main = ModuleType("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = main
+    sys.argv = [script, *args]
+    if module:
+        runpy._run_module_as_main(script)  # type: ignore[attr-defined]
+    elif os.path.isfile(script) and not _is_archive(script):
+        _run_file(script, main)
+    else:
+        runpy.run_path(script, run_name="__main__")
+
+
+def guarded(reporter: Reporter, work: Callable[[], None], *, ours: Sequence[str] = ()) -> None:
+    """Run the script; an exception is told and becomes exit code 1, as the interpreter's own."""
+    offer_stack(os.environ)
+    show_few_warnings(os.environ)
+    try:
+        if REHEARSAL in os.environ:
+            import_module("elaswave_plugin.rehearsal.trainer").begin(os.environ[REHEARSAL])
+        work()
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except ConfigurationError as error:
+        end_in_a_sentence(error)
+    except BaseException as error:
+        refusal = explained(error)
+        if refusal is not None:
+            end_in_a_sentence(refusal)
+        reporter.tell(error, ours=ours)
+        raise SystemExit(EXIT_RAISED) from None
+
+
+def main(argv: Sequence[str]) -> None:
+    """Be the script, in this interpreter."""
+    module, (script, *args) = argv[0] == "-m", argv[1:] if argv[0] == "-m" else argv
+    first = None
+    if not sys.flags.safe_path and not module:
+        first = os.path.dirname(os.path.realpath(script))
+    reporter = Reporter(os.environ)
+    guarded(reporter, lambda: run(script, args, module=module, first_path=first))
+
+
+def _run_file(path: str, main: ModuleType) -> None:
+    path = os.path.abspath(path)
+    with open(path, "rb") as file:
+        code = compile(file.read(), path, "exec")
+    main.__file__ = path
+    main.__dict__["__cached__"] = None
+    exec(code, main.__dict__)
+
+
+def _is_archive(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(2) == b"PK"
+
+
+def _shown(error: BaseException, trace: TracebackType | None) -> str:
+    """What the hook for uncaught exceptions writes, be it the script's own, or torch's."""
+    text = io.StringIO()
+    with contextlib.redirect_stderr(text):
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+    # Torch says on each line whose it is, and the job says that once.
+    return re.sub(r"^\[rank\d+\]: ?", "", text.getvalue(), flags=re.MULTILINE)
+
+
+def _without(trace: TracebackType | None, files: Sequence[str]) -> TracebackType | None:
+    """A traceback without its first frames, which are of these files."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in files:
+        trace = trace.tb_next
+    return trace
+
+
+def _message(error: BaseException) -> str:
+    """The first line of what it says; without the place, which `_place` has."""
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    return text.strip().split("\n")[0][:_LONGEST_MESSAGE]
+
+
+def _place(error: BaseException, trace: TracebackType | None) -> str:
+    """File and line where it was raised, or, of what cannot be compiled, where that is."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{Path(error.filename).name}:{error.lineno}"
+    frames = traceback.extract_tb(trace)
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+
+
+def _cut(text: str) -> str:
+    if len(text) <= _LONGEST_TRACEBACK:
+        return text
+    half = _LONGEST_TRACEBACK // 2
+    return f"{text[:half]}\n  [{len(text) - 2 * half} characters left out]\n{text[-half:]}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

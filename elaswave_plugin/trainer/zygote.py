@@ -1,0 +1,340 @@
+"""A process that has imported the frameworks and forks trainers for supervisors.
+
+    python -m elaswave_plugin.trainer.zygote --socket PATH --preload torch,megatron.core
+
+It has no threads. The socket appears (by rename) only once the imports are done. A trainer is
+killed when the connection of its supervisor closes, and dies with the zygote.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NoReturn
+
+from elaswave_plugin.errors import EXIT_CONFIGURATION
+from elaswave_plugin.ipc.environment import CONTROL_FD, SNAPSHOT_FDS
+from elaswave_plugin.ipc.process_tree import die_with_parent, exit_at_once, lead_group
+from elaswave_plugin.ipc.progress_page import PROGRESS_FD
+from elaswave_plugin.ipc.title import set_title
+from elaswave_plugin.ipc.wire import Frame, FrameBuffer, encode
+from elaswave_plugin.trainer.few_warnings import show_few_warnings
+from elaswave_plugin.trainer.script_run import Reporter, guarded, run
+
+_FDS_A_REQUEST = 7
+_OWN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+@dataclass(slots=True)
+class _Supervisor:
+    sock: socket.socket
+    buffer: FrameBuffer = field(default_factory=FrameBuffer)
+    fds: list[int] = field(default_factory=list)
+    children: dict[int, int] = field(default_factory=dict)
+
+
+class Zygote:
+    """Serves fork requests; `serve` returns the request in the child, None at the end."""
+
+    def __init__(
+        self,
+        listener: socket.socket | None,
+        connections: Sequence[socket.socket],
+        *,
+        refusal: str | None = None,
+    ) -> None:
+        """`refusal`: why it cannot fork trainers, which is its answer to every request then."""
+        self._refusal = refusal
+        self._pid = os.getpid()
+        self._selector = selectors.DefaultSelector()
+        self._listener = listener
+        self._supervisors: list[_Supervisor] = []
+        self._wake_read, self._wake_write = socket.socketpair()
+        for sock in (self._wake_read, self._wake_write):
+            sock.setblocking(False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        if listener is not None:
+            self._selector.register(listener, selectors.EVENT_READ, None)
+        for sock in connections:
+            self._add(sock)
+
+    def serve(self) -> Frame | None:
+        """Until a signal asks to end and no trainer is left; the request in each forked child.
+
+        The trainers die with the zygote, and such a signal may be one to all processes of a job.
+        """
+        signal.set_wakeup_fd(self._wake_write.fileno())
+        for number in _OWN_SIGNALS:
+            signal.signal(number, _only_wake)
+        told = False
+        while not told or any(supervisor.children for supervisor in self._supervisors):
+            for key, _ in self._selector.select():
+                if key.fileobj is self._wake_read:
+                    told = bool(self._wake_read.recv(4096))
+                elif key.fileobj is self._listener:
+                    self._accept()
+                elif isinstance(key.data, _Supervisor):
+                    request = self._read(key.data)
+                    if request is not None:
+                        return request
+                elif key.fd in self._selector.get_map():
+                    self._reap(*key.data, pidfd=key.fd)
+        self._close()
+        return None
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        sock, _ = self._listener.accept()
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        if struct.unpack("3i", credentials)[1] != os.getuid():
+            sock.close()
+        else:
+            self._add(sock)
+
+    def _add(self, sock: socket.socket) -> None:
+        supervisor = _Supervisor(sock)
+        self._supervisors.append(supervisor)
+        self._selector.register(sock, selectors.EVENT_READ, supervisor)
+
+    def _read(self, supervisor: _Supervisor) -> Frame | None:
+        try:
+            data, fds, _, _ = socket.recv_fds(supervisor.sock, 1 << 16, _FDS_A_REQUEST)
+        except ConnectionError:
+            data, fds = b"", []
+        supervisor.fds += fds
+        if not data:
+            self._forget(supervisor)
+            return None
+        for request in supervisor.buffer.feed(data):
+            given, supervisor.fds = supervisor.fds[:_FDS_A_REQUEST], supervisor.fds[_FDS_A_REQUEST:]
+            if self._refusal is not None:
+                _refuse(supervisor, self._refusal, EXIT_CONFIGURATION)
+                _close_all(given)
+            elif self._fork(supervisor, given):
+                return {**request, "given": given}
+        return None
+
+    def _fork(self, supervisor: _Supervisor, given: list[int]) -> bool:
+        """Fork; true in the child."""
+        # A signal for the child that comes at once must not ring our bell, which it inherits.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _OWN_SIGNALS)
+        try:
+            pid = os.fork()
+        except OSError as error:
+            _refuse(supervisor, f"fork failed: {error}", 1)
+            pid = -1
+        if pid == 0:
+            die_with_parent(self._pid)
+            lead_group()
+            self._close()
+            for number in _OWN_SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _OWN_SIGNALS)
+        if pid == 0:
+            return True
+        _close_all(given)
+        if pid > 0:
+            pidfd = os.pidfd_open(pid)
+            supervisor.children[pid] = pidfd
+            self._selector.register(pidfd, selectors.EVENT_READ, (supervisor, pid))
+            try:
+                socket.send_fds(supervisor.sock, [encode({"pid": pid})], [pidfd])
+            except ConnectionError:
+                self._forget(supervisor)
+        return False
+
+    def _reap(self, supervisor: _Supervisor, pid: int, *, pidfd: int) -> None:
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        del supervisor.children[pid]
+        status = os.waitpid(pid, 0)[1]
+        # Where its supervisor is gone too, the reading side cleans up.
+        with contextlib.suppress(OSError):
+            supervisor.sock.sendall(encode({"pid_ended": pid, "status": status}))
+
+    def _forget(self, supervisor: _Supervisor) -> None:
+        """The supervisor is gone: its trainers go too, and are reaped as they end."""
+        self._selector.unregister(supervisor.sock)
+        supervisor.sock.close()
+        self._supervisors.remove(supervisor)
+        for pidfd in supervisor.children.values():
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        _close_all(supervisor.fds)
+
+    def _close(self) -> None:
+        """Close everything of the zygote's own (in a child: nothing of it stays open)."""
+        signal.set_wakeup_fd(-1)
+        pidfds = [key.fd for key in self._selector.get_map().values() if type(key.data) is tuple]
+        self._selector.close()
+        _close_all(pidfds)
+        for supervisor in self._supervisors:
+            supervisor.sock.close()
+            _close_all(supervisor.fds)
+        for sock in (self._listener, self._wake_read, self._wake_write):
+            if sock is not None:
+                sock.close()
+
+
+def _refuse(supervisor: _Supervisor, why: str, exit_code: int) -> None:
+    # Where it is gone, the reading side cleans up.
+    with contextlib.suppress(OSError):
+        supervisor.sock.sendall(encode({"error": why, "exit_code": exit_code}))
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def become_trainer(request: Frame) -> None:
+    """Make this forked process look like the one of `python -u script args` (or -m)."""
+    stdin, stdout, stderr, control, progress, *snapshots = request["given"]
+    for target, fd in enumerate((stdin, stdout, stderr)):
+        os.dup2(fd, target)
+        os.close(fd)
+    for number in _OWN_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.environ[CONTROL_FD] = str(control)
+    os.environ[PROGRESS_FD] = str(progress)
+    os.environ[SNAPSHOT_FDS] = ",".join(map(str, snapshots))
+    _set_path(request)
+    if "torch" in sys.modules:  # which looks for us at its import, and knew of no supervisor then
+        importlib.import_module("elaswave_plugin.loops.unjoined").watch()
+
+
+def _set_path(request: Frame) -> None:
+    """sys.path as a new interpreter would have it: the script's directory (or the cwd) first."""
+    script = os.path.realpath(request["script"])
+    given = [part for part in request["env"].get("PYTHONPATH", "").split(os.pathsep) if part]
+    first = os.getcwd() if request["module"] else os.path.dirname(script)
+    sys.path[:] = [first, *map(os.path.abspath, given), *request["base_path"]]
+
+
+def _base_path() -> list[str]:
+    """sys.path without its first entry (the zygote's own) and the zygote's PYTHONPATH."""
+    own = {os.path.abspath(part) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep)}
+    rest = sys.path[1:]
+    while rest and rest[0] in own:
+        rest = rest[1:]
+    return rest
+
+
+def main(argv: Sequence[str]) -> int:
+    """Import, then serve; in a forked child, run the trainer's script."""
+    parser = argparse.ArgumentParser(prog="elaswave zygote", description=__doc__)
+    parser.add_argument("--socket", help="unix socket to serve at")
+    parser.add_argument("--connections", default="", help="inherited connections, as 5,6,7")
+    parser.add_argument("--parent", type=int, help="end when this process, our parent, ends")
+    parser.add_argument("--preload", default="", help="modules to import, as torch,megatron.core")
+    options = parser.parse_args(argv)
+    base_path = _base_path()
+    set_title("zygote")
+    connections = [int(fd) for fd in options.connections.split(",") if fd]
+    if options.parent:
+        die_with_parent(options.parent)
+    _close_all_but(connections)
+    refusal = _preload([name for name in options.preload.split(",") if name])
+    if refusal is not None and not connections:
+        print(f"elaswave zygote: {refusal}", file=sys.stderr)
+        return EXIT_CONFIGURATION
+    gc.collect()
+    gc.freeze()
+    listener = _listen(options.socket) if options.socket else None
+    inherited = [socket.socket(fileno=fd) for fd in connections]
+    request = Zygote(listener, inherited, refusal=refusal).serve()
+    if request is None:
+        if options.socket:
+            os.unlink(options.socket)
+        return 0
+    _leave(_run({**request, "base_path": base_path}))
+
+
+def _preload(modules: Sequence[str]) -> str | None:
+    """Import them; in words why trainers cannot be forked then, None where they can."""
+    show_few_warnings(os.environ)
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            return f"--preload names {name!r}, which cannot be imported ({said}); leave it out"
+    if threading.active_count() > 1:
+        names = ", ".join(thread.name for thread in threading.enumerate()[1:])
+        what = ",".join(modules)
+        return f"--preload is {what!r}: importing started threads ({names}); leave out what does"
+    return None
+
+
+def _leave(code: int) -> NoReturn:
+    """End a forked trainer as multiprocessing ends its children.
+
+    An interpreter's own end takes every imported module apart, which for the frameworks takes
+    seconds and touches all the memory that is shared with the zygote.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    exit_at_once(code)
+
+
+def _run(request: dict[str, Any]) -> int:
+    """Run the trainer; returns its exit code."""
+    try:
+        become_trainer(request)
+        work = partial(run, request["script"], request["args"], module=request["module"])
+        guarded(Reporter(os.environ), work, ours=(__file__,))
+    except SystemExit as wanted:
+        if wanted.code is None or isinstance(wanted.code, int):
+            return wanted.code or 0
+        print(wanted.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _listen(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    hidden = f"{path}.{os.getpid()}"
+    listener.bind(hidden)
+    listener.listen(256)
+    os.rename(hidden, path)
+    return listener
+
+
+def _close_all_but(fds: Sequence[int]) -> None:
+    """Close what was inherited by accident, before anything is imported that opens files."""
+    for name in os.listdir("/proc/self/fd"):
+        fd = int(name)
+        if fd > 2 and fd not in fds:
+            # One of them is the descriptor of the listing itself, closed by now.
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+def _only_wake(number: int, frame: object) -> None:
+    pass
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
