@@ -55,7 +55,7 @@ class Tree:
 
 def find_folder() -> Path:
     """Where the diffs are: in the installed package, or beside it in our repository."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     for folder in (package / "patches", package.parent / "patches"):
         if (folder / "series").is_file():
             return folder

@@ -219,8 +219,8 @@ def test_find_text_of_the_standard_library_is_large_and_capped() -> None:
 
 def test_elaswave_run_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from elaswave_plugin import cli\n"
-        "try: cli.run_command(['run', '--help'])\n"
+        "import sys; from elaswave_plugin.cli import main\n"
+        "try: main.run_command(['run', '--help'])\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'pydantic', 'typer', 'rich', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy"

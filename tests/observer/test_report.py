@@ -9,13 +9,9 @@ import pytest
 matplotlib = pytest.importorskip("matplotlib")
 
 from elaswave_plugin.cli.main import run_command  # noqa: E402
+from elaswave_plugin.observer import report  # noqa: E402
 from elaswave_plugin.observer.changes import changes_from  # noqa: E402
-from elaswave_plugin.observer.observer import (  # noqa: E402
-    kills_of,
-    losses_of,
-    read_run,
-    report,
-)
+from elaswave_plugin.observer.observer import kills_of, losses_of, read_run  # noqa: E402
 from elaswave_plugin.tracking.events import EventLog  # noqa: E402
 from tests.observer.made_up import make_run  # noqa: E402
 
