@@ -312,6 +312,7 @@ def summarize(
         "samples_lost": lost,
         "samples_repeated": repeated,
         "median_step_s": median_step_s(run),
+        "first_step_rehearsal": first_step_rehearsal(run),
         "throughput": throughput(run),
         **layout_change_of(run),
         "snapshot_overhead_ratio": snapshot_overhead_ratio,
@@ -325,6 +326,19 @@ def ended_with(run: RunFiles) -> Record | None:
     """Exit code and reason of the job, as its supervisors agreed on them; None where it goes on."""
     over = run.of_kind("job_over")
     return {name: over[-1][name] for name in ("exit_code", "reason")} if over else None
+
+
+def first_step_rehearsal(run: RunFiles) -> Record | None:
+    """Return what running the first step once more found and took, seconds of the slowest worker.
+
+    None if the job did not rehearse its first step.
+    """
+    told = run.of_kind("first_step_rehearsed")
+    if not told:
+        return None
+    slots = {one["slot"] for one in told}
+    seconds = (sum(one["seconds"] for one in told if one["slot"] == slot) for slot in slots)
+    return {"equal": all(one["equal"] for one in told), "seconds": max(seconds)}
 
 
 def _state_fields(run: RunFiles, reference: RunFiles | None) -> Record:

@@ -1,6 +1,7 @@
 """What a report prints and draws is what the files say: the run's own numbers and changes."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -188,3 +189,17 @@ def test_report_prints_a_table_and_what_is_wrong_first(
     for step, slot, what in CHANGES:
         words = [str(step), str(slot), what]
         assert any([cell.strip() for cell in line.split("│")[1:4]] == words for line in table)
+
+
+@pytest.mark.parametrize(("equal", "word"), [(True, "equal"), (False, "differs")])
+def test_report_says_what_the_rehearsal_of_the_first_step_took(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], equal: bool, word: str
+) -> None:
+    run = make_run(tmp_path / "run", killed=False)
+    assert run_command(["report", str(run), "--global-batch", "12"]) == 0
+    assert "first step run once more" not in capsys.readouterr().out
+    with EventLog(run / "events.jsonl") as events:
+        for slot, seconds in ((0, 0.125), (1, 0.25), (1, 0.125)):  # worker 1 made two calls
+            events.emit("first_step_rehearsed", slot=slot, seconds=seconds, equal=equal or slot > 0)
+    assert run_command(["report", str(run), "--global-batch", "12"]) == 0
+    assert re.search(rf"first step run once more \({word}\), ms\W+375\b", capsys.readouterr().out)
