@@ -167,7 +167,7 @@ ENGINE_TABLE = (
         spec=replace(
             OWN_CALLS,
             options=("--what=no_sync",),
-            sabotage=f"from {_ADAPTER}.job import EngineJob; "
+            sabotage=f"from {_ADAPTER}.engine.job import EngineJob; "
             "EngineJob._no_sync = lambda job, native: native()",
         ),
         run="returns",
