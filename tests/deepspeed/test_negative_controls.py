@@ -9,7 +9,7 @@ from tests.deepspeed.harness import FP32_BOUND, EngineSpec, check_recovered
 from tests.faults.harness import check_survived, max_relative_difference
 from tests.tiers import sampled
 
-ZERO = "from elaswave_plugin.adapters.deepspeed import zero"
+ZERO = "from elaswave_plugin.adapters.deepspeed.zero import zero_state as zero"
 BROKEN_BITS = {
     # Adam begins to count its steps again.
     "step count": f"{ZERO}; zero.set_applied_steps = lambda *_: None",
