@@ -34,10 +34,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Descriptors(NamedTuple):
-    """What a supervisor inherits, -1 for what it does not.
+    """The descriptors that a supervisor inherits, -1 for those that it does not.
 
-    The meeting's listener, the zygote, pipes to which its address and its trainers' process ids
-    are written.
+    They are the meeting's listener, the zygote, and the pipes to which its address and its
+    trainers' process ids are written.
     """
 
     listener: int = -1
@@ -73,7 +73,7 @@ class SupervisorProcess:
 
     @property
     def has_met(self) -> bool:
-        """Whether it had met the others, or was let in, by the end that was waited for."""
+        """True if it had met the others, or was let in, by the end that was waited for."""
         return bool(self._told)
 
     def wait(self) -> int:
@@ -98,7 +98,10 @@ class SupervisorProcess:
             self._end_trainer()
 
     def _end_trainer(self) -> None:
-        """What a trainer has started outlives it, and the supervisor cannot end that any more."""
+        """End the process group of the last trainer, as the supervisor cannot do any more.
+
+        What a trainer has started outlives it.
+        """
         self._hear()
         if self._told and int(self._told[-1]):
             signal_group(int(self._told[-1]), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""How many processes the kernel has ended for lack of memory (standard library only)."""
+"""The count of processes that the kernel has ended for lack of memory (standard library only)."""
 
 from __future__ import annotations
 

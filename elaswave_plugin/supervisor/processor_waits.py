@@ -1,4 +1,4 @@
-"""How long a process waited for a processor: it could make no progress then, and did not hang."""
+"""The time that a process waited for a processor: it made no progress then, and did not hang."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SHORT_S = 0.1
 
 
 class ProcessorWaits:
-    """What a process has waited since it last made progress, as far as it has been watched."""
+    """The waits of a process since it last made progress, as far as it has been watched."""
 
     def __init__(self) -> None:
         self._since_s = 0.0

@@ -1,7 +1,7 @@
-"""How a supervisor comes to its slot: with all others at the launch, or later in a running job.
+"""The two ways to a slot for a supervisor: at the launch, with all others, or in a running job.
 
-With the slot it gets the register of its node, which all supervisors there share: the first of
-them makes it, and the others open it by way of one that is there before them.
+With the slot it gets the register of its node, which all supervisors there share. The first of
+them makes the register; each of the others opens it by way of one that is there before it.
 """
 
 from __future__ import annotations

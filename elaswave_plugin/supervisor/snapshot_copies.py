@@ -1,6 +1,6 @@
-"""Who else holds the snapshots of a worker: a copier for each, and what its trainer is told of it.
+"""The copies of a worker's snapshots: a copier for each other holder, and news for its trainer.
 
-Standard library only. Copiers have threads of their own; all else is called by the control loop.
+Standard library only. Copiers have threads of their own; the control loop calls everything else.
 """
 
 from __future__ import annotations

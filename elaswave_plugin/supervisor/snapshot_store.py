@@ -30,7 +30,7 @@ class SnapshotStore:
         return max(record.age for record in records)[1] if records else -1
 
     def is_sealed(self, record: SealedShard) -> bool:
-        """Whether this is still what the own buffer holds."""
+        """Return whether the own buffer still holds this."""
         return read_record(self.fds[record.buffer]) == record
 
     def hold(self, owner: int, fds: Sequence[int]) -> None:

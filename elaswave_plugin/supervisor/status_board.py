@@ -1,4 +1,4 @@
-"""What one supervisor can tell of its worker and of the job (standard library only)."""
+"""The status that one supervisor can tell of its worker and of the job (standard library only)."""
 
 from __future__ import annotations
 
@@ -100,12 +100,12 @@ class StatusBoard:
 
     @property
     def is_changing(self) -> bool:
-        """Whether a proposal of another view is open here."""
+        """True if a proposal of another view is open here."""
         return self._proposal is not None
 
     @property
     def layout(self) -> dict[str, Any] | None:
-        """Who works where, as the trainer has told; None in a data-parallel job."""
+        """The places of all workers, as the trainer has told; None in a data-parallel job."""
         return self._layout
 
     def dismissed(self) -> None:

@@ -339,7 +339,7 @@ class Supervisor:
         self._copies.peer_replaced(slot)
 
     def progress(self, awake_s: float) -> Sample | None:
-        """Where the trainer is, None where there is none that works."""
+        """Return how far the trainer is, None where there is none that works."""
         return self._trainer.progress(self._slot, awake_s)
 
     def lend(self, until_s: float) -> None:

@@ -1,4 +1,4 @@
-"""What a supervisor is told when it starts (standard library only)."""
+"""The settings that a supervisor is given when it starts (standard library only)."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _OF_THE_SUPERVISOR = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """What a trainer inherits: environment, control link, snapshot memory, progress page."""
+    """The inheritance of a trainer: environment, control link, snapshot memory, progress page."""
 
     env: Mapping[str, str]
     control: socket.socket

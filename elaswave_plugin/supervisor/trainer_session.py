@@ -76,16 +76,19 @@ class TrainerSession:
 
     @property
     def works(self) -> bool:
-        """Whether it may be asked to take part in a view."""
+        """True if it may be asked to take part in a view."""
         return self.lives and not self.finished and not self.left
 
     @property
     def is_replacement(self) -> bool:
-        """Whether it was started in the place of one that was lost, or beyond the launch."""
+        """True if it was started in the place of one that was lost, or beyond the launch."""
         return self.incarnation > 0
 
     def progress(self, slot: int, awake_s: float) -> Sample | None:
-        """Where it is, by its page; None where it does not work. See `ProgressPage.sample`."""
+        """Return how far it is, by its page; None where it does not work.
+
+        See `ProgressPage.sample`.
+        """
         if not self.works:
             return None
         pid = self.process.pid
@@ -100,7 +103,7 @@ class TrainerSession:
         return sealed if sample is None else max(sealed, sample.step)
 
     def when(self, sealed: int) -> str:
-        """Where in the training it is, as "in step 3"; `sealed`: steps that its snapshot has."""
+        """Say where in the training it is, as "in step 3"; `sealed`: steps of its snapshot."""
         sample = self.page.sample(slot=0)
         if sample is None or (sample.phase == BETWEEN_STEPS and sealed <= 0):
             return "before the first step"
@@ -118,7 +121,7 @@ class TrainerSession:
     def end_of(
         self, status: str, exit_code: int | None, *, sealed: int, args: Sequence[str]
     ) -> str:
-        """What was seen of its end, before its work was finished, as it is told to the others.
+        """Say what was seen of its end, before its work was finished, as it is told to the others.
 
         `sealed`: steps that its snapshot has; `args`: of its script.
         """

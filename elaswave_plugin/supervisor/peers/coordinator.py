@@ -50,7 +50,7 @@ the default timeout, since these were not watched before."""
 
 
 class TrainerSide(Protocol):
-    """What the coordinator asks of the supervisor around it."""
+    """The operations that the coordinator asks of the supervisor around it."""
 
     def ring(self, ring: Ring) -> None: ...
 
@@ -364,7 +364,7 @@ class Coordinator:
 
     @property
     def speaks_for_node(self) -> bool:
-        """Whether this supervisor is the first of those on its node that live."""
+        """True if this supervisor is the first of those on its node that live."""
         own = self.peers[self._slot].node
         first = (one.slot for one in self.peers if one.node == own and one.slot not in self.lost)
         return next(first, self._slot) == self._slot
@@ -436,7 +436,10 @@ class Coordinator:
         return [slot for slot in links if slot != leader and self.peers[slot].node == node]
 
     def _take_beat(self, peer: int, beat: Beat, now_s: float) -> None:
-        """What another one has heard of this one is for how long it may count on being in."""
+        """Note a beat, and extend the lease from the own beat that the sender has heard.
+
+        The lease says for how long this supervisor may count on being in the job.
+        """
         self._last_beats[peer] = beat.n, now_s
         if peer == self.agreement.leader:
             self._lease.granted(beat.heard, left_s=beat.left, now_s=now_s)

@@ -26,7 +26,7 @@ _BEATS_VALID = 3
 
 
 class Trainer(Protocol):
-    """What the watch asks of the supervisor."""
+    """The operations that the watch asks of the supervisor."""
 
     def progress(self, awake_s: float) -> Sample | None: ...
 
@@ -74,7 +74,7 @@ class HangWatch:
         return None if self._leads else self._still
 
     def waiting_for(self, peer: int) -> Waiting:
-        """Who waits for the trainer of another supervisor, as far as the leader knows."""
+        """Return the workers that wait for another supervisor's, as far as the leader knows."""
         return self._waiting.get(peer, Waiting())
 
     def heard(self, peer: int, beat: Beat) -> None:

@@ -1,10 +1,11 @@
-"""What the supervisor of a running job does for those that want to join it.
+"""The answers of a running job's supervisor to processes that want to join the job.
 
-It tells who is there (`roster`) and what its trainer had it remember (`kept`), holds the links of
-newcomers, and as the leader hands their requests to the agreement. Standard library only.
+It lists the supervisors (`roster`) and passes on what its trainer had it remember (`kept`). It
+holds the links of newcomers, and as the leader hands their requests to the agreement. Standard
+library only.
 
-Memory for newcomers: what a trainer remembers is what the job fixed at its start, alike on all; so
-every supervisor has it, and a newcomer asks that of the worker of rank 0.
+Memory for newcomers: a trainer has its supervisor remember what the job fixed at its start. That is
+alike on all workers, so every supervisor has it; a newcomer asks the one of the worker of rank 0.
 """
 
 from __future__ import annotations
@@ -83,7 +84,10 @@ class Reception:
         return [described for described, _ in self._standbys.values()]
 
     def answer_roster(self, request: Frame) -> Frame:
-        """Who is in the job, which slots have nobody, and what all its supervisors were told."""
+        """List the supervisors and the vacant slots, with what all supervisors were told.
+
+        A standby describes itself in its request, and is noted.
+        """
         standby = request.get("standby")
         if standby is not None:
             key = str(standby["machine"]), int(standby["pid"])
@@ -103,11 +107,11 @@ class Reception:
         }
 
     def answer_kept(self, request: Frame) -> Frame:
-        """What a trainer that builds alone cannot learn from the others."""
+        """Return what a trainer that builds alone cannot learn from the others."""
         return {"t": "kept", **self._kept()}
 
     def answer_admit(self, request: Frame) -> Frame:
-        """Whether a newcomer is let in; asked of the leader."""
+        """Decide whether a newcomer is let in; newcomers ask the leader."""
         peer = from_json(Peer, request["peer"])
         for other in self._coordinator.peers:
             strangers = other.slot not in self._coordinator.lost and other.machine != peer.machine

@@ -61,11 +61,12 @@ class NodeRegister:
     def turn(
         self, agreement: Agreement, *, limit_s: float, on_stuck: Callable[[int], None]
     ) -> Iterator[None]:
-        """What the agreement does in the block, no other supervisor of the node does meanwhile.
+        """Let no other supervisor of the node use its agreement while the block runs.
 
-        It recalls what the node knows before, and the node remembers it after. `on_stuck` is told
-        whose turn has kept it waiting for `limit_s` (a process id: it was stopped meanwhile), and
-        is to end that process. Raises AgreementError where it goes on for as long again.
+        The agreement recalls what the node knows before the block, and the node remembers what it
+        knows after. Where another process has kept this one waiting for `limit_s` (it was stopped
+        in its turn), `on_stuck` gets that process's id, and is to end the process. Raises
+        AgreementError where the wait goes on for as long again.
         """
         self._lock(limit_s, on_stuck)
         try:

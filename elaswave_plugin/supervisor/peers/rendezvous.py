@@ -33,7 +33,7 @@ _OUTSIDE = "192.0.2.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a job's supervisors meet, and who this one is there.
+    """The meeting point of a job's supervisors, and the identity of this one there.
 
     Slot 0 listens at the first of `ports` that is free; the others look for it at all of them, and
     know by `job` that it is theirs and no stranger's. `reserve`: slots beyond those that meet.
@@ -52,7 +52,7 @@ class Place:
 
     @property
     def speaks(self) -> bool:
-        """Whether this one says for its node what all of it wait for."""
+        """True if this one says for its node what all supervisors of the node wait for."""
         return not self.width or self.slot % self.width == 0
 
     @property
@@ -168,7 +168,9 @@ def own_host(
 
 
 def _is_own_name(host: str) -> bool:
-    """Whether it is a name, not a number, for an address that other machines cannot reach.
+    """Return whether `host` is a name for an address that other machines cannot reach.
+
+    False for a number, and for localhost.
 
     Debian's /etc/hosts gives the machine's own name 127.0.1.1, and torchrun names node 0 by it.
     """
@@ -274,7 +276,7 @@ def _why_not(greeting: dict[str, Any], place: Place, *, taken: bool) -> str | No
 
 
 def _nobody(place: Place) -> Iterator[Peer]:
-    """Who is in the slots of the reserve."""
+    """Yield an empty entry for each slot of the reserve, where nobody is."""
     for slot in range(place.world_size, place.world_size + place.reserve):
         yield Peer(slot=slot, node=NOWHERE, pid=0, control="", data="", machine="")
 
@@ -291,7 +293,10 @@ class _Door:
         self._knocking.register(listener, selectors.EVENT_READ)
 
     def greetings(self, timeout_s: float) -> Iterator[tuple[socket.socket, dict[str, Any]]]:
-        """What was said by whoever speaks first, and with it by others; nothing after a while."""
+        """Yield the greetings that have come, with their sockets, after at most `timeout_s`.
+
+        Raises EndedEarlyError where a supervisor that has come ends before all have.
+        """
         for key, _ in self._knocking.select(timeout_s):
             sock = key.fileobj
             assert isinstance(sock, socket.socket)
@@ -363,7 +368,7 @@ def join_meeting(place: Place, host: str, data: str) -> Meeting:
 
 
 def _greet(first: socket.socket, own: Peer, place: Place, deadline_s: float) -> dict[str, Any]:
-    """What slot 0 answers once all have come."""
+    """Greet slot 0, and return what it answers once all have come."""
     sizes = {"world_size": place.world_size, "reserve": place.reserve}
     waiting = MeetingWait(place)
     try:

@@ -1,4 +1,4 @@
-"""Whether a worker that comes later runs the job's program (standard library only)."""
+"""The check that a worker that comes later runs the job's program (standard library only)."""
 
 from __future__ import annotations
 

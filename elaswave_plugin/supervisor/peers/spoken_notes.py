@@ -1,4 +1,4 @@
-"""What a person who watches a job is told of what its agreement decides (standard library only)."""
+"""The lines that tell a job's user what its agreement decides (standard library only)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ def words_of(note: Note) -> str | None:
 
 
 def words_of_view(view: MembershipView, before: Sequence[MembershipView]) -> str | None:
-    """How the job goes on in ``view``; ``before``: the views that it had, None at its start."""
+    """Say how the job goes on in ``view``; ``before``: the views that it had.
+
+    None for a job's first view, where that has several workers.
+    """
     count, nodes = len(view.ranks), {*view.nodes}
     workers = f"{count} worker{'s' if count > 1 else ''}"
     alone = count == 1
