@@ -1,4 +1,4 @@
-"""How many files a process may have open: as many as the workers of the job ask for."""
+"""The limit of files that a process may have open: as many as the job's workers ask for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import resource
 from elaswave_plugin.errors import ConfigurationError
 
 OWN_DESCRIPTORS = 256
-"""What a worker has open beside one connection with each of the others, at most."""
+"""The most that a worker has open beside one connection with each of the others."""
 
 
 def allow_descriptors(workers: int) -> None:

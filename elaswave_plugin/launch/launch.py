@@ -484,7 +484,7 @@ def _reserve_port() -> socket.socket:
 
 
 def _job_name(port: int) -> str:
-    """What all nodes call the job, from what each of them is told."""
+    """Return the name that all nodes give the job, from the port that each of them is told."""
     return f"elaswave-{port}"
 
 

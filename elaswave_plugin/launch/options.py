@@ -147,7 +147,7 @@ def _run_dir(option: str | None, shared: Path | None) -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptSettings:
-    """What the script's own options say that concerns its supervisors too."""
+    """The settings among the script's own options that concern its supervisors too."""
 
     run_dir: Path | None
     quiesce_timeout_s: float | None

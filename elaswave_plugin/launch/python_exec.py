@@ -35,7 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def worker_program(words: Sequence[str], env: Mapping[str, str]) -> Program | None:
-    """What a worker is to run; None where python itself is meant (-c, no script, not a worker)."""
+    """Return what a worker is to run; None where python itself is meant.
+
+    That is with -c, without a script, and for a process that is not a worker.
+    """
     if CONTROL_FD in env or any(name not in env for name in _WORKER):
         return None
     position = 0

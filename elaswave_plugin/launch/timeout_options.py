@@ -1,4 +1,4 @@
-"""How long the supervisors of a job wait: options of `elaswave run` and of torchrun's launches.
+"""The timeouts of a job's supervisors: options of `elaswave run` and of torchrun's launches.
 
 Each is also a variable of the environment, for launches whose command line has no room for it:
 --notice-timeout-s is ELASWAVE_NOTICE_TIMEOUT_S.

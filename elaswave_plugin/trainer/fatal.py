@@ -1,4 +1,4 @@
-"""How a trainer ends when it cannot go on: one sentence, said once for the whole job."""
+"""The end of a trainer that cannot go on: one sentence, said once for the whole job."""
 
 import os
 import sys

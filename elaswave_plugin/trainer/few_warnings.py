@@ -64,7 +64,7 @@ def show_few_warnings(environ: Mapping[str, str]) -> None:
 
 
 def _is_of_a_library(filename: str) -> bool:
-    """Whether it lies in a folder that packages are installed into, or of Python itself."""
+    """Return whether it lies in a folder of installed packages, or of Python itself."""
     parts = Path(filename).parts
     return (
         "site-packages" in parts

@@ -160,7 +160,7 @@ class Member:
         self._link.send(said.Remember(what=what))
 
     def saves_last(self) -> None:
-        """Where every worker has to leave, this one writes a checkpoint with them, and ends."""
+        """Tell that this worker, where all have to leave, saves a checkpoint with them and ends."""
         self._link.send(said.SavesLast())
 
     def ready(self, facts: WorkerFacts) -> None:
@@ -380,11 +380,11 @@ class Member:
             raise AgreementError(f"worker {self.slot} did not get {what}")
 
     def _sign_of_life_s(self) -> float | None:
-        """How long the supervisor may hear nothing of this worker; None: for ever."""
+        """Return how long the supervisor may hear nothing of this worker; None: for ever."""
         return self._answer_within_s / _SIGNS_OF_LIFE if self._awaited() else None
 
     def _awaited(self) -> bool:
-        """Whether a proposal is open that this worker has not answered."""
+        """Return whether a proposal is open that this worker has not answered."""
         return self._proposed_epoch > max(self._answered_epoch, self._returned_epoch)
 
     def _keep_alive(self) -> None:
@@ -446,9 +446,10 @@ class Member:
                 self.cuts_wanted = message.cuts
 
     def _can_wait(self, proposal: said.Propose) -> bool:
-        """Whether a proposal waits for a boundary between steps; it is noted for then.
+        """Decide whether a proposal waits for a boundary between steps, and note it for then.
 
-        It does not where no step runs, nor where the others stand before one that has begun here.
+        It does not wait where no step runs, nor where the others stand before one that has begun
+        here.
         """
         epoch, before_step = proposal.epoch, proposal.before_step
         with self._changed:

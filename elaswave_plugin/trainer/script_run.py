@@ -54,7 +54,7 @@ class Reporter:
             sys.stderr.write(text)
 
     def _send(self, error: BaseException, trace: TracebackType | None, text: str) -> bool:
-        """Whether the supervisor was told; a child of the trainer has none to tell."""
+        """Tell the supervisor, and return whether it was told; a child of the trainer has none."""
         if os.getpid() != self._pid:
             return False
         raised = Raised(
@@ -138,7 +138,7 @@ def _is_archive(path: str) -> bool:
 
 
 def _shown(error: BaseException, trace: TracebackType | None) -> str:
-    """What the hook for uncaught exceptions writes, be it the script's own, or torch's."""
+    """Return what the hook for uncaught exceptions writes, the script's own or torch's."""
     text = io.StringIO()
     with contextlib.redirect_stderr(text):
         sys.excepthook(type(error), error.with_traceback(trace), trace)
