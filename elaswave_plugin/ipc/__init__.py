@@ -1,1 +1,1 @@
-"""What both ends of the control plane share (standard library only)."""
+"""The parts that both ends of the control plane share (standard library only)."""

@@ -19,7 +19,7 @@ def say(text: str) -> None:
 
 
 def _takes_more(stream: TextIO) -> bool:
-    """Whether a line can be written without waiting for a reader."""
+    """Return whether a line can be written without waiting for a reader."""
     try:
         return bool(select.select([], [stream], [], 0)[1])
     except (OSError, ValueError):

@@ -47,7 +47,7 @@ class Begun(WireMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavesLast(WireMessage):
-    """Where every worker has to leave, it writes a checkpoint with them."""
+    """It writes a checkpoint with all others where every worker has to leave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

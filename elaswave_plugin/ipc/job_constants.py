@@ -1,6 +1,7 @@
-"""What a job fixed at its start, as a worker's supervisor keeps it for whoever replaces that one.
+"""The constants of a job, fixed at its start, as a worker's supervisor keeps them for the next one.
 
-Who builds alone cannot ask the others. Told piece by piece, and passed on as JSON.
+A worker that builds alone cannot ask the others. The trainer tells the constants piece by piece,
+and they are passed on as JSON.
 """
 
 from typing import Any, TypedDict

@@ -1,4 +1,4 @@
-"""What the supervisors of a job know of each other (standard library only)."""
+"""The facts that the supervisors of a job know of each other (standard library only)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """What the others have to know of a supervisor; `machine` as `own_machine` has it."""
+    """The facts of a supervisor that the others need; `machine` as `own_machine` has it."""
 
     slot: int
     node: int

@@ -60,7 +60,7 @@ def describe_status(status: int) -> tuple[str, int | None]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process stands still by a signal or a debugger; false where there is none."""
+    """Return whether a signal or a debugger has stopped a process; false where there is none."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             state = file.read().rpartition(b")")[2].split()[0]

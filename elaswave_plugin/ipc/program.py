@@ -10,7 +10,7 @@ _RUNNER = "elaswave_plugin.trainer.script_run"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What a trainer runs, as `python [options] script args`, or `-m script` where `module`."""
+    """The program of a trainer: `python [options] script args`, or `-m script` where `module`."""
 
     script: str
     args: tuple[str, ...]

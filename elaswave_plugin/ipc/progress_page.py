@@ -162,13 +162,13 @@ class ProgressPage:
 
     @property
     def may_act(self) -> bool:
-        """Whether the trainer may act for the job; also where nobody has ever said until when."""
+        """True if the trainer may act for the job; also where nobody has ever said until when."""
         until_ns = self._words[_LENT_UNTIL_NS]
         return not until_ns or time.monotonic_ns() < until_ns
 
     @property
     def is_told_to_end(self) -> bool:
-        """Whether a signal that asks to end comes from the supervisor."""
+        """True if a signal that asks to end comes from the supervisor."""
         return bool(self._words[_TOLD_TO_END])
 
     @property
@@ -179,16 +179,16 @@ class ProgressPage:
 
     @property
     def since_s(self) -> float:
-        """When the trainer last made progress, on the monotonic clock."""
+        """The time on the monotonic clock at which the trainer last made progress."""
         return self._words[_SINCE_NS] / _NS
 
     def sample(
         self, *, slot: int, awake_s: float = 0.0, waited_s: float = 0.0, stopped: bool = False
     ) -> Sample | None:
-        """What it says now, None before the trainer began.
+        """Return what the page says now, None before the trainer began.
 
-        Only time after `awake_s` counts (on the monotonic clock), when the reader began to run, and
-        none of the `waited_s` in which the trainer waited for a processor.
+        Only time after `awake_s` counts, when the reader began to run (on the monotonic clock). The
+        `waited_s` in which the trainer waited for a processor do not count.
         """
         words = self._words
         if not words[_SINCE_NS]:

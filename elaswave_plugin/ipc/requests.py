@@ -55,7 +55,7 @@ def in_loop(reactor: Reactor, answer: Answer) -> Answer:
 
 
 def request(address: str, frame: Frame, timeout_s: float) -> Frame:
-    """What a supervisor answers at "host:port"; raises OSError with the reason."""
+    """Return what a supervisor answers at "host:port"; raises OSError with the reason."""
     host, _, port = address.rpartition(":")
     deadline_s = time.monotonic() + timeout_s
     with socket.create_connection((host, int(port)), timeout=timeout_s) as sock:

@@ -17,7 +17,7 @@ from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.errors import ConfigurationError
 
 BODY_OFFSET = 1 << 16
-"""Where the body begins, bytes; room for the record of some ten thousand workers."""
+"""The offset of the body in bytes; room for the record of some ten thousand workers."""
 
 _HEAD = struct.Struct("<II")
 

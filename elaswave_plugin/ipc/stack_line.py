@@ -1,7 +1,7 @@
-"""In which line of Python a trainer is, read without its help (standard library only).
+"""The line of Python in which a trainer is, read without its help (standard library only).
 
-By py-spy where that is installed; else the trainer's own fault handler writes its stack, which it
-does from a signal, also where the interpreter is stuck in C, behind its progress page.
+py-spy reads it where that is installed. Else the trainer's own fault handler writes its stack,
+behind its progress page. It does so from a signal, also where the interpreter is stuck in C.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _by_faulthandler(pid: int, fd: int) -> str | None:
 
 
 def _written(file: BinaryIO, start: int) -> str:
-    """What a handler writes from ``start`` on, once no more comes; nothing where none runs."""
+    """Return what a handler writes from ``start`` on, once no more comes; nothing without one."""
     deadline_s, text, before = time.monotonic() + _DUMP_S, b"", None
     while time.monotonic() < deadline_s and (not text or text != before):
         # Nothing can be waited for: a handler of a signal only writes.

@@ -285,7 +285,7 @@ def probe_when_silent(sock: socket.socket) -> None:
 
 
 def has_ended(sock: socket.socket) -> bool:
-    """Whether the peer of a non-blocking socket has closed it, and all it sent is read."""
+    """Return whether the peer of a non-blocking socket has closed it, and all it sent is read."""
     try:
         return not sock.recv(1, socket.MSG_PEEK)
     except BlockingIOError:
