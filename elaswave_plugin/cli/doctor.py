@@ -123,7 +123,10 @@ def examine(checkout: Path | None) -> tuple[Finding, ...]:
 
 
 def extensions() -> dict[str, str | None]:
-    """What Megatron-Core uses when it finds it: a version or what is missing; None: not found."""
+    """List what Megatron-Core uses when it finds it.
+
+    Each has its version, or what is missing of it; None: not found.
+    """
     return {
         "transformer-engine": _version_of("transformer-engine", "transformer_engine"),
         # Its kernels are a module of their own, which Megatron-Core asks for.

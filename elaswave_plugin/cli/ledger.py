@@ -15,7 +15,7 @@ class Entry(NamedTuple):
 
     @property
     def needs_checkout(self) -> bool:
-        """Whether the target is in Megatron-LM's repository only, not in megatron-core."""
+        """True if the target is in Megatron-LM's repository only, not in megatron-core."""
         return self.record.target.startswith(("megatron.training.", "megatron.legacy."))
 
 

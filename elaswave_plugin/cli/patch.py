@@ -25,7 +25,7 @@ class Diff:
 
     @property
     def family(self) -> str:
-        """What it is for: the folder that it is in."""
+        """The folder that it is in, which says what it is for."""
         return self.name.rpartition("/")[0]
 
     @property
@@ -54,7 +54,10 @@ class Tree:
 
 
 def find_folder() -> Path:
-    """Where the diffs are: in the installed package, or beside it in our repository."""
+    """Return the folder of the diffs: in the installed package, or beside it in our repository.
+
+    Raises ConfigurationError where there is none.
+    """
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "patches", package.parent / "patches"):
         if (folder / "series").is_file():

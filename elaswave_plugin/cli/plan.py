@@ -110,7 +110,7 @@ def dead_slots(texts: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def plan_record(before: ParallelLayout, plan: JointPlan, work: StepWork) -> dict[str, Any]:
-    """What summary.json holds of a plan: seconds are predicted by simulation."""
+    """Return what --json writes of a plan: its seconds are predicted by simulation."""
     chosen = plan.chosen
     return {
         "simulated": True,

@@ -1,4 +1,4 @@
-"""How a running job is: its supervisors are asked, and their answers make one document."""
+"""The status of a running job: its supervisors are asked, and their answers make one document."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -196,15 +196,15 @@ def _ask_all(
 
 
 def _best(answers: Sequence[Record]) -> Record:
-    """Whose view and losses hold: the newest view, then who knows of most losses.
+    """Return the answer whose view and losses hold: of the newest view, then of the most losses.
 
-    Then the lowest slot: the leader, who has the evidence; the others may only have its word.
+    Then of the lowest slot: the leader, which has the evidence; the others may only have its word.
     """
     return max(answers, key=lambda a: (a["view"]["epoch"], len(a["lost"]), -a["slot"]))
 
 
 def _unasked(answers: Sequence[Record], asked: Iterable[int]) -> list[Address]:
-    """Who is named by the best answer and neither asked nor lost."""
+    """List the supervisors that the best answer names and that are neither asked nor lost."""
     best = _best(answers)
     without = set(asked) | {one["slot"] for one in best["lost"]}
     return [Address(**peer) for peer in best["peers"] if peer["slot"] not in without]
@@ -250,7 +250,7 @@ def _open_proposal(answers: Sequence[Record], epoch: int) -> Record | None:
 
 
 def _add_progress(worker: Record, sample: Sample) -> None:
-    """Where the trainer is, as it says itself."""
+    """Add how far the trainer is, as it says itself."""
     if worker["phase"] == "training":
         worker["phase"] = sample.phase
     elif worker["phase"] == "stopping":
@@ -262,7 +262,7 @@ def _add_progress(worker: Record, sample: Sample) -> None:
 
 
 def _hangs(answers: Iterable[Record], ranks: Sequence[int]) -> dict[int, str]:
-    """What speaks against a worker that stands still, as the supervisors would judge it."""
+    """Return the evidence against workers that stand still, as the supervisors would judge it."""
     given = [from_json(Sample, a["progress"]) for a in answers if a["progress"] is not None]
     samples = {sample.slot: sample for sample in given if sample.slot in ranks}
     waiting = who_waits(ranks, samples)

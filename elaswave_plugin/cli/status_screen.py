@@ -83,7 +83,7 @@ def _headline(status: Record) -> Text:
 
 
 def _addresses(workers: list[Record]) -> str:
-    """Where the job answers: of each node one supervisor that is not known to be gone."""
+    """Say where the job answers: at one supervisor a node that is not known to be gone."""
     of_nodes: dict[int, str] = {}
     for worker in workers:
         if worker["phase"] not in ("gone", "unknown"):
@@ -139,7 +139,7 @@ def _name(worker: Record) -> str:
 
 
 def _wait(worker: Record) -> str:
-    """For whom, and for how long already."""
+    """Say what a worker waits for, and for how long already; nothing where it does not wait."""
     if worker["waits_for"] is None:
         return ""
     return f"{worker['waits_for']}, {worker['stalled_s']:.1f} s"

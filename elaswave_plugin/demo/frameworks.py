@@ -1,4 +1,4 @@
-"""What the demo's job looks like under each framework: preloaded modules, data, arguments."""
+"""The demo's job under each framework: preloaded modules, data, arguments."""
 
 import json
 from collections.abc import Mapping

@@ -47,7 +47,7 @@ class DemoOptions:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether there is more than data parallelism."""
+        """True if there is more than data parallelism."""
         return self.nproc > self.layout.dp
 
 

@@ -1,4 +1,4 @@
-"""What the demo shows: lines of a run as its files grow, and the comparison at the end."""
+"""The output of the demo: lines of a run as its files grow, and the comparison at the end."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How the demo's workers are laid out: tp, pp and dp checked, and a model whose layers divide."""
+"""The layout of the demo's workers: tp, pp and dp checked, and a model whose layers divide."""
 
 from collections.abc import Sequence
 

@@ -14,12 +14,12 @@ WARM_UP_STEPS = 2
 
 
 def is_on(step: int) -> bool:
-    """Whether the alternated part is on in this step: in the first block, the third, ..."""
+    """Return whether the alternated part is on in this step: in the first block, the third, ..."""
     return step // BLOCK_STEPS % 2 == 0
 
 
 def is_measured(step: int) -> bool:
-    """Whether a step counts: no warm-up, and not the one in which the part was switched."""
+    """Return whether a step counts: no warm-up, and not the one in which the part was switched."""
     return step >= WARM_UP_STEPS and step % BLOCK_STEPS != 0
 
 

@@ -1,4 +1,4 @@
-"""Who was lost, left or came in a run, by its files: killed by a test or from outside."""
+"""The losses, departures and arrivals of a run, by its files: those of a test and others."""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise

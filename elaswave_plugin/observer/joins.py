@@ -1,4 +1,4 @@
-"""Who came back to a run, by its files: what it took, and for how long the others stood still."""
+"""The returns of workers to a run, by its files: their cost, and how long others stood still."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -47,7 +47,7 @@ def joins_from(
 
 
 def _first_step_s(steps: Sequence[Record], epoch: int) -> float | None:
-    """When the last worker had completed the first step of an epoch."""
+    """Return when the last worker had completed the first step of an epoch."""
     of_epoch = [record for record in steps if record["epoch"] == epoch]
     first = min((record["step"] for record in of_epoch), default=None)
     return max((r["time_s"] for r in of_epoch if r["step"] == first), default=None)

@@ -28,7 +28,7 @@ def layout_fields(
     nodes: Mapping[int, int],
     step_s: Mapping[str, float | None],
 ) -> Record:
-    """What summary.json says of the first and last layout; nothing for data-parallel runs.
+    """Return what summary.json says of the first and last layout; nothing for data-parallel runs.
 
     ``attached``, ``recovered``: these events; ``nodes``: by slot; ``step_s``: median step "before"
     and "after". A change is told by the first worker that reports it (`differing_reports`).
@@ -98,7 +98,7 @@ def simulated_units(
 def _flow(
     change: Record, num_microbatches: int, micro_batch_size: int, times: LayerTimes
 ) -> PipelineFlow:
-    """What the workers ran after the change."""
+    """Return the flow that the workers ran after the change."""
     pieces = tuple(
         tuple(tuple(Piece(*piece) for piece in of_group) for of_group in of_stage)
         for of_stage in change["pieces"]
@@ -157,7 +157,7 @@ def _prediction(
 
 
 def _planned(recovered: Record, after_s: float | None) -> Record:
-    """What the plan itself predicted, from costs that the job had measured by then, if it had."""
+    """Return what the plan itself predicted, from the costs that the job had measured, if any."""
     planned_s = recovered.get("predicted_step_s")
     error = planned_s / after_s - 1 if planned_s and after_s else None
     return {"planned_step_s": planned_s, "planned_step_error": error}

@@ -31,7 +31,7 @@ _LAYOUTS = ("layout_before", "layout_after")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """What a run directory says, line by line."""
+    """The files of a run directory, line by line."""
 
     directory: Path
     events: tuple[Record, ...]
@@ -366,14 +366,17 @@ def _norm(record: Record) -> str:
 
 
 def _first_step_done_s(run: RunFiles, epoch: int) -> float | None:
-    """When the last survivor had completed its first step of an epoch."""
+    """Return when the last survivor had completed its first step of an epoch."""
     first = min((r["step"] for r in run.steps if r["epoch"] == epoch), default=None)
     times = [r["time_s"] for r in run.steps if r["epoch"] == epoch and r["step"] == first]
     return max(times) if times else None
 
 
 def _first_fault_s(run: RunFiles, after_s: float, before_s: float | None) -> float | None:
-    """When the earliest fault in a span of time struck: as the worker said, else as it was seen."""
+    """Return when the earliest fault in a span of time struck.
+
+    The time is the one that the worker tells, else the one at which its end was seen.
+    """
     until_s = float("inf") if before_s is None else before_s
     for kind, key in (("fault_fired", "at_s"), ("worker_exited", "time_s")):
         times = [e[key] for e in run.of_kind(kind) if after_s < e[key] < until_s]
