@@ -23,14 +23,14 @@ _ORDER = (SETTING, KEPT, OWN, WEIGHT, BETWEEN, SAMPLE, DRAW, LOSS, NORM, OPTIMIZ
 
 
 class Moment(NamedTuple):
-    """When something is had: before a step begins, in a pass of it, at its losses, at its norm."""
+    """A moment of a step: before it begins, in a pass of it, at its losses, at its norm."""
 
     step: int
     order: int
 
 
 class Named(NamedTuple):
-    """What is compared: its kind, the part of the model that has it, and its name."""
+    """One thing that is compared: its kind, the part of the model that has it, and its name."""
 
     kind: str
     part: str
@@ -86,7 +86,7 @@ class RunRecords:
 
     @property
     def facts(self) -> Record | None:
-        """What the first worker said of the job; None where none has attached."""
+        """The facts of the job, as its first worker said them; None where none has attached."""
         return next((one for one in self.records if one["kind"] == "facts"), None)
 
     @property
@@ -151,7 +151,7 @@ def _values_of(record: Record) -> Iterator[tuple[Moment, Named, Any]]:
 
 
 class Reference:
-    """What the undisturbed run had alike on all workers of a part; the rest is nobody's business.
+    """The values that were alike on all workers of a part in the undisturbed run, and no others.
 
     ``twin``: the run with the same changes as planned, for what has bits of its own after a loss.
     """

@@ -43,7 +43,7 @@ _SET_BY_SCRIPTS = (OWN, SETTING, KEPT)
 
 @dataclass(frozen=True, kw_only=True)
 class RunLeft:
-    """What a run left: its files, its records and the digests of its last state."""
+    """The remains of a run: its files, its records and the digests of its last state."""
 
     files: RunFiles
     records: RunRecords
@@ -218,7 +218,10 @@ def _explained(first: Difference, others: Sequence[Difference], files: Iterable[
 
 
 def _group(one: Difference) -> str:
-    """What is said once: the first of a kind; parts of the model and variables one by one."""
+    """Name the group of a difference, of which only the first is said.
+
+    Each part of the model, each variable of the script and each other kind is a group.
+    """
     if one.kind == WEIGHT:
         return one.name.partition(".")[0]
     return f"script {one.name.partition('[')[0]}" if one.kind == OWN else one.kind

@@ -63,7 +63,7 @@ class Command:
 
     @property
     def launches(self) -> int | None:
-        """Where the launcher's options begin, of `elaswave run`; None for other launchers."""
+        """The index of the first word behind `elaswave run`; None for other launchers."""
         for number, word in enumerate(self.words[:5]):
             ours = Path(word).name == "elaswave" or word == "elaswave_plugin.cli.main"
             if ours and self.words[number + 1 : number + 2] == ("run",):
@@ -85,14 +85,14 @@ class Command:
 
     @property
     def has_zygote(self) -> bool:
-        """Whether it says itself where its trainers come from."""
+        """True if it says itself where its trainers come from."""
         own = {word.partition("=")[0] for word in self.words}
         return bool({"--zygote", "--preload", "--elaswave-zygote"} & own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a run ended: exit code, seconds, the last lines that it wrote, and why newcomers left."""
+    """The end of a run: exit code, seconds, the last lines it wrote, and why newcomers left."""
 
     exit_code: int
     seconds: float

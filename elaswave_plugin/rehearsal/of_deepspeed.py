@@ -1,4 +1,4 @@
-"""What the records have of DeepSpeed's jobs, also of those of its pipelines."""
+"""The content of the records of DeepSpeed's jobs, also of those of its pipelines."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -64,7 +64,7 @@ class CarriedEngine:
 
 
 def carried(worker: Worker, framework: DeepSpeedFramework) -> CarriedEngine:
-    """What this job carries."""
+    """Return the engine that this job carries, for the records."""
     return CarriedEngine(worker, framework)
 
 

@@ -1,4 +1,4 @@
-"""What the records have of Megatron-Core's and Megatron-LM's jobs."""
+"""The content of the records of Megatron-Core's and Megatron-LM's jobs."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -81,12 +81,12 @@ class CarriedMegatron:
 
 
 def carried(worker: Worker, framework: BoundModels) -> CarriedMegatron:
-    """What this job carries."""
+    """Return the models that this job carries, for the records."""
     return CarriedMegatron(worker, framework)
 
 
 def may_spread(framework: BoundModels) -> bool:
-    """Whether micro-batches of one replica may go to several: no buffer can belong to one."""
+    """Return whether several replicas may run micro-batches of one: no buffer can belong to one."""
     return not any(list(chunk.module.buffers()) for chunk in framework.chunks)
 
 

@@ -1,4 +1,4 @@
-"""What one run of a rehearsal is like, handed to its launcher and its trainers in a file."""
+"""The order for one run of a rehearsal, handed to its launcher and its trainers in a file."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -41,7 +41,7 @@ class RunOrder:
 
     @property
     def refused(self) -> Path:
-        """Where a trainer says which file it has refused to open."""
+        """The file in which a trainer says which file it has refused to open."""
         return self.folder / "refused"
 
     def write(self) -> Path:
@@ -56,6 +56,6 @@ class RunOrder:
 
     @classmethod
     def read(cls, path: Path) -> "RunOrder":
-        """What ``write`` wrote."""
+        """Read what ``write`` wrote."""
         said = json.loads(path.read_text("utf-8"))
         return cls(**{**said, "folder": Path(said["folder"])})

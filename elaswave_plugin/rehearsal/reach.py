@@ -29,7 +29,7 @@ Plain = bool | int | float | str | None
 
 
 class Found:
-    """What has been found: digests of tensors by name, and plain values by name."""
+    """The state that was found: digests of tensors by name, and plain values by name."""
 
     def __init__(self, *, besides: Iterable[object] = ()) -> None:
         """``besides``: objects that are looked at elsewhere."""
@@ -47,7 +47,7 @@ class Found:
                 self.look(f"{prefix}{variable}", value)
 
     def look(self, name: str, value: Any, depth: int = 0) -> None:
-        """Whatever this is, and what is in it."""
+        """Note a value, and what is in it."""
         if isinstance(value, Plain):
             if len(self.values) < _MOST and not (isinstance(value, str) and len(value) > 200):
                 self.values[name] = value
@@ -109,7 +109,7 @@ def _of_module(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """What the script has set in a module beside tensors: in its own classes, and in hooks."""
+    """Yield what the script has set in a module beside tensors: in its own classes, in hooks."""
     if of_the_script(type(module).__module__):
         ours = torch.nn.Module().__dict__.keys()
         yield from ((name, one) for name, one in list(vars(module).items()) if name not in ours)
@@ -120,7 +120,7 @@ def attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def of_the_script(module: str | None) -> bool:
-    """Whether a module is the script's own: no framework, no library."""
+    """Return whether a module is the script's own: no framework, no library."""
     if module is None or module.partition(".")[0] in _FRAMEWORKS:
         return False
     return module == "__main__" or is_own(getattr(sys.modules.get(module), "__file__", None))
@@ -129,7 +129,7 @@ def of_the_script(module: str | None) -> bool:
 # Asked before each step for every module of the frameworks, thousands of them: answered once.
 @cache
 def is_own(file: str | None) -> bool:
-    """Whether a file is one of the script's: no library, nothing of this package."""
+    """Return whether a file is one of the script's: no library, nothing of this package."""
     if file is None or file.startswith("<") or _is_of_a_library(file):
         return False
     return not _is_of_a_library(str(Path(file).resolve()))

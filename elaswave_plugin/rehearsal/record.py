@@ -30,15 +30,15 @@ STATE, PASS, LOSSES, FACTS = "state", "pass", "losses", "facts"
 
 
 class Carried(Protocol):
-    """What an adapter carries of a step, for the records."""
+    """The part of a step that an adapter carries, for the records."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the job is like: `schedule.Facts` by name."""
+        """The facts of the job: `schedule.Facts` by name."""
 
     @property
     def part(self) -> str:
-        """Which part of the model this worker has; others may have it too."""
+        """The part of the model that this worker has; others may have it too."""
 
     def tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Weights and buffers by names that are alike on all who have them."""
@@ -137,7 +137,7 @@ class Recorder:
         self._write(PASS, self._pass)
 
     def losses(self, losses: Mapping[str, Any]) -> None:
-        """What each micro-batch of the present step has reported here."""
+        """Record what each micro-batch of the present step has reported here."""
         said = {name: plain_digest(one) for name, one in losses.items()}
         self._write(LOSSES, {"at": self._worker.completed, "losses": said})
 

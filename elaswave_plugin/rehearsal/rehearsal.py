@@ -43,7 +43,7 @@ _ALWAYS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsalOptions:
-    """What is rehearsed; every value is in range."""
+    """The command to rehearse, and how; every value is in range."""
 
     command: Command
     steps: int
@@ -54,7 +54,7 @@ class RehearsalOptions:
 
 @dataclass(slots=True, kw_only=True)
 class Verdict:
-    """What a rehearsal has found."""
+    """The findings of a rehearsal."""
 
     options: RehearsalOptions
     facts: Facts

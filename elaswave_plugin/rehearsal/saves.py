@@ -46,7 +46,7 @@ class LedSaves:
                     setattr(owner, name, native)
 
     def place(self, path: Any, *, writes: bool) -> Any:
-        """Where a path is: below the folder if it is written, or is there already."""
+        """Return where a path is: below the folder if it is written, or is there already."""
         if not isinstance(path, str | bytes | os.PathLike):
             return path  # a descriptor
         absolute = os.path.abspath(os.fsdecode(path))

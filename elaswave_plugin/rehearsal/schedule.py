@@ -1,4 +1,4 @@
-"""Which runs a rehearsal makes, and who is killed when in them: pure.
+"""The runs that a rehearsal makes, with the victim and the moment of each kill: pure.
 
 >>> facts = Facts(width=4, parts=1, exact=True, returns=True)
 >>> for run in disturbed_runs(facts, steps=6):
@@ -27,7 +27,7 @@ LEAST_STEPS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What the undisturbed run tells of the job.
+    """The facts of the job that the undisturbed run tells.
 
     ``width``: replicas at launch; ``parts``: workers of one replica; ``exact``: bits are promised;
     ``returns``: a lost worker comes back; ``rotates``: micro-batches are dealt whole.

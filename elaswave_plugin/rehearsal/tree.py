@@ -1,4 +1,4 @@
-"""What changed under a folder between two looks at it."""
+"""The changes under a folder between two looks at it."""
 
 import os
 from collections.abc import Iterator, Mapping
