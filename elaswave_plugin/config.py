@@ -332,13 +332,16 @@ class ElasticConfig(BaseModel):
 
     @property
     def moves_layers(self) -> bool:
-        """Whether layers are to change stage after a loss."""
+        """True if layers are to change stage after a loss."""
         if self.move_layers == "auto":
             return self.respawn == 0
         return self.move_layers == "always"
 
     def of_the_job(self) -> dict[str, Any]:
-        """What all workers have to be given alike, for JSON: their plans and sums depend on it."""
+        """Return the settings that all workers have to be given alike, for JSON.
+
+        The workers' plans and sums depend on them.
+        """
         return self.model_dump(mode="json", include=set(_OF_THE_JOB))
 
     def check_without_stages(self) -> None:
@@ -379,7 +382,10 @@ class ElasticConfig(BaseModel):
 
     @model_validator(mode="after")
     def _dealing_needs_least_room(self) -> "ElasticConfig":
-        """What stays with its peers or its round comes to some worker twice at once."""
+        """Refuse `activation_room` with reroute and resize, which hold what they hold.
+
+        Work that stays with its peers or its round comes to some worker twice at once.
+        """
         if self.activation_room is not None and self.dataflow in ("reroute", "resize"):
             raise ValueError(
                 f"activation_room is {self.activation_room:g} and dataflow is {self.dataflow},"

@@ -62,7 +62,7 @@ class SnapshotGapError(ElasWaveError):
 
 
 class CheckpointUnreadableError(ElasWaveError):
-    """What is to be loaded cannot be read; the message names the file and the newest whole one."""
+    """A checkpoint to load cannot be read; the message names the file and the newest whole one."""
 
 
 class LinkError(ElasWaveError):

@@ -1,4 +1,4 @@
-"""What the recovery asks of a training framework: the verbs an adapter implements."""
+"""The contract between recovery and a training framework: the verbs an adapter implements."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,7 +23,7 @@ class Framework(Protocol):
 
     @property
     def keeps_state(self) -> bool:
-        """Whether `rebind` leaves alone what the plan says is in place.
+        """True if `rebind` leaves alone what the plan says is in place.
 
         The verbs that write and gather the state then leave it out until the next `rebind`.
         """
@@ -36,7 +36,7 @@ class Framework(Protocol):
 
     @property
     def moments_may_follow(self) -> bool:
-        """Whether each worker may write its moments at a time of its own, before the update."""
+        """True if each worker may write its moments at a time of its own, before the update."""
 
     def write_weights(self, masters: torch.Tensor) -> None:
         """Install float32 masters of shape [shard_numel] as the worker's shard."""
@@ -56,7 +56,7 @@ class Framework(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What a training step reports: mean loss, gradient norm, learning rate, tokens."""
+    """The report of a training step: mean loss, gradient norm, learning rate, tokens."""
 
     loss: float
     grad_norm: float

@@ -44,7 +44,7 @@ def kept_objects() -> Mapping[str, Any]:
 
 
 def accessors(name: str, value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]]:
-    """How the state of a kept object is read, and how it is installed.
+    """Return the function that reads a kept object's state, and the one that installs it.
 
     Raises ConfigurationError for an object without one.
     """

@@ -1,4 +1,4 @@
-"""What lies in a directory of checkpoints, and which of it is whole."""
+"""The checkpoints in a directory, and which of them are whole."""
 
 import re
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class Checkpoint:
 
     @cached_property
     def flaw(self) -> str | None:
-        """What keeps it from being read, None where it is whole."""
+        """The reason for which it cannot be read, None where it is whole."""
         return self.check(self.folder)
 
 

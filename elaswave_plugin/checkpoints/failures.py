@@ -30,7 +30,7 @@ def storage_failure(error: BaseException, folder: Path | None = None) -> str | N
 
 
 def _asked(folder: Path) -> str | None:
-    """What the system says to a file of a mebibyte in the nearest folder that is there."""
+    """Return what the system says to a file of a mebibyte in the nearest folder that is there."""
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
     probe = folder / ".elaswave-probe"

@@ -76,14 +76,14 @@ class EventLog:
 
     @property
     def what_is_missing(self) -> str | None:
-        """What was to be written and cannot be read, in words; None where all is there."""
+        """The lines that should be there and cannot be read, in words; None where all are there."""
         if self.is_deleted:
             return f"all of {self.path}, which was deleted"
         return f"{self.lost_lines} lines of {self.path}" if self.lost_lines else None
 
     @property
     def is_deleted(self) -> bool:
-        """Whether somebody has deleted the file, so that nobody can read what goes there."""
+        """True if somebody has deleted the file, so that nobody can read what goes there."""
         return self._fd >= 0 and os.fstat(self._fd).st_nlink == 0
 
     def close(self) -> None:

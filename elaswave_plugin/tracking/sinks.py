@@ -1,4 +1,4 @@
-"""Where metrics go: the Sink protocol and the choice of sinks that a configuration asks for."""
+"""The destinations of metrics: the Sink protocol, and the sinks that a configuration asks for."""
 
 import os
 from collections.abc import Callable, Mapping

@@ -258,7 +258,7 @@ class Tracker:
 
 
 def _is_gone(owner: str) -> bool:
-    """Whether an owner on this host has ended; one elsewhere may live."""
+    """Return whether an owner on this host has ended; one elsewhere may live."""
     host, _, pid = owner.rpartition(":")
     return host == socket.gethostname() and not Path("/proc", pid).exists()
 
