@@ -1,4 +1,4 @@
-"""Where, when and how something is measured: what every result file begins with."""
+"""The circumstances of a measurement, with which every result file begins: when, where and how."""
 
 import os
 import platform

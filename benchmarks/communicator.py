@@ -42,7 +42,7 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommunicatorOptions:
-    """What to measure: world sizes with their layouts, losses a size, kills at 8 workers."""
+    """The runs to measure: world sizes with their layouts, losses a size, kills at 8 workers."""
 
     layouts: tuple[Layout, ...]
     runs: int

@@ -25,7 +25,7 @@ class Stages:
     cuts: tuple[int, ...]
 
     def starts(self, stage: int) -> dict[int, int]:
-        """Where each layer of a stage begins in the stage's buffer."""
+        """Return where each layer of a stage begins in the stage's buffer."""
         found, at = {}, 0
         for unit in range(self.cuts[stage] + 1, self.cuts[stage + 1] + 1):
             found[unit] = at
@@ -49,11 +49,11 @@ class ContiguousPlan(RecoveryPlan):
     new: Stages
 
     def before(self, sealed: SealedShard) -> ShardCut:
-        """How the stage was cut of which ``sealed`` is a shard."""
+        """Return the cut of the stage of which ``sealed`` is a shard."""
         return ShardCut(buckets=(self.old.total(sealed.cell[0]),), width=len(sealed.ranks))
 
     def pieces(self, slot: int) -> tuple[tuple[SealedShard, tuple[ShardPiece, ...]], ...]:
-        """What ``slot`` reads, grouped by source."""
+        """Return what ``slot`` reads, grouped by source."""
         number = self.cell_of(slot)
         if number is None:
             return ()

@@ -53,7 +53,7 @@ def losses(running: Bench, *, way: str, seed: int, kills: Sequence[Kill]) -> lis
 def row_of(
     undisturbed: Sequence[float], disturbed: Sequence[float], *, first: int
 ) -> dict[str, Any]:
-    """How far the two are from each other, from step ``first`` on."""
+    """Return how far the two are from each other, from step ``first`` on."""
     distances = [abs(a - b) for a, b in zip(undisturbed, disturbed, strict=True)][first:]
     return {
         "undisturbed": list(undisturbed),

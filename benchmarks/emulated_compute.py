@@ -30,7 +30,7 @@ class Owed:
         self._seconds: dict[Piece, float] = {}
 
     def put_off(self, seconds: float) -> float:
-        """How much of these seconds is to be taken now."""
+        """Return how much of these seconds is to be taken now; none where a piece puts them off."""
         if self._open is None:
             return seconds
         self._seconds[self._open] += seconds

@@ -1,4 +1,4 @@
-"""What the entry point costs who does not use it: `import torch` with and without, in turn.
+"""Times `import torch` with and without our entry point, in turn: its cost where it is not used.
 
 python -m benchmarks.import_hook [--repeat 20] [--json FILE]
 

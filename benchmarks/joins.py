@@ -42,7 +42,7 @@ def one_run(running: Bench, name: str, kill: Kill, reference: RunFiles) -> dict[
 
 
 def passed(row: dict[str, Any]) -> bool:
-    """Whether the worker came back in time, and nothing was lost or changed by it."""
+    """Return whether the worker came back in time, and nothing was lost or changed by it."""
     joins = row["joins"]
     return (
         row["returncode"] == 0

@@ -1,4 +1,4 @@
-"""What the benchmarks share: jobs of the demo's size, and a result file that says where and how."""
+"""The shared parts of the benchmarks: jobs of the demo's size, results with their circumstances."""
 
 import argparse
 import json

@@ -152,7 +152,7 @@ class Migrations:
         self._member.member.sealed(record, [])
 
     def _agreed_inventory(self) -> list[SealedShard]:
-        """What all supervisors have, as a change of the view tells everyone."""
+        """Return the inventory of all supervisors, as a change of the view tells everyone."""
         dist.barrier()
         if self._slot == 0:
             self._member.member.severed(self._member.view.epoch, "the inventory is asked for")
@@ -263,7 +263,7 @@ def _cut(cell: Cell) -> ShardCut:
 
 
 def _spans(cut: ShardCut) -> list[slice]:
-    """Where each bucket's shard lies in one part of a worker's state."""
+    """Return where each bucket's shard lies in one part of a worker's state."""
     ends = list(accumulate(cut.shard_sizes))
     return [slice(end - size, end) for end, size in zip(ends, cut.shard_sizes, strict=True)]
 

@@ -1,4 +1,4 @@
-"""What a loss costs with native gloo: all groups anew, or only those that held the victim."""
+"""The cost of a loss with native gloo: all groups anew, or only those that held the victim."""
 
 from __future__ import annotations
 

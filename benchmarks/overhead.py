@@ -1,4 +1,4 @@
-"""What snapshots (or exact mode) cost: both sides in turn within one job, step time and CPU time.
+"""The cost of snapshots (or exact mode): both sides in turn within one job, step time and CPU time.
 
 python -m benchmarks.overhead --what snapshots|consistency [--steps 200] [--nproc 4]
                               [--repeat 3] [--json FILE]

@@ -35,7 +35,7 @@ def remaining(
 
 
 def resources() -> dict[str, int]:
-    """What this process holds now."""
+    """Count what this process holds now."""
     process = psutil.Process()
     return {
         "descriptors": process.num_fds(),

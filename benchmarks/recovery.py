@@ -30,7 +30,7 @@ LOST = ("samples_lost", "samples_repeated")
 
 
 class References:
-    """What the runs of a bench have to equal, each made once."""
+    """The references that the runs of a bench have to equal, each made once."""
 
     def __init__(self, running: Bench) -> None:
         self._running = running
@@ -69,7 +69,7 @@ def one_run(running: Bench, name: str, kill: Kill, reference: RunFiles) -> dict[
 
 
 def passed(row: dict[str, Any]) -> bool:
-    """Whether the fault fired, one recovery answered it, and nothing was lost by it."""
+    """Return whether the fault fired, one recovery answered it, and nothing was lost by it."""
     return (
         row["returncode"] == 0
         and row["fired"]

@@ -34,12 +34,12 @@ class Scenario:
 
     @property
     def name(self) -> str:
-        """What `--scenario` takes."""
+        """The name that `--scenario` takes."""
         return f"pp{self.pp}dp{self.dp}-m{self.slots}-{self.place}-{self.losses}"
 
     @property
     def is_small(self) -> bool:
-        """Whether it can be run in processes of one machine."""
+        """True if it can be run in processes of one machine."""
         return self.pp * self.dp <= 16
 
     @property
@@ -56,7 +56,7 @@ class Scenario:
 
     @property
     def stages(self) -> tuple[int | None, ...]:
-        """Where the losses may be; None: spread."""
+        """The stages in which the losses may be; None: spread."""
         return tuple(range(self.pp)) if self.place == ONE else (None,)
 
     @property
@@ -98,7 +98,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """What a ratio of the rows of one scenario has to reach."""
+    """The least that a ratio of the rows of one scenario has to reach."""
 
     scenario: str
     ratio: str

@@ -30,7 +30,7 @@ Seconds = dict[str, float | None]
 
 
 def assumed_costs(num_layers: int) -> CostModel:
-    """What `MODEL` says."""
+    """Return the costs that `MODEL` describes."""
     return uniform_costs(
         num_layers=num_layers,
         forward_s=1.0,
@@ -52,7 +52,7 @@ def _row(scenario: Scenario, stage: int | None, costs: CostModel) -> dict[str, A
 
 
 def ratios(facts: dict[str, Any], step_s: Seconds) -> dict[str, float | None]:
-    """What the rows are judged by; None where one side cannot run."""
+    """Return the ratios by which the rows are judged; None where one side cannot run."""
 
     def over(one: str, other: str) -> float | None:
         above, below = step_s.get(one), step_s.get(other)

@@ -1,4 +1,4 @@
-"""How often a busy machine makes a job deal its work anew, and how soon a slow worker is named.
+"""Measures how often load makes a job deal its work anew, and how soon a slow worker is named.
 
 python -m benchmarks.slow_workers [--series views busy idle] [--runs 5] [--steps 1000] [--json FILE]
 
@@ -52,7 +52,7 @@ def run_once(running: Bench, name: str, *, workers: int, steps: int, slot: int) 
 
 
 def row_of(run: RunFiles, *, series: str, slot: int) -> dict[str, Any]:
-    """What one run shows of views for slowness, and of who was named."""
+    """Return what one run shows of views for slowness, and of the workers that were named."""
     views = [
         {"epoch": one["epoch"], "reason": one["reason"]}
         for one in run.of_kind("view_committed")

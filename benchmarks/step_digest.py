@@ -1,4 +1,4 @@
-"""What it costs to see what the loop's body changes: digests of the weights, twice a step.
+"""The cost of seeing what the loop's body changes: digests of the weights, twice a step.
 
 python -m benchmarks.step_digest [--parameters 900000,57000000] [--repeat 20] [--json FILE]
 

@@ -27,9 +27,9 @@ USUAL = ("pp2dp2-m8-one-1", "pp4dp4-m8-one-2")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThroughputOptions:
-    """What to measure and what to simulate; ``layer_ms``: forward of a layer.
+    """The scenarios to measure and those to simulate; ``layer_ms``: forward of a layer.
 
-    ``with_split``: whether split backwards are measured too; they are always simulated.
+    ``with_split``: true if split backwards are measured too; they are always simulated.
     """
 
     measured: tuple[Scenario, ...]
@@ -112,7 +112,7 @@ def measure(
 
 
 def is_good(result: dict[str, Any]) -> bool:
-    """Whether every bar holds."""
+    """Return whether every bar holds."""
     return all(bar["holds"] for kind in (MEASURED, SIMULATED) for bar in result[kind]["bars"])
 
 

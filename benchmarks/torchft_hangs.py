@@ -1,4 +1,4 @@
-"""What a hang, and a death, cost under torchft on this machine: to a survivor's next commit.
+"""The cost of a hang, and of a death, under torchft here: the time to a survivor's next commit.
 
 python -m benchmarks.torchft_hangs --python PYTHON [--runs 3] [--nproc 4] [--json FILE]
 

@@ -71,14 +71,14 @@ def replica(folder: Path, how: str, number: int, replicas: int, lighthouse: str)
 
 
 def steps_of(folder: Path, number: int) -> list[Any]:
-    """What a replica has written so far."""
+    """Return what a replica has written so far."""
     path = folder / f"replica-{number}"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def is_back(folder: Path, number: int, replicas: int) -> bool:
-    """Whether a survivor has committed steps after the fault."""
+    """Return whether a survivor has committed steps after the fault."""
     victim = steps_of(folder, replicas - 1)
     if not victim or victim[-1][3]:
         return False
