@@ -30,10 +30,10 @@ def circumstances(module: str | None = None) -> dict[str, Any]:
 
 
 def described_commit() -> str | None:
-    """Of the checkout that this file is in, with "-dirty" where more differs than result files.
+    """Describe the checkout that this file is in, with "-dirty" where it differs.
 
-    Who measures several things in a row has written the first ones' files before the last. None
-    where this is no checkout of git.
+    Result files may differ: of several measurements in a row, the first ones' files are written
+    before the last. None where this is no checkout of git.
     """
     if _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
         return None

@@ -89,7 +89,7 @@ def _of(rows: Rows, way: str, run: int) -> Rows:
 
 
 def _span_s(rows: Rows, way: str, run: int, until: str) -> float:
-    """From the first worker's begin to the last worker's end."""
+    """Return the seconds from the first worker's begin to the last worker's end."""
     here = _of(rows, way, run)
     return float(max(row[until] for row in here) - min(row["begun_s"] for row in here))
 

@@ -35,7 +35,7 @@ INTERLEAVED, CONTIGUOUS = 0, 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """Two stages of ``dp`` workers, each layer of so many elements; ``moved`` of them leave."""
+    """Two stages of ``dp`` workers, each layer of ``numel`` elements; ``moved`` layers leave."""
 
     dp: int
     layers: int

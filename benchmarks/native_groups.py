@@ -57,7 +57,7 @@ class NativeGroups:
         self._made = 0
 
     def wait_for(self, name: str, count: int) -> None:
-        """Wait until so many workers are here, asleep: to ask again and again delays the others."""
+        """Wait asleep until ``count`` workers are here: to ask repeatedly delays the others."""
         self.arrive(name, count)
         self._store.wait([f"{name}/all"], timedelta(seconds=LIMIT_S))
 

@@ -44,7 +44,7 @@ def side(steps_s: Sequence[float], cpu_s: dict[str, Sequence[float]]) -> dict[st
 
 
 def comparison(steps: OnOff, cpu: dict[str, OnOff]) -> dict[str, Any]:
-    """On, off and their ratios."""
+    """Compare both sides: the figures of on and of off, and their ratios."""
     on = side(steps.on, {process: times.on for process, times in cpu.items()})
     off = side(steps.off, {process: times.off for process, times in cpu.items()})
     return {

@@ -29,7 +29,7 @@ KILL_NUMEL = 1 << 18
 def remaining(
     groups: dict[str, tuple[int, ...]], live: tuple[int, ...]
 ) -> dict[str, tuple[int, ...]]:
-    """The groups without who has gone; a group of one is none."""
+    """Return the groups without the workers that have gone; a group of one is none."""
     left = {name: tuple(s for s in slots if s in live) for name, slots in groups.items()}
     return {name: slots for name, slots in left.items() if len(slots) > 1}
 

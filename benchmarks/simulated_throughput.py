@@ -96,7 +96,7 @@ def simulated_steps(scenario: Scenario, stage: int | None, costs: CostModel) -> 
         ).seconds
 
     def by_windows() -> float:
-        """In the orders of the window rule alone: what the bars were set by (bench/README.md)."""
+        """Simulate the window rule's orders alone, by which the bars were set (DECISIONS.md)."""
         layout = scenario.layout()
         stages = layout.without(scenario.dead(stage)).stages
         replicas = tuple(tuple(group.replica for group in groups) for groups in stages)

@@ -19,7 +19,7 @@ from elaswave_plugin.loops.guarded_steps import GuardedSteps
 
 
 def slow_down(factor: float, step: int) -> None:
-    """From ``step`` on, every layer of this process sleeps after its forward pass."""
+    """Have every layer of this process sleep after its forward pass, from ``step`` on."""
     forward, begin = TransformerLayer.forward, GuardedSteps.begin
     now = [0]
 

@@ -63,7 +63,7 @@ def draw(result: Row, picture: Path) -> None:
 
 
 def _worst(rows: list[Row]) -> list[Row]:
-    """Of the stages of a scenario, the one where rerouting is closest, or the share is smallest."""
+    """Return each scenario's stage where rerouting is closest, or the share is smallest."""
     found: dict[str, Row] = {}
     for row in rows:
         seen = found.get(row["scenario"])
@@ -103,7 +103,7 @@ def _draw_rows(axes: Axes, rows: list[Row], *, hatch: str) -> None:
 
 
 def _share(row: Row, rule: str) -> float:
-    """Of the healthy throughput; nothing where the rule cannot go on."""
+    """Return the share of the healthy throughput; 0 where the rule cannot go on."""
     seconds = row["step_s"].get(rule)
     return 0.0 if seconds is None else row["step_s"]["healthy"] / seconds
 

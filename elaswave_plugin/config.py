@@ -405,7 +405,7 @@ class ElasticConfig(BaseModel):
 
     @model_validator(mode="after")
     def _only_bits_are_rehearsed(self) -> "ElasticConfig":
-        """In fast mode a step that is dealt otherwise has other bits."""
+        """Refuse to rehearse in fast mode, where a step that is dealt otherwise has other bits."""
         asked = "rehearse_first_step" in self.model_fields_set
         if asked and self.rehearse_first_step != "off" and self.consistency == "fast":
             raise ValueError(

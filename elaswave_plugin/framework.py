@@ -16,7 +16,7 @@ class Framework(Protocol):
 
     @property
     def shard_alignment(self) -> int:
-        """Every shard of a bucket is a multiple of so many elements."""
+        """The alignment of shards: each shard of a bucket is a multiple of it, in elements."""
 
     def pause(self) -> None:
         """Drop the interrupted step: gradients, handles of operations, half-counted buckets."""

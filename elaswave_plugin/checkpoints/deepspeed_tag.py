@@ -13,7 +13,7 @@ _SHARD = re.compile(r"(.*?)zero_pp_rank_(\d+)_mp_rank_(.*)_states\.pt")
 def flaw_of(folder: Path, *, shards: int | None = None) -> str | None:
     """Say what keeps a checkpoint from being read, naming the file; None where it is whole.
 
-    ``shards``: so many of each kind ZeRO is to have written, where that is known. No data is read.
+    ``shards``: the number that ZeRO is to have written of each kind, where known. No data is read.
     Source: deepspeed/runtime/engine.py, ``_get_ckpt_name`` and ``_get_zero_ckpt_name``.
     """
     files = sorted(folder.glob("*.pt"))

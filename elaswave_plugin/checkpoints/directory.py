@@ -97,7 +97,7 @@ def read_directory(directory: Path) -> CheckpointDirectory | None:
 
 
 def _of_megatron(folder: Path) -> Checkpoint | None:
-    """Of the torch_dist format: another one, whose folders are those of ranks, is not judged."""
+    """Read one of the torch_dist format; the other one, with folders of ranks, is not judged."""
     named = _ITERATION.fullmatch(folder.name)
     if named is None and folder.name != _RELEASE:
         return None

@@ -39,7 +39,7 @@ def is_draft(folder: Path) -> bool:
 def discard_drafts(place: Path) -> None:
     """Remove what attempts left beside ``place``, and the place where it is still empty.
 
-    A leftover that cannot be removed costs nothing but room, so it is no reason to fail.
+    A leftover that cannot be removed costs room only, so it is no reason to fail.
     """
     for draft in _drafts(place):
         shutil.rmtree(draft, ignore_errors=True)

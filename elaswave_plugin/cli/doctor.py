@@ -155,7 +155,7 @@ def verdict(findings: Sequence[Finding]) -> str | None:
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
-    """Everything that is known, for programs."""
+    """Return everything that is known, for programs."""
     return {
         "holds": verdict(findings) is None,
         "extensions": extensions(),

@@ -281,7 +281,7 @@ def _hangs(answers: Iterable[Record], ranks: Sequence[int]) -> dict[int, str]:
 
 
 def _newest_snapshots(answers: Iterable[Record]) -> dict[int, Record]:
-    """By owner: its newest sealed snapshot, and the newest that each other slot holds of it.
+    """Return each owner's newest sealed snapshot, and the newest that each other slot holds.
 
     A copy is a moment younger or older than its original, since supervisors are asked in turn.
     """

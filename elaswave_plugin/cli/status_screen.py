@@ -53,7 +53,7 @@ def watch(known: Sequence[Address], timeout_s: float, console: Console) -> None:
 
 
 def draw_status(status: Record) -> RenderableType:
-    """Everything that `elaswave_plugin.cli.status.merge` found, on one screen."""
+    """Draw everything that `elaswave_plugin.cli.status.merge` found, on one screen."""
     parts: list[RenderableType] = [_headline(status)]
     if status["layout"] is not None:
         layout = ParallelLayout.from_json(status["layout"])

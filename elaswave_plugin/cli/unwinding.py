@@ -8,9 +8,9 @@ from types import FrameType
 
 @contextmanager
 def signals_unwind() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into SystemExit(128 + number), but for what is ignored (nohup).
+    """Turn SIGTERM and SIGHUP into SystemExit(128 + number), except where ignored (nohup).
 
-    In the main thread only.
+    To be called in the main thread only.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:

@@ -27,7 +27,7 @@ NORM = "get_grad_norm_fp32"
 
 
 def alternate_snapshots() -> None:
-    """In off-blocks nothing is sealed and no copy is waited for."""
+    """Have this process seal nothing and wait for no copy in off-blocks."""
     seal, await_copies = StateKeeper.seal, StateKeeper.await_copies
     completed, sealed_step = 0, -1
 
@@ -48,7 +48,7 @@ def alternate_snapshots() -> None:
 
 
 def alternate_consistency() -> None:
-    """In on-blocks the exact norm, in off-blocks Megatron's own; the job is in exact mode."""
+    """Have the norm exact in on-blocks, Megatron's own in off-blocks; the job is in exact mode."""
     # Here, since the other part is alternated in jobs without Megatron-Core too.
     from elaswave_plugin.adapters.megatron.compat.patches import elastic_patches
 

@@ -138,7 +138,7 @@ def _equal_enough(summary: dict[str, Any]) -> bool:
 
 
 def succeeded(summary: dict[str, Any], steps: int, *, joins: int = 0) -> bool:
-    """Tell whether the kills fired, nothing at all was lost by them, and so many came back."""
+    """Tell whether the kills fired, nothing was lost by them, and ``joins`` workers came back."""
     return (
         summary["steps"] == steps
         and all(kill["fired"] for kill in summary["kills"])

@@ -26,5 +26,5 @@ def read_reserve(env: Mapping[str, str]) -> int:
 
 
 def variable(name: str) -> str:
-    """Of the environment, as ELASWAVE_NOTICE_TIMEOUT_S."""
+    """Name the environment variable of an option, as ELASWAVE_NOTICE_TIMEOUT_S."""
     return f"ELASWAVE_{name.upper()}"

@@ -96,7 +96,7 @@ class Replan(WireMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish(WireMessage):
-    """Its work is done, with so many steps."""
+    """Its work is done, with the number of completed steps."""
 
     completed: int
 
@@ -119,7 +119,7 @@ class Abandon(WireMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout(WireMessage):
-    """A description of who works where."""
+    """A description of the places of all workers."""
 
     layout: Any
 

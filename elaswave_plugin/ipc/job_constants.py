@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 
 class Remembered(TypedDict, total=False):
-    """Alike on all workers of the job, so that a newcomer gets that of any of them.
+    """The constants, alike on all workers, so that a newcomer gets those of any of them.
 
     ``started_s``: when the job began, by the wall clock; ``given``: version and settings;
     ``devices``: slot and device of each worker of the launch; ``seed``: of the random draws;

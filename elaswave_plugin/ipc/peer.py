@@ -19,6 +19,6 @@ class Peer:
 
 
 def own_machine() -> str:
-    """Equal for two processes that can see each other by process id, and for no others."""
+    """Return what is equal for two processes that see each other by process id, and no others."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"

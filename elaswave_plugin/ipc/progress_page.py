@@ -141,7 +141,7 @@ class ProgressPage:
     # ---- what the supervisor writes -----------------------------------------------------------
 
     def lend(self, until_s: float) -> None:
-        """Until then, on the monotonic clock, the trainer may act for the job."""
+        """Let the trainer act for the job until then, on the monotonic clock."""
         self._words[_LENT_UNTIL_NS] = max(1, int(max(0.0, until_s) * _NS))
 
     def tell_to_end(self) -> None:

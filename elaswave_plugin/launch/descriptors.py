@@ -11,7 +11,7 @@ OWN_DESCRIPTORS = 256
 
 
 def allow_descriptors(workers: int) -> None:
-    """Raise the limit of this process and its children by what a job of so many workers needs.
+    """Raise the limit of this process and its children by what a job of this many workers needs.
 
     Raises ConfigurationError where the hard limit is too low for it.
     """

@@ -42,8 +42,9 @@ class LaunchSpec:
     """One node's part of a job. `master_port` 0 picks a free port (one node only).
 
     `join`: any supervisor of a running job, in which these workers take slots that have nobody.
-    `standby`: so many supervisors wait until one is lost. `reserve`: so many workers may join the
-    job beyond those of its launch. `notice_file`: tells them to leave, once it is there.
+    `standby`: the number of supervisors that wait until one is lost. `reserve`: the number of
+    workers that may join the job beyond those of its launch. `notice_file`: tells the workers to
+    leave, once it is there.
     Raises ConfigurationError where the values cannot make a job.
     """
 
@@ -262,7 +263,7 @@ def _parser() -> _Parser:
 
 
 def _reserve(options: argparse.Namespace) -> int:
-    """That of a launch; who joins is told the job's."""
+    """Return the reserve of a launch; 0 for workers that join, which are told the job's."""
     if options.join is not None:
         return 0
     given: int | None = options.reserve

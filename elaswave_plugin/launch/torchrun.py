@@ -202,7 +202,10 @@ def _place(env: Mapping[str, str], control_port: int | None, start_s: float) -> 
 
 
 def _listen(place: Place, *, several: bool) -> socket.socket:
-    """On the address of node 0; on all addresses where that name is not one of this machine's."""
+    """Listen on the address of node 0; on all addresses where that is not one of this machine's.
+
+    Raises ConfigurationError where no port of `place` is free.
+    """
     for port, host in itertools.product(place.ports, (place.host, "")):
         try:
             return listen_at(host, port, several=several)

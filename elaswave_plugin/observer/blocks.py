@@ -1,4 +1,4 @@
-"""On and off in turn, in blocks of steps of one job: which step is which, and what each cost."""
+"""Blocks of steps of one job, on and off in turn: the kind of each step, and the cost of each."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -79,7 +79,7 @@ def layout_fields(
 
 
 def layout_lines(layout: ParallelLayout) -> tuple[str, str]:
-    """A layout in two lines: its sizes and widths, and who is where."""
+    """A layout in two lines: its sizes and widths, and the workers' places."""
     title, *places = str(layout).splitlines()
     return title, "; ".join(places)
 

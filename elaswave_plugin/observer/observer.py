@@ -221,9 +221,9 @@ def median_step_s(run: RunFiles) -> dict[str, float | None]:
 def throughput(run: RunFiles) -> list[Record]:
     """Return one record a view with complete steps: why it came, its steps, how fast they are.
 
-    `median_step_s` is of its steps but the first, `tokens_per_s` what that makes of a global batch;
-    both None where there is one step only. `cuts`: the first layer of each stage and their number,
-    where there are stages.
+    `median_step_s` is of its steps except the first, `tokens_per_s` what that makes of a global
+    batch; both None where there is one step only. `cuts`: the first layer of each stage and their
+    number, where there are stages.
     """
     by_epoch: dict[int, list[tuple[int, Sequence[Record]]]] = {}
     for step, records in sorted(counted_steps(run).items()):

@@ -161,7 +161,7 @@ class Reference:
         self._notes = dict(_common(undisturbed.notes()))
 
     def differences(self, run: RunRecords) -> list[Difference]:
-        """Everything of ``run`` that differs, the first one first."""
+        """List everything of ``run`` that differs, the first one first."""
         return _differing(self._common, run.values())
 
     def notes(self, run: RunRecords) -> list[Difference]:
@@ -218,7 +218,7 @@ def _differing(
 def step_differences(
     mine: Mapping[int, tuple[float, float]], others: Mapping[int, tuple[float, float]]
 ) -> list[Difference]:
-    """Of the loss and the gradient norm of each step; both are bits, as floats."""
+    """List differences of loss and gradient norm of each step; both are bits, as floats."""
     found = []
     for step in sorted({*mine, *others}):
         here, there = mine.get(step), others.get(step)

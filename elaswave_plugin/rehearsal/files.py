@@ -124,7 +124,10 @@ def _placed(path: Any, folder: int | None) -> Any:
 
 
 def _is_writing(args: tuple[Any, ...]) -> bool:
-    """Of the arguments of an "open" event: path, mode, flags; mode is None for ``os.open``."""
+    """Return whether an "open" event writes.
+
+    ``args``: of the event: path, mode, flags; mode is None for ``os.open``.
+    """
     _, mode, flags = args
     if isinstance(mode, str):
         return any(letter in mode for letter in "wax+")

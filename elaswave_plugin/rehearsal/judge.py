@@ -69,7 +69,7 @@ class RunLeft:
 
     @property
     def final_records(self) -> RunRecords:
-        """Without those of completed steps that were made again."""
+        """The records without those of completed steps that were made again."""
         return self.records.without_undone(_restored_steps(self.files))
 
     @property
@@ -208,7 +208,7 @@ def _of_states(left: RunLeft, other: RunLeft) -> list[Difference]:
 
 
 def _explained(first: Difference, others: Sequence[Difference], files: Iterable[str]) -> Difference:
-    """With the lines of the script that may have made it, and what else differs by then."""
+    """Add the lines of the script that may have made it, and what else differs by then."""
     until = first.moment.step + 1
     also = [one for one in others if one.moment.step <= until and one.name != first.name]
     names = [one.name for one in (first, *also) if one.kind in _SET_BY_SCRIPTS]

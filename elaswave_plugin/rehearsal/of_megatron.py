@@ -29,7 +29,7 @@ class CarriedMegatron:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Of the launch."""
+        """The facts of the launch."""
         return facts_of(self._worker, rotates=True)
 
     @property

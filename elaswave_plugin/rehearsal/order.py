@@ -31,7 +31,7 @@ class RunOrder:
 
     @property
     def saves(self) -> Path:
-        """Below this folder is what the script saves."""
+        """The folder below which lies what the script saves."""
         return self.folder / self.name / "saves"
 
     @property

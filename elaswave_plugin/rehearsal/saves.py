@@ -31,7 +31,7 @@ class LedSaves:
 
     @contextmanager
     def led(self) -> Iterator[None]:
-        """Inside, what is written goes below the folder."""
+        """Redirect what is written inside the block to below the folder."""
         self._depth += 1
         kept = [(owner, name, getattr(owner, name)) for owner, name, _ in self._replaced()]
         if self._depth == 1:

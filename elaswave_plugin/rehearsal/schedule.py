@@ -106,7 +106,7 @@ def _with_returns(facts: Facts, steps: int) -> Iterator[DisturbedRun]:
 def _returning(
     facts: Facts, phases: Sequence[str], steps: int, *, at_once: int, first: int
 ) -> DisturbedRun:
-    """As many of the phases as fit in one run; ``first``: the slot that is killed first."""
+    """Fit as many of the phases as one run takes; ``first``: the slot that is killed first."""
     left, step = list(phases), 0
     kills: list[Kill] = []
     changes: list[Change] = []

@@ -32,9 +32,10 @@ class ProcessorWaits:
 
 
 def _waited_ns(pid: int) -> dict[int, int]:
-    """By thread, as Linux counts it (Documentation/scheduler/sched-stats); nothing where it ends.
+    """Return the waits by thread, as Linux counts them; nothing where the process ends.
 
-    Nothing either where the kernel does not count it.
+    Nothing either where the kernel does not count them. Source: Linux,
+    Documentation/scheduler/sched-stats.
     """
     found = {}
     try:

@@ -446,7 +446,7 @@ class Supervisor:
             self._trainer.kill()
 
     def _tell_that_it_is_awaited(self, phase: str) -> None:
-        """Once a proposal: an announced phase may keep everyone waiting for minutes."""
+        """Say once a proposal that it is awaited: an announced phase may take minutes."""
         if self._ballot is not None and self._ballot.epoch > self._awaited_epoch:
             self._awaited_epoch = self._ballot.epoch
             self._events.emit(

@@ -67,7 +67,7 @@ class ControlLink:
         threading.Thread(target=run, name="elaswave-doorbell", daemon=True).start()
 
     def send(self, frame: Frame | WireMessage) -> None:
-        """From any thread. Raises JobStopped where the supervisor is gone, or does not read."""
+        """Send from any thread; raises JobStopped where the supervisor is gone or reads nothing."""
         try:
             with self._sending:
                 self._sock.sendall(encode(frame))

@@ -20,7 +20,7 @@ _LONGEST = 240
 
 
 class _Few:
-    """In the place of `warnings.showwarning`."""
+    """The stand-in for `warnings.showwarning`."""
 
     def __init__(self, *, shows: bool) -> None:
         self._left = MOST_LINES if shows else -1

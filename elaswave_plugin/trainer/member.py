@@ -256,7 +256,7 @@ class Member:
         self._link.send(said.Sealed(record=record, copy_to=tuple(copy_to)))
 
     def release(self, epoch: int) -> None:
-        """Everything of `epoch` is sealed twice: what others sealed before it may go."""
+        """Tell that all of `epoch` is sealed twice: what others sealed before it may go."""
         self._link.send(said.Release(epoch=epoch))
 
     def wait_copied(self, step: int, timeout_s: float) -> None:
@@ -309,7 +309,10 @@ class Member:
         self._keep_alive()
 
     def describe(self, layout: dict[str, Any]) -> None:
-        """Say who works where, for `elaswave status` and for who asks whom it cannot do without."""
+        """Tell the places of all workers.
+
+        `elaswave status` shows them, and they say which workers the job cannot do without.
+        """
         self._link.send(said.Layout(layout=layout))
 
     def tell_slow(self, slow: Mapping[int, str]) -> None:
@@ -340,7 +343,7 @@ class Member:
         self._link.send(said.Leave(reason=reason, returns=returns))
 
     def finish(self, completed: int = 0) -> None:
-        """The work is done here, with so many steps: an exit with code 0 is no failure any more."""
+        """Tell that the work is done after these steps: exit code 0 is no failure any more."""
         self._link.send(said.Finish(completed=completed))
 
     # ---- inside -------------------------------------------------------------------------------

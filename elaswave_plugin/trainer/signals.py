@@ -17,11 +17,12 @@ SHARED = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def outlive_shared_signals(page: ProgressPage) -> None:
-    """From now on these end this process only where its supervisor wants so, by the page.
+    """Have these signals end this process only where its supervisor wants so, by the page.
 
-    Nothing in other threads than the main one, and where the script handles them itself, now or
-    later. Not ignored (SIG_IGN): what the trainer starts would inherit that over exec as well, and
-    multiprocessing ends its children by SIGTERM. They are as without this.
+    This does nothing in other threads than the main one, or for signals that the script handles
+    itself, now or later. The signals are not ignored (SIG_IGN): what the trainer starts would
+    inherit that over exec as well, and multiprocessing ends its children by SIGTERM. The children
+    are as without this.
     """
     if threading.current_thread() is not threading.main_thread():
         return

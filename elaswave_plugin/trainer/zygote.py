@@ -73,9 +73,10 @@ class Zygote:
             self._add(sock)
 
     def serve(self) -> Frame | None:
-        """Until a signal asks to end and no trainer is left; the request in each forked child.
+        """Serve until a signal asks to end and no trainer is left.
 
-        The trainers die with the zygote, and such a signal may be one to all processes of a job.
+        Returns the request in each forked child, None in the zygote. The trainers die with the
+        zygote, and such a signal may be one to all processes of a job.
         """
         signal.set_wakeup_fd(self._wake_write.fileno())
         for number in _OWN_SIGNALS:

@@ -346,7 +346,7 @@ class Coordinator:
             say(words)
 
     def _say_views(self) -> None:
-        """Once a node: what becomes of the job is in the log of each."""
+        """Say the new views, once a node: what becomes of the job is in the log of each."""
         history = self.agreement.history
         for number, view in enumerate(history):
             if view.epoch > self._said_epoch:
@@ -357,7 +357,7 @@ class Coordinator:
                     say(words)
 
     def _say_address(self) -> None:
-        """Once a node, and not of a job that is refused before it begins."""
+        """Say the job's address, once a node, and not of a job that is refused before it begins."""
         if self.speaks_for_node:
             at = self.peers[self._slot].data
             say(f"the job: `elaswave status --connect {at}`; to join it `elaswave run --join {at}`")

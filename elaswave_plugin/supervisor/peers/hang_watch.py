@@ -1,8 +1,8 @@
 """Finds out whether the own trainer hangs, with what the other supervisors say about theirs.
 
-The beats carry it: each supervisor tells the leader when its trainer stands still and for whom it
-waits, and the leader tells each supervisor who waits for its trainer. That one decides, since it
-alone sees the page of its trainer as it is now.
+The beats carry it. Each supervisor tells the leader when its trainer stands still and which worker
+it waits for; the leader tells each supervisor which workers wait for its trainer. That supervisor
+decides, since it alone sees the page of its trainer as it is now.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def sums_up(slot: int, view: MembershipView, lost: Collection[int]) -> bool:
 
 
 class Changes:
-    """Counts who was lost, who left as told to and who came, view by view."""
+    """The counts of workers that were lost, left as told to and came, view by view."""
 
     def __init__(self, view: MembershipView) -> None:
         """``view``: the one from which on it counts."""

@@ -48,7 +48,7 @@ _STANDBY_S = 2.0
 
 
 class Reception:
-    """Of one supervisor; all but `take_link` runs in the control thread."""
+    """The reception of one supervisor; all except `take_link` runs in the control thread."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """The memory in which the supervisors of a node keep what it has promised and accepted.
 
-A file in memory without a name: who comes later opens it by way of another one that has it open,
-and with the last of them it is gone, however they end (standard library only).
+It is a file in memory without a name. A supervisor that comes later opens it by way of another one
+that has it open. With the last of them it is gone, however they end (standard library only).
 """
 
 from __future__ import annotations

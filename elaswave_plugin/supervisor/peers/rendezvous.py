@@ -95,7 +95,7 @@ class MeetingWait:
 
     @property
     def left_s(self) -> float:
-        """Until it is to be said."""
+        """The seconds until it is to be said."""
         return max(0.0, self._due_s - time.monotonic())
 
     def tell(self, for_what: str) -> None:
@@ -246,7 +246,10 @@ def host_meeting(place: Place, listener: socket.socket, data: str) -> Meeting:
 
 
 def _check_nodes(peers: tuple[Peer, ...]) -> None:
-    """Everybody finds the same in the roster, so nobody waits for who does not start."""
+    """Raise ConfigurationError for a node that is on two machines.
+
+    Each supervisor finds the same in the roster, so none waits for one that does not start.
+    """
     firsts: dict[int, Peer] = {}
     for peer in peers:
         first = firsts.setdefault(peer.node, peer)
@@ -259,7 +262,7 @@ def _check_nodes(peers: tuple[Peer, ...]) -> None:
 
 
 def _why_not(greeting: dict[str, Any], place: Place, *, taken: bool) -> str | None:
-    """Why somebody has no place in the meeting; None for who is awaited."""
+    """Say why a supervisor has no place in the meeting; None for one that is awaited."""
     if greeting.get("world_size") != place.world_size:
         return (
             f"its job has {greeting.get('world_size')} workers and that of worker 0 has "

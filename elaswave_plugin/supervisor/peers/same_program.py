@@ -49,7 +49,7 @@ def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None
 
 
 def _of_the_job(args: Sequence[str]) -> Iterator[str]:
-    """The arguments but the run directory, which may be another one on each node."""
+    """Yield the arguments except the run directory, which may differ from node to node."""
     words = iter(args)
     for word in words:
         name, equals, _ = word.partition("=")

@@ -1,6 +1,7 @@
-"""Says whom all workers wait for, since when and where that one is; in the supervisor that leads.
+"""Says which worker all others wait for, for how long, and where it is; in the leader.
 
-Where it is in its program its own supervisor knows, which is asked in a thread: that takes long.
+The awaited worker's own supervisor knows where in its program that worker is. It is asked in a
+thread, since that takes long.
 """
 
 from __future__ import annotations
