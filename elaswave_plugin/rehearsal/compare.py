@@ -96,16 +96,21 @@ class RunRecords:
         return tuple(dict.fromkeys(name for several in files for name in several))
 
     def without_undone(self, restored: Mapping[int, int]) -> "RunRecords":
-        """Those of steps that no later view began again; ``restored``: the step of each view.
+        """Drop steps that a later view began again; ``restored``: the step of each view.
 
         A step that some had completed when another was lost is made again by fewer workers, whose
-        sums have bits of their own.
+        sums have bits of their own. It is made again within the script's next call, so what the
+        script kept of it, as its loss, may be of the first time and is dropped as well.
         """
-        kept = (
-            one
-            for one in self.records
-            if all(view <= one["view"] or one.get("at", 0) <= at for view, at in restored.items())
-        )
+        kept = []
+        for one in self.records:
+            at = one.get("at", 0)
+            if any(view > one["view"] and at > begun for view, begun in restored.items()):
+                continue
+            again = any(view <= one["view"] and at - 1 == begun for view, begun in restored.items())
+            if again and one["kind"] == "state":
+                one = {**one, "script": {}, "values": {}}
+            kept.append(one)
         return RunRecords(records=tuple(kept))
 
     def values(self) -> Iterator[tuple[Moment, Named, int, Any]]:

@@ -77,8 +77,9 @@ def test_losses_are_compared_by_their_bits() -> None:
 def test_a_completed_step_that_fewer_made_again_counts_as_they_made_it() -> None:
     """View 2 went back to step 3, of which a survivor had completed its part in view 1."""
     early, again, later = (
-        state(0, 4, tensors={"weight a": value}) | {"view": view}
-        for value, view in ((7, 1), (8, 2), (8, 2))
+        state(0, at, tensors={"weight a": value}, script={"loss": value}) | {"view": view}
+        for at, value, view in ((4, 7, 1), (4, 8, 2), (5, 9, 2))
     )
-    before = state(0, 3, tensors={"weight a": 6}) | {"view": 1}
-    assert run(before, early, again, later).without_undone({2: 3}) == run(before, again, later)
+    before = state(0, 3, tensors={"weight a": 6}, script={"loss": 6}) | {"view": 1}
+    found = run(before, early, again, later).without_undone({2: 3})
+    assert found == run(before, {**again, "script": {}}, later)
