@@ -48,7 +48,7 @@ class UnreadableMessageError(ValueError):
 
 
 class _FlawError(Exception):
-    """What is wrong with an object, for the sentence above."""
+    """A flaw in an object, as text for the sentence of UnreadableMessageError."""
 
 
 @cache

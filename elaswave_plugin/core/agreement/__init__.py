@@ -1,1 +1,1 @@
-"""Who is in the job: views, Paxos over nodes, leases, verdicts on hangs, joins (pure)."""
+"""The membership of the job: views, Paxos over nodes, leases, verdicts on hangs, joins (pure)."""

@@ -144,7 +144,7 @@ class Refuse(WireMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Raised(WireMessage):
-    """What ended a script: an exception of class `error`, raised at `where`, as "train.py:12".
+    """The exception that ended a script, of class `error`, raised at `where`, as "train.py:12".
 
     `when`: where in the training, as "in step 3", which the script's supervisor adds; `traceback`:
     "" where it was shown already.
@@ -285,7 +285,7 @@ class Admit(WireMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome(WireMessage):
-    """What a supervisor that comes later has to know to take part; `worker`: its first trainer.
+    """The knowledge that a later supervisor needs to take part; `worker`: its first trainer.
 
     `incarnations`: the newest known of each slot that had more than one; `lost`: with evidence;
     `history`: the first two views, and those that somebody may not know; `unused_node`: a number

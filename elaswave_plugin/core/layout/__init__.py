@@ -1,1 +1,1 @@
-"""Which worker holds which part of the model: layouts, groups, shards (pure)."""
+"""The parts of the model that each worker holds: layouts, groups, shards (pure)."""

@@ -17,7 +17,7 @@ from elaswave_plugin.core.layout.sealed_shard import SealedShard
 
 @dataclass(frozen=True, slots=True)
 class SlowTold:
-    """What one worker tells of another that is slow: as `core.slow.Slow`."""
+    """One worker's report of another that is slow, as `core.planner.slow.Slow`."""
 
     slot: int
     ratio: float
@@ -57,7 +57,7 @@ class WorkerFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """What comes with a commit: the facts by slot, and every sealed record that somebody has.
+    """The content of a commit: the facts by slot, and every sealed record that somebody has.
 
     The supervisors hand it on as text: at many workers, to take it apart and put it together again
     on the way to each trainer is most of the work of a commit.

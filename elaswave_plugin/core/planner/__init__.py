@@ -1,1 +1,1 @@
-"""Which work runs where after a change of membership: dataflow, layers, widths and clocks."""
+"""The work of each worker after a change of membership: dataflow, layers, widths and clocks."""

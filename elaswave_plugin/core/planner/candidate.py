@@ -27,7 +27,7 @@ class Candidate:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether operations go in greedy order, by ``windows`` where there is a choice."""
+        """True if operations go in greedy order; ``windows`` decide where there is a choice."""
         return self.extra is None
 
     @property

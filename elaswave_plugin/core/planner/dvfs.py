@@ -48,7 +48,7 @@ class ClockTable:
         return 1 / (self.compute_share / clock + 1 - self.compute_share)
 
     def watts(self, clock: float) -> float:
-        """What a worker draws at ``clock``."""
+        """Return the power that a worker draws at ``clock``, in watts."""
         return self.static_w + self.dynamic_w * clock**3
 
 
@@ -137,7 +137,7 @@ def predicted_clocks(
 
 
 def total_watts(clocks: Sequence[float], widths: Sequence[int], table: ClockTable) -> float:
-    """What all workers draw together."""
+    """Sum the power that all workers draw, in watts."""
     return sum(width * table.watts(clock) for width, clock in zip(widths, clocks, strict=True))
 
 

@@ -8,7 +8,7 @@ from elaswave_plugin.core.step.schedule import OpLists, WorkerOps, interleaved_o
 
 
 def plan_split(plan: JointPlan, work: StepWork) -> MicrobatchSplit:
-    """Who runs which samples at every stage."""
+    """Return the samples that each worker runs at every stage."""
     return plan.chosen.choice.split(plan_replicas(plan), work, plan.slowness)
 
 

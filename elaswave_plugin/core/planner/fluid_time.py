@@ -18,7 +18,7 @@ from elaswave_plugin.core.step.simulate import LinkTime, StageTime
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """How a step flows: ``slot_width`` micro-batches of ``microbatch_size`` samples a slot.
+    """The flow of a step: ``slot_width`` micro-batches of ``microbatch_size`` samples a slot.
 
     ``widths``: workers of each stage; one that takes twice as long counts a half.
     """

@@ -119,7 +119,7 @@ class _Greedy:
         return tuple(map(tuple, result))
 
     def _choose(self, worker: int, now: float) -> int | None:
-        """What the worker starts, if anything."""
+        """Choose the operation that the worker starts now, if any."""
         forward, backward = self.forward[worker], self.backward[worker]
         missing, ready, ops = self.missing, self.ready, self.graph.ops
         may_forward = (

@@ -99,7 +99,7 @@ def joint_plan(
 
 
 class _Choice:
-    """Which of the candidates it is, with what clocks, and why."""
+    """The choice of one candidate, with its clocks and the reasons."""
 
     def __init__(self, search: Search) -> None:
         self._search, self._rules = search, search.rules

@@ -1,4 +1,4 @@
-"""Which layers each stage owns: minimax over contiguous partitions, then few bytes to move.
+"""The layers that each stage owns: minimax over contiguous partitions, then few bytes to move.
 
     cost[p][k, l] = (T[l] - T[k]) load_p / speed_p + T[k] fill_p      infinite where k..l do not fit
     pass 1   F[p + 1][l] = min_k max(F[p][k], cost[p][k, l])             the best time, F[P][L]
@@ -30,7 +30,7 @@ SLACKS = (0.0, 0.005, 0.01, 0.02, 0.05)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLoad:
-    """What a stage has to do and with whom.
+    """The load of a stage, and the workers that carry it.
 
     ``samples``: those of its busiest worker in a step; ``in_flight``: the most of them at once;
     ``incoming``: workers that come from elsewhere and so need all weights of the stage; ``fill``:
@@ -99,7 +99,7 @@ def partitions(
 def evaluate(
     costs: CostModel, loads: Sequence[StageLoad], cuts: Sequence[int], *, now: Sequence[int]
 ) -> Partition:
-    """What given cuts cost by the same measure; infinite seconds where they do not fit."""
+    """Rate given cuts by the same measure; infinite seconds where they do not fit."""
     seconds = max(
         float(_stage_seconds(costs, load)[start, stop])
         for load, (start, stop) in zip(loads, pairwise(cuts), strict=True)
@@ -122,7 +122,7 @@ def moved_bytes(
 def pause_seconds(
     costs: CostModel, loads: Sequence[StageLoad], cuts: Sequence[int], *, now: Sequence[int]
 ) -> float:
-    """How long a move holds the job up: the most weights that a worker receives, and the rebind.
+    """Return how long a move stops the job: the most weights that a worker receives, and a rebind.
 
     0 where nothing moves. Optimizer state follows behind the compute (`follow_seconds`).
     """
@@ -134,7 +134,7 @@ def pause_seconds(
 def follow_seconds(
     costs: CostModel, loads: Sequence[StageLoad], cuts: Sequence[int], *, now: Sequence[int]
 ) -> float:
-    """How long optimizer state is on its way: the most that a worker receives of it.
+    """Return how long optimizer state is on its way: the most of it that a worker receives.
 
     The workers of a stage each receive their share of it, since shards are interleaved.
     """
@@ -147,7 +147,7 @@ def follow_seconds(
 
 
 def behind_seconds(*, follow_s: float, step_s: float, slowdown: float) -> float:
-    """What the step loses behind which optimizer state is on its way for ``follow_s``.
+    """Return the seconds that a step loses while optimizer state follows it for ``follow_s``.
 
     Its compute is slower by ``slowdown`` meanwhile; its update waits for what lasts longer.
     """
@@ -157,7 +157,7 @@ def behind_seconds(*, follow_s: float, step_s: float, slowdown: float) -> float:
 def benefit_seconds(
     *, before_s: float, after_s: float, pause_s: float, behind_s: float, horizon_s: float
 ) -> float:
-    """What a move gains over ``horizon_s``: H g - 2 C - slowdown; it pays where this is positive.
+    """Return the gain of a move over ``horizon_s``: H g - 2 C - slowdown; a positive one pays.
 
     g = 1 - after / before. The pause counts twice, since one day everything moves back.
     ``behind_s``: seconds lost behind the compute, see `behind_seconds`.
@@ -166,7 +166,7 @@ def benefit_seconds(
 
 
 def layers_can_help(*, layers: int, launch_width: int, lost: int) -> bool:
-    """Whether one unit fewer relieves a stage of ``layers`` units that lost ``lost`` replicas.
+    """Return whether one unit fewer relieves a stage of ``layers`` units without ``lost`` replicas.
 
     Moving one unit away helps only if the receiver's (layers + 1) / launch_width is below
     layers / (launch_width - lost), which is layers > (launch_width - lost) / lost.

@@ -1,4 +1,4 @@
-"""What a worker keeps of each part of the model, and how much memory it has for a plan."""
+"""The bytes that a worker keeps of each part of the model, and the memory it has for a plan."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ class StateBytes:
         return replace(self, limit_bytes=float("inf"), left_out_bytes=self.limit_bytes)
 
     def reasons(self) -> tuple[str, ...]:
-        """What has to be said of a plan that was made with this, as sentences."""
+        """List the remarks that a plan made with this state needs, as sentences."""
         if not self.left_out_bytes:
             return ()
         return (
@@ -42,7 +42,7 @@ class StateBytes:
         )
 
     def elements(self, num_layers: int) -> list[int]:
-        """Of what is in front of the layers, of each layer, and of what follows them."""
+        """Count the elements in front of the layers, of each layer, and behind the layers."""
         front = sum(length for unit, length in self.units.items() if unit < 1)
         behind = sum(length for unit, length in self.units.items() if unit > num_layers)
         return [front, *(self.units.get(number + 1, 0) for number in range(num_layers)), behind]

@@ -1,4 +1,4 @@
-"""Which worker of each stage runs which samples of which micro-batch: redeal, reroute, resize.
+"""The samples of each micro-batch that each worker of a stage runs: redeal, reroute, resize.
 
 ``redeal``   slot t holds micro-batches t w .. t w + w - 1; at every stage all live workers take q
              or q + 1 of them, the least loaded ones q + 1. Equal widths give a plain pipeline. Of
@@ -226,7 +226,7 @@ def _dealt(sizes: Numbers, width: int, slowness: Sequence[float] = ()) -> Number
 
 
 def _slots(num_microbatches: int, slot_width: int) -> Numbers:
-    """Where slots begin, in micro-batches; the last slot may be short."""
+    """List where slots begin, in micro-batches, then where the last ends, which may be short."""
     return np.append(np.arange(0, num_microbatches, slot_width), num_microbatches)
 
 

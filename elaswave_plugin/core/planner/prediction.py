@@ -50,7 +50,7 @@ MOST_SPLIT_PASSES = 2_500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWork:
-    """What a step consists of, whoever runs it: fixed at launch."""
+    """The work of a step, fixed at launch whichever workers run it."""
 
     num_microbatches: int
     microbatch_size: int
@@ -70,7 +70,7 @@ class DataflowChoice:
     def split(
         self, replicas: Sequence[Sequence[int]], work: StepWork, slowness: StageSlowness = ()
     ) -> MicrobatchSplit:
-        """Who runs what, for the replicas of each stage; raises ConfigurationError.
+        """Deal the samples to the replicas of each stage; raises ConfigurationError.
 
         ``slowness``: of their workers, in the order of the replicas.
         """
@@ -127,15 +127,15 @@ class Predictor:
         self._greedy_steps: dict[tuple[object, ...], tuple[OpLists, float]] = {}
 
     def is_exact(self, num_stages: int) -> bool:
-        """Whether every worker is simulated."""
+        """Return whether every worker is simulated."""
         return self.work.num_microbatches * num_stages * self.vpp <= MOST_PASSES
 
     def knows_greedy(self, num_stages: int) -> bool:
-        """Whether the greedy order can be tried."""
+        """Return whether the greedy order can be tried."""
         return self.vpp == 1 and self.work.num_microbatches * num_stages <= MOST_GREEDY_PASSES
 
     def knows_split(self, num_stages: int) -> bool:
-        """Whether weight gradients can be placed in time."""
+        """Return whether a step is small enough to place its weight gradients."""
         return self.work.num_microbatches * num_stages * self.vpp <= MOST_SPLIT_PASSES
 
     def predict(

@@ -36,7 +36,7 @@ def most_gain(layout: ParallelLayout, *, microbatches_each: float) -> float:
 
 
 def loss_reason(layout: ParallelLayout) -> str:
-    """What is left of the launch layout, or what it has become."""
+    """Describe what is left of the launch layout, or what it has become."""
     live, rho = concentration(layout)
     count, total = sum(layout.widths), layout.dp * len(layout.stages)
     of = f"{count} of {total} replicas are live"
@@ -45,14 +45,14 @@ def loss_reason(layout: ParallelLayout) -> str:
 
 
 def slow_reason(slow: Mapping[int, float]) -> str | None:
-    """Who is slow, by slot, and how many times as long it takes."""
+    """Name the slow workers, by slot, and how many times as long each takes."""
     if not slow:
         return None
     return "slow: " + ", ".join(f"w{slot} takes {slow[slot]:g}x as long" for slot in sorted(slow))
 
 
 def dataflow_reason(candidates: Sequence[Candidate], *, now: tuple[int, ...]) -> str:
-    """What dealing anew gives where nothing moves."""
+    """Describe what dealing anew gives where nothing moves."""
     stay = [one for one in candidates if not one.moves and one.cuts == now]
     if not stay:
         return "dataflow: nothing fits into memory where layers and workers stay"
@@ -65,7 +65,7 @@ def dataflow_reason(candidates: Sequence[Candidate], *, now: tuple[int, ...]) ->
 def layers_reason(
     candidates: Sequence[Candidate], layout: ParallelLayout, *, now: tuple[int, ...]
 ) -> str:
-    """What moving layers gives where workers stay, or why it gives nothing."""
+    """Describe what moving layers gives where workers stay, or why it gives nothing."""
     others = [one for one in candidates if not one.moves and one.cuts != now]
     stay = [one for one in candidates if not one.moves and one.cuts == now]
     if layout.vpp > 1:
@@ -85,7 +85,7 @@ def layers_reason(
 
 
 def workers_reason(candidates: Sequence[Candidate]) -> str | None:
-    """What a change of stage gives to workers, together with layers."""
+    """Describe the fastest plan in which workers change stage; None where there is none."""
     moved = [one for one in candidates if one.moves]
     if not moved:
         return None
@@ -94,7 +94,7 @@ def workers_reason(candidates: Sequence[Candidate]) -> str | None:
 
 
 def payback_reason(chosen: Candidate, *, stays: bool, horizon_s: float) -> str:
-    """What is done, and whether moving pays over the horizon."""
+    """Describe what is done, and whether moving pays over the horizon."""
     what = f"{chosen.choice}, {chosen.order}"
     if stays:
         return f"chosen: {what}, nothing moves; no move pays within {horizon_s:g} s"
@@ -124,7 +124,7 @@ def result_reason(layout: ParallelLayout, *, seconds: float, healthy_s: float) -
 
 
 def clocks_reason(clocks: ClockChoice) -> str:
-    """What the clocks add."""
+    """Describe the clocks, and the seconds of a step that they give."""
     return (
         f"clocks: {' '.join(f'{clock:g}' for clock in clocks.clocks)} give {clocks.seconds:.4g} s"
     )

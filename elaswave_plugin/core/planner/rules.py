@@ -1,4 +1,4 @@
-"""What the planner may do: the settings of one plan."""
+"""The settings of one plan: what the planner may do."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from elaswave_plugin.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRules:
-    """What the planner may do.
+    """The choices that the planner may make.
 
     ``policies``: dataflows allowed (one: it is forced). ``horizon_s``: how long a plan is expected
     to last; ``least_gain``: share of the step below which no move is worth the trouble.

@@ -88,7 +88,7 @@ class Search:
         return found + self._greedy(sorted(found, key=order_of))
 
     def stays(self, one: Candidate) -> bool:
-        """Whether neither workers nor layers move."""
+        """Return whether neither workers nor layers move."""
         return not one.moves and one.cuts == self.before.cuts
 
     def seconds(self, one: Candidate, speeds: Sequence[float], *, splits: bool = False) -> float:
@@ -137,7 +137,7 @@ class Search:
         return slowness_of(self.moved(moves), self.slow)
 
     def loads(self, moves: Sequence[WidthMove], *, fill: float = 0.0) -> list[StageLoad]:
-        """What each stage's busiest worker has to do; ``fill``: the part of it that counts."""
+        """Return each stage's load; ``fill``: the part of the pipeline's filling that counts."""
         size, widths = self.work.microbatch_size, self.widths(moves)
         if REDEAL in self.rules.policies or REROUTE in self.rules.policies:
             samples = [size * busiest for busiest in self._busiest(moves)]
@@ -160,11 +160,11 @@ class Search:
         return loads
 
     def _fair_widths(self, moves: Sequence[WidthMove]) -> Sequence[float]:
-        """How many usual workers each stage is worth."""
+        """Return the worth of each stage, in usual workers."""
         return [fair_width(stage) for stage in self.slowness(moves)] or self.widths(moves)
 
     def _busiest(self, moves: Sequence[WidthMove]) -> list[float]:
-        """What the last worker of each stage is done after, in micro-batches of a usual one."""
+        """Return when the last worker of each stage is done, in micro-batches of a usual one."""
         count, slowness = self.work.num_microbatches, self.slowness(moves)
         if self.is_exact and slowness:
             return [slowest_seconds(count, stage) for stage in slowness]
@@ -238,7 +238,7 @@ class Search:
         ]
 
     def _least_seconds(self, plan: tuple[Moves, Cuts], fill: float) -> float:
-        """What the stage takes that is done last, if no other makes it wait."""
+        """Return the seconds of the stage that is done last, if no other makes it wait."""
         moves, cuts = plan
         loads = self.loads(moves, fill=fill) * self.after.vpp
         return evaluate(self.costs, loads, cuts, now=self.before.cuts).seconds
@@ -267,7 +267,7 @@ class Search:
         return choices
 
     def _have_own(self, moves: Sequence[WidthMove]) -> bool:
-        """Whether all are replicas of the launch: others would get nothing by rerouting."""
+        """Return whether all are replicas of the launch: rerouting would give others nothing."""
         own = (replica for stage in self._replicas_after(moves) for replica in stage)
         return max(own) < self.work.launch_width
 
@@ -353,5 +353,5 @@ def order_of(one: Candidate) -> tuple[float, float, int]:
 
 
 def key_of(one: Candidate) -> tuple[object, ...]:
-    """What a candidate is, whatever it costs."""
+    """Return what identifies a candidate, apart from its cost."""
     return one.choice, one.moves, one.cuts, one.extra

@@ -129,14 +129,14 @@ class _Run:
         (self.forward if is_forward else self.backward)[stage][slot] = done
 
     def end(self) -> float:
-        """When the last stage has reduced its gradients."""
+        """Return when the last of the stages has reduced its gradients."""
         return max(
             float(free.max()) + time.reduce_s
             for free, time in zip(self.free, self.times, strict=True)
         )
 
     def _after(self, stage: int, slot: int) -> Seconds:
-        """When activations of the stage before have arrived."""
+        """Return when activations of the stage before have arrived."""
         if stage == 0:
             return np.zeros(len(self.delays[0][slot]))
         early, overlap = self.forward[stage - 1][slot], self.flow.nodes[stage][slot].before
@@ -148,7 +148,7 @@ class _Run:
         return arrived
 
     def _before(self, stage: int, slot: int) -> Seconds:
-        """When gradients of the stage after have arrived."""
+        """Return when gradients of the stage after have arrived."""
         if stage + 1 == len(self.times):
             return np.zeros(len(self.delays[stage][slot]))
         late, overlap = self.backward[stage + 1][slot], self.flow.nodes[stage + 1][slot].before

@@ -100,14 +100,14 @@ class _Filling:
             raise ValueError("the lists deadlock")
 
     def lists(self) -> OpLists:
-        """What every worker ran, in order."""
+        """List the operations that every worker ran, in order."""
         result: list[list[tuple[Op, ...]]] = [[] for _ in range(self.num_stages)]
         for (stage, _), ops in zip(self.graph.place, self.filled, strict=True):
             result[stage].append(tuple(ops))
         return tuple(map(tuple, result))
 
     def seconds(self) -> float:
-        """When the last stage has reduced its gradients, those of all its chunks."""
+        """Return when the last of the stages has reduced its gradients, those of all its chunks."""
         return max(
             free + sum(time.reduce_s for time in self.times[stage :: self.num_stages])
             for free, (stage, _) in zip(self.free, self.graph.place, strict=True)

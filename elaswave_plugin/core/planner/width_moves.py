@@ -1,4 +1,4 @@
-"""Which live workers change stage: from the widest stage to the narrowest, until they are level.
+"""The live workers that change stage: from the widest stage to the narrowest, until all are level.
 
 Where losses are concentrated in one stage no move of layers helps enough; a worker that changes
 stage does. Every prefix of the moves is a candidate with layers of its own.

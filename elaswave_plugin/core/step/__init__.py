@@ -1,1 +1,1 @@
-"""What a step is: the deal of micro-batches, order of sums, op lists, keys of draws (pure)."""
+"""The parts of a step: the deal of micro-batches, order of sums, op lists, keys of draws (pure)."""
