@@ -55,7 +55,7 @@ class GroupTable:
 
     @property
     def has_native_groups(self) -> bool:
-        """Whether tensors of a device go to native groups."""
+        """True if tensors of a device go to native groups."""
         return self._engine is not None
 
     @property
@@ -175,7 +175,7 @@ class GroupTable:
                 self._undo_batches = None
 
     def _make(self, options: Any, _: Any) -> ElasticProcessGroup:
-        """What torch calls for init_process_group and for each new_group that we are in."""
+        """Make a group; torch calls this for init_process_group and for each new_group with us."""
         ranks = list(options.global_ranks_in_group)
         members = [self._world_ranks[rank] for rank in ranks] if ranks else self._world_ranks
         timeout_s = options.timeout.total_seconds()
@@ -216,7 +216,7 @@ def check_growing_groups(groups: GroupTable, *, width: int | None) -> None:
 
 
 def _batch_of(group: Any, tensor: Any) -> Callable[[Any], Any] | None:
-    """Who runs a batch of point-to-point calls that begins with this tensor; None: torch."""
+    """Return the runner of a point-to-point batch that begins with this tensor; None: torch."""
     if isinstance(group, DeviceProcessGroup) and group.takes_batches_on(tensor.device):
         return group.batch
     return None

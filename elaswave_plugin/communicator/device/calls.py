@@ -93,7 +93,7 @@ class DeviceProcessGroup(ElasticProcessGroup):
         return self.engine.launch(self, call, (tensors, rank, tag), {}, peer=rank)
 
     def takes_batches_on(self, device: torch.device) -> bool:
-        """Whether batch() is for tensors of this device now."""
+        """Return whether batch() is for tensors of this device now."""
         return self._is_native(device.type)
 
     def batch(self, operations: Sequence[P2POp]) -> list[Work]:

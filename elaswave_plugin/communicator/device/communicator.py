@@ -31,7 +31,7 @@ class Inner(Protocol):
     def waits_on_host(self) -> bool: ...
     @property
     def failed(self) -> bool:
-        """Whether the backend has seen an error on it."""
+        """True if the backend has seen an error on it."""
 
     def connect(self) -> None:
         """Connect all members, each of which calls it or a collective; once, before any block."""
@@ -43,7 +43,7 @@ class Inner(Protocol):
         """
 
     def apart(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-        """What is launched in it on these tensors follows the current stream, beside what comes."""
+        """Run calls on these tensors behind what the current stream holds, beside what comes."""
 
     def shrink(self, excluded: Sequence[int]) -> Inner:
         """The group without these ranks; all others call it together."""
@@ -104,12 +104,12 @@ class Communicator:
 
     @property
     def coalescing(self) -> bool:
-        """Whether a block is open, whose calls are launched by its end."""
+        """True if a block is open; the end of the block launches its calls."""
         return self._block is not None
 
     @property
     def opened_here(self) -> bool:
-        """Whether this thread has opened the block: NCCL keeps open blocks by thread."""
+        """True if this thread has opened the block: NCCL keeps open blocks by thread."""
         return self._block == threading.get_ident()
 
     def open_block(self) -> None:
@@ -149,7 +149,7 @@ class Communicator:
 
     @property
     def idle(self) -> bool:
-        """Whether all that was launched is complete, without an error."""
+        """True if all that was launched is complete, without an error."""
         with self._counting:
             if self._launching or self.coalescing or self._broken or self.aborted:
                 return False
@@ -171,12 +171,12 @@ class Communicator:
 
     @property
     def aborted(self) -> bool:
-        """Whether abort() has begun."""
+        """True if abort() has begun."""
         return self._abort is not None
 
     @property
     def released(self) -> bool:
-        """Whether abort() touches the native group, which no other call may from then on."""
+        """True once abort() touches the native group; no other call may touch it from then on."""
         return self._released
 
     def abort(self) -> None:

@@ -127,7 +127,7 @@ class DeviceEngine:
         return self._work(group, communicator, mark, what)
 
     def is_coalescing(self, group: GroupCore) -> bool:
-        """Whether a block of the group is open."""
+        """Return whether a block of the group is open."""
         return group.group_name in self._blocks
 
     def start_coalescing(self, group: GroupCore, device: Any) -> None:
@@ -271,7 +271,7 @@ class DeviceEngine:
     # ---- epochs ------------------------------------------------------------------------------
 
     def facts(self) -> dict[str, CommunicatorFacts]:
-        """What this member holds, for the commit; call it when nothing is launched."""
+        """Describe this member's communicators for the commit; call it when nothing is launched."""
         for name in list(self._blocks):
             self._leave_block(name)
         self._abort_busy()

@@ -76,7 +76,7 @@ class LinkStore(Store):
         return self._values[key]
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys have arrived, among what has been read so far."""
+        """Return whether all keys have arrived, among what has been read so far."""
         return all(key in self._values for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:

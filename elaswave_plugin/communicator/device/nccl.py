@@ -58,7 +58,7 @@ class StreamMark:
         self._event.record()
 
     def is_completed(self) -> bool:
-        """Whether the stream has come this far."""
+        """Return whether the stream has come this far."""
         return bool(self._event.query())
 
     is_success = is_completed
@@ -91,7 +91,7 @@ class NcclGroup:
 
     @property
     def failed(self) -> bool:
-        """Whether the watchdog has seen an error."""
+        """True if the watchdog has seen an error."""
         return str(self._backend.get_error().name) != "SUCCESS"
 
     def connect(self) -> None:
@@ -165,11 +165,11 @@ def maker_for(
     timeout_s: float,
     launched_on: Mapping[int, str],
 ) -> NcclMaker | None:
-    """What all members alike choose for GPU tensors; None: they go through host memory.
+    """Choose the maker for GPU tensors, alike on all members; None: they go through host memory.
 
     Collective over `members` (slots) where torch has NCCL, which is then to be so for all.  The
-    lowest slot says on stderr what was chosen when a GPU is there.  Who builds beside the job takes
-    what it has chosen: NCCL, where its workers were `launched_on` devices. Raises
+    lowest slot says on stderr what was chosen when a GPU is there.  A worker that builds beside the
+    job takes what the job has chosen: NCCL, where its workers were `launched_on` devices. Raises
     ConfigurationError.
     """
     if setting == "host":

@@ -62,7 +62,7 @@ class OrderedProcessGroup(DeviceProcessGroup):
     """
 
     def _ordered_fold(self, call: str, operands: tuple[Any, ...]) -> Fold | None:
-        """What is to be made in rank order, or None. Raises ConfigurationError."""
+        """Return the fold that is to be made in rank order, or None. Raises ConfigurationError."""
         tensor = next(_tensors(operands), None)
         if tensor is None or not self._is_native(tensor.device.type):
             return None

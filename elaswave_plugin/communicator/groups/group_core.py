@@ -1,4 +1,4 @@
-"""What a process group is: its members as data, its names, and how its operations start."""
+"""A process group: its members as data, its names, and how its operations start."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class GroupCore:
 
     @property
     def group_id(self) -> int:
-        """What the group's messages carry: a digest of its name, or of its identity."""
+        """The number that the group's messages carry: a digest of its name, or of its identity."""
         return self._group_id
 
     @property
     def identity(self) -> str:
-        """What all members call the group alike: its name, until an edit says otherwise."""
+        """The name that all members use for the group: its own, until an edit says otherwise."""
         return self._identity
 
     @property

@@ -38,14 +38,14 @@ class State(Enum):
 
 
 class HandshakeSide(Protocol):
-    """Who decides whether a connection becomes the link to its peer."""
+    """The side that decides whether a connection becomes the link to its peer."""
 
     def greeted(self, connection: Connection, hello: Hello) -> None: ...
     def accepted(self, connection: Connection) -> None: ...
 
 
 class MessageSide(Protocol):
-    """Who takes the messages that a connection brings."""
+    """The side that takes the messages of a connection."""
 
     def arriving(self, connection: Connection, header: FrameHeader) -> Inbound: ...
     def arrived(self, inbound: Inbound) -> None: ...

@@ -16,7 +16,7 @@ _WRITE = select.EPOLLOUT
 
 
 class Connections:
-    """Whom a worker is connected to in the epoch; every call is made under the table's lock.
+    """The connections of a worker in the epoch; every call is made under the table's lock.
 
     `links` has the connection that counts for each slot, also where it broke. `sockets` wakes
     whoever polls it; what it tells of a descriptor is handed to `serve`.

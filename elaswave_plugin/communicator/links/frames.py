@@ -51,7 +51,7 @@ DTYPES = (
 
 
 class Kind(IntEnum):
-    """What a frame is for."""
+    """The purpose of a frame."""
 
     HELLO = 1
     ACCEPT = 2
@@ -101,7 +101,7 @@ class FrameHeader(NamedTuple):
 
 
 class Hello(NamedTuple):
-    """Who dials: its slot, the address where it listens and the epoch it has open.
+    """The greeting of a dialling worker: its slot, its listening address and its open epoch.
 
     `link` is a number for the new link, `replaces` that of the last link which the dialling side
     had with this peer (0: none).  A greeting that was overtaken by the peer's own dial names

@@ -1,4 +1,4 @@
-"""Where a worker listens, and how another one is dialled: TCP, or a Unix socket on one host."""
+"""Listens for a worker and dials another one: over TCP, or over a Unix socket on one host."""
 
 from __future__ import annotations
 

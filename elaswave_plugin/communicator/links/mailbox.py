@@ -8,7 +8,7 @@ from elaswave_plugin.errors import MismatchError
 
 
 class Mailbox:
-    """What has been asked for and what has come unasked.
+    """The receives that were asked for, and the messages that have come unasked.
 
     Messages of an older epoch are thrown away, of a newer one kept until that epoch is opened.
     """

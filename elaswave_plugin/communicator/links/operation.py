@@ -40,7 +40,7 @@ class Group:
 
 
 class Engine(Protocol):
-    """What an operation needs from the link table; every call is made under the table's lock."""
+    """The part of the link table that an operation needs; every call is made under its lock."""
 
     epoch: int
     scratch: Scratch
@@ -210,7 +210,7 @@ class Operation:
         self._engine.finished(self)
 
     def needs(self, slot: int) -> bool:
-        """Whether it still has to hear from this peer, or to be heard by it."""
+        """Return whether it still has to hear from this peer, or to be heard by it."""
         transfers: list[Transfer] = [*self._receives, *self._sends]
         return any(one.peer == slot and not one.done for one in transfers)
 

@@ -86,7 +86,7 @@ class Send(Transfer):
         self.head = memoryview(self.header.pack_frame(size, self.position))
 
     def buffers(self) -> list[memoryview]:
-        """What to hand to sendmsg next."""
+        """List the buffers to hand to sendmsg next."""
         payload = self.view[self.position : self.frame_end]
         return [payload] if self.head is None else [self.head, payload]
 
