@@ -1,4 +1,4 @@
-"""How much memory this process may still take: the machine's, or less in a container."""
+"""The memory that this process may still take: the machine's, or less in a container."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _left_within(root: Path, path: str, names: _Names) -> list[int]:
 
 
 def _left_bytes(group: Path, names: _Names) -> int | None:
-    """What a group may take beyond what it has; cached files that nobody uses would go first."""
+    """Return the bytes that a group may still take; unused cached files count, as they go first."""
     limit_file, used_file, cached = names
     try:
         limit = (group / limit_file).read_text().strip()

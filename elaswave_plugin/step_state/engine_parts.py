@@ -1,4 +1,4 @@
-"""What a step of an engine changes or relies on beside its shards: the parts of its state.
+"""The parts of the state that a step of an engine changes or relies on, beside its shards.
 
 An engine's script owns its loop, and nobody can call the body of that again: what changes there is
 put back with the step that is redone, and runs again with it.
@@ -73,7 +73,7 @@ class Buffers(Plain):
         average(dict(self._model.named_buffers()), self._changing.settle())
 
     def proof(self) -> int:
-        """Of what is averaged; who comes later is given the others when it has entered."""
+        """Digest what is averaged; a later worker is given the others when it has entered."""
         digest = xxhash.xxh3_64()
         values = dict(self._model.named_buffers())
         for name in self._changing.names or ():
@@ -192,7 +192,7 @@ class Frozen(Plain):
 
 
 def _kept_places() -> Iterator[int]:
-    """Where the tensors of kept objects lie."""
+    """Yield the addresses of the tensors of kept objects."""
     for name, value in kept_objects().items():
         state = accessors(name, value)[0]()
         for one in state.values() if isinstance(state, dict) else ():

@@ -50,7 +50,7 @@ def send(value: Any, rank: int) -> None:
 
 
 def receive(rank: int) -> Any:
-    """What a rank of WORLD sends."""
+    """Receive what a rank of WORLD sends."""
     length = torch.tensor(0)
     dist.recv(length, rank)
     plain = torch.empty(int(length), dtype=torch.uint8)

@@ -15,7 +15,7 @@ Key = tuple[str, str]
 
 
 class Movable(Protocol):
-    """What is asked of a part of the state of a step (`step_state.py`)."""
+    """The calls that a part of the state of a step has to offer (`step_state.py`)."""
 
     def missing(self, kept: Any) -> Mapping[str, bool]: ...
 
@@ -70,7 +70,7 @@ def _found(
 
 
 def _dealt(keys: Mapping[Key, bool], holders: Sequence[set[Key]]) -> dict[int, list[Key]]:
-    """Which rank gives which: the first that has it; what is needed, somebody has to have."""
+    """Deal each key to the first rank that has it; raises ElasWaveError if a needed one is lost."""
     dealt: dict[int, list[Key]] = {}
     for key, is_needed in keys.items():
         giver = next((rank for rank, has in enumerate(holders) if key in has), None)
@@ -84,7 +84,7 @@ def _dealt(keys: Mapping[Key, bool], holders: Sequence[set[Key]]) -> dict[int, l
 
 
 def _gathered(mine: Any) -> list[Any]:
-    """What every worker tells, by rank; over host memory, whatever the groups have beside."""
+    """Gather each worker's value, by rank; over host memory, whatever the groups have beside."""
     told = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
     longest = torch.tensor(len(told))
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)

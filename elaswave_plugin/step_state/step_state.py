@@ -29,9 +29,9 @@ class Part(Protocol):
     """One kind of state."""
 
     name: str
-    """What it is called in messages."""
+    """The name that messages use for it."""
     of_passes: bool
-    """Whether forward and backward passes may change it."""
+    """True if forward and backward passes may change it."""
 
     def keep(self) -> Any:
         """A copy of it: tensors on the host and plain values, in dicts, lists and tuples."""
@@ -40,7 +40,7 @@ class Part(Protocol):
         """Make it as it was kept; any number of times."""
 
     def shared(self, kept: Any) -> Any:
-        """What of it a worker takes that comes later."""
+        """Return the part of it that a later worker takes."""
 
     def missing(self, kept: Any) -> Mapping[str, bool]:
         """The names of what this worker has now, as layers have moved to it, and did not keep.
@@ -102,7 +102,7 @@ class Plain:
 
 
 class KeptObjects(Plain):
-    """What the script keeps by ``elaswave_plugin.keep``."""
+    """The objects that the script keeps by ``elaswave_plugin.keep``."""
 
     name = "what the script keeps"
     of_passes = True
@@ -151,7 +151,7 @@ class StepState:
             del self._before[old]
 
     def before(self, step: int) -> Kept:
-        """What there was before a step that has begun."""
+        """Return what was kept before a step that has begun."""
         return self._before[step]
 
     def keep(self) -> Kept:
@@ -165,7 +165,7 @@ class StepState:
 
     @contextmanager
     def passes_undone(self) -> Iterator[None]:
-        """What passes inside change is put back; a recovery does so where they are interrupted."""
+        """Put back what passes inside change; a recovery does so where they are interrupted."""
         kept = {name: part.keep() for name, part in self._parts.items() if part.of_passes}
         yield
         self.put_back(kept)
@@ -284,7 +284,7 @@ class StepState:
 
 
 def _told(mine: Sequence[int]) -> list[list[int]]:
-    """What every worker tells, by rank (collective over WORLD)."""
+    """Gather each worker's numbers, by rank (collective over WORLD)."""
     row = torch.tensor(mine, dtype=torch.int64)
     table = [torch.zeros_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(table, row)
