@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 class FailedSave(NamedTuple):
-    """Which work between steps it was, and what the system said to which worker."""
+    """A failed save: the work between steps, the worker's slot, and the system's words to it."""
 
     work: int
     slot: int
@@ -28,7 +28,7 @@ class FailedSave(NamedTuple):
 
 
 class FailedSaves:
-    """What one worker knows of saves that failed."""
+    """The failed saves that one worker knows of."""
 
     def __init__(self, worker: Worker, drafts: Drafts) -> None:
         self._worker = worker
@@ -38,7 +38,7 @@ class FailedSaves:
 
     @property
     def has_failed(self) -> bool:
-        """Whether this worker's own attempt at a save failed, and the others do not know yet."""
+        """True if this worker's own attempt at a save failed, and the others do not know yet."""
         return self._own is not None
 
     def attempt(self, save: Callable[[], Result], work: int) -> Result | None:

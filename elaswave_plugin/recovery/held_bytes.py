@@ -23,7 +23,7 @@ class HeldBytes:
             self._hooks.__enter__()
 
     def take(self) -> int:
-        """What has come to be held since the last call."""
+        """Return the bytes that have come to be held since the last call."""
         now = torch.cuda.memory_allocated() if self._on_gpu else self._bytes
         taken, self._taken = max(0, now - self._taken), now
         return taken

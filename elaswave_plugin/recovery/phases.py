@@ -1,4 +1,4 @@
-"""Where a worker is: announces phases, fires the scripted test faults there, times recoveries."""
+"""Tracks a worker's place: announces phases, fires the scripted test faults, times recoveries."""
 
 import os
 import time
@@ -60,7 +60,7 @@ class Phases:
         self._clock.step_over()
 
     def between_steps(self) -> None:
-        """What follows is the script's, and nobody knows how long it takes."""
+        """Announce the script's own work, of a length that nobody knows."""
         self._clock.outside(BETWEEN_STEPS)
 
     def enter(self, phase: str) -> None:

@@ -1,4 +1,4 @@
-"""What a recovery took, as the event that it becomes once work was completed after it."""
+"""The cost of a recovery, as the event that it becomes once work was completed after it."""
 
 import os
 import time
@@ -115,7 +115,7 @@ def recovered_text(restored_step: int, bytes_moved: int, phases_s: Mapping[str, 
 
 
 def _line(plan: RecoveryPlan, fields: Mapping[str, Any]) -> tuple[int, str]:
-    """Who says that a recovery is over, the first that was there before; and in which words."""
+    """Choose the first worker that is no newcomer to announce the recovery's end, and its words."""
     came = {int(name.partition(".")[0]) for name in fields["newcomers"]}
     speaker = next(slot for slot in plan.ranks if slot not in came)
     if came:
@@ -127,7 +127,7 @@ def _line(plan: RecoveryPlan, fields: Mapping[str, Any]) -> tuple[int, str]:
 
 
 def _layout_change(before: Flow | None, after: Flow) -> dict[str, object]:
-    """What an outside reader needs to judge a change of layout; nothing without stages."""
+    """Return what an outside reader needs to judge a change of layout; nothing without stages."""
     if not isinstance(after, PipelineFlow):
         return {}
     known = {"layout_before": before.layout.to_json()} if isinstance(before, PipelineFlow) else {}

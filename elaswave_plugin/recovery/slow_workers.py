@@ -25,12 +25,12 @@ class SlowWorkers:
         self._compared_s: float | None = None  # when the paces of the step before were
 
     def told(self) -> tuple[SlowTold, ...]:
-        """What the facts of a view say of them."""
+        """List the slow workers, as the facts of a view carry them."""
         return self._watch.told()
 
     @property
     def views(self) -> tuple[int, int] | None:
-        """How many views were asked for their sake, and before which step the last one was."""
+        """The number of views asked for slow workers, and the step before which the last was."""
         return self._payback.asked
 
     def compare(self, paces: Mapping[int, tuple[float, int]]) -> None:
@@ -73,7 +73,7 @@ class SlowWorkers:
         return gain_of_view(worker.dataflow, wanted, slow=slow, times=times)
 
     def learn(self, told: Sequence[SlowTold], views: Iterable[tuple[int, int] | None]) -> None:
-        """Who is slow at the beginning of a view, and what `views` was of each; alike on all."""
+        """Learn the slow workers as a view begins, and each worker's `views`; alike on all."""
         before = self._watch.slow
         self._watch.restart(told)
         self._payback.restart(max(filter(None, views), default=None))
@@ -87,7 +87,7 @@ class SlowWorkers:
         self._compared_s = None
 
     def note_pause(self, pause_s: float) -> None:
-        """What the last change of the view cost is what another one will."""
+        """Note the cost of the last change of the view, as the estimate for another one."""
         self._payback.pause_s = max(PAUSE_S, pause_s)
 
     def _tell(self, *, before: Mapping[int, Slow], slow: Mapping[int, Slow]) -> None:

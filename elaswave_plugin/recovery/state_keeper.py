@@ -174,12 +174,12 @@ class StateKeeper:
 
     @property
     def is_followed(self) -> bool:
-        """Whether some of the optimizer state is still on its way."""
+        """True if some of the optimizer state is still on its way."""
         return self._behind is not None and self._behind.is_on_its_way
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of the optimizer state is installed."""
+        """True if all of the optimizer state is installed."""
         return self._behind is None
 
     def read_behind(self, plan: RecoveryPlan, framework: Framework) -> None:
@@ -216,7 +216,7 @@ class StateKeeper:
         self._behind = None
 
     def drop_behind(self) -> None:
-        """What is on its way is wanted no more; returns when nothing is read any longer."""
+        """Drop the state that is on its way; returns when nothing is read any longer."""
         if self._behind is not None:
             self._behind.drop()
             self._behind = None

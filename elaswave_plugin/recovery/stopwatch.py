@@ -1,4 +1,4 @@
-"""How long passes through parts of the model take: on a CPU, on a GPU by events of its stream.
+"""Times passes through parts of the model: on a CPU, and on a GPU by events of its stream.
 
 Reading an event that has not happened would stop the host until it has: events are read at the end
 of a later step, when they have. On a CPU also what a step takes beside the passes. And, once, what

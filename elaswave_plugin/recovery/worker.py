@@ -194,7 +194,7 @@ class Worker:
 
     @property
     def owns_rank_0(self) -> bool:
-        """Whether the duties of rank 0 are this worker's now."""
+        """True if the duties of rank 0 are this worker's now."""
         return self.ranks[0] == self.slot and not self.alone
 
     @property
@@ -204,7 +204,7 @@ class Worker:
 
     @property
     def promises_bits(self) -> bool:
-        """Whether the job is exact: asked for, and not shown otherwise by its first step."""
+        """True if the job is exact: asked for, and not shown otherwise by its first step."""
         return self.config.consistency == "exact" and not self.remembered.get("inexact", False)
 
     @property
@@ -375,7 +375,7 @@ class Worker:
             )
 
     def flow_of(self, num_microbatches: int) -> Flow:
-        """What the workers of this view run of a batch of so many micro-batches, alike on all.
+        """Return the flow of a batch of ``num_microbatches`` in this view, alike on all workers.
 
         A view is planned for the whole batch; while its size ramps up, fewer are dealt likewise.
         """
