@@ -22,10 +22,10 @@ Result = TypeVar("Result")
 
 
 class Knowledge(Protocol):
-    """What a worker that comes later has to learn, but for the state and for where the loop is."""
+    """The knowledge that a later worker needs, except the state and the loop's position."""
 
     def tell(self) -> Any:
-        """What goes to every worker; picklable."""
+        """Return what goes to every worker; picklable."""
         ...
 
     def follow(self, told: Sequence[Any | None]) -> None:

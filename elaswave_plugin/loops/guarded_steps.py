@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 class GuardedSteps:
-    """What every loop does around a step, whoever owns the loop: begins it, completes it."""
+    """The work around each step, alike in every loop: begins the step, completes it."""
 
     def __init__(
         self,

@@ -17,14 +17,14 @@ from elaswave_plugin.trainer.fatal import end_in_a_sentence
 
 
 class LoopBody:
-    """Whether the script is in the body of its loop, and what its collectives do there."""
+    """The body of a script's loop: whether the script is in it, and what collectives do there."""
 
     def __init__(self, loop: ElasticLoop) -> None:
         self._loop = loop
         self._worker = loop.worker
 
     def begin(self) -> None:
-        """What follows is the body, until the script ends."""
+        """Begin the body, which lasts until the script ends."""
         self._worker.links.body = self
 
     @contextmanager

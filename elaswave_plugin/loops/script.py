@@ -23,10 +23,10 @@ Result = TypeVar("Result")
 
 
 class LoopVariables(Protocol):
-    """What the loop has in variables of its own, which only those know who have been there."""
+    """The loop's own variables, which only workers that have run the loop know."""
 
     def tell(self) -> Any:
-        """What a worker has to learn that comes into the loop later, alike on all; picklable."""
+        """Return what a worker that comes later has to learn, alike on all; picklable."""
         ...
 
     def follow(self, step: int, told: Any) -> None:

@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 
 class UserLoop:
-    """Where a user's loop is, and whether what it does now counts."""
+    """The position of a user's loop, and whether its present work counts."""
 
     def __init__(
         self, steps: GuardedSteps, *, after_recovery: Callable[[], None] = lambda: None
@@ -62,7 +62,7 @@ class UserLoop:
             self._between = True
 
     def set_behind(self, behind: bool) -> None:
-        """Whether the script is at what the others have behind them, where it meets nobody."""
+        """Set whether the script is at what the others have behind them, where it meets nobody."""
         self._behind = behind
         self.worker.links.alone = behind or self.worker.alone
 
