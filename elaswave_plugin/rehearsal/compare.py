@@ -100,16 +100,16 @@ class RunRecords:
 
         A step that some had completed when another was lost is made again by fewer workers, whose
         sums have bits of their own. It is made again within the script's next call, so what the
-        script kept of it, as its loss, may be of the first time and is dropped as well.
+        script kept of it, as its loss, may be of the first time: that is only a note.
         """
         kept = []
         for one in self.records:
-            at = one.get("at", 0)
-            if any(view > one["view"] and at > begun for view, begun in restored.items()):
+            at, view = one.get("at", 0), one["view"]
+            if any(later > view and at > begun for later, begun in restored.items()):
                 continue
-            again = any(view <= one["view"] and at - 1 == begun for view, begun in restored.items())
+            again = any(then <= view and at - 1 == begun for then, begun in restored.items())
             if again and one["kind"] == "state":
-                one = {**one, "script": {}, "values": {}}
+                one = {**one, "script": {}, "values": {**one["values"], **one["script"]}}
             kept.append(one)
         return RunRecords(records=tuple(kept))
 
@@ -120,10 +120,10 @@ class RunRecords:
                 yield moment, what, record["slot"], value
 
     def notes(self) -> Iterator[tuple[Moment, Named, int, Any]]:
-        """The plain values of the script, likewise."""
+        """Yield what the script's variables hold, plain values and others, likewise."""
         for record in self.records:
             if record["kind"] == "state":
-                for name, value in record["values"].items():
+                for name, value in {**record["values"], **record["script"]}.items():
                     moment = Moment(record["at"], _STATE)
                     yield moment, Named(OWN, record["part"], name), record["slot"], value
 

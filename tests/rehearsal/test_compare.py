@@ -82,4 +82,9 @@ def test_a_completed_step_that_fewer_made_again_counts_as_they_made_it() -> None
     )
     before = state(0, 3, tensors={"weight a": 6}, script={"loss": 6}) | {"view": 1}
     found = run(before, early, again, later).without_undone({2: 3})
-    assert found == run(before, {**again, "script": {}}, later)
+    assert found == run(before, {**again, "script": {}, "values": {"loss": 8}}, later)
+    # Beside a difference that counts it is named all the same.
+    twin = run(before, *(state(0, at, script={"loss": 0}) | {"view": 2} for at in (4, 5)))
+    reference = Reference(twin)
+    assert [one.moment.step for one in reference.notes(found)] == [4, 5]
+    assert [one.moment.step for one in reference.differences(found)] == [5]

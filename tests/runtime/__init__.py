@@ -1,1 +1,1 @@
-"""Tests of the runtime: real processes on the CPU engine."""
+"""Tests of supervisors, trainers and groups: real processes on the CPU engine."""

@@ -1,1 +1,1 @@
-"""DeepSpeed's engine behind the runtime; what a script uses is ``elaswave_plugin.deepspeed``."""
+"""DeepSpeed's engine in an elastic job; what a script uses is ``elaswave_plugin.deepspeed``."""

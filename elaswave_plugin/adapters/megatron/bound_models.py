@@ -1,4 +1,4 @@
-"""All models of a job, each with its optimizer and scheduler, behind the runtime's verbs.
+"""All models of a job, each with its optimizer and scheduler, behind the verbs of a framework.
 
 Their buckets lie one model after the other in one flat state, which is cut, sealed, moved and
 compared as a whole. A job with one model is the case of one.
