@@ -41,7 +41,7 @@ class BenchMember:
             buffer=0,
             step=0,
             epoch=self.view.epoch,
-            cell=(0, 0),
+            shard_group=(0, 0),
             units=(),
             ranks=(self.slot,),
             shard=0,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.core.layout.shards import ShardCut, ShardPiece
-from elaswave_plugin.core.recovery_plan.placement import Cell
+from elaswave_plugin.core.recovery_plan.placement import ShardGroup
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan
 
 
@@ -36,31 +36,31 @@ class Stages:
         """Elements of a stage."""
         return sum(self.units[unit] for unit in self.starts(stage))
 
-    def cell(self, stage: int, ranks: tuple[int, ...]) -> Cell:
+    def shard_group(self, stage: int, ranks: tuple[int, ...]) -> ShardGroup:
         """The workers of a stage, whose buffer is one bucket."""
-        return Cell(stage=stage, ranks=ranks, units=(stage,), buckets=(self.total(stage),))
+        return ShardGroup(stage=stage, ranks=ranks, units=(stage,), buckets=(self.total(stage),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContiguousPlan(RecoveryPlan):
-    """A plan whose cells are stages with one bucket each; ``sources`` are by stage."""
+    """A plan whose shard groups are stages with one bucket each; ``sources`` are by stage."""
 
     old: Stages
     new: Stages
 
     def before(self, sealed: SealedShard) -> ShardCut:
         """Return the cut of the stage of which ``sealed`` is a shard."""
-        return ShardCut(buckets=(self.old.total(sealed.cell[0]),), width=len(sealed.ranks))
+        return ShardCut(buckets=(self.old.total(sealed.shard_group[0]),), width=len(sealed.ranks))
 
     def pieces(self, slot: int) -> tuple[tuple[SealedShard, tuple[ShardPiece, ...]], ...]:
         """Return what ``slot`` reads, grouped by source."""
-        number = self.cell_of(slot)
+        number = self.shard_group_of(slot)
         if number is None:
             return ()
         size = self.after(number).shard_numel
-        start = self.cells[number].ranks.index(slot) * size
+        start = self.shard_groups[number].ranks.index(slot) * size
         found: dict[SealedShard, list[ShardPiece]] = {}
-        for source, piece in self._overlaps(self.cells[number].stage, start, start + size):
+        for source, piece in self._overlaps(self.shard_groups[number].stage, start, start + size):
             found.setdefault(source, []).append(piece)
         return tuple((source, tuple(pieces)) for source, pieces in found.items())
 

@@ -22,7 +22,7 @@ from elaswave_plugin.core.layout.layout import launch_layout
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.core.layout.shards import MOMENTS, PARTS, WEIGHTS, ShardCut
 from elaswave_plugin.core.planner.pipeline_flow import flow_of
-from elaswave_plugin.core.recovery_plan.placement import Cell, GridSeating
+from elaswave_plugin.core.recovery_plan.placement import GridPlacement, ShardGroup
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan, make_plan
 from elaswave_plugin.snapshot.free_memory import available_bytes
 from elaswave_plugin.snapshot.restore import read_parts
@@ -47,19 +47,19 @@ class Move:
         """Elements of each layer."""
         return dict.fromkeys(range(1, self.layers + 1), self.numel)
 
-    def seatings(self) -> tuple[GridSeating, GridSeating]:
+    def seatings(self) -> tuple[GridPlacement, GridPlacement]:
         """Before, and after the first layers of stage 1 have come to stage 0."""
         layout = launch_layout(tp=1, pp=2, dp=self.dp, num_layers=self.layers)
-        before = GridSeating.at_launch(layout, groups={}, units=self.units)
+        before = GridPlacement.at_launch(layout, groups={}, units=self.units)
         cut = self.layers // 2 + self.moved
-        after = GridSeating.at_launch(
+        after = GridPlacement.at_launch(
             layout.recut((0, cut, self.layers)), groups={}, units=self.units
         )
         return before, after
 
-    def stages(self, seating: GridSeating) -> Stages:
+    def stages(self, placement: GridPlacement) -> Stages:
         """The same in one buffer a stage."""
-        return Stages(units=self.units, cuts=seating.layout.cuts)
+        return Stages(units=self.units, cuts=placement.layout.cuts)
 
 
 def state_of(units: Iterable[tuple[int, int, int]], part: str) -> torch.Tensor:
@@ -78,9 +78,11 @@ class Migrations:
         self._member, self._move = member, move
         self._slot = member.slot
         before, after = move.seatings()
-        self._before, self._after = before.cells, after.cells
+        self._before, self._after = before.shard_groups, after.shard_groups
         old, new = move.stages(before), move.stages(after)
-        self._old_stages = [old.cell(cell.stage, cell.ranks) for cell in self._before]
+        self._old_stages = [
+            old.shard_group(shard_group.stage, shard_group.ranks) for shard_group in self._before
+        ]
         mine = self._mine(self._before)
         whole = _cut(mine).payload_bytes
         self._pool = SnapshotPool(
@@ -102,9 +104,13 @@ class Migrations:
         }
         sealed = [one for one in inventory if one.step == INTERLEAVED]
         live = dict.fromkeys(member.view.ranks, (INTERLEAVED, member.view.epoch))
-        self.interleaved = make_plan(cells=self._after, inventory=sealed, live=live, **common)
+        self.interleaved = make_plan(
+            shard_groups=self._after, inventory=sealed, live=live, **common
+        )
         self.contiguous = ContiguousPlan(
-            cells=tuple(new.cell(cell.stage, cell.ranks) for cell in self._after),
+            shard_groups=tuple(
+                new.shard_group(shard_group.stage, shard_group.ranks) for shard_group in self._after
+            ),
             sources=sealed_by_stage(one for one in inventory if one.step == CONTIGUOUS),
             restore_step=CONTIGUOUS,
             alignment=128,
@@ -114,37 +120,37 @@ class Migrations:
         )
         self._old, self._new = old, new
 
-    def _mine(self, cells: Sequence[Cell]) -> Cell:
-        return next(cell for cell in cells if self._slot in cell.ranks)
+    def _mine(self, shard_groups: Sequence[ShardGroup]) -> ShardGroup:
+        return next(shard_group for shard_group in shard_groups if self._slot in shard_group.ranks)
 
-    def _ranges(self, cell: Cell) -> list[tuple[int, int, int]]:
+    def _ranges(self, shard_group: ShardGroup) -> list[tuple[int, int, int]]:
         """The ranges of this worker's shard where every layer is cut by itself."""
-        (size,) = set(_cut(cell).shard_sizes)
-        start = cell.ranks.index(self._slot) * size
-        return [(unit, start, start + size) for unit in cell.units]
+        (size,) = set(_cut(shard_group).shard_sizes)
+        start = shard_group.ranks.index(self._slot) * size
+        return [(unit, start, start + size) for unit in shard_group.units]
 
     def _ranges_in_one(self, stages: Stages) -> list[tuple[int, int, int]]:
         """The ranges of this worker's shard where a stage is one buffer."""
-        cell = self._mine(self._before)
-        size = stages.total(cell.stage) // len(cell.ranks)
-        start = cell.ranks.index(self._slot) * size
+        shard_group = self._mine(self._before)
+        size = stages.total(shard_group.stage) // len(shard_group.ranks)
+        start = shard_group.ranks.index(self._slot) * size
         found = []
-        for unit, at in stages.starts(cell.stage).items():
+        for unit, at in stages.starts(shard_group.stage).items():
             low, high = max(start, at) - at, min(start + size, at + stages.units[unit]) - at
             if low < high:
                 found.append((unit, low, high))
         return found
 
     def _seal(
-        self, step: int, cells: Sequence[Cell], ranges: Sequence[tuple[int, int, int]]
+        self, step: int, shard_groups: Sequence[ShardGroup], ranges: Sequence[tuple[int, int, int]]
     ) -> None:
-        cell = self._mine(cells)
+        shard_group = self._mine(shard_groups)
         record = self._pool.seal(
             step=step,
             epoch=self._member.view.epoch,
-            cell=cell.key,
-            units=cell.units,
-            ranks=cell.ranks,
+            shard_group=shard_group.key,
+            units=shard_group.units,
+            ranks=shard_group.ranks,
             parts=[state_of(ranges, part) for part in PARTS],
             capsule=b"none",
             before_seal=lambda: None,
@@ -201,7 +207,7 @@ class Migrations:
         return target
 
     def _cut_of(self, plan: RecoveryPlan) -> ShardCut:
-        number = plan.cell_of(self._slot)
+        number = plan.shard_group_of(self._slot)
         assert number is not None
         return plan.after(number)
 
@@ -251,15 +257,17 @@ class Migrations:
         self._group = groups[0]
 
     def _check(self, plan: RecoveryPlan, target: torch.Tensor) -> None:
-        cell = self._mine(self._after)
-        ranges = self._ranges_in_one(self._new) if plan is self.contiguous else self._ranges(cell)
+        shard_group = self._mine(self._after)
+        ranges = (
+            self._ranges_in_one(self._new) if plan is self.contiguous else self._ranges(shard_group)
+        )
         for part, values in zip(PARTS, target, strict=True):
             if not torch.equal(values, state_of(ranges, part)):
                 raise AssertionError(f"worker {self._slot}: {part} is not what was sealed")
 
 
-def _cut(cell: Cell) -> ShardCut:
-    return ShardCut(buckets=cell.buckets, width=len(cell.ranks))
+def _cut(shard_group: ShardGroup) -> ShardCut:
+    return ShardCut(buckets=shard_group.buckets, width=len(shard_group.ranks))
 
 
 def _spans(cut: ShardCut) -> list[slice]:
@@ -272,7 +280,7 @@ def sealed_by_stage(sealed: Iterable[SealedShard]) -> tuple[tuple[SealedShard, .
     """Own snapshots of each stage in the order of their shards."""
     stages: dict[int, list[SealedShard]] = {}
     for one in sealed:
-        stages.setdefault(one.cell[0], []).append(one)
+        stages.setdefault(one.shard_group[0], []).append(one)
     return tuple(
         tuple(sorted(stages[stage], key=lambda one: one.shard)) for stage in sorted(stages)
     )

@@ -59,7 +59,7 @@ class PatchRecord:
         return _locate(self.target)
 
     @property
-    def seam(self) -> Hook:
+    def point(self) -> Hook:
         """What is set when this is applied: the hook where the source has it, else the target."""
         if self.hook is not None and hasattr(*_locate(self.hook.place)):
             return self.hook
@@ -96,10 +96,10 @@ class PatchRecord:
                     f"{self.target} takes {seen} in {self.distribution} {installed}, "
                     f"wanted {wanted}; {self._whose(found)}"
                 )
-        seam = self.seam
-        if seam is self.hook and (taken := getattr(*_locate(seam.place))) is not None:
+        point = self.point
+        if point is self.hook and (taken := getattr(*_locate(point.place))) is not None:
             raise PatchMismatchError(
-                f"{seam.place} is set already, to {taken!r}, wanted None; take out what sets it"
+                f"{point.place} is set already, to {taken!r}, wanted None; take out what sets it"
             )
 
     def _whose(self, found: Any) -> str:
@@ -167,9 +167,9 @@ class PatchSet:
         there = self.check()
         try:
             for record in there:
-                seam = record.seam
-                owner, name = _locate(seam.place)
-                replacement = seam.make(getattr(*record.locate()))
+                point = record.point
+                owner, name = _locate(point.place)
+                replacement = point.make(getattr(*record.locate()))
                 self._originals.append((owner, name, vars(owner).get(name, _ABSENT)))
                 setattr(owner, name, replacement)
         except BaseException:
@@ -179,7 +179,7 @@ class PatchSet:
     @property
     def places(self) -> tuple[str, ...]:
         """What applying sets: hooks where the source has them, else targets."""
-        return tuple(record.seam.place for record in self.records)
+        return tuple(record.point.place for record in self.records)
 
     def undo(self) -> None:
         """Restore every target, last applied first."""

@@ -33,7 +33,7 @@ class Recording:
         self.tracker = tracker
         self._pieces = pieces
         # Whose the sinks were before; a worker that comes later does not know it.
-        self._owner = None if worker.alone else worker.ranks[0]
+        self._owner = None if worker.detached else worker.ranks[0]
 
     def attached(self, **sizes: int) -> None:
         """The job begins: say once what the snapshots cost and do not cover."""

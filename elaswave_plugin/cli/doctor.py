@@ -81,7 +81,7 @@ def examine(checkout: Path | None) -> tuple[Finding, ...]:
             record.check(installed)
         except PatchMismatchError as error:
             return MISMATCH, str(error)
-        return (HOOK if record.seam is record.hook else FITS), None
+        return (HOOK if record.point is record.hook else FITS), None
 
     if checkout is not None:
         sys.path.insert(0, str(checkout.resolve()))

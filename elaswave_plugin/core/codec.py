@@ -66,8 +66,8 @@ def to_json(value: object) -> dict[str, Any]:
         raise TypeError(f"{value!r:.100} is no dataclass, and JSON cannot carry it")
     kind: type = type(value)
     given = {name: (getattr(value, name), default) for name, default in _defaults(kind)}
-    told = {name: one for name, (one, default) in given.items() if one != default}
-    return {KIND: kind_of(kind), **told} if isinstance(value, WireMessage) else told
+    present = {name: one for name, (one, default) in given.items() if one != default}
+    return {KIND: kind_of(kind), **present} if isinstance(value, WireMessage) else present
 
 
 def from_json(hint: Any, record: Any) -> Any:
@@ -137,12 +137,12 @@ def _object_reader(kind: Any) -> Reader:
 
 
 def _read_message(kinds: Mapping[str, Reader], record: Any) -> Any:
-    told = dict(_checked(dict, record))
-    kind = told.pop(KIND, None)
+    present = dict(_checked(dict, record))
+    kind = present.pop(KIND, None)
     if not isinstance(kind, str) or kind not in kinds:
         raise UnreadableMessageError(kind)
     try:
-        return kinds[kind](told)
+        return kinds[kind](present)
     except _FlawError as error:
         raise UnreadableMessageError(kind, str(error)) from error
 

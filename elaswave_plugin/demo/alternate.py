@@ -53,9 +53,9 @@ def alternate_consistency() -> None:
     from elaswave_plugin.adapters.megatron.compat.patches import elastic_patches
 
     record = next(one for one in elastic_patches(exact=True).records if one.target.endswith(NORM))
-    if record.seam is record.hook:
+    if record.point is record.hook:
         raise ConfigurationError(
-            f"Megatron-Core has the hook {record.seam.place}, and {record.target} is replaced for "
+            f"Megatron-Core has the hook {record.point.place}, and {record.target} is replaced for "
             "this measurement; take the diffs back with `elaswave patch revert`"
         )
     owner, name = record.locate()

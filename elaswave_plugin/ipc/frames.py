@@ -17,7 +17,7 @@ from elaswave_plugin.core.agreement.messages import (
 from elaswave_plugin.core.agreement.view import MembershipView
 from elaswave_plugin.core.codec import WireMessage
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
-from elaswave_plugin.ipc.job_constants import Remembered
+from elaswave_plugin.ipc.job_constants import JobConstants
 
 # ---- a trainer to its supervisor ----------------------------------------------------------------
 
@@ -51,10 +51,10 @@ class SavesLast(WireMessage):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remember(WireMessage):
+class SetConstants(WireMessage):
     """It has its supervisor keep this for a trainer that replaces it."""
 
-    what: Remembered
+    what: JobConstants
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +136,7 @@ FromTrainer = (
     | Ready
     | Begun
     | SavesLast
-    | Remember
+    | SetConstants
     | Quiesced
     | Sealed
     | Release
@@ -212,17 +212,19 @@ class Copying(WireMessage):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alone(WireMessage):
+class StartDetached(WireMessage):
     """It comes later, and builds by itself, beside the training.
 
-    `view` is that of the launch; `remembered` is what its predecessor had the supervisor keep.
+    `view` is that of the launch; `job_constants` is what its predecessor had the supervisor keep.
     """
 
     view: MembershipView
-    remembered: Remembered
+    job_constants: JobConstants
 
 
-FromSupervisor = Propose | Notice | Stop | CutsWanted | NewView | Started | Copied | Copying | Alone
+FromSupervisor = (
+    Propose | Notice | Stop | CutsWanted | NewView | Started | Copied | Copying | StartDetached
+)
 
 # ---- on a link between supervisors, beside the agreement's --------------------------------------
 

@@ -7,7 +7,7 @@ and they are passed on as JSON.
 from typing import Any, TypedDict
 
 
-class Remembered(TypedDict, total=False):
+class JobConstants(TypedDict, total=False):
     """The constants, alike on all workers, so that a newcomer gets those of any of them.
 
     ``started_s``: when the job began, by the wall clock; ``given``: version and settings;

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from elaswave_plugin.core.agreement.timeouts import Heartbeat, Patience
+from elaswave_plugin.core.agreement.timeouts import Heartbeat, Timeouts
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.environment import RESERVE
 from elaswave_plugin.ipc.peer import own_machine
@@ -59,7 +59,7 @@ def find_vacancy(spec: LaunchSpec) -> Vacancy:
         spec=replace(
             spec,
             run_dir=run_dir,
-            patience=Patience(**record["patience"]),
+            timeouts=Timeouts(**record["timeouts"]),
             heartbeat=Heartbeat(**record["heartbeat"]),
         ),
     )

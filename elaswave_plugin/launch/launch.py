@@ -30,7 +30,12 @@ from elaswave_plugin.supervisor.main import (
 )
 from elaswave_plugin.supervisor.notice_file import NOTICE_FILE
 from elaswave_plugin.supervisor.oom_kills import oom_kills
-from elaswave_plugin.supervisor.peers.rendezvous import Place, listen_at, own_host, tell_of_end
+from elaswave_plugin.supervisor.peers.rendezvous import (
+    RendezvousSpec,
+    listen_at,
+    own_host,
+    tell_of_end,
+)
 from elaswave_plugin.supervisor.standby import EXIT_UNUSED, STANDBY
 from elaswave_plugin.supervisor.supervisor_spec import SupervisorSpec
 from elaswave_plugin.tracking.events import EventLog
@@ -232,7 +237,7 @@ class _NodeJob:
     ) -> None:
         spec = self._spec
         slot = spec.node_rank * spec.nproc_per_node + local_rank
-        place = Place(
+        rendezvous = RendezvousSpec(
             slot=slot,
             node=spec.node_rank,
             world_size=spec.nnodes * spec.nproc_per_node,
@@ -245,7 +250,7 @@ class _NodeJob:
         )
         listener_fd = listener.fileno() if slot == 0 and listener is not None else -1
         env = _trainer_env(spec, local_rank, port, self._port_for_scripts(port))
-        self._spawn(place, (), env, listener_fd, zygote, address_fd)
+        self._spawn(rendezvous, (), env, listener_fd, zygote, address_fd)
 
     def _start_newcomer(
         self,
@@ -258,7 +263,7 @@ class _NodeJob:
         zygote: socket.socket | None,
     ) -> None:
         """A supervisor for a slot of a running job, or for whichever has nobody (STANDBY)."""
-        place = Place(
+        rendezvous = RendezvousSpec(
             slot=slot,
             node=node,
             world_size=world_size,
@@ -272,11 +277,11 @@ class _NodeJob:
             "LOCAL_RANK": str(local_rank),
             "LOCAL_WORLD_SIZE": str(self._spec.nproc_per_node),
         }
-        self._spawn(place, contacts, env, -1, zygote, -1)
+        self._spawn(rendezvous, contacts, env, -1, zygote, -1)
 
     def _spawn(
         self,
-        place: Place,
+        rendezvous: RendezvousSpec,
         joins: tuple[str, ...],
         env: dict[str, str],
         listener_fd: int,
@@ -289,12 +294,12 @@ class _NodeJob:
         """
         spec = self._spec
         supervisor = SupervisorSpec(
-            place=place,
+            rendezvous=rendezvous,
             host=self._host,
             program=Program(script=spec.script, args=spec.args, module=spec.module),
             env={},
             run_dir=str(spec.run_dir) if spec.run_dir else None,
-            patience=spec.patience,
+            timeouts=spec.timeouts,
             heartbeat=spec.heartbeat,
             joins=joins,
         )
@@ -358,9 +363,9 @@ class _NodeJob:
     def _end_early(self, process: SupervisorProcess, code: int) -> None:
         """One ended before all had met, which nobody may know yet: the others need not wait."""
         if code < 0 or code == EXIT_CRASHED:  # else it has said why
-            say(f"the supervisor of worker {process.place.slot} ended before the job began")
+            say(f"the supervisor of worker {process.rendezvous.slot} ended before the job began")
         self._ends_early = True
-        tell_of_end(process.place, f"status {code}" if code > 0 else f"signal {-code}")
+        tell_of_end(process.rendezvous, f"status {code}" if code > 0 else f"signal {-code}")
         for other in self._supervisors.values():
             other.send_signal(signal.SIGTERM)
 
@@ -378,7 +383,7 @@ class _NodeJob:
         for process in self._supervisors.values():
             process.send_signal(signal.SIGTERM)
         if len(self._signals) == 1:
-            limit_s = self._spec.patience.notice_timeout_s + _LAST_RESORT_S
+            limit_s = self._spec.timeouts.notice_timeout_s + _LAST_RESORT_S
             self._reactor.after(limit_s, self._kill_all)
 
     def _kill_all(self) -> None:
@@ -466,7 +471,7 @@ def _job_env(spec: LaunchSpec) -> dict[str, str]:
     if spec.notice_file is not None:
         env[NOTICE_FILE] = str(spec.notice_file)
     if spec.join is None:
-        env[variable(QUIESCE)] = str(spec.patience.quiesce_timeout_s)
+        env[variable(QUIESCE)] = str(spec.timeouts.quiesce_timeout_s)
     if spec.nproc_per_node > 1:
         env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
     return env

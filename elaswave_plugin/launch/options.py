@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from elaswave_plugin.core.agreement.timeouts import Heartbeat, Patience
+from elaswave_plugin.core.agreement.timeouts import Heartbeat, Timeouts
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.environment import RESERVE, read_reserve
 from elaswave_plugin.launch.preflight import check_run_dir
@@ -65,7 +65,7 @@ class LaunchSpec:
     reserve: int = 0
     notice_file: Path | None = None
     start_timeout_s: float = START_S
-    patience: Patience = field(default_factory=Patience)
+    timeouts: Timeouts = field(default_factory=Timeouts)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
     def __post_init__(self) -> None:
@@ -134,7 +134,7 @@ def parse_run_args(argv: Sequence[str]) -> LaunchSpec:
         reserve=_reserve(options),
         notice_file=Path(notice_file).absolute() if notice_file else None,
         start_timeout_s=timeouts.start_s,
-        patience=timeouts.patience,
+        timeouts=timeouts.agreement,
         heartbeat=timeouts.heartbeat,
     )
 

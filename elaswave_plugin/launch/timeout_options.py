@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from elaswave_plugin.core.agreement.timeouts import Heartbeat, Patience
+from elaswave_plugin.core.agreement.timeouts import Heartbeat, Timeouts
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.environment import QUIESCE, variable
 
@@ -32,11 +32,11 @@ _MEANING = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timeouts:
+class LaunchTimeouts:
     """``start_s``: for how long the supervisors look for one another."""
 
     start_s: float
-    patience: Patience
+    agreement: Timeouts
     heartbeat: Heartbeat
 
 
@@ -55,7 +55,7 @@ def add_timeouts(parser: argparse.ArgumentParser) -> None:
 
 def read_timeouts(
     options: argparse.Namespace | None, env: Mapping[str, str], *, quiesce_timeout_s: float | None
-) -> Timeouts:
+) -> LaunchTimeouts:
     """Option over environment over default; raises ConfigurationError.
 
     ``quiesce_timeout_s``: what the script's own settings say, which comes before the environment.
@@ -70,9 +70,9 @@ def read_timeouts(
         given = getattr(options, name, None)
         found[name] = next((one for one in (given, told) if one is not None), found[name])
     start_s, heartbeat_s = found.pop(START), found.pop(HEARTBEAT)
-    return Timeouts(
+    return LaunchTimeouts(
         start_s=start_s,
-        patience=Patience(**found),
+        agreement=Timeouts(**found),
         heartbeat=Heartbeat(timeout_s=heartbeat_s),
     )
 
@@ -89,6 +89,6 @@ def seconds(text: str) -> float:
 
 
 def _defaults() -> dict[str, float]:
-    patience = Patience()
+    agreement = Timeouts()
     here = {START: START_S, HEARTBEAT: Heartbeat().timeout_s}
-    return {name: here.get(name) or getattr(patience, name) for name, _ in _MEANING}
+    return {name: here.get(name) or getattr(agreement, name) for name, _ in _MEANING}

@@ -30,7 +30,7 @@ from elaswave_plugin.launch.standard_streams import fill_closed_streams, relayed
 from elaswave_plugin.launch.timeout_options import add_timeouts, read_timeouts
 from elaswave_plugin.supervisor.main import EXIT_CRASHED
 from elaswave_plugin.supervisor.notice_file import NOTICE_FILE, check_notice_file
-from elaswave_plugin.supervisor.peers.rendezvous import Place, listen_at, own_host
+from elaswave_plugin.supervisor.peers.rendezvous import RendezvousSpec, listen_at, own_host
 from elaswave_plugin.supervisor.supervisor import Supervisor
 from elaswave_plugin.supervisor.supervisor_spec import SupervisorSpec
 
@@ -88,30 +88,30 @@ def supervise(
     env = {**{ours: env[name] for ours, name in _OF_OPEN_MPI if name in env}, **env}
     settings = script_settings(program.args, env)
     timeouts = read_timeouts(options, env, quiesce_timeout_s=settings.quiesce_timeout_s)
-    place = _place(env, getattr(options, "elaswave_control_port", None), timeouts.start_s)
-    allow_descriptors(place.world_size + place.reserve)
+    rendezvous = _rendezvous(env, getattr(options, "elaswave_control_port", None), timeouts.start_s)
+    allow_descriptors(rendezvous.world_size + rendezvous.reserve)
     if not program.module and not Path(program.script).is_file():
         raise ConfigurationError(f"script {program.script!r} is no file")
     check_run_dir(settings.run_dir)
     open_run_dir(settings.run_dir)
-    if place.slot == 0:
+    if rendezvous.slot == 0:
         refuse_second_job(settings.run_dir)
     if notice_file := env.get(NOTICE_FILE):
         check_notice_file(notice_file)
     trainer_env = {
         **env,
-        RESERVE: str(place.reserve),
-        variable(QUIESCE): str(timeouts.patience.quiesce_timeout_s),
+        RESERVE: str(rendezvous.reserve),
+        variable(QUIESCE): str(timeouts.agreement.quiesce_timeout_s),
     }
     if settings.run_dir is not None:
         trainer_env["ELASWAVE_DIR"] = str(settings.run_dir)
     several = env.get("LOCAL_WORLD_SIZE") != env["WORLD_SIZE"]
-    listener = _listen(place, several=several) if place.slot == 0 else None
+    listener = _listen(rendezvous, several=several) if rendezvous.slot == 0 else None
     host = own_host(
-        place.host,
-        place.ports[0],
+        rendezvous.host,
+        rendezvous.ports[0],
         listener=listener,
-        timeout_s=place.timeout_s,
+        timeout_s=rendezvous.timeout_s,
         several=several,
     )
     zygote = getattr(options, "elaswave_zygote", None) or env.get("ELASWAVE_ZYGOTE")
@@ -121,12 +121,12 @@ def supervise(
         with explained_process_limit():
             supervisor = Supervisor(
                 SupervisorSpec(
-                    place=place,
+                    rendezvous=rendezvous,
                     host=host,
                     program=program,
                     env=trainer_env,
                     run_dir=None if settings.run_dir is None else str(settings.run_dir),
-                    patience=timeouts.patience,
+                    timeouts=timeouts.agreement,
                     heartbeat=timeouts.heartbeat,
                 ),
                 listener=listener,
@@ -161,7 +161,7 @@ def _parser() -> _Parser:
     return parser
 
 
-def _place(env: Mapping[str, str], control_port: int | None, start_s: float) -> Place:
+def _rendezvous(env: Mapping[str, str], control_port: int | None, start_s: float) -> RendezvousSpec:
     missing = [name for name in _WANTED if name not in env]
     if missing:
         raise ConfigurationError(
@@ -180,7 +180,7 @@ def _place(env: Mapping[str, str], control_port: int | None, start_s: float) -> 
     try:
         port = control_port or int(env.get("ELASWAVE_CONTROL_PORT", 0))
         first = int(env["MASTER_PORT"]) + 1
-        place = Place(
+        rendezvous = RendezvousSpec(
             slot=int(env["RANK"]),
             node=int(node or 0),
             world_size=int(env["WORLD_SIZE"]),
@@ -193,25 +193,25 @@ def _place(env: Mapping[str, str], control_port: int | None, start_s: float) -> 
         )
     except ValueError as error:
         raise ConfigurationError(f"the launcher's environment has no numbers: {error}") from error
-    if not place.ports:
+    if not rendezvous.ports:
         raise ConfigurationError(
             f"MASTER_PORT is {env['MASTER_PORT']}, wanted at most 65534: the supervisors use a "
             "port above it, or the one of --elaswave-control-port"
         )
-    return place
+    return rendezvous
 
 
-def _listen(place: Place, *, several: bool) -> socket.socket:
+def _listen(rendezvous: RendezvousSpec, *, several: bool) -> socket.socket:
     """Listen on the address of node 0; on all addresses where that is not one of this machine's.
 
-    Raises ConfigurationError where no port of `place` is free.
+    Raises ConfigurationError where no port of `rendezvous` is free.
     """
-    for port, host in itertools.product(place.ports, (place.host, "")):
+    for port, host in itertools.product(rendezvous.ports, (rendezvous.host, "")):
         try:
             return listen_at(host, port, several=several)
         except OSError as error:
             complaint = error.strerror
     raise ConfigurationError(
-        f"cannot listen at {place.where} ({complaint}): "
+        f"cannot listen at {rendezvous.where} ({complaint}): "
         "choose another port with --elaswave-control-port"
     )

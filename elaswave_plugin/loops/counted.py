@@ -28,8 +28,8 @@ class Knowledge(Protocol):
         """Return what goes to every worker; picklable."""
         ...
 
-    def follow(self, told: Sequence[Any | None]) -> None:
-        """Have those learn for whom ``told``, by rank, is None (called on every worker)."""
+    def follow(self, states: Sequence[Any | None]) -> None:
+        """Have those learn for whom ``states``, by rank, is None (called on every worker)."""
         ...
 
 
@@ -39,22 +39,22 @@ class CountedLoop(ElasticLoop):
     def __init__(self, steps: GuardedSteps, *, knowledge: Knowledge) -> None:
         super().__init__(steps)
         self._knowledge = knowledge
-        self.is_behind = self.worker.alone
+        self.is_lagging = self.worker.detached
         """Whether the script is at what the others have behind them, where it meets nobody."""
         # Steps that the script has behind it, and those that the others had.
         self._passed = self._reached = 0
-        knows = not self.worker.alone
+        knows = not self.worker.detached
         self._handshake = Handshake(knows=knows, tell=self._tell, follow=self._follow)
 
     def next_step(self, train_step: Callable[[], StepReport]) -> StepReport | None:
         """Complete the script's next step; None for one that the others have behind them."""
-        if self.worker.alone:
+        if self.worker.detached:
             self.worker.ask_to_enter()
             self._recover()
-        if self.is_behind and self._passed == self._reached:
-            self.is_behind = self.worker.links.alone = False
+        if self.is_lagging and self._passed == self._reached:
+            self.is_lagging = self.worker.links.detached = False
         report = None
-        if self.is_behind:
+        if self.is_lagging:
             self._pass()
         else:
             self._train_step = train_step
@@ -67,19 +67,19 @@ class CountedLoop(ElasticLoop):
         """A step is passed over; a recovery has not to wait for the last one of these."""
         guarded(partial(self.worker.phases.enter, "passing"), self._recover)
 
-    def run(self, work: Callable[[], Result], *, phase: str, alone: Result) -> Result | None:
-        """Run work between steps; ``alone``: what is had of work that the others have behind them.
+    def run(self, work: Callable[[], Result], *, phase: str, detached: Result) -> Result | None:
+        """Run work between steps; ``detached``: the result of work that the others have done.
 
         Otherwise as in any loop.
         """
-        return alone if self.is_behind else super().run(work, phase=phase, alone=alone)
+        return detached if self.is_lagging else super().run(work, phase=phase, detached=detached)
 
     def finish(self, *, before_leaving: Callable[[], object]) -> None:
         """Leave when everyone has completed its last step.
 
         Raises ConfigurationError where the script ends earlier than those of the others.
         """
-        if self.is_behind:
+        if self.is_lagging:
             raise ConfigurationError(
                 f"the script of this worker, which came later, has ended after {self._passed} steps"
                 f" of {self._reached} that the others have behind them; begin every worker's script"
@@ -90,12 +90,12 @@ class CountedLoop(ElasticLoop):
     def _recover(self) -> None:
         super()._recover()
         guarded(self._handshake.exchange, super()._recover)
-        self.worker.links.alone = self.is_behind
+        self.worker.links.detached = self.is_lagging
 
     def _tell(self) -> tuple[int, Any]:
         return self._passed, self._knowledge.tell()
 
-    def _follow(self, told: Sequence[Any]) -> None:
-        self._knowledge.follow([one and one[1] for one in told])
-        if told[dist.get_rank()] is None:
-            self._reached = max(one[0] for one in told if one is not None)
+    def _follow(self, states: Sequence[Any]) -> None:
+        self._knowledge.follow([one and one[1] for one in states])
+        if states[dist.get_rank()] is None:
+            self._reached = max(one[0] for one in states if one is not None)

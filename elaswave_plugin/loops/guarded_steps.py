@@ -54,7 +54,7 @@ class GuardedSteps:
 
     def sealed_everywhere(self) -> None:
         """Seal the initial state; nobody trains before everyone has done so."""
-        if not self.worker.alone:
+        if not self.worker.detached:
             self.worker.state.seal_initial(self._framework, self.worker.completed)
             self.state.sealed()
             self.state.check_alike()
@@ -64,7 +64,7 @@ class GuardedSteps:
 
     def enter(self) -> None:
         """A worker that comes later enters the job, before its first step."""
-        if self.worker.alone:
+        if self.worker.detached:
             self.worker.ask_to_enter()
             self.recover()
 
@@ -185,14 +185,14 @@ class ElasticLoop:
         assert self._report is not None
         return self._report
 
-    def run(self, work: Callable[[], Result], *, phase: str, alone: Result) -> Result | None:
+    def run(self, work: Callable[[], Result], *, phase: str, detached: Result) -> Result | None:
         """Run work between steps, announced as ``phase``; it starts again after a recovery.
 
-        Everyone leaves it together. ``alone``: what a worker gets that is not in the job yet and
+        Everyone leaves it together. ``detached``: what a worker gets that is not in the job yet and
         so has no part in it. None for a save that failed.
         """
-        if self.worker.alone:
-            return alone
+        if self.worker.detached:
+            return detached
         steps, wanted = self._steps, self._steps.works_done + 1
         results: list[Result | None] = []
         epoch, kept = self.worker.view.epoch, steps.state.keep()

@@ -51,7 +51,7 @@ class LoopBody:
         ``start()`` begins it with ``args``, whose tensors it changes. Ends the job where it cannot
         be made again.
         """
-        if self._worker.alone or set(group.members) != set(self._worker.view.ranks):
+        if self._worker.detached or set(group.members) != set(self._worker.view.ranks):
             return start()
         tensors = _tensors(args)
         before = [tensor.detach().clone() for tensor in tensors]
@@ -68,7 +68,7 @@ class LoopBody:
             return started
 
         with self.closed():
-            return self._loop.run(work, phase=call, alone=None)
+            return self._loop.run(work, phase=call, detached=None)
 
     def interrupted(self, call: str) -> NoReturn:
         """A loss has met a call that cannot be made again."""

@@ -29,7 +29,7 @@ class LoopVariables(Protocol):
         """Return what a worker that comes later has to learn, alike on all; picklable."""
         ...
 
-    def follow(self, step: int, told: Any) -> None:
+    def follow(self, step: int, states: Any) -> None:
         """Have the loop begin with this step, as it goes on for those who told."""
         ...
 
@@ -44,7 +44,7 @@ class ScriptLoop:
         self._attempt: Callable[[int], StepReport] | None = None
         self._reached = self.worker.completed
         self._inside = False
-        knows = not self.worker.alone
+        knows = not self.worker.detached
         self._handshake = Handshake(knows=knows, tell=variables.tell, follow=self._follow)
         # Whether it has come later, and the script has not come to its first step yet.
         self._is_ahead = False
@@ -56,7 +56,7 @@ class ScriptLoop:
         is left who could tell it where the loop is.
         """
         self._reached = self.worker.completed
-        if self.worker.alone:
+        if self.worker.detached:
             self.worker.ask_to_enter()
             self._recover()
         else:
@@ -133,8 +133,8 @@ class ScriptLoop:
         self._steps.recover()
         guarded(self._handshake.exchange, self._steps.recover)
 
-    def _follow(self, told: Sequence[Any]) -> None:
-        if told[dist.get_rank()] is None:
+    def _follow(self, states: Sequence[Any]) -> None:
+        if states[dist.get_rank()] is None:
             self._is_ahead = True
             self._reached = self.worker.completed
-            self._variables.follow(self._reached, next(one for one in told if one is not None))
+            self._variables.follow(self._reached, next(one for one in states if one is not None))

@@ -43,9 +43,9 @@ class UserLoop:
         self._after_recovery = after_recovery
         # Batches that were served since the step began.
         self.iteration = 0
-        self.dead = steps.worker.alone
+        self.dead = steps.worker.detached
         # Whether the script is at what the others have behind them.
-        self._behind = False
+        self._lagging = False
         # Where it is dead: whether no batch of the step that is redone had been served here.
         self._between = True
 
@@ -55,16 +55,16 @@ class UserLoop:
 
     def enter(self) -> None:
         """A worker that comes later enters the job, before its first batch."""
-        if self.worker.alone:
+        if self.worker.detached:
             self.worker.ask_to_enter()
             self._recover()
             # It has begun no step that could have been rolled back.
             self._between = True
 
-    def set_behind(self, behind: bool) -> None:
+    def set_lagging(self, lagging: bool) -> None:
         """Set whether the script is at what the others have behind them, where it meets nobody."""
-        self._behind = behind
-        self.worker.links.alone = behind or self.worker.alone
+        self._lagging = lagging
+        self.worker.links.detached = lagging or self.worker.detached
 
     def next_batch(
         self,
@@ -120,7 +120,7 @@ class UserLoop:
                 f" {self.worker.completed}, after {self.iteration} of its batches: call it behind"
                 " the engine.step() by which engine.global_steps has grown"
             )
-        if self.worker.alone or self._behind or (self.dead and not self._between):
+        if self.worker.detached or self._lagging or (self.dead and not self._between):
             return None
         step, done = self.worker.completed, self._steps.works_done
         result: Result | None = None
@@ -149,7 +149,7 @@ class UserLoop:
 
     def finish(self, *, before_leaving: Callable[[], object]) -> None:
         """Leave when everyone has completed its last step."""
-        self.set_behind(False)
+        self.set_lagging(False)
         self.worker.phases.step = self.worker.completed
         self._completed(dist.barrier)
         before_leaving()

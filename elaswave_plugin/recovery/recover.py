@@ -37,7 +37,7 @@ def _attempt(worker: Worker, framework: Framework) -> None:
         worker.install_view(commit)
         plan_of = worker.planner(commit)
     state = take_state(worker, framework, plan_of)
-    worker.state.read_behind(state.plan, framework)
+    worker.state.read_deferred(state.plan, framework)
     worker.end_recovery(state.plan, fetched_bytes=state.fetched_bytes)
 
 
@@ -77,12 +77,12 @@ def take_state(
 
 
 def compare_weights(framework: Framework, plan: RecoveryPlan) -> str | None:
-    """Gather the weights; the cell whose replicas do not all hold the same bits, where one does."""
+    """Gather the weights; return the shard group whose replicas differ, None where all agree."""
     mine = torch.tensor([framework.sync_weights()], dtype=torch.int64)
     everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
-    for cell in plan.cells:
-        digests = {slot: int(everyone[plan.ranks.index(slot)]) for slot in cell.ranks}
+    for shard_group in plan.shard_groups:
+        digests = {slot: int(everyone[plan.ranks.index(slot)]) for slot in shard_group.ranks}
         if len(set(digests.values())) != 1:
-            return f"{cell} has digests {digests}"
+            return f"{shard_group} has digests {digests}"
     return None

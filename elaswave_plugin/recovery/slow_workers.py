@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from elaswave_plugin.core.layout.worker_facts import SlowTold
+from elaswave_plugin.core.layout.worker_facts import SlowReport
 from elaswave_plugin.core.planner.layer_times import agreed
 from elaswave_plugin.core.planner.payback import PAUSE_S, Payback, gain_of_view
 from elaswave_plugin.core.planner.slow import Slow, SlowWatch, reason_of_view
@@ -24,9 +24,9 @@ class SlowWorkers:
         self._payback, self._gain = Payback(), 0.0
         self._compared_s: float | None = None  # when the paces of the step before were
 
-    def told(self) -> tuple[SlowTold, ...]:
+    def reports(self) -> tuple[SlowReport, ...]:
         """List the slow workers, as the facts of a view carry them."""
-        return self._watch.told()
+        return self._watch.reports()
 
     @property
     def views(self) -> tuple[int, int] | None:
@@ -46,7 +46,7 @@ class SlowWorkers:
             self._payback.note(step_s=now_s - self._compared_s)
         self._compared_s = now_s
         before = dict(self._watch.slow)
-        roles = [cell.ranks for cell in self._worker.seating.cells]
+        roles = [shard_group.ranks for shard_group in self._worker.placement.shard_groups]
         changed = self._watch.step(
             {slot: pace for slot, (pace, _) in paces.items()},
             roles,
@@ -68,11 +68,11 @@ class SlowWorkers:
         """The share of a step that dealing anew would save, by what this worker has measured."""
         worker, slow = self._worker, self._watch.slowness
         times = agreed({worker.slot: worker.stopwatch.times.medians()})
-        seating = worker.seating.after(worker.view.ranks, times, slow)
-        wanted = worker.deal(**seating.dealt_over)
+        placement = worker.placement.after(worker.view.ranks, times, slow)
+        wanted = worker.deal(**placement.dealt_over)
         return gain_of_view(worker.dataflow, wanted, slow=slow, times=times)
 
-    def learn(self, told: Sequence[SlowTold], views: Iterable[tuple[int, int] | None]) -> None:
+    def learn(self, told: Sequence[SlowReport], views: Iterable[tuple[int, int] | None]) -> None:
         """Learn the slow workers as a view begins, and each worker's `views`; alike on all."""
         before = self._watch.slow
         self._watch.restart(told)

@@ -5,13 +5,13 @@ from elaswave_plugin.core.agreement.hang import OUTSIDE
 from elaswave_plugin.core.agreement.view import MembershipView
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.core.layout.shards import ShardCut
-from elaswave_plugin.core.recovery_plan.placement import Cell, Seating
+from elaswave_plugin.core.recovery_plan.placement import Placement, ShardGroup
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan, copy_targets
 from elaswave_plugin.errors import SnapshotUnreadableError
 from elaswave_plugin.framework import Framework
 from elaswave_plugin.recovery.phases import Phases
 from elaswave_plugin.recovery.record import RecoveryRecord
-from elaswave_plugin.snapshot.deferred import MomentsBehind
+from elaswave_plugin.snapshot.deferred import DeferredMoments
 from elaswave_plugin.snapshot.free_memory import available_bytes
 from elaswave_plugin.snapshot.snapshot_pool import SnapshotPool, capacity_of
 from elaswave_plugin.trainer.member import Member
@@ -36,12 +36,12 @@ class StateKeeper:
         self._sealed_step: int | None = None
         # Whether others were told of the last seal, in this epoch.
         self._handed_over = False
-        self._behind: MomentsBehind | None = None
+        self._deferred: DeferredMoments | None = None
         # Whether model and optimizer were about to change since the last seal.
         self.is_updated = False
 
     def open(
-        self, view: MembershipView, seating: Seating, *, alignment: int, local_workers: int
+        self, view: MembershipView, placement: Placement, *, alignment: int, local_workers: int
     ) -> None:
         """Map the snapshot memory; shards are whole multiples of ``alignment`` elements.
 
@@ -49,9 +49,9 @@ class StateKeeper:
         too small.
         """
         self.alignment = alignment
-        self.begin_epoch(view, seating)
+        self.begin_epoch(view, placement)
         if self._config.snapshots:
-            whole = self._cut(seating.largest, 1).payload_bytes
+            whole = self._cut(placement.largest, 1).payload_bytes
             self.pool = SnapshotPool(
                 self._member.snapshot_fds,
                 slot=self._member.slot,
@@ -60,9 +60,9 @@ class StateKeeper:
                 available_bytes=available_bytes(),
             )
 
-    def begin_epoch(self, view: MembershipView, seating: Seating) -> None:
+    def begin_epoch(self, view: MembershipView, placement: Placement) -> None:
         """From now on the state is cut and held as this view has it."""
-        self._view, self._cell = view, seating.cell_of(self._member.slot)
+        self._view, self._shard_group = view, placement.shard_group_of(self._member.slot)
         self._seals_in_epoch, self._handed_over = 0, False
         # An interrupted attempt may have come to its update on some workers only.
         self.is_updated = False
@@ -75,8 +75,12 @@ class StateKeeper:
 
         What is held for a worker of the same node is that worker's own memory.
         """
-        cell = self._cell
-        shard = 0 if cell is None else self._cut(cell.buckets, len(cell.ranks)).payload_bytes
+        shard_group = self._shard_group
+        shard = (
+            0
+            if shard_group is None
+            else self._cut(shard_group.buckets, len(shard_group.ranks)).payload_bytes
+        )
         elsewhere = sum(not self._is_local(target) for target in self._copy_targets())
         return 2 * shard * (1 + elsewhere)
 
@@ -86,7 +90,7 @@ class StateKeeper:
             ranks=self._view.ranks,
             nodes=self._view.nodes,
             copies=self._config.snapshot_copies,
-            peers=() if self._cell is None else self._cell.ranks,
+            peers=() if self._shard_group is None else self._shard_group.ranks,
         )
 
     def _is_local(self, slot: int) -> bool:
@@ -114,28 +118,28 @@ class StateKeeper:
 
         Those of this node are told once an epoch, those of other nodes get a copy of each step.
         """
-        if self._behind is not None:
+        if self._deferred is not None:
             raise AssertionError("the state was to be sealed before its optimizer state was here")
         self.unreadable.clear()
         self.is_updated = False
         if not self._config.snapshots:
             return
         self._seals_in_epoch += 1
-        if self._cell is not None:
-            self._seal_shard(framework, step, self._cell)
+        if self._shard_group is not None:
+            self._seal_shard(framework, step, self._shard_group)
         if framework.keeps_state:
             self.live = step, self._view.epoch
         if self._seals_in_epoch == 2:
             # The collective between the two has shown that the first is safe everywhere.
             self._member.release(self._view.epoch)
 
-    def _seal_shard(self, framework: Framework, step: int, cell: Cell) -> None:
+    def _seal_shard(self, framework: Framework, step: int, shard_group: ShardGroup) -> None:
         record = self.pool.seal(
             step=step,
             epoch=self._view.epoch,
-            cell=cell.key,
-            units=cell.units,
-            ranks=cell.ranks,
+            shard_group=shard_group.key,
+            units=shard_group.units,
+            ranks=shard_group.ranks,
             parts=framework.read_shard(),
             capsule=framework.read_capsule(),
             before_seal=lambda: self._phases.enter("snapshot"),
@@ -175,19 +179,19 @@ class StateKeeper:
     @property
     def is_followed(self) -> bool:
         """True if some of the optimizer state is still on its way."""
-        return self._behind is not None and self._behind.is_on_its_way
+        return self._deferred is not None and self._deferred.is_on_its_way
 
     @property
     def is_whole(self) -> bool:
         """True if all of the optimizer state is installed."""
-        return self._behind is None
+        return self._deferred is None
 
-    def read_behind(self, plan: RecoveryPlan, framework: Framework) -> None:
+    def read_deferred(self, plan: RecoveryPlan, framework: Framework) -> None:
         """Have the optimizer state follow the weights, from the same snapshots.
 
         A snapshot is overwritten only after a grad norm of everyone that comes after the update.
         """
-        self._behind = MomentsBehind(
+        self._deferred = DeferredMoments(
             plan,
             slot=self._member.slot,
             pool=self.pool,
@@ -204,19 +208,19 @@ class StateKeeper:
         Everyone does so before the update, and before work that may read it. Where a snapshot
         cannot be read, the view is renewed, and the next plan avoids it. Raises EpochChanged.
         """
-        if self._behind is None:
+        if self._deferred is None:
             return
         with self._member.progress_page.waiting(OUTSIDE):
             try:
-                self._record.followed = self._behind.complete()
+                self._record.followed = self._deferred.complete()
             except SnapshotUnreadableError as error:
                 self.unreadable.add(error.sealed)
                 self._member.severed(self._view.epoch, str(error))
                 self._member.await_proposal(timeout_s=self._config.transfer_timeout_s)
-        self._behind = None
+        self._deferred = None
 
-    def drop_behind(self) -> None:
+    def drop_deferred(self) -> None:
         """Drop the state that is on its way; returns when nothing is read any longer."""
-        if self._behind is not None:
-            self._behind.drop()
-            self._behind = None
+        if self._deferred is not None:
+            self._deferred.drop()
+            self._deferred = None

@@ -12,19 +12,19 @@ from elaswave_plugin.communicator.process_group import GroupTable, check_growing
 from elaswave_plugin.config import ElasticConfig, check_given, parse_kill
 from elaswave_plugin.core.agreement.hang import COMMIT
 from elaswave_plugin.core.agreement.next_view import LAST_CALL
-from elaswave_plugin.core.layout.reserve import built_among, replicas_beyond
-from elaswave_plugin.core.layout.worker_facts import SlowTold, WorkerFacts
+from elaswave_plugin.core.layout.reserve import built_among, grown_replicas
+from elaswave_plugin.core.layout.worker_facts import SlowReport, WorkerFacts
 from elaswave_plugin.core.planner.layer_times import PassTimes, agreed
 from elaswave_plugin.core.planner.pipeline_flow import Flow, PipelineFlow
-from elaswave_plugin.core.planner.slow import slowness_told
-from elaswave_plugin.core.recovery_plan.placement import FlatSeating, Seating
+from elaswave_plugin.core.planner.slow import slowness_of
+from elaswave_plugin.core.recovery_plan.placement import FlatPlacement, Placement
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan, make_plan
 from elaswave_plugin.core.step.dataflow import Shares
 from elaswave_plugin.framework import Framework
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.environment import read_reserve
-from elaswave_plugin.ipc.frames import Alone
-from elaswave_plugin.ipc.job_constants import Remembered
+from elaswave_plugin.ipc.frames import StartDetached
+from elaswave_plugin.ipc.job_constants import JobConstants
 from elaswave_plugin.ipc.progress_page import PhaseClock
 from elaswave_plugin.recovery.phases import Phases
 from elaswave_plugin.recovery.record import RecoveryRecord
@@ -36,7 +36,7 @@ from elaswave_plugin.trainer.broken_links import BrokenLinks
 from elaswave_plugin.trainer.member import Commit, Member
 from elaswave_plugin.version import __version__
 
-# Deals the work of a step; takes what the seating says that it is dealt over.
+# Deals the work of a step; takes what the placement says that it is dealt over.
 Deal = Callable[..., Flow]
 # Longer than the launcher's own limit for the meeting, whose message is the better one.
 JOIN_TIMEOUT_S = 3600.0
@@ -56,7 +56,7 @@ class Worker:
 
         ``model_parallel``: the sizes of tp and pp, by which slots beyond the launch have places.
         In the place of a lost worker nothing is waited for: the framework is built at the sizes of
-        the launch, `alone`, and `ask_to_enter` comes before the first step.
+        the launch, `detached`, and `ask_to_enter` comes before the first step.
         Raises ConfigurationError when the process was not started by a supervisor.
         """
         self.config = config
@@ -131,26 +131,28 @@ class Worker:
         run_id = config.run_id or uuid.uuid4().hex[:8]
         facts = replace(self._facts(), run_id=run_id, given=given)
         welcome = self.member.join(facts, timeout_s=JOIN_TIMEOUT_S, respawn=respawn)
-        self.homes = welcome.view.ranks
+        self.launch_slots = welcome.view.ranks
         # One that came beyond the launch builds as one of the launch does.
-        ranks = built_among(self.slot, self.homes, tp=self._tp, pp=self._pp)
+        ranks = built_among(self.slot, self.launch_slots, tp=self._tp, pp=self._pp)
         self.view = replace(welcome.view, ranks=ranks)
-        self.seating: Seating = FlatSeating(homes=self.homes, ranks=self.view.ranks)
+        self.placement: Placement = FlatPlacement(
+            launch_slots=self.launch_slots, ranks=self.view.ranks
+        )
         # What a replacement cannot learn from the others, since it builds alone.
-        self.remembered: Remembered = {}
-        if isinstance(welcome, Alone):
-            check_given({"the job": welcome.remembered["given"], "who comes": given})
-            self.alone = self.links.alone = True
-            self.remembered = welcome.remembered
-            self.run_id = self.remembered["run_id"]
-            self.groups.launched_on = dict(self.remembered["devices"])
+        self.job_constants: JobConstants = {}
+        if isinstance(welcome, StartDetached):
+            check_given({"the job": welcome.job_constants["given"], "who comes": given})
+            self.detached = self.links.detached = True
+            self.job_constants = welcome.job_constants
+            self.run_id = self.job_constants["run_id"]
+            self.groups.launched_on = dict(self.job_constants["devices"])
         else:
-            self.alone = False
+            self.detached = False
             facts_of = sorted(welcome.facts.items())
             check_given({f"worker {slot}": told.given for slot, told in facts_of})
             self._open_links(welcome)
             # One run id over the whole job: the one that the first owner of rank 0 proposed.
-            self.run_id = welcome.facts[self.homes[0]].run_id
+            self.run_id = welcome.facts[self.launch_slots[0]].run_id
             self.remember(run_id=self.run_id, given=given)
 
     # ---- the view -----------------------------------------------------------------------------
@@ -172,10 +174,10 @@ class Worker:
         """The facts of a worker that has a view: also where it is, and how fast."""
         return replace(
             self._facts(),
-            seated_epoch=self.view.epoch,
-            seating=self.seating.told(),
+            placed_epoch=self.view.epoch,
+            placement=self.placement.state(),
             times=self.stopwatch.times.medians(),
-            slow=self.slow_workers.told(),
+            slow=self.slow_workers.reports(),
             slow_views=self.slow_workers.views,
             cuts_wanted=self.member.cuts_wanted,
             live=self.state.live,
@@ -184,37 +186,37 @@ class Worker:
     @property
     def spare_width(self) -> int:
         """So many replicas may every stage have beyond those of the launch."""
-        return replicas_beyond(self.reserve, tp=self._tp, pp=self._pp)
+        return grown_replicas(self.reserve, tp=self._tp, pp=self._pp)
 
     def groups_at_launch(self) -> dict[str, tuple[int, ...]]:
         """The groups before a change: who builds beyond the launch as the one where it stands."""
-        home = dict(zip(self.view.ranks, self.homes, strict=True))
+        home = dict(zip(self.view.ranks, self.launch_slots, strict=True))
         groups = self.groups.members()
         return {name: tuple(home[slot] for slot in slots) for name, slots in groups.items()}
 
     @property
     def owns_rank_0(self) -> bool:
         """True if the duties of rank 0 are this worker's now."""
-        return self.ranks[0] == self.slot and not self.alone
+        return self.ranks[0] == self.slot and not self.detached
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The slots of the view by their rank in WORLD."""
-        return self.seating.world(self.view.ranks)
+        return self.placement.world(self.view.ranks)
 
     @property
     def promises_bits(self) -> bool:
         """True if the job is exact: asked for, and not shown otherwise by its first step."""
-        return self.config.consistency == "exact" and not self.remembered.get("inexact", False)
+        return self.config.consistency == "exact" and not self.job_constants.get("inexact", False)
 
     @property
     def untried(self) -> tuple[str, ...]:
         """Those that came with the last change, before they have made a step with the others."""
         return self._newcomers if self.completed == self._restored_step else ()
 
-    def remember(self, **what: Unpack[Remembered]) -> None:
+    def remember(self, **what: Unpack[JobConstants]) -> None:
         """Keep what the job fixed at its start for whoever may have to replace this worker."""
-        self.remembered |= what
+        self.job_constants |= what
         self.member.remember(what)
 
     def ask_to_enter(self) -> None:
@@ -229,7 +231,7 @@ class Worker:
 
     def quiesce(self) -> Commit:
         """Answer the open proposal and wait for its commit; what was on its way is dropped."""
-        self.state.drop_behind()
+        self.state.drop_deferred()
         with self.member.progress_page.waiting(COMMIT):
             return self.member.quiesce(self._told())
 
@@ -239,36 +241,36 @@ class Worker:
         told_slow = self._follow_views(commit)
         before = commit.path[-2] if len(commit.path) > 1 else self.view
         self._newcomers = tuple(sorted(map(str, commit.view.workers - before.workers)))
-        self.alone = False
+        self.detached = False
         # A failure meanwhile finds some of them a step further on: only that view finds all alike.
         all_told = all(told.told_to_leave for told in commit.facts.values())
         self.last_call = commit.view.reason == LAST_CALL or (self.last_call and all_told)
         self.view = commit.view
         self.slow_workers.learn(told_slow, (one.slow_views for one in commit.facts.values()))
-        self.state.begin_epoch(self.view, self.seating)
-        edits = self.seating.edits(self.groups.launched(), self.slot)
+        self.state.begin_epoch(self.view, self.placement)
+        edits = self.placement.edits(self.groups.launched(), self.slot)
         self.groups.edit_groups(self.ranks, edits)
         self.groups.settle({slot: told.communicators for slot, told in commit.facts.items()})
 
-    def _follow_views(self, commit: Commit) -> tuple[SlowTold, ...]:
-        """Apply the views that nobody has applied yet to the seating of who has applied most.
+    def _follow_views(self, commit: Commit) -> tuple[SlowReport, ...]:
+        """Apply the views that nobody has applied yet to the placement of who has applied most.
 
-        A worker that was not there cannot tell the seating from the views: it also depends on what
-        layers took at the time of each. One of those tells as well who is slow, which is returned:
-        the last step may have told only some of them.
+        A worker that was not there cannot tell the placement from the views: it also depends on
+        what layers took at the time of each. Returned are the slow workers
+        that it names: the last step may have told only some of the workers.
         """
         facts = dict(sorted(commit.facts.items()))
-        newest = max(facts.values(), key=lambda told: told.seated_epoch)
+        newest = max(facts.values(), key=lambda told: told.placed_epoch)
         told_slow = newest.slow
         times = agreed({slot: told.times for slot, told in facts.items()})
-        self.seating = self.seating.as_told(newest.seating)
+        self.placement = self.placement.with_state(newest.placement)
         for view in commit.path:
-            if view.epoch > newest.seated_epoch:
+            if view.epoch > newest.placed_epoch:
                 told_slow = tuple(one for one in told_slow if one.slot in view.ranks)
-                slow = slowness_told(told_slow) if self.config.slow_workers == "act" else {}
-                self.seating = self.seating.after(view.ranks, times, slow)
+                slow = slowness_of(told_slow) if self.config.slow_workers == "act" else {}
+                self.placement = self.placement.after(view.ranks, times, slow)
         for cuts in filter(None, (told.cuts_wanted for told in facts.values())):
-            self.seating = self.seating.recut(cuts)
+            self.placement = self.placement.recut(cuts)
         if self.member.cuts_wanted == facts[self.slot].cuts_wanted:
             self.member.cuts_wanted = None
         return told_slow
@@ -280,42 +282,42 @@ class Worker:
         framework: Framework,
         *,
         deal: Deal,
-        seating: Seating | None = None,
+        placement: Placement | None = None,
         whole: bool = False,
     ) -> None:
         """Take the framework's state into care: map the snapshot memory for it.
 
-        ``deal(**seating.dealt_over)`` says who runs what; it has to be pure, and may be asked for
-        another ``num_microbatches``. ``seating``: who shares which state; without one, the job is
+        ``deal(**placement.dealt_over)`` says who runs what; it has to be pure, and may be asked for
+        another ``num_microbatches``. ``placement``: who shares which state; without one, the job is
         data-parallel, and a worker runs ``whole`` replicas, or any micro-batches of theirs. Raises
         ConfigurationError for groups that cannot grow where there is a reserve.
         """
         self.phases.fire("startup")
         self.deal = deal
-        if not self.alone:
+        if not self.detached:
             self.remember(devices=sorted(self.groups.launched_on.items()))
         if self.reserve:
-            # With stages, who is in a group follows from the seating.
-            check_growing_groups(self.groups, width=None if seating else len(self.homes))
-        self.seating = seating or FlatSeating(
-            homes=self.homes,
+            # With stages, who is in a group follows from the placement.
+            check_growing_groups(self.groups, width=None if placement else len(self.launch_slots))
+        self.placement = placement or FlatPlacement(
+            launch_slots=self.launch_slots,
             ranks=self.view.ranks,
             buckets=framework.bucket_lengths(),
             whole=whole,
         )
-        self.dataflow = deal(**self.seating.dealt_over)
+        self.dataflow = deal(**self.placement.dealt_over)
         # Of batches with fewer micro-batches than a view is planned for.
         self._smaller: dict[int, Flow] = {}
         self._describe_layout()
         self.state.open(
             self.view,
-            self.seating,
+            self.placement,
             alignment=framework.shard_alignment,
             local_workers=self.local_workers,
         )
 
     def _describe_layout(self) -> None:
-        layout = self.seating.described()
+        layout = self.placement.described()
         if layout is not None:
             self.member.describe(layout)
 
@@ -330,8 +332,8 @@ class Worker:
             epoch=commit.view.epoch,
             reason=commit.view.reason,
             ranks=self.ranks,
-            cells=self.seating.cells,
-            dataflow=self.deal(**self.seating.dealt_over),
+            shard_groups=self.placement.shard_groups,
+            dataflow=self.deal(**self.placement.dealt_over),
             alignment=self.state.alignment,
             inventory=[one for one in commit.inventory if one not in unreadable],
             live={slot: told.live for slot, told in commit.facts.items()},
@@ -379,7 +381,7 @@ class Worker:
 
         A view is planned for the whole batch; while its size ramps up, fewer are dealt likewise.
         """
-        flow, over = self.dataflow, self.seating.dealt_over
+        flow, over = self.dataflow, self.placement.dealt_over
         if not isinstance(flow, Shares) and num_microbatches == flow.num_microbatches:
             return flow
         if num_microbatches not in self._smaller:
@@ -393,10 +395,10 @@ class Worker:
 
     def _compared_passes(self, flow: Flow) -> int | None:
         """Forward passes in a step of whoever has the fewest of those with the same layers."""
-        cell = self.seating.cell_of(self.slot)
-        if cell is None or isinstance(flow, Shares):
+        shard_group = self.placement.shard_group_of(self.slot)
+        if shard_group is None or isinstance(flow, Shares):
             return None
-        counts = [len(flow.microbatches(slot)) for slot in cell.ranks]
+        counts = [len(flow.microbatches(slot)) for slot in shard_group.ranks]
         return min(counts) * (flow.layout.vpp if isinstance(flow, PipelineFlow) else 1)
 
     def _set_clock(self, flow: Flow) -> None:

@@ -28,8 +28,8 @@ class CarriedEngine:
     @property
     def part(self) -> str:
         """Stage of the pipeline; none for a free worker."""
-        cell = self._worker.seating.cell_of(self._worker.slot)
-        return "" if cell is None else f"stage {cell.stage}"
+        shard_group = self._worker.placement.shard_group_of(self._worker.slot)
+        return "" if shard_group is None else f"stage {shard_group.stage}"
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Weights, trained or not, and buffers; of ZeRO-3 only those that everybody has whole."""

@@ -35,16 +35,16 @@ class CarriedMegatron:
     @property
     def part(self) -> str:
         """Stage and place in the TP group; none for a free worker."""
-        cell = self._worker.seating.cell_of(self._worker.slot)
-        return "" if cell is None else f"stage {cell.stage} tp {cell.key[1]}"
+        shard_group = self._worker.placement.shard_group_of(self._worker.slot)
+        return "" if shard_group is None else f"stage {shard_group.stage} tp {shard_group.key[1]}"
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Weights, trained or not, and buffers, with the layers' numbers of the whole model."""
-        cell = self._worker.seating.cell_of(self._worker.slot)
-        if cell is None:
+        shard_group = self._worker.placement.shard_group_of(self._worker.slot)
+        if shard_group is None:
             return
         # Between steps a rank has the buffers of the replica of its number.
-        tp, replica = cell.tp, cell.ranks.index(self._worker.slot)
+        tp, replica = shard_group.tp, shard_group.ranks.index(self._worker.slot)
         for prefix, module in self.models():
             for own, param in module._parameters.items():
                 if param is not None:

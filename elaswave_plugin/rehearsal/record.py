@@ -151,11 +151,11 @@ class Recorder:
 
 def facts_of(worker: Worker, *, rotates: bool) -> dict[str, Any]:
     """`schedule.Facts` by name; ``rotates``: micro-batches are dealt whole."""
-    layout = worker.seating.described()
-    width = len(worker.homes) if layout is None else int(layout["dp"])
+    layout = worker.placement.described()
+    width = len(worker.launch_slots) if layout is None else int(layout["dp"])
     return {
         "width": width,
-        "parts": len(worker.homes) // width,
+        "parts": len(worker.launch_slots) // width,
         "exact": worker.config.consistency == "exact",
         "returns": worker.config.respawn > 0 and worker.config.snapshots,
         "rotates": rotates,

@@ -25,7 +25,7 @@ class Followed(NamedTuple):
     fetched_bytes: int = 0
 
 
-class MomentsBehind:
+class DeferredMoments:
     """The moments of one worker's new shard, on their way in a thread."""
 
     def __init__(

@@ -97,11 +97,11 @@ def _read(
 
 
 def _nearest_capsule(plan: RecoveryPlan, slot: int) -> SealedShard:
-    """A source of the own cell, whose capsule may differ from those of others; here, if any is."""
-    number = plan.cell_of(slot)
-    key = None if number is None else plan.cells[number].key
+    """Return a source of the own shard group, on this worker if possible: capsules may differ."""
+    number = plan.shard_group_of(slot)
+    key = None if number is None else plan.shard_groups[number].key
     everything = [source for sources in plan.sources for source in sources]
-    own = [source for source in everything if source.cell == key] or everything
+    own = [source for source in everything if source.shard_group == key] or everything
     return next((source for source in own if source.holder == slot), own[0])
 
 
@@ -119,8 +119,8 @@ def read_parts(
     ``parts``: names of ``core/layout/shards.py``; the result is float32 of shape [parts,
     shard_numel]. Raises SnapshotUnreadableError, and whatever ``check`` does.
     """
-    cell = plan.cell_of(slot)
-    numel = 0 if cell is None else plan.after(cell).shard_numel
+    shard_group = plan.shard_group_of(slot)
+    numel = 0 if shard_group is None else plan.after(shard_group).shard_numel
     payload = torch.zeros(len(parts), numel, dtype=torch.float32)
     target = memoryview(payload.view(torch.uint8).view(-1).numpy())  # type: ignore[arg-type]
     fetched_bytes = 0

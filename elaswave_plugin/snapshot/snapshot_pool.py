@@ -81,7 +81,7 @@ class SnapshotPool:
         step: int,
         epoch: int,
         ranks: Sequence[int],
-        cell: tuple[int, int] = (0, 0),
+        shard_group: tuple[int, int] = (0, 0),
         units: Sequence[int] = (),
         parts: Iterable[torch.Tensor],
         capsule: bytes,
@@ -90,9 +90,9 @@ class SnapshotPool:
         """Copy the flat float32 ``parts`` and the capsule, seal them and return the record.
 
         Raises ConfigurationError for a capsule without room.
-        ``ranks``: slots of the workers that share the state of ``cell``, in shard order; ``units``:
-        the parts of the model that it consists of; ``before_seal`` runs when the bytes are in place
-        and not yet final.
+        ``ranks``: slots of the workers that share the state of ``shard_group``, in shard order;
+        ``units``: the parts of the model that it consists of; ``before_seal`` runs when the
+        bytes are in place and not yet final.
         """
         whole = memoryview(self._maps[step % 2])
         clear_record(whole)
@@ -120,7 +120,7 @@ class SnapshotPool:
             buffer=step % 2,
             step=step,
             epoch=epoch,
-            cell=cell,
+            shard_group=shard_group,
             units=tuple(units),
             ranks=tuple(ranks),
             shard=ranks.index(self._slot),

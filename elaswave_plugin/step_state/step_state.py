@@ -139,7 +139,7 @@ class StepState:
         self._parts = {part.name: part for part in (*parts, KeptObjects())}
         self._repeats_bodies = repeats_bodies
         self._before: dict[int, Kept] = {}
-        self._asks = worker.alone
+        self._asks = worker.detached
 
     def begin(self, step: int) -> None:
         """A step begins: keep what there is, or put back what there was when it first began."""
@@ -193,7 +193,7 @@ class StepState:
         if self._repeats_bodies:
             for later in [one for one in self._before if one > step]:
                 del self._before[later]
-        rows = _told([self._asks, step in self._before, self._cell])
+        rows = _told([self._asks, step in self._before, self._shard_group])
         for rank, (asks, _, wanted) in enumerate(rows):
             # Also one that has no place yet: its script's loop goes on with the others'.
             if asks:
@@ -203,7 +203,7 @@ class StepState:
         moved = fetch_missing(
             self._parts,
             self._before.get(newest, {}),
-            is_placed=self._cell >= 0,
+            is_placed=self._shard_group >= 0,
             is_current=newest == step,
         )
         came = any(asks for asks, _, _ in rows)
@@ -212,7 +212,7 @@ class StepState:
         if came or moved:
             self._compare([number for _, _, number in rows], self._part_from)
 
-    def _source(self, rows: Sequence[Sequence[int]], cell: int) -> int:
+    def _source(self, rows: Sequence[Sequence[int]], shard_group: int) -> int:
         """The rank that gives: the first of the same part of the model, or else of any other."""
         able = [rank for rank, (asks, has, _) in enumerate(rows) if has and not asks]
         if not able:
@@ -220,7 +220,7 @@ class StepState:
                 "everybody who knew the state of the script's loop is lost, before this worker had "
                 "come; restart from the last checkpoint"
             )
-        return next((rank for rank in able if rows[rank][2] == cell), able[0])
+        return next((rank for rank in able if rows[rank][2] == shard_group), able[0])
 
     def _give(self, step: int, *, to: int, source: int) -> None:
         rank = dist.get_rank()
@@ -231,15 +231,15 @@ class StepState:
             self._before[step] = receive(source)
 
     @property
-    def _cell(self) -> int:
+    def _shard_group(self) -> int:
         """The number of the part of the model that this worker holds; -1 for a free one."""
-        seating = self._worker.seating
-        cell = seating.cell_of(self._worker.slot)
-        return -1 if cell is None else list(seating.cells).index(cell)
+        placement = self._worker.placement
+        shard_group = placement.shard_group_of(self._worker.slot)
+        return -1 if shard_group is None else list(placement.shard_groups).index(shard_group)
 
     def check_alike(self) -> None:
         """Raise ConfigurationError where workers differ at the start; collective over WORLD."""
-        self._compare([cell for (cell,) in _told([self._cell])], self._refuse)
+        self._compare([shard_group for (shard_group,) in _told([self._shard_group])], self._refuse)
 
     def check_digest(self, digest: int, sentence: str) -> None:
         """Raise ConfigurationError where workers of one part of the model have different ones.
@@ -247,17 +247,19 @@ class StepState:
         Collective over WORLD; ``sentence`` says what differs, and what to do.
         """
         known: dict[int, int] = {}
-        for cell, one in _told([self._cell, digest]):
-            if cell >= 0 and known.setdefault(cell, one) != one:
+        for shard_group, one in _told([self._shard_group, digest]):
+            if shard_group >= 0 and known.setdefault(shard_group, one) != one:
                 raise ConfigurationError(sentence)
 
-    def _compare(self, cells: Sequence[int], differs: Callable[[str], None]) -> None:
-        """Compare part by part; ``differs`` is told on all where two of the same cell differ."""
+    def _compare(self, shard_groups: Sequence[int], differs: Callable[[str], None]) -> None:
+        """Compare part by part; call ``differs`` on all workers where a shard group differs."""
         names = list(self._parts)
         rows = _told([part.proof() for part in self._parts.values()])
-        for cell in set(cells) - {-1}:
-            of_cell = [row for row, one in zip(rows, cells, strict=True) if one == cell]
-            for name, values in zip(names, zip(*of_cell, strict=True), strict=True):
+        for shard_group in set(shard_groups) - {-1}:
+            of_shard_group = [
+                row for row, one in zip(rows, shard_groups, strict=True) if one == shard_group
+            ]
+            for name, values in zip(names, zip(*of_shard_group, strict=True), strict=True):
                 if len(set(values)) > 1:
                     differs(name)
 

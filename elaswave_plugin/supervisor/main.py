@@ -67,7 +67,7 @@ class SupervisorProcess:
             os.close(theirs)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         self._code: int | None = None
-        self.place, self.joins = spec.place, bool(spec.joins)
+        self.rendezvous, self.joins = spec.rendezvous, bool(spec.joins)
         # What it has told of its trainers so far, the first of which runs once all have met.
         self._told: list[bytes] = []
 
@@ -133,7 +133,7 @@ def _become(
     except SystemExit as end:  # a signal, before there was a job
         code = end.code if isinstance(end.code, int) else EXIT_CRASHED
     except ConfigurationError as error:
-        say(f"worker {spec.place.slot}: {error}")
+        say(f"worker {spec.rendezvous.slot}: {error}")
         code = EXIT_CONFIGURATION
     except BaseException:
         traceback.print_exc()

@@ -16,7 +16,12 @@ from elaswave_plugin.ipc.peer import Peer, own_machine
 from elaswave_plugin.ipc.wire import Frame
 from elaswave_plugin.supervisor.peers.join_client import SlotRefusedError, seek_admission
 from elaswave_plugin.supervisor.peers.node_register import NodeRegister
-from elaswave_plugin.supervisor.peers.rendezvous import Meeting, Place, host_meeting, join_meeting
+from elaswave_plugin.supervisor.peers.rendezvous import (
+    Meeting,
+    RendezvousSpec,
+    host_meeting,
+    join_meeting,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +33,9 @@ class OwnSlot:
     kept: Frame | None = None
 
 
-def slot_at_launch(place: Place, host: str, listener: socket.socket | None, data: str) -> OwnSlot:
+def slot_at_launch(
+    rendezvous: RendezvousSpec, host: str, listener: socket.socket | None, data: str
+) -> OwnSlot:
     """Meet the others: at `listener` those that come, else at `host`.
 
     Raises AgreementError, ConfigurationError as `host_meeting` and `join_meeting` do.
@@ -36,43 +43,43 @@ def slot_at_launch(place: Place, host: str, listener: socket.socket | None, data
     # The others look for it as soon as they have met.
     own = NodeRegister.create()
     if listener is not None:
-        meeting = host_meeting(place, listener, data)
+        meeting = host_meeting(rendezvous, listener, data)
     else:
-        meeting = join_meeting(place, host, data)
-    first = next(peer for peer in meeting.peers if peer.node == place.node)
-    if first.slot == place.slot:
+        meeting = join_meeting(rendezvous, host, data)
+    first = next(peer for peer in meeting.peers if peer.node == rendezvous.node)
+    if first.slot == rendezvous.slot:
         return OwnSlot(meeting=meeting, register=own)
     own.close()
-    return OwnSlot(meeting=meeting, register=_register_of(first, place))
+    return OwnSlot(meeting=meeting, register=_register_of(first, rendezvous))
 
 
-def slot_in_job(place: Place, contacts: Sequence[str], data: str) -> OwnSlot:
+def slot_in_job(rendezvous: RendezvousSpec, contacts: Sequence[str], data: str) -> OwnSlot:
     """Take the place of a lost supervisor. Raises SlotRefusedError."""
     own = Peer(
-        slot=place.slot,
-        node=place.node,
+        slot=rendezvous.slot,
+        node=rendezvous.node,
         pid=os.getpid(),
         control="",
         data=data,
         machine=own_machine(),
     )
-    meeting, kept = seek_admission(own, contacts, timeout_s=place.timeout_s)
+    meeting, kept = seek_admission(own, contacts, timeout_s=rendezvous.timeout_s)
     assert meeting.welcome is not None
-    gone = {place.slot, *meeting.welcome.lost}
-    beside = [one for one in meeting.peers if one.node == place.node and one.slot not in gone]
+    gone = {rendezvous.slot, *meeting.welcome.lost}
+    beside = [one for one in meeting.peers if one.node == rendezvous.node and one.slot not in gone]
     if not beside:
         return OwnSlot(meeting=meeting, register=NodeRegister.create(), kept=kept)
     try:
-        return OwnSlot(meeting=meeting, register=_register_of(beside[0], place), kept=kept)
+        return OwnSlot(meeting=meeting, register=_register_of(beside[0], rendezvous), kept=kept)
     except AgreementError as error:
         raise SlotRefusedError(str(error)) from error
 
 
-def _register_of(peer: Peer, place: Place) -> NodeRegister:
+def _register_of(peer: Peer, rendezvous: RendezvousSpec) -> NodeRegister:
     try:
         return NodeRegister.of_process(peer.pid)
     except AgreementError as error:
         raise AgreementError(
-            f"worker {place.slot} cannot share the votes of node {place.node} with worker "
-            f"{peer.slot}: {error}"
+            f"worker {rendezvous.slot} cannot share the votes of node {rendezvous.node}"
+            f" with worker {peer.slot}: {error}"
         ) from error

@@ -34,11 +34,11 @@ def serve(
     Where somebody else was faster, it takes another free slot. A standby makes up for losses: the
     reserve is for those who join. `on_trainer`: as for `Supervisor.run`.
     """
-    if spec.place.slot == STANDBY:
+    if spec.rendezvous.slot == STANDBY:
         return _stand_by(spec, zygote, on_trainer)
     why, tried = "", None
     while True:
-        slot = spec.place.slot
+        slot = spec.rendezvous.slot
         try:
             roster = ask_roster(spec.joins)
         except OSError as error:
@@ -47,11 +47,11 @@ def serve(
         if tried is not None and slot not in roster.free and roster.free:
             # Others that joined at once were offered the same slots.
             slot = roster.free[0]
-        spec = _in_slot(replace(spec, place=replace(spec.place, slot=slot)), roster)
-        if spec.place == tried:
+        spec = _in_slot(replace(spec, rendezvous=replace(spec.rendezvous, slot=slot)), roster)
+        if spec.rendezvous == tried:
             say(f"worker {slot} does not join: {why}")
             return EXIT_REQUEUE  # started anew, it finds what is free then
-        tried = spec.place
+        tried = spec.rendezvous
         try:
             supervisor = Supervisor(spec, listener=None, zygote=zygote)
             return supervisor.run(on_trainer=on_trainer)
@@ -64,7 +64,7 @@ def _stand_by(
 ) -> int:
     """Wait for a slot that has nobody, and take it; EXIT_UNUSED where the job ends before."""
     heard_s = time.monotonic()
-    who = {"machine": own_machine(), "pid": os.getpid(), "node": spec.place.node}
+    who = {"machine": own_machine(), "pid": os.getpid(), "node": spec.rendezvous.node}
     contacts = spec.joins
     # Each contact may take its whole time to be silent, and name a leader that is.
     while time.monotonic() - heard_s < (2 + 2 * len(contacts)) * spec.heartbeat.timeout_s:
@@ -80,8 +80,8 @@ def _stand_by(
         contacts = tuple(peer.data for peer in roster.living)
         lost = [slot for slot in roster.free if slot not in roster.vacant]
         if lost and roster.record["started"] and not roster.record["ending"]:
-            place = replace(spec.place, slot=lost[0])
-            taken = _in_slot(replace(spec, place=place), roster)
+            rendezvous = replace(spec.rendezvous, slot=lost[0])
+            taken = _in_slot(replace(spec, rendezvous=rendezvous), roster)
             try:
                 supervisor = Supervisor(taken, listener=None, zygote=zygote)
                 return supervisor.run(on_trainer=on_trainer)
@@ -94,7 +94,7 @@ def _stand_by(
 
 def _in_slot(spec: SupervisorSpec, roster: Roster) -> SupervisorSpec:
     """The spec with what its slot and node make of torchrun's variables."""
-    slot, node, machine = spec.place.slot, spec.place.node, own_machine()
+    slot, node, machine = spec.rendezvous.slot, spec.rendezvous.node, own_machine()
     if (node, machine) not in {(peer.node, peer.machine) for peer in roster.living}:
         # The first of its node, or all that were left of it have gone, or it is another's by now.
         node = roster.node_for(machine)
@@ -104,4 +104,4 @@ def _in_slot(spec: SupervisorSpec, roster: Roster) -> SupervisorSpec:
     of_the_place = {"RANK": rank, "ROLE_RANK": rank, "GROUP_RANK": node, "NODE_RANK": node}
     env |= {name: str(value) for name, value in of_the_place.items()}
     contacts = tuple(peer.data for peer in roster.living)
-    return replace(spec, place=replace(spec.place, node=node), env=env, joins=contacts)
+    return replace(spec, rendezvous=replace(spec.rendezvous, node=node), env=env, joins=contacts)

@@ -39,7 +39,7 @@ from elaswave_plugin.errors import (
 from elaswave_plugin.ipc.address_file import Address, clear_addresses, published
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.environment import HOST, SLOT
-from elaswave_plugin.ipc.job_constants import Remembered
+from elaswave_plugin.ipc.job_constants import JobConstants
 from elaswave_plugin.ipc.orphans import Orphans
 from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.ipc.requests import in_loop
@@ -61,7 +61,7 @@ from elaswave_plugin.supervisor.status_board import StatusBoard
 from elaswave_plugin.supervisor.supervisor_spec import SupervisorSpec
 from elaswave_plugin.supervisor.trainer_process import ZygoteTrainer
 from elaswave_plugin.supervisor.trainer_session import TrainerSession, start_session
-from elaswave_plugin.tracking.async_log import BehindLog
+from elaswave_plugin.tracking.async_log import AsyncLog
 
 GRACE_S = 2.0
 GOODBYE_S = 1.0
@@ -82,11 +82,11 @@ class Supervisor:
         zygote: socket.socket | None,
     ) -> None:
         self._spec = spec
-        self._slot = spec.place.slot
+        self._slot = spec.rendezvous.slot
         self._listener = listener
         self._reactor = Reactor()
         self._store = SnapshotStore(self._slot)
-        self._events = BehindLog(f"{spec.run_dir}/events.jsonl" if spec.run_dir else None)
+        self._events = AsyncLog(f"{spec.run_dir}/events.jsonl" if spec.run_dir else None)
         self._board = StatusBoard(self._slot)
         self._ballot: Ballot | None = None
         self._awaited_epoch = 0
@@ -96,7 +96,7 @@ class Supervisor:
         self._signalled_s: float | None = None
         self._zygote = zygote
         self._deaths: Deaths | None = None
-        self._remembered: Remembered = {"started_s": time.time()}
+        self._job_constants: JobConstants = {"started_s": time.time()}
         self._completed, self._sums_up = 0, False
         self._server = self._make_server()
         self._data_address = self._server.address
@@ -139,7 +139,7 @@ class Supervisor:
             own.meeting,
             own.register,
             slot=self._slot,
-            patience=self._spec.patience,
+            timeouts=self._spec.timeouts,
             heartbeat=self._spec.heartbeat,
             trainer_side=self,
             events=self._events,
@@ -149,7 +149,7 @@ class Supervisor:
         self._copies = Copies(
             self._store,
             self._coordinator.peers,
-            node=self._spec.place.node,
+            node=self._spec.rendezvous.node,
             tell=lambda message: self._reactor.post(lambda: self._trainer.send(message)),
             events=self._events,
         )
@@ -166,7 +166,7 @@ class Supervisor:
         self._coordinator.finish(GOODBYE_S)
         self._orphans.finish()
         if self._sums_up:
-            changes, started_s = self._coordinator.changes, self._remembered["started_s"]
+            changes, started_s = self._coordinator.changes, self._job_constants["started_s"]
             say(job_summary(changes, self._completed, started_s, self._spec.run_dir))
         return EXIT_FAILED if self._exit_code is None else self._exit_code
 
@@ -192,18 +192,18 @@ class Supervisor:
         )
 
     def _meet(self) -> OwnSlot:
-        place, host = self._spec.place, self._spec.host
+        rendezvous, host = self._spec.rendezvous, self._spec.host
         if self._listener is None:
-            return slot_at_launch(place, host, None, self._data_address)
+            return slot_at_launch(rendezvous, host, None, self._data_address)
         clear_addresses(self._spec.run_dir)
         with self._listener:  # closed after the meeting: the port is the script's to use
-            return slot_at_launch(place, host, self._listener, self._data_address)
+            return slot_at_launch(rendezvous, host, self._listener, self._data_address)
 
     def _take_slot(self) -> OwnSlot:
         """Become a supervisor of a job that runs, and start the slot's next trainer."""
-        own = slot_in_job(self._spec.place, self._spec.joins, self._data_address)
+        own = slot_in_job(self._spec.rendezvous, self._spec.joins, self._data_address)
         assert own.kept is not None and own.meeting.welcome is not None
-        self._remembered = own.kept["remembered"]
+        self._job_constants = own.kept["job_constants"]
         limit = int(own.kept["respawn"])
         self._deaths = Deaths(limit=limit) if limit else None
         self._trainer = self._start_trainer(own.meeting.welcome.worker.incarnation)
@@ -217,10 +217,10 @@ class Supervisor:
             program=spec.program,
             env=spec.env,
             run_dir=spec.run_dir,
-            patience=spec.patience,
+            timeouts=spec.timeouts,
             heartbeat=spec.heartbeat,
             kept=lambda: {
-                "remembered": self._remembered,
+                "job_constants": self._job_constants,
                 "respawn": 0 if self._deaths is None else self._deaths.limit,
             },
         )
@@ -243,9 +243,9 @@ class Supervisor:
         )
 
     def _address(self) -> Address:
-        place = self._spec.place
+        rendezvous = self._spec.rendezvous
         return Address(
-            slot=place.slot, node=place.node, pid=os.getpid(), address=self._data_address
+            slot=rendezvous.slot, node=rendezvous.node, pid=os.getpid(), address=self._data_address
         )
 
     def _lost_supervisors(self) -> Iterable[tuple[int, int]]:
@@ -298,7 +298,7 @@ class Supervisor:
             proposal = said.Propose(
                 epoch=ring.ballot.epoch,
                 reason=ring.reason,
-                within_s=self._spec.patience.quiesce_timeout_s,
+                within_s=self._spec.timeouts.quiesce_timeout_s,
                 boundary=ring.boundary,
                 before_step=ring.before_step,
             )
@@ -381,8 +381,8 @@ class Supervisor:
                     self._agreement.begun(self._ballot, message.step)
             case said.SavesLast():
                 trainer.saves_last = True
-            case said.Remember():
-                self._remembered.update(message.what)
+            case said.SetConstants():
+                self._job_constants.update(message.what)
             case said.Quiesced():
                 if self._ballot is not None and message.epoch == self._ballot.epoch:
                     self._answer(message.facts)
@@ -421,7 +421,7 @@ class Supervisor:
     def _on_join(self, trainer: TrainerSession, message: said.Join) -> None:
         if trainer.is_replacement:
             view = self._agreement.history[1]
-            trainer.send(said.Alone(view=view, remembered=self._remembered))
+            trainer.send(said.StartDetached(view=view, job_constants=self._job_constants))
             return
         self._deaths = Deaths(limit=message.respawn) if message.respawn else None
         trainer.facts = message.facts
@@ -437,11 +437,11 @@ class Supervisor:
         if self._ballot is not None:
             self._answer(None)
         # Its exit ends the job, and may hang (a thread, a hook at exit).
-        self._reactor.after(self._spec.patience.finish_grace_s, self._kill_the_finished)
+        self._reactor.after(self._spec.timeouts.finish_grace_s, self._kill_the_finished)
 
     def _kill_the_finished(self) -> None:
         if self._trainer.lives:
-            grace_s = self._spec.patience.finish_grace_s
+            grace_s = self._spec.timeouts.finish_grace_s
             say(f"worker {self._slot} had finished and did not exit within {grace_s:g} s: killed")
             self._trainer.kill()
 
@@ -467,7 +467,7 @@ class Supervisor:
         self._board.started(pid, trainer.incarnation)
         self._on_trainer(pid)
         who = {"slot": self._slot, "incarnation": trainer.incarnation, "pid": pid}
-        where = {"node": self._spec.place.node, "address": self._data_address}
+        where = {"node": self._spec.rendezvous.node, "address": self._data_address}
         self._events.emit("worker_started", **who, supervisor_pid=os.getpid(), **where)
 
     def _on_exit(self, trainer: TrainerSession, status: str, exit_code: int | None) -> None:
@@ -574,7 +574,7 @@ class Supervisor:
             self._told = True
             if self._trainer.works:  # else it is about to end by itself
                 self.drain(reason)
-            limit_s = self._spec.patience.notice_timeout_s
+            limit_s = self._spec.timeouts.notice_timeout_s
             self._reactor.after(limit_s, partial(self._leave, number, reason))
 
     def drain(self, reason: str, *, asked: bool = False) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from elaswave_plugin.core.agreement.timeouts import Heartbeat, Patience
+from elaswave_plugin.core.agreement.timeouts import Heartbeat, Timeouts
 from elaswave_plugin.ipc.program import Program
-from elaswave_plugin.supervisor.peers.rendezvous import Place
+from elaswave_plugin.supervisor.peers.rendezvous import RendezvousSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,11 +17,11 @@ class SupervisorSpec:
     `joins`: supervisors of a running job ("host:port") in which it takes the place of a lost one.
     """
 
-    place: Place
+    rendezvous: RendezvousSpec
     host: str
     program: Program
     env: Mapping[str, str]
     run_dir: str | None = None
-    patience: Patience = field(default_factory=Patience)
+    timeouts: Timeouts = field(default_factory=Timeouts)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     joins: tuple[str, ...] = ()

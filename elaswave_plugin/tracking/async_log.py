@@ -12,7 +12,7 @@ _MOST_LINES = 10_000
 _FLUSH_S = 5.0
 
 
-class BehindLog(EventLog):
+class AsyncLog(EventLog):
     """The same, in the same order, written by a thread of its own that starts with the first line.
 
     A supervisor that stood still with a file server would be taken for lost. Lines beyond a bound

@@ -27,7 +27,7 @@ from elaswave_plugin.ipc.environment import (
     SLOT,
     SNAPSHOT_FDS,
 )
-from elaswave_plugin.ipc.job_constants import Remembered
+from elaswave_plugin.ipc.job_constants import JobConstants
 from elaswave_plugin.ipc.progress_page import ANNOUNCED_LIMIT_S, ProgressPage, page_fd
 from elaswave_plugin.ipc.title import set_title
 from elaswave_plugin.ipc.wire import Frame
@@ -90,7 +90,7 @@ class Member:
         self._before_step: int | None = None
         self._begun_step = -1
         self._arrivals: tuple[int, ...] = ()
-        self._alone: said.Alone | None = None
+        self._detached: said.StartDetached | None = None
         self._started = False
         self.told_to_leave = False
         self._commits: list[Commit] = []
@@ -141,7 +141,7 @@ class Member:
 
     def join(
         self, facts: WorkerFacts, timeout_s: float, *, respawn: int = 0
-    ) -> Commit | said.Alone:
+    ) -> Commit | said.StartDetached:
         """Report ready, and wait for the first view; in a job that runs, for what to build from.
 
         `respawn`: times that this slot is started again. Raises AgreementError after `timeout_s`.
@@ -150,14 +150,14 @@ class Member:
         deadline_s = time.monotonic() + timeout_s
         with self.progress_page.waiting(COMMIT), self._changed:
             while not self._commits:
-                if self._alone is not None:
-                    return self._alone
+                if self._detached is not None:
+                    return self._detached
                 self._wait(deadline_s, f"the first view, {timeout_s:g} s after joining")
             return self._take_commit()
 
-    def remember(self, what: Remembered) -> None:
+    def remember(self, what: JobConstants) -> None:
         """Have the supervisor keep this for a trainer that replaces this one."""
-        self._link.send(said.Remember(what=what))
+        self._link.send(said.SetConstants(what=what))
 
     def saves_last(self) -> None:
         """Tell that this worker, where all have to leave, saves a checkpoint with them and ends."""
@@ -441,8 +441,8 @@ class Member:
                 self._missing.get((message.epoch, message.step), set()).discard(message.slot)
             case said.Copying():
                 self._moving_s[message.slot] = time.monotonic()
-            case said.Alone():
-                self._alone = message
+            case said.StartDetached():
+                self._detached = message
             case said.Notice():
                 self.told_to_leave = True
             case said.CutsWanted():

@@ -20,24 +20,35 @@ from tests.core.sealed import sealed
 SIZES: dict[str, Any] = {"dp": 2, "layers": 8, "layer_mib": 1, "moved": 1, "rounds": 1}
 
 
-def record(slot: int, cell: Any) -> SealedShard:
-    cut = ShardCut(buckets=cell.buckets, width=len(cell.ranks))
-    of_cell = {"cell": cell.key, "units": cell.units, "ranks": cell.ranks}
-    shard, payload_bytes = cell.ranks.index(slot), cut.payload_bytes
-    return sealed(slot, 1, holder=slot, shard=shard, payload_bytes=payload_bytes, **of_cell)
+def record(slot: int, shard_group: Any) -> SealedShard:
+    cut = ShardCut(buckets=shard_group.buckets, width=len(shard_group.ranks))
+    of_shard_group = {
+        "shard_group": shard_group.key,
+        "units": shard_group.units,
+        "ranks": shard_group.ranks,
+    }
+    shard, payload_bytes = shard_group.ranks.index(slot), cut.payload_bytes
+    return sealed(slot, 1, holder=slot, shard=shard, payload_bytes=payload_bytes, **of_shard_group)
 
 
 def contiguous(move: Move) -> tuple[ContiguousPlan, Stages, Stages]:
     before, after = move.seatings()
     old, new = move.stages(before), move.stages(after)
-    cells = [old.cell(cell.stage, cell.ranks) for cell in before.cells]
+    shard_groups = [
+        old.shard_group(shard_group.stage, shard_group.ranks) for shard_group in before.shard_groups
+    ]
     plan = ContiguousPlan(
         epoch=2,
         reason="r",
         ranks=tuple(range(2 * move.dp)),
         restore_step=1,
-        cells=tuple(new.cell(cell.stage, cell.ranks) for cell in after.cells),
-        sources=sealed_by_stage(record(slot, cell) for cell in cells for slot in cell.ranks),
+        shard_groups=tuple(
+            new.shard_group(shard_group.stage, shard_group.ranks)
+            for shard_group in after.shard_groups
+        ),
+        sources=sealed_by_stage(
+            record(slot, shard_group) for shard_group in shard_groups for slot in shard_group.ranks
+        ),
         alignment=128,
         dataflow=flow_of(layout=after.layout, num_microbatches=move.dp),
         old=old,
@@ -54,14 +65,14 @@ def test_contiguous_shards_are_put_together_from_the_right_elements(
     move = Move(dp=dp, layers=2 * half, numel=128 * dp, moved=min(moved, half - 1))
     plan, old, new = contiguous(move)
     for slot in plan.ranks:
-        number = plan.cell_of(slot)
+        number = plan.shard_group_of(slot)
         assert number is not None
         size = plan.after(number).shard_numel
-        at = plan.cells[number].ranks.index(slot) * size
-        place = {s: at for at, s in enumerate(_elements(new, plan.cells[number].stage))}
+        at = plan.shard_groups[number].ranks.index(slot) * size
+        place = {s: at for at, s in enumerate(_elements(new, plan.shard_groups[number].stage))}
         found: dict[int, int] = {}
         for source, pieces in plan.pieces(slot):
-            there = _elements(old, source.cell[0])
+            there = _elements(old, source.shard_group[0])
             base = source.shard * plan.before(source).shard_numel
             for piece in pieces:
                 for offset in range(0, piece.stop - piece.start, 64):

@@ -139,7 +139,7 @@ class Striker:
             return
         if phase == "forward":
             self._dawdle()
-        enters = self.worker.alone or self.worker._entering
+        enters = self.worker.detached or self.worker._entering
         for event in self._due((*DEADLY, "ruin", "sever", "slow")):
             if event["phase"] != phase or event["on_entry"] != enters:
                 continue

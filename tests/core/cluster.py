@@ -29,7 +29,7 @@ from elaswave_plugin.core.agreement.messages import (
     Stop,
     Welcome,
 )
-from elaswave_plugin.core.agreement.timeouts import Patience
+from elaswave_plugin.core.agreement.timeouts import Timeouts
 from elaswave_plugin.core.agreement.view import MembershipView
 from elaswave_plugin.core.codec import from_json
 from elaswave_plugin.core.layout.reserve import NOWHERE
@@ -42,14 +42,14 @@ T = TypeVar("T")
 class Cluster:
     """Supervisors without processes: messages are delivered in a fixed (or a random) order."""
 
-    def __init__(self, nodes: tuple[int, ...], patience: Patience) -> None:
+    def __init__(self, nodes: tuple[int, ...], timeouts: Timeouts) -> None:
         self.now_s = 0.0
         self.lines: list[str] = []
         self.nodes = list(nodes)
-        self.patience = patience
+        self.timeouts = timeouts
         self.settling: set[int] = set()
         self.alive = {
-            slot: Agreement(slot=slot, nodes=nodes, patience=patience)
+            slot: Agreement(slot=slot, nodes=nodes, timeouts=timeouts)
             for slot, node in enumerate(nodes)
             if node != NOWHERE
         }
@@ -105,9 +105,9 @@ class Cluster:
                 self.stopped.add(slot)
                 step, begun = self.at[slot]
                 entering = slot in self.outside
-                seated = self.commits[slot][-1].epoch if self.commits[slot] else 0
+                placed = self.commits[slot][-1].epoch if self.commits[slot] else 0
                 facts = {"at": slot, "step": step, "begun": begun, "entering": entering}
-                facts["seated"] = seated
+                facts["placed"] = placed
                 self.alive[slot].quiesced(
                     ballot,
                     facts if slot in self.trainers else None,
@@ -216,7 +216,7 @@ class Cluster:
         if all(self.nodes[other] != self.nodes[slot] for other in self.alive):
             self.memories.pop(self.nodes[slot], None)
         self.lives += 1
-        self.alive[slot] = Agreement.of_newcomer(message, patience=self.patience, life=self.lives)
+        self.alive[slot] = Agreement.of_newcomer(message, timeouts=self.timeouts, life=self.lives)
         self.new.add(slot)
         self.joined.add(slot)
         self.left.discard(slot)
@@ -475,8 +475,8 @@ class Cluster:
     ) -> list[MembershipView]:
         """All views up to the last one told; what is not told, one of the facts has applied."""
         decided = [view for epoch, view in sorted(self.decided.items()) if epoch <= told[-1].epoch]
-        seated = max(fact["seated"] for fact in facts)
-        assert all(view in told for view in decided if view.epoch > seated)
+        placed = max(fact["placed"] for fact in facts)
+        assert all(view in told for view in decided if view.epoch > placed)
         assert all(view in told for view in decided[-2:])  # by which it knows who came
         return decided
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.core.agreement.timeouts import Patience
+from elaswave_plugin.core.agreement.timeouts import Timeouts
 from tests.core.cluster import Cluster
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -18,13 +18,13 @@ REGENERATE = "ELASWAVE_REGENERATE_GOLDEN"
 
 def play(script: str) -> str:
     """The script with its outputs written anew."""
-    cluster = Cluster((0,), Patience())
+    cluster = Cluster((0,), Timeouts())
     out: list[str] = []
     for line in script.splitlines():
         if line.startswith("> nodes"):
             cluster = Cluster(
                 tuple(map(int, line.split()[2:])),
-                Patience(join_timeout_s=60, quiesce_timeout_s=10, quorum_wait_s=5),
+                Timeouts(join_timeout_s=60, quiesce_timeout_s=10, quorum_wait_s=5),
             )
             out.append(line)
         elif line.startswith(">"):

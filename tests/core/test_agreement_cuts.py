@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from elaswave_plugin.core.agreement.timeouts import Patience
+from elaswave_plugin.core.agreement.timeouts import Timeouts
 from tests.core.cluster import Cluster
 from tests.core.test_agreement_random import let_somebody_come
 
@@ -22,7 +22,7 @@ MOST = 20_000
 
 def test_of_two_parts_that_hear_one_supervisor_of_a_node_each_one_goes_on() -> None:
     """Node 2 has two: one hears node 0 only, the other one hears node 1 only."""
-    cluster = Cluster((0, 1, 2, 2), Patience())
+    cluster = Cluster((0, 1, 2, 2), Timeouts())
     for command in ("start", "quiesce all", "seal all", "sunder 0 1,3 1 2", "quiesce all"):
         cluster.do(command)
     # Each part has two of the three nodes, and either may be the one.
@@ -82,7 +82,7 @@ def test_jobs_outlive_cuts() -> None:
 
 def sealed_job(nodes: tuple[int, ...]) -> Cluster:
     """A job that a loss does not end any more."""
-    cluster = Cluster(nodes, Patience(quiesce_timeout_s=1e9, join_timeout_s=1e9))
+    cluster = Cluster(nodes, Timeouts(quiesce_timeout_s=1e9, join_timeout_s=1e9))
     cluster.verbose = False
     cluster.do("start")
     cluster.do("quiesce all")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from elaswave_plugin.core.agreement.timeouts import Patience
+from elaswave_plugin.core.agreement.timeouts import Timeouts
 from elaswave_plugin.core.agreement.view import MembershipView
 from elaswave_plugin.core.layout.reserve import NOWHERE
 from tests.core.cluster import Cluster
@@ -57,7 +57,7 @@ def random_run(
 ) -> Cluster:
     """``choices``: the nodes of the slots, of which one is taken."""
     nodes = dice.choice(choices)
-    cluster = Cluster(nodes, Patience(quiesce_timeout_s=1e9, join_timeout_s=1e9))
+    cluster = Cluster(nodes, Timeouts(quiesce_timeout_s=1e9, join_timeout_s=1e9))
     cluster.verbose = False
     cluster.do("start")
     cluster.do("quiesce all")

@@ -4,7 +4,7 @@ from elaswave_plugin.core.agreement.effects import Send
 from elaswave_plugin.core.agreement.election import outcome_of
 from elaswave_plugin.core.agreement.leader import Agreement
 from elaswave_plugin.core.agreement.messages import Ballot, Prepare, Promise, Welcome
-from elaswave_plugin.core.agreement.timeouts import Patience
+from elaswave_plugin.core.agreement.timeouts import Timeouts
 from elaswave_plugin.core.agreement.view import MembershipView, WorkerId, first_view
 
 NODES = (0, 1, 2)
@@ -32,7 +32,7 @@ def promised(known: int) -> Promise:
         incarnations={},
         unused_node=3,
     )
-    member = Agreement.of_newcomer(welcome, patience=Patience(), life=1)
+    member = Agreement.of_newcomer(welcome, timeouts=Timeouts(), life=1)
     member.lost(0, "its connection closed")
     member.settle(0.0)
     ballot = Ballot(term=100, leader=1, epoch=100)

@@ -46,9 +46,9 @@ def test_fold_any_survivors_has_the_bits_of_the_healthy_sum(
     job: tuple[int, list[float], list[int]],
 ) -> None:
     replicas, gradients, live = job
-    homes = tuple(range(replicas))
-    healthy = deal(num_microbatches=len(gradients), homes=homes, live=homes)
-    degraded = deal(num_microbatches=len(gradients), homes=homes, live=live)
+    launch_slots = tuple(range(replicas))
+    healthy = deal(num_microbatches=len(gradients), launch_slots=launch_slots, live=launch_slots)
+    degraded = deal(num_microbatches=len(gradients), launch_slots=launch_slots, live=live)
     wanted = evaluate(dict(healthy.placement), gradients, replicas)
     found = evaluate(dict(degraded.placement), gradients, replicas)
     assert struct.pack("<f", found) == struct.pack("<f", wanted)
@@ -59,11 +59,11 @@ def test_a_whole_deal_has_every_replica_at_one_worker_in_its_own_order(
     job: tuple[int, list[float], list[int]],
 ) -> None:
     replicas, gradients, live = job
-    homes = tuple(range(replicas))
-    flow = deal(num_microbatches=len(gradients), homes=homes, live=live, whole=True)
+    launch_slots = tuple(range(replicas))
+    flow = deal(num_microbatches=len(gradients), launch_slots=launch_slots, live=live, whole=True)
     parts = [(slot, part) for slot, _ in flow.placement for part in flow.contributions(slot)]
     assert all(part.whole for _, part in parts)
-    assert sorted(part.replica for _, part in parts) == list(homes)
+    assert sorted(part.replica for _, part in parts) == list(launch_slots)
     assert all(slot == part.replica for slot, part in parts if part.replica in live)
     counts = [len(ks) for _, ks in flow.placement]
     assert max(counts) - min(counts) <= len(gradients) // replicas
@@ -78,21 +78,21 @@ def test_fold_of_a_grown_job_has_the_bits_of_the_healthy_sum(
     room = len(gradients) - len(live)
     beyond = data.draw(st.integers(0, min(3, room)))
     grown = [*live, *range(replicas, replicas + beyond)]
-    homes = tuple(range(replicas))
-    healthy = deal(num_microbatches=len(gradients), homes=homes, live=homes)
-    flow = deal(num_microbatches=len(gradients), homes=homes, live=grown)
+    launch_slots = tuple(range(replicas))
+    healthy = deal(num_microbatches=len(gradients), launch_slots=launch_slots, live=launch_slots)
+    flow = deal(num_microbatches=len(gradients), launch_slots=launch_slots, live=grown)
     wanted = evaluate(dict(healthy.placement), gradients, replicas)
     assert struct.pack("<f", evaluate(dict(flow.placement), gradients, replicas)) == struct.pack(
         "<f", wanted
     )
     loads = [len(ks) for _, ks in flow.placement]
     assert min(loads) >= 1 and max(loads) == -(-len(gradients) // len(grown))
-    assert flow.is_healthy == (sorted(grown) == list(homes))
+    assert flow.is_healthy == (sorted(grown) == list(launch_slots))
 
 
 def test_a_replica_at_another_rank_is_not_reduced_natively() -> None:
     """Each of these runs one whole replica, and in rank order they would be added otherwise."""
-    flow = deal(num_microbatches=8, homes=range(4), live=(1, 2, 3, 4))
+    flow = deal(num_microbatches=8, launch_slots=range(4), live=(1, 2, 3, 4))
     assert str(flow) == "w1: 1 5 | w2: 2 6 | w3: 3 7 | w4: 0 4"
     assert not flow.is_healthy
     assert [term.replica for term in flow.fold()] == [0, 1, 2, 3]
@@ -111,7 +111,7 @@ def test_deal_places_every_microbatch_once_and_evenly(
     job: tuple[int, list[float], list[int]],
 ) -> None:
     replicas, gradients, live = job
-    flow = deal(num_microbatches=len(gradients), homes=range(replicas), live=live)
+    flow = deal(num_microbatches=len(gradients), launch_slots=range(replicas), live=live)
     placed = sorted(k for _, ks in flow.placement for k in ks)
     assert placed == list(range(len(gradients)))
     loads = [len(ks) for _, ks in flow.placement]
@@ -120,7 +120,7 @@ def test_deal_places_every_microbatch_once_and_evenly(
 
 
 def test_deal_twelve_over_five() -> None:
-    flow = deal(num_microbatches=12, homes=range(6), live=(0, 1, 2, 3, 5))
+    flow = deal(num_microbatches=12, launch_slots=range(6), live=(0, 1, 2, 3, 5))
     assert str(flow) == "w0: 0 6 4 | w1: 1 7 10 | w2: 2 8 | w3: 3 9 | w5: 5 11"
 
 
@@ -133,14 +133,14 @@ def test_fold_order_refuses_a_lost_or_doubled_microbatch() -> None:
 
 def test_deal_refuses_more_workers_than_microbatches() -> None:
     with pytest.raises(ValueError, match="2 micro-batches for 3 workers"):
-        deal(num_microbatches=2, homes=range(2), live=(0, 1, 2))
+        deal(num_microbatches=2, launch_slots=range(2), live=(0, 1, 2))
 
 
 def test_deal_refuses_an_empty_view_and_too_few_microbatches() -> None:
     with pytest.raises(ValueError, match="no live worker"):
-        deal(num_microbatches=4, homes=(0, 1), live=())
+        deal(num_microbatches=4, launch_slots=(0, 1), live=())
     with pytest.raises(ValueError, match="1 micro-batches for 2 replicas"):
-        deal(num_microbatches=1, homes=(0, 1), live=(0, 1))
+        deal(num_microbatches=1, launch_slots=(0, 1), live=(0, 1))
 
 
 def test_sample_ids_cover_a_run_once_in_order() -> None:

@@ -1,11 +1,11 @@
 """What a supervisor says after its promise is newer than what it promised with."""
 
-from elaswave_plugin.core.agreement.timeouts import Patience
+from elaswave_plugin.core.agreement.timeouts import Timeouts
 from tests.core.cluster import Cluster
 
 
 def test_who_has_exited_during_the_election_is_not_waited_for() -> None:
-    cluster = Cluster((0, 0, 0, 0), Patience())
+    cluster = Cluster((0, 0, 0, 0), Timeouts())
     for command in ("start", "quiesce all", "seal all", "done 1,2,3"):
         cluster.do(command)
     late = (3, 1)

@@ -8,7 +8,6 @@ from elaswave_plugin.core.layout.layout import launch_layout
 from elaswave_plugin.core.planner.layer_times import (
     AROUND,
     BACKWARD,
-    BEHIND,
     BYTE,
     FOLLOWED,
     FORWARD,
@@ -17,6 +16,7 @@ from elaswave_plugin.core.planner.layer_times import (
     LAYER,
     LINK,
     OPERATION,
+    TAIL,
     WEIGHTS,
     LayerTimes,
     PassTimes,
@@ -150,7 +150,7 @@ def test_split_backwards_tell_the_share_of_weight_gradients() -> None:
     assert LayerTimes.from_json(told.to_json()) == told
     layer = told.costs(num_layers=1).units[1]
     assert (layer.backward_s, layer.weights_s) == (pytest.approx(0.77), pytest.approx(0.33))
-    behind = LayerTimes(behind=(1.0, 2.0)).costs(num_layers=1).units[-1]
+    behind = LayerTimes(tail=(1.0, 2.0)).costs(num_layers=1).units[-1]
     assert (behind.backward_s, behind.weights_s) == (2.0, 0.0)
 
 
@@ -160,13 +160,13 @@ def test_only_the_last_steps_count() -> None:
 
 def test_everyone_agrees_whatever_the_order() -> None:
     told = {
-        2: {LAYER: [0.0201, 0.041], BEHIND: [0.031, 0.062]},
+        2: {LAYER: [0.0201, 0.041], TAIL: [0.031, 0.062]},
         0: {LAYER: [0.0199, 0.039], FRONT: [0.001, 0.002]},
         1: {},
     }
     times = agreed(told)
     assert times == agreed(dict(reversed(told.items())))
-    assert times.layer == (0.02, 0.04) and times.behind == (0.031, 0.062)
+    assert times.layer == (0.02, 0.04) and times.tail == (0.031, 0.062)
     assert LayerTimes.from_json(times.to_json()) == times
 
 
@@ -200,5 +200,5 @@ def test_a_heavy_head_keeps_layers_at_the_first_stage() -> None:
         ).cuts
 
     # One worker against two: a layers and front against half of 12 - a layers and behind.
-    assert cuts(behind=(3.0, 6.0)) == (0, 5, 12)
+    assert cuts(tail=(3.0, 6.0)) == (0, 5, 12)
     assert cuts(front=(2.0, 4.0)) == (0, 3, 12)

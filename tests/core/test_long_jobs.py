@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from elaswave_plugin.core.agreement.timeouts import Patience
+from elaswave_plugin.core.agreement.timeouts import Timeouts
 from tests.core.cluster import Cluster
 
 NODES = (0, 0, 1, 1, 2, 2)
@@ -30,7 +30,7 @@ VIEWS = {"trainers": 2, "supervisors": 2, "wishes": 1, "links": 1, "drains": 2}
 
 def month(kinds: tuple[str, ...], rounds: int) -> tuple[int, list[int]]:
     """How many views there were, and how much every supervisor keeps in the end, in bytes."""
-    cluster = Cluster(NODES, Patience())
+    cluster = Cluster(NODES, Timeouts())
     cluster.verbose = False
     for command in ("start", "quiesce all", "seal all"):
         cluster.do(command)

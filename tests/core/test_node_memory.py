@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from elaswave_plugin.core.agreement.acceptor_state import NodeMemory
 from elaswave_plugin.core.agreement.messages import Ballot, Prepare, Proposal
-from elaswave_plugin.core.agreement.timeouts import Patience
+from elaswave_plugin.core.agreement.timeouts import Timeouts
 from elaswave_plugin.core.agreement.view import first_view
 from elaswave_plugin.core.codec import to_json
 from elaswave_plugin.errors import EXIT_LEFT_OUT
@@ -15,7 +15,7 @@ NODES = (0, 1, 1, 2, 2, 3)
 
 
 def job() -> Cluster:
-    cluster = Cluster(NODES, Patience())
+    cluster = Cluster(NODES, Timeouts())
     for command in ("start", "quiesce all", "seal all"):
         cluster.do(command)
     return cluster

@@ -87,7 +87,7 @@ def test_every_step_is_complete_and_runs(
     for stage in range(pp):
         for position in range(tp):
             # Raises unless every micro-batch is placed exactly once.
-            assert len(flow.cell(stage, position).fold()) == dp
+            assert len(flow.shard_group(stage, position).fold()) == dp
     for groups in layout.stages:
         for slot in (slot for group in groups for slot in group.slots):
             backwards = [op.start // size for op in flow.ops(slot) if op.kind == BACKWARD]
@@ -95,9 +95,9 @@ def test_every_step_is_complete_and_runs(
             forwards = [op.start // size for op in flow.ops(slot) if op.kind == FORWARD]
             assert tuple(forwards) == flow.microbatches(slot) == tuple(backwards)
             check_weights(flow, slot)
-            seat = flow.seat(slot)
-            assert seat is not None
-            reports = flow.microbatches(slot) if seat.stage == pp - 1 else ()
+            coordinate = flow.coordinate(slot)
+            assert coordinate is not None
+            reports = flow.microbatches(slot) if coordinate.stage == pp - 1 else ()
             assert flow.reports(slot) == reports
     # Micro-batches pass whole.
     for stage in range(pp - 1):
@@ -210,9 +210,9 @@ def test_stages_wider_than_at_launch_sum_as_at_launch() -> None:
     assert not flow.is_healthy and flow.policy == "redeal"
     assert [len(pieces) for stage in flow.pieces for pieces in stage] == [2] * 6
     for stage in range(2):
-        cell = flow.cell(stage, 0)
-        assert cell.num_replicas == 2
-        summed = [[link[1].microbatches for link in term.chain] for term in cell.fold()]
+        shard_group = flow.shard_group(stage, 0)
+        assert shard_group.num_replicas == 2
+        summed = [[link[1].microbatches for link in term.chain] for term in shard_group.fold()]
         assert [[k for ks in chain for k in ks] for chain in summed] == [[0, 2, 4], [1, 3, 5]]
     assert "6 replicas are live, 4 at launch (1.500)" in flow.reasons[0]
     # As many as at the launch, but others: not by Megatron-Core's own schedule.
@@ -233,7 +233,7 @@ def test_nobody_is_rerouted_to_replicas_beyond_the_launch() -> None:
 def test_free_workers_run_nothing() -> None:
     layout = launch_layout(tp=2, pp=2, dp=2, num_layers=2).without([0])
     flow = flow_of(layout=layout, num_microbatches=4)
-    assert flow.seat(1) is None and flow.microbatches(1) == ()
+    assert flow.coordinate(1) is None and flow.microbatches(1) == ()
 
 
 @st.composite
@@ -259,7 +259,7 @@ def resized_flows(draw: st.DrawFn) -> PipelineFlow:
 def test_every_sample_of_a_resized_step_is_computed_once(flow: PipelineFlow) -> None:
     assert flow.is_resized
     with pytest.raises(ValueError, match="no exact order of sums"):
-        flow.cell(0, 0)
+        flow.shard_group(0, 0)
     whole = list(range(flow.num_microbatches * flow.micro_batch_size))
     for groups in flow.layout.stages:
         ran = {kind: [] for kind in (FORWARD, BACKWARD)}

@@ -3,11 +3,11 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaswave_plugin.core.layout.group_rules import seats_beyond, seats_of
+from elaswave_plugin.core.layout.group_rules import coordinates_of, grown_coordinates
 from elaswave_plugin.core.layout.layout import ParallelLayout, launch_layout
-from elaswave_plugin.core.layout.layout_delta import layout_told, told_layout
+from elaswave_plugin.core.layout.layout_delta import layout_delta, layout_with
 from elaswave_plugin.core.planner.layer_times import LayerTimes
-from elaswave_plugin.core.recovery_plan.placement import GridSeating
+from elaswave_plugin.core.recovery_plan.placement import GridPlacement
 from elaswave_plugin.core.step.dataflow import Slowness
 from elaswave_plugin.errors import LayoutError
 
@@ -29,21 +29,21 @@ def moved(layout: ParallelLayout, times: LayerTimes, slow: Slowness) -> Parallel
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.tuples(st.sets(st.sampled_from(WORKERS), min_size=6), st.integers(0, 5))))
 def test_a_layout_is_understood_as_it_was_told(changes: list[tuple[set[int], int]]) -> None:
-    homes = {**seats_of(LAUNCH), **seats_beyond(LAUNCH)}
-    seating = newcomer = GridSeating(
-        layout=LAUNCH, homes=homes, rules={}, units={}, partition=moved
+    launch_slots = {**coordinates_of(LAUNCH), **grown_coordinates(LAUNCH)}
+    placement = newcomer = GridPlacement(
+        layout=LAUNCH, launch_slots=launch_slots, rules={}, units={}, partition=moved
     )
     for present, forward_s in changes:
         try:
-            seating = seating.after(sorted(present), LayerTimes(layer=(forward_s, 1.0)))
+            placement = placement.after(sorted(present), LayerTimes(layer=(forward_s, 1.0)))
         except LayoutError:
             return
-        told = seating.told()
-        assert layout_told(told, LAUNCH, homes) == seating.layout
-        assert newcomer.as_told(told).layout == seating.layout
+        told = placement.state()
+        assert layout_with(told, LAUNCH, launch_slots) == placement.layout
+        assert newcomer.with_state(told).layout == placement.layout
 
 
 def test_what_is_told_of_the_launch_is_short() -> None:
     launch = launch_layout(tp=8, pp=16, dp=64, num_layers=64)
-    told = told_layout(launch.without([5]), seats_of(launch))
+    told = layout_delta(launch.without([5]), coordinates_of(launch))
     assert told["gone"] == [5] and len(told["free"]) == 7 and "moved" not in told

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
-from elaswave_plugin.core.recovery_plan.placement import Cell
+from elaswave_plugin.core.recovery_plan.placement import ShardGroup
 from elaswave_plugin.core.recovery_plan.plan import copy_targets, make_plan, restore_point
 from elaswave_plugin.core.step.dataflow import deal
 from elaswave_plugin.errors import SnapshotGapError
@@ -42,8 +42,8 @@ def plan_of(
         "epoch": 2,
         "reason": "worker 1 exited",
         "ranks": ranks,
-        "dataflow": deal(num_microbatches=8, homes=RANKS, live=(0, 3, 2)),
-        "cells": (Cell(ranks=ranks, units=(0, 1), buckets=(1000, 300)),),
+        "dataflow": deal(num_microbatches=8, launch_slots=RANKS, live=(0, 3, 2)),
+        "shard_groups": (ShardGroup(ranks=ranks, units=(0, 1), buckets=(1000, 300)),),
         "inventory": inventory,
     }
     return make_plan(**{**arguments, **changes})
@@ -59,7 +59,7 @@ def test_restore_point_prefers_the_owner_to_a_copy() -> None:
     inventory = [record(slot, 9) for slot in RANKS] + [record(1, 9, holder=0)]
     sources = restore_point(
         inventory,
-        [Cell(ranks=RANKS, units=(0, 1), buckets=(1000, 300))],
+        [ShardGroup(ranks=RANKS, units=(0, 1), buckets=(1000, 300))],
     )
     assert [source.holder for source in sources[0]] == [0, 1, 2, 3]
 
@@ -117,19 +117,19 @@ def test_bytes_moved_counts_only_what_travels() -> None:
 
 
 def test_every_cell_restores_its_own_shards_of_the_same_step() -> None:
-    cells = (
-        Cell(stage=0, ranks=(0,), units=(1,), buckets=(1000,)),
-        Cell(stage=1, ranks=(2, 3), units=(2,), buckets=(500,)),
+    shard_groups = (
+        ShardGroup(stage=0, ranks=(0,), units=(1,), buckets=(1000,)),
+        ShardGroup(stage=1, ranks=(2, 3), units=(2,), buckets=(500,)),
     )
 
     def of_stage(owner: int, step: int) -> SealedShard:
         stage = owner // 2
-        place = {"cell": (stage, 0), "units": (stage + 1,), "shard": owner % 2}
+        place = {"shard_group": (stage, 0), "units": (stage + 1,), "shard": owner % 2}
         return replace(record(owner, step), ranks=(2 * stage, 2 * stage + 1), **place)
 
     copy = replace(of_stage(1, 10), holder=3, is_copy=True)
     inventory = [of_stage(slot, step) for slot in (0, 2, 3) for step in (9, 10)]
-    plan = plan_of([*inventory, copy], ranks=(0, 3, 2), cells=cells)
+    plan = plan_of([*inventory, copy], ranks=(0, 3, 2), shard_groups=shard_groups)
     assert plan.restore_step == 10
     assert [[s.owner for s in sources] for sources in plan.sources] == [[0, 1], [2, 3]]
     assert [source.holder for source, _ in plan.pieces(0)] == [0, 3]
@@ -137,12 +137,12 @@ def test_every_cell_restores_its_own_shards_of_the_same_step() -> None:
     assert [source.holder for source, _ in plan.pieces(3)] == [3]
     assert plan.bytes_moved() == 12 * (1000 - 512)
     with pytest.raises(SnapshotGapError, match=r"step 10, stage 0 tp 0: shards \[1\] of 2"):
-        plan_of(inventory, cells=cells)
+        plan_of(inventory, shard_groups=shard_groups)
 
 
 def test_a_worker_without_a_place_reads_nothing() -> None:
     plan = plan_of([record(slot, 9) for slot in RANKS])
-    assert plan.cell_of(1) is None and plan.pieces(1) == ()
+    assert plan.shard_group_of(1) is None and plan.pieces(1) == ()
 
 
 def test_copy_targets_prefer_another_node() -> None:
@@ -230,8 +230,8 @@ def test_what_is_live_at_the_restore_point_stays_in_place() -> None:
     # Everyone has all weights; shards are others where the width is.
     narrower = plan_of(inventory, live=alive)
     assert in_place_of(narrower) == [(2, 0)] * 3
-    cells = (Cell(ranks=RANKS, units=(0, 1), buckets=(1000, 300)),)
-    same = plan_of(inventory, ranks=RANKS, cells=cells, live=alive)
+    shard_groups = (ShardGroup(ranks=RANKS, units=(0, 1), buckets=(1000, 300)),)
+    same = plan_of(inventory, ranks=RANKS, shard_groups=shard_groups, live=alive)
     assert in_place_of(same) == [(2, 2)] * 4
     assert [same.pieces(slot) for slot in RANKS] == [()] * 4
 
@@ -247,9 +247,12 @@ def test_one_worker_that_is_elsewhere_makes_all_of_its_cell_gather(
 
 def test_who_comes_to_a_cell_makes_all_of_it_gather() -> None:
     inventory = [replace(record(slot, 9), ranks=(0, 1), shard=slot) for slot in (0, 1)]
-    cells = (Cell(ranks=(0, 1, 2), units=(0, 1), buckets=(1000, 300)),)
+    shard_groups = (ShardGroup(ranks=(0, 1, 2), units=(0, 1), buckets=(1000, 300)),)
     alive = dict.fromkeys(RANKS, (9, 1))
-    assert in_place_of(plan_of(inventory, ranks=(0, 1, 2), cells=cells, live=alive)) == [(0, 0)] * 3
+    assert (
+        in_place_of(plan_of(inventory, ranks=(0, 1, 2), shard_groups=shard_groups, live=alive))
+        == [(0, 0)] * 3
+    )
 
 
 @given(st.data())
@@ -258,36 +261,38 @@ def test_pieces_and_what_stays_make_the_new_shard(data: st.DataObject) -> None:
     lengths = dict(enumerate(data.draw(st.lists(st.integers(1, 900), min_size=4, max_size=6))))
     units = sorted(lengths)
 
-    def cells_of(cut: int, stages: Sequence[tuple[int, ...]]) -> tuple[Cell, ...]:
+    def cells_of(cut: int, stages: Sequence[tuple[int, ...]]) -> tuple[ShardGroup, ...]:
         parts = tuple(units[:cut]), tuple(units[cut:])
         return tuple(
-            Cell(stage=s, ranks=ranks, units=own, buckets=tuple(lengths[u] for u in own))
+            ShardGroup(stage=s, ranks=ranks, units=own, buckets=tuple(lengths[u] for u in own))
             for s, (ranks, own) in enumerate(zip(stages, parts, strict=True))
         )
 
     before = cells_of(data.draw(st.integers(1, len(units) - 1)), ((0, 1), (2, 3)))
     gone = data.draw(st.sampled_from([None, *RANKS]))
-    left = [tuple(slot for slot in cell.ranks if slot != gone) for cell in before]
+    left = [tuple(slot for slot in shard_group.ranks if slot != gone) for shard_group in before]
     after = cells_of(data.draw(st.integers(1, len(units) - 1)), left)
     inventory = [
         replace(
             record(slot, 9, holder=None if slot != gone else (slot + 1) % 4),
-            cell=cell.key,
-            units=cell.units,
-            ranks=cell.ranks,
-            shard=cell.ranks.index(slot),
+            shard_group=shard_group.key,
+            units=shard_group.units,
+            ranks=shard_group.ranks,
+            shard=shard_group.ranks.index(slot),
         )
-        for cell in before
-        for slot in cell.ranks
+        for shard_group in before
+        for slot in shard_group.ranks
     ]
-    ranks = tuple(slot for cell in after for slot in cell.ranks)
+    ranks = tuple(slot for shard_group in after for slot in shard_group.ranks)
     live = {slot: (9, 1) for slot in ranks if data.draw(st.booleans())}
-    plan = plan_of(inventory, ranks=ranks, cells=after, live=live)
-    for number, cell in enumerate(after):
-        for slot in cell.ranks:
+    plan = plan_of(inventory, ranks=ranks, shard_groups=after, live=live)
+    for number, shard_group in enumerate(after):
+        for slot in shard_group.ranks:
             spans = {
                 bucket: (start, stop)
-                for bucket, start, stop, _ in plan.after(number).spans(cell.ranks.index(slot))
+                for bucket, start, stop, _ in plan.after(number).spans(
+                    shard_group.ranks.index(slot)
+                )
             }
             read = dict.fromkeys(spans, 0)
             for _, pieces in plan.pieces(slot):
@@ -298,5 +303,5 @@ def test_pieces_and_what_stays_make_the_new_shard(data: st.DataObject) -> None:
                 assert read[bucket] == (0 if bucket in stays else stop - start)
             for bucket, was in stays.items():
                 assert slot in live
-                assert before[number].ranks == cell.ranks
-                assert before[number].units[was] == cell.units[bucket]
+                assert before[number].ranks == shard_group.ranks
+                assert before[number].units[was] == shard_group.units[bucket]

@@ -195,7 +195,7 @@ def test_rerouting_without_a_pipeline_is_what_data_parallel_jobs_do(lost: tuple[
     plan = plan_for(layout, list(lost), slots=4, rules=PlanRules(policies=("reroute",)))
     table = plan_split(plan, work_of(layout, 4)).stages[0]
     live = [slot for slot in range(12) if slot not in lost]
-    dealt = deal(num_microbatches=48, homes=range(12), live=live)
+    dealt = deal(num_microbatches=48, launch_slots=range(12), live=live)
     assert {
         group.slots[0]: set(np.flatnonzero(table.worker == number).tolist())
         for number, group in enumerate(plan.layout.stages[0])

@@ -12,13 +12,13 @@ from elaswave_plugin.core.planner.layer_partition import (
     SLACKS,
     Partition,
     StageLoad,
-    behind_seconds,
     benefit_seconds,
     evaluate,
     follow_seconds,
     layers_can_help,
     partitions,
     pause_seconds,
+    tail_seconds,
 )
 from elaswave_plugin.errors import ConfigurationError
 
@@ -252,9 +252,9 @@ def test_a_move_pays_from_its_break_even_horizon_on(
     gain: float, pause_s: float, horizon_s: float
 ) -> None:
     facts = {"before_s": 1.0, "after_s": 1 - gain, "pause_s": pause_s}
-    assert benefit_seconds(**facts, behind_s=0, horizon_s=horizon_s * 1.01) > 0
-    assert benefit_seconds(**facts, behind_s=0, horizon_s=horizon_s * 0.99) < 0
-    late = {**facts, "behind_s": 10 * gain}
+    assert benefit_seconds(**facts, tail_s=0, horizon_s=horizon_s * 1.01) > 0
+    assert benefit_seconds(**facts, tail_s=0, horizon_s=horizon_s * 0.99) < 0
+    late = {**facts, "tail_s": 10 * gain}
     assert benefit_seconds(**late, horizon_s=horizon_s * 1.01 + 10) > 0
     assert benefit_seconds(**late, horizon_s=horizon_s * 0.99 + 10) < 0
 
@@ -271,10 +271,10 @@ def test_optimizer_state_is_on_its_way_for_as_long_as_whoever_receives_most() ->
 
 
 def test_a_step_is_slower_while_state_follows_and_waits_for_what_takes_longer() -> None:
-    assert behind_seconds(follow_s=3.0, step_s=10.0, slowdown=0.5) == 1.5
-    assert behind_seconds(follow_s=12.0, step_s=10.0, slowdown=0.5) == 5 + 2
+    assert tail_seconds(follow_s=3.0, step_s=10.0, slowdown=0.5) == 1.5
+    assert tail_seconds(follow_s=12.0, step_s=10.0, slowdown=0.5) == 5 + 2
     # As if compute stood still meanwhile.
-    assert behind_seconds(follow_s=12.0, step_s=10.0, slowdown=1.0) == 12.0
+    assert tail_seconds(follow_s=12.0, step_s=10.0, slowdown=1.0) == 12.0
 
 
 def test_granularity_decides_whether_layers_can_help() -> None:

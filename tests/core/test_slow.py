@@ -13,7 +13,7 @@ from elaswave_plugin.core.planner.slow import (
     SHORTEST,
     SlowWatch,
     reason_of_view,
-    slowness_told,
+    slowness_of,
 )
 
 STAGES = [(0, 1, 2, 3), (4, 5, 6, 7)]
@@ -68,10 +68,10 @@ def test_a_new_view_begins_with_what_one_worker_has_told() -> None:
         watch.step({**LEVEL, 2: 2e-6}, STAGES)
     for _ in range(SHORTEST - 2):
         watch.step({**LEVEL, 2: 2e-6, 5: 2e-6}, STAGES)
-    told = watch.told()
+    told = watch.reports()
     for one in (watch, other):
         one.restart(told)
-        assert one.slowness == slowness_told(told) == {2: 2.0}
+        assert one.slowness == slowness_of(told) == {2: 2.0}
         assert str(one.slow[2]).startswith("takes 2.00x as long for a layer as workers 0, 1, 3, ")
         # The evidence against worker 5 begins anew.
         slow = {**LEVEL, 2: 2e-6, 5: 2e-6}
@@ -159,7 +159,7 @@ def views_of(steps: list[dict[int, float]]) -> list[int]:
             gain = 0.3
         if payback.pays(gain=gain, step=step):
             payback.ask(step=step)
-            watch.restart(watch.told())
+            watch.restart(watch.reports())
             payback.restart(payback.asked)
             gain = 0.0
             asked.append(step)

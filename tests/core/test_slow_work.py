@@ -22,7 +22,7 @@ from elaswave_plugin.core.planner.payback import (
 from elaswave_plugin.core.planner.pipeline_flow import flow_of, level_layers
 from elaswave_plugin.core.planner.prediction import StepWork
 from elaswave_plugin.core.planner.slot_time import slot_flow
-from elaswave_plugin.core.recovery_plan.placement import FlatSeating, GridSeating
+from elaswave_plugin.core.recovery_plan.placement import FlatPlacement, GridPlacement
 from elaswave_plugin.core.step.dataflow import Dataflow, deal, share
 from elaswave_plugin.core.step.fair_shares import fair_counts, slowest_seconds
 from elaswave_plugin.core.step.schedule import Piece, window_lists
@@ -48,18 +48,18 @@ def test_fair_counts_equal_brute_force(spare: int, slowness: list[float]) -> Non
 
 
 def test_a_slow_replica_gives_micro_batches_away() -> None:
-    flow = deal(num_microbatches=16, homes=(0, 1, 2, 3), live=(3, 1, 0, 2), slow={2: 2.0})
+    flow = deal(num_microbatches=16, launch_slots=(0, 1, 2, 3), live=(3, 1, 0, 2), slow={2: 2.0})
     assert str(flow) == "w0: 0 4 8 12 10 | w1: 1 5 9 13 14 | w2: 2 6 | w3: 3 7 11 15"
     assert not flow.is_healthy and flow.seconds({2: 2.0}) == 5
     # Complete, in the order of sums of the launch.
     assert [term.replica for term in flow.fold()] == [0, 1, 2, 3]
-    lost = deal(num_microbatches=16, homes=(0, 1, 2, 3), live=(0, 2, 3), slow={2: 2.0})
+    lost = deal(num_microbatches=16, launch_slots=(0, 1, 2, 3), live=(0, 2, 3), slow={2: 2.0})
     assert [len(ks) for _, ks in lost.placement] == [7, 3, 6]
-    assert deal(num_microbatches=16, homes=(0, 1), live=(0, 1), slow={}).is_healthy
+    assert deal(num_microbatches=16, launch_slots=(0, 1), live=(0, 1), slow={}).is_healthy
 
 
 def test_slow_replicas_take_smaller_shares_of_samples() -> None:
-    shares = share(num_samples=8, homes=(0, 1), live=(0, 1), slow={0: 3.0})
+    shares = share(num_samples=8, launch_slots=(0, 1), live=(0, 1), slow={0: 3.0})
     assert str(shares) == "w0: [0, 2) | w1: [2, 8)"
     assert [shares.weight(slot) for slot in (0, 1)] == [0.5, 1.5]
 
@@ -250,24 +250,25 @@ def test_a_seating_tells_who_is_slow_and_moves_nothing_for_the_same_ones() -> No
         return layout.recut((0, 1, 12) if slow else (0, 6, 12))
 
     units = dict.fromkeys(range(14), 10)
-    grid = GridSeating.at_launch(PP2, groups={}, units=units, partition=move_all)
+    grid = GridPlacement.at_launch(PP2, groups={}, units=units, partition=move_all)
     ranks = (0, 1, 2, 3)
     slow = grid.after(ranks, TIMES, {1: 2.0, 9: 3.0})
     assert slow.layout.cuts == (0, 1, 12) and slow.dealt_over["slow"] == {1: 2.0}
     asked = slow.recut((0, 3, 12))
     assert asked.after(ranks, TIMES, {1: 2.0}).layout.cuts == (0, 3, 12)
-    assert grid.as_told(asked.told()).after(ranks, TIMES, {1: 2.0}).layout.cuts == (0, 3, 12)
+    assert grid.with_state(asked.state()).after(ranks, TIMES, {1: 2.0}).layout.cuts == (0, 3, 12)
     assert asked.after(ranks, TIMES, {}).layout.cuts == (0, 6, 12)
-    flat = FlatSeating(homes=ranks, ranks=ranks)
-    told = flat.after((0, 1, 2), TIMES, {1: 2.0, 3: 2.0}).told()
-    assert told == {"slow": [[1, 2.0]]} and flat.told() == {}
-    assert flat.as_told(told).dealt_over == {"homes": ranks, "live": ranks, "slow": {1: 2.0}}
+    flat = FlatPlacement(launch_slots=ranks, ranks=ranks)
+    told = flat.after((0, 1, 2), TIMES, {1: 2.0, 3: 2.0}).state()
+    assert told == {"slow": [[1, 2.0]]} and flat.state() == {}
+    again = flat.with_state(told).dealt_over
+    assert again == {"launch_slots": ranks, "live": ranks, "slow": {1: 2.0}}
 
 
 def gain(slow: float, each: int) -> float:
-    homes, factors = (0, 1, 2, 3), {1: slow}
+    launch_slots, factors = (0, 1, 2, 3), {1: slow}
     now, wanted = (
-        deal(num_microbatches=4 * each, homes=homes, live=homes, slow=some)
+        deal(num_microbatches=4 * each, launch_slots=launch_slots, live=launch_slots, slow=some)
         for some in ({}, factors)
     )
     return gain_of_view(now, wanted, slow=factors, times=TIMES)
@@ -276,13 +277,13 @@ def gain(slow: float, each: int) -> float:
 def test_little_gain_counts_as_none_while_somebody_is_slow() -> None:
     # Two micro-batches each: one of 1.3 times is dealt as before.
     assert gain(1.3, 2) == 0 < LEAST_GAIN < gain(1.3, 8) == pytest.approx(1 - 9 / 10.4)
-    homes = (0, 1)
+    launch_slots = (0, 1)
     uneven = Dataflow(
         num_microbatches=80,
         num_replicas=2,
         placement=((0, tuple(range(41))), (1, tuple(range(41, 80)))),
     )
-    even = deal(num_microbatches=80, homes=homes, live=homes)
+    even = deal(num_microbatches=80, launch_slots=launch_slots, live=launch_slots)
     assert 0 < gain_of_view(uneven, even, slow={}, times=TIMES) < LEAST_GAIN
 
 

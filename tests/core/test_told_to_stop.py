@@ -3,14 +3,14 @@
 from elaswave_plugin.core.agreement.effects import Note, Over
 from elaswave_plugin.core.agreement.leader import Agreement
 from elaswave_plugin.core.agreement.messages import Stop
-from elaswave_plugin.core.agreement.timeouts import Patience
+from elaswave_plugin.core.agreement.timeouts import Timeouts
 from elaswave_plugin.errors import EXIT_FAILED, EXIT_LEFT_OUT
 
 NODES = (0, 1, 1, 2, 2)
 
 
 def told(slot: int, sender: int, message: Stop, *, lost: tuple[int, ...] = ()) -> Agreement:
-    agreement = Agreement(slot=slot, nodes=NODES, patience=Patience())
+    agreement = Agreement(slot=slot, nodes=NODES, timeouts=Timeouts())
     for gone in lost:
         agreement.lost(gone, "its connection broke")
     agreement.receive(sender, message, 0.0)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elaswave_plugin.core.layout.shards import ShardCut
-from elaswave_plugin.core.recovery_plan.placement import Cell
+from elaswave_plugin.core.recovery_plan.placement import ShardGroup
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan, make_plan
 from elaswave_plugin.core.step.dataflow import deal
 from tests.core.sealed import sealed
@@ -24,22 +24,32 @@ def migration(lengths: tuple[int, ...], giving: int, getting: int, *, moved: int
     ranks = (slots[:getting], slots[getting:])
     before, after = (
         tuple(
-            Cell(stage=stage, ranks=ranks[stage], units=own, buckets=tuple(lengths[u] for u in own))
+            ShardGroup(
+                stage=stage, ranks=ranks[stage], units=own, buckets=tuple(lengths[u] for u in own)
+            )
             for stage, own in enumerate((units[:cut], units[cut:]))
         )
         for cut in (len(units) - 1 - moved, len(units) - 1)
     )
     inventory = [
-        sealed(slot, 5, cell=cell.key, units=cell.units, ranks=cell.ranks, shard=shard, holder=slot)
-        for cell in before
-        for shard, slot in enumerate(cell.ranks)
+        sealed(
+            slot,
+            5,
+            shard_group=shard_group.key,
+            units=shard_group.units,
+            ranks=shard_group.ranks,
+            shard=shard,
+            holder=slot,
+        )
+        for shard_group in before
+        for shard, slot in enumerate(shard_group.ranks)
     ]
     return make_plan(
         epoch=2,
         reason="layers move",
         ranks=slots,
-        cells=after,
-        dataflow=deal(num_microbatches=8, homes=(0,), live=(0,)),
+        shard_groups=after,
+        dataflow=deal(num_microbatches=8, launch_slots=(0,), live=(0,)),
         inventory=inventory,
         live=dict.fromkeys(slots, (5, 1)),
     )

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from elaswave_plugin.core.agreement.timeouts import Patience
+from elaswave_plugin.core.agreement.timeouts import Timeouts
 from elaswave_plugin.core.layout.layout import launch_layout
 from tests.core.cluster import Cluster
 
@@ -15,7 +15,7 @@ PIPELINES = launch_layout(tp=1, pp=2, dp=2, num_layers=4).to_json()
 
 
 def job(*, layout: Mapping[str, Any] | None = None) -> Cluster:
-    cluster = Cluster(NODES, Patience())
+    cluster = Cluster(NODES, Timeouts())
     for command in ("start", "quiesce all", "seal all", "step all"):
         cluster.do(command)
     for agreement in cluster.alive.values():

@@ -9,7 +9,7 @@ from elaswave_plugin.core.codec import UnreadableMessageError, from_json, to_jso
 from elaswave_plugin.core.layout.device_groups import CommunicatorFacts
 from elaswave_plugin.core.layout.worker_facts import (
     Payload,
-    SlowTold,
+    SlowReport,
     WorkerFacts,
     pack_payload,
     step_told,
@@ -26,10 +26,10 @@ ALL = WorkerFacts(
     step=7,
     live=(7, 2),
     unreadable=(sealed(1, 6, holder=0), sealed(3, 6, holder=2, is_copy=True)),
-    seated_epoch=2,
-    seating={"cuts": [0, 2, 4]},
+    placed_epoch=2,
+    placement={"cuts": [0, 2, 4]},
     times={"layer": [0.1, 0.2]},
-    slow=(SlowTold(1, 1.5, (0, 2), 8), SlowTold(2, 2.0, (), 32)),
+    slow=(SlowReport(1, 1.5, (0, 2), 8), SlowReport(2, 2.0, (), 32)),
     slow_views=(2, 40),
     cuts_wanted=(0, 1, 4),
     told_to_leave=True,

@@ -162,10 +162,10 @@ def test_who_is_left_evaluates_everything(run: Launch, reference: Launch, stage:
         global_batch=4,
         kills=("0@2:backward",),
     )
-    killed, alone = run(spec), reference(spec)
-    check = {step: (count, loss) for step, count, loss in evaluations(alone)[0]}
+    killed, detached = run(spec), reference(spec)
+    check = {step: (count, loss) for step, count, loss in evaluations(detached)[0]}
     assert all(count == 21 for count, _ in check.values()) and len(check) == spec.steps
-    assert max_relative_difference(killed, alone) <= 1e-6
+    assert max_relative_difference(killed, detached) <= 1e-6
     assert killed.returncode == 0 and len(evaluations(killed)) == 3
     assert "evaluates by itself" not in killed.output, "its loader was cut anew"
     for seen in evaluations(killed):

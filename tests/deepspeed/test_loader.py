@@ -115,7 +115,7 @@ def test_shares_cover_every_sample_once_and_weigh_one_mean(
 ) -> None:
     homes = tuple(range(replicas))
     live = tuple(data.draw(st.lists(st.sampled_from(homes), min_size=1, unique=True)))
-    shares = share(num_samples=replicas * size, homes=homes, live=live)
+    shares = share(num_samples=replicas * size, launch_slots=homes, live=live)
     taken = [one for slot in sorted(live) for one in range(*shares.interval(slot))]
     assert taken == list(range(replicas * size))
     values = [float((3 * one) % 7) for one in range(replicas * size)]
@@ -139,7 +139,7 @@ class Follower(Alone):
         if self._told is not None:
             loader.follow(self._told)
             loader.position, self._told = self._position, None
-        if loader.behind:
+        if loader.lagging:
             loader.skip_epoch()
         return super().next_batch(loader)
 

@@ -60,9 +60,9 @@ def children(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, types.MethodType):
         yield from (("self", value.__self__), ("function", value.__func__))
     elif isinstance(value, types.FunctionType):
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        for name, cell in cells:
-            yield f"<{name}>", cell.cell_contents
+        shard_groups = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        for name, shard_group in shard_groups:
+            yield f"<{name}>", shard_group.cell_contents
         yield "defaults", value.__defaults__
     else:
         if isinstance(value, torch.Tensor):

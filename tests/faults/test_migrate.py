@@ -23,7 +23,7 @@ DIES = """
 import os, signal, threading
 from elaswave_plugin.snapshot import deferred
 from elaswave_plugin.recovery.phases import Phases
-Behind, read_parts, enter = deferred.MomentsBehind, deferred.read_parts, Phases.enter
+Behind, read_parts, enter = deferred.DeferredMoments, deferred.read_parts, Phases.enter
 init, complete = Behind.__init__, Behind.complete
 under_way, awaited = threading.Event(), threading.Event()
 def read_late(plan, *args, check, **more):

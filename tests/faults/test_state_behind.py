@@ -12,7 +12,7 @@ from tests.faults.hybrid_matrix import PP2_DP2
 HELD_BACK = """
 import threading
 from elaswave_plugin.snapshot import deferred
-read_parts, complete = deferred.read_parts, deferred.MomentsBehind.complete
+read_parts, complete = deferred.read_parts, deferred.DeferredMoments.complete
 awaited = threading.Event()
 def read_late(*args, check, **more):
     while not awaited.wait(0.005):
@@ -24,7 +24,7 @@ def completing(self):
         return complete(self)
     finally:
         awaited.clear()
-deferred.read_parts, deferred.MomentsBehind.complete = read_late, completing
+deferred.read_parts, deferred.DeferredMoments.complete = read_late, completing
 """
 # What is told of how much slower passes were is not measured by chance.
 SEVENFOLD = """

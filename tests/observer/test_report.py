@@ -90,10 +90,10 @@ def test_the_files_of_two_jobs_are_not_judged_as_one(
     make_run(run, killed=False)
     assert run_command(["report", str(run)]) == 2
     assert "holds the files of 2 jobs, wanted those of one; give" in capsys.readouterr().err
-    alone = make_run(tmp_path / "alone", killed=True)
-    assert run_command(["report", str(alone), "--reference", str(run)]) == 2
+    detached = make_run(tmp_path / "alone", killed=True)
+    assert run_command(["report", str(detached), "--reference", str(run)]) == 2
     assert "run' holds the files of 2 jobs" in capsys.readouterr().err
-    assert run_command(["report", str(alone)]) == 0
+    assert run_command(["report", str(detached)]) == 0
 
 
 def from_outside(name: str, record: dict[str, Any]) -> dict[str, Any] | None:
@@ -188,7 +188,9 @@ def test_report_prints_a_table_and_what_is_wrong_first(
     table = [line for line in printed if line.startswith("│")]
     for step, slot, what in CHANGES:
         words = [str(step), str(slot), what]
-        assert any([cell.strip() for cell in line.split("│")[1:4]] == words for line in table)
+        assert any(
+            [shard_group.strip() for shard_group in line.split("│")[1:4]] == words for line in table
+        )
 
 
 @pytest.mark.parametrize(("equal", "word"), [(True, "equal"), (False, "differs")])

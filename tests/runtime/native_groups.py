@@ -138,7 +138,7 @@ class RecordingMaker:
         return log
 
 
-class Alone:
+class StartDetached:
     """Slot 0 of a job of three whose other members are only made up."""
 
     def __init__(self, **maker: Any) -> None:

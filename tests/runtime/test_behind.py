@@ -8,7 +8,7 @@ import pytest
 
 from elaswave_plugin.errors import LinkError
 from elaswave_plugin.snapshot import deferred
-from elaswave_plugin.snapshot.deferred import MomentsBehind
+from elaswave_plugin.snapshot.deferred import DeferredMoments
 
 
 def test_a_read_that_does_not_heed_that_it_is_dropped_is_said(
@@ -23,7 +23,7 @@ def test_a_read_that_does_not_heed_that_it_is_dropped_is_said(
     monkeypatch.setattr(deferred, "read_parts", read_stuck)
     plan: Any = SimpleNamespace(epoch=3)
     pool: Any = None
-    moments = MomentsBehind(
+    moments = DeferredMoments(
         plan, slot=0, pool=pool, timeout_s=0.1, check=lambda: None, write=lambda moments: None
     )
     try:

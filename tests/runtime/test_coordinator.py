@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from elaswave_plugin.core.agreement.leader import Agreement
-from elaswave_plugin.core.agreement.timeouts import Heartbeat, Patience
+from elaswave_plugin.core.agreement.timeouts import Heartbeat, Timeouts
 from elaswave_plugin.ipc.peer import Peer
 from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.ipc.wire import LENGTH
@@ -87,7 +87,7 @@ class Member:
             Meeting(peers=peers, links=self._links),
             register,
             slot=self.slot,
-            patience=Patience(),
+            timeouts=Timeouts(),
             heartbeat=BEAT,
             trainer_side=trainer,
             events=EventLog(None),
@@ -269,7 +269,7 @@ def test_a_leader_and_the_next_that_die_together_are_lost_at_once(
 
 def stop_at_its_vote(holds: Event) -> None:
     register = NodeRegister.create()
-    agreement = Agreement(slot=1, nodes=(0, 0), patience=Patience())
+    agreement = Agreement(slot=1, nodes=(0, 0), timeouts=Timeouts())
     with register.turn(agreement, limit_s=LONG_S, on_stuck=lambda pid: None):
         holds.set()
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.communicator.links.listeners import Doors
+from elaswave_plugin.communicator.links.listeners import Listeners
 from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.ipc.wire import Channel, receive_frame, send_frame
 from elaswave_plugin.launch.descriptors import OWN_DESCRIPTORS
@@ -77,7 +77,7 @@ def test_a_server_without_descriptors_serves_again_once_there_are_some() -> None
 
 
 def test_doors_without_descriptors_let_in_later() -> None:
-    doors = Doors("127.0.0.1")
+    doors = Listeners("127.0.0.1")
     host, _, port = doors.address.rpartition(":")
     with socket.socket() as sock:
         with none_left():

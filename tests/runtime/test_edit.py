@@ -443,10 +443,10 @@ def _passes_over(peer: Peer) -> None:
     """One of two has calls of its own answered here; the next one is of both again."""
     dist.barrier()
     if peer.slot == 1:
-        peer.links.alone = True
+        peer.links.detached = True
         for _ in range(3):
             dist.all_reduce(torch.ones(2))
-        peer.links.alone = False
+        peer.links.detached = False
     total = torch.full((2,), float(peer.slot + 1))
     dist.all_reduce(total)
     assert torch.equal(total, torch.full((2,), 3.0))

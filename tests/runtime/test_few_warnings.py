@@ -39,7 +39,7 @@ def test_a_node_shows_a_few_lines_of_what_its_libraries_warn_of(tmp_path: Path, 
         job.launch("--nproc-per-node=3", str(tmp_path / "script.py"))
         job.joined()
         job.kill(0)
-        job.all("alone", [0])
+        job.all("detached", [0])
         assert job.finish(range(1, 3)) in (0, 1)
     lines = job.output().splitlines()
     library_lines = [line for line in lines if "noisy.py" in line or "of libraries" in line]

@@ -56,10 +56,10 @@ def test_a_lost_supervisor_comes_back(tmp_path: Path, victim: int) -> None:
         job.all("remember", rest)
         lose(job, victim, rest)
         number = join(job, rest[0])
-        alone = job.one("alone", victim)
-        assert alone["remembered"]["run_id"] == "fox"
+        detached = job.one("detached", victim)
+        assert detached["job_constants"]["run_id"] == "fox"
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "ELASWAVE_INCARNATION")
-        assert [alone["env"][name] for name in names] == [str(victim), "0", "3", "3", "1"]
+        assert [detached["env"][name] for name in names] == [str(victim), "0", "3", "3", "1"]
         assert let_in(job, victim, rest, 3) == [0, 1, 2]
         shown = ask_job(addresses_in(job.run_dir), WAIT_S)["view"]
         assert shown["nodes"] == [3 if slot == victim else slot for slot in range(3)]
@@ -77,7 +77,7 @@ def test_a_newcomer_that_leaves_as_it_was_told_to_ends_well(tmp_path: Path) -> N
     """It is of the leader's node, which kills supervisors that are gone to be sure of it."""
     with Job(tmp_path, 2).start("--reserve=1") as job:
         number = join(job, 0)
-        job.one("alone", 2)
+        job.one("detached", 2)
         assert let_in(job, 2, [0, 1], 2) == [0, 1, 2]
         assert run_command(["drain", "2", str(job.run_dir)]) == 0
         for slot in range(3):
@@ -95,7 +95,7 @@ def test_two_come_at_once_to_one_node(tmp_path: Path) -> None:
         while job.one("commit", 0)["ranks"] not in ([0, 2], [2, 0]):
             pass
         number = join(job, 0, "--nproc-per-node=2")
-        job.all("alone", [1, 3])
+        job.all("detached", [1, 3])
         shown = ask_job(addresses_in(job.run_dir), WAIT_S)
         assert [worker["node"] for worker in shown["workers"]] == [0, 0, 0, 0]
         for slot in (0, 2):
@@ -135,13 +135,13 @@ def test_two_launchers_are_offered_the_same_slot(tmp_path: Path, reserve: int) -
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
         first = join(job, 0)
-        job.one("alone", 2)
+        job.one("detached", 2)
         (tmp_path / "taken").touch()
         if reserve == 1:
             assert job.code(second) == EXIT_REQUEUE
             assert "worker 2 does not join: worker 2 has a supervisor again" in job.output(second)
         else:
-            env = job.one("alone", 3)["env"]
+            env = job.one("detached", 3)["env"]
             assert [env[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == ["1", "0", "2"]
         for slot in (0, 1):
             job.tell(slot, "finish")
@@ -154,7 +154,7 @@ def test_a_newcomer_dies_before_it_enters(tmp_path: Path, what: str) -> None:
     with Job(tmp_path, 3).start(nodes=3) as job:
         lose(job, 2, [0, 1])
         number = join(job, 1)
-        job.one("alone", 2)
+        job.one("detached", 2)
         job.one("ring", 2, epoch=3)
         started = job.events("worker_started")[-1]
         os.kill(started["pid" if what == "trainer" else "supervisor_pid"], signal.SIGKILL)
@@ -162,8 +162,8 @@ def test_a_newcomer_dies_before_it_enters(tmp_path: Path, what: str) -> None:
         # The others go on as they were, and the slot is free again.
         job.all("commit", [0, 1], epoch=4)
         join(job, 0)
-        alone = job.one("alone", 2)
-        assert alone["env"]["ELASWAVE_INCARNATION"] == "2"
+        detached = job.one("detached", 2)
+        assert detached["env"]["ELASWAVE_INCARNATION"] == "2"
         assert let_in(job, 2, [0, 1], 5) == [0, 1, 2]
         assert job.finish([0, 1, 2]) == 0
 
@@ -173,7 +173,7 @@ def test_a_zombie_has_no_part_in_the_job_of_its_successor(tmp_path: Path) -> Non
         job.stop_supervisor(2)
         job.all("commit", [0, 1], epoch=2)
         number = join(job, 1)
-        job.one("alone", 2)
+        job.one("detached", 2)
         assert let_in(job, 2, [0, 1], 3) == [0, 1, 2]
         os.kill(job.supervisors[2], signal.SIGCONT)
         assert job.ended(job.supervisors[2])
@@ -263,7 +263,7 @@ def test_a_newcomer_may_have_a_run_directory_of_its_own(tmp_path: Path) -> None:
         lose(job, 1, [0])
         own = [str(TRAINER), "--elaswave-dir", str(tmp_path / "own")]
         job.launch(command=[*command, f"--join={address_of(job, 0)}", *own])
-        job.one("alone", 1)
+        job.one("detached", 1)
         job.tell(1, "ready")
         assert let_in(job, 1, [0], 3) == [0, 1]
         assert job.finish([0, 1]) == 0 and job.code(2) == 0
@@ -277,10 +277,10 @@ def test_a_newcomer_takes_a_slot_of_the_reserve(tmp_path: Path) -> None:
     with Job(tmp_path, 3, **env).start("--reserve=2", nodes=3) as job:
         assert ask_job(addresses_in(job.run_dir), WAIT_S)["vacant"] == [3, 4]
         number = join(job, 1)
-        alone = job.one("alone", 3)
+        detached = job.one("detached", 3)
         names = ("RANK", "WORLD_SIZE", "GROUP_RANK", "ELASWAVE_INCARNATION", "ELASWAVE_RESERVE")
         # Ranks that a script knows are those of the launch.
-        assert [alone["env"][name] for name in names] == ["2", "3", "3", "1", "2"]
+        assert [detached["env"][name] for name in names] == ["2", "3", "3", "1", "2"]
         job.tell(3, "ready")
         assert let_in(job, 3, [0, 1, 2], 2) == [0, 1, 2, 3]
         shown = ask_job(addresses_in(job.run_dir), WAIT_S)
@@ -288,8 +288,8 @@ def test_a_newcomer_takes_a_slot_of_the_reserve(tmp_path: Path) -> None:
         # A leader that has not led before knows of it, and of the slot that is left.
         lose(job, 0, [1, 2, 3], epoch=3)
         join(job, 3, "--nproc-per-node=2")
-        assert job.one("alone", 0)["env"]["RANK"] == "0"
-        assert job.one("alone", 4)["env"]["RANK"] == "2"
+        assert job.one("detached", 0)["env"]["RANK"] == "0"
+        assert job.one("detached", 4)["env"]["RANK"] == "2"
         assert ask_job(addresses_in(job.run_dir), WAIT_S)["vacant"] == []
         for slot in (1, 2, 3):
             job.tell(slot, "finish")
@@ -302,13 +302,13 @@ def test_a_standby_leaves_the_reserve_to_those_who_join(tmp_path: Path) -> None:
     with Job(tmp_path, 2).start("--reserve=1", "--standby=1") as job:
         assert len(shown_standbys(job, 1)) == 1
         join(job, 0)
-        job.one("alone", 2)
+        job.one("detached", 2)
         assert let_in(job, 2, [0, 1], 2) == [0, 1, 2]
         assert len(shown_standbys(job, 1)) == 1
         # From now on it is a slot like any other.
         os.kill(job.events("worker_started")[-1]["supervisor_pid"], signal.SIGKILL)
         job.all("commit", [0, 1], epoch=3)
-        assert job.one("alone", 2)["env"]["ELASWAVE_INCARNATION"] == "2"
+        assert job.one("detached", 2)["env"]["ELASWAVE_INCARNATION"] == "2"
         assert let_in(job, 2, [0, 1], 4) == [0, 1, 2]
         assert shown_standbys(job, 0) == []
         for slot in range(3):
@@ -335,13 +335,13 @@ def test_a_standby_takes_a_slot_by_itself(tmp_path: Path) -> None:
         job.joined()
         assert [one["node"] for one in shown_standbys(job, 2)] == [1, 1]
         lose(job, 1, [0, 2])
-        alone = job.one("alone", 1)
-        assert alone["env"]["LOCAL_RANK"] in ("1", "2")  # after the one worker of its node
+        detached = job.one("detached", 1)
+        assert detached["env"]["LOCAL_RANK"] in ("1", "2")  # after the one worker of its node
         assert let_in(job, 1, [0, 2], 3) == [0, 1, 2]
         # One is left, and the next loss is made up for, too.
         assert len(shown_standbys(job, 1)) == 1
         lose(job, 0, [1, 2], epoch=4)
-        job.one("alone", 0)
+        job.one("detached", 0)
         for slot in (1, 2):
             job.tell(slot, "step 2")
         job.all("commit", [0, 1, 2], epoch=5)

@@ -71,9 +71,9 @@ def test_torchruns_spellings_are_understood(tmp_path: Path) -> None:
 def test_the_scripts_own_settings_reach_its_supervisors(tmp_path: Path) -> None:
     words = ["-m", "x", "--elaswave-quiesce-timeout-s=7", "--elaswave-dir", str(tmp_path)]
     spec = parse_run_args(words)
-    assert spec.patience.quiesce_timeout_s == 7 and spec.run_dir == tmp_path
+    assert spec.timeouts.quiesce_timeout_s == 7 and spec.run_dir == tmp_path
     spec = parse_run_args(["--quiesce-timeout-s=8", "--dir=elsewhere", *words])
-    assert spec.patience.quiesce_timeout_s == 8 and spec.run_dir == Path("elsewhere").absolute()
+    assert spec.timeouts.quiesce_timeout_s == 8 and spec.run_dir == Path("elsewhere").absolute()
 
 
 @pytest.mark.parametrize("head", ["", "[elaswave]\n"], ids=["top", "table"])
@@ -82,13 +82,13 @@ def test_the_scripts_configuration_file_reaches_its_supervisors(tmp_path: Path, 
     file.write_text(f'{head}quiesce_timeout_s = 7.5\ndir = "{tmp_path}/run"\n')
     words = ["-m", "x", f"--elaswave-config={file}"]
     spec = parse_run_args(words)
-    assert spec.patience.quiesce_timeout_s == 7.5 and spec.run_dir == tmp_path / "run"
+    assert spec.timeouts.quiesce_timeout_s == 7.5 and spec.run_dir == tmp_path / "run"
     config = config_of(file)
     assert (config.quiesce_timeout_s, config.dir) == (7.5, spec.run_dir)
     spec = parse_run_args([*words, "--elaswave-quiesce-timeout-s=6", "--elaswave-dir=/other"])
-    assert spec.patience.quiesce_timeout_s == 6 and spec.run_dir == Path("/other")
+    assert spec.timeouts.quiesce_timeout_s == 6 and spec.run_dir == Path("/other")
     spec = parse_run_args(["--quiesce-timeout-s=8", "--dir=/third", *words])
-    assert spec.patience.quiesce_timeout_s == 8 and spec.run_dir == Path("/third")
+    assert spec.timeouts.quiesce_timeout_s == 8 and spec.run_dir == Path("/third")
     settings = script_settings(words, {"ELASWAVE_DIR": "/fourth"})
     assert (settings.quiesce_timeout_s, settings.run_dir) == (7.5, tmp_path / "run")
 

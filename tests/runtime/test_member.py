@@ -70,9 +70,10 @@ class Supervisor:
         else:
             # Once the frame that follows it has been taken in, it has been too.
             mark = {"after": epoch, "before_step": before_step}
-            send_frame(self.sock, {"t": "alone", "view": to_json(view_of(9)), "remembered": mark})
+            detached = {"t": "start_detached", "view": to_json(view_of(9))}
+            send_frame(self.sock, {**detached, "job_constants": mark})
             deadline_s = time.monotonic() + LONG_S
-            while (alone := self.member.join(FACTS, LONG_S)) and alone.remembered != mark:
+            while (detached := self.member.join(FACTS, LONG_S)) and detached.job_constants != mark:
                 assert time.monotonic() < deadline_s
                 self.hear()  # where nobody reads what it says, it stops at a full buffer
 

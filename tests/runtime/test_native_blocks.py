@@ -11,25 +11,25 @@ import torch.distributed as dist
 from elaswave_plugin.communicator.groups import c10d_tables
 from elaswave_plugin.communicator.process_group import GroupTable
 from elaswave_plugin.errors import EpochChanged, LinkError
-from tests.runtime.native_groups import Alone, RecordedGroup, reduce
+from tests.runtime.native_groups import RecordedGroup, StartDetached, reduce
 
 LIMIT_S = 20.0
 
 
 @pytest.fixture
-def alone() -> Iterator[Alone]:
-    one = Alone()
+def detached() -> Iterator[StartDetached]:
+    one = StartDetached()
     yield one
     one.links.close()
 
 
-def test_a_coalesced_block_is_one_native_work(alone: Alone) -> None:
-    group = alone.group("dp")
+def test_a_coalesced_block_is_one_native_work(detached: StartDetached) -> None:
+    group = detached.group("dp")
     device = torch.device("cpu")
     group._start_coalescing(device)
     reduce(group), reduce(group)
     group._end_coalescing(device).wait()
-    assert alone.maker.take() == [
+    assert detached.maker.take() == [
         "make dp@1 0/3",
         "dp@1.connect",
         "dp@1._start_coalescing",
@@ -38,30 +38,30 @@ def test_a_coalesced_block_is_one_native_work(alone: Alone) -> None:
         "dp@1._end_coalescing",
         "dp@1._end_coalescing.wait",
     ]
-    assert alone.table.device_facts()["dp@1"].collectives == 2
+    assert detached.table.device_facts()["dp@1"].collectives == 2
 
 
-def test_a_group_that_has_connected_is_not_connected_for_a_block(alone: Alone) -> None:
+def test_a_group_that_has_connected_is_not_connected_for_a_block(detached: StartDetached) -> None:
     """NCCL would make a second communicator."""
-    group = alone.group("dp")
+    group = detached.group("dp")
     device = torch.device("cpu")
     reduce(group)
     for _ in range(2):
         group._start_coalescing(device)
         group._end_coalescing(device)
-    assert "dp@1.connect" not in alone.maker.log
+    assert "dp@1.connect" not in detached.maker.log
 
 
-def test_an_open_block_is_aborted_and_its_end_raises(alone: Alone) -> None:
-    group = alone.group("dp")
+def test_an_open_block_is_aborted_and_its_end_raises(detached: StartDetached) -> None:
+    group = detached.group("dp")
     device = torch.device("cpu")
     group._start_coalescing(device)
-    alone.change(2, (0, 1, 2), set())
-    assert alone.maker.take()[-2:] == ["dp@1._end_coalescing", "dp@1.abort"]
+    detached.change(2, (0, 1, 2), set())
+    assert detached.maker.take()[-2:] == ["dp@1._end_coalescing", "dp@1.abort"]
     with pytest.raises(EpochChanged):
         group._end_coalescing(device)
     reduce(group)
-    assert alone.maker.take() == ["make dp@2 0/3", "dp@2.allreduce"]
+    assert detached.maker.take() == ["make dp@2 0/3", "dp@2.allreduce"]
 
 
 def batch_of(tensor: torch.Tensor) -> Any:
@@ -74,40 +74,42 @@ def batch_of(tensor: torch.Tensor) -> Any:
 @pytest.mark.parametrize(
     "call", ["connect", "_start_coalescing", "send", "recv", "_end_coalescing"]
 )
-def test_a_batch_that_the_doorbell_cuts_leaves_no_block_open(alone: Alone, call: str) -> None:
+def test_a_batch_that_the_doorbell_cuts_leaves_no_block_open(
+    detached: StartDetached, call: str
+) -> None:
     """NCCL counts open blocks by thread: in one, the calls of the next epoch are never launched."""
 
     def ring(native: RecordedGroup, now: str) -> None:
         if now == call:
-            alone.links.interrupt(2, "test")
+            detached.links.interrupt(2, "test")
 
-    alone.maker.on_call = ring
+    detached.maker.on_call = ring
     with pytest.raises(EpochChanged):
-        alone.group("pp").batch(batch_of(torch.ones(1)))
-    assert alone.maker.groups["pp@1"].aborted.wait(LIMIT_S)
-    calls = [entry.partition(".")[2] for entry in alone.maker.take()]
+        detached.group("pp").batch(batch_of(torch.ones(1)))
+    assert detached.maker.groups["pp@1"].aborted.wait(LIMIT_S)
+    calls = [entry.partition(".")[2] for entry in detached.maker.take()]
     assert calls.count("_start_coalescing") == calls.count("_end_coalescing") == (call != "connect")
     assert calls[-1] == "abort"
 
 
-def test_a_block_whose_end_fails_ends_the_worker(alone: Alone) -> None:
+def test_a_block_whose_end_fails_ends_the_worker(detached: StartDetached) -> None:
     def failing(native: RecordedGroup, call: str) -> None:
         if call == "_end_coalescing":
-            alone.links.interrupt(2, "test")
+            detached.links.interrupt(2, "test")
             raise RuntimeError("NCCL communicator was aborted")
 
-    alone.maker.on_call = failing
+    detached.maker.on_call = failing
     with pytest.raises(EpochChanged):
-        alone.group("pp").batch(batch_of(torch.ones(1)))
+        detached.group("pp").batch(batch_of(torch.ones(1)))
     with pytest.raises(LinkError, match=r"'pp@1' failed: .*; this worker cannot go on"):
-        alone.change(2, (0, 1, 2), set())
+        detached.change(2, (0, 1, 2), set())
 
 
-def test_a_batch_of_sends_and_receives_is_one_native_block(alone: Alone) -> None:
-    group = alone.group("pp")
+def test_a_batch_of_sends_and_receives_is_one_native_block(detached: StartDetached) -> None:
+    group = detached.group("pp")
     works = group.batch(batch_of(torch.ones(1)))
     assert len(works) == 1
-    assert [entry.partition(".")[2] for entry in alone.maker.take()[1:]] == [
+    assert [entry.partition(".")[2] for entry in detached.maker.take()[1:]] == [
         "connect",
         "_start_coalescing",
         "send",
@@ -116,16 +118,16 @@ def test_a_batch_of_sends_and_receives_is_one_native_block(alone: Alone) -> None
     ]
 
 
-def test_torch_hands_a_batch_to_the_group_only_while_installed(alone: Alone) -> None:
+def test_torch_hands_a_batch_to_the_group_only_while_installed(detached: StartDetached) -> None:
     original = dist.batch_isend_irecv
-    alone.table.install((0, 1, 2))
+    detached.table.install((0, 1, 2))
     try:
         assert dist.batch_isend_irecv is not original
         assert c10d_tables.c10d.batch_isend_irecv is dist.batch_isend_irecv
     finally:
-        alone.table.uninstall()
+        detached.table.uninstall()
     assert dist.batch_isend_irecv is original
-    plain = GroupTable(alone.links)
+    plain = GroupTable(detached.links)
     plain.install((0, 1, 2))
     try:
         assert dist.batch_isend_irecv is original

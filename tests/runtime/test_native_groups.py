@@ -293,7 +293,7 @@ def _choice_alone(
 ) -> Any:
     """What slot 1 chooses that builds beside the job, asking nobody."""
     links = LinkTable(1)
-    links.alone = True
+    links.detached = True
     patch.setattr(dist, "is_nccl_available", lambda: available)
     patch.setattr(nccl, "local_device", lambda: device)
     patch.setattr(nccl, "NcclMaker", _NoMaker)

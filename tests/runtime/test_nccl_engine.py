@@ -17,22 +17,22 @@ from elaswave_plugin.communicator.groups.group_calls import ElasticProcessGroup
 from elaswave_plugin.communicator.links.link_table import LinkTable
 from elaswave_plugin.communicator.process_group import GroupTable
 from elaswave_plugin.errors import ConfigurationError, EpochChanged, LinkError
-from tests.runtime.native_groups import Alone, RecordedGroup, RecordingMaker, reduce
+from tests.runtime.native_groups import RecordedGroup, RecordingMaker, StartDetached, reduce
 
 LIMIT_S = 20.0
 
 
 @pytest.fixture
-def alone() -> Iterator[Alone]:
-    one = Alone()
+def detached() -> Iterator[StartDetached]:
+    one = StartDetached()
     yield one
     one.links.close()
 
 
 @pytest.fixture
-def blocking() -> Iterator[Alone]:
+def blocking() -> Iterator[StartDetached]:
     """As a backend whose wait() blocks the host."""
-    one = Alone(waits_on_host=True)
+    one = StartDetached(waits_on_host=True)
     one.maker.done = False
     yield one
     one.links.close()
@@ -56,18 +56,18 @@ def in_thread(call: Any) -> tuple[threading.Thread, list[BaseException]]:
 # ---- first use -----------------------------------------------------------------------------------
 
 
-def test_a_communicator_is_made_on_first_use_and_once(alone: Alone) -> None:
-    group, unused = alone.group("tp", (1, 0)), alone.group("dp")
-    assert alone.maker.take() == []
+def test_a_communicator_is_made_on_first_use_and_once(detached: StartDetached) -> None:
+    group, unused = detached.group("tp", (1, 0)), detached.group("dp")
+    assert detached.maker.take() == []
     reduce(group).wait()
-    assert alone.maker.take() == ["make tp@1 1/2", "tp@1.allreduce", "tp@1.allreduce.wait"]
+    assert detached.maker.take() == ["make tp@1 1/2", "tp@1.allreduce", "tp@1.allreduce.wait"]
     reduce(group)
-    assert alone.maker.take() == ["tp@1.allreduce"]
+    assert detached.maker.take() == ["tp@1.allreduce"]
     assert unused.size() == 3
 
 
 def test_tensors_of_other_devices_stay_on_the_links() -> None:
-    one = Alone()
+    one = StartDetached()
     one.maker.device_type = "cuda"
     one.table = GroupTable(one.links, maker=one.maker)
     group = one.group("tp", (0,))
@@ -80,8 +80,8 @@ def test_tensors_of_other_devices_stay_on_the_links() -> None:
     one.links.close()
 
 
-def test_without_an_engine_groups_are_the_plain_ones(alone: Alone) -> None:
-    group = GroupTable(alone.links).create("tp", (0,))
+def test_without_an_engine_groups_are_the_plain_ones(detached: StartDetached) -> None:
+    group = GroupTable(detached.links).create("tp", (0,))
     assert type(group) is ElasticProcessGroup
 
 
@@ -96,21 +96,21 @@ def test_without_an_engine_groups_are_the_plain_ones(alone: Alone) -> None:
     ],
 )
 def test_a_call_goes_to_the_native_group_under_its_own_name(
-    alone: Alone, call: str, args: tuple[Any, ...]
+    detached: StartDetached, call: str, args: tuple[Any, ...]
 ) -> None:
-    getattr(alone.group("tp"), call)(*args)
-    assert alone.maker.take()[1:] == [f"tp@1.{call}"]
+    getattr(detached.group("tp"), call)(*args)
+    assert detached.maker.take()[1:] == [f"tp@1.{call}"]
 
 
-def test_a_group_of_others_is_refused(alone: Alone) -> None:
+def test_a_group_of_others_is_refused(detached: StartDetached) -> None:
     with pytest.raises(ConfigurationError, match="slot 0, which is no member"):
-        reduce(alone.group("tp", (1, 2)))
-    assert alone.maker.log == []
+        reduce(detached.group("tp", (1, 2)))
+    assert detached.maker.log == []
 
 
 def test_who_builds_beside_the_job_answers_itself_until_it_enters() -> None:
     links, maker = LinkTable(0), RecordingMaker()
-    links.alone = True
+    links.detached = True
     group = GroupTable(links, maker=maker).create("dp", (0, 1, 2))
     assert isinstance(group, DeviceProcessGroup)
     device = torch.device("cpu")
@@ -133,77 +133,79 @@ def test_who_builds_beside_the_job_answers_itself_until_it_enters() -> None:
 # ---- what outlives a change ----------------------------------------------------------------------
 
 
-def test_an_idle_communicator_with_the_same_members_is_kept(alone: Alone) -> None:
-    group, whole = alone.group("tp", (0, 1)), alone.group("dp")
+def test_an_idle_communicator_with_the_same_members_is_kept(detached: StartDetached) -> None:
+    group, whole = detached.group("tp", (0, 1)), detached.group("dp")
     reduce(group), reduce(whole)
-    alone.maker.take()
-    alone.change(2, (0, 1), {2})
-    assert alone.maker.groups["dp@1"].aborted.wait(LIMIT_S)
-    assert alone.maker.take() == ["dp@1.abort"]
+    detached.maker.take()
+    detached.change(2, (0, 1), {2})
+    assert detached.maker.groups["dp@1"].aborted.wait(LIMIT_S)
+    assert detached.maker.take() == ["dp@1.abort"]
     reduce(group), reduce(whole)
-    assert alone.maker.take() == ["tp@1.allreduce", "make dp@2 0/2", "dp@2.allreduce"]
-    alone.change(3, (0, 1), set())
+    assert detached.maker.take() == ["tp@1.allreduce", "make dp@2 0/2", "dp@2.allreduce"]
+    detached.change(3, (0, 1), set())
     reduce(group)
-    assert alone.maker.take() == ["tp@1.allreduce"]
+    assert detached.maker.take() == ["tp@1.allreduce"]
 
 
 @pytest.mark.parametrize(
     "other",
     [{"collectives": 9}, {"idle": False}, {"name": "tp@0"}, {"sent": {0: 1}}],
 )
-def test_it_is_aborted_where_another_member_differs(alone: Alone, other: dict[str, Any]) -> None:
-    group = alone.group("tp", (0, 1))
+def test_it_is_aborted_where_another_member_differs(
+    detached: StartDetached, other: dict[str, Any]
+) -> None:
+    group = detached.group("tp", (0, 1))
     reduce(group)
-    alone.change(2, (0, 1), {2}, **other)
+    detached.change(2, (0, 1), {2}, **other)
     reduce(group)
-    assert alone.maker.log[-3:] == ["tp@1.abort", "make tp@2 0/2", "tp@2.allreduce"]
+    assert detached.maker.log[-3:] == ["tp@1.abort", "make tp@2 0/2", "tp@2.allreduce"]
 
 
-def test_nothing_is_kept_when_nobody_hands_in_the_facts(alone: Alone) -> None:
-    group = alone.group("tp", (0, 1))
+def test_nothing_is_kept_when_nobody_hands_in_the_facts(detached: StartDetached) -> None:
+    group = detached.group("tp", (0, 1))
     reduce(group)
-    alone.links.interrupt(2, "test")
-    alone.open(2, (0, 1))
-    alone.table.edit_all((0, 1), {2})
-    alone.maker.take()
+    detached.links.interrupt(2, "test")
+    detached.open(2, (0, 1))
+    detached.table.edit_all((0, 1), {2})
+    detached.maker.take()
     reduce(group)
-    assert alone.maker.take() == ["tp@1.abort", "make tp@2 0/2", "tp@2.allreduce"]
+    assert detached.maker.take() == ["tp@1.abort", "make tp@2 0/2", "tp@2.allreduce"]
 
 
-def test_what_is_in_flight_when_the_facts_are_taken_is_aborted(alone: Alone) -> None:
-    group = alone.group("tp", (0, 1))
+def test_what_is_in_flight_when_the_facts_are_taken_is_aborted(detached: StartDetached) -> None:
+    group = detached.group("tp", (0, 1))
     reduce(group)
-    alone.maker.groups["tp@1"].works[0].done = False
-    assert alone.table.device_facts() == {}
-    assert alone.maker.groups["tp@1"].aborted.wait(LIMIT_S)
+    detached.maker.groups["tp@1"].works[0].done = False
+    assert detached.table.device_facts() == {}
+    assert detached.maker.groups["tp@1"].aborted.wait(LIMIT_S)
 
 
-def test_a_failed_communicator_is_aborted(alone: Alone) -> None:
-    reduce(alone.group("tp"))
-    alone.maker.groups["tp@1"].failed = True
-    assert alone.table.device_facts() == {}
-    assert alone.maker.groups["tp@1"].aborted.wait(LIMIT_S)
+def test_a_failed_communicator_is_aborted(detached: StartDetached) -> None:
+    reduce(detached.group("tp"))
+    detached.maker.groups["tp@1"].failed = True
+    assert detached.table.device_facts() == {}
+    assert detached.maker.groups["tp@1"].aborted.wait(LIMIT_S)
 
 
-def test_a_call_without_a_work_is_followed_by_a_mark(alone: Alone) -> None:
+def test_a_call_without_a_work_is_followed_by_a_mark(detached: StartDetached) -> None:
     """Torch's synchronous NCCL calls run on the current stream and answer None."""
-    alone.maker.runs_on_the_current_stream = True
-    group = alone.group("tp")
+    detached.maker.runs_on_the_current_stream = True
+    group = detached.group("tp")
     reduce(group).wait()
-    assert alone.maker.take()[1:] == ["tp@1.allreduce", "tp@1.mark.wait"]
-    assert alone.table.device_facts()["tp@1"].idle
-    alone.maker.done = False
+    assert detached.maker.take()[1:] == ["tp@1.allreduce", "tp@1.mark.wait"]
+    assert detached.table.device_facts()["tp@1"].idle
+    detached.maker.done = False
     reduce(group)
-    assert alone.table.device_facts() == {}
+    assert detached.table.device_facts() == {}
 
 
-def test_facts_count_calls_by_peer(alone: Alone) -> None:
-    group = alone.group("pp", (1, 0, 2))
+def test_facts_count_calls_by_peer(detached: StartDetached) -> None:
+    group = detached.group("pp", (1, 0, 2))
     reduce(group)
     group.send([torch.ones(1)], 2)
     group.send([torch.ones(1)], 2)
     group.recv([torch.ones(1)], 0)
-    facts = alone.table.device_facts()["pp@1"]
+    facts = detached.table.device_facts()["pp@1"]
     assert (facts.collectives, facts.sent, facts.received) == (1, {2: 2}, {1: 1})
     assert facts.idle and facts.members == (1, 0, 2)
 
@@ -212,7 +214,7 @@ def test_facts_count_calls_by_peer(alone: Alone) -> None:
 
 
 def test_a_shrink_is_made_on_first_use_and_its_parent_aborted() -> None:
-    one = Alone(shrinks=True)
+    one = StartDetached(shrinks=True)
     group = one.group("dp")
     reduce(group)
     one.maker.take()
@@ -229,7 +231,7 @@ def test_a_shrink_is_made_on_first_use_and_its_parent_aborted() -> None:
 
 
 def test_a_shrink_that_was_never_made_is_superseded() -> None:
-    one = Alone(shrinks=True)
+    one = StartDetached(shrinks=True)
     group = one.group("dp")
     reduce(group)
     one.change(2, (0, 1), {2})
@@ -241,7 +243,7 @@ def test_a_shrink_that_was_never_made_is_superseded() -> None:
 
 
 def test_no_shrink_when_the_last_rank_takes_the_hole() -> None:
-    one = Alone(shrinks=True)
+    one = StartDetached(shrinks=True)
     one.open(2, (0, 1, 2, 3))
     group = one.group("dp", (0, 1, 2, 3))
     reduce(group)
@@ -256,38 +258,38 @@ def test_no_shrink_when_the_last_rank_takes_the_hole() -> None:
 # ---- interruptions -------------------------------------------------------------------------------
 
 
-def test_the_doorbell_aborts_what_is_in_flight_and_only_that(alone: Alone) -> None:
-    busy, other, idle = (alone.group(name) for name in ("busy", "other", "idle"))
+def test_the_doorbell_aborts_what_is_in_flight_and_only_that(detached: StartDetached) -> None:
+    busy, other, idle = (detached.group(name) for name in ("busy", "other", "idle"))
     reduce(idle)
-    alone.maker.done = False
+    detached.maker.done = False
     reduce(busy), reduce(other)
-    made = alone.maker.groups
+    made = detached.maker.groups
     made["busy@1"].may_abort.clear()
     made["other@1"].may_abort.clear()
-    alone.maker.take()
-    alone.links.interrupt(2, "test")  # must not wait for the aborts, and begins both
+    detached.maker.take()
+    detached.links.interrupt(2, "test")  # must not wait for the aborts, and begins both
     assert made["busy@1"].abort_began.wait(LIMIT_S)
     assert made["other@1"].abort_began.wait(LIMIT_S)
-    assert alone.maker.take() == []
+    assert detached.maker.take() == []
     made["busy@1"].may_abort.set()
     made["other@1"].may_abort.set()
-    alone.open(2, (0, 1, 2))
-    alone.table.settle({})
-    assert sorted(alone.maker.take()) == ["busy@1.abort", "idle@1.abort", "other@1.abort"]
+    detached.open(2, (0, 1, 2))
+    detached.table.settle({})
+    assert sorted(detached.maker.take()) == ["busy@1.abort", "idle@1.abort", "other@1.abort"]
 
 
-def test_a_doorbell_that_comes_late_does_not_touch_the_next_epoch(alone: Alone) -> None:
-    group = alone.group("tp")
-    alone.change(2, (0, 1, 2), set())
-    alone.maker.done = False
+def test_a_doorbell_that_comes_late_does_not_touch_the_next_epoch(detached: StartDetached) -> None:
+    group = detached.group("tp")
+    detached.change(2, (0, 1, 2), set())
+    detached.maker.done = False
     reduce(group)
     group.engine._rung(1)
     group.engine.check(group.engine._live["tp"])
-    alone.links.interrupt(3, "test")
-    assert alone.maker.groups["tp@2"].aborted.wait(LIMIT_S)
+    detached.links.interrupt(3, "test")
+    assert detached.maker.groups["tp@2"].aborted.wait(LIMIT_S)
 
 
-def test_an_interruption_leaves_a_blocked_wait(blocking: Alone) -> None:
+def test_an_interruption_leaves_a_blocked_wait(blocking: StartDetached) -> None:
     work = reduce(blocking.group("tp"))
     native = blocking.maker.groups["tp@1"]
     native.may_abort.clear()
@@ -304,13 +306,13 @@ def test_an_interruption_leaves_a_blocked_wait(blocking: Alone) -> None:
     native.may_abort.set()
 
 
-def test_a_limit_ends_a_wait_with_an_error(blocking: Alone) -> None:
+def test_a_limit_ends_a_wait_with_an_error(blocking: StartDetached) -> None:
     work = reduce(blocking.group("tp"))
     with pytest.raises(LinkError, match=r"allreduce in group 'tp' .*timed out after 0.05 s"):
         work.wait(timedelta(seconds=0.05))
 
 
-def test_an_interruption_leaves_a_blocked_first_call(alone: Alone) -> None:
+def test_an_interruption_leaves_a_blocked_first_call(detached: StartDetached) -> None:
     """As ncclCommInitRank, which waits for all members and fails when it is aborted."""
     entered = threading.Event()
 
@@ -319,35 +321,35 @@ def test_an_interruption_leaves_a_blocked_first_call(alone: Alone) -> None:
         assert native.aborted.wait(LIMIT_S)
         raise RuntimeError("NCCL communicator was aborted")
 
-    alone.maker.on_call = blocked
-    thread, raised = in_thread(lambda: reduce(alone.group("tp")))
+    detached.maker.on_call = blocked
+    thread, raised = in_thread(lambda: reduce(detached.group("tp")))
     assert entered.wait(LIMIT_S)
-    alone.links.interrupt(2, "test")
+    detached.links.interrupt(2, "test")
     thread.join(LIMIT_S)
     assert [type(e) for e in raised] == [EpochChanged]
     assert str(raised[0].__cause__) == "NCCL communicator was aborted"
 
 
-def test_a_call_that_crosses_the_doorbell_does_not_count(alone: Alone) -> None:
-    alone.maker.on_call = lambda native, call: alone.links.interrupt(2, "test")
+def test_a_call_that_crosses_the_doorbell_does_not_count(detached: StartDetached) -> None:
+    detached.maker.on_call = lambda native, call: detached.links.interrupt(2, "test")
     with pytest.raises(EpochChanged):
-        reduce(alone.group("tp"))
-    assert alone.maker.groups["tp@1"].aborted.wait(LIMIT_S)
+        reduce(detached.group("tp"))
+    assert detached.maker.groups["tp@1"].aborted.wait(LIMIT_S)
     with pytest.raises(EpochChanged):
-        reduce(alone.group("dp"))
-    assert "dp@1" not in alone.maker.groups
+        reduce(detached.group("dp"))
+    assert "dp@1" not in detached.maker.groups
 
 
-def test_a_call_that_the_doorbell_forestalls_is_not_counted(alone: Alone) -> None:
+def test_a_call_that_the_doorbell_forestalls_is_not_counted(detached: StartDetached) -> None:
     """A small message may be sent without its receiver: one that was not taken must show."""
-    group = alone.group("pp", (0, 1))
+    group = detached.group("pp", (0, 1))
     group.recv([torch.ones(1)], 1)
-    alone.links.interrupt(2, "test")
+    detached.links.interrupt(2, "test")
     with pytest.raises(EpochChanged):
         group.recv([torch.ones(1)], 1)
     with pytest.raises(EpochChanged):
         reduce(group)
-    facts = alone.table.device_facts()["pp@1"]
+    facts = detached.table.device_facts()["pp@1"]
     assert (facts.collectives, facts.received) == (0, {1: 1})
 
 
@@ -356,32 +358,32 @@ def late_doorbell(group: DeviceProcessGroup) -> Any:
     return mock.patch.object(group.engine, "_rung")
 
 
-def test_a_call_that_has_failed_half_way_ends_its_communicator(alone: Alone) -> None:
+def test_a_call_that_has_failed_half_way_ends_its_communicator(detached: StartDetached) -> None:
     """As ncclCommInitRank on all members, each of which has then begun one collective."""
 
     def cut(native: RecordedGroup, call: str) -> None:
-        alone.links.interrupt(2, "test")
+        detached.links.interrupt(2, "test")
         raise RuntimeError("the store was interrupted")
 
-    group = alone.group("tp", (0, 1))
-    alone.maker.on_call = cut
+    group = detached.group("tp", (0, 1))
+    detached.maker.on_call = cut
     with late_doorbell(group), pytest.raises(EpochChanged):
         reduce(group)
-    assert alone.table.device_facts() == {}
-    assert alone.maker.groups["tp@1"].aborted.wait(LIMIT_S)
+    assert detached.table.device_facts() == {}
+    assert detached.maker.groups["tp@1"].aborted.wait(LIMIT_S)
 
 
-def test_what_was_launched_as_the_doorbell_rang_is_in_flight(alone: Alone) -> None:
-    group = alone.group("tp", (0, 1))
+def test_what_was_launched_as_the_doorbell_rang_is_in_flight(detached: StartDetached) -> None:
+    group = detached.group("tp", (0, 1))
     reduce(group)
-    alone.maker.done = False
-    alone.maker.on_call = lambda native, call: alone.links.interrupt(2, "test")
+    detached.maker.done = False
+    detached.maker.on_call = lambda native, call: detached.links.interrupt(2, "test")
     with late_doorbell(group), pytest.raises(EpochChanged):
         reduce(group)
-    assert alone.table.device_facts() == {}
+    assert detached.table.device_facts() == {}
 
 
-def test_an_abort_waits_for_a_call_that_returns(alone: Alone) -> None:
+def test_an_abort_waits_for_a_call_that_returns(detached: StartDetached) -> None:
     """It frees what ncclAllReduce in another thread is still using."""
     entered, go_on = threading.Event(), threading.Event()
 
@@ -389,30 +391,30 @@ def test_an_abort_waits_for_a_call_that_returns(alone: Alone) -> None:
         entered.set()
         assert go_on.wait(LIMIT_S)
         assert not native.abort_began.is_set()
-        alone.maker.log.append("returned")
+        detached.maker.log.append("returned")
 
-    alone.maker.on_call = slow
-    thread, raised = in_thread(lambda: reduce(alone.group("tp")))
+    detached.maker.on_call = slow
+    thread, raised = in_thread(lambda: reduce(detached.group("tp")))
     assert entered.wait(LIMIT_S)
-    alone.links.interrupt(2, "test")
-    assert not alone.maker.groups["tp@1"].abort_began.wait(communicator.LAUNCH_LIMIT_S / 4)
+    detached.links.interrupt(2, "test")
+    assert not detached.maker.groups["tp@1"].abort_began.wait(communicator.LAUNCH_LIMIT_S / 4)
     go_on.set()
     thread.join(LIMIT_S)
     assert [type(e) for e in raised] == [EpochChanged]
-    assert alone.maker.groups["tp@1"].aborted.wait(LIMIT_S)
-    assert alone.maker.log[-2:] == ["returned", "tp@1.abort"]
+    assert detached.maker.groups["tp@1"].aborted.wait(LIMIT_S)
+    assert detached.maker.log[-2:] == ["returned", "tp@1.abort"]
 
 
-def test_errors_of_the_backend_pass_as_they_are(alone: Alone) -> None:
+def test_errors_of_the_backend_pass_as_they_are(detached: StartDetached) -> None:
     def broken(native: RecordedGroup, call: str) -> None:
         raise ValueError("wrong dtype")
 
-    alone.maker.on_call = broken
+    detached.maker.on_call = broken
     with pytest.raises(ValueError, match="wrong dtype"):
-        reduce(alone.group("tp"))
+        reduce(detached.group("tp"))
 
 
-def test_an_error_that_a_loss_makes_waits_for_the_doorbell(alone: Alone) -> None:
+def test_an_error_that_a_loss_makes_waits_for_the_doorbell(detached: StartDetached) -> None:
     """As ncclCommInitRank, whose peer is gone: its socket says so before the supervisors do."""
     failed = threading.Event()
 
@@ -420,27 +422,29 @@ def test_an_error_that_a_loss_makes_waits_for_the_doorbell(alone: Alone) -> None
         failed.set()
         raise RuntimeError("remote process exited")
 
-    alone.maker.on_call = broken
-    thread, raised = in_thread(lambda: reduce(alone.group("tp")))
+    detached.maker.on_call = broken
+    thread, raised = in_thread(lambda: reduce(detached.group("tp")))
     assert failed.wait(LIMIT_S)
-    alone.links.interrupt(2, "slot 1 is gone")
+    detached.links.interrupt(2, "slot 1 is gone")
     thread.join(LIMIT_S)
     assert [type(e) for e in raised] == [EpochChanged] and "slot 1 is gone" in str(raised[0])
 
 
-def test_an_error_that_no_loss_makes_passes(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_no_loss_makes_passes(
+    detached: StartDetached, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(engine, "DOORBELL_TIMEOUT_S", 0.05)
 
     def broken(native: RecordedGroup, call: str) -> None:
         raise RuntimeError("out of memory")
 
-    alone.maker.on_call = broken
+    detached.maker.on_call = broken
     with pytest.raises(RuntimeError, match="out of memory"):
-        reduce(alone.group("tp"))
+        reduce(detached.group("tp"))
 
 
 def test_an_abort_that_does_not_end_is_reported(
-    blocking: Alone, monkeypatch: pytest.MonkeyPatch
+    blocking: StartDetached, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "ABORT_TIMEOUT_S", 0.05)
     reduce(blocking.group("tp"))
@@ -454,17 +458,19 @@ def test_an_abort_that_does_not_end_is_reported(
 # ---- the end -------------------------------------------------------------------------------------
 
 
-def test_a_group_that_its_user_destroys_is_closed_in_peace_or_aborted(alone: Alone) -> None:
-    quiet, busy = alone.group("quiet"), alone.group("busy")
+def test_a_group_that_its_user_destroys_is_closed_in_peace_or_aborted(
+    detached: StartDetached,
+) -> None:
+    quiet, busy = detached.group("quiet"), detached.group("busy")
     reduce(quiet)
-    alone.maker.done = False
+    detached.maker.done = False
     reduce(busy)
-    alone.maker.take()
+    detached.maker.take()
     quiet.shutdown()
-    assert alone.maker.take() == ["quiet@1.close"]
+    assert detached.maker.take() == ["quiet@1.close"]
     busy.shutdown()
-    assert alone.maker.groups["busy@1"].aborted.wait(LIMIT_S)
-    assert alone.maker.take() == ["busy@1.abort"]
+    assert detached.maker.groups["busy@1"].aborted.wait(LIMIT_S)
+    assert detached.maker.take() == ["busy@1.abort"]
 
 
 class RecordedBackend:

@@ -15,7 +15,7 @@ import pytest
 from elaswave_plugin.core.agreement.acceptor_state import NodeMemory
 from elaswave_plugin.core.agreement.leader import Agreement
 from elaswave_plugin.core.agreement.messages import Ballot, Prepare, Proposal
-from elaswave_plugin.core.agreement.timeouts import Patience
+from elaswave_plugin.core.agreement.timeouts import Timeouts
 from elaswave_plugin.core.agreement.view import first_view
 from elaswave_plugin.errors import AgreementError
 from elaswave_plugin.supervisor.peers import node_register
@@ -38,7 +38,7 @@ def turn(
 
 
 def supervisor(slot: int) -> Agreement:
-    return Agreement(slot=slot, nodes=NODES, patience=Patience())
+    return Agreement(slot=slot, nodes=NODES, timeouts=Timeouts())
 
 
 def ballot(term: int, leader: int) -> Ballot:

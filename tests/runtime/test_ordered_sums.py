@@ -19,7 +19,7 @@ from elaswave_plugin.communicator.groups import c10d_tables
 from elaswave_plugin.communicator.process_group import GroupTable
 from elaswave_plugin.errors import ConfigurationError, EpochChanged
 from tests.runtime.forked import Peer, Workers
-from tests.runtime.native_groups import Alone, GlooMaker
+from tests.runtime.native_groups import GlooMaker, StartDetached
 from tests.runtime.samples import WORLD, folded, made, sample
 from tests.runtime.test_process_group import same_bits
 
@@ -132,9 +132,9 @@ def test_native_groups_themselves_have_another_order() -> None:
 
 
 @pytest.fixture
-def exact() -> Iterator[Alone]:
+def exact() -> Iterator[StartDetached]:
     """Slot 0 of three, whose native sums have to be in order."""
-    one = Alone()
+    one = StartDetached()
     one.table = GroupTable(one.links, maker=one.maker, exact=True)
     yield one
     one.links.close()
@@ -144,7 +144,7 @@ def _options(**values: Any) -> Any:
     return SimpleNamespace(reduceOp=ReduceOp.SUM, **values)
 
 
-def test_a_synchronous_sum_stays_on_the_current_stream(exact: Alone) -> None:
+def test_a_synchronous_sum_stays_on_the_current_stream(exact: StartDetached) -> None:
     exact.maker.runs_on_the_current_stream = True
     work = exact.group("tp").allreduce([torch.ones(2)], _options(asyncOp=False))
     assert exact.maker.take() == ["make tp@1 0/3", "tp@1.alltoall", "tp@1.mark.wait"]
@@ -152,7 +152,7 @@ def test_a_synchronous_sum_stays_on_the_current_stream(exact: Alone) -> None:
     assert exact.maker.take() == ["tp@1.mark.wait"]
 
 
-def test_an_asynchronous_one_runs_apart_and_its_wait_is_for_its_end(exact: Alone) -> None:
+def test_an_asynchronous_one_runs_apart_and_its_wait_is_for_its_end(exact: StartDetached) -> None:
     exact.maker.runs_on_the_current_stream = True
     exact.maker.done = False
     group = exact.group("dp")
@@ -164,7 +164,7 @@ def test_an_asynchronous_one_runs_apart_and_its_wait_is_for_its_end(exact: Alone
     assert not work.is_completed() and not exact.table.device_facts()
 
 
-def test_an_abort_waits_until_all_of_a_sum_is_launched(exact: Alone) -> None:
+def test_an_abort_waits_until_all_of_a_sum_is_launched(exact: StartDetached) -> None:
     """It ends with what is on the stream then: later additions would write into what is redone."""
     group = exact.group("dp")
     assert isinstance(group, OrderedProcessGroup)
@@ -182,7 +182,7 @@ def test_an_abort_waits_until_all_of_a_sum_is_launched(exact: Alone) -> None:
 
 @pytest.mark.parametrize("call", ["alltoall", "alltoall again"])
 def test_a_sum_that_the_doorbell_cuts_raises(
-    exact: Alone, call: str, monkeypatch: pytest.MonkeyPatch
+    exact: StartDetached, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, size in SMALL.items():
         monkeypatch.setattr(ordered_sums, name, size)
@@ -202,7 +202,7 @@ def test_a_sum_that_the_doorbell_cuts_raises(
 
 
 @pytest.mark.parametrize("members", [(0, 1), (0, 1, 2)])
-def test_what_has_one_order_is_native(exact: Alone, members: tuple[int, ...]) -> None:
+def test_what_has_one_order_is_native(exact: StartDetached, members: tuple[int, ...]) -> None:
     group = exact.group("tp", members)
     many = len(members) > 2
     data = torch.ones(6, dtype=torch.int64 if many else torch.float32)
@@ -214,7 +214,7 @@ def test_what_has_one_order_is_native(exact: Alone, members: tuple[int, ...]) ->
 
 
 def test_a_large_sum_goes_to_the_owners_and_back_chunk_by_chunk(
-    exact: Alone, monkeypatch: pytest.MonkeyPatch
+    exact: StartDetached, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, size in SMALL.items():
         monkeypatch.setattr(ordered_sums, name, size)
@@ -225,7 +225,7 @@ def test_a_large_sum_goes_to_the_owners_and_back_chunk_by_chunk(
     assert facts.collectives == 6 and facts.idle
 
 
-def test_a_communicator_of_ordered_sums_outlives_a_loss_elsewhere(exact: Alone) -> None:
+def test_a_communicator_of_ordered_sums_outlives_a_loss_elsewhere(exact: StartDetached) -> None:
     exact.open(2, (0, 1, 2, 3))
     group, whole = exact.group("tp"), exact.group("dp", (0, 1, 2, 3))
     for one in (group, whole, group):
@@ -245,7 +245,7 @@ def test_a_communicator_of_ordered_sums_outlives_a_loss_elsewhere(exact: Alone) 
     assert "make tp@4 0/3" in exact.maker.take()
 
 
-def test_a_sum_within_a_block_is_refused(exact: Alone) -> None:
+def test_a_sum_within_a_block_is_refused(exact: StartDetached) -> None:
     group, device = exact.group("dp"), torch.device("cpu")
     group._start_coalescing(device)
     with pytest.raises(ConfigurationError, match=r"within a coalescing block.*consistency to fast"):
@@ -254,8 +254,8 @@ def test_a_sum_within_a_block_is_refused(exact: Alone) -> None:
     group._end_coalescing(device).wait()
 
 
-def test_who_builds_beside_the_job_sums_alone(exact: Alone) -> None:
-    exact.links.alone = True
+def test_who_builds_beside_the_job_sums_alone(exact: StartDetached) -> None:
+    exact.links.detached = True
     data = torch.ones(2)
     exact.group("dp").allreduce([data]).wait()
     assert data.tolist() == [3.0, 3.0] and exact.maker.log == []

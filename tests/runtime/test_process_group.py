@@ -516,7 +516,7 @@ def test_megatron_builds_its_groups_out_of_ours() -> None:
     run(4, _megatron)
 
 
-def _alone(peer: Peer) -> None:
+def _detached(peer: Peer) -> None:
     peer.install()
     data = torch.arange(6.0)
     dist.all_reduce(data, ReduceOp.AVG)
@@ -554,7 +554,7 @@ def test_every_device_that_a_group_names_has_its_backend() -> None:
 
 
 def test_a_group_of_one_does_not_communicate() -> None:
-    with Workers(1, _alone) as workers:
+    with Workers(1, _detached) as workers:
         workers.commit(1, (0,))
         workers.join()
 

@@ -52,12 +52,13 @@ def test_weights_that_differ_are_read_anew_and_then_end_the_job(
 
     monkeypatch.setattr(recover, "restore", restore)
     plan_of = partial(_plan, live={0: (4, 2)})
-    verdicts = ["cell 0 has digests {0: 1, 1: 2}", None]
+    verdicts = ["shard group 0 has digests {0: 1, 1: 2}", None]
     monkeypatch.setattr(recover, "compare_weights", lambda *_: verdicts.pop(0))
     recover.take_state(_worker(), _framework(), plan_of)
     assert (asked, verdicts) == ([{0: (4, 2)}, {}], [])
-    monkeypatch.setattr(recover, "compare_weights", lambda *_: "cell 0 has digests {0: 1, 1: 2}")
-    with pytest.raises(WeightsDifferError, match=r"view 3, although .* anew: cell 0 has digests"):
+    verdict = "shard group 0 has digests {0: 1, 1: 2}"
+    monkeypatch.setattr(recover, "compare_weights", lambda *_: verdict)
+    with pytest.raises(WeightsDifferError, match=r"view 3, although .* anew: shard group 0 has"):
         recover.take_state(_worker(), _framework(), plan_of)
 
 

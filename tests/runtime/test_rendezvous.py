@@ -16,7 +16,7 @@ from elaswave_plugin.supervisor.peers import rendezvous
 from elaswave_plugin.supervisor.peers.rendezvous import (
     EndedEarlyError,
     Meeting,
-    Place,
+    RendezvousSpec,
     host_meeting,
     join_meeting,
     listen_at,
@@ -28,8 +28,8 @@ HOST = "127.0.0.1"
 
 def place(
     slot: int, ports: tuple[int, ...], *, job: str = "ours", wait_s: float = 20.0, size: int = 2
-) -> Place:
-    return Place(
+) -> RendezvousSpec:
+    return RendezvousSpec(
         slot=slot, node=0, world_size=size, host=HOST, ports=ports, job=job, timeout_s=wait_s
     )
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
-from elaswave_plugin.core.recovery_plan.placement import Cell
+from elaswave_plugin.core.recovery_plan.placement import ShardGroup
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan, make_plan
 from elaswave_plugin.core.step.dataflow import deal
 from elaswave_plugin.errors import EpochChanged
@@ -33,8 +33,8 @@ def test_a_proposal_ends_the_wait_for_a_supervisor(monkeypatch: pytest.MonkeyPat
                 epoch=2,
                 reason="r",
                 ranks=(0,),
-                dataflow=deal(num_microbatches=2, homes=(0, 1), live=(0,)),
-                cells=[Cell(ranks=(0,), units=(0,), buckets=(64,))],
+                dataflow=deal(num_microbatches=2, launch_slots=(0, 1), live=(0,)),
+                shard_groups=[ShardGroup(ranks=(0,), units=(0,), buckets=(64,))],
                 inventory=[record(shard, address) for shard in range(2)],
                 rejected=rejected,
             )

@@ -49,6 +49,8 @@ def test_a_job_that_has_shrunk_to_one_node_says_that_no_other_can_take_over() ->
     said = "why; the job goes on with 2 workers, all on node 0, from which no other node can take"
     assert words_of_view(view(2, (0, 0)), before) == f"{said} over (view 2)"
     # One that began there has been told at its start.
-    alone = [view(0, (0, 0, 0)), view(1, (0, 0, 0))]
-    assert words_of_view(view(2, (0, 0)), alone) == "why; the job goes on with 2 workers (view 2)"
+    detached = [view(0, (0, 0, 0)), view(1, (0, 0, 0))]
+    assert (
+        words_of_view(view(2, (0, 0)), detached) == "why; the job goes on with 2 workers (view 2)"
+    )
     assert words_of_view(view(1, (0, 1)), [view(0, (0, 1))]) is None

@@ -8,11 +8,11 @@ import torch
 
 from elaswave_plugin.core.planner.layer_times import (
     BACKWARD,
-    BEHIND,
     FOLLOWED,
     FORWARD,
     HELD,
     LAYER,
+    TAIL,
     PassTimes,
 )
 from elaswave_plugin.recovery import stopwatch
@@ -166,8 +166,8 @@ def test_on_a_gpu_the_allocator_is_asked(monkeypatch: pytest.MonkeyPatch) -> Non
     taken = iter([1000, 1600, 1500])
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(taken))
     watch = in_its_second_step(on_gpu=True)
-    watch.begin_holding(torch.nn.Linear(4, 4), [LAYER, BEHIND])
+    watch.begin_holding(torch.nn.Linear(4, 4), [LAYER, TAIL])
     watch.holds(LAYER, count=3)
-    watch.holds(BEHIND, count=1)
+    watch.holds(TAIL, count=1)
     watch.end_holding()
     assert watch.times.medians()[HELD] == [0.0, 200.0, 0.0]

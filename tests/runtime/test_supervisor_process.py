@@ -51,7 +51,7 @@ def test_what_a_trainer_has_started_ends_with_one_that_has_joined(tmp_path: Path
     with Job(tmp_path, 2, TINY_READY="told").start("--standby=1") as job:
         job.kill_supervisor(1)
         job.all("commit", [0], epoch=2)
-        job.one("alone", 1)
+        job.one("detached", 1)
         job.tell(1, "start")
         pid = job.one("start", 1)["pid"]
         job.watch(pid)

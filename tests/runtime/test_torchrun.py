@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun imports torch before it starts anything."""
     monkeypatch.setattr(jobs, "WAIT_S", 60.0)
 
@@ -85,9 +85,9 @@ def test_mpiruns_variables_are_read(tmp_path: Path) -> None:
         job.joined()
         job.kill(1)
         job.all("commit", [0, 2], epoch=2)
-        alone = job.one("alone", 1)
+        detached = job.one("detached", 1)
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-        assert [alone["env"][name] for name in names] == ["1", "1", "3", "3"]
+        assert [detached["env"][name] for name in names] == ["1", "1", "3", "3"]
         assert job.finish([0, 2]) == 0
         job.launchers[1].terminate()
 
@@ -101,9 +101,9 @@ def test_a_job_of_torchrun_grows(tmp_path: Path) -> None:
         job.launch(command=torchrun(*words, nproc=2, port=free_port()))
         job.joined()
         job.launch(f"--join={read_addresses(run_dir)[0]}")
-        alone = job.one("alone", 2)
+        detached = job.one("detached", 2)
         names = ("RANK", "WORLD_SIZE", "ELASWAVE_RESERVE")
-        assert [alone["env"][name] for name in names] == ["1", "2", "1"]
+        assert [detached["env"][name] for name in names] == ["1", "2", "1"]
         for slot in (0, 1):
             job.tell(slot, "step 1")
         reports = job.all("commit", [0, 1, 2], epoch=2)

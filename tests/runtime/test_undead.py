@@ -83,7 +83,7 @@ def test_another_one_starts_once_it_has_ended_after_all(tmp_path: Path) -> None:
             assert job.one("commit", 0, epoch=3)["ranks"] == [0]
             assert job.nothing("started", 2, for_s=2.0)
         job.watch(job.one("started", 2)["pid"])
-        job.one("alone", 2)
+        job.one("detached", 2)
         assert job.finish([0]) == 0
         assert job.left(WAIT_S) == []
     (late,) = job.events("worker_exited_late")

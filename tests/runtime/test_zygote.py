@@ -222,7 +222,7 @@ def test_a_trainer_starts_without_its_zygote_when_that_is_gone(tmp_path: Path) -
         started = job.one("started", 1)
         job.watch(started["pid"])
         assert started["parent"] == job.supervisors[1]
-        assert job.one("alone", 1)
+        assert job.one("detached", 1)
         assert job.finish([0]) == 0
         assert job.left(WAIT_S) == []
     assert "Traceback" not in job.outputs()

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from elaswave_plugin.core.layout.worker_facts import WorkerFacts
 from elaswave_plugin.errors import EpochChanged, JobStopped
-from elaswave_plugin.ipc.frames import Alone
+from elaswave_plugin.ipc.frames import StartDetached
 from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET, clear_record, write_record
 from elaswave_plugin.snapshot.fetch import Fetcher
 from elaswave_plugin.trainer.member import Commit, Member
@@ -91,8 +91,8 @@ class Trainer:
         self.tell("started", pid=os.getpid(), parent=os.getppid(), host=self.member.host)
         respawn = int(os.environ.get("TINY_RESPAWN", "0"))
         welcome = self.member.join(facts, WAIT_S, respawn=respawn)
-        if isinstance(welcome, Alone):
-            self.tell("alone", remembered=welcome.remembered, env=dict(os.environ))
+        if isinstance(welcome, StartDetached):
+            self.tell("detached", job_constants=welcome.job_constants, env=dict(os.environ))
             # Once one asks to be let in, nobody else comes before the others' next boundary.
             if os.environ.get("TINY_READY") != "told":
                 self.member.ready(facts)

@@ -5,7 +5,7 @@ import os
 import time
 from pathlib import Path
 
-from elaswave_plugin.tracking.async_log import BehindLog
+from elaswave_plugin.tracking.async_log import AsyncLog
 from elaswave_plugin.tracking.events import read_lines
 
 LINES = 3000
@@ -17,7 +17,7 @@ def test_lines_of_a_file_that_takes_none_come_later_and_in_order(tmp_path: Path)
     path = tmp_path / "events.jsonl"
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    log = BehindLog(path)
+    log = AsyncLog(path)
     begun_s = time.monotonic()
     for number in range(LINES):
         log.emit("worker_ready", slot=number, incarnation=0)
@@ -38,7 +38,7 @@ def test_lines_of_a_file_that_takes_none_come_later_and_in_order(tmp_path: Path)
 
 
 def test_closing_waits_for_what_is_queued(tmp_path: Path) -> None:
-    log = BehindLog(tmp_path / "events.jsonl")
+    log = AsyncLog(tmp_path / "events.jsonl")
     for number in range(100):
         log.emit("worker_ready", slot=number)
     log.close()
@@ -46,7 +46,7 @@ def test_closing_waits_for_what_is_queued(tmp_path: Path) -> None:
 
 
 def test_without_a_path_there_is_no_thread() -> None:
-    log = BehindLog(None)
+    log = AsyncLog(None)
     log.emit("worker_ready", slot=0)
     log.close()
     assert log.lost_lines == 0

@@ -114,7 +114,7 @@ def _attach(
     name_wandb_run(settings, config, worker.run_id)
     seed = _agreed_seed(worker)
     training_data = arguments.pop("training_data", None)
-    beside = newcomer_patches() if worker.alone else None
+    beside = newcomer_patches() if worker.detached else None
     if beside is not None:
         beside.apply()
     engine, optimizer, _, scheduler = native(**arguments)
@@ -160,8 +160,8 @@ def _install_groups(worker: Worker) -> None:
 
 def _agreed_seed(worker: Worker) -> int:
     """The seed of the settings, else that of the first worker's generator at the launch."""
-    if worker.alone:
-        return worker.remembered["seed"]
+    if worker.detached:
+        return worker.job_constants["seed"]
     own = torch.initial_seed() >> 1 if worker.config.seed is None else worker.config.seed
     seed = torch.tensor([own], dtype=torch.int64)
     dist.broadcast(seed, src=0)

@@ -37,7 +37,7 @@ class Computed(NamedTuple):
     gradients: dict[str, int]
 
 
-class Told(NamedTuple):
+class FirstStepReport(NamedTuple):
     """What one worker tells: both losses of what it ran, and the first gradient that differs."""
 
     first: dict[int, int]
@@ -67,7 +67,9 @@ class FirstStep:
         # Who comes later finds another view: the job has this one until somebody comes or goes.
         self._begins = worker.view.epoch, worker.completed
         self._is_wanted = (
-            worker.promises_bits and not worker.alone and worker.config.rehearse_first_step != "off"
+            worker.promises_bits
+            and not worker.detached
+            and worker.config.rehearse_first_step != "off"
         )
         self._calls = 0
         self._began_s = 0.0
@@ -95,8 +97,8 @@ class FirstStep:
         before = self._computed_before(model, other, flow, run, losses_of, trains=trains)
         seconds = time.monotonic() - self._began_s
         reports = run(flow)
-        told = self._exchanged(before, _computed(model, losses_of(reports), trains=trains))
-        self._judge(told, in_place=other is flow, seconds=seconds)
+        exchanged = self._exchanged(before, _computed(model, losses_of(reports), trains=trains))
+        self._judge(exchanged, in_place=other is flow, seconds=seconds)
         return reports
 
     def _is_due(self, flow: Flow) -> bool:
@@ -157,17 +159,19 @@ class FirstStep:
         finally:
             self.is_running = False
 
-    def _exchanged(self, first: Computed, second: Computed) -> dict[int, Told]:
+    def _exchanged(self, first: Computed, second: Computed) -> dict[int, FirstStepReport]:
         """What every worker tells, by slot; collective over WORLD."""
         differing = (name for name, one in second.gradients.items() if one != first.gradients[name])
-        mine = Told(first.losses, second.losses, next(differing, None))
+        mine = FirstStepReport(first.losses, second.losses, next(differing, None))
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
         return dict(zip(self._worker.ranks, everyone, strict=True))
 
-    def _judge(self, told: Mapping[int, Told], *, in_place: bool, seconds: float) -> None:
+    def _judge(
+        self, exchanged: Mapping[int, FirstStepReport], *, in_place: bool, seconds: float
+    ) -> None:
         worker = self._worker
-        difference = first_difference(told)
+        difference = first_difference(exchanged)
         worker.events.emit(
             "first_step_rehearsed",
             slot=worker.slot,
@@ -203,22 +207,29 @@ def _is_reduced(model: MegatronFramework) -> bool:
     return model.chunks[0].config.finalize_model_grads_func is not None
 
 
-def first_difference(told: Mapping[int, Told]) -> str | None:
+def first_difference(exchanged: Mapping[int, FirstStepReport]) -> str | None:
     """Name the first loss that differs, or else the first gradient; None where all is equal.
 
-    >>> first_difference({0: Told({1: 5}, {0: 7}, None), 1: Told({0: 7}, {1: 6}, None)})
+    >>> one = FirstStepReport({1: 5}, {0: 7}, None)
+    >>> first_difference({0: one, 1: FirstStepReport({0: 7}, {1: 6}, None)})
     'the loss of micro-batch 1, which worker 0 ran first, and then worker 1,'
-    >>> first_difference({0: Told({0: 7}, {0: 7}, "decoder.final_layernorm.weight")})
+    >>> first_difference({0: FirstStepReport({0: 7}, {0: 7}, "decoder.final_layernorm.weight")})
     'the reduced gradient of decoder.final_layernorm.weight'
     """
-    first = {number: (slot, one) for slot, mine in told.items() for number, one in mine[0].items()}
-    second = {number: (slot, one) for slot, mine in told.items() for number, one in mine[1].items()}
+    first = {
+        number: (slot, one) for slot, mine in exchanged.items() for number, one in mine[0].items()
+    }
+    second = {
+        number: (slot, one) for slot, mine in exchanged.items() for number, one in mine[1].items()
+    }
     for number, (slot, digest) in sorted(second.items()):
         before, wanted = first[number]
         if digest != wanted:
             who = f"worker {before} ran first, and then worker {slot},"
             return f"the loss of micro-batch {number}, which {who}"
-    gradients = (mine.gradient for _, mine in sorted(told.items()) if mine.gradient is not None)
+    gradients = (
+        mine.gradient for _, mine in sorted(exchanged.items()) if mine.gradient is not None
+    )
     return next((f"the reduced gradient of {name}" for name in gradients), None)
 
 

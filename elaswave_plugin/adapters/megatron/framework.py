@@ -23,9 +23,9 @@ from elaswave_plugin.adapters.megatron.state import (
 )
 from elaswave_plugin.adapters.megatron.state.expert_bias import ExpertBiases, routers
 from elaswave_plugin.adapters.megatron.state.global_names import global_names
+from elaswave_plugin.adapters.megatron.state.layer_units import units_of
 from elaswave_plugin.adapters.megatron.state.loaded_state import LoadedState
 from elaswave_plugin.adapters.megatron.state.optimizer_state import FlatShard
-from elaswave_plugin.adapters.megatron.state.units import units_of
 from elaswave_plugin.adapters.megatron.step.fused_gradients import add_in_one_sum
 from elaswave_plugin.adapters.megatron.step.layer_timer import watch_passes
 from elaswave_plugin.adapters.megatron.step.reduction import GradientReduction
@@ -89,7 +89,7 @@ class MegatronFramework:
         self._distributed = distributed_optimizer
         self._scheduler = scheduler
         self._applied_steps = 0
-        self._seated = True
+        self._placed = True
         self.frozen_names = frozenset(frozen.frozen_names(self.chunks))
         """Weights that are not trained, also of other stages where the job tells."""
         self.is_updating = False
@@ -127,10 +127,10 @@ class MegatronFramework:
         self._watch_step()
         wrapped = [part for chunk in self.chunks for part in (chunk, chunk.module)]
         for part in (*wrapped, optimizer):
-            free_worker.save_no_shards(part, while_unplaced=lambda: not self._seated)
+            free_worker.save_no_shards(part, while_unplaced=lambda: not self._placed)
         for part in wrapped:
-            free_worker.load_no_weights(part, while_unplaced=lambda: not self._seated)
-        free_worker.make_no_shards(distributed_optimizer, while_unplaced=lambda: not self._seated)
+            free_worker.load_no_weights(part, while_unplaced=lambda: not self._placed)
+        free_worker.make_no_shards(distributed_optimizer, while_unplaced=lambda: not self._placed)
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -152,7 +152,7 @@ class MegatronFramework:
         Raises ConfigurationError where the 16-bit weights are not those of their masters.
         """
         self.adopt()
-        if self._worker.alone or not self._shard.masters_apart:
+        if self._worker.detached or not self._shard.masters_apart:
             return
         before = self.weights_digest()
         self._distributed._copy_main_params_to_model_params()
@@ -201,15 +201,15 @@ class MegatronFramework:
             self._worker.state.begin_update()
             self.is_updating = True
             try:
-                result = update(*args, **kwargs) if self._seated else (True, 0.0, None)
+                result = update(*args, **kwargs) if self._placed else (True, 0.0, None)
             finally:
                 self.is_updating = False
             if self._free_workers_scale and not self._is_applied(result[0]):
                 # As Megatron-Core says it: a step that is skipped has no norm.
                 result = (False, None, None)
-            self._expert_biases.gather(is_seated=self._seated)
+            self._expert_biases.gather(is_placed=self._placed)
             self._applied_steps += int(bool(result[0]))
-            if not self._seated:
+            if not self._placed:
                 # What all workers save alike, rank 0 saves: maybe this one.
                 self._shard.set_applied_steps(self._applied_steps)
             return result
@@ -219,8 +219,8 @@ class MegatronFramework:
     @property
     def _free_workers_scale(self) -> bool:
         """Whether there are workers without a place that have to follow a loss scaler."""
-        seating, ranks = self._worker.seating, self._worker.ranks
-        has_free = any(seating.cell_of(slot) is None for slot in ranks)
+        placement, ranks = self._worker.placement, self._worker.ranks
+        has_free = any(placement.shard_group_of(slot) is None for slot in ranks)
         return has_free and self._distributed.grad_scaler is not None
 
     def _is_applied(self, applied: bool) -> bool:
@@ -231,7 +231,7 @@ class MegatronFramework:
         """
         skipped = torch.tensor(int(not applied), device=torch.cuda.current_device())
         dist.all_reduce(skipped, op=dist.ReduceOp.MAX)
-        if not self._seated:
+        if not self._placed:
             self._distributed.grad_scaler.update(bool(skipped))
         return not skipped
 
@@ -239,7 +239,7 @@ class MegatronFramework:
         """Gathers weights, announced; a free worker has none to gather."""
 
         def start_param_sync(*args: Any, **kwargs: Any) -> None:
-            if self._seated:
+            if self._placed:
                 self._announce("gather")
                 native(*args, **kwargs)
 
@@ -265,11 +265,11 @@ class MegatronFramework:
 
     def masters_apart(self) -> list[torch.Tensor]:
         """The own masters that are no views of the weights, as of 16-bit models; without a copy."""
-        return self._shard.masters_apart if self._seated else []
+        return self._shard.masters_apart if self._placed else []
 
     def moments(self) -> list[torch.Tensor]:
         """The own moments, without a copy."""
-        return self._shard.moments if self._seated else []
+        return self._shard.moments if self._placed else []
 
     def why_layers_stay(self) -> str | None:
         """The reason why no layer can change stage; None where they can."""
@@ -327,7 +327,7 @@ class MegatronFramework:
 
     def gradient_digests(self) -> dict[str, int]:
         """Digests of the own pieces of the gradients, by global parameter name."""
-        ranges = self._distributed.model_param_group_index_map if self._seated else ()
+        ranges = self._distributed.model_param_group_index_map if self._placed else ()
         found = {}
         for name, param in global_names(self.chunks):
             if param in ranges:
@@ -368,9 +368,9 @@ class MegatronFramework:
             own = range(first, first + len(self.bucket_lengths()))
             state = plan.state_in_place(self._worker.slot)
             self._shard.recut({n - first: old - first for n, old in state.items() if n in own})
-            cell = plan.cell_of(self._worker.slot)
-            assert cell is not None
-            weights = plan.weights_in_place(cell)
+            shard_group = plan.shard_group_of(self._worker.slot)
+            assert shard_group is not None
+            weights = plan.weights_in_place(shard_group)
             self._weights_in_place = frozenset(n - first for n in weights if n in own)
         else:
             # They would be of the moment of the loss for ever, and a script could save them.
@@ -379,10 +379,10 @@ class MegatronFramework:
 
     def _take_stage(self, flow: PipelineFlow) -> None:
         """Have the parts of the model that the layout gives to this worker; weights follow."""
-        cell = self._worker.seating.cell_of(self._worker.slot)
-        assert cell is not None
-        spans = flow.layout.layers(cell.stage)
-        parts = range(cell.stage, len(flow.layout.cuts) - 1, len(flow.layout.stages))
+        shard_group = self._worker.placement.shard_group_of(self._worker.slot)
+        assert shard_group is not None
+        spans = flow.layout.layers(shard_group.stage)
+        parts = range(shard_group.stage, len(flow.layout.cuts) - 1, len(flow.layout.stages))
         changed = [
             self._take_part(chunk, part, span, num_parts=len(flow.layout.cuts) - 1)
             for chunk, part, span in zip(self.chunks, parts, spans, strict=True)
@@ -414,18 +414,18 @@ class MegatronFramework:
 
     def take_place(self, flow: Flow) -> bool:
         """Reduce as ``flow`` says from now on; false for a worker that has no place in it."""
-        cell = self._worker.seating.cell_of(self._worker.slot)
-        self._seated = cell is not None
-        free_worker.answer_for(placed=self._seated)
-        if cell is not None:
+        shard_group = self._worker.placement.shard_group_of(self._worker.slot)
+        self._placed = shard_group is not None
+        free_worker.answer_for(placed=self._placed)
+        if shard_group is not None:
             assert not isinstance(flow, Shares)
             mine: Dataflow | None
             if isinstance(flow, PipelineFlow):
-                mine = None if flow.is_resized else flow.cell(*cell.key)
+                mine = None if flow.is_resized else flow.shard_group(*shard_group.key)
             else:
                 mine = flow
-            self.reduction.set_dataflow(mine, cell.ranks, native=flow.is_healthy)
-        return self._seated
+            self.reduction.set_dataflow(mine, shard_group.ranks, native=flow.is_healthy)
+        return self._placed
 
     @property
     def keeps_state(self) -> bool:
@@ -439,16 +439,16 @@ class MegatronFramework:
     @property
     def shard_numel(self) -> int:
         """Elements of one part of it; 0 without a place."""
-        return self._shard.exp_avg.numel() if self._seated else 0
+        return self._shard.exp_avg.numel() if self._placed else 0
 
     def write_weights(self, masters: torch.Tensor) -> None:
         """Install masters of shape [shard_numel]; nothing without a place."""
-        if self._seated:
+        if self._placed:
             self._shard.write_weights(masters)
 
     def write_moments(self, moments: torch.Tensor) -> None:
         """Install moments of shape [2, shard_numel]; nothing without a place."""
-        if self._seated:
+        if self._placed:
             self._shard.write_moments(moments)
 
     def read_capsule(self) -> bytes:
@@ -490,7 +490,7 @@ class MegatronFramework:
 
     def named_pieces(self) -> Iterator[NamedPiece]:
         """This worker's pieces of the state, by global parameter name."""
-        if not self._seated:
+        if not self._placed:
             return
         for name, param in global_names(self.chunks):
             if param not in self._distributed.model_param_group_index_map:
@@ -518,7 +518,7 @@ class MegatronFramework:
 
         0 for a worker that has no place.
         """
-        if not self._seated:
+        if not self._placed:
             return 0
         self._announce("gather")
         for number, bucket in enumerate(buffers.buckets(self.chunks)):
@@ -529,10 +529,10 @@ class MegatronFramework:
     def weights_digest(self) -> int:
         """The digest of the weights as they are here; 0 for a worker that has no place."""
         digest = xxhash.xxh3_64()
-        for bucket in buffers.buckets(self.chunks) if self._seated else ():
+        for bucket in buffers.buckets(self.chunks) if self._placed else ():
             weights = bucket.param_data[: bucket.numel_unpadded].cpu()
             digest.update(weights.view(torch.uint8).numpy())
-        return digest.intdigest() >> 1 if self._seated else 0
+        return digest.intdigest() >> 1 if self._placed else 0
 
 
 def _announce_backward(announce: Callable[[str], None]) -> Callable[..., None]:

@@ -12,7 +12,7 @@ from megatron.core.distributed import DistributedDataParallel
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
 from elaswave_plugin.adapters.megatron.state import buffers
 from elaswave_plugin.adapters.megatron.state.frozen import frozen_names
-from elaswave_plugin.adapters.megatron.state.units import unit_lengths
+from elaswave_plugin.adapters.megatron.state.layer_units import unit_lengths
 from elaswave_plugin.adapters.megatron.step.link_probe import measure_link
 from elaswave_plugin.adapters.megatron.step.tied_embeddings import TiedWeight, find_tied_weight
 from elaswave_plugin.adapters.megatron.step.weight_gradients import why_whole_backward
@@ -22,7 +22,7 @@ from elaswave_plugin.core.layout.layout import ParallelLayout, launch_layout
 from elaswave_plugin.core.planner.dvfs import ClockTable
 from elaswave_plugin.core.planner.memory import StateBytes, within_memory
 from elaswave_plugin.core.planner.pipeline_flow import SplitBackward, flow_of, level_layers
-from elaswave_plugin.core.recovery_plan.placement import GridSeating
+from elaswave_plugin.core.recovery_plan.placement import GridPlacement
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.recovery.clocks import clocks_for
 from elaswave_plugin.recovery.worker import Worker
@@ -108,7 +108,7 @@ class Grid:
                 split_backward=splits,
                 move_workers=workers_stay is None,
             )
-        self.seating = GridSeating.at_launch(
+        self.placement = GridPlacement.at_launch(
             self.layout,
             groups=worker.groups_at_launch(),
             units=units,
@@ -118,7 +118,7 @@ class Grid:
         )
         more = _clock_limits(worker.config, workers=len(self.layout.workers) + worker.reserve)
         worker.stopwatch.clocks = clocks_for(worker.config, gpu)
-        if gpu is None and not worker.alone:
+        if gpu is None and not worker.detached:
             worker.stopwatch.times.link_rate = measure_link()
         self.deal = partial(within_memory, state, flow_of, **work, split_backward=splits, **more)
 
@@ -139,8 +139,8 @@ def _stages(worker: Worker, framework: MegatronFramework) -> list[Stage]:
     )
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    if worker.alone:
-        return [_remembered(Stage(*one)) for one in worker.remembered["stages"]]
+    if worker.detached:
+        return [_job_constants(Stage(*one)) for one in worker.job_constants["stages"]]
     least = min(one.device_bytes for one in everyone)
     several: dict[int, list[Stage]] = {}
     for one in everyone:
@@ -157,7 +157,7 @@ def _stages(worker: Worker, framework: MegatronFramework) -> list[Stage]:
     return stages
 
 
-def _remembered(told: Stage) -> Stage:
+def _job_constants(told: Stage) -> Stage:
     """A stage as JSON has told it."""
     return told._replace(
         units=dict(told.units),

@@ -59,7 +59,7 @@ from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.adapters.recording import Recording, tracker_of
 from elaswave_plugin.adapters.unbound import Unbound
 from elaswave_plugin.config import ElasticConfig
-from elaswave_plugin.core.layout.layout import Seat, sizes_of
+from elaswave_plugin.core.layout.layout import Coordinate, sizes_of
 from elaswave_plugin.core.step.dataflow import Samples
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.framework import StepReport
@@ -204,7 +204,7 @@ class ElasticJob:
             whole_replicas=self._buffers.by_replica,
         )
         self._gradients = StepGradients(
-            chunks, has_place=lambda: self._microbatches.seat is not None
+            chunks, has_place=lambda: self._microbatches.coordinate is not None
         )
         self._framework.before_updates(self._gradients.check_update)
         self._recording = Recording(
@@ -239,7 +239,7 @@ class ElasticJob:
     def _begin_at(self, start_step: Any, consumed_samples: Any, *, train_iters: int) -> None:
         """Who comes later begins where the job began, whatever checkpoint its script finds."""
         worker = self._worker
-        if not worker.alone:
+        if not worker.detached:
             first = first_batch(
                 start_step,
                 consumed_samples,
@@ -247,7 +247,7 @@ class ElasticJob:
                 global_batch_size=self._num_microbatches * self._micro_batch_size,
             )
             worker.remember(begins=[start_step, first])
-        worker.completed, first = worker.remembered["begins"]
+        worker.completed, first = worker.job_constants["begins"]
         self._positions.begin_at(first, steps=self._train_iters - worker.completed)
 
     def _start(self) -> None:
@@ -466,7 +466,7 @@ class ElasticJob:
         if self._microbatches.reports_losses:
             for row, one in zip(self._microbatches.reports, losses, strict=True):
                 table[row] = torch.tensor(one, dtype=torch.float64)
-        table[count, 0] = grad_norm if self._microbatches.seat == Seat(0, 0, 0) else 0.0
+        table[count, 0] = grad_norm if self._microbatches.coordinate == Coordinate(0, 0, 0) else 0.0
         # Every row has one contributor, so that the sum only adds zeros to it.
         dist.all_reduce(table)
         *reports, (norm, _, _) = table[: count + 1].tolist()
@@ -483,7 +483,7 @@ class ElasticJob:
             means = [self._agree(losses)[0] for losses in batches]
             return sum(means) / len(means)
 
-        loss = self._between_steps(from_the_start, EVALUATE, phase="evaluation", alone=math.nan)
+        loss = self._between_steps(from_the_start, EVALUATE, phase="evaluation", detached=math.nan)
         assert loss is not None  # as only a save's result can be
         return loss
 
@@ -493,11 +493,11 @@ class ElasticJob:
         Everyone leaves it together. None for a worker that comes later and is not in the
         job yet: it has no part in it; and for a save that the storage has failed, which is told.
         """
-        return self._between_steps(work, RUN, phase=phase, alone=None)
+        return self._between_steps(work, RUN, phase=phase, detached=None)
 
     @ends_in_a_sentence
     def _between_steps(
-        self, work: Callable[[], Result], verb: str, *, phase: str, alone: Result
+        self, work: Callable[[], Result], verb: str, *, phase: str, detached: Result
     ) -> Result | None:
         self._check_bound(verb)
         check_work(work, verb, phase)
@@ -514,7 +514,7 @@ class ElasticJob:
                 return work()
 
         with self._body.closed():
-            result = self._loop.run(whole, phase=phase, alone=alone)
+            result = self._loop.run(whole, phase=phase, detached=detached)
         rng.settle(self._seed, rng.BODY, self._worker.completed, self._loop.works_done)
         return result
 

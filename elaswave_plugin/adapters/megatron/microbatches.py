@@ -20,9 +20,9 @@ from elaswave_plugin.adapters.megatron.step.entry_proof import compare_losses, t
 from elaswave_plugin.adapters.megatron.step.ragged_pipeline import RaggedPipeline
 from elaswave_plugin.adapters.megatron.step.tied_embeddings import TiedWeight
 from elaswave_plugin.adapters.megatron.step.weight_gradients import WeightGradients
-from elaswave_plugin.core.layout.layout import Seat
+from elaswave_plugin.core.layout.layout import Coordinate
 from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow
-from elaswave_plugin.core.recovery_plan.placement import FlatSeating
+from elaswave_plugin.core.recovery_plan.placement import FlatPlacement
 from elaswave_plugin.core.step.dataflow import Dataflow, Samples, deal
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.recovery.worker import Worker
@@ -83,7 +83,7 @@ class Microbatches:
                 why_whole=why_whole,
             )
             self._tied = grid.tied
-            worker.bind(models, deal=grid.deal, seating=grid.seating)
+            worker.bind(models, deal=grid.deal, placement=grid.placement)
         self._placed = worker.dataflow
         models.take_place(worker.dataflow)
         self._first_step = FirstStep(worker, models, seed=seed, passes_undone=passes_undone)
@@ -96,12 +96,12 @@ class Microbatches:
         return flow
 
     @property
-    def seat(self) -> Seat | None:
+    def coordinate(self) -> Coordinate | None:
         """This worker's place; None for a free one."""
         flow, slot = self.flow, self._worker.slot
         if isinstance(flow, PipelineFlow):
-            return flow.seat(slot)
-        return Seat(stage=0, order=self._worker.view.ranks.index(slot), tp=0)
+            return flow.coordinate(slot)
+        return Coordinate(stage=0, order=self._worker.view.ranks.index(slot), tp=0)
 
     @property
     def hosted(self) -> tuple[int, ...]:
@@ -112,24 +112,26 @@ class Microbatches:
 
     def deal_freely(self) -> None:
         """Whatever is dealt from the next view on need not be whole replicas."""
-        seating = self._worker.seating
-        if isinstance(seating, FlatSeating):
-            self._worker.seating = replace(seating, whole=False)
+        placement = self._worker.placement
+        if isinstance(placement, FlatPlacement):
+            self._worker.placement = replace(placement, whole=False)
 
     @property
     def reports_losses(self) -> bool:
         """Whether the losses of what this worker runs are counted here: once for each."""
-        seat, flow = self.seat, self.flow
+        coordinate, flow = self.coordinate, self.flow
         last = len(flow.layout.stages) - 1 if isinstance(flow, PipelineFlow) else 0
-        return seat is not None and (seat.stage, seat.tp) == (last, 0)
+        return coordinate is not None and (coordinate.stage, coordinate.tp) == (last, 0)
 
     def consume(self, step: int, microbatch: int, ids: tuple[int, ...]) -> None:
         """Write to the ledger that the samples of a micro-batch are about to be used."""
-        seat = self.seat
+        coordinate = self.coordinate
         if self._in_step:
             self._worker.phases.enter("data")
         # The samples of a micro-batch are counted where they enter the pipeline.
-        counts = self._enters and seat is not None and (seat.stage, seat.tp) == (0, 0)
+        counts = (
+            self._enters and coordinate is not None and (coordinate.stage, coordinate.tp) == (0, 0)
+        )
         if counts and self._in_step and not self._first_step.is_running:
             self._worker.ledger.emit(
                 "consumed",
@@ -226,7 +228,7 @@ class Microbatches:
     ) -> list[Any]:
         """Run what this worker has to of a flow; ``bound``: the model, None for one beside them."""
         worker = self._worker
-        if self.seat is None:
+        if self.coordinate is None:
             return []
         if isinstance(flow, PipelineFlow) and not flow.is_healthy:
             assert bound is not None

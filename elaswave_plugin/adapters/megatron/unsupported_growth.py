@@ -2,7 +2,7 @@
 
 from elaswave_plugin.adapters.growth import check_reserve
 from elaswave_plugin.config import ElasticConfig
-from elaswave_plugin.core.layout.reserve import replicas_beyond
+from elaswave_plugin.core.layout.reserve import grown_replicas
 from elaswave_plugin.errors import ConfigurationError
 
 
@@ -32,7 +32,7 @@ def check_growth(
             f"--reserve is {reserve} and dataflow is 'reroute', which has micro-batches of lost "
             "replicas only for who joins: set dataflow to auto, or leave --reserve out"
         )
-    widest = width + replicas_beyond(reserve, tp=tp, pp=pp)
+    widest = width + grown_replicas(reserve, tp=tp, pp=pp)
     if widest > num_microbatches:
         most = (num_microbatches - width) * tp * pp
         raise ConfigurationError(

@@ -332,18 +332,20 @@ class LmJob:
     @property
     def comes_later(self) -> bool:
         """Whether this worker comes later, and builds its model beside the training."""
-        return self.worker.alone
+        return self.worker.detached
 
     @property
     def has_place(self) -> bool:
         """Whether this worker holds a part of the model, and is not free."""
-        return self._loop is None or self._microbatches.seat is not None
+        return self._loop is None or self._microbatches.coordinate is not None
 
     @property
     def all_have_place(self) -> bool:
         """Whether every worker holds a part of the model; alike on all."""
-        cells = self.worker.seating.cells
-        return sum(len(cell.ranks) for cell in cells) == len(self.worker.view.ranks)
+        shard_groups = self.worker.placement.shard_groups
+        return sum(len(shard_group.ranks) for shard_group in shard_groups) == len(
+            self.worker.view.ranks
+        )
 
     # ---- the end --------------------------------------------------------------------------------
 

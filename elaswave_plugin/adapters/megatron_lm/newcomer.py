@@ -17,7 +17,7 @@ _BEGAN = ("_TRAIN_START_TIME", "_LEGACY_TRAIN_START_TIME")
 _TRAINING = "megatron.training.training"
 
 
-class Told(NamedTuple):
+class JobState(NamedTuple):
     """The variables, before a step; ``interval`` is None before the first line of the log."""
 
     loaded: dict[str, Any]
@@ -38,8 +38,8 @@ class LoopVariables:
         self._interval: dict[str, Any] | None = None
         self._reports_memory = True
         # Of a worker that came later: until its first step, and until its first line of the log.
-        self._begins: Told | None = None
-        self._logs: Told | None = None
+        self._begins: JobState | None = None
+        self._logs: JobState | None = None
 
     def bind(self, chunks: list[Any]) -> None:
         """Training begins with this model."""
@@ -53,13 +53,13 @@ class LoopVariables:
         """A step was logged: the sums since the last line are ``interval`` now."""
         self._interval, self._reports_memory = interval, reports_memory
 
-    def tell(self) -> Told:
+    def tell(self) -> JobState:
         """All of it, alike on all workers; tensors on the host."""
         args, interval = self._args, self._interval
         count = self._num_floating_point_operations
         if count is None:
             count = float(args.num_floating_point_operations_so_far)
-        return Told(
+        return JobState(
             loaded={name: getattr(args, name) for name in _LOADED},
             began={name: vars(import_module(_TRAINING))[name] for name in _BEGAN},
             num_floating_point_operations=count,
@@ -70,20 +70,20 @@ class LoopVariables:
 
     # ---- on a worker that came later ------------------------------------------------------------
 
-    def follow(self, step: int, told: Told) -> None:
+    def follow(self, step: int, state: JobState) -> None:
         """Have train() begin with this step."""
-        self._begins = self._logs = told
-        vars(import_module(_TRAINING)).update(told.began)
+        self._begins = self._logs = state
+        vars(import_module(_TRAINING)).update(state.began)
         self._args.iteration = step
-        self._args.num_floating_point_operations_so_far = told.num_floating_point_operations
+        self._args.num_floating_point_operations_so_far = state.num_floating_point_operations
 
     def first_step(self) -> None:
         """train() has begun: from now on it is where the others are."""
-        told, self._begins = self._begins, None
-        if told is None:
+        state, self._begins = self._begins, None
+        if state is None:
             return
-        vars(self._args).update(told.loaded)
-        if told.gathers_in_forward:
+        vars(self._args).update(state.loaded)
+        if state.gathers_in_forward:
             for chunk in self._chunks:
                 chunk.enable_forward_pre_hook()
             if self._args.align_param_gather:
@@ -93,13 +93,13 @@ class LoopVariables:
 
     def before_logging(self, arguments: dict[str, Any]) -> None:
         """Complete the arguments of ``training_log`` with what there was before it came."""
-        told, self._logs = self._logs, None
-        if told is not None and told.interval is not None:
+        state, self._logs = self._logs, None
+        if state is not None and state.interval is not None:
             device = torch.cuda.current_device()
             arguments["total_loss_dict"].update(
-                {k: v.to(device) if torch.is_tensor(v) else v for k, v in told.interval.items()}
+                {k: v.to(device) if torch.is_tensor(v) else v for k, v in state.interval.items()}
             )
-            arguments["report_memory_flag"] = told.reports_memory
+            arguments["report_memory_flag"] = state.reports_memory
             arguments["is_first_iteration"] = False
 
 

@@ -54,7 +54,7 @@ class DeviceProcessGroup(ElasticProcessGroup):
         self.engine = engine
 
     def _is_native(self, device_type: str) -> bool:
-        return device_type == self.engine.device_type and not self._links.alone
+        return device_type == self.engine.device_type and not self._links.detached
 
     allreduce = _routed("allreduce")
     allreduce_coalesced = _routed("allreduce_coalesced")

@@ -174,7 +174,7 @@ def maker_for(
     """
     if setting == "host":
         return None
-    if links.alone:
+    if links.detached:
         return _maker_of_the_job(links.slot, launched_on, environ)
     if not dist.is_nccl_available():
         if setting == "nccl":

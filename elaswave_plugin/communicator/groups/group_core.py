@@ -215,7 +215,7 @@ class GroupCore:
     @property
     def _run(self) -> Any:
         """The module of the collectives."""
-        return detached if self._links.alone else algorithms
+        return detached if self._links.detached else algorithms
 
     def _start(
         self,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from elaswave_plugin.communicator.links.connection import Connection, MessageSide, State
 from elaswave_plugin.communicator.links.frames import Hello
-from elaswave_plugin.communicator.links.listeners import Doors
+from elaswave_plugin.communicator.links.listeners import Listeners
 from elaswave_plugin.errors import LinkError
 
 _READ = select.EPOLLIN
@@ -41,10 +41,10 @@ class Connections:
         # Of a newer epoch than this one.
         self._parked: list[Connection] = []
         self._last_link: dict[int, int] = {}
-        self._doors = Doors(host)
-        self.address = self._doors.address
+        self._listeners = Listeners(host)
+        self.address = self._listeners.address
         self.sockets = select.epoll()
-        for descriptor in self._doors.descriptors:
+        for descriptor in self._listeners.descriptors:
             self.sockets.register(descriptor, _READ)
 
     def enter(self, epoch: int, addresses: Mapping[int, str]) -> None:
@@ -88,8 +88,8 @@ class Connections:
         connection = self._by_descriptor.get(descriptor)
         if connection is not None:
             self._serve(connection, event)
-        elif descriptor in self._doors.descriptors:
-            for sock in self._doors.accept_all():
+        elif descriptor in self._listeners.descriptors:
+            for sock in self._listeners.accept_all():
                 self._admit(Connection(self, self._messages, sock, State.INCOMING), _READ)
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class Connections:
         self._by_descriptor.clear()
         self.links.clear()
         self._parked.clear()
-        self._doors.close()
+        self._listeners.close()
         self.sockets.close()
 
     # ---- what connections call ---------------------------------------------------------------
@@ -150,7 +150,7 @@ class Connections:
                 f"slot {slot} is not a member of view {self._epoch} "
                 f"(members {sorted(self.addresses)})"
             )
-        sock, error = self._doors.dial(address)
+        sock, error = self._listeners.dial(address)
         link = Connection(self, self._messages, sock, State.DIALLING, slot)
         link.address = address
         link.number = secrets.randbits(62) | 1

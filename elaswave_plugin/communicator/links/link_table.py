@@ -48,8 +48,8 @@ class LinkTable:
         """
         self.slot = slot
         self.epoch = 0
-        # Without an epoch, groups of several are answered by `alone.py` where this is set.
-        self.alone = False
+        # Without an epoch, groups of several are answered by `detached.py` where this is set.
+        self.detached = False
         # Called with the name and the members of each call of a group before it starts.
         self.watch: Callable[[str, Sequence[int]], None] | None = None
         # Whose calls these are while a script is between two steps of a loop that we own.
@@ -100,7 +100,7 @@ class LinkTable:
             self._abandon(EpochChanged(epoch, "the view was opened"))
             self.sent_bytes = self.received_bytes = 0
             self.epoch = epoch
-            self.alone = False
+            self.detached = False
             self._sequences.clear()
             # First: with those that came early, messages of this epoch come.
             self._mailbox.enter(epoch, set(addresses))
@@ -178,13 +178,13 @@ class LinkTable:
                 steps = self._after_the_end(operation)
             elif self._interrupted is not None:
                 raise EpochChanged(*self._interrupted)
-            if operation.size > 1 and not self.epoch and not self.alone:
+            if operation.size > 1 and not self.epoch and not self.detached:
                 raise LinkError(f"{operation.describe()}: no view is open")
             if operation.tag is None:
                 group = operation.group.number
                 operation.sequence = self._sequences.get(group, 0)
                 # What is answered here the other members have not begun.
-                self._sequences[group] = operation.sequence + (not self.alone)
+                self._sequences[group] = operation.sequence + (not self.detached)
             operation.deadline_s = time.monotonic() + operation.timeout_s
             self._live.add(operation)
             self._page.count_operation()

@@ -14,7 +14,7 @@ _SEND_BUFFER_BYTES = 1 << 20
 # A Unix socket takes a fifth of a frame by default: each frame would be many writes.
 
 
-class Doors:
+class Listeners:
     """The two listening sockets of a worker under one address, "host:port".
 
     Workers with equal hosts see the same network, where a Unix socket of the abstract namespace

@@ -20,17 +20,17 @@ from elaswave_plugin.core.agreement.messages import (
     Refuse,
     StopBefore,
 )
-from elaswave_plugin.core.agreement.reporter import OwnTrainer
-from elaswave_plugin.core.agreement.timeouts import Patience
+from elaswave_plugin.core.agreement.reporter import Reporter
+from elaswave_plugin.core.agreement.timeouts import Timeouts
 from elaswave_plugin.core.agreement.view import MembershipView, WorkerId
 from elaswave_plugin.errors import EXIT_LEFT_OUT
 
 
-class Follower(OwnTrainer, ABC):
+class Acceptor(Reporter, ABC):
     """One supervisor's part as a member; `nodes[s]` is the node of slot s."""
 
-    def __init__(self, *, slot: int, nodes: tuple[int, ...], patience: Patience) -> None:
-        super().__init__(slot=slot, nodes=nodes, patience=patience)
+    def __init__(self, *, slot: int, nodes: tuple[int, ...], timeouts: Timeouts) -> None:
+        super().__init__(slot=slot, nodes=nodes, timeouts=timeouts)
         self.memory = NodeMemory()
         # The newest view that is certainly committed: a leader's history may go on from there.
         self._sure_epoch = 0

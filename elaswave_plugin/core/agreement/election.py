@@ -12,12 +12,12 @@ from elaswave_plugin.core.agreement.view import MembershipView
 class Outcome(NamedTuple):
     """The state with which the new leader begins.
 
-    `behind_epoch`: every trainer has applied it; `must_propose`: at once; `missed`: views that are
+    `common_epoch`: every trainer has applied it; `must_propose`: at once; `missed`: views that are
     certainly committed; `adopted`: later views that may be, and `lost` the slots shut out with
     them; `asked_epoch`: the highest for which any trainer was asked to stop.
     """
 
-    behind_epoch: int
+    common_epoch: int
     must_propose: bool
     missed: tuple[MembershipView, ...]
     adopted: tuple[MembershipView, ...]
@@ -40,7 +40,7 @@ def outcome_of(
     The proposal of the highest ballot may have been committed somewhere, so its view is adopted. No
     other one can have been: the leader with that ballot was told of it by a node of each majority.
     """
-    behind_epoch = min([applied_epoch, *(promise.applied_epoch for promise in promises)])
+    common_epoch = min([applied_epoch, *(promise.applied_epoch for promise in promises)])
     asked_epoch = max([asked_epoch, *(promise.asked_epoch for promise in promises)])
     told = [promise.newer for promise in promises if promise.newer]
     most = max(told, key=lambda newer: newer[-1].epoch, default=())
@@ -50,10 +50,10 @@ def outcome_of(
         proposals.append(accepted)
     last = max(proposals, key=lambda proposal: proposal.ballot, default=None)
     newest = missed[-1] if missed else committed
-    must_propose = newest.epoch == 0 or asked_epoch > behind_epoch
+    must_propose = newest.epoch == 0 or asked_epoch > common_epoch
     adopted: tuple[MembershipView, ...] = ()
     if last is not None:
-        must_propose = must_propose or last.ballot.epoch > behind_epoch
+        must_propose = must_propose or last.ballot.epoch > common_epoch
         adopted = tuple(view for view in (*last.lineage, last.view) if view.epoch > newest.epoch)
     lost = last.lost if last is not None and adopted else ()
-    return Outcome(behind_epoch, must_propose, missed, adopted, lost, asked_epoch)
+    return Outcome(common_epoch, must_propose, missed, adopted, lost, asked_epoch)

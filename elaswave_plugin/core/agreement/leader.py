@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 
-from elaswave_plugin.core.agreement.acceptor import Follower
+from elaswave_plugin.core.agreement.acceptor import Acceptor
 from elaswave_plugin.core.agreement.effects import (
     Connect,
     Disconnect,
@@ -61,9 +61,9 @@ from elaswave_plugin.core.agreement.messages import (
     StopBefore,
     Welcome,
 )
-from elaswave_plugin.core.agreement.next_view import boundary_of, due_view
+from elaswave_plugin.core.agreement.next_view import boundary_of, find_next_view
 from elaswave_plugin.core.agreement.quorum import Supervisors
-from elaswave_plugin.core.agreement.timeouts import Patience
+from elaswave_plugin.core.agreement.timeouts import Timeouts
 from elaswave_plugin.core.agreement.view import MembershipView, WorkerId
 from elaswave_plugin.core.layout.worker_facts import pack_payload
 from elaswave_plugin.errors import EXIT_FAILED, EXIT_LEFT_OUT
@@ -71,21 +71,21 @@ from elaswave_plugin.errors import EXIT_FAILED, EXIT_LEFT_OUT
 _YIELD_S = 1.0
 
 
-class Agreement(Follower):
+class Agreement(Acceptor):
     """The state machine of one supervisor; `nodes[s]` is the node of slot s."""
 
     def __init__(
-        self, *, slot: int, nodes: tuple[int, ...], patience: Patience, life: int = 0
+        self, *, slot: int, nodes: tuple[int, ...], timeouts: Timeouts, life: int = 0
     ) -> None:
         """`life`: a number that no other supervisor of this slot has had; 0 at the launch."""
-        super().__init__(slot=slot, nodes=nodes, patience=patience)
+        super().__init__(slot=slot, nodes=nodes, timeouts=timeouts)
         self._life = life
         self._elected = self.memory.promised if slot == 0 else None
         self._must_propose = slot == 0
         self._yields_until_s: float | None = None
         self._election: Ballot | None = None
         self._promises: dict[int, Promise] = {}
-        self._behind_epoch = 0
+        self._common_epoch = 0
         self._open: Proposal | None = None
         self._known_to_open = (0, 0, 0, False)
         self._begun: dict[int, int] = {}
@@ -95,9 +95,9 @@ class Agreement(Follower):
         self._quorum_until_s: float | None = None
 
     @classmethod
-    def of_newcomer(cls, welcome: Welcome, *, patience: Patience, life: int) -> Agreement:
+    def of_newcomer(cls, welcome: Welcome, *, timeouts: Timeouts, life: int) -> Agreement:
         """Create the part of a supervisor that replaces a lost one, from what it has missed."""
-        new = cls(slot=welcome.worker.slot, nodes=welcome.nodes, patience=patience, life=life)
+        new = cls(slot=welcome.worker.slot, nodes=welcome.nodes, timeouts=timeouts, life=life)
         new._supervisors = Supervisors(welcome.nodes, welcome.lost, unused_node=welcome.unused_node)
         new.history = list(welcome.history)
         new.incarnation = welcome.worker.incarnation
@@ -360,7 +360,7 @@ class Agreement(Follower):
     def _win(self, ballot: Ballot, now_s: float) -> None:
         promises = list(self._promises.values())
         self._drop_adopted()
-        self._learn_wishes(now_s)
+        self._learn_drain_requests(now_s)
         for sender, promise in self._promises.items():
             for news in promise.news:
                 self._learn_news(sender, news, now_s)
@@ -376,11 +376,11 @@ class Agreement(Follower):
         )
         if self._shut_out(won.lost):
             return
-        self._behind_epoch, self._must_propose = won.behind_epoch, won.must_propose
+        self._common_epoch, self._must_propose = won.common_epoch, won.must_propose
         self._learn(won.missed)
         self._sure_epoch = self.committed.epoch
         self._learn(won.adopted)
-        recent = [view for view in self.history if view.epoch >= self._behind_epoch]
+        recent = [view for view in self.history if view.epoch >= self._common_epoch]
         if not self._has_quorum(self._supervisors.living(), recent, now_s):
             return
         self._highest_epoch = max(ballot.epoch - 1, self.committed.epoch, won.asked_epoch)
@@ -419,7 +419,7 @@ class Agreement(Follower):
 
     def _propose_what_is_due(self, now_s: float) -> None:
         opened = self._open
-        due = due_view(
+        due = find_next_view(
             self.committed,
             opened,
             self._reports,
@@ -446,7 +446,7 @@ class Agreement(Follower):
             ballot=ballot,
             view=replace(target, epoch=ballot.epoch),
             lost=tuple(self._supervisors.lost),
-            lineage=tuple(view for view in self.history if view.epoch > self._behind_epoch),
+            lineage=tuple(view for view in self.history if view.epoch > self._common_epoch),
             boundary=boundary,
         )
         self._open, self._answers = proposal, {}
@@ -489,7 +489,7 @@ class Agreement(Follower):
         committed = Committed(proposal=proposal, payload=pack_payload(facts, inventory))
         self._open, self._must_propose = None, False
         self._outside.clear()
-        self._behind_epoch = proposal.view.epoch
+        self._common_epoch = proposal.view.epoch
         self._broadcast(committed)
         self._note(
             "view_committed",
@@ -547,7 +547,7 @@ class Agreement(Follower):
         of = sorted(set(short.nodes))
         heard = sorted(self._supervisors.nodes_of(slots).intersection(of))
         if self._quorum_until_s is None:
-            self._quorum_until_s = now_s + self.patience.quorum_wait_s
+            self._quorum_until_s = now_s + self.timeouts.quorum_wait_s
             self._note("quorum_lost", nodes_heard=heard, of=of)
         elif now_s >= self._quorum_until_s:
             gone = sorted((s, why) for s, why in self._supervisors.lost.items() if s in short.ranks)

@@ -18,14 +18,14 @@ from elaswave_plugin.core.layout.worker_facts import step_told
 LAST_CALL = "every worker was told to leave, and they write a last checkpoint first"
 
 
-class Due(NamedTuple):
+class NextView(NamedTuple):
     """A view to propose; ``boundary``: only once the trainers are between two steps."""
 
     view: MembershipView
     boundary: bool = False
 
 
-def due_view(
+def find_next_view(
     base: MembershipView,
     opened: Proposal | None,
     reports: Reports,
@@ -34,7 +34,7 @@ def due_view(
     outside: Iterable[int],
     must_propose: bool,
     now_s: float,
-) -> Due | None:
+) -> NextView | None:
     """Return the view that a leader proposes on top of ``base``, or None if nothing changes.
 
     ``opened``: its open proposal; ``lost``: evidence by slot of each lost supervisor; ``outside``:
@@ -48,25 +48,25 @@ def due_view(
     if change is not None or must_propose:
         for slot in reports.done:
             events.append(event_of(base, slot, "leave", "it had finished its work", now_s))
-        return Due(next_view(base, events, now_s) or base)
+        return NextView(next_view(base, events, now_s) or base)
     if reports.severed is not None and now_s >= reports.severed[1]:
-        return Due(replace(base, reason=reports.severed[0]))
+        return NextView(replace(base, reason=reports.severed[0]))
     if opened is not None and not opened.boundary:
-        return Due(opened.view)
+        return NextView(opened.view)
     if reports.done:
         return None  # nobody begins another step
     if opened is None and reports.all_save_last(base):
         # This change tells them that all of them have to go, and from which step.
-        return None if base.reason == LAST_CALL else Due(replace(base, reason=LAST_CALL), True)
+        return None if base.reason == LAST_CALL else NextView(replace(base, reason=LAST_CALL), True)
     if opened is None:
         between = reports.between_steps(base, lost, now_s)
-        return None if between is None else Due(between, boundary=True)
+        return None if between is None else NextView(between, boundary=True)
     newcomers = opened.view.workers - base.workers
     if all(reports.is_ready(worker, lost) for worker in newcomers):
-        return Due(opened.view, boundary=True)
+        return NextView(opened.view, boundary=True)
     # Workers that have stopped for the open proposal go on as they were.
     gone = ", ".join(sorted(map(str, newcomers)))
-    return Due(replace(base, reason=f"worker {gone}, about to join, is gone"))
+    return NextView(replace(base, reason=f"worker {gone}, about to join, is gone"))
 
 
 def boundary_of(

@@ -27,7 +27,7 @@ from elaswave_plugin.core.agreement.messages import (
 )
 from elaswave_plugin.core.agreement.quorum import Supervisors
 from elaswave_plugin.core.agreement.reports import Reports
-from elaswave_plugin.core.agreement.timeouts import Patience
+from elaswave_plugin.core.agreement.timeouts import Timeouts
 from elaswave_plugin.core.agreement.view import (
     Arrival,
     FailureEvent,
@@ -37,12 +37,12 @@ from elaswave_plugin.core.agreement.view import (
 )
 
 
-class OwnTrainer:
+class Reporter:
     """One supervisor's trainer; `nodes[s]` is the node of slot s."""
 
-    def __init__(self, *, slot: int, nodes: tuple[int, ...], patience: Patience) -> None:
+    def __init__(self, *, slot: int, nodes: tuple[int, ...], timeouts: Timeouts) -> None:
         self.slot = slot
-        self.patience = patience
+        self.timeouts = timeouts
         # The first two views of the job, and those that some member may not know.
         self.history = [first_view(nodes)]
         # As the own trainer has told it, in JSON; None in a data-parallel job.
@@ -50,7 +50,7 @@ class OwnTrainer:
         self.over = False
         self.incarnation = 0
         self._supervisors = Supervisors(nodes)
-        self._reports = Reports(patience)
+        self._reports = Reports(timeouts)
         self._fence_at_s: float | None = None
         # True if it works without having joined; then nobody waits for it to join.
         self._detached = False
@@ -185,7 +185,7 @@ class OwnTrainer:
 
     def _answer_limit_s(self) -> float:
         first = self.committed.epoch == 0
-        return self.patience.join_timeout_s if first else self.patience.quiesce_timeout_s
+        return self.timeouts.join_timeout_s if first else self.timeouts.quiesce_timeout_s
 
     def _own(self, kind: str, evidence: str, now_s: float) -> FailureEvent:
         return FailureEvent(
@@ -217,14 +217,14 @@ class OwnTrainer:
         """Tell the leader, which alone acts on news; a promise tells the next leader."""
         self._news.append(news)
         # Only the leader, which knows the wishes of all, can tell whether the worker stays.
-        if self.leader == self.slot or not _is_wish(news):
+        if self.leader == self.slot or not _is_drain_request(news):
             self._learn_news(self.slot, news, now_s)
         if self.leader != self.slot:
             self._send(self.leader, news)
 
-    def _learn_wishes(self, now_s: float) -> None:
+    def _learn_drain_requests(self, now_s: float) -> None:
         """Judge the wishes that this supervisor had left to the leader: it leads now."""
-        for news in filter(_is_wish, tuple(self._news)):
+        for news in filter(_is_drain_request, tuple(self._news)):
             self._learn_news(self.slot, news, now_s)
 
     def _was_told_to_leave(self, worker: WorkerId) -> bool:
@@ -233,7 +233,9 @@ class OwnTrainer:
 
     def _forget_notice(self, worker: WorkerId) -> None:
         """Forget a void notice: the next leader is not told that the worker was to leave."""
-        self._news = [news for news in self._news if not (_is_wish(news) and news.worker == worker)]
+        self._news = [
+            news for news in self._news if not (_is_drain_request(news) and news.worker == worker)
+        ]
 
     def _forget_settled_news(self, view: MembershipView) -> None:
         """Forget news that a committed view has answered: the next leader need not know it."""
@@ -266,6 +268,6 @@ class OwnTrainer:
         self._effects.append(Note(kind=kind, fields=fields))
 
 
-def _is_wish(news: News) -> TypeGuard[Notice]:
+def _is_drain_request(news: News) -> TypeGuard[Notice]:
     """Return whether it is a notice that may be void."""
     return isinstance(news, Notice) and news.asked

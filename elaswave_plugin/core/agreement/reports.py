@@ -19,7 +19,7 @@ from elaswave_plugin.core.agreement.messages import (
     Severed,
     Starts,
 )
-from elaswave_plugin.core.agreement.timeouts import Patience
+from elaswave_plugin.core.agreement.timeouts import Timeouts
 from elaswave_plugin.core.agreement.view import (
     Arrival,
     FailureEvent,
@@ -33,7 +33,7 @@ from elaswave_plugin.core.agreement.view import (
 class Reports:
     """All news that still counts. ``changes`` rises with each that may ask for another view."""
 
-    def __init__(self, patience: Patience) -> None:
+    def __init__(self, timeouts: Timeouts) -> None:
         self.failures: dict[WorkerId, Report] = {}
         self.done: dict[int, int | None] = {}
         self.arrivals: dict[int, Arrival] = {}
@@ -50,7 +50,7 @@ class Reports:
         self.replan: str | None = None
         self.changes = 0
         self._told: set[tuple[str, str, str]] = set()
-        self._patience = patience
+        self._timeouts = timeouts
         # When workers that were told to leave do so; and whether that time has come.
         self.leave_at_s: float | None = None
         self._leaving = False
@@ -65,7 +65,7 @@ class Reports:
                 self._add_failure(news, now_s)
             case Severed():
                 if self.severed is None and news.epoch == epoch:
-                    self.severed = news.evidence, now_s + self._patience.link_grace_s
+                    self.severed = news.evidence, now_s + self._timeouts.link_grace_s
             case Replan():
                 # A newer view has fulfilled an older one.
                 if news.epoch == epoch:
@@ -94,7 +94,7 @@ class Reports:
                 self.changes += news.worker not in self.notices
                 self.notices.setdefault(news.worker, news.evidence)
                 if self.leave_at_s is None and not self._leaving:
-                    self.leave_at_s = now_s + self._patience.gather_s
+                    self.leave_at_s = now_s + self._timeouts.gather_s
                 if news.saves_last:
                     self.saves_last.add(news.worker)
                 if news.asked:

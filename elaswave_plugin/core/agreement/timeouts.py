@@ -8,7 +8,7 @@ _LEAST_BEATS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class Timeouts:
     """The times that things may take before the supervisor acts."""
 
     join_timeout_s: float = 900.0

@@ -17,8 +17,8 @@ own stage, all replicas, own tp
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from elaswave_plugin.core.layout.layout import ParallelLayout, Seat
-from elaswave_plugin.core.layout.reserve import seat_beyond
+from elaswave_plugin.core.layout.layout import Coordinate, ParallelLayout
+from elaswave_plugin.core.layout.reserve import grown_coordinate
 from elaswave_plugin.errors import ConfigurationError
 
 
@@ -35,22 +35,22 @@ class GroupRule(NamedTuple):
         return f"{stages}, {replicas}, {'all tp' if self.all_tp else 'own tp'}"
 
 
-def seats_of(layout: ParallelLayout) -> Mapping[int, Seat]:
+def coordinates_of(layout: ParallelLayout) -> Mapping[int, Coordinate]:
     """Return the place of every worker that has one; free workers have none."""
     return {
-        slot: Seat(stage, order, tp)
+        slot: Coordinate(stage, order, tp)
         for stage, groups in enumerate(layout.stages)
         for order, group in enumerate(groups)
         for tp, slot in enumerate(group.slots)
     }
 
 
-def seats_beyond(layout: ParallelLayout) -> Mapping[int, Seat]:
+def grown_coordinates(layout: ParallelLayout) -> Mapping[int, Coordinate]:
     """Return the place of every slot of the reserve, whether or not a worker is there."""
     tp, pp = layout.tp, len(layout.stages)
     width = tp * pp * layout.dp
     return {
-        slot: seat_beyond(slot, width=width, tp=tp, pp=pp)
+        slot: grown_coordinate(slot, width=width, tp=tp, pp=pp)
         for slot in range(width, width + tp * pp * layout.reserve)
     }
 
@@ -60,9 +60,9 @@ def rule_of(members: Sequence[int], layout: ParallelLayout) -> GroupRule:
 
     Raises ConfigurationError if no rule describes the members.
     """
-    seats = seats_of(layout)
+    coordinates = coordinates_of(layout)
     stages, orders, tps = (
-        {getattr(seats[slot], axis) for slot in members} for axis in ("stage", "order", "tp")
+        {getattr(coordinates[slot], axis) for slot in members} for axis in ("stage", "order", "tp")
     )
     rule = GroupRule(
         stages=tuple(sorted(stages)) if len(stages) > 1 else (),
@@ -83,7 +83,7 @@ def members_of(rule: GroupRule, layout: ParallelLayout, slot: int) -> tuple[int,
     If stages are unequally wide, a replica's place at another stage is its own order modulo that
     stage's width. Such a group only tells positions, and two members may see different ones.
     """
-    me = seats_of(layout).get(slot)
+    me = coordinates_of(layout).get(slot)
     if me is None:
         return (slot,)
     found: list[int] = []

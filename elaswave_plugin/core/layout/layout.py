@@ -39,7 +39,7 @@ class TpGroup(NamedTuple):
         return f"r{self.replica} " + "+".join(f"w{slot}" for slot in self.slots)
 
 
-class Seat(NamedTuple):
+class Coordinate(NamedTuple):
     """A worker's place: its stage, the order of its replica in the stage, its tp position."""
 
     stage: int

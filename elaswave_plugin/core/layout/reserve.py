@@ -12,8 +12,8 @@ scale and the order of additions are those of the launch, independent of the res
 With TP and PP they are filled by pipeline, then by stage, then by tp position: beyond TP2 x PP2 x
 DP2, 8 and 9 make another replica of stage 0, 10 and 11 one of stage 1.
 
->>> seat_beyond(10, width=8, tp=2, pp=2), seat_beyond(13, width=8, tp=2, pp=2)
-(Seat(stage=1, order=2, tp=0), Seat(stage=0, order=3, tp=1))
+>>> grown_coordinate(10, width=8, tp=2, pp=2), grown_coordinate(13, width=8, tp=2, pp=2)
+(Coordinate(stage=1, order=2, tp=0), Coordinate(stage=0, order=3, tp=1))
 >>> built_among(9, range(8), tp=2, pp=2)
 (0, 1, 2, 9, 4, 5, 6, 7)
 """
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elaswave_plugin.core.layout.layout import Seat
+from elaswave_plugin.core.layout.layout import Coordinate
 
 # The node of a slot in which nobody has been.
 NOWHERE = -1
@@ -34,24 +34,26 @@ def vacant(nodes: Sequence[int]) -> tuple[int, ...]:
     return tuple(slot for slot, node in enumerate(nodes) if node == NOWHERE)
 
 
-def seat_beyond(slot: int, *, width: int, tp: int, pp: int) -> Seat:
+def grown_coordinate(slot: int, *, width: int, tp: int, pp: int) -> Coordinate:
     """Return the place of a slot beyond the ``width`` workers of the launch."""
     group, position = divmod(slot - width, tp)
-    return Seat(stage=group % pp, order=width // (tp * pp) + group // pp, tp=position)
+    return Coordinate(stage=group % pp, order=width // (tp * pp) + group // pp, tp=position)
 
 
-def replicas_beyond(reserve: int, *, tp: int, pp: int) -> int:
+def grown_replicas(reserve: int, *, tp: int, pp: int) -> int:
     """Return how many more replicas a stage may have with ``reserve`` more workers."""
     return -(-reserve // (tp * pp))
 
 
-def built_among(slot: int, homes: Sequence[int], *, tp: int = 1, pp: int = 1) -> tuple[int, ...]:
+def built_among(
+    slot: int, launch_slots: Sequence[int], *, tp: int = 1, pp: int = 1
+) -> tuple[int, ...]:
     """Return the slots of the world in which a worker builds: as many as at launch, by rank.
 
     A slot of the reserve replaces the last replica of its stage and tp position.
     """
-    if slot in homes:
-        return tuple(homes)
-    seat = seat_beyond(slot, width=len(homes), tp=tp, pp=pp)
-    rank = (seat.stage + 1) * (len(homes) // pp) - tp + seat.tp
-    return (*homes[:rank], slot, *homes[rank + 1 :])
+    if slot in launch_slots:
+        return tuple(launch_slots)
+    coordinate = grown_coordinate(slot, width=len(launch_slots), tp=tp, pp=pp)
+    rank = (coordinate.stage + 1) * (len(launch_slots) // pp) - tp + coordinate.tp
+    return (*launch_slots[:rank], slot, *launch_slots[rank + 1 :])

@@ -12,7 +12,7 @@ class SealedShard:
     """One verified-by-checksum snapshot of one shard, and who holds the bytes.
 
     ``buffer``: which of its owner's two memories it is in; ``units``: the parts of the model that
-    its cell had, in the order of its buckets; ``ranks``: the slots that shared the state, by
+    its shard group had, in the order of its buckets; ``ranks``: the slots that shared the state, by
     ``shard``; sizes in bytes, all of them together ``length``. In the memory itself nobody is
     named who holds it.
     """
@@ -21,7 +21,7 @@ class SealedShard:
     buffer: int
     step: int
     epoch: int
-    cell: tuple[int, int]
+    shard_group: tuple[int, int]
     units: tuple[int, ...]
     ranks: tuple[int, ...]
     shard: int

@@ -16,7 +16,7 @@ from elaswave_plugin.core.layout.sealed_shard import SealedShard
 
 
 @dataclass(frozen=True, slots=True)
-class SlowTold:
+class SlowReport:
     """One worker's report of another that is slow, as `core.planner.slow.Slow`."""
 
     slot: int
@@ -32,8 +32,8 @@ class WorkerFacts:
     For the links and groups: ``address`` of its links, and the ``communicators`` of a device that
     it holds. For the state: the ``step`` before which it stands; ``live``: (step, epoch) of the
     seal at which its model and optimizer still are; ``unreadable``: snapshots that it found
-    damaged. For who does what: ``seating`` as `Seating.told` in the view of ``seated_epoch``;
-    ``times``: as `PassTimes.medians`; ``slow``: as `SlowWatch.told`;
+    damaged. For who does what: ``placement`` as `Placement.state` in the view of ``placed_epoch``;
+    ``times``: as `PassTimes.medians`; ``slow``: as `SlowWatch.reports`;
     ``slow_views``: as `Payback.asked`; ``cuts_wanted``: layers that somebody has asked it for;
     ``told_to_leave``: it is to go. At the launch: the ``run_id`` that it proposes, and the settings
     that it was ``given``.
@@ -44,10 +44,10 @@ class WorkerFacts:
     step: int = 0
     live: tuple[int, int] | None = None
     unreadable: tuple[SealedShard, ...] = ()
-    seated_epoch: int = 0
-    seating: Mapping[str, Any] = field(default_factory=dict)
+    placed_epoch: int = 0
+    placement: Mapping[str, Any] = field(default_factory=dict)
     times: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    slow: tuple[SlowTold, ...] = ()
+    slow: tuple[SlowReport, ...] = ()
     slow_views: tuple[int, int] | None = None
     cuts_wanted: tuple[int, ...] | None = None
     told_to_leave: bool = False

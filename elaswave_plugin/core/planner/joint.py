@@ -21,7 +21,7 @@ from elaswave_plugin.core.planner.dvfs import (
     predicted_clocks,
     total_watts,
 )
-from elaswave_plugin.core.planner.layer_partition import behind_seconds, benefit_seconds
+from elaswave_plugin.core.planner.layer_partition import benefit_seconds, tail_seconds
 from elaswave_plugin.core.planner.microbatch_split import REDEAL, REROUTE, StageSlowness
 from elaswave_plugin.core.planner.prediction import DataflowChoice, Replicas, StepWork
 from elaswave_plugin.core.planner.rules import PlanRules
@@ -138,7 +138,7 @@ class _Choice:
             after_s=one.seconds,
             # A re-formed group needs its weights in any case.
             pause_s=max(0.0, one.pause_s - stay.pause_s),
-            behind_s=max(0.0, self._behind_s(one) - self._behind_s(stay)),
+            tail_s=max(0.0, self._tail_s(one) - self._tail_s(stay)),
             horizon_s=self._rules.horizon_s,
         )
         least = self._rules.least_gain
@@ -146,9 +146,9 @@ class _Choice:
             benefit_s = min(benefit_s, -least * self._rules.horizon_s)
         return replace(one, benefit_s=benefit_s)
 
-    def _behind_s(self, one: Candidate) -> float:
+    def _tail_s(self, one: Candidate) -> float:
         slowdown = self._search.costs.slowdown
-        return behind_seconds(follow_s=one.follow_s, step_s=one.seconds, slowdown=slowdown)
+        return tail_seconds(follow_s=one.follow_s, step_s=one.seconds, slowdown=slowdown)
 
     def _with_split_backward(
         self, rated: Sequence[Candidate], stay: Candidate | None

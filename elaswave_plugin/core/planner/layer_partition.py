@@ -146,7 +146,7 @@ def follow_seconds(
     return most_bytes / costs.transfer_bytes_per_s
 
 
-def behind_seconds(*, follow_s: float, step_s: float, slowdown: float) -> float:
+def tail_seconds(*, follow_s: float, step_s: float, slowdown: float) -> float:
     """Return the seconds that a step loses while optimizer state follows it for ``follow_s``.
 
     Its compute is slower by ``slowdown`` meanwhile; its update waits for what lasts longer.
@@ -155,14 +155,14 @@ def behind_seconds(*, follow_s: float, step_s: float, slowdown: float) -> float:
 
 
 def benefit_seconds(
-    *, before_s: float, after_s: float, pause_s: float, behind_s: float, horizon_s: float
+    *, before_s: float, after_s: float, pause_s: float, tail_s: float, horizon_s: float
 ) -> float:
     """Return the gain of a move over ``horizon_s``: H g - 2 C - slowdown; a positive one pays.
 
     g = 1 - after / before. The pause counts twice, since one day everything moves back.
-    ``behind_s``: seconds lost behind the compute, see `behind_seconds`.
+    ``tail_s``: seconds lost behind the compute, see `tail_seconds`.
     """
-    return horizon_s * (1 - after_s / before_s) - 2 * pause_s - behind_s
+    return horizon_s * (1 - after_s / before_s) - 2 * pause_s - tail_s
 
 
 def layers_can_help(*, layers: int, launch_width: int, lost: int) -> bool:

@@ -27,7 +27,7 @@ from elaswave_plugin.core.planner.costs import CostModel, UnitCost
 from elaswave_plugin.core.planner.memory import StateBytes
 from elaswave_plugin.core.step.simulate import LinkTime
 
-FRONT, LAYER, BEHIND = "front", "layer", "behind"
+FRONT, LAYER, TAIL = "front", "layer", "tail"
 FORWARD, BACKWARD = "forward", "backward"
 SPLIT = INPUTS, WEIGHTS = "inputs", "weights"
 OPERATION, AROUND, LINK, BYTE = "operation", "around", "link", "byte"
@@ -40,8 +40,8 @@ DIGITS = 2
 """Significant digits: noise below them must not change a plan."""
 
 Passes = tuple[float, float]
-PARTS = (FRONT, LAYER, BEHIND)
-_PAIRS = (FRONT, LAYER, BEHIND, LINK)
+PARTS = (FRONT, LAYER, TAIL)
+_PAIRS = (FRONT, LAYER, TAIL, LINK)
 _NUMBERS = ("weights", "operation_s", "around_s", "byte_s", "slowdown", "scale")
 
 
@@ -61,7 +61,7 @@ class LayerTimes:
 
     layer: Passes = (1.0, 2.0)
     front: Passes = (0.0, 0.0)
-    behind: Passes = (0.0, 0.0)
+    tail: Passes = (0.0, 0.0)
     weights: float = 0.5
     operation_s: float = 0.0
     around_s: float = 0.0
@@ -99,10 +99,10 @@ class LayerTimes:
         """
         every = [LAYER] * num_layers
         units = [_unit(FRONT, self.front), *(_unit(one, self.layer, self.weights) for one in every)]
-        units.append(_unit(BEHIND, self.behind))
+        units.append(_unit(TAIL, self.tail))
         if state is not None:
-            front, layer, behind = self.held_bytes or (0.0, 0.0, 0.0)
-            held = [front, *(layer for _ in every), behind]
+            front, layer, tail = self.held_bytes or (0.0, 0.0, 0.0)
+            held = [front, *(layer for _ in every), tail]
             elements = state.elements(num_layers)
             units = [_kept(*one, state) for one in zip(units, held, elements, strict=True)]
         bounds = (0, *range(2, num_layers + 1), num_layers + 2)
@@ -224,19 +224,19 @@ class PassTimes:
         if any(len(steps) < self._wanted for steps in apart):
             return {}
         inputs_s, weights_s = map(median, apart)
-        told = {WEIGHTS: [weights_s / (inputs_s + weights_s)]}
+        reports = {WEIGHTS: [weights_s / (inputs_s + weights_s)]}
         if LAYER not in found and len(forward) >= self._wanted:
-            told[LAYER] = [median(forward), inputs_s + weights_s]
-        return told
+            reports[LAYER] = [median(forward), inputs_s + weights_s]
+        return reports
 
 
-def agreed(told: Mapping[int, Mapping[str, Sequence[float]]]) -> LayerTimes:
+def agreed(reports: Mapping[int, Mapping[str, Sequence[float]]]) -> LayerTimes:
     """Return the medians over all workers (by slot) of `PassTimes.medians`, alike on every worker.
 
     If nobody has measured a layer, the assumed times are used, and no others count.
     """
     every: dict[str, list[Sequence[float]]] = {}
-    for _, one in sorted(told.items()):
+    for _, one in sorted(reports.items()):
         for part, seconds in one.items():
             every.setdefault(part, []).append(seconds)
     # The worker that holds most limits every plan; a worker that has not measured a part told 0.
@@ -253,7 +253,7 @@ def agreed(told: Mapping[int, Mapping[str, Sequence[float]]]) -> LayerTimes:
         if part in exact:
             found[name] = _rounded(exact[part][0])
     # The first stage begins first and ends last; others wait for the pipeline to fill and drain.
-    around_s = [one[AROUND][0] for one in told.values() if AROUND in one and FRONT in one]
+    around_s = [one[AROUND][0] for one in reports.values() if AROUND in one and FRONT in one]
     if around_s:
         found["around_s"] = min(around_s)
     if sum(found[LAYER]):

@@ -13,7 +13,7 @@ Planned = TypeVar("Planned")
 class StateBytes:
     """Bytes of weights, gradients and optimizer state, and of all that a worker may hold.
 
-    ``units``: elements of each part of the model, as in `GridSeating`: layers by number from 1,
+    ``units``: elements of each part of the model, as in `GridPlacement`: layers by number from 1,
     what is in front of them below, what follows them above. Of each element a worker keeps
     ``weight_bytes`` and ``gradient_bytes``; its stage's workers share ``optimizer_bytes`` out.
     ``is_estimate``: nobody has set the limit, it is what the devices have; ``left_out_bytes``: such
@@ -44,8 +44,8 @@ class StateBytes:
     def elements(self, num_layers: int) -> list[int]:
         """Count the elements in front of the layers, of each layer, and behind the layers."""
         front = sum(length for unit, length in self.units.items() if unit < 1)
-        behind = sum(length for unit, length in self.units.items() if unit > num_layers)
-        return [front, *(self.units.get(number + 1, 0) for number in range(num_layers)), behind]
+        tail = sum(length for unit, length in self.units.items() if unit > num_layers)
+        return [front, *(self.units.get(number + 1, 0) for number in range(num_layers)), tail]
 
 
 def within_memory(

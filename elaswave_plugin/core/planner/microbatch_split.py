@@ -150,11 +150,11 @@ def reroute(
     _check([len(live) for live in replicas], num_microbatches, microbatch_size)
     stages = []
     for live in replicas:
-        seats = {replica: seat for seat, replica in enumerate(live)}
-        orphans = [k for k in range(num_microbatches) if k % launch_width not in seats]
+        coordinates = {replica: coordinate for coordinate, replica in enumerate(live)}
+        orphans = [k for k in range(num_microbatches) if k % launch_width not in coordinates]
         worker = np.zeros(num_microbatches, dtype=np.int64)
-        for replica, seat in seats.items():
-            worker[replica::launch_width] = seat
+        for replica, coordinate in coordinates.items():
+            worker[replica::launch_width] = coordinate
         # In turn: no peer takes a second one before all of them have taken the first.
         worker[orphans] = np.arange(len(orphans)) % len(live)
         stages.append(

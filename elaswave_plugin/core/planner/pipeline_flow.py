@@ -27,8 +27,8 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any, Literal
 
-from elaswave_plugin.core.layout.group_rules import seats_of
-from elaswave_plugin.core.layout.layout import ParallelLayout, Seat
+from elaswave_plugin.core.layout.group_rules import coordinates_of
+from elaswave_plugin.core.layout.layout import Coordinate, ParallelLayout
 from elaswave_plugin.core.planner.costs import CostModel
 from elaswave_plugin.core.planner.dvfs import ClockTable
 from elaswave_plugin.core.planner.executable import plan_split
@@ -132,19 +132,19 @@ class PipelineFlow:
         """True if pieces are not whole micro-batches, so that sums have no canonical order."""
         return self.policy == RESIZE
 
-    def seat(self, slot: int) -> Seat | None:
+    def coordinate(self, slot: int) -> Coordinate | None:
         """The place of a worker; None for a free one."""
-        return seats_of(self.layout).get(slot)
+        return coordinates_of(self.layout).get(slot)
 
     def clock(self, slot: int) -> float:
         """The clock of a worker; 1 for a free one."""
-        seat = self.seat(slot)
-        return self.clocks[seat.stage] if self.clocks and seat else 1.0
+        coordinate = self.coordinate(slot)
+        return self.clocks[coordinate.stage] if self.clocks and coordinate else 1.0
 
     def samples(self, slot: int) -> tuple[Samples, ...]:
         """The pieces of a worker in the order of their forwards; none for a free one."""
-        seat = self.seat(slot)
-        pieces = () if seat is None else self.pieces[seat.stage][seat.order]
+        coordinate = self.coordinate(slot)
+        pieces = () if coordinate is None else self.pieces[coordinate.stage][coordinate.order]
         return tuple(Samples(piece.start, piece.stop) for piece in pieces)
 
     def microbatches(self, slot: int) -> tuple[int, ...]:
@@ -153,8 +153,8 @@ class PipelineFlow:
 
     def reports(self, slot: int) -> tuple[int, ...]:
         """List the step's losses that a worker reports, by samples; all at the last stage."""
-        seat = self.seat(slot)
-        if seat is None or seat.stage != len(self.pieces) - 1:
+        coordinate = self.coordinate(slot)
+        if coordinate is None or coordinate.stage != len(self.pieces) - 1:
             return ()
         starts = sorted(piece.start for pieces in self.pieces[-1] for piece in pieces)
         return tuple(starts.index(piece.start) for piece in self.samples(slot))
@@ -169,25 +169,25 @@ class PipelineFlow:
 
         Without ``lists``: by the window rule, or interleaved if a worker has several model chunks.
         """
-        seat = seats_of(self.layout)[slot]
+        coordinate = coordinates_of(self.layout)[slot]
         if self.lists:
-            return self.lists[seat.stage][seat.order]
-        pieces = self.pieces[seat.stage][seat.order]
+            return self.lists[coordinate.stage][coordinate.order]
+        pieces = self.pieces[coordinate.stage][coordinate.order]
         if self.layout.vpp > 1:
             return interleaved_ops(
                 pieces,
-                stage=seat.stage,
+                stage=coordinate.stage,
                 num_stages=len(self.layout.stages),
                 num_chunks=self.layout.vpp,
             )
-        return window_ops(pieces, window=self.windows[seat.stage])
+        return window_ops(pieces, window=self.windows[coordinate.stage])
 
     def crossings(self, stage: int) -> tuple[Crossing, ...]:
         """List what passes from a stage to the next; from the last to the first: its next chunk."""
         following = (stage + 1) % len(self.pieces)
         return crossings(*(_intervals(self.pieces[one]) for one in (stage, following)))
 
-    def cell(self, stage: int, tp: int) -> Dataflow:
+    def shard_group(self, stage: int, tp: int) -> Dataflow:
         """Return the micro-batches of workers that share one state, for the exact order of sums.
 
         Raises ValueError if pieces are not whole micro-batches: such sums have no exact order.

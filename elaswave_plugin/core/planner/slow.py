@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from statistics import median, median_high, median_low
 from typing import NamedTuple
 
-from elaswave_plugin.core.layout.worker_facts import SlowTold
+from elaswave_plugin.core.layout.worker_facts import SlowReport
 from elaswave_plugin.core.planner.length_curve import LengthHistory
 
 SLOW = 1.3
@@ -83,19 +83,19 @@ class SlowWatch:
     @property
     def slowness(self) -> dict[int, float]:
         """The factor by which each slow worker takes longer."""
-        return slowness_told(self.told())
+        return slowness_of(self.reports())
 
-    def told(self) -> tuple[SlowTold, ...]:
+    def reports(self) -> tuple[SlowReport, ...]:
         """List the slow workers."""
         return tuple(
-            SlowTold(slot, one.ratio, one.peers, one.steps)
+            SlowReport(slot, one.ratio, one.peers, one.steps)
             for slot, one in sorted(self.slow.items())
         )
 
-    def restart(self, told: Sequence[SlowTold]) -> None:
-        """The members have changed: begin with what one of them has `told`, and new evidence."""
+    def restart(self, reports: Sequence[SlowReport]) -> None:
+        """The members have changed: begin with what one of them has `reports`, and new evidence."""
         self.slow = {
-            one.slot: Slow(ratio=one.ratio, peers=one.peers, steps=one.steps) for one in told
+            one.slot: Slow(ratio=one.ratio, peers=one.peers, steps=one.steps) for one in reports
         }
         self._ratios.clear()
         self._lengths.clear()
@@ -167,9 +167,9 @@ class SlowWatch:
         return around[-quarter - 1] / around[quarter] if around else 1.0
 
 
-def slowness_told(told: Iterable[SlowTold]) -> dict[int, float]:
-    """Return the factor by which each worker takes longer that `SlowWatch.told` told."""
-    return {one.slot: Slow(ratio=one.ratio, peers=one.peers).slowness for one in told}
+def slowness_of(reports: Iterable[SlowReport]) -> dict[int, float]:
+    """Return the factor by which each worker takes longer that `SlowWatch.reports` told."""
+    return {one.slot: Slow(ratio=one.ratio, peers=one.peers).slowness for one in reports}
 
 
 def reason_of_view(slow: Mapping[int, Slow]) -> str:

@@ -4,7 +4,7 @@ A newcomer can hold the right weights and still compute something else: its scri
 variable that the loops of the others have changed. A whole replica without newcomers reveals it.
 
 >>> from elaswave_plugin.core.step.dataflow import deal
->>> flow = deal(num_microbatches=6, homes=(0, 1, 2), live=(0, 1, 2))
+>>> flow = deal(num_microbatches=6, launch_slots=(0, 1, 2), live=(0, 1, 2))
 >>> for one in entry_checks(flow, {1}):
 ...     print(one)
 micro-batches 1 of w1 by w0

@@ -1,13 +1,14 @@
 """The workers that share each state, and the members of each group, as the membership changes.
 
-A *cell* is the workers that hold the same weights and share their optimizer state: one data-
-parallel group. A data-parallel job is one cell; a TP x PP x DP job has one a stage and tp position.
+A *shard group* is the workers that hold the same weights and share their optimizer state: one
+data-parallel group. A data-parallel job is one shard group; a TP x PP x DP job has one for each
+stage and tp position.
 
 >>> from elaswave_plugin.core.layout.layout import launch_layout
->>> grid = GridSeating.at_launch(
+>>> grid = GridPlacement.at_launch(
 ...     launch_layout(tp=2, pp=1, dp=2, num_layers=2), groups={}, units={1: 10, 2: 10}
 ... )
->>> [str(cell) for cell in grid.after((0, 1, 2)).cells]
+>>> [str(one) for one in grid.after((0, 1, 2)).shard_groups]
 ['stage 0 tp 0: w0', 'stage 0 tp 1: w1']
 """
 
@@ -21,20 +22,20 @@ from typing import Any, Protocol
 from elaswave_plugin.core.layout.group_rules import (
     GroupEdit,
     GroupRule,
+    coordinates_of,
+    grown_coordinates,
     members_of,
     rule_of,
-    seats_beyond,
-    seats_of,
 )
-from elaswave_plugin.core.layout.layout import FreeWorker, ParallelLayout, Seat
-from elaswave_plugin.core.layout.layout_delta import layout_told, told_layout
+from elaswave_plugin.core.layout.layout import Coordinate, FreeWorker, ParallelLayout
+from elaswave_plugin.core.layout.layout_delta import layout_delta, layout_with
 from elaswave_plugin.core.planner.layer_times import LayerTimes
 from elaswave_plugin.core.step.dataflow import Slowness
 from elaswave_plugin.errors import LayoutError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class ShardGroup:
     """One data-parallel group: ``ranks`` are slots in the order of their shards.
 
     ``units``: the parts of the model that it holds, each in a bucket of its own; ``buckets``: their
@@ -60,12 +61,12 @@ class Cell:
 Partition = Callable[[ParallelLayout, LayerTimes, Slowness], ParallelLayout]
 
 
-class Seating(Protocol):
+class Placement(Protocol):
     """The part of a job's layout that recoveries ask for."""
 
     @property
-    def cells(self) -> tuple[Cell, ...]:
-        """All cells of the present membership."""
+    def shard_groups(self) -> tuple[ShardGroup, ...]:
+        """All shard groups of the present membership."""
 
     @property
     def largest(self) -> tuple[int, ...]:
@@ -75,28 +76,28 @@ class Seating(Protocol):
     def dealt_over(self) -> dict[str, Any]:
         """The keyword arguments with which a step's work is dealt out."""
 
-    def cell_of(self, slot: int) -> Cell | None:
-        """The cell of a worker; None for one that has no place."""
+    def shard_group_of(self, slot: int) -> ShardGroup | None:
+        """The shard group of a worker; None for one that has no place."""
 
     def world(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """The slots of a view in the order of WORLD, whose first and last one have a place."""
 
-    def after(self, ranks: Sequence[int], times: LayerTimes, slow: Slowness) -> Seating:
-        """The seating when only ``ranks`` (slots, in rank order) are left, for these ``times``.
+    def after(self, ranks: Sequence[int], times: LayerTimes, slow: Slowness) -> Placement:
+        """The placement when only ``ranks`` (slots, in rank order) are left, for these ``times``.
 
         ``slow``: how many times as long workers take, by slot; others than ``ranks`` do not count.
         """
 
-    def told(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """Return what to tell a worker that was not there, as a dict that JSON can carry."""
 
-    def as_told(self, told: Mapping[str, Any]) -> Seating:
-        """The seating of whoever told so with `told`."""
+    def with_state(self, state: Mapping[str, Any]) -> Placement:
+        """The placement of whoever told so with `state`."""
 
     def described(self) -> dict[str, Any] | None:
         """The layout, and why layers and workers stay, as JSON; None where there are no stages."""
 
-    def recut(self, cuts: Sequence[int]) -> Seating:
+    def recut(self, cuts: Sequence[int]) -> Placement:
         """The same places with other layers; LayoutError where there are no stages."""
 
     def edits(self, launched: Mapping[str, Sequence[int]], slot: int) -> dict[str, GroupEdit]:
@@ -107,23 +108,23 @@ class Seating(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlatSeating:
-    """A data-parallel job: everyone in one cell, in rank order; ``homes`` are those of launch.
+class FlatPlacement:
+    """A data-parallel job: all ``ranks`` in one shard group; ``launch_slots``: those of the launch.
 
     ``whole``: a worker runs replicas as wholes; see `deal`.
     """
 
-    homes: tuple[int, ...]
+    launch_slots: tuple[int, ...]
     ranks: tuple[int, ...]
     buckets: tuple[int, ...] = ()
     slow: Slowness = field(default_factory=dict)
     whole: bool = False
 
     @property
-    def cells(self) -> tuple[Cell, ...]:
-        """The one cell."""
+    def shard_groups(self) -> tuple[ShardGroup, ...]:
+        """The one shard group."""
         units = tuple(range(len(self.buckets)))
-        return (Cell(ranks=self.ranks, units=units, buckets=self.buckets),)
+        return (ShardGroup(ranks=self.ranks, units=units, buckets=self.buckets),)
 
     @property
     def largest(self) -> tuple[int, ...]:
@@ -133,12 +134,12 @@ class FlatSeating:
     @property
     def dealt_over(self) -> dict[str, Any]:
         """Slots at launch, live ones, and the slow ones of these."""
-        over = {"homes": self.homes, "live": self.ranks, "slow": self.slow}
+        over = {"launch_slots": self.launch_slots, "live": self.ranks, "slow": self.slow}
         return over | {"whole": True} if self.whole else over
 
-    def cell_of(self, slot: int) -> Cell | None:
-        """The one cell, for its members."""
-        return self.cells[0] if slot in self.ranks else None
+    def shard_group_of(self, slot: int) -> ShardGroup | None:
+        """The one shard group, for its members."""
+        return self.shard_groups[0] if slot in self.ranks else None
 
     def world(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """The order of the view: everyone has a place."""
@@ -146,22 +147,22 @@ class FlatSeating:
 
     def after(
         self, ranks: Sequence[int], times: LayerTimes | None = None, slow: Slowness | None = None
-    ) -> FlatSeating:
+    ) -> FlatPlacement:
         """The same with other members, whatever layers take."""
         return replace(self, ranks=tuple(ranks), slow=_of(ranks, slow))
 
-    def told(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """Return the slow workers, and whether replicas stay whole; members say the rest."""
-        return _told_slow(self.slow) | ({"whole": True} if self.whole else {})
+        return _slow_state(self.slow) | ({"whole": True} if self.whole else {})
 
-    def as_told(self, told: Mapping[str, Any]) -> FlatSeating:
+    def with_state(self, state: Mapping[str, Any]) -> FlatPlacement:
         """The same, with what was told."""
-        return replace(self, slow=_slow_told(told), whole=told.get("whole", False))
+        return replace(self, slow=_slow_of(state), whole=state.get("whole", False))
 
     def described(self) -> None:
         """There are no stages."""
 
-    def recut(self, cuts: Sequence[int]) -> FlatSeating:
+    def recut(self, cuts: Sequence[int]) -> FlatPlacement:
         """Raises LayoutError."""
         raise LayoutError("a data-parallel job has no stages that layers could come to")
 
@@ -170,7 +171,7 @@ class FlatSeating:
 
         Those of all workers of the launch are of all that there are.
         """
-        width = len(self.homes)
+        width = len(self.launch_slots)
 
         def members(slots: Sequence[int]) -> tuple[int, ...]:
             # Whoever came beyond a launch of several; where it had one, nobody can.
@@ -182,10 +183,10 @@ class FlatSeating:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GridSeating:
+class GridPlacement:
     """A TP x PP x DP job.
 
-    ``homes``: the places at launch by slot, with those for which the slots of the reserve are;
+    ``launch_slots``: coordinates by slot, of the launch and of the slots of the reserve;
     ``rules`` of the groups by name; ``units``: elements of
     every part of the model on one worker: layers by number from 1, what is in front of them below,
     what follows them above. ``partition``: chooses layers and workers of each stage after a change;
@@ -195,7 +196,7 @@ class GridSeating:
     """
 
     layout: ParallelLayout
-    homes: Mapping[int, Seat]
+    launch_slots: Mapping[int, Coordinate]
     rules: Mapping[str, GroupRule]
     units: Mapping[int, int]
     partition: Partition | None = None
@@ -212,14 +213,14 @@ class GridSeating:
         groups: Mapping[str, Sequence[int]],
         units: Mapping[int, int],
         **more: Any,
-    ) -> GridSeating:
-        """The seating of the launch layout; ``groups``: members by name, ``more``: other fields.
+    ) -> GridPlacement:
+        """The placement of the launch layout; ``groups``: members by name, ``more``: other fields.
 
         Raises ConfigurationError for a group that follows no axis of the layout.
         """
         rules = {name: rule_of(slots, layout) for name, slots in groups.items()}
-        homes = {**seats_of(layout), **seats_beyond(layout)}
-        return cls(layout=layout, homes=homes, rules=rules, units=units, **more)
+        launch_slots = {**coordinates_of(layout), **grown_coordinates(layout)}
+        return cls(layout=layout, launch_slots=launch_slots, rules=rules, units=units, **more)
 
     def units_of(self, stage: int) -> tuple[int, ...]:
         """The parts of the model that a stage holds, in the order of its buckets.
@@ -236,16 +237,18 @@ class GridSeating:
         return tuple(found)
 
     @property
-    def cells(self) -> tuple[Cell, ...]:
+    def shard_groups(self) -> tuple[ShardGroup, ...]:
         """One for every stage and tp position."""
-        cells = []
+        shard_groups = []
         for stage, groups in enumerate(self.layout.stages):
             units = self.units_of(stage)
             buckets = tuple(self.units[unit] for unit in units)
             for tp in range(self.layout.tp):
                 ranks = tuple(group.slots[tp] for group in groups)
-                cells.append(Cell(stage=stage, tp=tp, ranks=ranks, units=units, buckets=buckets))
-        return tuple(cells)
+                shard_groups.append(
+                    ShardGroup(stage=stage, tp=tp, ranks=ranks, units=units, buckets=buckets)
+                )
+        return tuple(shard_groups)
 
     @property
     def largest(self) -> tuple[int, ...]:
@@ -257,30 +260,32 @@ class GridSeating:
         """The layout, what its layers take, and who is slow."""
         return {"layout": self.layout, "times": self.times, "slow": self.slow}
 
-    def seat(self, slot: int) -> Seat | None:
+    def coordinate(self, slot: int) -> Coordinate | None:
         """The place of a worker; None for a free one."""
-        return seats_of(self.layout).get(slot)
+        return coordinates_of(self.layout).get(slot)
 
-    def cell_of(self, slot: int) -> Cell | None:
-        """The cell of a worker; None for a free one."""
-        return next((cell for cell in self.cells if slot in cell.ranks), None)
+    def shard_group_of(self, slot: int) -> ShardGroup | None:
+        """The shard group of a worker; None for a free one."""
+        return next(
+            (shard_group for shard_group in self.shard_groups if slot in shard_group.ranks), None
+        )
 
     def world(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """The order of the view, but that free workers are at neither end."""
-        return with_placed_ends(ranks, seats_of(self.layout))
+        return with_placed_ends(ranks, coordinates_of(self.layout))
 
-    def told(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """Return the layout's differences from the launch, and the slow workers."""
-        return told_layout(self.layout, self.homes) | _told_slow(self.slow)
+        return layout_delta(self.layout, self.launch_slots) | _slow_state(self.slow)
 
-    def as_told(self, told: Mapping[str, Any]) -> GridSeating:
-        """The seating with the layout and the slow ones that were told."""
-        layout = layout_told(told, self.layout, self.homes)
-        return replace(self, layout=layout, slow=_slow_told(told))
+    def with_state(self, state: Mapping[str, Any]) -> GridPlacement:
+        """The placement with the layout and the slow ones that were told."""
+        layout = layout_with(state, self.layout, self.launch_slots)
+        return replace(self, layout=layout, slow=_slow_of(state))
 
     def after(
         self, ranks: Sequence[int], times: LayerTimes | None = None, slow: Slowness | None = None
-    ) -> GridSeating:
+    ) -> GridPlacement:
         """Broken TP groups are dissolved; survivors of one stage form whole ones again.
 
         Whoever comes back does so to the stage of its launch, whose modules it has built, and who
@@ -302,12 +307,13 @@ class GridSeating:
     def _with_members(self, ranks: Sequence[int]) -> ParallelLayout:
         present = set(self.layout.workers)
         back = [
-            FreeWorker(slot, self.homes[slot].stage, self.homes[slot].tp)
+            FreeWorker(slot, self.launch_slots[slot].stage, self.launch_slots[slot].tp)
             for slot in set(ranks) - present
         ]
         layout = self.layout.without(present - set(ranks)).returned(back).reformed_in_place()
         scattered = not all(layout.widths) or any(
-            self.homes[slot].stage != seat.stage for slot, seat in seats_of(layout).items()
+            self.launch_slots[slot].stage != coordinate.stage
+            for slot, coordinate in coordinates_of(layout).items()
         )
         if self.why_workers_stay is None and (self.partition or scattered):
             layout = layout.reformed()
@@ -324,7 +330,7 @@ class GridSeating:
             "why_workers_stay": self.why_workers_stay,
         }
 
-    def recut(self, cuts: Sequence[int]) -> GridSeating:
+    def recut(self, cuts: Sequence[int]) -> GridPlacement:
         """The same places, with the layers that somebody has asked for."""
         return replace(self, layout=self.layout.recut(cuts))
 
@@ -378,9 +384,9 @@ def _of(ranks: Sequence[int], slow: Slowness | None) -> Slowness:
     return {slot: slow[slot] for slot in sorted(ranks) if slot in slow} if slow else {}
 
 
-def _told_slow(slow: Slowness) -> dict[str, Any]:
+def _slow_state(slow: Slowness) -> dict[str, Any]:
     return {"slow": [list(one) for one in sorted(slow.items())]} if slow else {}
 
 
-def _slow_told(told: Mapping[str, Any]) -> Slowness:
-    return dict(told.get("slow", ()))
+def _slow_of(state: Mapping[str, Any]) -> Slowness:
+    return dict(state.get("slow", ()))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.core.layout.shards import ALIGNMENT, ShardCut, ShardPiece, pieces_for
 from elaswave_plugin.core.planner.pipeline_flow import Flow
-from elaswave_plugin.core.recovery_plan.placement import Cell
+from elaswave_plugin.core.recovery_plan.placement import ShardGroup
 from elaswave_plugin.errors import SnapshotGapError
 
 
@@ -20,51 +20,54 @@ from elaswave_plugin.errors import SnapshotGapError
 class RecoveryPlan:
     """The actions of every worker for one committed view.
 
-    ``sources``: the shards to read, by the cell that sealed them and in their order; ``live``:
-    slots whose model and optimizer are still equal to their part of ``sources``.
+    ``sources``: the shards to read, by the shard group that sealed them and in their order;
+    ``live``: slots whose model and optimizer are still equal to their part of ``sources``.
     """
 
     epoch: int
     reason: str
     ranks: tuple[int, ...]
     restore_step: int
-    cells: tuple[Cell, ...]
+    shard_groups: tuple[ShardGroup, ...]
     sources: tuple[tuple[SealedShard, ...], ...]
     alignment: int
     dataflow: Flow
     live: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        before = {shards[0].cell[0]: shards[0] for shards in self.sources}
+        before = {shards[0].shard_group[0]: shards[0] for shards in self.sources}
         widths, parts = {}, {}
-        for cell in self.cells:
-            old = before.get(cell.stage)
-            widths[cell.stage] = f"{len(old.ranks) if old else 0} -> {len(cell.ranks)}"
-            if old is None or old.units != cell.units:
-                parts[cell.stage] = f"{len(old.units) if old else 0} -> {len(cell.units)}"
+        for one in self.shard_groups:
+            old = before.get(one.stage)
+            widths[one.stage] = f"{len(old.ranks) if old else 0} -> {len(one.ranks)}"
+            if old is None or old.units != one.units:
+                parts[one.stage] = f"{len(old.units) if old else 0} -> {len(one.units)}"
         moved = f"model parts {', '.join(parts.values())}, " if parts else ""
         return (
             f"view {self.epoch}: width {', '.join(widths.values())}, {moved}"
             f"restore step {self.restore_step}, {self.dataflow}"
         )
 
-    def cell_of(self, slot: int) -> int | None:
-        """The number of the cell of ``slot``; None for a worker without a place."""
-        return next((n for n, cell in enumerate(self.cells) if slot in cell.ranks), None)
+    def shard_group_of(self, slot: int) -> int | None:
+        """The number of the shard group of ``slot``; None for a worker without a place."""
+        return next(
+            (n for n, shard_group in enumerate(self.shard_groups) if slot in shard_group.ranks),
+            None,
+        )
 
     def before(self, sealed: SealedShard) -> ShardCut:
         """Return the cut of the state of which ``sealed`` is a shard."""
         lengths = {
             unit: length
-            for cell in self.cells
-            for unit, length in zip(cell.units, cell.buckets, strict=True)
+            for shard_group in self.shard_groups
+            for unit, length in zip(shard_group.units, shard_group.buckets, strict=True)
         }
         buckets = tuple(lengths[unit] for unit in sealed.units)
         return ShardCut(buckets=buckets, width=len(sealed.ranks), alignment=self.alignment)
 
-    def after(self, cell: int) -> ShardCut:
-        """Return the cut of a cell's state from now on."""
-        one = self.cells[cell]
+    def after(self, shard_group: int) -> ShardCut:
+        """Return the cut of a shard group's state from now on."""
+        one = self.shard_groups[shard_group]
         return ShardCut(buckets=one.buckets, width=len(one.ranks), alignment=self.alignment)
 
     @property
@@ -72,9 +75,9 @@ class RecoveryPlan:
         """A 63-bit fingerprint of every field, and of every field of every source."""
         return int.from_bytes(hashlib.sha256(repr(self).encode()).digest()[:8], "big") >> 1
 
-    def weights_in_place(self, cell: int) -> frozenset[int]:
-        """Return the buckets of a cell of which all its workers already have the final weights."""
-        one = self.cells[cell]
+    def weights_in_place(self, shard_group: int) -> frozenset[int]:
+        """Return the buckets of a shard group whose final weights all its workers have."""
+        one = self.shard_groups[shard_group]
         units = set(one.units)
         for slot in one.ranks:
             sealed = self._sealed_in(slot, one)
@@ -83,51 +86,53 @@ class RecoveryPlan:
 
     def state_in_place(self, slot: int) -> dict[int, int]:
         """Map the buckets whose final shard ``slot`` has to their numbers when sealed."""
-        number = self.cell_of(slot)
+        number = self.shard_group_of(slot)
         if number is None:
             return {}
-        cell = self.cells[number]
-        sealed = self._sealed_in(slot, cell)
-        if sealed is None or sealed.ranks != cell.ranks:
+        shard_group = self.shard_groups[number]
+        sealed = self._sealed_in(slot, shard_group)
+        if sealed is None or sealed.ranks != shard_group.ranks:
             return {}
         here = sorted(self.weights_in_place(number))
-        return {bucket: sealed.units.index(cell.units[bucket]) for bucket in here}
+        return {bucket: sealed.units.index(shard_group.units[bucket]) for bucket in here}
 
     def in_place(self, slot: int) -> dict[str, int]:
         """Count the buckets of a worker: without gathering, without reading, and all of them."""
-        number = self.cell_of(slot)
+        number = self.shard_group_of(slot)
         if number is None:
             return {"weights": 0, "state": 0, "parts": 0}
         return {
             "weights": len(self.weights_in_place(number)),
             "state": len(self.state_in_place(slot)),
-            "parts": len(self.cells[number].units),
+            "parts": len(self.shard_groups[number].units),
         }
 
-    def _sealed_in(self, slot: int, cell: Cell) -> SealedShard | None:
-        """Return a shard of the cell if ``slot`` has been in it since; None otherwise."""
-        here = (s[0] for s in self.sources if s[0].cell == cell.key and slot in s[0].ranks)
+    def _sealed_in(self, slot: int, shard_group: ShardGroup) -> SealedShard | None:
+        """Return a shard of the shard group if ``slot`` has been in it since; None otherwise."""
+        here = (
+            s[0] for s in self.sources if s[0].shard_group == shard_group.key and slot in s[0].ranks
+        )
         return next(here, None) if slot in self.live else None
 
     def pieces(self, slot: int) -> tuple[tuple[SealedShard, tuple[ShardPiece, ...]], ...]:
         """List what ``slot`` reads, grouped by source; nothing for a worker without a place."""
-        number = self.cell_of(slot)
+        number = self.shard_group_of(slot)
         if number is None:
             return ()
-        cell, after = self.cells[number], self.after(number)
+        shard_group, after = self.shard_groups[number], self.after(number)
         found = []
         staying = self.state_in_place(slot)
         for shards in self.sources:
             old = shards[0]
-            if old.cell[1] != cell.tp or set(old.units).isdisjoint(cell.units):
+            if old.shard_group[1] != shard_group.tp or set(old.units).isdisjoint(shard_group.units):
                 continue
             wanted = pieces_for(
-                target=cell.ranks.index(slot),
+                target=shard_group.ranks.index(slot),
                 before=self.before(old),
                 after=after,
                 origins={
                     bucket: old.units.index(unit)
-                    for bucket, unit in enumerate(cell.units)
+                    for bucket, unit in enumerate(shard_group.units)
                     if unit in old.units and bucket not in staying
                 },
             )
@@ -149,34 +154,40 @@ class RecoveryPlan:
 
 
 _Shards = dict[int, SealedShard]
-_Cells = dict[tuple[int, int], _Shards]
+_ShardGroups = dict[tuple[int, int], _Shards]
 
 
 def restore_point(
-    sealed: Iterable[SealedShard], cells: Sequence[Cell]
+    sealed: Iterable[SealedShard], shard_groups: Sequence[ShardGroup]
 ) -> tuple[tuple[SealedShard, ...], ...]:
-    """Find the sources of the newest step sealed completely: by its cells, in shard order.
+    """Find the sources of the newest step sealed completely: by its shard groups, in shard order.
 
-    ``cells``: the parts of the model that workers need from now on. The owner's own memory is
-    preferred to a copy, then the lowest holder.
+    ``shard_groups``: the parts of the model that workers need from now on. The owner's own memory
+    is preferred to a copy, then the lowest holder.
     Raises SnapshotGapError naming the missing shards of every step.
     """
-    steps: dict[tuple[int, int], _Cells] = {}
+    steps: dict[tuple[int, int], _ShardGroups] = {}
     for one in sorted(sealed, key=lambda s: (s.is_copy, s.holder)):
         of_step = steps.setdefault((one.step, one.epoch), {})
-        of_step.setdefault(one.cell, {}).setdefault(one.shard, one)
+        of_step.setdefault(one.shard_group, {}).setdefault(one.shard, one)
     newest_first = sorted(steps.items(), reverse=True)
     for _, of_step in newest_first:
-        if not any(_missing(of_step, cell) for cell in cells):
-            origins = sorted({key for cell in cells for key in _origins(of_step, cell).values()})
+        if not any(_missing(of_step, shard_group) for shard_group in shard_groups):
+            origins = sorted(
+                {
+                    key
+                    for shard_group in shard_groups
+                    for key in _origins(of_step, shard_group).values()
+                }
+            )
             return tuple(tuple(of_step[key][n] for n in sorted(of_step[key])) for key in origins)
     if not steps:
         raise SnapshotGapError("no sealed snapshot is left; restart from the last checkpoint")
     gaps = [
-        f"step {step}{place if len(cells) > 1 else ''}: {what}"
+        f"step {step}{place if len(shard_groups) > 1 else ''}: {what}"
         for (step, _), of_step in newest_first
         for place, what in dict.fromkeys(
-            missing for cell in cells for missing in _missing(of_step, cell)
+            missing for shard_group in shard_groups for missing in _missing(of_step, shard_group)
         )
     ]
     raise SnapshotGapError(
@@ -185,20 +196,20 @@ def restore_point(
     )
 
 
-def _origins(of_step: _Cells, cell: Cell) -> dict[int, tuple[int, int]]:
-    """Find the cell that had each part of the model that ``cell`` needs, if known."""
+def _origins(of_step: _ShardGroups, shard_group: ShardGroup) -> dict[int, tuple[int, int]]:
+    """Find the shard group that had each part of the model that ``shard_group`` needs, if known."""
     return {
         unit: key
         for key, shards in of_step.items()
-        if key[1] == cell.tp
+        if key[1] == shard_group.tp
         for unit in next(iter(shards.values())).units
-        if unit in cell.units
+        if unit in shard_group.units
     }
 
 
-def _missing(of_step: _Cells, cell: Cell) -> list[tuple[str, str]]:
-    """List (place, shards as text) of everything that ``cell`` needs and that is missing."""
-    origins = _origins(of_step, cell)
+def _missing(of_step: _ShardGroups, shard_group: ShardGroup) -> list[tuple[str, str]]:
+    """List (place, shards as text) of everything that ``shard_group`` needs and that is missing."""
+    origins = _origins(of_step, shard_group)
     missing = []
     for stage, tp in dict.fromkeys(origins.values()):
         shards = of_step[stage, tp]
@@ -206,8 +217,8 @@ def _missing(of_step: _Cells, cell: Cell) -> list[tuple[str, str]]:
         absent = sorted(set(range(width)) - set(shards))
         if absent:
             missing.append((f", stage {stage} tp {tp}", f"shards {absent} of {width}"))
-    if len(origins) < len(cell.units):
-        missing.append((f", stage {cell.stage} tp {cell.tp}", "all shards"))
+    if len(origins) < len(shard_group.units):
+        missing.append((f", stage {shard_group.stage} tp {shard_group.tp}", "all shards"))
     return missing
 
 
@@ -216,7 +227,7 @@ def make_plan(
     epoch: int,
     reason: str,
     ranks: Sequence[int],
-    cells: Sequence[Cell],
+    shard_groups: Sequence[ShardGroup],
     dataflow: Flow,
     inventory: Iterable[SealedShard],
     alignment: int = ALIGNMENT,
@@ -225,19 +236,19 @@ def make_plan(
 ) -> RecoveryPlan:
     """Plan the recovery of a job from a commit.
 
-    ``ranks``: live slots in rank order; ``cells``: who shares which state from now on, cut at
-    multiples of ``alignment`` elements; ``dataflow``: who runs what; ``rejected``: those whose
-    bytes failed verification, which are not used; ``live``: (step, epoch) of the seal at
-    which each slot's model and optimizer still are. Raises SnapshotGapError.
+    ``ranks``: live slots in rank order; ``shard_groups``: who shares which state from now on,
+    cut at multiples of ``alignment`` elements; ``dataflow``: who runs what; ``rejected``:
+    shards whose bytes failed verification, which are not used; ``live``: (step,
+    epoch) of the seal at which each slot's model and optimizer still are. Raises SnapshotGapError.
     """
-    sources = restore_point((one for one in inventory if one not in rejected), cells)
+    sources = restore_point((one for one in inventory if one not in rejected), shard_groups)
     point = sources[0][0].step, sources[0][0].epoch
     return RecoveryPlan(
         epoch=epoch,
         reason=reason,
         ranks=tuple(ranks),
         restore_step=sources[0][0].step,
-        cells=tuple(cells),
+        shard_groups=tuple(shard_groups),
         sources=sources,
         alignment=alignment,
         dataflow=dataflow,

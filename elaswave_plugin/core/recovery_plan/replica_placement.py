@@ -3,11 +3,11 @@
 A pipeline that has lost a worker cannot compute. Its survivors are free, and a free worker of each
 stage together are a whole pipeline again: every worker stays in the stage of its launch.
 
->>> seating = ReplicaSeating.at_launch(((0, 2), (1, 3)), groups={}, buckets=((10,), (20,)))
->>> after = seating.after((0, 1, 3))
->>> after.replicas, after.free, [str(cell) for cell in after.cells]
+>>> placement = ReplicaPlacement.at_launch(((0, 2), (1, 3)), groups={}, buckets=((10,), (20,)))
+>>> after = placement.after((0, 1, 3))
+>>> after.replicas, after.free, [str(one) for one in after.shard_groups]
 (((1, 3),), (0,), ['stage 0 tp 0: w1', 'stage 1 tp 0: w3'])
->>> print(deal_replicas(num_microbatches=4, homes=after.homes, replicas=after.replicas))
+>>> print(deal_replicas(num_microbatches=4, **after.dealt_over))
 w1: 1 3 0 2 | w3: 1 3 0 2
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 from elaswave_plugin.core.layout.group_rules import GroupEdit, GroupRule, rule_of
 from elaswave_plugin.core.layout.layout import FreeWorker, ParallelLayout, TpGroup
 from elaswave_plugin.core.planner.layer_times import LayerTimes
-from elaswave_plugin.core.recovery_plan.placement import Cell, edits_by_rule, with_placed_ends
+from elaswave_plugin.core.recovery_plan.placement import ShardGroup, edits_by_rule, with_placed_ends
 from elaswave_plugin.core.step.dataflow import Dataflow, Slowness, deal
 from elaswave_plugin.errors import LayoutError
 
@@ -30,15 +30,15 @@ Replica = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaSeating:
+class ReplicaPlacement:
     """A PP x DP job that has one pipeline or more at any time.
 
-    ``homes``: the pipelines of the launch; ``ranks``: slots of all live workers, in rank order;
-    ``buckets``: unpadded lengths by stage, in elements; ``rules`` of the groups by name;
+    ``launch_replicas``: the pipelines of the launch; ``ranks``: slots of all live workers, in rank
+    order; ``buckets``: unpadded lengths by stage, in elements; ``rules`` of the groups by name;
     ``reserve``: pipelines that may join beyond the launch.
     """
 
-    homes: tuple[Replica, ...]
+    launch_replicas: tuple[Replica, ...]
     ranks: tuple[int, ...]
     buckets: tuple[tuple[int, ...], ...]
     rules: Mapping[str, GroupRule]
@@ -47,20 +47,20 @@ class ReplicaSeating:
     @classmethod
     def at_launch(
         cls,
-        homes: Sequence[Replica],
+        launch_replicas: Sequence[Replica],
         *,
         groups: Mapping[str, Sequence[int]],
         buckets: Sequence[Sequence[int]],
         reserve: int = 0,
-    ) -> ReplicaSeating:
-        """Return the seating of the launch; ``groups``: members by name, all of the launch.
+    ) -> ReplicaPlacement:
+        """Return the placement of the launch; ``groups``: members by name, all of the launch.
 
         Raises ConfigurationError for a group that follows no axis.
         """
-        layout = _layout_of(tuple(homes), width=len(homes))
+        layout = _layout_of(tuple(launch_replicas), width=len(launch_replicas))
         return cls(
-            homes=tuple(homes),
-            ranks=tuple(slot for stage in zip(*homes, strict=True) for slot in stage),
+            launch_replicas=tuple(launch_replicas),
+            ranks=tuple(slot for stage in zip(*launch_replicas, strict=True) for slot in stage),
             buckets=tuple(map(tuple, buckets)),
             rules={name: rule_of(slots, layout) for name, slots in groups.items()},
             reserve=reserve,
@@ -69,10 +69,10 @@ class ReplicaSeating:
     @property
     def places(self) -> tuple[Replica, ...]:
         """The pipelines of the launch, then those that the slots of the reserve would form."""
-        num_stages = len(self.homes[0])
-        first, count = num_stages * len(self.homes), num_stages * self.reserve
+        num_stages = len(self.launch_replicas[0])
+        first, count = num_stages * len(self.launch_replicas), num_stages * self.reserve
         beyond = range(first, first + count)
-        return (*self.homes, *zip(*[iter(beyond)] * num_stages, strict=True))
+        return (*self.launch_replicas, *zip(*[iter(beyond)] * num_stages, strict=True))
 
     @property
     def stages(self) -> tuple[Replica, ...]:
@@ -100,12 +100,12 @@ class ReplicaSeating:
         return tuple(sorted(set(self.ranks) - busy))
 
     @property
-    def cells(self) -> tuple[Cell, ...]:
+    def shard_groups(self) -> tuple[ShardGroup, ...]:
         """One for every stage."""
         firsts = accumulate(map(len, self.buckets), initial=0)
         stages = zip(*self.replicas, strict=True)
         return tuple(
-            Cell(stage=stage, ranks=ranks, units=tuple(range(first, last)), buckets=lengths)
+            ShardGroup(stage=stage, ranks=ranks, units=tuple(range(first, last)), buckets=lengths)
             for stage, (ranks, (first, last), lengths) in enumerate(
                 zip(stages, pairwise(firsts), self.buckets, strict=True)
             )
@@ -119,7 +119,7 @@ class ReplicaSeating:
     @property
     def dealt_over(self) -> dict[str, Any]:
         """The pipelines of the launch and the present ones."""
-        return {"homes": self.homes, "replicas": self.replicas}
+        return {"launch_replicas": self.launch_replicas, "replicas": self.replicas}
 
     def place_of(self, slot: int) -> tuple[int, int] | None:
         """(stage, order of the pipeline) of a worker; None for a free one."""
@@ -128,9 +128,11 @@ class ReplicaSeating:
                 return replica.index(slot), order
         return None
 
-    def cell_of(self, slot: int) -> Cell | None:
-        """The cell of a worker; None for a free one."""
-        return next((cell for cell in self.cells if slot in cell.ranks), None)
+    def shard_group_of(self, slot: int) -> ShardGroup | None:
+        """The shard group of a worker; None for a free one."""
+        return next(
+            (shard_group for shard_group in self.shard_groups if slot in shard_group.ranks), None
+        )
 
     def world(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Return the order of the view, except that no free worker is at either end."""
@@ -138,22 +140,22 @@ class ReplicaSeating:
 
     def after(
         self, ranks: Sequence[int], times: LayerTimes | None = None, slow: Slowness | None = None
-    ) -> ReplicaSeating:
+    ) -> ReplicaPlacement:
         """Return the same with other members; LayoutError if no pipeline is whole any more."""
-        seating = replace(self, ranks=tuple(ranks))
-        if not seating.replicas:
+        placement = replace(self, ranks=tuple(ranks))
+        if not placement.replicas:
             empty = next(n for n, stage in enumerate(self.stages) if set(stage).isdisjoint(ranks))
             raise LayoutError(
                 f"stage {empty} has no worker left, and in DeepSpeed's pipelines nobody can change"
                 " stage; restart from the last checkpoint"
             )
-        return seating
+        return placement
 
-    def told(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """Return an empty dict: the members determine everything."""
         return {}
 
-    def as_told(self, told: Mapping[str, Any]) -> ReplicaSeating:
+    def with_state(self, state: Mapping[str, Any]) -> ReplicaPlacement:
         """Return the same."""
         return self
 
@@ -161,20 +163,20 @@ class ReplicaSeating:
         """Return the places of all workers; a stage counts as one layer."""
         stage_of = {slot: stage for stage, slots in enumerate(self.stages) for slot in slots}
         layout = replace(
-            _layout_of(self.replicas, width=len(self.homes)),
+            _layout_of(self.replicas, width=len(self.launch_replicas)),
             free=tuple(FreeWorker(slot, stage_of[slot]) for slot in self.free),
             reserve=self.reserve,
         )
         why = "in DeepSpeed's pipelines everything stays in the stage of its launch"
         return {**layout.to_json(), "why_layers_stay": why, "why_workers_stay": why}
 
-    def recut(self, cuts: Sequence[int]) -> ReplicaSeating:
+    def recut(self, cuts: Sequence[int]) -> ReplicaPlacement:
         """Raise LayoutError."""
         raise LayoutError("layers of DeepSpeed's pipelines cannot change their stage")
 
     def edits(self, launched: Mapping[str, Sequence[int]], slot: int) -> dict[str, GroupEdit]:
         """Return every group by its rule; a free worker is in none except its own."""
-        layout = _layout_of(self.replicas, width=len(self.homes))
+        layout = _layout_of(self.replicas, width=len(self.launch_replicas))
         return edits_by_rule(self.rules, launched, layout=layout, slot=slot)
 
 
@@ -192,7 +194,7 @@ def _layout_of(replicas: Sequence[Replica], *, width: int) -> ParallelLayout:
 
 
 def deal_replicas(
-    *, num_microbatches: int, homes: Sequence[Replica], replicas: Sequence[Replica]
+    *, num_microbatches: int, launch_replicas: Sequence[Replica], replicas: Sequence[Replica]
 ) -> Dataflow:
     """Deal the micro-batches of a step over pipelines; all stages of one run the same ones.
 
@@ -200,7 +202,7 @@ def deal_replicas(
     """
     flow = deal(
         num_microbatches=num_microbatches,
-        homes=[replica[0] for replica in homes],
+        launch_slots=[replica[0] for replica in launch_replicas],
         live=[replica[0] for replica in replicas],
     )
     placement = sorted((slot, flow.microbatches(one[0])) for one in replicas for slot in one)

@@ -6,14 +6,14 @@ about the same time. Resize, for loops in which the number of iterations of a st
 every worker takes part in every iteration, with a larger share of its samples. The global batch
 never changes.
 
->>> flow = deal(num_microbatches=8, homes=(0, 1, 2, 3), live=(0, 3, 2))
+>>> flow = deal(num_microbatches=8, launch_slots=(0, 1, 2, 3), live=(0, 3, 2))
 >>> print(flow)
 w0: 0 4 1 | w2: 2 6 5 | w3: 3 7
->>> print(deal(num_microbatches=8, homes=(0, 1), live=(0, 1), slow={1: 3.0}))
+>>> print(deal(num_microbatches=8, launch_slots=(0, 1), live=(0, 1), slow={1: 3.0}))
 w0: 0 2 4 6 5 7 | w1: 1 3
->>> print(deal(num_microbatches=8, homes=(0, 1, 2, 3), live=(0, 3, 2), whole=True))
+>>> print(deal(num_microbatches=8, launch_slots=(0, 1, 2, 3), live=(0, 3, 2), whole=True))
 w0: 0 4 1 5 | w2: 2 6 | w3: 3 7
->>> shares = share(num_samples=8, homes=(0, 1, 2, 3), live=(0, 3, 2))
+>>> shares = share(num_samples=8, launch_slots=(0, 1, 2, 3), live=(0, 3, 2))
 >>> print(shares, shares.weight(0))
 w0: [0, 3) | w2: [3, 6) | w3: [6, 8) 1.125
 >>> for one in crossings([[(0, 3)], [(3, 6)]], [[(0, 6)]]):
@@ -96,7 +96,7 @@ class Dataflow:
 
         ``spread``: a replica's micro-batches go to several workers, if there are three or more.
 
-        >>> flow = deal(num_microbatches=6, homes=(0, 1, 2), live=(0, 1, 2))
+        >>> flow = deal(num_microbatches=6, launch_slots=(0, 1, 2), live=(0, 1, 2))
         >>> print(flow.rotated(spread=False))
         w0: 2 5 | w1: 0 3 | w2: 1 4
         >>> print(flow.rotated(spread=True))
@@ -122,12 +122,12 @@ def rotated(shares: Sequence[Sequence[Work]], *, spread: bool) -> tuple[tuple[Wo
 def deal(
     *,
     num_microbatches: int,
-    homes: Sequence[int],
+    launch_slots: Sequence[int],
     live: Sequence[int],
     slow: Slowness | None = None,
     whole: bool = False,
 ) -> Dataflow:
-    """Deal a step's micro-batches over the ``live`` slots; ``homes[d]`` is the slot of replica d.
+    """Deal a step's micro-batches over the ``live`` slots; replica d has ``launch_slots[d]``.
 
     A worker of the reserve has no replica of its own, and gets its share of those of others.
     ``whole``: one worker runs each replica, however slow, as its micro-batches need what the one
@@ -137,21 +137,21 @@ def deal(
     """
     if not live:
         raise ValueError("no live worker to run the step")
-    if num_microbatches < len(homes):
-        raise ValueError(f"{num_microbatches} micro-batches for {len(homes)} replicas")
+    if num_microbatches < len(launch_slots):
+        raise ValueError(f"{num_microbatches} micro-batches for {len(launch_slots)} replicas")
     if num_microbatches < len(live):
         raise ValueError(f"{num_microbatches} micro-batches for {len(live)} workers")
     slots = sorted(live)
     if whole:
-        placement = _hosted(num_microbatches, homes, slots)
-        return _flow(num_microbatches, homes, placement)
+        placement = _hosted(num_microbatches, launch_slots, slots)
+        return _flow(num_microbatches, launch_slots, placement)
     counts = fair_counts(num_microbatches, _seconds(slots, slow))
     room = dict(zip(slots, counts, strict=True))
     load: dict[int, list[int]] = {slot: [] for slot in slots}
     orphans: list[int] = []
-    for replica, home in enumerate(homes):
+    for replica, home in enumerate(launch_slots):
         own = replica_microbatches(
-            replica, num_replicas=len(homes), num_microbatches=num_microbatches
+            replica, num_replicas=len(launch_slots), num_microbatches=num_microbatches
         )
         kept = room.get(home, 0)
         if home in load:
@@ -161,33 +161,33 @@ def deal(
         free = (slot for slot in slots if len(load[slot]) < room[slot])
         least = min(free, key=lambda slot: (len(load[slot]), slot))
         load[least].append(microbatch)
-    return _flow(num_microbatches, homes, load)
+    return _flow(num_microbatches, launch_slots, load)
 
 
 def _hosted(
-    num_microbatches: int, homes: Sequence[int], slots: Sequence[int]
+    num_microbatches: int, launch_slots: Sequence[int], slots: Sequence[int]
 ) -> dict[int, list[int]]:
     """Return the micro-batches by slot; a lost replica goes to the slot that has the fewest."""
     load: dict[int, list[int]] = {slot: [] for slot in slots}
-    lost = [replica for replica, home in enumerate(homes) if home not in load]
-    own = [replica for replica, home in enumerate(homes) if home in load]
+    lost = [replica for replica, home in enumerate(launch_slots) if home not in load]
+    own = [replica for replica, home in enumerate(launch_slots) if home in load]
     for replica in (*own, *lost):
-        home = homes[replica]
+        home = launch_slots[replica]
         host = home if home in load else min(slots, key=lambda slot: (len(load[slot]), slot))
         load[host] += replica_microbatches(
-            replica, num_replicas=len(homes), num_microbatches=num_microbatches
+            replica, num_replicas=len(launch_slots), num_microbatches=num_microbatches
         )
     return load
 
 
 def _flow(
-    num_microbatches: int, homes: Sequence[int], load: Mapping[int, Sequence[int]]
+    num_microbatches: int, launch_slots: Sequence[int], load: Mapping[int, Sequence[int]]
 ) -> Dataflow:
     return Dataflow(
         num_microbatches=num_microbatches,
-        num_replicas=len(homes),
+        num_replicas=len(launch_slots),
         placement=tuple((slot, tuple(ks)) for slot, ks in load.items()),
-        beyond=not load.keys() <= set(homes),
+        beyond=not load.keys() <= set(launch_slots),
     )
 
 
@@ -218,7 +218,11 @@ class Shares:
 
 
 def share(
-    *, num_samples: int, homes: Sequence[int], live: Sequence[int], slow: Slowness | None = None
+    *,
+    num_samples: int,
+    launch_slots: Sequence[int],
+    live: Sequence[int],
+    slow: Slowness | None = None,
 ) -> Shares:
     """Share the ``num_samples`` of an iteration over the ``live`` slots, in slot order.
 
@@ -227,8 +231,8 @@ def share(
     """
     if not live:
         raise ValueError("no live worker to run the step")
-    if num_samples < len(homes):
-        raise ValueError(f"{num_samples} samples for {len(homes)} replicas")
+    if num_samples < len(launch_slots):
+        raise ValueError(f"{num_samples} samples for {len(launch_slots)} replicas")
     sizes = fair_counts(num_samples, _seconds(sorted(live), slow))
     return Shares(
         num_samples=num_samples,

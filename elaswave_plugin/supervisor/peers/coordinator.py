@@ -26,7 +26,7 @@ from elaswave_plugin.core.agreement.hang import Sample
 from elaswave_plugin.core.agreement.leader import Agreement
 from elaswave_plugin.core.agreement.lease import Lease
 from elaswave_plugin.core.agreement.messages import Committed, Message
-from elaswave_plugin.core.agreement.timeouts import Heartbeat, Patience
+from elaswave_plugin.core.agreement.timeouts import Heartbeat, Timeouts
 from elaswave_plugin.core.agreement.view import MembershipView
 from elaswave_plugin.core.codec import UnreadableMessageError, from_json
 from elaswave_plugin.ipc.console import say
@@ -81,7 +81,7 @@ class Coordinator:
         register: NodeRegister,
         *,
         slot: int,
-        patience: Patience,
+        timeouts: Timeouts,
         heartbeat: Heartbeat,
         trainer_side: TrainerSide,
         events: EventLog,
@@ -96,10 +96,10 @@ class Coordinator:
         self._events = events
         if meeting.welcome is None:
             nodes = tuple(peer.node for peer in meeting.peers)
-            self.agreement = Agreement(slot=slot, nodes=nodes, patience=patience)
+            self.agreement = Agreement(slot=slot, nodes=nodes, timeouts=timeouts)
         else:
             life = int.from_bytes(os.urandom(6), "little")
-            self.agreement = Agreement.of_newcomer(meeting.welcome, patience=patience, life=life)
+            self.agreement = Agreement.of_newcomer(meeting.welcome, timeouts=timeouts, life=life)
         self._said_epoch = self.agreement.committed.epoch
         # The agreement forgets views of long ago.
         self.changes = Changes(self.agreement.committed)

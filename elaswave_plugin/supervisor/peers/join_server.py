@@ -18,7 +18,7 @@ from dataclasses import asdict
 from typing import Any
 
 from elaswave_plugin.core.agreement.join_rule import Applicant
-from elaswave_plugin.core.agreement.timeouts import Heartbeat, Patience
+from elaswave_plugin.core.agreement.timeouts import Heartbeat, Timeouts
 from elaswave_plugin.core.codec import from_json
 from elaswave_plugin.ipc.environment import RESERVE
 from elaswave_plugin.ipc.peer import Peer
@@ -58,7 +58,7 @@ class Reception:
         program: Program,
         env: Mapping[str, str],
         run_dir: str | None,
-        patience: Patience,
+        timeouts: Timeouts,
         heartbeat: Heartbeat,
         kept: Callable[[], dict[str, Any]],
     ) -> None:
@@ -69,7 +69,7 @@ class Reception:
         self._of_the_job = {
             "env": {name: env[name] for name in _OF_THE_JOB if name in env},
             "run_dir": run_dir,
-            "patience": asdict(patience),
+            "timeouts": asdict(timeouts),
             "heartbeat": asdict(heartbeat),
         }
         self._kept = kept

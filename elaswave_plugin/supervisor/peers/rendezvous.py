@@ -32,7 +32,7 @@ _OUTSIDE = "192.0.2.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RendezvousSpec:
     """The meeting point of a job's supervisors, and the identity of this one there.
 
     Slot 0 listens at the first of `ports` that is free; the others look for it at all of them, and
@@ -88,8 +88,8 @@ class EndedEarlyError(AgreementError):
 class MeetingWait:
     """Says what the supervisors of a node wait for, after 10 s and every 30 s from then on."""
 
-    def __init__(self, place: Place) -> None:
-        self._speaks = place.speaks
+    def __init__(self, rendezvous: RendezvousSpec) -> None:
+        self._speaks = rendezvous.speaks
         self._began_s = time.monotonic()
         self._due_s = self._began_s + _FIRST_TOLD_S
 
@@ -108,13 +108,13 @@ class MeetingWait:
             say(f"waiting for {now_s - self._began_s:.0f} s for {for_what}")
 
 
-def name_slots(place: Place, slots: Sequence[int]) -> str:
+def name_slots(rendezvous: RendezvousSpec, slots: Sequence[int]) -> str:
     """Workers, by their nodes where the size of a node is known."""
-    if not place.width:
+    if not rendezvous.width:
         return f"worker{'s' if len(slots) > 1 else ''} {', '.join(map(str, slots))}"
     nodes: dict[int, list[int]] = {}
     for slot in slots:
-        nodes.setdefault(slot // place.width, []).append(slot)
+        nodes.setdefault(slot // rendezvous.width, []).append(slot)
     said = [
         f"node {node} (worker{'s' if len(some) > 1 else ''} {', '.join(map(str, some))})"
         for node, some in nodes.items()
@@ -201,32 +201,33 @@ def _way_to(host: str, port: int) -> str:
     raise failure
 
 
-def host_meeting(place: Place, listener: socket.socket, data: str) -> Meeting:
+def host_meeting(rendezvous: RendezvousSpec, listener: socket.socket, data: str) -> Meeting:
     """Slot 0: wait for everybody at `listener`; `data` is where it serves snapshots.
 
     Raises AgreementError when someone stays away, ConfigurationError where two machines are told
     that they are one node.
     """
-    deadline_s = time.monotonic() + place.timeout_s
+    deadline_s = time.monotonic() + rendezvous.timeout_s
     own = Peer(
-        slot=0, node=place.node, pid=os.getpid(), control="", data=data, machine=own_machine()
+        slot=0, node=rendezvous.node, pid=os.getpid(), control="", data=data, machine=own_machine()
     )
     peers = {0: own}
     links: dict[int, socket.socket] = {}
-    waiting = MeetingWait(place)
-    with _Door(listener, place.job) as door:
-        while len(peers) < place.world_size:
-            missing = sorted(set(range(place.world_size)) - set(peers))
+    waiting = MeetingWait(rendezvous)
+    with _Arrivals(listener, rendezvous.job) as arrivals:
+        while len(peers) < rendezvous.world_size:
+            missing = sorted(set(range(rendezvous.world_size)) - set(peers))
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise AgreementError(
-                    f"{name_slots(place, missing)} did not come within {place.timeout_s:g} s"
+                    f"{name_slots(rendezvous, missing)} did not come"
+                    f" within {rendezvous.timeout_s:g} s"
                 )
-            waiting.tell(f"{name_slots(place, missing)} to come to {place.where}")
-            for sock, greeting in door.greetings(min(left_s, waiting.left_s)):
+            waiting.tell(f"{name_slots(rendezvous, missing)} to come to {rendezvous.where}")
+            for sock, greeting in arrivals.greetings(min(left_s, waiting.left_s)):
                 if "gone" in greeting:
                     raise EndedEarlyError(greeting["slot"], greeting["gone"])
-                refused = _why_not(greeting, place, taken=greeting["slot"] in peers)
+                refused = _why_not(greeting, rendezvous, taken=greeting["slot"] in peers)
                 if refused is not None:
                     send_frame(sock, {"error": refused})
                     sock.close()
@@ -234,7 +235,7 @@ def host_meeting(place: Place, listener: socket.socket, data: str) -> Meeting:
                 peer: Peer = from_json(Peer, greeting["peer"])
                 peers[peer.slot] = peer
                 links[peer.slot] = sock
-                door.watch(peer.slot, sock)
+                arrivals.watch(peer.slot, sock)
     token = os.urandom(8).hex()
     met = tuple(peers[slot] for slot in sorted(peers))
     with contextlib.ExitStack() as undo:
@@ -242,7 +243,7 @@ def host_meeting(place: Place, listener: socket.socket, data: str) -> Meeting:
             send_frame(undo.enter_context(sock), {"roster": met, "token": token})
         _check_nodes(met)
         undo.pop_all()
-    return Meeting(peers=(*met, *_nobody(place)), links=links)
+    return Meeting(peers=(*met, *_nobody(rendezvous)), links=links)
 
 
 def _check_nodes(peers: tuple[Peer, ...]) -> None:
@@ -261,30 +262,30 @@ def _check_nodes(peers: tuple[Peer, ...]) -> None:
             )
 
 
-def _why_not(greeting: dict[str, Any], place: Place, *, taken: bool) -> str | None:
+def _why_not(greeting: dict[str, Any], rendezvous: RendezvousSpec, *, taken: bool) -> str | None:
     """Say why a supervisor has no place in the meeting; None for one that is awaited."""
-    if greeting.get("world_size") != place.world_size:
+    if greeting.get("world_size") != rendezvous.world_size:
         return (
             f"its job has {greeting.get('world_size')} workers and that of worker 0 has "
-            f"{place.world_size}: give every node the same numbers of nodes and of workers"
+            f"{rendezvous.world_size}: give every node the same numbers of nodes and of workers"
         )
     if taken:
         return "another one has come as that: give every node a rank of its own"
-    if greeting.get("reserve") != place.reserve:
+    if greeting.get("reserve") != rendezvous.reserve:
         return (
-            f"its reserve is {greeting.get('reserve')} and that of worker 0 is {place.reserve}: "
+            f"its reserve is {greeting.get('reserve')}, that of worker 0 is {rendezvous.reserve}: "
             "give every node the same --reserve"
         )
     return None
 
 
-def _nobody(place: Place) -> Iterator[Peer]:
+def _nobody(rendezvous: RendezvousSpec) -> Iterator[Peer]:
     """Yield an empty entry for each slot of the reserve, where nobody is."""
-    for slot in range(place.world_size, place.world_size + place.reserve):
+    for slot in range(rendezvous.world_size, rendezvous.world_size + rendezvous.reserve):
         yield Peer(slot=slot, node=NOWHERE, pid=0, control="", data="", machine="")
 
 
-class _Door:
+class _Arrivals:
     """Tells everyone who knocks which job this is, and hears all of them at the same time.
 
     A stranger (a port scan, another job) that says nothing keeps nobody waiting.
@@ -325,7 +326,7 @@ class _Door:
         else:
             self._knocking.register(sock, selectors.EVENT_READ)
 
-    def __enter__(self) -> _Door:
+    def __enter__(self) -> _Arrivals:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -342,38 +343,40 @@ class _Door:
         self._knocking.close()
 
 
-def join_meeting(place: Place, host: str, data: str) -> Meeting:
+def join_meeting(rendezvous: RendezvousSpec, host: str, data: str) -> Meeting:
     """Any other slot, at `host`: go to slot 0, then link up with the rest.
 
     `data` is where it serves snapshots. Raises AgreementError where somebody is missing, and
     ConfigurationError where this one is not wanted, or two machines are told they are one node.
     """
-    deadline_s = time.monotonic() + place.timeout_s
+    deadline_s = time.monotonic() + rendezvous.timeout_s
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with contextlib.ExitStack() as undo:
-        first = undo.enter_context(_look_for_first(place, deadline_s))
-        listener = socket.create_server((host, 0), family=family, backlog=place.world_size)
+        first = undo.enter_context(_look_for_first(rendezvous, deadline_s))
+        listener = socket.create_server((host, 0), family=family, backlog=rendezvous.world_size)
         with listener:
             own = Peer(
-                slot=place.slot,
-                node=place.node,
+                slot=rendezvous.slot,
+                node=rendezvous.node,
                 pid=os.getpid(),
                 control=f"{host}:{listener.getsockname()[1]}",
                 data=data,
                 machine=own_machine(),
             )
-            answer = _greet(first, own, place, deadline_s)
+            answer = _greet(first, own, rendezvous, deadline_s)
             peers = tuple(from_json(Peer, entry) for entry in answer["roster"])
             _check_nodes(peers)
-            others = _link_up(place, peers, listener, answer["token"], deadline_s)
+            others = _link_up(rendezvous, peers, listener, answer["token"], deadline_s)
         undo.pop_all()
-    return Meeting(peers=(*peers, *_nobody(place)), links={0: first, **others})
+    return Meeting(peers=(*peers, *_nobody(rendezvous)), links={0: first, **others})
 
 
-def _greet(first: socket.socket, own: Peer, place: Place, deadline_s: float) -> dict[str, Any]:
+def _greet(
+    first: socket.socket, own: Peer, rendezvous: RendezvousSpec, deadline_s: float
+) -> dict[str, Any]:
     """Greet slot 0, and return what it answers once all have come."""
-    sizes = {"world_size": place.world_size, "reserve": place.reserve}
-    waiting = MeetingWait(place)
+    sizes = {"world_size": rendezvous.world_size, "reserve": rendezvous.reserve}
+    waiting = MeetingWait(rendezvous)
     try:
         send_frame(first, {"slot": own.slot, "peer": own, **sizes})
         while not select.select([first], [], [], waiting.left_s)[0]:
@@ -384,29 +387,32 @@ def _greet(first: socket.socket, own: Peer, place: Place, deadline_s: float) -> 
             waiting.tell("all to come: node 0 names who is missing")
         answer = receive_frame(first, _FIRST_FRAME_S)
     except TimeoutError as error:
-        raise AgreementError(f"not all came within {place.timeout_s:g} s") from error
+        raise AgreementError(f"not all came within {rendezvous.timeout_s:g} s") from error
     except OSError as error:
         raise EndedEarlyError(0, str(error)) from error
     if "over" in answer:
         raise (EndedEarlyError if answer["early"] else AgreementError)(answer["over"])
     if "error" in answer:
-        raise ConfigurationError(f"worker {place.slot} is not wanted: {answer['error']}")
+        raise ConfigurationError(f"worker {rendezvous.slot} is not wanted: {answer['error']}")
     return answer
 
 
-def tell_of_end(place: Place, why: str) -> None:
+def tell_of_end(rendezvous: RendezvousSpec, why: str) -> None:
     """Tell slot 0, where it is there already, that this place's supervisor has ended.
 
     For the launcher of one that may not have come to the meeting.
     """
-    for port in place.ports:
-        with contextlib.suppress(OSError, ValueError), _dial(place.host, port, place.job) as sock:
-            send_frame(sock, {"slot": place.slot, "gone": why})
+    for port in rendezvous.ports:
+        with (
+            contextlib.suppress(OSError, ValueError),
+            _dial(rendezvous.host, port, rendezvous.job) as sock,
+        ):
+            send_frame(sock, {"slot": rendezvous.slot, "gone": why})
             return
 
 
 def _link_up(
-    place: Place,
+    rendezvous: RendezvousSpec,
     peers: tuple[Peer, ...],
     listener: socket.socket,
     token: str,
@@ -414,16 +420,16 @@ def _link_up(
 ) -> dict[int, socket.socket]:
     """Dial the lower slots, be dialled by the higher ones."""
     links: dict[int, socket.socket] = {}
-    for peer in peers[1 : place.slot]:
+    for peer in peers[1 : rendezvous.slot]:
         address, _, port = peer.control.rpartition(":")
         try:
             sock = socket.create_connection((address, int(port)), timeout=_FIRST_FRAME_S)
-            send_frame(sock, {"slot": place.slot, "token": token})
+            send_frame(sock, {"slot": rendezvous.slot, "token": token})
         except OSError as error:
             raise AgreementError(f"worker {peer.slot} cannot be reached: {error}") from error
         links[peer.slot] = sock
-    while len(links) < place.world_size - 2:
-        sock = _accept(listener, deadline_s, place, "not every worker linked up")
+    while len(links) < rendezvous.world_size - 2:
+        sock = _accept(listener, deadline_s, rendezvous, "not every worker linked up")
         greeting = _greeting(sock)
         if greeting is not None and greeting.get("token") == token:
             links[greeting["slot"]] = sock
@@ -433,13 +439,13 @@ def _link_up(
 
 
 def _accept(
-    listener: socket.socket, deadline_s: float, place: Place, complaint: str
+    listener: socket.socket, deadline_s: float, rendezvous: RendezvousSpec, complaint: str
 ) -> socket.socket:
     listener.settimeout(max(0.001, deadline_s - time.monotonic()))
     try:
         return listener.accept()[0]
     except TimeoutError:
-        raise AgreementError(f"{complaint} within {place.timeout_s:g} s") from None
+        raise AgreementError(f"{complaint} within {rendezvous.timeout_s:g} s") from None
 
 
 def _greeting(sock: socket.socket) -> dict[str, Any] | None:
@@ -467,21 +473,21 @@ def listen_at(host: str, port: int, *, several: bool = False) -> socket.socket:
         raise
 
 
-def _look_for_first(place: Place, deadline_s: float) -> socket.socket:
+def _look_for_first(rendezvous: RendezvousSpec, deadline_s: float) -> socket.socket:
     """Connect to slot 0, which may start later than we do, at whichever of its ports it is."""
-    first, *others = place.ports
+    first, *others = rendezvous.ports
     # The first one is the likeliest by far, and a silent stranger at another one takes a while.
     in_turn = [port for other in others for port in (first, other)] or [first]
-    waiting = MeetingWait(place)
+    waiting = MeetingWait(rendezvous)
     for port in itertools.cycle(in_turn):
-        waiting.tell(f"node 0 to answer at {place.where}")
+        waiting.tell(f"node 0 to answer at {rendezvous.where}")
         try:
-            return _dial(place.host, port, place.job)
+            return _dial(rendezvous.host, port, rendezvous.job)
         except (OSError, ValueError) as error:
             if time.monotonic() + _REDIAL_S > deadline_s:
                 raise AgreementError(
-                    f"the supervisor of worker 0 does not answer at {place.where} "
-                    f"within {place.timeout_s:g} s ({error})"
+                    f"the supervisor of worker 0 does not answer at {rendezvous.where} "
+                    f"within {rendezvous.timeout_s:g} s ({error})"
                 ) from error
         if port == first:
             # Nothing can be waited for: the listener does not exist yet.

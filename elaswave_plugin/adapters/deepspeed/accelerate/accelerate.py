@@ -188,10 +188,10 @@ class AcceleratedJob:
         value = [*args[1:], *kwargs.values()][0]
         return self._loop.call(
             lambda: native(*args, **kwargs),
-            instead=lambda: self._alone(native.__name__, value),
+            instead=lambda: self._detached(native.__name__, value),
         )
 
-    def _alone(self, name: str, value: Any) -> Any:
+    def _detached(self, name: str, value: Any) -> Any:
         """What the collective gives if everyone passes this value."""
         if not name.startswith("gather"):
             return value

@@ -179,7 +179,7 @@ def newcomer_patches() -> PatchSet:
     )
 
 
-def alone_patches() -> PatchSet:
+def detached_patches() -> PatchSet:
     """What a pass through a model of ZeRO-3 needs beside a running job; undone after it."""
     return PatchSet(
         [

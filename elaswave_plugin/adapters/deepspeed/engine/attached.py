@@ -142,7 +142,7 @@ class AttachedEngine:
                 f"the dataset is a {type(dataset).__name__}, wanted one with __getitem__ and "
                 "__len__: whoever redoes a step has to read its samples again"
             )
-        reads = Reads(counts=not self._worker.alone)
+        reads = Reads(counts=not self._worker.detached)
         loader = ElasticLoader(
             self._reader, dataset, order(), collate=collate, reads=reads, sampler=sampler
         )
@@ -206,7 +206,7 @@ class AttachedEngine:
         if self._left:
             return
         self._left = True
-        if not self._worker.alone:
+        if not self._worker.detached:
             self._leave_together()
         self._worker.groups.uninstall()
         for undo in self.at_leave:

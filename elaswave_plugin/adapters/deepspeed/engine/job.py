@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from elaswave_plugin.adapters.deepspeed.compat.patches import alone_patches
+from elaswave_plugin.adapters.deepspeed.compat.patches import detached_patches
 from elaswave_plugin.adapters.deepspeed.compat.unsupported import (
     check_engine,
     check_schedules,
@@ -53,7 +53,7 @@ class EngineJob(AttachedEngine):
         check_engine(engine)
         framework = DeepSpeedFramework(engine)
         super().__init__(
-            worker, engine, framework, width=len(worker.homes), patches=patches, seed=seed
+            worker, engine, framework, width=len(worker.launch_slots), patches=patches, seed=seed
         )
         num_samples = self._micro_batch_size * self._width
         worker.bind(framework, deal=partial(share, num_samples=num_samples))
@@ -209,7 +209,7 @@ class EngineJob(AttachedEngine):
 
     def _compute(self, *inputs: Any, **kwargs: Any) -> Any:
         """A pass of ZeRO-3 that the script did not ask the engine for."""
-        beside = alone_patches() if self._worker.alone else None
+        beside = detached_patches() if self._worker.detached else None
         if beside is not None:
             beside.apply()
         try:
@@ -393,10 +393,10 @@ class EngineJob(AttachedEngine):
             self._framework.begin()
             self._loop.start()
             self._sealed = True
-        if not loader.behind:
+        if not loader.lagging:
             self._loop.enter()
-        self._loop.set_behind(loader.behind)
-        if loader.behind:
+        self._loop.set_lagging(loader.lagging)
+        if loader.lagging:
             loader.skip_epoch()
         serve, void = partial(self._serve, loader), partial(self._void, loader)
         try:
@@ -422,7 +422,9 @@ class EngineJob(AttachedEngine):
         assert isinstance(shares, Shares)
         if num_samples == shares.num_samples:
             return shares
-        return share(num_samples=num_samples, homes=worker.homes, live=worker.view.ranks)
+        return share(
+            num_samples=num_samples, launch_slots=worker.launch_slots, live=worker.view.ranks
+        )
 
     def _serve(self, loader: ElasticLoader, step: int, iteration: int) -> Any:
         worker = self._worker

@@ -171,7 +171,7 @@ class ElasticLoader:
     def __iter__(self) -> "ElasticLoader":
         if self._sampler is not None:
             self._order.set_epoch(self._epoch + 1, self._sampler.epoch)
-        if self.behind:
+        if self.lagging:
             self._epoch += self._has_skipped
             self._has_skipped = False
             return self
@@ -229,7 +229,7 @@ class ElasticLoader:
         return self._epoch
 
     @property
-    def behind(self) -> bool:
+    def lagging(self) -> bool:
         """Whether the others have the epoch that the script iterates over behind them."""
         return 0 <= self._epoch < self.epoch_of_others
 

@@ -65,7 +65,7 @@ class ElasticMonitor:
         self._config = engine._config.monitor_config
         self.enabled = bool(engine.monitor.enabled)
         # Whether rank 0 is here, or was before the last recovery.
-        self.was_first = dist.get_rank() == 0 and not loop.worker.alone
+        self.was_first = dist.get_rank() == 0 and not loop.worker.detached
         self._master = engine.monitor if self.was_first else None
         self._opening: Future[MonitorMaster] | None = None
         self._closing: Future[None] | None = None

@@ -61,7 +61,7 @@ def _finds_its_stage(slot: int, width: int, native: Callable[..., None]) -> Call
     return __init__
 
 
-class _Told(NamedTuple):
+class _JobState(NamedTuple):
     """What one worker knows."""
 
     loader: Any
@@ -85,8 +85,8 @@ class News:
         self._framework = framework
         self._monitor = monitor
         self._stand_in = stand_in
-        self._handshake = Handshake(knows=not worker.alone, tell=self._tell, follow=self._follow)
-        self._remembered_epoch = worker.remembered.get("data_epoch", 0)
+        self._handshake = Handshake(knows=not worker.detached, tell=self._tell, follow=self._follow)
+        self._known_epoch = worker.job_constants.get("data_epoch", 0)
 
     def exchange(self) -> None:
         """Tell, and be told (collective over WORLD).
@@ -97,17 +97,17 @@ class News:
         (somebody_holds,) = self._handshake.exchange(self._monitor.holds)
         self._monitor.recovered(somebody_holds=somebody_holds)
 
-    def _tell(self) -> _Told:
+    def _tell(self) -> _JobState:
         loader, monitor = self._framework.loader, self._monitor
         assert loader is not None
-        return _Told(loader.tell(), self._stand_in.shapes, monitor.tell(), monitor.was_first)
+        return _JobState(loader.tell(), self._stand_in.shapes, monitor.tell(), monitor.was_first)
 
-    def _follow(self, everyone: Sequence[_Told | None]) -> None:
+    def _follow(self, everyone: Sequence[_JobState | None]) -> None:
         loader = self._framework.loader
         assert loader is not None
-        told = {rank: one for rank, one in enumerate(everyone) if one is not None}
-        comes = dist.get_rank() not in told
-        source = next((rank for rank, one in told.items() if one.was_first), min(told))
+        state = {rank: one for rank, one in enumerate(everyone) if one is not None}
+        comes = dist.get_rank() not in state
+        source = next((rank for rank, one in state.items() if one.was_first), min(state))
         structure = [self._framework.structure]
         dist.broadcast_object_list(structure, src=source)
         if comes:
@@ -115,9 +115,9 @@ class News:
         for tensor in self._framework.unsealed(structure[0]):
             dist.broadcast(tensor, src=source)
         if comes:
-            loader.follow(told[source].loader)
-            self._stand_in.shapes = told[source].shapes
-            self._monitor.events = told[source].events
+            loader.follow(state[source].loader)
+            self._stand_in.shapes = state[source].shapes
+            self._monitor.events = state[source].events
             # Where it does not get there, the next one need not begin before.
             self.remember_epoch(loader.epoch_of_others)
 
@@ -125,12 +125,12 @@ class News:
 
     def expect(self, loader: ElasticLoader) -> None:
         """Go through the epochs that were complete when the lost worker was still there."""
-        loader.expect(self._remembered_epoch)
+        loader.expect(self._known_epoch)
 
     def remember_epoch(self, epoch: int) -> None:
         """A step was completed in this epoch of the data."""
-        if epoch != self._remembered_epoch:
-            self._remembered_epoch = epoch
+        if epoch != self._known_epoch:
+            self._known_epoch = epoch
             self._worker.remember(data_epoch=epoch)
 
 
@@ -151,11 +151,11 @@ class Loads:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._loads = list(worker.remembered.get("loads", ()))
+        self._loads = list(worker.job_constants.get("loads", ()))
 
     def load(self, engine: Any, native: Callable[[], Any]) -> Any:
         """What ``native()`` returns; for a worker that comes later, what it did at the start."""
-        if not self._worker.alone:
+        if not self._worker.detached:
             loaded = native(), {name: getattr(engine, name) for name in COUNTERS}
             self._loads.append(base64.b64encode(pickle.dumps(loaded)).decode())
             self._worker.remember(loads=self._loads)

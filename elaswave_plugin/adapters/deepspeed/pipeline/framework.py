@@ -14,7 +14,7 @@ import torch
 from elaswave_plugin.adapters.deepspeed.engine.framework import DeepSpeedFramework
 from elaswave_plugin.adapters.deepspeed.pipeline.grid import edit_grid
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan
-from elaswave_plugin.core.recovery_plan.replica_placement import ReplicaSeating
+from elaswave_plugin.core.recovery_plan.replica_placement import ReplicaPlacement
 from elaswave_plugin.core.step.dataflow import Dataflow
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.tracking.dump_state import NamedPiece
@@ -31,15 +31,15 @@ class PipelineFramework(DeepSpeedFramework):
         """Whether the engine shows the script those of a step that the others have behind them."""
 
     @property
-    def seating(self) -> ReplicaSeating:
+    def placement(self) -> ReplicaPlacement:
         """The present pipelines."""
-        assert isinstance(self._worker.seating, ReplicaSeating)
-        return self._worker.seating
+        assert isinstance(self._worker.placement, ReplicaPlacement)
+        return self._worker.placement
 
     @property
     def is_busy(self) -> bool:
         """Whether this worker is in a pipeline."""
-        return self.seating.place_of(self._worker.slot) is not None
+        return self.placement.place_of(self._worker.slot) is not None
 
     def pause(self) -> None:
         """Drop the interrupted step, also what is in the pipe."""
@@ -65,7 +65,7 @@ class PipelineFramework(DeepSpeedFramework):
         ranks = plan.ranks
         edit_grid(
             engine.module,
-            [[ranks.index(slot) for slot in replica] for replica in self.seating.replicas],
+            [[ranks.index(slot) for slot in replica] for replica in self.placement.replicas],
         )
         assert isinstance(plan.dataflow, Dataflow)
         engine.micro_batches = len(plan.dataflow.microbatches(self._worker.slot))

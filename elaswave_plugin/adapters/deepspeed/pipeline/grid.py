@@ -16,12 +16,12 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from elaswave_plugin.core.recovery_plan.replica_placement import Replica
 
 
-def launch_replicas(module: Any, homes: Sequence[int]) -> tuple[Replica, ...]:
-    """The pipelines that the module was made for; ``homes`` are the slots by rank."""
+def launch_replicas(module: Any, launch_slots: Sequence[int]) -> tuple[Replica, ...]:
+    """The pipelines that the module was made for; ``launch_slots`` are the slots by rank."""
     topology = module.topology()
     stages, width = topology.get_dim("pipe"), topology.get_dim("data")
     return tuple(
-        tuple(homes[topology.get_rank(pipe=stage, data=replica)] for stage in range(stages))
+        tuple(launch_slots[topology.get_rank(pipe=stage, data=replica)] for stage in range(stages))
         for replica in range(width)
     )
 

@@ -31,7 +31,7 @@ from elaswave_plugin.adapters.deepspeed.pipeline.framework import PipelineFramew
 from elaswave_plugin.adapters.deepspeed.pipeline.grid import launch_replicas
 from elaswave_plugin.adapters.deepspeed.pipeline.newcomer import PipelineKnowledge
 from elaswave_plugin.adapters.patching import PatchSet
-from elaswave_plugin.core.recovery_plan.replica_placement import ReplicaSeating, deal_replicas
+from elaswave_plugin.core.recovery_plan.replica_placement import ReplicaPlacement, deal_replicas
 from elaswave_plugin.core.step.dataflow import Dataflow
 from elaswave_plugin.core.step.rng import draw_key
 from elaswave_plugin.errors import ConfigurationError
@@ -86,18 +86,20 @@ class PipelineJob(AttachedEngine):
         check_engine(engine)
         check_pipeline(engine)
         framework = self._pipeline = PipelineFramework(engine, worker)
-        homes = launch_replicas(engine.module, worker.homes)
-        count = len(homes) * int(engine.gradient_accumulation_steps())
+        launch_slots = launch_replicas(engine.module, worker.launch_slots)
+        count = len(launch_slots) * int(engine.gradient_accumulation_steps())
         check_pipelines(
-            worker.reserve, module=engine.module, width=len(homes), num_microbatches=count
+            worker.reserve, module=engine.module, width=len(launch_slots), num_microbatches=count
         )
-        super().__init__(worker, engine, framework, width=len(homes), patches=patches, seed=seed)
+        super().__init__(
+            worker, engine, framework, width=len(launch_slots), patches=patches, seed=seed
+        )
         self._num_microbatches = count
         worker.bind(
             framework,
             deal=partial(deal_replicas, num_microbatches=self._num_microbatches),
-            seating=ReplicaSeating.at_launch(
-                homes,
+            placement=ReplicaPlacement.at_launch(
+                launch_slots,
                 groups=worker.groups_at_launch(),
                 buckets=self._buckets_by_stage(),
                 reserve=worker.spare_width,
@@ -121,7 +123,7 @@ class PipelineJob(AttachedEngine):
         )
         self._drafts = steps.drafts
         self._loop = CountedLoop(steps, knowledge=PipelineKnowledge(worker, framework))
-        framework.hides_counters = self._loop.is_behind
+        framework.hides_counters = self._loop.is_lagging
         self._loads = Loads(worker)
         self._sealed = self._evaluating = False
         self._data: Any = None
@@ -149,17 +151,17 @@ class PipelineJob(AttachedEngine):
 
     def _buckets_by_stage(self) -> list[tuple[int, ...]]:
         worker = self._worker
-        if not worker.alone:
+        if not worker.detached:
             everyone: list[Any] = [None] * dist.get_world_size()
             mine = self._engine.stage_id, self._framework.bucket_lengths()
             dist.all_gather_object(everyone, mine)
             worker.remember(stages=[list(lengths) for _, lengths in sorted(dict(everyone).items())])
-        return [tuple(lengths) for lengths in worker.remembered["stages"]]
+        return [tuple(lengths) for lengths in worker.job_constants["stages"]]
 
     @property
     def _weight(self) -> float:
         """What a micro-batch counts, where the pipelines' gradients are averaged over them."""
-        return len(self._pipeline.seating.replicas) / self._width
+        return len(self._pipeline.placement.replicas) / self._width
 
     # ---- the engine's methods -------------------------------------------------------------------
 
@@ -388,7 +390,7 @@ class PipelineJob(AttachedEngine):
         count = num_micro_batches or self._num_microbatches // self._width
         told_to_all = compute_loss and bcast_loss
         batches = Rereading(data_iter)
-        if self._loop.is_behind:
+        if self._loop.is_lagging:
             self._skip_batches(batches.from_the_first(), count)
             passed = torch.tensor(math.nan, device=self._engine.device)
             return (passed, None) if return_logits else passed
@@ -432,9 +434,9 @@ class PipelineJob(AttachedEngine):
 
     def _tell_free(self, value: torch.Tensor) -> torch.Tensor:
         """Workers without a pipeline get the value of the first one's first stage."""
-        worker, seating = self._worker, self._pipeline.seating
-        if seating.free:
-            dist.broadcast(value, src=worker.ranks.index(seating.replicas[0][0]))
+        worker, placement = self._worker, self._pipeline.placement
+        if placement.free:
+            dist.broadcast(value, src=worker.ranks.index(placement.replicas[0][0]))
         return value
 
     @abandoning
@@ -452,7 +454,7 @@ class PipelineJob(AttachedEngine):
             return work()
 
         self._begin()
-        return self._loop.run(self._as_one(work), phase=phase, alone=None)
+        return self._loop.run(self._as_one(work), phase=phase, detached=None)
 
     def _load(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._sealed:
@@ -471,5 +473,5 @@ class PipelineJob(AttachedEngine):
 
     def _leave_together(self) -> None:
         if self._worker.config.dump_state == "last":
-            self._loop.run(self._dump_last, phase="save", alone=None)
+            self._loop.run(self._dump_last, phase="save", detached=None)
         self._loop.finish(before_leaving=self._recording.tracker.close)

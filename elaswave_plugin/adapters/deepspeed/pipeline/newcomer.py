@@ -32,7 +32,7 @@ class PipelineKnowledge:
         ``told``: by rank, None for those who came. Raises ElasWaveError where nobody of a stage
         with such tensors knows them, ConfigurationError on one that came with another model.
         """
-        ranks, stages = self._worker.ranks, self._framework.seating.stages
+        ranks, stages = self._worker.ranks, self._framework.placement.stages
         mine = next(stage for stage in stages if self._worker.slot in stage)
         peers = [rank for rank, slot in enumerate(ranks) if slot in mine]
         source = next((rank for rank in peers if told[rank] is not None), None)

@@ -29,20 +29,20 @@ class ExpertBiases:
         if config.num_moe_experts is not None and config.moe_router_enable_expert_bias:
             self.values = torch.zeros(config.num_layers, config.num_moe_experts)
             self.write(None)
-            self.gather(is_seated=True)
+            self.gather(is_placed=True)
 
     @torch.no_grad()
-    def gather(self, *, is_seated: bool) -> None:
+    def gather(self, *, is_placed: bool) -> None:
         """Have what all workers have in their layers; collective over WORLD, if there is anything.
 
-        ``is_seated``: whether this worker has a part of the model.
+        ``is_placed``: whether this worker has a part of the model.
         """
         if self.values is None:
             return
         table = torch.zeros_like(self.values, device=torch.cuda.current_device())
         everyone = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         # One worker of each stage tells, and a sum of integers keeps what zeros are added to.
-        if is_seated and everyone.rank() == 0:
+        if is_placed and everyone.rank() == 0:
             for router in routers(self._chunks):
                 table[router.layer_number - 1] = router.expert_bias
         dist.all_reduce(table.view(torch.int32))

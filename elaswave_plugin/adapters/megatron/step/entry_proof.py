@@ -34,7 +34,7 @@ def compare_losses(
     Where they differ, raises ConfigurationError on a worker that has come, which leaves with it,
     and EpochChanged on the others. Not where the job's first step has shown that bits differ.
     """
-    if worker.remembered.get("inexact", False):
+    if worker.job_constants.get("inexact", False):
         return
     came = [int(name.partition(".")[0]) for name in worker.untried]
     checks = entry_checks(flow, came) if came else ()

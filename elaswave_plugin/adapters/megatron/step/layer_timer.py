@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 from elaswave_plugin.adapters.megatron.step.fused_gradients import fuses
-from elaswave_plugin.core.planner.layer_times import BACKWARD, BEHIND, FORWARD, FRONT, LAYER
+from elaswave_plugin.core.planner.layer_times import BACKWARD, FORWARD, FRONT, LAYER, TAIL
 from elaswave_plugin.recovery.stopwatch import Mark, Stopwatch
 
 
@@ -40,8 +40,8 @@ class LayerTimer:
 
     def _parts(self) -> list[str]:
         """What the chunk has."""
-        front, behind = self._block.pre_process, self._block.post_process
-        return [*([FRONT] if front else []), LAYER, *([BEHIND] if behind else [])]
+        front, tail = self._block.pre_process, self._block.post_process
+        return [*([FRONT] if front else []), LAYER, *([TAIL] if tail else [])]
 
     # ---- forward --------------------------------------------------------------------------------
 
@@ -89,11 +89,11 @@ class LayerTimer:
             return
         self._stopwatch.operations.leave()
         if self._block.post_process:
-            self._stopwatch.holds(BEHIND, count=self._rows[FORWARD])
+            self._stopwatch.holds(TAIL, count=self._rows[FORWARD])
         self._stopwatch.end_holding()
         if not self._block.post_process:
             return
-        self._pass(BEHIND, FORWARD, self._forward)
+        self._pass(TAIL, FORWARD, self._forward)
         result = output[0] if isinstance(output, tuple) else output
         if isinstance(result, torch.Tensor) and result.requires_grad:
             result.register_hook(self._enter_model_backward)
@@ -107,7 +107,7 @@ class LayerTimer:
     def _enter_layers_backward(self, gradient: torch.Tensor) -> None:
         self._rows[BACKWARD] = gradient.shape[1]
         if self._block.post_process:
-            self._backward = self._pass(BEHIND, BACKWARD, self._backward)
+            self._backward = self._pass(TAIL, BACKWARD, self._backward)
         else:
             self._stopwatch.operations.enter()
             self._backward = self._stopwatch.mark()

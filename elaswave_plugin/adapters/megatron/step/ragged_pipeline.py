@@ -52,9 +52,9 @@ class RaggedPipeline:
         micro_batch_size: int,
     ) -> None:
         """``tied``: where the stages keep the embedding that they share, by stage, if they do."""
-        seat = flow.seat(slot)
-        assert seat is not None
-        self._flow, self._slot, self._seat = flow, slot, seat
+        coordinate = flow.coordinate(slot)
+        assert coordinate is not None
+        self._flow, self._slot, self._coordinate = flow, slot, coordinate
         self._chunks, self._config = chunks, chunks[0].config
         self._reduction = reduction
         self._tied = tied
@@ -74,13 +74,13 @@ class RaggedPipeline:
         )[0]
         self._ops = flow.ops(slot)
         self._last_kind = WEIGHTS if flow.is_split else BACKWARD
-        before, after = flow.crossings(seat.stage - 1), flow.crossings(seat.stage)
-        self._above: list[Crossing] = [one for one in before if one.receiver == seat.order]
-        self._below: list[Crossing] = [one for one in after if one.sender == seat.order]
+        before, after = flow.crossings(coordinate.stage - 1), flow.crossings(coordinate.stage)
+        self._above: list[Crossing] = [one for one in before if one.receiver == coordinate.order]
+        self._below: list[Crossing] = [one for one in after if one.sender == coordinate.order]
         # What this worker contributes to the reduction, where contributions are kept apart.
         self._parts: tuple[Contribution, ...] = ()
         if reduction.keeps_contributions_apart:
-            self._parts = flow.cell(seat.stage, seat.tp).contributions(slot)
+            self._parts = flow.shard_group(coordinate.stage, coordinate.tp).contributions(slot)
         self._held: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._left = {
             part.microbatches[0]: len(part.microbatches) * len(chunks) for part in self._parts
@@ -203,7 +203,7 @@ class RaggedPipeline:
 
     def _part_of(self, op: Op) -> int:
         """The place of an operation's layers in the model: its virtual stage."""
-        return op.chunk * self._num_stages + self._seat.stage
+        return op.chunk * self._num_stages + self._coordinate.stage
 
     # ---- the end of the step --------------------------------------------------------------------
 
@@ -231,7 +231,7 @@ class RaggedPipeline:
             )
         if self._config.calculate_per_token_loss:
             # Counted once: where the losses are, and there by one worker of each TP group.
-            counts = self._seat.stage == self._num_stages - 1 and self._seat.tp == 0
+            counts = self._coordinate.stage == self._num_stages - 1 and self._coordinate.tp == 0
             total = self._tokens if counts else torch.zeros_like(self._tokens)
             dist.all_reduce(total, group=self._group)
             for chunk in self._chunks if total > 0 else ():
@@ -251,7 +251,7 @@ class RaggedPipeline:
         for one in self._below if goes_on else self._above:
             if op.start <= one.start < op.stop:
                 peer = groups[one.receiver if goes_on else one.sender]
-                rank = self._ranks.index(peer.slots[self._seat.tp])
+                rank = self._ranks.index(peer.slots[self._coordinate.tp])
                 yield rank, one.start - op.start, one.stop - op.start
 
     def _send(self, rows: torch.Tensor, op: Op, part: int) -> None:

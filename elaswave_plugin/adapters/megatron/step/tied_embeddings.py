@@ -71,15 +71,15 @@ def add_other_stage(
     ``tied``: where each of the two stages keeps it; ``group`` holds all workers that have a place,
     ``ranks`` are its slots. Collective over both stages; nothing happens at the others.
     """
-    seat = flow.seat(slot)
+    coordinate = flow.coordinate(slot)
     weight = tied_parameter(chunks)
-    if seat is None or weight is None or seat.stage not in tied:
+    if coordinate is None or weight is None or coordinate.stage not in tied:
         return
-    (other,) = tied.keys() - {seat.stage}
+    (other,) = tied.keys() - {coordinate.stage}
     grad = weight.main_grad.view(-1)  # type: ignore[attr-defined]  # DDP sets it
     arriving, sends = [], []
-    for peer, low, high in _overlaps(flow, seat.stage, seat.order, other, tied):
-        rank = ranks.index(flow.layout.stages[other][peer].slots[seat.tp])
+    for peer, low, high in _overlaps(flow, coordinate.stage, coordinate.order, other, tied):
+        rank = ranks.index(flow.layout.stages[other][peer].slots[coordinate.tp])
         theirs = torch.empty_like(grad[low:high])
         # A copy: the sum goes into the same memory, maybe before the bytes have left.
         mine = grad[low:high].clone()

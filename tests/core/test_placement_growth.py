@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaswave_plugin.core.layout.group_rules import members_of, rule_of, seats_of
+from elaswave_plugin.core.layout.group_rules import coordinates_of, members_of, rule_of
 from elaswave_plugin.core.layout.layout import FreeWorker, ParallelLayout, launch_layout
 from elaswave_plugin.core.layout.reserve import built_among
 from elaswave_plugin.core.planner.layer_times import LayerTimes
-from elaswave_plugin.core.recovery_plan.placement import FlatSeating, GridSeating
+from elaswave_plugin.core.recovery_plan.placement import FlatPlacement, GridPlacement
 from elaswave_plugin.core.step.dataflow import Slowness
 from elaswave_plugin.errors import ConfigurationError, LayoutError
 
@@ -27,27 +27,29 @@ GROUPS = {
 }
 
 
-def grid(layout: ParallelLayout = LAYOUT) -> GridSeating:
+def grid(layout: ParallelLayout = LAYOUT) -> GridPlacement:
     units = dict.fromkeys(range(layout.num_layers + 2), 100)
-    return GridSeating.at_launch(layout, groups=GROUPS, units=units)
+    return GridPlacement.at_launch(layout, groups=GROUPS, units=units)
 
 
-def members(seating: GridSeating, slot: int) -> dict[str, tuple[int, ...]]:
-    return {name: edit.members for name, edit in seating.edits(GROUPS, slot).items()}
+def members(placement: GridPlacement, slot: int) -> dict[str, tuple[int, ...]]:
+    return {name: edit.members for name, edit in placement.edits(GROUPS, slot).items()}
 
 
 def test_a_data_parallel_job_grows_beyond_its_launch() -> None:
     """Groups of everyone grow; those of one worker, and the replicas of the launch, do not."""
     launched = {"dp": (0, 1, 2), "tp": (1,)}
-    seating = FlatSeating(homes=(0, 1, 2), ranks=(0, 1, 2), buckets=(10,)).after((0, 1, 2, 3, 4))
-    edits = seating.edits(launched, 1)
+    placement = FlatPlacement(launch_slots=(0, 1, 2), ranks=(0, 1, 2), buckets=(10,)).after(
+        (0, 1, 2, 3, 4)
+    )
+    edits = placement.edits(launched, 1)
     assert edits["dp"].members == (0, 1, 2, 3, 4) and edits["tp"].members == (1,)
     # Who came later was built in a world of as many, in the place of the last.
-    edits = seating.edits({"dp": (0, 1, 3), "tp": (3,)}, 3)
+    edits = placement.edits({"dp": (0, 1, 3), "tp": (3,)}, 3)
     assert edits["dp"].members == (0, 1, 2, 3, 4) and edits["tp"].members == (3,)
-    assert seating.cells[0].ranks == (0, 1, 2, 3, 4)
-    assert seating.dealt_over["homes"] == (0, 1, 2)
-    assert seating.after((4, 1)).edits(launched, 1)["dp"].members == (4, 1)
+    assert placement.shard_groups[0].ranks == (0, 1, 2, 3, 4)
+    assert placement.dealt_over["launch_slots"] == (0, 1, 2)
+    assert placement.after((4, 1)).edits(launched, 1)["dp"].members == (4, 1)
 
 
 GROWS = launch_layout(tp=2, pp=2, dp=2, num_layers=4, reserve=1)
@@ -57,7 +59,7 @@ def test_a_tp_group_beyond_the_launch_widens_the_stage_of_its_slots() -> None:
     """One of the group alone is free, and changes nothing for the others."""
     one = grid(GROWS).after((*range(8), 9))
     assert one.layout.free == (FreeWorker(9, stage=0, tp=1),)
-    assert members(one, 0) == GROUPS and one.cell_of(9) is None
+    assert members(one, 0) == GROUPS and one.shard_group_of(9) is None
     both = one.after((*range(8), 9, 8))
     assert both.layout.widths == (3, 2) and both.layout.stages[0][2].slots == (8, 9)
     assert members(both, 9)["dp"] == (1, 3, 9) and members(both, 9)["tp"] == (8, 9)
@@ -67,7 +69,7 @@ def test_a_tp_group_beyond_the_launch_widens_the_stage_of_its_slots() -> None:
     # As one that was built there, in the place of the last replica of its stage and position.
     assert built_among(11, range(8), tp=2, pp=2) == (0, 1, 2, 3, 4, 5, 6, 11)
     assert members(whole, 11)["dp"] == (5, 7, 11)
-    assert grid(GROWS).as_told(whole.told()).layout == whole.layout
+    assert grid(GROWS).with_state(whole.state()).layout == whole.layout
     # With 8 its group is lost, and no other.
     assert whole.after((*range(8), 9, 10, 11)).layout.widths == (2, 3)
 
@@ -77,7 +79,7 @@ def test_who_comes_beyond_the_launch_takes_a_lost_seat_first() -> None:
     assert [group.replica for group in short.layout.stages[0]] == [0, 1]
     assert short.layout.is_rectangular and not short.layout.keeps_stages
     assert short.after(range(10)).layout.widths == (3, 2)
-    assert grid(GROWS).as_told(short.told()).layout == short.layout
+    assert grid(GROWS).with_state(short.state()).layout == short.layout
 
 
 def test_the_rules_give_back_the_groups_of_the_launch() -> None:
@@ -92,7 +94,7 @@ def test_a_group_along_no_axis_is_refused() -> None:
 
 def test_a_loss_frees_the_rest_of_its_tp_group() -> None:
     after = grid().after((1, 2, 3, 4, 5, 6, 7))
-    assert after.seat(1) is None and after.cell_of(1) is None
+    assert after.coordinate(1) is None and after.shard_group_of(1) is None
     assert set(members(after, 1).values()) == {(1,)}
     assert members(after, 2)["dp"] == (2,)
     assert members(after, 2)["everyone"] == (2, 3, 4, 5, 6, 7)
@@ -104,14 +106,14 @@ def test_two_broken_groups_of_a_stage_make_a_whole_one() -> None:
     after = grid().after((1, 3, 4, 5, 6, 7))  # of both groups of stage 0, tp position 1 is left
     crew = after.layout.stages[0][0].slots
     assert sorted(crew) == [1, 3]
-    assert [cell.ranks for cell in after.cells[:2]] == [crew[:1], crew[1:]]
+    assert [shard_group.ranks for shard_group in after.shard_groups[:2]] == [crew[:1], crew[1:]]
     first, second = (after.edits(GROUPS, slot)["tp"] for slot in crew)
     assert first == second and first.members == crew
 
 
 def test_an_empty_stage_takes_a_replica_of_another() -> None:
     after = grid().after((1, 4, 5, 6, 7))
-    assert [cell.ranks for cell in after.cells] == [(6,), (7,), (4,), (5,)]
+    assert [shard_group.ranks for shard_group in after.shard_groups] == [(6,), (7,), (4,), (5,)]
     assert members(after, 6)["pp"] == (6, 4) and members(after, 4)["everyone"] == (6, 7, 4, 5)
 
 
@@ -126,8 +128,10 @@ def test_without_a_replica_for_each_stage_the_job_ends_with_the_reason() -> None
 def test_units_go_with_the_cuts() -> None:
     moving = replace(grid(), partition=lambda layout, *_: layout.recut((0, 1, 4)))
     moved = moving.after(range(1, 8))
-    assert [cell.units for cell in moved.cells] == 2 * [(1, 0)] + 2 * [(5, 4, 3, 2)]
-    assert moved.cells[0].buckets == (100, 100) and moved.largest == (100,) * 6
+    assert [shard_group.units for shard_group in moved.shard_groups] == 2 * [(1, 0)] + 2 * [
+        (5, 4, 3, 2)
+    ]
+    assert moved.shard_groups[0].buckets == (100, 100) and moved.largest == (100,) * 6
 
 
 def test_groups_of_the_same_members_stay_different() -> None:
@@ -144,7 +148,7 @@ def test_members_agree_on_every_collective_group(losses: Sequence[int]) -> None:
     rules.append(rule_of(tuple(range(16)), layout))
     for slot in losses:
         layout = layout.without([slot]).reformed_in_place()
-    busy = seats_of(layout)
+    busy = coordinates_of(layout)
     for slot in busy:
         for rule in rules:
             group = members_of(rule, layout, slot)
@@ -154,10 +158,10 @@ def test_members_agree_on_every_collective_group(losses: Sequence[int]) -> None:
 
 
 def test_a_flat_job_fills_holes() -> None:
-    flat = FlatSeating(homes=(0, 1, 2, 3), ranks=(0, 1, 2, 3)).after((0, 3, 2))
+    flat = FlatPlacement(launch_slots=(0, 1, 2, 3), ranks=(0, 1, 2, 3)).after((0, 3, 2))
     assert flat.edits({"dp": (0, 1, 2, 3)}, 0)["dp"].members == (0, 3, 2)
-    assert flat.dealt_over == {"homes": (0, 1, 2, 3), "live": (0, 3, 2), "slow": {}}
-    assert flat.cells[0].ranks == (0, 3, 2) and flat.cell_of(1) is None
+    assert flat.dealt_over == {"launch_slots": (0, 1, 2, 3), "live": (0, 3, 2), "slow": {}}
+    assert flat.shard_groups[0].ranks == (0, 3, 2) and flat.shard_group_of(1) is None
 
 
 def test_a_view_of_the_same_members_moves_nothing() -> None:
@@ -168,7 +172,7 @@ def test_a_view_of_the_same_members_moves_nothing() -> None:
     def back(after: ParallelLayout, times: LayerTimes, slow: Slowness) -> ParallelLayout:
         return after.recut(layout.cuts)
 
-    grid = GridSeating.at_launch(layout, groups={}, units=units, partition=back)
+    grid = GridPlacement.at_launch(layout, groups={}, units=units, partition=back)
     moved = grid.recut((0, 5, 8))
     assert moved.after((0, 1, 2, 3)).layout.cuts == (0, 5, 8)
     assert moved.after((0, 1, 3)).layout.cuts == (0, 4, 8)
