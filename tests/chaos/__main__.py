@@ -2,23 +2,29 @@
 
 python -m tests.chaos --seed N --runs K [--job dp|hybrid|zero1|zero2|zero3|deepspeed-pipeline]
 
-Seeds N to N+K-1 of each kind of job. What fails is said with its command; exit code 1.
+Seeds N to N+K-1 of each kind of job. What fails is printed with its command; exit code 1. A run of
+all kinds writes its result file, benchmarks/chaos.json.
 """
 
 import argparse
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from benchmarks.circumstances import circumstances
 from elaswave_plugin.tracking.events import EVENTS_FILE, read_lines
 from tests.chaos.draws import draw, kinds
 from tests.chaos.runs import Played, Stage
 from tests.chaos.verdict import judge, judge_by_twin
 from tests.deepspeed.harness import PRELOAD as ENGINE_PRELOAD
-from tests.faults.harness import PRELOAD, Zygote
+from tests.faults.harness import PRELOAD, ROOT, Zygote
 from tests.faults.matrix import write_text
+
+RESULT = ROOT / "benchmarks" / "chaos.json"
 
 
 @contextmanager
@@ -35,12 +41,15 @@ def open_stage(name: str, folder: Path) -> Iterator[Stage]:
         zygote.close()
 
 
-def run_seed(stage: Stage, name: str, seed: int) -> str:
-    """Draw, run and judge; what did not hold, in words, or nothing."""
+def run_seed(stage: Stage, name: str, seed: int) -> dict[str, Any]:
+    """Draw, run and judge a scenario; return its row of the result file."""
     scenario = draw(name, seed)
     print(f"{name} seed {seed}: {scenario}", flush=True)
     reference = stage.reference(scenario.spec)
     played = stage.play(scenario)
+    seconds = round(played.outcome.seconds, 1)
+    events = [str(event) for event in scenario.events]
+    row = {"job": name, "seed": seed, "events": events, "seconds": seconds}
     try:
         judge(played, reference)
         twin = stage.twin(played)
@@ -49,12 +58,12 @@ def run_seed(stage: Stage, name: str, seed: int) -> str:
         show(played)
         print(f"{name} seed {seed}: FAILED: {error}", flush=True)
         print(f"  its files: {played.outcome.directory}; again: {again(name, seed)}", flush=True)
-        return str(error)
+        return {**row, "failure": str(error) or "an assertion failed"}
     show(played)
     beside = "" if twin is None else f", as its twin {' '.join(twin.spec.changes)}"
-    print(f"{name} seed {seed}: passed{beside} in {played.outcome.seconds:.1f} s", flush=True)
+    print(f"{name} seed {seed}: passed{beside} in {seconds} s", flush=True)
     shutil.rmtree(played.outcome.directory)
-    return ""
+    return {**row, "failure": None}
 
 
 def show(played: Played) -> None:
@@ -81,12 +90,15 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="new folder in which the files of failures stay")
     options = parser.parse_args()
     out = options.out or Path(tempfile.mkdtemp(prefix="elaswave-chaos-"))
-    failed = []
+    rows, head = [], circumstances("tests.chaos")
     for name in [options.job] if options.job else kinds():
         with open_stage(name, out / name) as stage:
             for seed in range(options.seed, options.seed + options.runs):
-                if run_seed(stage, name, seed):
-                    failed.append(again(name, seed))
+                rows.append(run_seed(stage, name, seed))
+    failed = [again(row["job"], row["seed"]) for row in rows if row["failure"] is not None]
+    if not options.job:
+        result = {**head, "runs": len(rows), "passed": len(rows) - len(failed), "rows": rows}
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
     if failed:
         print("\n".join(["failed:", *failed]))
         return 1

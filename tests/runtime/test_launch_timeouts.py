@@ -16,15 +16,15 @@ def test_an_option_wins_over_the_environment_and_that_over_the_default() -> None
     env = {"ELASWAVE_NOTICE_TIMEOUT_S": "90", "ELASWAVE_JOIN_TIMEOUT_S": "80"}
     options = argparse.Namespace(notice_timeout_s=70.0, join_timeout_s=None)
     got = read_timeouts(options, env, quiesce_timeout_s=None)
-    assert got.timeouts == Timeouts(notice_timeout_s=70.0, join_timeout_s=80.0)
+    assert got.agreement == Timeouts(notice_timeout_s=70.0, join_timeout_s=80.0)
     assert got.start_s == START_S
-    assert read_timeouts(None, env, quiesce_timeout_s=None).timeouts.notice_timeout_s == 90.0
+    assert read_timeouts(None, env, quiesce_timeout_s=None).agreement.notice_timeout_s == 90.0
 
 
 def test_the_settings_of_the_script_win_over_the_environment() -> None:
     env = {"ELASWAVE_QUIESCE_TIMEOUT_S": "9"}
-    assert read_timeouts(None, env, quiesce_timeout_s=7.0).timeouts.quiesce_timeout_s == 7.0
-    assert read_timeouts(None, env, quiesce_timeout_s=None).timeouts.quiesce_timeout_s == 9.0
+    assert read_timeouts(None, env, quiesce_timeout_s=7.0).agreement.quiesce_timeout_s == 7.0
+    assert read_timeouts(None, env, quiesce_timeout_s=None).agreement.quiesce_timeout_s == 9.0
 
 
 @pytest.mark.parametrize(
