@@ -16,7 +16,18 @@ import pytest
 
 from tests.tiers import unknown_representatives, waits_for_faults
 
-FIRST = ("tidy", "core", "config", "runtime", "tracking")
+FIRST = ("tidy", "core", "config")
+# One process, then groups of worker processes and whole jobs without a framework.
+ROOMS = (
+    "ipc",
+    "trainer",
+    "communicator",
+    "snapshot",
+    "supervisor",
+    "launch",
+    "recovery",
+    "tracking",
+)
 LAST = ("faults",)
 # The first waits for what the pure tests run beside; a busy machine disturbs all that follow.
 AFTER_PURE = ("test_types.py", "test_planner_time.py")
@@ -82,11 +93,12 @@ def pytest_timeout_cancel_timer(item: pytest.Item) -> bool:
 
 def _place(path: Path) -> float:
     if path.name in AFTER_PURE:
-        return FIRST.index("runtime") - 0.5 + 0.1 * AFTER_PURE.index(path.name)
+        return len(FIRST) - 0.5 + 0.1 * AFTER_PURE.index(path.name)
     folder = path.relative_to(Path(__file__).parent).parts[0]
-    if folder in FIRST:
-        return FIRST.index(folder)
-    return len(FIRST) + (1 if folder in LAST else 0)
+    order = (*FIRST, *ROOMS)
+    if folder in order:
+        return order.index(folder)
+    return len(order) + (1 if folder in LAST else 0)
 
 
 def _expire(nodeid: str, limit_s: float, stderr: int) -> None:

@@ -18,13 +18,13 @@ FAULTS = (
     "tests/rehearsal",
     "tests/adapters/megatron_lm",
     # Whole jobs whose workers, supervisors and launchers are killed.
-    "tests/runtime/test_detached.py",
-    "tests/runtime/test_join.py",
-    "tests/runtime/test_launch.py",
-    "tests/runtime/test_supervision.py",
-    "tests/runtime/test_torchrun.py",
-    "tests/runtime/test_undead.py",
-    "tests/runtime/test_zygote.py",
+    "tests/launch/test_detached.py",
+    "tests/launch/test_join.py",
+    "tests/launch/test_launch.py",
+    "tests/supervisor/test_supervision.py",
+    "tests/launch/test_torchrun.py",
+    "tests/supervisor/test_undead.py",
+    "tests/trainer/test_zygote.py",
     "tests/demo/test_demo.py",
     "tests/demo/test_real_demo.py",
     "tests/demo/test_real_hybrid.py",
@@ -47,7 +47,7 @@ REPRESENTATIVES = (
     "tests/deepspeed/test_hf.py::test_a_kill_is_absorbed_and_the_script_counts_each_step_once"
     "[1-0@3:backward]",
     # The groups of processes themselves.
-    "tests/runtime/test_supervision.py::test_two_trainers_killed_at_once",
+    "tests/supervisor/test_supervision.py::test_two_trainers_killed_at_once",
     # Megatron-LM, where a checkout is given.
     "tests/adapters/megatron_lm/test_kill.py::test_any_phase_of_a_data_parallel_job[2@3:backward]",
 )

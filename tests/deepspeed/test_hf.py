@@ -19,7 +19,7 @@ from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
 from tests.faults.foreign_launchers import run_under
 from tests.faults.harness import ROOT, Outcome, check_survived, max_relative_difference
-from tests.runtime.jobs import LAUNCH
+from tests.supervisor.jobs import LAUNCH
 from tests.tiers import sampled
 
 EXAMPLE = str(ROOT / "examples" / "train_hf.py")

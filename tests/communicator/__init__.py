@@ -1,0 +1,1 @@
+"""Tests of links, groups and devices: worker processes on the CPU engine."""

@@ -1,0 +1,1 @@
+"""Tests of what processes of one node tell each other."""

@@ -1,0 +1,1 @@
+"""Tests of parts of a recovery within one process."""

@@ -1,1 +1,0 @@
-"""Tests of supervisors, trainers and groups: real processes on the CPU engine."""

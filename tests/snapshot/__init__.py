@@ -1,0 +1,1 @@
+"""Tests of sealed snapshots within one process."""

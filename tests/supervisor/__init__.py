@@ -1,0 +1,1 @@
+"""Tests of supervisors: pure parts, and jobs of tiny trainers in real processes."""

@@ -1,0 +1,77 @@
+"""`elaswave drain SLOT` reaches the supervisor of that slot, and its refusals are told."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from elaswave_plugin.cli.main import run_command
+from elaswave_plugin.core.layout.layout import launch_layout
+from tests.supervisor.jobs import Job
+
+
+def drain(slot: int, where: object, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the command complains about."""
+    assert run_command(["drain", str(slot), str(where)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
+def test_a_worker_that_is_not_there_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Job(tmp_path, 3).start() as job:
+        job.kill(1)
+        job.all("commit", [0, 2], epoch=2)
+        error = drain(1, job.run_dir, capsys)
+        assert job.finish([0, 2]) == 0
+    assert error == "elaswave: worker 1 is not in the job, wanted one of 0 2\n"
+
+
+def test_the_last_worker_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Job(tmp_path, 2).start() as job:
+        job.kill(0)
+        job.one("commit", 1, epoch=2)
+        error = drain(1, job.run_dir, capsys)
+        assert job.finish([1]) == 0
+    assert error == "elaswave: worker 1 stays: it is the last one; end the job instead\n"
+
+
+def test_a_worker_without_whom_a_stage_is_empty_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = launch_layout(tp=1, pp=2, dp=1, num_layers=2).to_json()
+    told = json.dumps({**layout, "why_workers_stay": None}, separators=(",", ":"))
+    with Job(tmp_path, 2).start() as job:
+        job.tell(1, f"layout {told}")
+        job.all("layout", [1])
+        error = drain(1, job.run_dir, capsys)
+        assert job.finish([0, 1]) == 0
+    assert error == (
+        "elaswave: worker 1 stays: without it 1 whole TP groups of 1 would be left for 2 stages;"
+        " end the job instead, or wait until others have joined\n"
+    )
+
+
+def test_without_a_job_it_costs_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "no job is running in" in drain(1, tmp_path, capsys)
+
+
+def test_of_all_that_are_drained_the_last_one_stays(tmp_path: Path) -> None:
+    """Nobody has left yet when the last one is asked, and nothing would be saved at the end."""
+    with Job(tmp_path, 3).start() as job:
+        for slot in range(3):
+            assert run_command(["drain", str(slot), str(job.run_dir)]) == 0
+        for slot in range(3):
+            job.tell(slot, "step 1")
+        assert job.one("commit", 2, epoch=2)["ranks"] == [2]
+        job.tell(2, "release")
+        job.all("stopped", [0, 1])
+        # It leads the job now, alone, and does not remember that it was to leave.
+        assert all(job.ended(job.supervisors[slot]) for slot in (0, 1))
+        assert job.finish([2]) == 0
+        assert "worker 2 stays: all others leave; end the job instead" in job.output()
+        assert [event["slot"] for event in job.events("notice_void")] == [2]

@@ -1,0 +1,1 @@
+"""Tests of what runs in a trainer before and beside the training."""

@@ -1,0 +1,286 @@
+"""Trainers forked by a zygote are like freshly started ones, and end with their supervisors."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.ports import free_port
+from tests.supervisor.jobs import LAUNCH, WAIT_S, Job, environment
+
+START_S = 30.0
+
+LOOK = """
+import json, os, sys
+here = {name: value for name, value in os.environ.items() if name not in IGNORED}
+fds = {}
+for name in os.listdir("/proc/self/fd"):
+    try:
+        fds[name] = os.readlink(f"/proc/self/fd/{name}").split(":")[0]
+    except OSError:
+        pass  # the listing's own
+own = {os.environ[name] for name in ("ELASWAVE_CONTROL_FD", "ELASWAVE_PROGRESS_FD")}
+own |= set(os.environ["ELASWAVE_SNAPSHOT_FDS"].split(","))
+seen = {
+    "argv": sys.argv,
+    "cwd": os.getcwd(),
+    "name": __name__,
+    "file": __file__,
+    "main_is_me": sys.modules["__main__"].__dict__ is globals(),
+    "package": __package__,
+    "path": sys.path,
+    "environment": here,
+    "other_fds": sorted(set(fds) - own - {"0", "1", "2"}),
+    "memory": sorted(fds[fd] for fd in own),
+    "stdin": os.readlink("/proc/self/fd/0"),
+    "write_through": [sys.stdout.write_through, sys.stderr.write_through],
+    "signals": [str(__import__("signal").getsignal(n)) for n in (2, 15, 1, 13)],
+}
+with open(os.environ["SEEN"], "w") as file:
+    json.dump(seen, file, default=str)
+print("to stdout")
+sys.stderr.write("to stderr\\n")  # in one piece: others write there as well
+ENDING
+"""
+IGNORED = (
+    "SEEN",
+    "ELASWAVE_CONTROL_FD",
+    "ELASWAVE_PROGRESS_FD",
+    "ELASWAVE_SNAPSHOT_FDS",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+)
+
+
+@pytest.fixture(scope="module")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A zygote that outlives several runs, started in a place that has nothing to do with them."""
+    folder = tmp_path_factory.mktemp("zygote")
+    process = start_zygote(folder)
+    yield folder / "z.sock"
+    process.terminate()
+    assert process.wait(WAIT_S) == 0
+    assert not (folder / "z.sock").exists()
+
+
+def start_zygote(folder: Path, preload: str = "json,decimal") -> "subprocess.Popen[str]":
+    """Wait for the socket: the zygote's own folder tells when it appears."""
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "elaswave_plugin.trainer.zygote",
+            f"--socket={folder / 'z.sock'}",
+            f"--preload={preload}",
+        ],
+        env=environment(FROM_THE_ZYGOTE="1"),
+        cwd=folder,
+        text=True,
+        stderr=subprocess.PIPE,
+    )
+    deadline = START_S
+    while not (folder / "z.sock").exists():
+        pidfd = os.pidfd_open(process.pid)
+        ended = select.select([pidfd], [], [], 0.05)[0]
+        os.close(pidfd)
+        deadline -= 0.05
+        assert not ended and deadline > 0, process.stderr and process.stderr.read()
+    return process
+
+
+def look(
+    tmp_path: Path, name: str, *options: str, ending: str = "", module: bool = False
+) -> tuple[dict[str, Any], int, str, str]:
+    """Run a script that writes down what it sees; that, the exit code, its stdout and stderr."""
+    tmp_path.mkdir(exist_ok=True)
+    text = LOOK.replace("IGNORED", repr(IGNORED)).replace("ENDING", ending)
+    (tmp_path / "look.py").write_text(text)
+    seen = tmp_path / f"seen-{name}"
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            LAUNCH,
+            *options,
+            *(["-m", "look"] if module else ["look.py"]),
+            "--x",
+            "two words",
+        ],
+        env=environment(SEEN=str(seen), FROM_THE_LAUNCHER="yes"),
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    # Our own lines, of which one names a port, are none of the trainer's.
+    lines = done.stderr.splitlines(keepends=True)
+    stderr = "".join(line for line in lines if not line.startswith("elaswave: "))
+    return json.loads(seen.read_text()), done.returncode, done.stdout, stderr
+
+
+@pytest.mark.parametrize("module", [False, True], ids=["script", "module"])
+def test_a_forked_trainer_sees_what_a_fresh_one_sees(
+    tmp_path: Path, zygote: Path, module: bool
+) -> None:
+    fresh = look(tmp_path, "exec", module=module)
+    assert fresh[1:] == (0, "to stdout\n", "to stderr\n")
+    assert fresh[0]["other_fds"] == []
+    for name, option in (("zygote", f"--zygote={zygote}"), ("preload", "--preload=json,decimal")):
+        forked = look(tmp_path, name, option, module=module)
+        for what, value in fresh[0].items():
+            assert forked[0][what] == value, what
+        assert forked[1:] == fresh[1:]
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("def f():\n    raise ValueError('as told')\nf()", 1),
+        ("sys.exit(3)", 3),
+        ("sys.exit('words')", 1),
+        ("import atexit\natexit.register(print, 'at exit')", 0),
+        ("import threading\nthreading.Timer(0.1, print, ['from a thread']).start()", 0),
+        ("os.kill(os.getpid(), 9)", 75),
+    ],
+    ids=["raise", "code", "words", "atexit", "thread", "kill"],
+)
+def test_a_forked_trainer_ends_as_a_fresh_one_does(
+    tmp_path: Path, zygote: Path, ending: str, code: int
+) -> None:
+    fresh = look(tmp_path, "exec", ending=ending)
+    forked = look(tmp_path, "zygote", f"--zygote={zygote}", ending=ending)
+    assert forked[1:] == fresh[1:]
+    assert forked[1] == code
+
+
+def test_a_job_from_a_zygote_survives_a_loss(tmp_path: Path, zygote: Path) -> None:
+    for attempt in range(2):
+        with Job(tmp_path / str(attempt), 3, f"--zygote={zygote}").start() as job:
+            job.kill(0)
+            assert {r["reason"] for r in job.all("commit", [1, 2], epoch=2)} == {
+                "worker 0 (node 0) exited: killed by SIGKILL"
+            }
+            assert job.finish([1, 2]) == 0
+            assert job.left(WAIT_S) == []
+
+
+def test_a_forked_trainer_dies_with_its_supervisor(tmp_path: Path, zygote: Path) -> None:
+    with Job(tmp_path, 3, f"--zygote={zygote}").start() as job:
+        job.kill_supervisor(1)
+        job.all("commit", [0, 2], epoch=2)
+        assert job.ended(job.pids[1])
+        assert job.finish([0, 2]) == 0
+
+
+def test_nothing_is_left_when_the_launcher_is_killed(tmp_path: Path, zygote: Path) -> None:
+    for name, option in (("z", f"--zygote={zygote}"), ("p", "--preload=json")):
+        with Job(tmp_path / name, 3, option).start() as job:
+            job.launchers[0].kill()
+            assert job.left(WAIT_S) == []
+
+
+def test_the_job_ends_when_its_zygote_is_killed(tmp_path: Path) -> None:
+    process = start_zygote(tmp_path)
+    with Job(tmp_path / "job", 2, f"--zygote={tmp_path / 'z.sock'}").start() as job:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(WAIT_S)
+        assert job.code() == 1
+        assert job.left(WAIT_S) == []
+    assert "gone with its zygote" in job.output()
+
+
+def test_how_a_zygote_of_the_job_ended_is_said(tmp_path: Path) -> None:
+    """As the kernel would end it for lack of memory: its workers do not know how it ended."""
+    with Job(tmp_path, 2, "--preload=json").start() as job:
+        (zygote,) = {psutil.Process(pid).ppid() for pid in job.pids.values()}
+        os.kill(zygote, signal.SIGKILL)
+        assert job.code() == 1
+    assert f"the zygote (pid {zygote}) ended: killed by SIGKILL; the workers" in job.output()
+
+
+def test_a_trainer_starts_without_its_zygote_when_that_is_gone(tmp_path: Path) -> None:
+    """The zygote ends after a trainer of it has, and before the next one: nobody looks then."""
+    with Job(tmp_path, 2, f"--master-port={free_port()}", TINY_RESPAWN="10") as job:
+        for node, options in enumerate(((), ("--preload=json",))):
+            job.launch("--nproc-per-node=1", "--nnodes=2", f"--node-rank={node}", *options)
+        job.joined()
+        zygote = psutil.Process(job.pids[1]).parent()
+        assert zygote is not None and "zygote" in " ".join(zygote.cmdline())
+        job.kill(1)
+        job.one("commit", 0, epoch=2)
+        zygote.kill()
+        assert job.ended(job.pids[1])
+        started = job.one("started", 1)
+        job.watch(started["pid"])
+        assert started["parent"] == job.supervisors[1]
+        assert job.one("detached", 1)
+        assert job.finish([0]) == 0
+        assert job.left(WAIT_S) == []
+    assert "Traceback" not in job.outputs()
+
+
+def test_a_zygote_that_cannot_fork_outlives_whoever_asked(tmp_path: Path) -> None:
+    """The others' trainers live on with it."""
+    code = (
+        "import os, signal, socket\n"
+        "from elaswave_plugin.ipc.wire import encode\n"
+        "from elaswave_plugin.trainer.zygote import Zygote\n"
+        "ours, theirs = socket.socketpair()\n"
+        "def fork():\n"
+        "    ours.close()\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    raise BlockingIOError('as told')\n"
+        "os.fork = fork\n"
+        "ours.sendall(encode({'script': 's.py'}))\n"
+        "print(Zygote(None, [theirs]).serve())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.stdout, done.returncode) == ("None\n", 0), done.stderr
+
+
+def test_a_preload_that_does_not_exist_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
+    with Job(tmp_path, 2) as job:
+        job.launch("--nproc-per-node=2", "--preload=json,no_such_module")
+        assert job.code() == 2
+    sentence = "--preload names 'no_such_module', which cannot be imported (ModuleNotFoundError: "
+    assert job.output().count(sentence) == 1
+    assert "Traceback" not in job.output()
+
+
+def test_a_preload_that_starts_a_thread_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "threaded.py").write_text(
+        "import threading\n"
+        "threading.Thread(target=threading.Event().wait, name='loader', daemon=True).start()\n"
+    )
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "elaswave_plugin.trainer.zygote",
+            f"--socket={tmp_path / 'z.sock'}",
+            "--preload=threaded",
+        ],
+        env=environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "importing started threads (loader)" in done.stderr
+    assert not (tmp_path / "z.sock").exists()
