@@ -1,4 +1,4 @@
-"""How large the global batches of a run are, and what Megatron-LM's calculator says of this one."""
+"""The sizes of a run's global batches, and Megatron-LM's calculator of the present one."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def global_batch_sizes(args: Any) -> tuple[int, ...]:
 
 
 def present_batch() -> dict[str, Any]:
-    """What the calculator says of the present batch."""
+    """Return the fields of the calculator that describe the present batch."""
     calculator = vars(num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR)
     return {name: calculator[name] for name in _PRESENT}
 

@@ -1,4 +1,4 @@
-"""What stands in the places of Megatron-LM's functions: each takes the native one, and calls it.
+"""The replacements of Megatron-LM's functions: each takes the native one, and calls it.
 
 Every place that contains a collective outside of a training step is a piece of the loop, which
 starts again after a recovery; see ``loops/script.py``.
@@ -83,7 +83,7 @@ class Hooks:
         return set_writer
 
     def signal_device(self, native: Native) -> Native:
-        """Where workers tell each other, at each step, whether one of them got a signal."""
+        """Return the device on which workers tell each other, at each step, of a signal to one."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return lambda local_rank=None: device
 
@@ -169,7 +169,7 @@ class Hooks:
         return train_step
 
     def forward_backward(self, native: Native) -> Native:
-        """What this worker has to run."""
+        """Replace the schedule by one that runs this worker's micro-batches."""
         return lambda: partial(self._joined.forward_backward, native())
 
     def count_samples(self, native: Any) -> Any:
@@ -325,7 +325,7 @@ class Hooks:
         return load_checkpoint
 
     def load_base(self, native: Native) -> Native:
-        """What cannot be read is named before anything is read from it."""
+        """Refuse a checkpoint that cannot be read, by name, before anything is read from it."""
 
         @wraps(native)
         def load_base_checkpoint(load_dir: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -347,7 +347,7 @@ class Hooks:
         return open_file
 
     def save(self, native: Native) -> Native:
-        """What it caches of the job's layout is made anew for each save."""
+        """Forget the save strategies that cache the job's layout, before each save."""
 
         @wraps(native)
         def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
@@ -391,7 +391,7 @@ class Hooks:
 
 
 def has_index_builder() -> bool:
-    """Whether the helpers of the datasets are built."""
+    """Return whether the compiled index builder of the datasets (helpers_cpp) is there."""
     try:
         import megatron.core.datasets.helpers_cpp  # noqa: F401
     except ImportError:

@@ -206,7 +206,7 @@ class LmJob:
 
     @contextmanager
     def _passes_undone(self) -> Iterator[None]:
-        """What passes inside change beside gradients is put back."""
+        """Put back what passes inside change beside gradients."""
         replays = [(one, dict(one.state_dict())) for one in self._replays]
         batches = [list(kept["saved_microbatches"]) for _, kept in replays]
         with self._state.passes_undone():
@@ -315,33 +315,33 @@ class LmJob:
 
     @property
     def trains(self) -> bool:
-        """Whether training has begun, so that workers are recovered and leave together."""
+        """True once training has begun; workers are recovered and leave together from then on."""
         return self._loop is not None
 
     @property
     def last_call(self) -> bool:
-        """Whether every worker was told to leave, so that the job saves and ends."""
+        """True if every worker was told to leave, so that the job saves and ends."""
         return self.worker.last_call
 
     @property
     def stops_here(self) -> bool:
-        """Whether the job ends by itself after this step, by the setting for that."""
+        """True if the job ends by itself after this step, by the setting ``stop_after``."""
         stop_after = self.worker.config.stop_after
         return stop_after is not None and self.worker.completed >= stop_after
 
     @property
     def comes_later(self) -> bool:
-        """Whether this worker comes later, and builds its model beside the training."""
+        """True if this worker comes later, and builds its model beside the training."""
         return self.worker.detached
 
     @property
     def has_place(self) -> bool:
-        """Whether this worker holds a part of the model, and is not free."""
+        """True if this worker holds a part of the model, and is not free."""
         return self._loop is None or self._microbatches.coordinate is not None
 
     @property
     def all_have_place(self) -> bool:
-        """Whether every worker holds a part of the model; alike on all."""
+        """True if every worker holds a part of the model; alike on all."""
         shard_groups = self.worker.placement.shard_groups
         return sum(len(shard_group.ranks) for shard_group in shard_groups) == len(
             self.worker.view.ranks

@@ -76,7 +76,7 @@ class LossTotals:
 
 
 def told_everyone(losses: Report) -> Report:
-    """What an evaluation found, also where the last stage is not; collective over WORLD."""
+    """Give the losses of an evaluation to all stages (collective over WORLD)."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, {name: float(loss) for name, loss in losses.items()})
     known: dict[str, float] = next(filter(None, everyone), {})

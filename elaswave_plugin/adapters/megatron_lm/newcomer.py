@@ -1,4 +1,4 @@
-"""What Megatron-LM's train() has in variables of its own, for a worker that comes into it later.
+"""The local variables of Megatron-LM's train(), for a worker that comes into it later.
 
 train() can begin with any iteration, as after a checkpoint was loaded. But what it has added up
 since the last line of its log, whether the forward pass gathers weights, and since when the job

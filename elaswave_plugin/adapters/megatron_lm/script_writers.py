@@ -54,7 +54,7 @@ class ScriptWriters:
         self._take_away()
 
     def _take_away(self) -> None:
-        """Whoever is the last rank no more writes no rows; its writers are closed in the thread.
+        """Take the writers from a worker that is no longer the last rank; the thread closes them.
 
         Only between steps: Megatron-LM may hold one while it logs, and a closed one raises there.
         """

@@ -1,4 +1,4 @@
-"""What a piece of Megatron-LM's loop changes besides model and optimizer, and how to put it back.
+"""Keeps what a piece of Megatron-LM's loop changes besides model and optimizer, and puts it back.
 
 Timers, counters of samples, the size of the batch, the rerun state machine and the positions of the
 data loaders: a piece that is interrupted and run again must find them as they were.
@@ -33,7 +33,7 @@ _SHARED = (
 
 
 class Kept(NamedTuple):
-    """What there was: counters, batch, fields of each timer, of the rerun machine, positions."""
+    """A copy of the counters, the batch, the timers, the rerun machine and the data positions."""
 
     counters: dict[str, Any]
     batch: dict[str, Any]
@@ -84,5 +84,5 @@ class SideState(Plain):
             loader.position = position
 
     def shared(self, kept: Kept) -> Kept:
-        """What holds for every worker."""
+        """Return the part that holds for every worker."""
         return kept._replace(reruns={name: kept.reruns[name] for name in _SHARED})
