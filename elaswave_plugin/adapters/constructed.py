@@ -1,4 +1,4 @@
-"""How an object was constructed, so that its constructor can run again on the same object."""
+"""The constructor arguments of an object, kept so that its constructor can run on it again."""
 
 import functools
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Which jobs may grow beyond their launch, whatever the framework; others are refused by name."""
+"""Refuses by name the jobs that cannot grow beyond their launch, alike for all frameworks."""
 
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError

@@ -60,13 +60,13 @@ class PatchRecord:
 
     @property
     def point(self) -> Hook:
-        """What is set when this is applied: the hook where the source has it, else the target."""
+        """The place that applying this sets: the hook where the source has it, else the target."""
         if self.hook is not None and hasattr(*_locate(self.hook.place)):
             return self.hook
         return Hook(self.target, self.make)
 
     def is_gone(self, installed: str | None) -> bool:
-        """Whether the installed version has no such target and needs no patch."""
+        """Return whether the installed version has no such target and needs no patch."""
         if self.gone is None or installed is None:
             return False
         return SpecifierSet(self.gone).contains(installed, prereleases=True)
@@ -103,7 +103,7 @@ class PatchRecord:
             )
 
     def _whose(self, found: Any) -> str:
-        """What to do about a target of another signature: it may be nobody of upstream's."""
+        """Return what to do about a target of another signature, perhaps not upstream's."""
         module = getattr(found, "__module__", None)
         own = self.target.partition(":")[0].partition(".")[0]
         if module is None or module.partition(".")[0] == own:
@@ -178,7 +178,7 @@ class PatchSet:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """What applying sets: hooks where the source has them, else targets."""
+        """The places that applying sets: hooks where the source has them, else targets."""
         return tuple(record.point.place for record in self.records)
 
     def undo(self) -> None:

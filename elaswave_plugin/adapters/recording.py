@@ -1,4 +1,4 @@
-"""What every adapter writes about a job: completed steps, recoveries, what snapshots cost."""
+"""The records that every adapter writes of a job: completed steps, recoveries, snapshot costs."""
 
 import os
 import sys

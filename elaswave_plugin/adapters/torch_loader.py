@@ -1,4 +1,4 @@
-"""What a torch DataLoader says of its batches, for the loader that takes its place."""
+"""Reads a torch DataLoader's settings, for the loader that takes its place."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple

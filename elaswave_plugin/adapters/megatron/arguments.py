@@ -1,4 +1,4 @@
-"""What ``attach`` reads of a script's arguments, checked by name."""
+"""The script's arguments that ``attach`` reads, checked by name."""
 
 import argparse
 from dataclasses import dataclass

@@ -71,7 +71,7 @@ class BoundModels:
             )
 
     def updates(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether a step of this optimizer is one of theirs, or a part of one."""
+        """Return whether a step of this optimizer is one of theirs, or a part of one."""
         return any(model.is_updating or model.inner_optimizer is optimizer for model in self.models)
 
     def masters_apart(self) -> list[torch.Tensor]:
@@ -95,7 +95,7 @@ class BoundModels:
 
     @contextmanager
     def modes_kept(self) -> Iterator[None]:
-        """What is interrupted leaves every module in the mode in which it found it."""
+        """Put every module back into its mode (train, eval) if a recovery interrupts the block."""
         with ExitStack() as stack:
             for model in self.models:
                 stack.enter_context(model.modes_kept())
@@ -152,7 +152,7 @@ class BoundModels:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether all of them do."""
+        """True if each of them keeps its state."""
         return all(model.keeps_state for model in self.models)
 
     def read_shard(self) -> list[torch.Tensor]:

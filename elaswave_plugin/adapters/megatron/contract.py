@@ -1,4 +1,4 @@
-"""What a training script asks of the plugin, with the plugin on and off."""
+"""The calls that a training script makes of the plugin, with the plugin on and off."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
@@ -15,7 +15,7 @@ TrainStep = Callable[[], tuple[Losses, float | None]]
 
 
 class Job(Protocol):
-    """What a script asks of the plugin, whether it is on or off."""
+    """The plugin's side of a training script, with the plugin on or off."""
 
     @property
     def iteration(self) -> int:

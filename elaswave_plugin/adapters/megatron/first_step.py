@@ -38,7 +38,7 @@ class Computed(NamedTuple):
 
 
 class FirstStepReport(NamedTuple):
-    """What one worker tells: both losses of what it ran, and the first gradient that differs."""
+    """One worker's results: both losses of what it ran, and the first gradient that differs."""
 
     first: dict[int, int]
     second: dict[int, int]
@@ -102,7 +102,7 @@ class FirstStep:
         return reports
 
     def _is_due(self, flow: Flow) -> bool:
-        """Whether this call is of the first step; alike on all workers."""
+        """Return whether this call is of the first step; alike on all workers."""
         worker = self._worker
         now = worker.view.epoch, worker.completed
         return self._is_wanted and now == self._begins and flow.is_healthy
@@ -127,7 +127,7 @@ class FirstStep:
         *,
         trains: bool,
     ) -> Computed:
-        """What ``other`` computes, whose traces are put back, so that ``flow`` comes next."""
+        """Compute ``other`` and undo its traces, so that ``flow`` comes next."""
         try:
             with self._undone(model, other, trains=trains):
                 losses = losses_of(run(other))
@@ -160,7 +160,7 @@ class FirstStep:
             self.is_running = False
 
     def _exchanged(self, first: Computed, second: Computed) -> dict[int, FirstStepReport]:
-        """What every worker tells, by slot; collective over WORLD."""
+        """Gather every worker's results, by slot (collective over WORLD)."""
         differing = (name for name, one in second.gradients.items() if one != first.gradients[name])
         mine = FirstStepReport(first.losses, second.losses, next(differing, None))
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -203,7 +203,7 @@ def _computed(model: MegatronFramework, losses: Losses, *, trains: bool) -> Comp
 
 
 def _is_reduced(model: MegatronFramework) -> bool:
-    """Whether a call reduces the gradients, and not the loop itself, later."""
+    """Return whether a call reduces the gradients itself, rather than the loop after it."""
     return model.chunks[0].config.finalize_model_grads_func is not None
 
 
@@ -234,7 +234,7 @@ def first_difference(exchanged: Mapping[int, FirstStepReport]) -> str | None:
 
 
 def _sentence(difference: str, step: int, *, in_place: bool) -> str:
-    """What differs, in which step, where that comes from, and what to do."""
+    """Say what differs, in which step, where that comes from, and what to do."""
     again = "run twice" if in_place else "run by other workers than usual as well"
     if difference.startswith("the loss"):
         cause = (

@@ -218,13 +218,13 @@ class MegatronFramework:
 
     @property
     def _free_workers_scale(self) -> bool:
-        """Whether there are workers without a place that have to follow a loss scaler."""
+        """True if there are workers without a place that have to follow a loss scaler."""
         placement, ranks = self._worker.placement, self._worker.ranks
         has_free = any(placement.shard_group_of(slot) is None for slot in ranks)
         return has_free and self._distributed.grad_scaler is not None
 
     def _is_applied(self, applied: bool) -> bool:
-        """Whether the others applied the step; collective over WORLD.
+        """Return whether the others applied the step (collective over WORLD).
 
         The loss scaler of a worker without a place counts the step as theirs did: rank 0 saves it,
         and that may be this one.
@@ -338,7 +338,7 @@ class MegatronFramework:
 
     @contextmanager
     def modes_kept(self) -> Iterator[None]:
-        """What is interrupted leaves every module in the mode in which it found it."""
+        """Put every module back into its mode (train, eval) if a recovery interrupts the block."""
         modes = [(module, module.training) for module in self._modules]
         try:
             yield

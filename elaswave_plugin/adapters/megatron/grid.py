@@ -1,4 +1,4 @@
-"""What the launch of a TP x PP x DP job fixed: its layout, and what every stage holds."""
+"""The facts that the launch of a TP x PP x DP job fixes: its layout, and each stage's contents."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -29,7 +29,7 @@ from elaswave_plugin.recovery.worker import Worker
 
 
 class Stage(NamedTuple):
-    """What one pipeline stage holds: elements by unit, the shared embedding, optimizer groups.
+    """One pipeline stage's contents: elements by unit, the shared embedding, optimizer groups.
 
     ``whole``: why its backwards cannot be split, if so. ``element_bytes``: of weights, gradients
     and optimizer state; ``device_bytes``: what its GPU has for the job, 0 on a CPU; ``frozen``: the
@@ -49,7 +49,7 @@ class Stage(NamedTuple):
 
 
 class Grid:
-    """What the launch fixed for the whole job, alike on every worker."""
+    """The facts that the launch fixes for the whole job, alike on every worker."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Grid:
 
 
 def _stages(worker: Worker, framework: MegatronFramework) -> list[Stage]:
-    """What every stage holds, from its workers, or as a newcomer's predecessor remembered it."""
+    """Gather each stage's contents from its workers; a newcomer reads its predecessor's record."""
     mine = Stage(
         parallel_state.get_pipeline_model_parallel_rank(),
         unit_lengths(framework.chunks),
@@ -178,7 +178,7 @@ def _element_bytes(chunk: DistributedDataParallel) -> tuple[int, int, int]:
 
 
 def _device_bytes(chunk: DistributedDataParallel) -> int:
-    """What the GPU of a chunk has for this process: what it uses, and what nobody does."""
+    """Return the bytes of a chunk's GPU that this process uses or that are free; 0 on a CPU."""
     device = next(chunk.parameters()).device
     if device.type != "cuda":
         return 0
@@ -188,7 +188,7 @@ def _device_bytes(chunk: DistributedDataParallel) -> int:
 def _state(
     config: ElasticConfig, stages: Sequence[Stage], units: dict[int, int], layout: ParallelLayout
 ) -> StateBytes:
-    """What a plan counts by bytes; raises ConfigurationError for a limit below the launch."""
+    """Build a plan's byte counts; raises ConfigurationError for a limit below the launch's need."""
     weight_bytes, gradient_bytes, optimizer_bytes = stages[0].element_bytes
     limit_bytes: float = stages[0].device_bytes or float("inf")
     if config.memory_limit_gib is not None:
@@ -223,7 +223,7 @@ def _check_layers(chunks: Sequence[DistributedDataParallel], layout: ParallelLay
 
 
 def _clock_limits(config: ElasticConfig, *, workers: int) -> dict[str, Any]:
-    """What a plan may do with the clocks; raises ConfigurationError for a cap below clock 1.
+    """Return a plan's choice of clocks; raises ConfigurationError for a cap below clock 1.
 
     ``workers``: the most that there may be.
     """
@@ -241,7 +241,7 @@ def _clock_limits(config: ElasticConfig, *, workers: int) -> dict[str, Any]:
 
 
 def _resizes(config: ElasticConfig, why_whole: str | None, micro_batch_size: int) -> bool:
-    """Whether auto may cut micro-batches; raises ConfigurationError where they have to be cut."""
+    """Return whether auto may cut micro-batches; raises ConfigurationError if resize cannot."""
     if why_whole and config.dataflow == "resize":
         raise ConfigurationError(
             f"dataflow is resize, and micro-batches cannot be cut here: {why_whole}; set dataflow"
@@ -253,7 +253,7 @@ def _resizes(config: ElasticConfig, why_whole: str | None, micro_batch_size: int
 def _activation_room(
     config: ElasticConfig, layout: ParallelLayout, *, on_gpu: bool
 ) -> float | None:
-    """What a worker may hold, by what the first stage holds at launch; None: by its slots."""
+    """Return a worker's limit as a multiple of the first stage's at launch; None: by its slots."""
     if config.activation_room is not None and layout.vpp > 1:
         raise ConfigurationError(
             f"activation_room is {config.activation_room:g}, and the pipeline is interleaved (vpp"
@@ -266,7 +266,7 @@ def _activation_room(
 
 
 def _split_backward(config: ElasticConfig, why_whole: str | None) -> SplitBackward:
-    """Whether weight gradients go apart; raises ConfigurationError where they have to."""
+    """Return whether weight gradients go apart; raises ConfigurationError if "always" cannot."""
     if why_whole and config.split_backward == "always":
         raise ConfigurationError(
             f"split_backward is always, and backwards cannot be split here: {why_whole}; leave it"
@@ -289,7 +289,7 @@ def _why_layers_stay(config: ElasticConfig, why_not: str | None) -> str | None:
 
 
 def _moves_layers(config: ElasticConfig, why_not: str | None) -> bool:
-    """Whether layers change stage after a loss; raises ConfigurationError where they have to."""
+    """Return whether losses move layers; raises ConfigurationError if "always" cannot."""
     if why_not and config.move_layers == "always":
         raise ConfigurationError(
             f"move_layers is always, and layers cannot change stage here: {why_not}; leave it out"

@@ -176,7 +176,7 @@ class ElasticJob:
         )
 
     def _check_bound(self, verb: str) -> None:
-        """Whatever is bound is bound by the first verb, which takes all of it into care."""
+        """Check that a model is bound; the first verb takes all that is bound into care."""
         self._turns.check_bound(verb)
         if not self._is_guarded:
             self._is_guarded = True
@@ -237,7 +237,7 @@ class ElasticJob:
         return "not with --reserve" if self._worker.reserve else None
 
     def _begin_at(self, start_step: Any, consumed_samples: Any, *, train_iters: int) -> None:
-        """Who comes later begins where the job began, whatever checkpoint its script finds."""
+        """Begin where the job began, also on a later worker whose script finds a checkpoint."""
         worker = self._worker
         if not worker.detached:
             first = first_batch(

@@ -1,4 +1,4 @@
-"""Which samples this worker runs in a step, and the forward-backward function that does."""
+"""The samples that this worker runs in a step, and the forward-backward function that runs them."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -90,7 +90,7 @@ class Microbatches:
 
     @property
     def flow(self) -> Dataflow | PipelineFlow:
-        """What the workers run now, as this adapter deals it."""
+        """The samples that each worker runs now, as this adapter deals them."""
         flow = self._worker.dataflow
         assert isinstance(flow, Dataflow | PipelineFlow)
         return flow
@@ -111,14 +111,14 @@ class Microbatches:
         return tuple(sorted({part.replica for part in flow.contributions(self._worker.slot)}))
 
     def deal_freely(self) -> None:
-        """Whatever is dealt from the next view on need not be whole replicas."""
+        """Allow the next view and later ones to deal other parts than whole replicas."""
         placement = self._worker.placement
         if isinstance(placement, FlatPlacement):
             self._worker.placement = replace(placement, whole=False)
 
     @property
     def reports_losses(self) -> bool:
-        """Whether the losses of what this worker runs are counted here: once for each."""
+        """True if the losses of what this worker runs are counted here: once for each."""
         coordinate, flow = self.coordinate, self.flow
         last = len(flow.layout.stages) - 1 if isinstance(flow, PipelineFlow) else 0
         return coordinate is not None and (coordinate.stage, coordinate.tp) == (last, 0)
@@ -214,7 +214,7 @@ class Microbatches:
         return reports
 
     def _numbered(self, reports: list[Any]) -> Mapping[int, Any]:
-        """What was reported here, by its number in the step."""
+        """Return the losses reported here, by their numbers in the step."""
         return dict(zip(self.reports, reports, strict=True)) if self.reports_losses else {}
 
     def _run(

@@ -1,4 +1,4 @@
-"""What a script gives to ``forward_backward`` and to the verbs that call its functions, checked."""
+"""Checks the arguments of ``forward_backward`` and of the verbs that call a script's functions."""
 
 import inspect
 from collections.abc import Collection, Mapping
@@ -57,7 +57,7 @@ def check_call(
 
 
 def without_sizes(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given to a call, but for sizes that the job knows itself."""
+    """Return a call's arguments without the sizes that the job knows itself."""
     kept = {name: value for name, value in given.items() if name != "num_microbatches"}
     if kept.get("decoder_seq_length") == kept.get("seq_length"):
         kept.pop("decoder_seq_length", None)

@@ -1,4 +1,4 @@
-"""What a step of Megatron-Core changes or relies on beside the flat state, part by part.
+"""The parts of the state that a step of Megatron-Core changes or relies on beside the flat state.
 
 Trained weights, moments and the capsule are sealed in shards (`framework.py`), and draws are keyed
 (`rng.py`). Here is the rest: it is kept before a step begins, and put back for its redo.

@@ -1,4 +1,4 @@
-"""Which verb of the job runs, and what a script may call in it."""
+"""The verb of the job that runs now, and the calls that a script may make in it."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -106,5 +106,5 @@ class Turns:
 
     @property
     def is_training(self) -> bool:
-        """Whether a training step runs."""
+        """True while a training step runs."""
         return self._verb == TRAIN

@@ -1,4 +1,4 @@
-"""What this adapter does not carry, refused by name before anything is changed."""
+"""Refuses by name what this adapter does not carry, before anything is changed."""
 
 import inspect
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Which jobs of Megatron-Core may grow beyond their launch; others are refused by name at once."""
+"""Refuses by name, at once, the jobs of Megatron-Core that cannot grow beyond their launch."""
 
 from elaswave_plugin.adapters.growth import check_reserve
 from elaswave_plugin.config import ElasticConfig

@@ -1,4 +1,4 @@
-"""Whether the groups that a script has made are those of the job."""
+"""Checks that the groups that a script has made are those of the job."""
 
 import traceback
 from pathlib import Path

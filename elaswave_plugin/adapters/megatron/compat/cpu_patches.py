@@ -39,7 +39,7 @@ class _CpuStream:
         """Nothing to wait for."""
 
     def record_event(self) -> "_CpuStream":
-        """What it stands for has happened too."""
+        """Return an event that has happened already."""
         return self
 
     def synchronize(self) -> None:

@@ -69,12 +69,12 @@ def _keeping_step(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _with_step(state: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
-    """What was loaded for a parameter, and the step count as it is where the state has one."""
+    """Return a parameter's loaded state, with the present step count where the state has one."""
     return {"step": state["step"], **loaded} if "step" in state else loaded
 
 
 def elastic_patches(*, exact: bool, saves: WholeSaves | None = None) -> PatchSet:
-    """What every elastic job needs, and what exact mode needs on top.
+    """Return the patches that every elastic job needs, and those that exact mode adds.
 
     ``saves`` is told of the job's loop later on.
     """

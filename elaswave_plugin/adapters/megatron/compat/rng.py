@@ -58,7 +58,7 @@ def seed_generators(key: int) -> None:
 
 @contextmanager
 def undone_numbers() -> Iterator[None]:
-    """What torch on the host, NumPy and Python draw inside leaves no trace in their generators."""
+    """Put the generators of torch on the host, NumPy and Python back after the draws inside."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         yield
@@ -94,7 +94,7 @@ def _key_streams(seed: int, *moment: int) -> None:
 
 @contextmanager
 def undone_draws() -> Iterator[None]:
-    """What is drawn inside, as by a constructor, leaves no trace in any generator."""
+    """Put all generators back after the draws inside, such as those of a constructor."""
     tracker = megatron_random.get_cuda_rng_tracker()
     states = {
         name: kept.clone_state() if isinstance(kept, torch.Generator) else kept
@@ -114,7 +114,7 @@ def other_draws(seed: int, step: int) -> Iterator[None]:
 
 
 def keeps_generators() -> bool:
-    """Whether the tracker keeps generators where others keep their states.
+    """Return whether the tracker keeps generators where others keep their states.
 
     Transformer Engine's does (te_rng_tracker), and Megatron-Core's own for CUDA graphs.
     """
@@ -223,7 +223,7 @@ def _state_of(key: int) -> torch.Tensor:
 
 
 def _kept(key: int) -> torch.Tensor | torch.Generator:
-    """What the tracker keeps for a stream.
+    """Return what the tracker keeps for a stream: a generator, or the state of one.
 
     Always another generator, where it keeps these: entering a stream takes the one that is kept by
     reference, and whoever is in the stream now goes back to his.

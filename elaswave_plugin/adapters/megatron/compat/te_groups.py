@@ -1,4 +1,4 @@
-"""What Transformer Engine remembers of groups, which keep their handles when members change."""
+"""Clears Transformer Engine's caches of groups, whose handles stay when their members change."""
 
 import sys
 

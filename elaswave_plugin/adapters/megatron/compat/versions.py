@@ -1,4 +1,4 @@
-"""Which versions of Megatron-Core are carried, and in what they differ for us.
+"""The versions of Megatron-Core that are carried, and their differences for us.
 
 A difference is looked up in the function itself, not in a version: what is there is what is called.
 """

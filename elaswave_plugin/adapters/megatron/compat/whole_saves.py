@@ -33,7 +33,7 @@ from elaswave_plugin.recovery.drafts import Drafts
 
 
 class WholeSaves:
-    """What stands in the place of ``dist_checkpointing.save`` while a job trains."""
+    """The replacement of ``dist_checkpointing.save`` while a job trains."""
 
     def __init__(self) -> None:
         # None until the job has its loop: a save before that is Megatron-Core's own.

@@ -25,7 +25,7 @@ _FUSED = (
 
 
 def problems(inner: torch.optim.Optimizer) -> Iterator[tuple[str, object, object]]:
-    """What is not carried of an optimizer: setting, value seen, value carried."""
+    """Yield what is not carried of an optimizer: setting, value seen, value carried."""
     if isinstance(inner, _TORCH):
         for name in _TORCH_WITHOUT:
             if any(group.get(name) for group in inner.param_groups):

@@ -1,4 +1,4 @@
-"""What a script has bound: each model with an optimizer of its own, once, for one run."""
+"""The models that a script has bound, each with its own optimizer, once, for one run."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ class Binds:
 
     @property
     def are_any(self) -> bool:
-        """Whether ``bind`` was called."""
+        """True if ``bind`` was called."""
         return bool(self._models)
 
     def add(self, chunks: Sequence[Any], optimizer: Any, run: Mapping[str, Any]) -> None:

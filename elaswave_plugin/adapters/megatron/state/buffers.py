@@ -80,7 +80,7 @@ def lay_out(model: DistributedDataParallel, parts: Parts, max_width: int) -> Non
 
 
 def _starts(params: Sequence[torch.nn.Parameter]) -> list[int]:
-    """Where each parameter begins in its bucket."""
+    """Return the element at which each parameter begins in its bucket."""
     sizes = (-(-param.numel() // _PARAM_ALIGNMENT) * _PARAM_ALIGNMENT for param in params)
     return list(accumulate(sizes, initial=0))[:-1]
 

@@ -68,7 +68,7 @@ class ExpertBiases:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """What passes inside do to biases, counts and the table of losses for logs is undone."""
+        """Undo what passes inside do to biases, counts and the table of losses for logs."""
         biases = [(one, one.expert_bias.clone()) for one in routers(self._chunks)]
         # Versions that have no such table keep their losses elsewhere, for logs as well.
         table: dict[str, Any] = getattr(moe_utils, "get_moe_layer_wise_logging_tracker", dict)()

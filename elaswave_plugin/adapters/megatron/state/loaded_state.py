@@ -13,7 +13,7 @@ _MASTER = "master"
 
 
 class LoadedState:
-    """What one worker owned of it, by parameter: collective over WORLD, as all its methods are."""
+    """One worker's part of it, by parameter: collective over WORLD, as all its methods are."""
 
     def __init__(self, optimizer: DistributedOptimizer) -> None:
         self._optimizer = optimizer
@@ -28,7 +28,7 @@ class LoadedState:
         inner.state.clear()
 
     def _own(self, param: torch.nn.Parameter) -> tuple[int, dict[str, torch.Tensor]]:
-        """Where the own piece of a parameter starts, and its parts, flat."""
+        """Return where the own piece of a parameter starts, and its parts, flat."""
         outer = self._optimizer
         group, order = outer.model_param_group_index_map[param]
         main = outer.optimizer.param_groups[group]["params"][order]

@@ -50,17 +50,17 @@ class ModelBuffers(Plain):
 
     @property
     def is_carried(self) -> bool:
-        """Whether passes may change any."""
+        """True if passes may change any."""
         return self._refused is None
 
     @property
     def by_replica(self) -> bool:
-        """Whether each replica has values of its own."""
+        """True if each replica has values of its own."""
         return self._exact
 
     @property
     def changing(self) -> bool:
-        """Whether passes change any, or may, as nobody knows yet."""
+        """True if passes change any, or may, as nobody knows yet."""
         return self._changes.may_change
 
     # ---- a part of the state of a step ----------------------------------------------------------
@@ -102,7 +102,7 @@ class ModelBuffers(Plain):
         self._changes.check(self._present_values(), kept["values"])
 
     def proof(self) -> int:
-        """Of what is alike on all: what nobody changes, and the values of every replica."""
+        """Digest what is alike on all: the unchanging values, and those of every replica."""
         digest = xxhash.xxh3_64()
         for name, tensor in self._present_values():
             if not self._exact or name not in self._changing:

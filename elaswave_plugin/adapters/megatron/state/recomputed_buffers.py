@@ -71,7 +71,7 @@ class RecomputedBuffers:
 
 
 def _recomputes() -> bool:
-    """Whether this runs inside of a backward pass."""
+    """Return whether this runs inside of a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -1,4 +1,4 @@
-"""Which transformer layers a model chunk has, changed in place; their weights come later."""
+"""Changes the transformer layers of a model chunk in place; their weights come later."""
 
 from collections.abc import Sequence
 

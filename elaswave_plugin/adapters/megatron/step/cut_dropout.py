@@ -15,7 +15,7 @@ from elaswave_plugin.adapters.patching import PatchRecord, PatchSet
 
 
 def cut_patches() -> PatchSet:
-    """What is in place while micro-batches are cut."""
+    """Return the patches that hold while micro-batches are cut."""
     return PatchSet(
         [
             PatchRecord(

@@ -36,7 +36,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 class Order(NamedTuple):
-    """What a worker runs, in the order of its forwards: the samples, and which loss it reports.
+    """A worker's forwards in their order: the samples of each, and the loss that it reports.
 
     ``num_reports``: losses that all workers together report.
     """

@@ -1,4 +1,4 @@
-"""What changes where a backward itself adds weight gradients up (gradient_accumulation_fusion).
+"""The changes for backwards that add weight gradients up themselves (gradient_accumulation_fusion).
 
 Megatron-Core's linear layers, and Transformer Engine's of some versions, keep in the forward pass
 where the gradient is to be added (core/tensor_parallel/layers.py, ``ctx.main_grad``).
@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 
 
 def fuses(config: object) -> bool:
-    """Whether weight gradients go to ``main_grad`` without autograd."""
+    """Return whether weight gradients go to ``main_grad`` without autograd."""
     return bool(getattr(config, "gradient_accumulation_fusion", False))
 
 

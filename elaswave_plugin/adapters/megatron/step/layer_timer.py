@@ -39,7 +39,7 @@ class LayerTimer:
         return self._stopwatch.lap(part, which, first, count=count, tokens=tokens)
 
     def _parts(self) -> list[str]:
-        """What the chunk has."""
+        """List the kinds of parts that the chunk has."""
         front, tail = self._block.pre_process, self._block.post_process
         return [*([FRONT] if front else []), LAYER, *([TAIL] if tail else [])]
 

@@ -1,4 +1,4 @@
-"""How long messages between neighbouring stages take: measured in the job, before its first step.
+"""Measures the time of messages between neighbouring stages, in the job, before its first step.
 
 Each worker of a stage and its partner of the next one send a message to and fro, a small one and a
 large one; half a round trip is one way. All pairs of an even stage do so at once, then those of an

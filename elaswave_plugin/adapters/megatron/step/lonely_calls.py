@@ -62,7 +62,7 @@ def _refuse_between_replicas(slot: int, call: str, members: Sequence[int]) -> No
 
 
 def _place() -> str:
-    """Where the script called it: the innermost frame that is of no framework."""
+    """Return where the script called it: the innermost frame that is of no framework."""
     folders = []
     for name in _OF_FRAMEWORKS:
         spec = find_spec(name)

@@ -1,4 +1,4 @@
-"""How far the data iterators of a job are: each goes on with every call that reads it."""
+"""The positions of a job's data iterators: each moves on with every call that reads it."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

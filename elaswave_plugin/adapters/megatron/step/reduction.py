@@ -1,4 +1,4 @@
-"""How a step's gradients are reduced: natively while healthy, in canonical order after a loss.
+"""Reduces a step's gradients: natively while healthy, in canonical order after a loss.
 
 The reduce-scatter of our groups already adds the replicas in rank order, over NCCL too in exact
 mode, which while healthy is the canonical order of ``core/step/sum_order.py``. After a loss, in
@@ -74,7 +74,7 @@ class GradientReduction:
 
     @property
     def keeps_contributions_apart(self) -> bool:
-        """Whether each contribution has to be shipped on its own."""
+        """True if each contribution has to be shipped on its own."""
         return self._exact and not self._native
 
     def ship(self, contribution: Contribution) -> None:

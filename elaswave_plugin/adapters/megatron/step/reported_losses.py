@@ -19,7 +19,7 @@ class Reported(NamedTuple):
 
 
 def reported(value: Any) -> Reported:
-    """What a micro-batch's loss function reported; raises ConfigurationError for other forms.
+    """Read what a micro-batch's loss function reported; raises ConfigurationError for other forms.
 
     As megatron/training/training.py, ``train_step``, tells them apart: two numbers are sum and
     tokens, one is a mean.

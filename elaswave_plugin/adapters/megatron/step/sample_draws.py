@@ -1,4 +1,4 @@
-"""What a dataset draws for a sample: by seed, step and sample, whoever reads it, and how often.
+"""Keys a dataset's draws by seed, step and sample, alike for every reader and every reading.
 
 Keyed are the generators of torch, NumPy and Python, which are put back after the reading, and those
 that the dataset has of its own (as ``GPTFIMDataset.np_rng``), which nobody else draws from.
@@ -38,7 +38,7 @@ class SampleDraws:
 
 
 def own_generators(dataset: Any) -> Iterator[Callable[[int], object]]:
-    """How to seed each generator that is reached by the attributes of a dataset."""
+    """Yield a function to seed each generator that a dataset's attributes reach."""
     seen: set[int] = set()
     level: list[Any] = [dataset]
     for _ in range(_DEEPEST):
@@ -67,7 +67,7 @@ def _seeding(value: Any) -> Callable[[int], object] | None:
 
 
 def _parts(value: Any) -> list[Any]:
-    """What a dataset may keep others in: itself an object that is indexed, or a small container."""
+    """List the values of an indexed object or a small container, in which datasets keep others."""
     if isinstance(value, Mapping):
         return list(value.values()) if len(value) <= 64 else []
     if isinstance(value, list | tuple):

@@ -38,7 +38,7 @@ class StepGradients:
         self._zeroed, self._reduced, self._mixed, self._trained = set(), set(), set(), set()
 
     def are_trained(self, model: Any) -> bool:
-        """Whether a call of this attempt has trained this model already."""
+        """Return whether a call of this attempt has trained this model already."""
         return bool(self._trained & self._numbers(model))
 
     def zero(self, model: Any) -> None:
@@ -85,7 +85,7 @@ class StepGradients:
         return {number for number, chunk in enumerate(self._chunks) if chunk in own}
 
     def _present_versions(self) -> list[int]:
-        """How often the gradients of each chunk have been written."""
+        """Count how often the gradients of each chunk have been written."""
         return [sum(one.grad_data._version for one in chunk.buffers) for chunk in self._chunks]
 
     def _zeroing(self, number: int, native: Callable[..., None]) -> Callable[..., None]:

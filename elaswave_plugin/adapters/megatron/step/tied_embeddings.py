@@ -22,7 +22,7 @@ Chunks = Sequence[DistributedDataParallel]
 
 
 class TiedWeight(NamedTuple):
-    """Where a stage keeps the shared weight: elements [start, start + numel) of a bucket."""
+    """A stage's place for the shared weight: elements [start, start + numel) of a bucket."""
 
     start: int
     numel: int
@@ -46,7 +46,7 @@ def tied_parameter(chunks: Chunks) -> torch.nn.Parameter | None:
 
 
 def find_tied_weight(chunks: Chunks) -> TiedWeight | None:
-    """Where this stage keeps the weight that it shares with another one."""
+    """Find this stage's place for the weight that it shares with another one; None without one."""
     weight = tied_parameter(chunks)
     for buffer in (buffer for chunk in chunks for buffer in chunk.buffers):
         if weight is not None and weight in buffer.param_index_map:

@@ -34,7 +34,7 @@ Piece = tuple[int, int]
 
 
 class WeightGradients:
-    """What one worker has put off, by piece; ``patches`` are in place while backwards are split."""
+    """One worker's delayed weight gradients, by piece; ``patches``: for split backwards."""
 
     def __init__(self) -> None:
         self.patches = PatchSet([_record(self._late_or_whole, self._late)])
@@ -82,7 +82,7 @@ class WeightGradients:
         return late
 
     def _late_or_whole(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What stands in the place of the function that a linear layer calls."""
+        """Return the replacement of the function that a linear layer calls."""
         late = self._late(original)
         known = inspect.signature(LinearWithGradAccumulationAndAsyncCommunication.forward)
         # From 0.19 on a weight may be cut over yet another group, which is refused.
@@ -175,7 +175,7 @@ def _input_gradient(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _product(ctx: Any, gradient: torch.Tensor) -> Callable[[], None]:
-    """What adds a weight gradient to ``main_grad``, whose place may change until it is called."""
+    """Return a function that adds a weight gradient to the ``main_grad`` of its time of call."""
     parameter, group, is_part = ctx.parameter, ctx.tp_group, ctx.sequence_parallel
     # What came before them is not needed any more.
     activations = ctx.saved_tensors[0].detach()
