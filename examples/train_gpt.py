@@ -247,7 +247,7 @@ def build_datasets(args: argparse.Namespace):
 
 
 def state_to_save(model, optimizer, scheduler):
-    """What a checkpoint holds, as Megatron-Core's sharded tensors."""
+    """Build what a checkpoint holds, as Megatron-Core's sharded tensors."""
     names = [f"model{number}" for number in range(len(model))] if len(model) > 1 else ["model"]
     state = {
         name: chunk.module.sharded_state_dict() for name, chunk in zip(names, model, strict=True)

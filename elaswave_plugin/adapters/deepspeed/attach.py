@@ -144,7 +144,7 @@ def _say_detached(config: Mapping[str, Any]) -> None:
 
 
 def _accelerate() -> Any:
-    """What carries HF Accelerate, where the script has imported it."""
+    """Import the module that carries HF Accelerate; None unless the script has imported that."""
     if "accelerate" not in sys.modules:
         return None
     return import_module("elaswave_plugin.adapters.deepspeed.accelerate.accelerate")

@@ -56,7 +56,7 @@ class _EngineStepped:
 
 
 class AcceleratedJob:
-    """What Accelerate does around the engine of an elastic job."""
+    """Accelerate's work around the engine of an elastic job."""
 
     def __init__(self, job: EngineJob, engine: Any) -> None:
         self._job = job
@@ -192,7 +192,7 @@ class AcceleratedJob:
         )
 
     def _detached(self, name: str, value: Any) -> Any:
-        """What the collective gives if everyone passes this value."""
+        """Return what the collective gives if every worker passes this value."""
         if not name.startswith("gather"):
             return value
         times = dist.get_world_size()

@@ -32,7 +32,7 @@ class SamplerOrder:
         self._cached: tuple[int, list[int]] | None = None
 
     def set_epoch(self, epoch: int, number: int) -> None:
-        """What Accelerate's seedable sampler is told before an epoch."""
+        """Set the number by which Accelerate's seedable sampler draws an epoch of the data."""
         self._numbers[epoch] = number
 
     def items(self, epoch: int, iteration: int) -> list[int]:

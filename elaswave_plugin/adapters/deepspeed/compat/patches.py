@@ -77,7 +77,7 @@ _ACCELERATE_SEAMS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
 
 
 def constructor_arguments(optimizer: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a ZeRO optimizer was constructed with; raises ConfigurationError where nobody saw it."""
+    """Return a ZeRO optimizer's constructor arguments; raises ConfigurationError if unrecorded."""
     arguments = arguments_of(optimizer)
     if arguments is None:
         raise ConfigurationError(
@@ -114,7 +114,7 @@ def flat_buffer_of(tensors: list[torch.Tensor]) -> torch.Tensor | None:
 
 
 def deepspeed_patches() -> PatchSet:
-    """What every elastic job needs; applied before the engine is built."""
+    """Return the patches that every elastic job needs; applied before the engine is built."""
     constructors = [
         PatchRecord(
             target=target,
@@ -155,7 +155,7 @@ def deepspeed_patches() -> PatchSet:
 
 
 def newcomer_patches() -> PatchSet:
-    """What building an engine beside a running job needs; undone once it is built."""
+    """Return the patches for building an engine beside a running job; undone once it is built."""
     return PatchSet(
         [
             PatchRecord(
@@ -180,7 +180,7 @@ def newcomer_patches() -> PatchSet:
 
 
 def detached_patches() -> PatchSet:
-    """What a pass through a model of ZeRO-3 needs beside a running job; undone after it."""
+    """Return the patches for a ZeRO-3 model's pass beside a running job; undone after it."""
     return PatchSet(
         [
             PatchRecord(
@@ -218,7 +218,7 @@ def stage_patches(finding: Callable[[Any], Any] | None) -> PatchSet:
 
 
 def launch_patches() -> PatchSet:
-    """What a worker of ours needs before torch.distributed is initialized; never undone."""
+    """Return the patches for before torch.distributed is initialized in a worker; never undone."""
     return PatchSet(
         [
             PatchRecord(
@@ -283,7 +283,7 @@ def _builds_nothing(original: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def accelerate_patches(part: Any) -> PatchSet:
-    """What Accelerate does that has to go through ``part``; which is None to list them only."""
+    """Return the patches that lead Accelerate's calls through ``part``; None: to list them only."""
     return PatchSet(
         [
             PatchRecord(

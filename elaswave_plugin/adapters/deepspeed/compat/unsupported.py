@@ -1,4 +1,4 @@
-"""What this adapter does not carry, refused by name before anything is built or changed."""
+"""Refuses by name what this adapter does not carry, before anything is built or changed."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -244,5 +244,5 @@ def _engine_problems(engine: Any) -> Iterator[str]:
 
 
 def has_other_axes(module: Any) -> bool:
-    """Whether there is more than stages and pipelines."""
+    """Return whether there are other axes than stages and pipelines."""
     return tuple(sorted(module.topology().get_axis_names())) != ("data", "pipe")

@@ -43,7 +43,7 @@ def abandoning(function: Callable[Parameters, Result]) -> Callable[Parameters, R
 
 
 class AttachedEngine:
-    """What every kind of engine's job has."""
+    """The parts that every kind of engine's job has."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class AttachedEngine:
 
     @property
     def _reader(self) -> Reader:
-        """Who answers the loader's `next`."""
+        """The reader that answers the loader's `next`."""
         raise NotImplementedError
 
     def run(self, work: Callable[[], Any], *, phase: str) -> Any:

@@ -1,4 +1,4 @@
-"""What passes have left in a model beside its weights, for a worker that has run none.
+"""The tensors that passes leave in a model beside its weights, for a worker that has run none.
 
 Modules make tables in their first forward pass (places, masks), which a newcomer is given. A model
 that differs otherwise fits nobody.

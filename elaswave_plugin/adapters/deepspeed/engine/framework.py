@@ -31,7 +31,7 @@ _SCALE_OF_SCRIPT = ("custom_loss_scaler", "external_loss_scale")
 
 
 def _loss_scaler_of(optimizer: Any) -> Any:
-    """What keeps the loss scale of a 16-bit optimizer; None of an fp32 one.
+    """Return the object that keeps a 16-bit optimizer's loss scale; None for an fp32 one.
 
     ZeRO's optimizers have an object of its own for it, those of stage 0 a data class.
     """
@@ -216,7 +216,7 @@ class DeepSpeedFramework:
         return float("nan") if norm is None else float(norm)
 
     def unsealed(self, told: Structure | None = None) -> Iterator[torch.Tensor]:
-        """What every worker holds alike and no step changes: frozen parameters, buffers.
+        """Yield what every worker holds alike and no step changes: frozen parameters, buffers.
 
         ``told``: the structure that has the buffers; without it, it is this worker's.
         """
@@ -227,7 +227,7 @@ class DeepSpeedFramework:
 
     @property
     def structure(self) -> Structure:
-        """What the model consists of."""
+        """The modules, parameters and buffers of the model."""
         return structure_of(self._engine.module)
 
     def fit(self, told: Structure) -> None:

@@ -111,7 +111,7 @@ class EngineJob(AttachedEngine):
 
     @property
     def loop(self) -> UserLoop:
-        """Where the script's loop is."""
+        """The position of the script's loop."""
         return self._loop
 
     @property
@@ -408,7 +408,7 @@ class EngineJob(AttachedEngine):
         return batch
 
     def _void(self, loader: ElasticLoader) -> Any:
-        """What the script is given where others were given it before a loss; None for nothing."""
+        """Return a void batch for a call that others made before a loss; None if there is none."""
         if loader.reads.due == END:
             raise StopIteration
         if loader.reads.due != BATCH:

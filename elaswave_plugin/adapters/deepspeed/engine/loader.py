@@ -18,7 +18,7 @@ from elaswave_plugin.errors import ConfigurationError, ElasWaveError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Where the data is: epoch, iteration in it, samples that were served before."""
+    """A position in the data: epoch, iteration in it, samples that were served before."""
 
     epoch: int = 0
     iteration: int = 0
@@ -160,7 +160,7 @@ class ElasticLoader:
 
     @property
     def at_end(self) -> bool:
-        """Whether the last batch was the last one of its epoch."""
+        """True if the last batch was the last one of its epoch."""
         return self.position.iteration == self._order.iterations
 
     @property
@@ -192,7 +192,7 @@ class ElasticLoader:
         return self._reader.next_batch(self)
 
     def _end_of_left(self, iteration: int) -> int:
-        """Where an epoch ends that the script leaves, at which ``iteration`` would be the next.
+        """Return where an epoch ends that the script leaves with ``iteration`` as the next one.
 
         A script that leaves each after so many batches has counted those that a loss made void: it
         is given the rest of them before the next epoch.
@@ -206,7 +206,7 @@ class ElasticLoader:
 
     @property
     def place(self) -> tuple[int, dict[int, int], bool, int | None]:
-        """Where the loader is beside its position, which is sealed."""
+        """The loader's state beside its position, which is sealed."""
         return self._epoch, self._left_at, self._has_read, self._usual
 
     def took(self, kind: str) -> None:
@@ -230,7 +230,7 @@ class ElasticLoader:
 
     @property
     def lagging(self) -> bool:
-        """Whether the others have the epoch that the script iterates over behind them."""
+        """True if the others have completed the epoch that the script iterates over."""
         return 0 <= self._epoch < self.epoch_of_others
 
     def skip_epoch(self) -> NoReturn:
@@ -243,7 +243,7 @@ class ElasticLoader:
         self.epoch_of_others = epoch
 
     def tell(self) -> tuple[int, dict[int, int]]:
-        """What `follow` needs to know on a worker that comes later."""
+        """Return what `follow` needs to know on a worker that comes later."""
         return self._epoch, self._left_at
 
     def follow(self, told: tuple[int, dict[int, int]]) -> None:

@@ -50,7 +50,7 @@ def name_wandb_run(settings: ElasticConfig, config: Mapping[str, Any], run_id: s
 
 
 class Holders(NamedTuple):
-    """Whether the owner of rank 0 can write; whether anybody has monitors open."""
+    """The holders of monitors: the owner of rank 0 can write; some worker has monitors open."""
 
     somebody_writes: bool
     somebody_holds: bool
@@ -82,7 +82,7 @@ class ElasticMonitor:
         self.events += [(step, event) for event in event_list]
 
     def add_step(self) -> None:
-        """What DeepSpeed's step writes on rank 0 only: the others may have to write it."""
+        """Note what DeepSpeed's step writes on rank 0 only; any worker may have to write it."""
         engine = self._engine
         if dist.get_rank() == 0:
             return
@@ -94,14 +94,14 @@ class ElasticMonitor:
 
     @property
     def writes(self) -> bool:
-        """Whether this worker owns rank 0 and has the monitors open."""
+        """True if this worker owns rank 0 and has the monitors open."""
         if self._opening is not None and self._opening.done():
             self._master, self._opening = self._opening.result(), None
         return self.enabled and self._master is not None
 
     @property
     def holds(self) -> bool:
-        """Whether monitors are open here, or are being opened or closed."""
+        """True if monitors are open here, or are being opened or closed."""
         closes = self._closing is not None and not self._closing.done()
         return self.enabled and (closes or bool(self._master or self._opening))
 
@@ -135,7 +135,7 @@ class ElasticMonitor:
         return attempt
 
     def tell(self) -> list[tuple[int, Event]]:
-        """What a worker that comes later has to keep, or has to write in the place of this one."""
+        """Return the events that a later worker keeps, or writes in the place of this one."""
         return [*((0, event) for event in self._final), *self.events]
 
     def recovered(self, *, somebody_holds: bool) -> None:
@@ -184,7 +184,7 @@ def _beside(work: Callable[..., Result], *arguments: Any) -> "Future[Result]":
 
 
 def _ended(work: "Future[Any]") -> bool:
-    """Whether it ends within the limit; raises what it raised."""
+    """Return whether it ends within the limit; raises what it raised."""
     if not wait([work], timeout=_LIMIT_S).done:
         return False
     work.result()

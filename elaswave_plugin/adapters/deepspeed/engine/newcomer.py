@@ -1,4 +1,4 @@
-"""What a worker that comes later has to learn, so that its script's loop goes on like the others'.
+"""The knowledge that a later worker needs for its script's loop to go on like the others'.
 
 Its state comes from the snapshots. Here is what they do not have: what was loaded before the first
 step, in which epoch of the data the others are, the events that nobody has written yet, shapes of
@@ -62,7 +62,7 @@ def _finds_its_stage(slot: int, width: int, native: Callable[..., None]) -> Call
 
 
 class _JobState(NamedTuple):
-    """What one worker knows."""
+    """One worker's knowledge of the job."""
 
     loader: Any
     shapes: Any
@@ -135,7 +135,7 @@ class News:
 
 
 class _NothingLoaded(dict[str, Any]):
-    """What DeepSpeed returns beside the path where there is no checkpoint."""
+    """The client state that DeepSpeed returns beside the path where there is no checkpoint."""
 
     @ends_in_a_sentence
     def __missing__(self, key: str) -> Any:
@@ -147,14 +147,14 @@ class _NothingLoaded(dict[str, Any]):
 
 
 class Loads:
-    """What the script's loads of checkpoints gave at the start of the job."""
+    """The results of the script's loads of checkpoints at the start of the job."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._loads = list(worker.job_constants.get("loads", ()))
 
     def load(self, engine: Any, native: Callable[[], Any]) -> Any:
-        """What ``native()`` returns; for a worker that comes later, what it did at the start."""
+        """Return what ``native()`` does, or on a later worker what it returned at the start."""
         if not self._worker.detached:
             loaded = native(), {name: getattr(engine, name) for name in COUNTERS}
             self._loads.append(base64.b64encode(pickle.dumps(loaded)).decode())
@@ -170,7 +170,7 @@ class Loads:
 
 
 def check_together(worker: Worker, mine: tuple[int, int], sums: tuple[float, float]) -> None:
-    """Whether all workers have read the same epoch and iteration of the data, before an update.
+    """Check that all workers have read the same epoch and iteration of the data, before an update.
 
     ``mine``: this worker's; ``sums``: those of all. Raises ConfigurationError on a worker that came
     later, whose script may count what it has not seen; ElasWaveError where that is not the cause.

@@ -8,7 +8,7 @@ _PAGE = "docs/deepspeed.md"
 
 
 class OwnLoops:
-    """What one worker has said of a loop that the script owns; rank 0 speaks for all."""
+    """One worker's warnings of a loop that the script owns; rank 0 speaks for all."""
 
     def __init__(self, worker: Worker, *, width: int) -> None:
         """``width``: the workers of the launch."""

@@ -1,4 +1,4 @@
-"""What a dead forward pass returns: tensors shaped like the output, that lead to no parameter.
+"""The output of a dead forward pass: tensors shaped like a real one's, that lead to no parameter.
 
 After an interruption the user's code runs on to its next batch, and needs something to run with.
 Where every worker holds the whole model it is the real output of the user's input. In ZeRO stage 3
@@ -76,7 +76,7 @@ class StandIn:
 
 
 def _kept(tensor: torch.Tensor) -> torch.Tensor:
-    """What is kept of an output: a single number, else the shape without its memory."""
+    """Return the kept part of an output: a single number, else the shape without its memory."""
     return tensor.detach().cpu() if tensor.numel() == 1 else tensor.detach().to("meta")
 
 

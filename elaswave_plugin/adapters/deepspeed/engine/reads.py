@@ -1,4 +1,4 @@
-"""What a script has asked of its loader: after a loss all survivors have asked as much.
+"""Counts a script's calls of its loader: after a loss all survivors have made as many.
 
 A loss finds survivors at different calls: one has the first batch of a step, another one waits for
 it. For who counts its calls (a fixed number of ``next(iterator)``, ``enumerate`` and a ``break``)

@@ -38,7 +38,7 @@ class PipelineFramework(DeepSpeedFramework):
 
     @property
     def is_busy(self) -> bool:
-        """Whether this worker is in a pipeline."""
+        """True if this worker is in a pipeline."""
         return self.placement.place_of(self._worker.slot) is not None
 
     def pause(self) -> None:

@@ -160,7 +160,7 @@ class PipelineJob(AttachedEngine):
 
     @property
     def _weight(self) -> float:
-        """What a micro-batch counts, where the pipelines' gradients are averaged over them."""
+        """The weight of a micro-batch, where gradients are averaged over the pipelines."""
         return len(self._pipeline.placement.replicas) / self._width
 
     # ---- the engine's methods -------------------------------------------------------------------
@@ -279,7 +279,7 @@ class PipelineJob(AttachedEngine):
         }
 
     def _key_draws(self) -> None:
-        """Whoever runs this stage of this micro-batch in this step draws the same."""
+        """Key the draws by step, micro-batch and stage, alike on any worker that runs them."""
         if not self._engine.module.training:
             return
         worker, engine = self._worker, self._engine
@@ -315,7 +315,7 @@ class PipelineJob(AttachedEngine):
             self._set_data(None, iterator)
 
     def _set_data(self, native: object, data: Any) -> None:
-        """What `train_batch` reads from: given to it, to `set_dataloader` or `set_dataiterator`."""
+        """Set the data of `train_batch`: given to it, `set_dataloader` or `set_dataiterator`."""
         loader = data
         while isinstance(loader, RepeatingLoader):
             loader = loader.loader

@@ -1,4 +1,4 @@
-"""What a worker that comes later to a job of pipelines has to learn of the others.
+"""The knowledge that a later worker of a job of pipelines needs from the others.
 
 Its state comes from the snapshots. Here is what they do not have: where an epoch of the data was
 left before its end, and the tensors of its stage that no step changes.
@@ -22,12 +22,12 @@ class PipelineKnowledge:
         self._framework = framework
 
     def tell(self) -> Any:
-        """Where the loader is, and what this worker's part of the model consists of."""
+        """Return the loader's place, and the structure of this worker's part of the model."""
         assert self._framework.loader is not None
         return self._framework.loader.tell(), self._framework.structure
 
     def follow(self, told: Sequence[Any | None]) -> None:
-        """Who knows of each stage sends its tensors (called on every worker).
+        """Send each stage's tensors from a worker that knows them (called on every worker).
 
         ``told``: by rank, None for those who came. Raises ElasWaveError where nobody of a stage
         with such tensors knows them, ConfigurationError on one that came with another model.

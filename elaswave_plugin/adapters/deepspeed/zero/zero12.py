@@ -108,7 +108,7 @@ class PartitionedState:
         """Nothing is learnt in passes."""
 
     def named_pieces(self) -> Iterator[NamedPiece]:
-        """Where the partitions of this worker lie in the parameters."""
+        """Yield the pieces of parameters that this worker's partitions hold."""
         for order, master in enumerate(self._masters):
             size = master.numel()
             first = torch.distributed.get_rank(self._zero.real_dp_process_group[order]) * size

@@ -184,7 +184,7 @@ class PartitionedWeightsState:
 
 
 def is_cut(model: Any) -> bool:
-    """Whether ``deepspeed.zero.Init`` has cut the model's parameters already."""
+    """Return whether ``deepspeed.zero.Init`` has cut the model's parameters already."""
     return any(hasattr(param, "ds_process_group") for param in model.parameters())
 
 

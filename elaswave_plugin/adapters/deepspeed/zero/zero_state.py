@@ -1,4 +1,4 @@
-"""What the framework asks of the state of one kind of DeepSpeed optimizer."""
+"""The calls that the framework makes of the state of one kind of DeepSpeed optimizer."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
