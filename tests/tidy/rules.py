@@ -66,6 +66,11 @@ LOGGER_CALLS = frozenset(("getLogger",))
 CONSTANT_NAME = re.compile(r"_{0,2}[A-Z][A-Z0-9_]*$")
 ALIAS_NAME = re.compile(r"_?[A-Z][A-Za-z0-9]*$")
 TODO_WITHOUT_ISSUE = re.compile(r"\b(?:TO" r"DO|FIX" r"ME|XX" r"X)\b(?!\(#\d+\))")
+# A docstring says what it documents: a verb for a function, a noun for the rest.
+QUESTION = re.compile(
+    r"(?:Who(?:m|se|ever)?|What(?:ever)?|Whether|How|Where|When|Which"
+    r"|(?:At|By|For|From|In|Of|On|To|Until) (?:what|when|which|whom|whose))\b"
+)
 MACHINE_PATH = re.compile(r"(?<![\w.~/-])/(?:work|root|home|opt|mnt|Users)/\w")
 
 
@@ -122,6 +127,18 @@ def docstring_findings(source: str) -> list[str]:
     if text and first and first[0].lstrip("r").startswith('"""') and len(first[0]) > 5:
         return []
     return ["the first line is not a docstring that says the file's one job"]
+
+
+def first_word_findings(source: str) -> list[str]:
+    """Find docstrings that begin with a question's word instead of a verb or a noun."""
+    found = []
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for node in ast.walk(ast.parse(source)):
+        text = ast.get_docstring(node) if isinstance(node, documented) else None
+        if text and QUESTION.match(text):
+            where = getattr(node, "name", "the file")
+            found.append(f"the docstring of {where} begins with {text.split()[0]!r}")
+    return found
 
 
 def name_findings(source: str, path: str = "") -> list[str]:

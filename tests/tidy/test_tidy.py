@@ -142,6 +142,10 @@ def test_every_file_says_its_one_job_in_its_first_line() -> None:
     check([*sources(*OURS), ROOT / "setup.py"], rules.docstring_findings)
 
 
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    check(sources("elaswave_plugin", "benchmarks", "examples"), rules.first_word_findings)
+
+
 def test_names_use_no_forbidden_word() -> None:
     found = [
         (path, rules.name_findings(path.read_text(), str(path.relative_to(ROOT))))
@@ -178,6 +182,10 @@ def text_rule(text: str) -> list[str]:
         (rules.docstring_findings, "import os\n"),
         (rules.docstring_findings, '# note\n"""Late."""\n'),
         (rules.docstring_findings, '"""\nStarts on the second line.\n"""\n'),
+        (rules.first_word_findings, '"""What a file holds."""\n'),
+        (rules.first_word_findings, 'class A:\n    """Who is lost."""\n'),
+        (rules.first_word_findings, 'async def f():\n    """Whether it ends."""\n'),
+        (rules.first_word_findings, 'class A:\n    def f(self):\n        """By whom."""\n'),
         (rules.name_findings, "class LinkManager: ..."),
         (rules.name_findings, "def f(context): ..."),
         (rules.name_findings, "test_utils = 1"),
@@ -215,6 +223,7 @@ def test_rule_control_finds(rule: Callable[[str], list[str]], bad: str) -> None:
     [
         (rules.size_findings, LONG_FUNCTION.replace("    pass\n", "", 1)),
         (rules.docstring_findings, '#!/usr/bin/env python3\n"""One job."""\n'),
+        (rules.first_word_findings, '"""Whence."""\ndef f():\n    """Return what is."""\n'),
         (rules.name_findings, "from contextlib import contextmanager\ncontext_parallel_size = 1"),
         (rules.state_findings, 'A_S = 1.5\n_B = ("x", "y")\nC = frozenset((1,))\n"""text"""'),
         (rules.state_findings, "log = logging.getLogger(__name__)\nX = re.compile('a')"),
