@@ -230,7 +230,7 @@ class ElasticConfig(BaseModel):
     dataflow: Literal["auto", "redeal", "reroute", "resize"] = Field(
         "auto",
         description="how the micro-batches of a lost pipeline replica are run; redeal: all are"
-        " dealt anew over every stage's live replicas; reroute: its peers take them over;"
+        " dealt again over every stage's live replicas; reroute: its peers take them over;"
         " resize: every stage cuts the samples of a round evenly over its live replicas,"
         " which sums in another order and so needs consistency fast; auto: the fastest in"
         " simulation, resize in fast mode only",

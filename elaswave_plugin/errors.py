@@ -93,7 +93,7 @@ class EpochChanged(BaseException):
 
     def __init__(self, epoch: int, reason: str = "") -> None:
         super().__init__(
-            f"view {epoch} of the workers came ({reason}) during a call that nobody makes again: "
+            f"the workers changed ({reason}; view {epoch}) during a call that is not made again: "
             "have the job's run() call what makes it (with DeepSpeed, run of "
             "elaswave_plugin.deepspeed)"
         )

@@ -62,7 +62,7 @@ def accessors(name: str, value: Any) -> tuple[Callable[[], Any], Callable[[Any],
     if isinstance(value, dict | list) and _is_plain(value):
         return lambda: value, partial(_refill, value)
     raise ConfigurationError(
-        f"keep({name!r}, ...) got a {type(value).__name__}, wanted what has state_dict and "
+        f"keep({name!r}, ...) got a {type(value).__name__}, wanted an object with state_dict and "
         "load_state_dict, a generator of torch, NumPy or Python, a tensor, or a dict or list of "
         "plain values: give it these two methods, or keep its parts"
     )

@@ -55,7 +55,7 @@ def _problems(loader: Any, micro_batch_size: int, named: str) -> Iterator[str]:
     if isinstance(dataset, IterableDataset) or not is_mapped:
         yield (
             f"the DataLoader's dataset is a {type(dataset).__name__}, wanted one with __getitem__"
-            " and __len__: whoever redoes a step has to read its samples again"
+            " and __len__: the worker that redoes a step has to read its samples again"
         )
     batches, size = loader.batch_sampler, len(dataset)
     # With a batch sampler of its own a DataLoader's other attributes say nothing.
@@ -63,8 +63,8 @@ def _problems(loader: Any, micro_batch_size: int, named: str) -> Iterator[str]:
     if type(sampler) not in (SequentialSampler, RandomSampler, DistributedSampler):
         yield (
             f"the DataLoader draws from a {type(sampler).__name__}, wanted a RandomSampler or"
-            " SequentialSampler (shuffle=True or False), or a DistributedSampler: whoever redoes a"
-            " step has to draw its samples again; choose samples in the dataset"
+            " SequentialSampler (shuffle=True or False), or a DistributedSampler: the worker that"
+            " redoes a step has to draw its samples again; choose samples in the dataset"
         )
     if batches.batch_size != micro_batch_size:
         yield (

@@ -48,6 +48,6 @@ class Unbound:
         self._before_refusal()
         raise ConfigurationError(
             f"an optimizer that is not bound ({type(optimizer).__name__}) steps in this job: after "
-            "a loss its step would be made a second time, on weights that nobody brings back; "
+            "a loss its step would be made a second time, on weights that no recovery restores; "
             f"{self._advice}"
         )

@@ -55,7 +55,7 @@ def _of_deepspeed() -> Iterable[Entry]:
         (of_deepspeed.destruction_patches(None), "elastic"),
         (of_deepspeed.newcomer_patches(), "elastic, started again"),
         (of_deepspeed.detached_patches(), "elastic, started again, ZeRO-3"),
-        (of_deepspeed.stage_patches(None), "elastic, beyond the launch"),
+        (of_deepspeed.stage_patches(None), "elastic, with --reserve"),
         (of_deepspeed.accelerate_patches(None), "elastic, Accelerate"),
     ):
         yield from (Entry(record, applied) for record in patches.records)

@@ -182,7 +182,7 @@ def _ask_all(
             return error.strerror or str(error)
         # The port may belong to somebody else by now.
         if answer.get("t") != "status" or one.pid not in (UNKNOWN, answer["pid"]):
-            return "who answers there is another process"
+            return "another process answers there"
         return answer
 
     answers, silent = [], {}
@@ -276,7 +276,7 @@ def _hangs(answers: Iterable[Record], ranks: Sequence[int]) -> dict[int, str]:
         elif sample.is_late and sample.waits_for == NOBODY:
             limit = f"(limit {sample.limit_s:.3g} s with a recovery)"
             stands = f"no progress for {sample.stalled_s:.1f} s in {sample.phase}"
-            found[slot] = f"{stands} {limit}; nobody waits for it"
+            found[slot] = f"{stands} {limit}; no worker waits for it"
     return found
 
 

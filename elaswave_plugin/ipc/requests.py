@@ -63,7 +63,7 @@ def request(address: str, frame: Frame, timeout_s: float) -> Frame:
         try:
             answer = receive_frame(sock, deadline_s - time.monotonic())
         except ValueError as error:
-            raise ConnectionError("who answers there is no supervisor") from error
+            raise ConnectionError("another program answers there, not a supervisor") from error
     if "error" in answer:
         raise ConnectionError(answer["error"])
     return answer

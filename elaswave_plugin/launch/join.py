@@ -40,14 +40,13 @@ def find_vacancy(spec: LaunchSpec) -> Vacancy:
         ) from error
     _check_program(spec, roster)
     if roster.record["ending"]:
-        raise ConfigurationError(f"the job at {spec.join} is ending: nobody can join it")
+        raise ConfigurationError(f"the job at {spec.join} is ending: no worker can join it")
     world_size, free = len(roster.peers), roster.free
     if len(free) < spec.nproc_per_node:
         raise ConfigurationError(
             f"--nproc-per-node is {spec.nproc_per_node}, and {len(free)} of the job's {world_size} "
-            "slots are free: bring fewer, wait until a worker is gone with its supervisor, or "
-            f"launch the job with a --reserve of more than {roster.record['env'][RESERVE]}, by "
-            "which it may grow beyond its launch"
+            "slots are free: start fewer, wait until a worker and its supervisor are gone, or "
+            f"launch the job with a --reserve of more than {roster.record['env'][RESERVE]}"
         )
     record = roster.record
     run_dir = spec.run_dir or (Path(record["run_dir"]) if record["run_dir"] else None)

@@ -224,26 +224,22 @@ def _parser() -> _Parser:
 
     add("nproc-per-node", "workers on this node", type=int, default=1)
     add("nnodes", "nodes in the job", type=int, default=1)
-    add("node-rank", "which node this is, from 0", type=int, default=0)
+    add("node-rank", "number of this node, from 0", type=int, default=0)
     add("master-addr", "address of node 0", default="127.0.0.1")
     add("master-port", "a free port of node 0; 0 picks one (one node)", type=int, default=0)
     add("standalone", "one node (accepted for torchrun's sake)", action="store_true")
     parser.add_argument(
         "--join",
         metavar="HOST:PORT",
-        help="take lost slots of a running job, then those of its --reserve; any supervisor of it "
-        "is at HOST:PORT (`elaswave status --json` has the addresses); script and arguments as at "
+        help="join a running job: take its lost slots, then those of its --reserve; HOST:PORT is "
+        "any supervisor of it (`elaswave status --json` lists them); script and arguments as at "
         "its launch",
     )
-    text = (
-        "workers that may --join beyond those of the launch, in pipelines of DeepSpeed a multiple"
-    )
+    text = "extra workers that may --join later, with DeepSpeed's pipelines a multiple of stages"
     default = f"the same on every node (default 0, or {RESERVE})"
-    add("reserve", f"{text} of the stages; {default}", type=int)
-    text = (
-        "idle spare workers on this node, which take lost slots by themselves; each has a device of"
-    )
-    add("standby", f"{text} its own: LOCAL_RANK goes on behind the workers'", type=int, default=0)
+    add("reserve", f"{text}; {default}", type=int)
+    text = "idle spare workers on this node, which take lost slots by themselves; each needs"
+    add("standby", f"{text} its own device: LOCAL_RANK follows the workers'", type=int, default=0)
     text = (
         "as soon as this file exists, the workers of this node leave, as by SIGTERM; its first line"
     )

@@ -18,15 +18,15 @@ START, HEARTBEAT = "start_timeout_s", "heartbeat_timeout_s"
 START_S = 600.0
 _MEANING = (
     (QUIESCE, "a worker that does not answer a view change in this time is killed"),
-    (START, "all nodes have to be there by then"),
-    ("join_timeout_s", "every worker has to have joined by then"),
-    ("quorum_wait_s", "a minority of the nodes stops after this"),
-    (HEARTBEAT, "a supervisor this silent is lost"),
-    ("finish_grace_s", "a worker that has finished and has not exited by then is killed"),
+    (START, "the job does not start unless all nodes come within this time"),
+    ("join_timeout_s", "a worker that has not joined the job within this time is killed"),
+    ("quorum_wait_s", "a minority of the nodes stops after this time"),
+    (HEARTBEAT, "a supervisor that is silent for this time counts as lost"),
+    ("finish_grace_s", "a finished worker that has not exited within this time is killed"),
     (
         "notice_timeout_s",
-        "workers that were told to go end by force after this; a last checkpoint has to be written"
-        " by then",
+        "workers that were asked to leave are killed after this time; a last checkpoint has to be"
+        " written by then",
     ),
 )
 

@@ -74,7 +74,7 @@ class LoopBody:
         """A loss has met a call that cannot be made again."""
         end_in_a_sentence(
             ConfigurationError(
-                f"a loss met {call} in the body of job.train's loop, which nobody can call again: "
+                f"a loss met {call} in the body of job.train's loop, which cannot be called again: "
                 f'put what needs it into a function, and call job.run(function, phase="{call}")'
             )
         )

@@ -99,7 +99,7 @@ def _draw_losses(axes: Axes, run: RunFiles, reference: RunFiles | None) -> None:
             linewidth=6,
             alpha=0.75,
             solid_capstyle="round",
-            label="nobody lost",
+            label="no worker lost",
         )
         common = [abs(mine[step] - others[step]) for step in mine if step in others]
         if common:

@@ -35,8 +35,8 @@ class Handshake:
             dist.all_gather_object(told, self._tell() if self._knows else None)
             if all(one is None for one in told):
                 raise ElasWaveError(
-                    "everybody who knew where the script's loop was is lost, before this worker had"
-                    " come; restart from the last checkpoint"
+                    "all workers that knew where the script's loop was were lost before this one"
+                    " joined; restart from the last checkpoint"
                 )
             self._follow(told)
             self._knows = True

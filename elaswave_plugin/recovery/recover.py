@@ -71,8 +71,8 @@ def take_state(
             return state
     raise WeightsDifferError(
         f"replicas hold different weights after the recovery of view {state.plan.epoch}, although"
-        f" all of them were read anew: {differing}; start from the last checkpoint, and look at the"
-        " memory of these workers' nodes"
+        f" all were read again: {differing}; start from the last checkpoint, and test the memory of"
+        " these workers' nodes"
     )
 
 

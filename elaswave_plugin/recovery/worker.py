@@ -141,7 +141,7 @@ class Worker:
         # What a replacement cannot learn from the others, since it builds alone.
         self.job_constants: JobConstants = {}
         if isinstance(welcome, StartDetached):
-            check_given({"the job": welcome.job_constants["given"], "who comes": given})
+            check_given({"the job": welcome.job_constants["given"], "the worker that joins": given})
             self.detached = self.links.detached = True
             self.job_constants = welcome.job_constants
             self.run_id = self.job_constants["run_id"]

@@ -77,7 +77,7 @@ def show(console: Console, verdict: Mapping[str, Any], *, overwrites: bool) -> N
     for run in verdict["runs"]:
         _show_difference(console, run)
     if not verdict["runs"]:
-        console.print("one replica only: nobody can take over its work, and nothing was compared")
+        console.print("one replica only: no other can take over its work, and nothing was compared")
     if verdict["changed_files"]:
         names = ", ".join(verdict["changed_files"][:10])
         said = "as --overwrite allows" if overwrites else "give --overwrite to allow it"

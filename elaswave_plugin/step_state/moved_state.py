@@ -78,7 +78,7 @@ def _dealt(keys: Mapping[Key, bool], holders: Sequence[set[Key]]) -> dict[int, l
             dealt.setdefault(giver, []).append(key)
         elif is_needed:
             raise ElasWaveError(
-                f"everybody who had {key[1]} ({key[0]}) is lost; restart from the last checkpoint"
+                f"all workers with {key[1]} ({key[0]}) are lost; restart from the last checkpoint"
             )
     return dealt
 

@@ -217,8 +217,8 @@ class StepState:
         able = [rank for rank, (asks, has, _) in enumerate(rows) if has and not asks]
         if not able:
             raise ElasWaveError(
-                "everybody who knew the state of the script's loop is lost, before this worker had "
-                "come; restart from the last checkpoint"
+                "all workers that knew the state of the script's loop were lost before this one "
+                "joined; restart from the last checkpoint"
             )
         return next((rank for rank in able if rows[rank][2] == shard_group), able[0])
 

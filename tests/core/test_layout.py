@@ -286,7 +286,7 @@ def test_summary_names_no_worker() -> None:
     [
         (1, [], None, 3, None),
         (1, [0], None, 1, None),  # the stage takes a replica of the other one
-        (1, [0], "tied", 1, "stage 0 would have nobody, and workers keep theirs: tied"),
+        (1, [0], "tied", 1, "stage 0 would have no worker, and workers keep theirs: tied"),
         (1, [0], "tied", 2, None),
         (1, [0, 2], None, 1, "1 whole TP groups of 1 would be left for 2 stages"),
         (2, [0, 1, 6, 7], None, 2, "1 whole TP groups of 2 would be left for 2 stages"),

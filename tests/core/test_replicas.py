@@ -119,5 +119,6 @@ def test_who_is_needed_for_a_stage_follows_from_what_is_told_of_the_layout() -> 
     told = placement.described()
     assert why_needed(told, {1, 3}) is None  # whoever is free takes the place of who goes
     why = "in DeepSpeed's pipelines everything stays in the stage of its launch"
-    assert why_needed(told, {0, 1}) == f"stage 1 would have nobody, and workers keep theirs: {why}"
+    needed = f"stage 1 would have no worker, and workers keep theirs: {why}"
+    assert why_needed(told, {0, 1}) == needed
     assert told["why_layers_stay"] == why

@@ -33,7 +33,7 @@ def test_the_last_worker_of_a_pipelines_stage_stays(
     _, left = run.events("view_committed")
     assert sorted(left["ranks"]) == [1, 2, 3]
     assert [event["slot"] for event in run.events("notice_void")] == [1]
-    assert "stays: stage 0 would have nobody, and workers keep theirs: in DeepSpeed's" in output
+    assert "stays: stage 0 would have no worker, and workers keep theirs: in DeepSpeed's" in output
     first = min(line["step"] for line in run.files.ledger if line["epoch"] == left["epoch"])
     assert run.trace() == twin(replace(spec, changes=(f"0@{first}",))).trace()
     assert len({(line["step"], line["epoch"]) for line in run.files.ledger}) == spec.steps

@@ -168,7 +168,7 @@ def test_a_kill_in_the_first_steps(run: Launch, twin: Twin, reference: Launch, k
 def test_a_stage_with_nobody_left_ends_the_job_in_words(run: Launch) -> None:
     stopped = run(replace(PP2_DP2, stage=1, nproc=2, global_batch=8, kills=("1@2:backward",)))
     assert stopped.returncode == 1
-    assert "stage 1 has no worker left, and in DeepSpeed's pipelines nobody" in stopped.output
+    assert "stage 1 has no worker left, and in DeepSpeed's pipelines no worker" in stopped.output
     assert "Traceback" not in stopped.output and not stopped.orphans
 
 
@@ -245,7 +245,7 @@ def test_a_checkpoint_after_a_loss_loads_in_a_smaller_job(
 REFUSED = (
     ({"elaswave": {"enabled": True, "move_layers": "always"}}, (), "lost as a whole"),
     ({"csv_monitor": {"enabled": True, "output_path": "."}}, (), "a monitor of DeepSpeed's"),
-    ({}, ("--own-loader",), "whose samples nobody could read again"),
+    ({}, ("--own-loader",), "whose samples could not be read again"),
     ({"dataloader_drop_last": False}, ("--limit=37",), "the last iteration of an epoch has"),
 )
 

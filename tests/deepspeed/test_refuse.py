@@ -143,7 +143,7 @@ def test_pipelines_that_cannot_join_are_refused(
 @pytest.mark.slow
 def test_half_a_pipeline_does_not_join(run: Launch) -> None:
     refused = run(replace(PP2_DP2, launcher=("--reserve=1",)))
-    check_refused(refused, "--reserve is 1, and who joins has a place", "use a multiple of 2")
+    check_refused(refused, "--reserve is 1, and workers that join get work", "use a multiple of 2")
 
 
 @pytest.mark.slow

@@ -111,8 +111,8 @@ def test_a_collective_that_nobody_makes_again_is_named(run: Launch, tmp_path: Pa
     assert failed.events("died_before_training")
     check_ended(
         failed,
-        "all workers that were left failed alike before the first step: EpochChanged: view 2 of",
-        "during a call that nobody makes again: have the job's run() call what makes it",
+        "all workers that were left failed alike before the first step: EpochChanged: the workers",
+        "during a call that is not made again: have the job's run() call what makes it",
     )
 
 

@@ -208,7 +208,7 @@ def test_what_cannot_join_is_refused_in_a_sentence(tmp_path: Path) -> None:
         there = f"--join={address_of(job, 1)}"
         said = refusal(job, there, script)
         assert "--nproc-per-node is 1, and 0 of the job's 3 slots are free" in said
-        assert "or launch the job with a --reserve of more than 0, by which it may grow" in said
+        assert "or launch the job with a --reserve of more than 0" in said
         lose(job, 2, [0, 1])
         said = refusal(job, there, "--nproc-per-node=2", script)
         assert "--nproc-per-node is 2, and 1 of the job's 3 slots are free" in said
@@ -228,7 +228,7 @@ def test_what_cannot_join_is_refused_in_a_sentence(tmp_path: Path) -> None:
         )
         job.tell(0, "finish")
         assert job.ended(job.pids[0])
-        assert "is ending: nobody can join it" in refusal(job, there, script)
+        assert "is ending: no worker can join it" in refusal(job, there, script)
         assert job.finish([1]) == 0
         nowhere = f"127.0.0.1:{free_port()}"
         said = refusal(job, f"--join={nowhere}", script)

@@ -6,7 +6,7 @@ import psutil
 
 from tests.supervisor.jobs import Job
 
-ALONE = "and nobody can take over from it"
+ALONE = "and no other worker can take over from it"
 
 
 def title(pid: int) -> str:

@@ -160,7 +160,7 @@ ENGINE_TABLE = (
             + f"; from {_ADAPTER} import attach; attach.refuse_second = lambda jobs: None",
         ),
         # Interrupted in a call of that engine.
-        names="a call that nobody makes again",
+        names="a call that is not made again",
     ),
     EngineSabotage(
         number="G2 no_sync",

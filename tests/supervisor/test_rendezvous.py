@@ -124,7 +124,7 @@ def test_who_is_not_wanted_is_told_why(listeners: list[socket.socket]) -> None:
     with ThreadPoolExecutor(1) as threads:
         ours = threads.submit(host_meeting, place(0, (port,)), listeners[0], "")
         for stranger, why in (
-            (place(0, (port,)), "worker 0 is not wanted: another one has come as that: give every"),
+            (place(0, (port,)), "worker 0 is refused: another supervisor has come as this worker"),
             (place(1, (port,), size=4), "its job has 4 workers and that of worker 0 has 2: give"),
         ):
             with pytest.raises(ConfigurationError, match=why):
@@ -160,7 +160,7 @@ def test_who_does_not_come_is_named_again_and_again(
     missing = f"s for node 0 (worker 1), node 2 (workers 4, 5) to come to {HOST}:{port}\n"
     assert said.count(missing) == 2
     # One of the two on node 1.
-    assert said.count("s for all to come: node 0 names who is missing") == 2
+    assert said.count("s for all to come: node 0 names the missing workers") == 2
 
 
 def test_node_0_that_does_not_answer_is_named(

@@ -282,7 +282,7 @@ def test_another_process_at_an_old_address_is_not_taken_for_the_job(tmp_path: Pa
         old = Address(slot=0, node=0, pid=now.pid + 1, address=now.address)
         with (
             published(str(tmp_path / "old"), old, lambda: ()),
-            pytest.raises(ConfigurationError, match="who answers there is another process"),
+            pytest.raises(ConfigurationError, match="another process answers there"),
         ):
             ask_job(find_job(tmp_path / "old", None), TIMEOUT_S)
         assert job.finish([0, 1]) == 0
@@ -397,7 +397,7 @@ def test_a_slow_worker_is_suspected_unless_something_is_worse() -> None:
     [
         (
             sample(1),
-            "no progress for 4.0 s in backward (limit 2 s with a recovery); nobody waits for it",
+            "no progress for 4.0 s in backward (limit 2 s with a recovery); no worker waits for it",
         ),
         (sample(1, waits_for=OUTSIDE), None),
         (sample(1, stalled_s=0.1, stopped=True), "stopped by a signal"),

@@ -132,7 +132,7 @@ class Weights(Plain):
             if number >= len(present) or present[number].numel() != value.numel():
                 raise ConfigurationError(
                     "the loop's body changes weights between two steps, and a loss has moved layers"
-                    " to another stage, where nobody has these changes: change weights in "
+                    " to another stage, where no worker has these changes: change weights in "
                     'train_step, behind optimizer.step(), or set move_layers = "never"'
                 )
             present[number].copy_(value)

@@ -91,7 +91,7 @@ def check_loop(scheduler: Any, train_iters: Any) -> None:
     if scheduler is not None and not all(hasattr(scheduler, name) for name in named):
         raise ConfigurationError(
             f"job.bind got {type(scheduler).__name__} as scheduler, wanted one with state_dict() "
-            "and load_state_dict(), since a redone step is scheduled anew: write job.bind(model, "
+            "and load_state_dict(), since a redone step is scheduled again: write job.bind(model, "
             "optimizer, scheduler, train_iters=...)"
         )
     if isinstance(train_iters, bool) or not isinstance(train_iters, int) or train_iters < 1:

@@ -23,14 +23,14 @@ def check_growth(
     tp, pp = model_parallel
     if reserve % tp:
         raise ConfigurationError(
-            f"--reserve is {reserve}, and who joins has a place once it is a whole tensor parallel "
-            f"group of {tp}: use a multiple of {tp}"
+            f"--reserve is {reserve}, and workers that join get work once they are a whole tensor "
+            f"parallel group of {tp}: use a multiple of {tp}"
         )
     check_reserve(config, reserve, width=width, fewest=2 * tp * pp)
     if config.dataflow == "reroute":
         raise ConfigurationError(
-            f"--reserve is {reserve} and dataflow is 'reroute', which has micro-batches of lost "
-            "replicas only for who joins: set dataflow to auto, or leave --reserve out"
+            f"--reserve is {reserve} and dataflow is 'reroute', which gives workers that join "
+            "micro-batches of lost replicas only: set dataflow to auto, or leave --reserve out"
         )
     widest = width + grown_replicas(reserve, tp=tp, pp=pp)
     if widest > num_microbatches:

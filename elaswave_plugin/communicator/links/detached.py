@@ -91,9 +91,9 @@ def send(op: Operation, data: memoryview, rank: int) -> Steps:
 
 
 def receive(op: Operation, data: memoryview, rank: int) -> Steps:
-    """Raises ConfigurationError: nobody sends anything."""
+    """Raise ConfigurationError: no worker sends anything."""
     raise ConfigurationError(
         f"{op.describe()}: this worker came later and is building its model beside the "
-        "training, where nobody sends to it; receive nothing before the first training step, or "
+        "training, where no worker sends to it; receive nothing before the first training step, or "
         "use --elaswave-respawn 0"
     )

@@ -140,7 +140,7 @@ class Waiting:
 
     def __str__(self) -> str:
         if not self.slots:
-            return "nobody waits for it"
+            return "no worker waits for it"
         one = len(self.slots) == 1
         text = f"worker{'' if one else 's'} {', '.join(map(str, self.slots))}"
         text += f" wait{'s' if one else ''} for it"

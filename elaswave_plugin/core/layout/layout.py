@@ -299,7 +299,7 @@ class ParallelLayout:
     def __str__(self) -> str:
         rows = [
             f"stage {stage}, layers {self._layers_text(stage)}: "
-            + (" | ".join(map(str, groups)) or "nobody")
+            + (" | ".join(map(str, groups)) or "no worker")
             for stage, groups in enumerate(self.stages)
         ]
         free = ["free: " + " | ".join(map(str, self.free))] if self.free else []
@@ -429,7 +429,8 @@ def why_needed(layout: Mapping[str, Any], slots: Collection[int]) -> str | None:
     if whole < needed:
         return f"{whole} whole TP groups of {rest.tp} would be left for {needed} stages"
     if stays is not None and not all(rest.widths):
-        return f"stage {rest.widths.index(0)} would have nobody, and workers keep theirs: {stays}"
+        empty = rest.widths.index(0)
+        return f"stage {empty} would have no worker, and workers keep theirs: {stays}"
     return None
 
 

@@ -26,7 +26,7 @@ from elaswave_plugin.core.layout.layout import Coordinate
 
 # The node of a slot in which nobody has been.
 NOWHERE = -1
-NOBODY_CAME = "nobody has joined in this slot of the reserve"
+NOBODY_CAME = "no worker has joined in this slot of the reserve"
 
 
 def vacant(nodes: Sequence[int]) -> tuple[int, ...]:

@@ -146,8 +146,8 @@ class ReplicaPlacement:
         if not placement.replicas:
             empty = next(n for n, stage in enumerate(self.stages) if set(stage).isdisjoint(ranks))
             raise LayoutError(
-                f"stage {empty} has no worker left, and in DeepSpeed's pipelines nobody can change"
-                " stage; restart from the last checkpoint"
+                f"stage {empty} has no worker left, and in DeepSpeed's pipelines no worker can"
+                " change stage; restart from the last checkpoint"
             )
         return placement
 

@@ -78,7 +78,7 @@ def ask_roster(
     `standby` describes who asks, where it waits for a slot. Raises OSError where nobody answers,
     and of those ConnectionRefusedError only where nobody is there any more at all.
     """
-    failure: OSError = ConnectionRefusedError("nobody is there")
+    failure: OSError = ConnectionRefusedError("no supervisor is there")
     for contact in contacts:
         try:
             found = _roster_at(contact, None, timeout_s)
@@ -97,7 +97,7 @@ def ask_roster(
 def _roster_at(address: str, standby: dict[str, Any] | None, timeout_s: float) -> Roster:
     answer = request(address, {"t": "roster", "standby": standby}, timeout_s)
     if answer.get("t") != "roster":
-        raise ConnectionError("who answers there is no supervisor of a job")
+        raise ConnectionError("another program answers there, not a supervisor of a job")
     return Roster(record=answer)
 
 
@@ -180,5 +180,5 @@ def _welcome(roster: Roster, own: Peer, links: dict[int, socket.socket]) -> Welc
     except UnreadableMessageError as error:
         raise ConnectionError(f"the leader {error}") from error
     if {*welcome.lost, own.slot, *links} != {peer.slot for peer in roster.peers}:
-        raise ConnectionError("who lives in the job has changed")
+        raise ConnectionError("the members of the job have changed")
     return welcome

@@ -160,7 +160,7 @@ def own_host(
         except OSError as error:
             if time.monotonic() + _REDIAL_S > deadline_s:
                 raise ConfigurationError(
-                    f"the address of node 0 is {host!r}, to which this machine knows no way "
+                    f"the address of node 0 is {host!r}, to which this machine has no route "
                     f"({error}); give one that every node can reach as --master-addr"
                 ) from error
         # Nothing can be waited for: the name of node 0 may become known after its start.
@@ -270,7 +270,7 @@ def _why_not(greeting: dict[str, Any], rendezvous: RendezvousSpec, *, taken: boo
             f"{rendezvous.world_size}: give every node the same numbers of nodes and of workers"
         )
     if taken:
-        return "another one has come as that: give every node a rank of its own"
+        return "another supervisor has come as this worker: give every node a rank of its own"
     if greeting.get("reserve") != rendezvous.reserve:
         return (
             f"its reserve is {greeting.get('reserve')}, that of worker 0 is {rendezvous.reserve}: "
@@ -384,7 +384,7 @@ def _greet(
                 time.monotonic() > deadline_s + _FIRST_FRAME_S
             ):  # node 0 says more, if a little later
                 break
-            waiting.tell("all to come: node 0 names who is missing")
+            waiting.tell("all to come: node 0 names the missing workers")
         answer = receive_frame(first, _FIRST_FRAME_S)
     except TimeoutError as error:
         raise AgreementError(f"not all came within {rendezvous.timeout_s:g} s") from error
@@ -393,7 +393,7 @@ def _greet(
     if "over" in answer:
         raise (EndedEarlyError if answer["early"] else AgreementError)(answer["over"])
     if "error" in answer:
-        raise ConfigurationError(f"worker {rendezvous.slot} is not wanted: {answer['error']}")
+        raise ConfigurationError(f"worker {rendezvous.slot} is refused: {answer['error']}")
     return answer
 
 

@@ -33,8 +33,8 @@ def words_of(note: Note) -> str | None:
         case "quorum_lost":
             heard, of = fields["nodes_heard"], fields["of"]
             none = f"none of the training's nodes {of}"
-            who = f"only nodes {heard} of {of}" if heard else none
-            return f"{who} can be reached: no majority, waiting"
+            reached = f"only nodes {heard} of {of}" if heard else none
+            return f"{reached} can be reached: no majority, waiting"
     return None
 
 
@@ -47,7 +47,7 @@ def words_of_view(view: MembershipView, before: Sequence[MembershipView]) -> str
     workers = f"{count} worker{'s' if count > 1 else ''}"
     alone = count == 1
     if alone:
-        workers += ", and nobody can take over from it"
+        workers += ", and no other worker can take over from it"
     elif len(nodes) == 1 and any(len({*one.nodes}) > 1 for one in before):
         workers += f", all on node {nodes.pop()}, from which no other node can take over"
     if view.epoch > 1:

@@ -88,8 +88,8 @@ def sampler_of(loader: Any, num_processes: int) -> tuple[Any, int, bool]:
     ):
         raise ConfigurationError(
             f"the training loader draws from a {type(sampler or batches).__name__}, wanted a "
-            "RandomSampler or SequentialSampler (shuffle=True or False): whoever redoes a step has "
-            "to draw its samples again"
+            "RandomSampler or SequentialSampler (shuffle=True or False): the worker that redoes a "
+            "step has to draw its samples again"
         )
     return sampler, int(batches.batch_size), bool(batches.drop_last)
 

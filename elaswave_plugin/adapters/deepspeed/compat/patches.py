@@ -27,7 +27,7 @@ _ACCELERATE_SEAMS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
         "data_loader:DataLoaderDispatcher.__iter__",
         "refuse_dispatch",
         ("self",),
-        "one process reads for all, and nobody else knows the place in the data",
+        "one process reads for all, and no other one knows the place in the data",
     ),
     (
         "accelerator:Accelerator._do_sync",
@@ -161,7 +161,7 @@ def newcomer_patches() -> PatchSet:
             PatchRecord(
                 # As bound in engine.py, which is where the engine looks it up.
                 target="deepspeed.runtime.engine:MonitorMaster",
-                reason="the monitors are open elsewhere: who is not in yet is not rank 0",
+                reason="the monitors are open elsewhere: a worker that comes later is not rank 0",
                 distribution=_DEEPSPEED,
                 valid=_VALID,
                 parameters=("monitor_config",),
@@ -169,7 +169,7 @@ def newcomer_patches() -> PatchSet:
             ),
             PatchRecord(
                 target="deepspeed.runtime.pipe.p2p:recv",
-                reason="an engine of a pipeline waits for its neighbour, who does not send again",
+                reason="an engine of a pipeline waits for its neighbour, which sends only once",
                 distribution=_DEEPSPEED,
                 valid=_VALID,
                 parameters=("tensor", "src_stage", "async_op"),
@@ -189,7 +189,7 @@ def detached_patches() -> PatchSet:
                     "deepspeed.runtime.zero.partitioned_param_coordinator"
                     ":assert_ints_same_as_other_ranks"
                 ),
-                reason="who is not in yet has nobody to compare its passes with",
+                reason="a worker that comes later has no other one to compare its passes with",
                 distribution=_DEEPSPEED,
                 valid=_VALID,
                 parameters=("args", "kwargs"),  # DeepSpeed's own wrapper
@@ -208,7 +208,7 @@ def stage_patches(finding: Callable[[Any], Any] | None) -> PatchSet:
         [
             PatchRecord(
                 target="deepspeed.runtime.pipe.module:PipelineModule.__init__",
-                reason="it takes its stage from a rank of the launch, beyond which a slot has none",
+                reason="it takes its stage from a rank of the launch; joined slots have none",
                 distribution=_DEEPSPEED,
                 valid=_VALID,
                 make=finding or _builds_nothing,

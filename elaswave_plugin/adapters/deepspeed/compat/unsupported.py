@@ -106,8 +106,8 @@ def check_pipelines(reserve: int, *, module: Any, width: int, num_microbatches: 
         )
     if reserve % stages:
         raise ConfigurationError(
-            f"--reserve is {reserve}, and who joins has a place once a whole pipeline of {stages} "
-            f"stages has joined: use a multiple of {stages}"
+            f"--reserve is {reserve}, and workers that join get work once a whole pipeline of "
+            f"{stages} stages has joined: use a multiple of {stages}"
         )
     if width + reserve // stages > num_microbatches:
         raise ConfigurationError(
@@ -122,9 +122,9 @@ def check_stages(config: Mapping[str, Any]) -> None:
     moved = _lookup(config, "elaswave.move_layers", "auto")
     if moved not in ("auto", "never"):
         raise ConfigurationError(
-            f"elaswave.move_layers is {moved!r}, and DeepSpeed's pipelines have as many workers at "
-            "every stage, which keeps its layers: a pipeline that loses a worker is lost as a "
-            "whole; leave it out, or use Megatron-Core, whose stages may differ"
+            f"elaswave.move_layers is {moved!r}, and the stages of DeepSpeed's pipelines "
+            "have equally many workers and keep their layers: a pipeline that loses a worker is "
+            "lost as a whole; leave it out, or use Megatron-Core, where stages may differ"
         )
 
 

@@ -140,7 +140,7 @@ class AttachedEngine:
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
             raise ConfigurationError(
                 f"the dataset is a {type(dataset).__name__}, wanted one with __getitem__ and "
-                "__len__: whoever redoes a step has to read its samples again"
+                "__len__: the worker that redoes a step has to read its samples again"
             )
         reads = Reads(counts=not self._worker.detached)
         loader = ElasticLoader(

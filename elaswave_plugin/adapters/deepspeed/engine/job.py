@@ -149,7 +149,7 @@ class EngineJob(AttachedEngine):
         if self._engine.module.training and self._loop.iteration == 0 and not self._loop.dead:
             raise ConfigurationError(
                 "engine.forward was called in training mode with a batch that the plugin did not "
-                "serve, so that nobody could serve it again; take the batches from "
+                "serve, so that it could not be served again; take the batches from "
                 "elaswave_plugin.deepspeed.loader(engine, dataset), or give the dataset to "
                 "deepspeed.initialize as training_data"
             )

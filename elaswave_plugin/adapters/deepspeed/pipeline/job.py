@@ -321,8 +321,8 @@ class PipelineJob(AttachedEngine):
             loader = loader.loader
         if loader is not self._framework.loader or not isinstance(loader, ElasticLoader):
             raise ConfigurationError(
-                f"engine.train_batch was given a {type(data).__name__}, whose samples nobody could "
-                f"read again; {_GIVE_DATA}"
+                f"engine.train_batch was given a {type(data).__name__}, whose samples could not "
+                f"be read again; {_GIVE_DATA}"
             )
         self._data = self._engine.training_dataloader = data
 

@@ -46,8 +46,8 @@ class PipelineKnowledge:
             for tensor in tensors:
                 if source is None:
                     raise ElasWaveError(
-                        "everybody who held the frozen parameters and buffers of this worker's "
-                        "stage was lost before it had come; restart from the last checkpoint"
+                        "all workers that held the frozen parameters and buffers of this worker's "
+                        "stage were lost before it joined; restart from the last checkpoint"
                     )
                 dist.recv(tensor, src=source)
         elif source == dist.get_rank():

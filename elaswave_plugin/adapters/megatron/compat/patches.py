@@ -123,7 +123,7 @@ def _checkpoint_records() -> list[PatchRecord]:
         ),
         _record(
             f"{module}:DistributedOptimizer._set_main_param_and_optimizer_states",
-            "a checkpoint that can be cut anew has no step count beside the tensors, and for "
+            "a checkpoint that can be resharded has no step count beside the tensors, and for "
             "torch's Adam it is looked up there",
             *("self", "model_param", "tensors"),
             make=_keeping_step,

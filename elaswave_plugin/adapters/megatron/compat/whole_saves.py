@@ -55,7 +55,7 @@ class WholeSaves:
             place = str(call.arguments["checkpoint_dir"])
             if call.arguments.get("async_sharded_save"):
                 raise ConfigurationError(
-                    "dist_checkpointing.save was called with async_sharded_save, and nobody waits "
+                    "dist_checkpointing.save was called with async_sharded_save, and nothing waits "
                     "for such a save, so that a loss would tear it; leave async_sharded_save out"
                 )
             if "://" in place:
@@ -102,7 +102,7 @@ class WholeSaves:
         return [
             PatchRecord(
                 target=f"{package}:save",
-                reason="a checkpoint gets its name when everyone has written and it was checked",
+                reason="a checkpoint gets its name when all have written it and it was checked",
                 distribution="megatron-core",
                 valid=VALID,
                 make=self.save,

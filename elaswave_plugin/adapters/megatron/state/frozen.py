@@ -132,7 +132,7 @@ class Frozen(Plain):
         if here and self._vary and not is_current:
             raise ConfigurationError(
                 "the loop changes weights that are not trained, and a loss between two steps has"
-                " moved layers to another stage, where nobody has these changes: change them in"
+                " moved layers to another stage, where no worker has these changes: change them in"
                 ' train_step, or set move_layers = "never"'
             )
         return {name: (trained[_of_all_tp(name)], values.get(name)) for name in here}

@@ -148,7 +148,7 @@ class ModelBuffers(Plain):
             if digest != before[name]:
                 raise ConfigurationError(
                     f"an evaluation changes the model's buffer {name.partition(' ')[2]!r}: call "
-                    "model.eval() before it, as nobody else would know of the change"
+                    "model.eval() before it, as no other worker would know of the change"
                 )
 
     def _digests(self) -> dict[str, int]:
@@ -166,8 +166,8 @@ class ModelBuffers(Plain):
             if not torch.equal(copied(tensor), wanted[name]):
                 raise ConfigurationError(
                     f"the script changes the model's buffer {name!r} outside of forward passes, "
-                    "which change it as well: after a loss nobody would do so for the replica that "
-                    "is lost; change it in the forward pass alone"
+                    "which change it as well: after a loss no worker would do so for the lost "
+                    "replica; change it in the forward pass alone"
                 )
 
     # ---- the end of a step ----------------------------------------------------------------------

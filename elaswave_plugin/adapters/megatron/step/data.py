@@ -121,8 +121,8 @@ def served(batches: Any) -> KeyedBatches:
     """The data iterator of a forward-backward call; raises ConfigurationError for any other."""
     if not isinstance(batches, KeyedBatches):
         raise ConfigurationError(
-            f"data_iterator is {_kind(batches)}, of which nobody knows what it serves again after "
-            "a loss: write train_batches = job.batches(dataset), and give that on every stage"
+            f"data_iterator is {_kind(batches)}, which cannot serve its samples again after a "
+            "loss: write train_batches = job.batches(dataset), and give that on every stage"
         )
     return batches
 

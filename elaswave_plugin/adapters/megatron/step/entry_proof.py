@@ -85,7 +85,7 @@ def _send_away(worker: Worker, check: EntryCheck) -> None:
         )
     # Their leaving interrupts this.
     dist.barrier()
-    raise ElasWaveError(f"{check} gave another loss, and nobody left for it")
+    raise ElasWaveError(f"{check} gave another loss, and no worker left for it")
 
 
 def digest_of_reports(reports: Sequence[Any]) -> int:
