@@ -19,7 +19,7 @@ one is killed in step 3. "Trains right": the ledger is exact, the loss is surviv
 norms, weights and optimizer state have the bits of the script as it is (DeepSpeed: of its run in
 which the same worker leaves as planned). "Refused": one sentence in the first step at the latest
 (or when the line is first reached), exit code 2. "Its own error": the traceback of Python or a
-framework once, exit code 1. Nobody is started again in either. "Nothing attached": the script
+framework once, exit code 1. No worker is started again in either. "Nothing attached": the script
 trains unprotected, and one line at its first step says so and what it lacks.
 
 This page is printed by `python -m tests.faults.mutants_page`, and every row is run by
