@@ -1,4 +1,4 @@
-"""The typer commands behind cli.py; what a command needs is imported when it runs."""
+"""The typer commands of `elaswave`; what a command needs is imported when it runs."""
 
 import json
 from collections.abc import Sequence

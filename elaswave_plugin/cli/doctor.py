@@ -1,4 +1,4 @@
-"""`elaswave doctor`: does every patch record fit what is installed? Nothing is applied."""
+"""`elaswave doctor`: checks that every patch record fits what is installed; applies none."""
 
 import os
 import sys

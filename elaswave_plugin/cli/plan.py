@@ -1,4 +1,4 @@
-"""`elaswave plan`: what a job would do about lost workers, predicted from costs that one gives.
+"""`elaswave plan`: what a job would do about lost workers, predicted from the given costs.
 
 Settings of the job have its names and defaults; the costs are those of equal layers.
 """

@@ -1,4 +1,4 @@
-"""The handshake after a recovery: who has been in the script's loop tells who comes later."""
+"""The handshake after a recovery: workers that have been in the script's loop tell later ones."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Names the slow workers of a job, and has their work dealt anew where that pays."""
+"""Names the slow workers of a job, and has their work dealt again where that pays."""
 
 from __future__ import annotations
 

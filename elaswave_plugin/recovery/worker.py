@@ -1,4 +1,4 @@
-"""A trainer's side of an elastic job: joins, keeps the view, and what everyone runs in it."""
+"""A trainer's side of an elastic job: joins, keeps the view, and what each worker runs in it."""
 
 import time
 import uuid

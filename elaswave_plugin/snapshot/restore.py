@@ -1,6 +1,6 @@
-"""Read a worker's new weights from the sealed snapshots that a plan names, falling down a ladder.
+"""Reads a worker's new weights from the sealed snapshots that a plan names, or from the next best.
 
-The optimizer state follows from the same plan (`behind.py`). Own memory is read in place; other
+The optimizer state follows from the same plan (`deferred.py`). Own memory is read in place; other
 shards are fetched from the supervisor that holds them. Bytes that fail their checksum or do not
 arrive are rejected by everyone together, and the plan is made again without them: another copy,
 then an older step, then the job stops with the gap named.

@@ -1,9 +1,9 @@
 """Two sealed snapshots of a worker's shard in shared memory, and verified reads of anyone's.
 
-A buffer holds: its record (`sealed_memory.py`) | payload (the shard's flat state) | step capsule |
-table of 64-bit xxh3 checksums, one for each chunk of payload and capsule. The record names the
-length and the digest of the table, so that whoever reads any range checks exactly the chunks it
-used, wherever the bytes came from.
+A buffer holds: its record (`ipc/snapshot_record.py`) | payload (the shard's flat state) | step
+capsule | table of 64-bit xxh3 checksums, one for each chunk of payload and capsule. The record
+names the length and the digest of the table, so that a reader of any range checks exactly the
+chunks that it used, wherever the bytes came from.
 """
 
 import mmap

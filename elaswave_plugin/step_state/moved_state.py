@@ -1,4 +1,4 @@
-"""State of a step that belongs to layers: whoever has got a layer fetches it from who had it."""
+"""State of a step that belongs to layers: the new holder of a layer fetches it from the old one."""
 
 import pickle
 from collections.abc import Mapping, Sequence

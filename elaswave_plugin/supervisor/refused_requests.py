@@ -1,4 +1,4 @@
-"""Why a supervisor refuses what somebody asks of its worker (standard library only)."""
+"""The reasons for which a supervisor refuses a request about its worker (standard library only)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The snapshot memory of one supervisor: its trainer's two buffers, and what it holds for others.
 
-What a memory holds is written in the memory (`sealed_memory.py`): sealing needs no message.
+What a memory holds is written in the memory (`ipc/snapshot_record.py`): sealing needs no message.
 """
 
 from __future__ import annotations

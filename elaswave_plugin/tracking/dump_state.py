@@ -1,4 +1,4 @@
-"""Write a worker's pieces of parameters and optimizer state, for an outside reader to compare."""
+"""Writes a worker's pieces of parameters and optimizer state, for an outside reader to compare."""
 
 import json
 import os

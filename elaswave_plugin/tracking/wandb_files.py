@@ -1,4 +1,4 @@
-"""Reads from W&B's own files how far an offline run was written, whoever wrote it."""
+"""Reads from W&B's own files how far an offline run was written, by any worker."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""The losses that a forward step reports, summed alike whoever ran which micro-batch."""
+"""The losses that a forward step reports, summed alike whichever worker ran which micro-batch."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""A module as its user sees it, but for some of its answers."""
+"""A module as its user sees it, except for some of its answers."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""The losses of routers as the log shows them, summed alike whoever ran which micro-batch.
+"""The losses of routers as the log shows them, summed alike whichever worker ran which micro-batch.
 
 Megatron-Core adds them up by layer in one table of each worker, which the log sums over stages,
 tensor parallel group and replicas (``track_moe_metrics`` in megatron/core/transformer/moe/

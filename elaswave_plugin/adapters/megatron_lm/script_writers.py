@@ -1,4 +1,4 @@
-"""The TensorBoard and W&B writers that Megatron-LM opens: held by whoever is the last rank."""
+"""The TensorBoard and W&B writers that Megatron-LM opens: held by the last rank."""
 
 import logging
 import os

@@ -1,7 +1,7 @@
 """Sums over a native group in rank order: copies between its members, which do the adding.
 
 A native backend adds in an order of its own, which may be another one once a loss has changed who
-is in the group. These sums are those of `collectives.py` bit for bit, in the same two ways: what is
+is in the group. These sums are those of `algorithms.py` bit for bit, in the same two ways: what is
 small goes from everybody to everybody, what is large to the owner of each piece and back.
 """
 

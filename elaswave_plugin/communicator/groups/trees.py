@@ -12,7 +12,7 @@ TREE_ABOVE = 8
 """Groups with more members than this use a tree for small data, and for broadcasts."""
 
 _UP, _DOWN = 10, 11
-# Numbers of the parts of an operation, apart from those in `collectives.py`.
+# Numbers of the parts of an operation, apart from those in `algorithms.py`.
 
 
 def equal_parts(view: memoryview, count: int) -> list[memoryview]:

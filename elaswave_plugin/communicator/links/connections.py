@@ -1,4 +1,4 @@
-"""The connections of a worker: one a pair, whoever dials; handshakes, crossings, early comers."""
+"""The connections of a worker, one a pair: handshakes, crossings, early comers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The detection of a hanging worker, by how long it stands still and by who waits for it.
+"""The detection of a hanging worker, by how long it stands still and which workers wait for it.
 
 A worker without progress is guilty if others wait for it and it waits for nobody itself. If
 workers wait for each other in a circle, the one furthest behind is guilty. A circle of different

@@ -1,4 +1,4 @@
-"""From a plan to what runs: who runs which samples, and the op list of one worker or of all."""
+"""From a plan to what runs: the samples of each worker, and the op list of one worker or of all."""
 
 from elaswave_plugin.core.planner.costs import CostModel
 from elaswave_plugin.core.planner.joint import JointPlan

@@ -1,4 +1,4 @@
-"""A second order of operations: the window rule, but nobody waits for what is next in its list.
+"""A second order of operations: the window rule, without waiting for what is next in a list.
 
 A free worker runs its next forward or its next backward, whichever is ready; where both are, the
 one that the window rule has first. Each kind goes in slot order, so that gradients are added as by

@@ -1,4 +1,4 @@
-"""The payback of a view that only deals work anew, for workers that became slow, or level again.
+"""The payback of a view that only deals work again, for workers that became slow, or level again.
 
 It has to save, within `PAYS_WITHIN_STEPS` steps of median length, its cost and the cost to undo it.
 The distance between such views grows, so that a job does not go back and forth: 10, 40, 160, then

@@ -1,4 +1,4 @@
-"""The state of a step, entry by entry: how it comes back, who gives it, how it is compared.
+"""The state of a step, entry by entry: how it comes back, from which worker, how it is compared.
 
 `step_state/step_state.py` keeps what is in no shard, part by part; each part names its entry here,
 and docs/step_state.md is written from this list.

@@ -1,4 +1,4 @@
-"""The loader of an elastic job: whoever is left reads the samples of the step, in shares.
+"""The loader of an elastic job: the workers that are left read the samples of the step, in shares.
 
 An iteration takes the micro-batches of all workers of the launch, in DeepSpeed's own order
 (torch's DistributedSampler: replica d reads every D0-th sample from d on), one replica's after the

@@ -1,4 +1,4 @@
-"""DeepSpeed's monitor: an event is written once no recovery can take it back, whoever is rank 0.
+"""DeepSpeed's monitor: an event is written once no recovery can take it back, also by a new rank 0.
 
 An event belongs to the step that wrote it. Every worker keeps its events until that step is sealed
 everywhere; then the owner of rank 0 writes them and the others forget theirs. The next owner opens

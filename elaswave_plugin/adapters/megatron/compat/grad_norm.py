@@ -1,4 +1,4 @@
-"""Collective sums whose bits do not depend on who takes part: the norm of the gradients."""
+"""The norm of the gradients: collective sums whose bits do not depend on the group of workers."""
 
 import math
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Optimizer state that a script has loaded before the state is cut anew, and has after it."""
+"""Optimizer state that a script loads before the state is resharded, kept over the resharding."""
 
 from collections.abc import Sequence
 

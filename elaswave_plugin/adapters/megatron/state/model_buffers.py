@@ -1,4 +1,4 @@
-"""The model's buffers: those that nobody changes, and those that the passes of a step change.
+"""The model's buffers: those that stay constant, and those that the passes of a step change.
 
 In exact mode what a pass changes belongs to the replica whose micro-batch it runs, as it does where
 nobody is lost. The values of every replica are told to everyone after a step; whoever hosts a lost

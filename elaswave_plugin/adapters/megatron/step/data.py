@@ -1,4 +1,4 @@
-"""Batches keyed by (step, samples): whoever runs samples of a step's batch reads these."""
+"""Batches keyed by (step, samples): the worker that runs samples of a step's batch reads these."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
