@@ -1,4 +1,4 @@
-"""ElasticConfig: the one schema of --elaswave-* arguments and configuration files."""
+"""ElasticConfig: the one schema of the settings, on the command line and in configuration files."""
 
 import argparse
 import difflib

@@ -6,6 +6,7 @@ python -m tests.tidy.documents            write configs/elaswave.toml, patches/R
 import json
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,6 +21,7 @@ STEP_STATE = DOCS / "step_state.md"
 LATENCY = DOCS / "latency.md"
 LIMITS = DOCS / "limits.md"
 PROOFS = DOCS / "proofs.md"
+ARCHITECTURE = DOCS / "architecture.md"
 HOW = "python -m tests.tidy.documents"
 WIDTH = 100
 # Shown, commented out, where a key has no default.
@@ -54,7 +56,7 @@ def schema() -> dict[str, dict[str, Any]]:
 
 
 def kind_of(field: Mapping[str, Any]) -> str:
-    """What a key takes, in words."""
+    """Say what a key takes, in words."""
     field = {**field, **next(iter(field.get("anyOf", [])), {})}
     if "enum" in field:
         return ", ".join(field["enum"])
@@ -178,7 +180,7 @@ def _marks(name: str) -> tuple[str, str]:
 
 
 def block_of(text: str, name: str) -> str:
-    """What stands between the marks of a generated block. Raises ValueError without them."""
+    """Return the text between the marks of a generated block. Raises ValueError without them."""
     begin, end = _marks(name)
     if begin not in text or end not in text:
         raise ValueError(f"no block {name!r}, wanted {begin.strip()} and {end.strip()}")
@@ -186,16 +188,17 @@ def block_of(text: str, name: str) -> str:
 
 
 def with_block(text: str, name: str, body: str) -> str:
-    """The text with a generated block written anew."""
+    """Return the text with a generated block written again."""
     begin, end = _marks(name)
     return text.replace(begin + block_of(text, name) + end, begin + body + end)
 
 
 def parts() -> tuple[tuple[Path, str, Callable[[], str]], ...]:
     """Every generated part but the ledger: its page, its name, and what writes it."""
-    from tests.tidy import proofs, refused
+    from tests.tidy import proofs, refused, room_pages
 
     return (
+        (ARCHITECTURE, "rooms", room_pages.rooms_table),
         (SETTINGS, "settings", settings_table),
         (SETTINGS, "phases", phases_table),
         (LATENCY, "latency", latency_table),
@@ -206,11 +209,15 @@ def parts() -> tuple[tuple[Path, str, Callable[[], str]], ...]:
         (PROOFS, "matrices", proofs.matrix_table),
         (PROOFS, "matrix results", proofs.results_line),
         (PROOFS, "files", proofs.files_table),
+        *(
+            (room_pages.page_of(room), "map", partial(room_pages.map_of, room))
+            for room in room_pages.FOLDERS
+        ),
     )
 
 
 def write_all() -> None:
-    """Write every generated part anew."""
+    """Write every generated part again."""
     for path, name, make in (*parts(), (LEDGER, "ledger", ledger_now)):
         path.write_text(with_block(path.read_text("utf-8"), name, make()), "utf-8")
     TOML.write_text(toml_text(), "utf-8")

@@ -15,32 +15,27 @@ from elaswave_plugin import errors
 from elaswave_plugin.config import ElasticConfig, option_of
 from elaswave_plugin.core.step.step_entries import state_of_a_step
 from tests.config.files import config_of
-from tests.tidy import documents, rooms
+from tests.tidy import documents, room_pages
 
 ROOT = documents.ROOT
 PACKAGE = ROOT / "elaswave_plugin"
-# Rooms that keep decisions of their own; all others are in docs/decisions.md.
-DECIDED = ("adapters", "adapters/megatron", "adapters/megatron_lm", "rehearsal")
-MAPPED = tuple(room for room in rooms.ROOMS if (PACKAGE / room).is_dir())
 DOCS = documents.DOCS
 PAGES = (
     *("README.md", "CONTRIBUTING.md", "tests/README.md", "patches/README.md"),
     *(str(path.relative_to(ROOT)) for path in sorted(DOCS.glob("*.md"))),
-    *(f"elaswave_plugin/{folder}/README.md" for folder in MAPPED),
+    *(f"elaswave_plugin/{room}/README.md" for room in room_pages.FOLDERS),
 )
 # Options of launchers, beside those of the settings.
 OTHER_OPTIONS = ("--elaswave", "--elaswave-config", "--elaswave-control-port")
 DECISION = ("Chosen:", "Instead of:", "Because:", "Revisit when:")
 MAX_README_LINES = 120
+# Of a room, beside its list: one line a file.
+MAX_ROOM_LINES = 10
 MAX_GLOSSARY_WORDS = 12
 
 
 def page(name: str) -> str:
     return (ROOT / name).read_text("utf-8")
-
-
-def map_of(folder: str) -> str:
-    return page(f"elaswave_plugin/{folder}/README.md")
 
 
 def section(text: str, title: str) -> str:
@@ -110,11 +105,13 @@ def path_findings(text: str, folder: Path) -> list[str]:
     return [f"names {name}, which is nowhere" for name in missing if "<" not in name]
 
 
-def map_findings(text: str, files: list[str]) -> list[str]:
-    """The map of a folder names every file of it, and each once as an item of the list."""
-    items = re.findall(r"^- `([\w/]+(?:\.py|/))`", text, re.MULTILINE)
-    found = [f"does not name {name}" for name in files if name not in text]
-    return found + [f"lists {name} twice" for name in set(items) if items.count(name) > 1]
+def room_findings(text: str, room: str) -> list[str]:
+    """Find a README of a room with another title, or with more than ten lines beside its list."""
+    lines = [one for one in text.splitlines() if one and not re.match(r"- `|```|<!--", one)]
+    found = [] if lines[0] == f"# {room}" else [f"{lines[0]!r}, wanted '# {room}'"]
+    if len(lines) > MAX_ROOM_LINES:
+        found.append(f"{len(lines)} lines beside the list, wanted at most {MAX_ROOM_LINES}")
+    return found
 
 
 def decision_findings(text: str) -> list[str]:
@@ -188,15 +185,20 @@ def test_page_names_only_what_exists(name: str) -> None:
     assert path_findings(text, (ROOT / name).parent) == []
 
 
-@pytest.mark.parametrize("folder", MAPPED)
-def test_map_names_every_file_of_its_folder(folder: str) -> None:
-    files = [path.name for path in (PACKAGE / folder).glob("*.py") if path.stem != "__init__"]
-    assert map_findings(map_of(folder), files) == []
+def test_every_room_has_a_short_page_and_all_pages_are_of_rooms() -> None:
+    for room in room_pages.FOLDERS:
+        assert room_findings(page(f"elaswave_plugin/{room}/README.md"), room) == [], room
+    pages = {room_pages.page_of(room) for room in room_pages.FOLDERS}
+    assert pages == set(PACKAGE.rglob("README.md"))
 
 
-@pytest.mark.parametrize("folder", DECIDED)
-def test_map_ends_with_dated_decisions(folder: str) -> None:
-    assert decision_findings(section(map_of(folder), "Decisions")) == []
+def test_map_of_a_room_has_its_arrows_and_all_of_its_files() -> None:
+    text = room_pages.map_of("communicator")
+    assert "communicator -> communicator/device  communicator/groups  communicator/links" in text
+    assert "communicator <- adapters/megatron  recovery" in text
+    assert re.findall(r"^- `([\w./]+)`: \S", text, re.MULTILINE) == [
+        *("process_group.py", "device/", "groups/", "links/")
+    ]
 
 
 def test_page_of_decisions_has_dated_ones() -> None:
@@ -205,7 +207,9 @@ def test_page_of_decisions_has_dated_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "name", "make"), documents.parts(), ids=lambda part: str(part).rpartition("/")[2]
+    ("path", "name", "make"),
+    documents.parts(),
+    ids=[f"{path.parent.name}/{path.name}-{name}" for path, name, _ in documents.parts()],
 )
 def test_generated_part_is_that_of_its_source(
     path: Path, name: str, make: Callable[[], str]
@@ -279,8 +283,8 @@ def test_changelog_has_an_unreleased_part() -> None:
         function_findings("`Worker.fly()`", {"Worker.seal", "fly"}),
         path_findings("`core/absent.py`", ROOT),
         path_findings("[here](ABSENT.md)", ROOT),
-        map_findings("- `a.py` one", ["a.py", "b.py"]),
-        map_findings("- `a.py` one\n- `a.py` two", ["a.py"]),
+        room_findings("# cli: commands\n", "cli"),
+        room_findings("# cli\n" + "more\n" * MAX_ROOM_LINES, "cli"),
         decision_findings("\n## Decisions\n"),
         decision_findings("\n## Decisions\n\n**2026-11-21.** Chosen: a. Because: b."),
         decision_findings(f"\n## Decisions\n\n{' x. '.join(DECISION)}"),

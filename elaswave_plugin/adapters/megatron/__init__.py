@@ -1,4 +1,4 @@
-"""Megatron-Core: what a training script imports.
+"""Megatron-Core in an elastic job: what a training script imports.
 
 parser = elaswave.add_arguments(parser)
 job = elaswave.attach(args)

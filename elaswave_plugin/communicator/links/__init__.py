@@ -1,1 +1,1 @@
-"""Tensors as bytes between trainers, epoch by epoch."""
+"""Tensors as bytes between trainers, view by view."""

@@ -4,8 +4,8 @@ The life of a proposal: `Propose` -> every trainer quiesces -> `Quiesced` -> `Co
 while one is open supersedes it with a higher epoch. The leader is the lowest slot whose supervisor
 lives. A new leader asks every supervisor (`Prepare`). Each answers once it hears no living
 supervisor of a lower slot. The leader needs a majority of the nodes. It builds on the highest view
-that any of them accepted, since that one may have been committed somewhere. The README of this
-package says why no two views of an epoch are ever committed.
+that any of them accepted, since that one may have been committed somewhere. docs/inside.md
+says why no two views of an epoch are ever committed.
 
 Every supervisor calls the inputs as things happen and `settle` once after each batch of them;
 so several failures in one batch become one proposal.
