@@ -242,7 +242,7 @@ class Migrations:
                 dist.all_gather_into_tensor(whole, shard[span], group=self._group)
 
     def _broadcast(self, start: int, shard: torch.Tensor) -> None:
-        """A layer at ``start`` of the stage's one buffer, from whoever has some of it."""
+        """Broadcast a layer at ``start`` of the stage's one buffer from the holders of it."""
         stop, size = start + self._move.numel, shard.numel()
         whole = torch.empty(self._move.numel)
         for rank in range(start // size, (stop - 1) // size + 1):

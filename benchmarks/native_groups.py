@@ -1,4 +1,4 @@
-"""The cost of a loss with native gloo: all groups anew, or only those that held the victim."""
+"""The cost of a loss with native gloo: all groups again, or only those that held the victim."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures how often load makes a job deal its work anew, and how soon a slow worker is named.
+"""Measures how often load makes a job deal its work again, and how soon a slow worker is named.
 
 python -m benchmarks.slow_workers [--series views busy idle] [--runs 5] [--steps 1000] [--json FILE]
 

@@ -82,7 +82,7 @@ def _being_imported(watched: _Watched) -> type[ModuleType]:
 
 
 class _Finder(MetaPathFinder):
-    """Finds watched modules where the other finders do; whoever only looks changes nothing."""
+    """Finds watched modules where the other finders do; a mere search changes nothing."""
 
     def __init__(self) -> None:
         self._watched = {watched.name: watched for watched in map(_Watched._make, _WATCHED)}

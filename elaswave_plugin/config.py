@@ -82,7 +82,7 @@ def parse_kill(text: str, phases: tuple[str, ...] = KILL_PHASES) -> Kill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A planned departure before `step`; `arrives`: the arrival of whoever comes later."""
+    """A planned departure before `step`; `arrives`: the arrival of a later worker."""
 
     slot: int
     step: int

@@ -5,7 +5,7 @@ ElasWaveError                      anything that can happen in a run
 │   └── PatchMismatchError         the installed framework is not that of a patch record
 ├── AgreementError                 the members cannot agree on a view (majority lost, late)
 ├── PlanDigestError                workers computed different plans from one commit
-├── WeightsDifferError             replicas hold other weights after a recovery, read anew as well
+├── WeightsDifferError             replicas hold other weights after a recovery, read again as well
 ├── LayoutError                    the live workers do not make a layout any more
 ├── SnapshotGapError               state is lost with all its copies; the missing shards are named
 ├── CheckpointUnreadableError      what the tracker of a directory names cannot be loaded
@@ -50,7 +50,7 @@ class PlanDigestError(ElasWaveError):
 
 
 class WeightsDifferError(ElasWaveError):
-    """Replicas hold different weights after a recovery, also when all of it was read anew."""
+    """Replicas hold different weights after a recovery, also when all of it was read again."""
 
 
 class LayoutError(ElasWaveError):

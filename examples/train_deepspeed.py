@@ -18,7 +18,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--deepspeed_config", required=True, help="DeepSpeed's JSON configuration")
     parser.add_argument("--text", default=None, help="file, or folder with Python files")
-    parser.add_argument("--limit", type=int, default=None, help="use so many samples only")
+    parser.add_argument("--limit", type=int, default=None, help="most samples to use")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps")
     parser.add_argument("--num-layers", type=int, default=4)
     parser.add_argument("--hidden-size", type=int, default=128)
@@ -78,7 +78,7 @@ class GPT(nn.Module):
 class TextDataset(torch.utils.data.Dataset):
     """Consecutive windows of a text, one token a byte: (tokens, labels), each [time].
 
-    Files are joined by a zero byte; ``limit`` takes so many windows from the front.
+    Files are joined by a zero byte; ``limit``: windows that are taken from the front.
     """
 
     def __init__(self, path: str | None, seq_length: int, limit: int | None = None) -> None:
@@ -99,7 +99,7 @@ class TextDataset(torch.utils.data.Dataset):
 
 
 def main() -> None:
-    """Train until the engine has made so many steps."""
+    """Train until the engine has made ``--steps`` steps."""
     args = parse_arguments()
     torch.manual_seed(args.seed)
     model = GPT(args)

@@ -72,7 +72,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--disable-bias-linear", action="store_true")
     experts = parser.add_argument_group("mixture of experts")
     experts.add_argument("--num-experts", type=int, default=None)
-    experts.add_argument("--moe-layer-freq", type=int, default=1, help="one layer in so many")
+    experts.add_argument("--moe-layer-freq", type=int, default=1, help="every how many layers")
     experts.add_argument("--moe-ffn-hidden-size", type=int, default=None)
     experts.add_argument("--moe-router-topk", type=int, default=2)
     experts.add_argument("--moe-router-load-balancing-type", default="aux_loss")

@@ -16,7 +16,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--deepspeed_config", required=True, help="DeepSpeed's JSON configuration")
     parser.add_argument("--text", type=Path, help="file, or folder with Python files")
-    parser.add_argument("--limit", type=int, help="use so many samples only")
+    parser.add_argument("--limit", type=int, help="most samples to use")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps")
     parser.add_argument("--batch-size", type=int, default=1, help="samples of a worker at a time")
     parser.add_argument("--num-layers", type=int, default=4)
@@ -47,7 +47,7 @@ def collate(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch
 
 
 def main() -> None:
-    """Train until so many steps are done."""
+    """Train until ``--steps`` steps are done."""
     args = parse_arguments()
     set_seed(args.seed)
     # Without a GPU, Accelerate has to be told that there are processes to talk to.

@@ -36,9 +36,9 @@ _FOLDED = ("pids", "phase", "held by")
 
 
 def watch(known: Sequence[Address], timeout_s: float, console: Console) -> None:
-    """Draw the status anew every REFRESH_S, until nobody answers any more.
+    """Draw the status every REFRESH_S, until no supervisor answers any more.
 
-    Raises ConfigurationError where nobody does from the start.
+    Raises ConfigurationError where none does from the start.
     """
     status = ask_job(known, timeout_s)
     with Live(draw_status(status), console=console, auto_refresh=False) as live:

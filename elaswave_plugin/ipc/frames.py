@@ -82,7 +82,7 @@ class Release(WireMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress(WireMessage):
-    """It goes on with an announced phase: the deadline of its answer starts anew."""
+    """Progress in an announced phase: the deadline of its answer starts again."""
 
     text: str
 

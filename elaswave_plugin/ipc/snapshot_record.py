@@ -1,6 +1,6 @@
 """The record at the start of a snapshot buffer, by which the memory itself tells what it holds.
 
-Written by the trainer, read by whoever holds the memory (standard library only). A buffer without
+Written by the trainer, read by each holder of the memory (standard library only). A buffer without
 a whole record is not sealed: the record is cleared before the first byte of the body changes and
 written after the last one, so a trainer may die at any moment.
 """

@@ -29,7 +29,7 @@ class Knowledge(Protocol):
         ...
 
     def follow(self, states: Sequence[Any | None]) -> None:
-        """Have those learn for whom ``states``, by rank, is None (called on every worker)."""
+        """Teach the workers whose ``states``, by rank, is None (called on every worker)."""
         ...
 
 

@@ -1,8 +1,8 @@
 """Collectives that a script calls between two steps, in the body of its loop.
 
-Nobody can call that body again. All-reduces, broadcasts and barriers of all workers are work that
-starts again after a loss, as `ElasticLoop.run` does it: whoever has left one has its result, and
-then so has everybody. Any other collective that a loss interrupts ends the job with a sentence.
+That body cannot be called again. All-reduces, broadcasts and barriers of all workers are work that
+starts again after a loss, as `ElasticLoop.run` does it: if one worker has left it with its result,
+so do all. Any other collective that a loss interrupts ends the job with a sentence.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -179,7 +179,7 @@ def joins_of(run: RunFiles) -> list[Record]:
 
 
 def changes_of(run: RunFiles) -> list[Record]:
-    """Return one record a worker that was lost, left or came, whoever ended it."""
+    """Return one record a worker that was lost, left or came, for any cause."""
     return changes_from(
         committed=run.of_kind("view_committed"), entered=run.of_kind("entered"), steps=run.steps
     )

@@ -127,7 +127,7 @@ def _draw_rates(axes: Axes, run: RunFiles, reference: RunFiles | None) -> None:
 
 
 def _marks(run: RunFiles) -> list[tuple[int, str, str]]:
-    """Return (step, text, colour) of every loss, departure and arrival, whoever caused it."""
+    """Return (step, text, colour) of every loss, departure and arrival, for any cause."""
     kills = {(kill["slot"], kill["step"]): kill["phase"] for kill in kills_of(run)}
     last = max((record["step"] for record in run.steps), default=0)
     colours = dict(COLOURS)

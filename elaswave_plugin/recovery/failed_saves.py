@@ -1,8 +1,8 @@
 """A save that the storage fails: all workers give it up together, and the job goes on.
 
-Whoever fails cannot tell the others, who wait for it in a collective of the save. So it has the
-view renewed, as for a broken link: that takes everyone out of the save, and after the recovery,
-which loses nobody, all learn why.
+The worker that fails cannot tell the others, which wait for it in a collective of the save. So it
+has the view renewed, as for a broken link: that takes all workers out of the save, and after the
+recovery, which loses none, all learn why.
 """
 
 from collections.abc import Callable

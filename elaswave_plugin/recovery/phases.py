@@ -90,9 +90,9 @@ class Phases:
 
     @contextmanager
     def writing(self, draft: Path) -> Iterator[None]:
-        """Everyone writes a part of a checkpoint to this folder, and has done so at the end.
+        """Note that all write parts of a checkpoint to this folder, until the block ends.
 
-        A fault of a save fires once the folder has a byte, whoever wrote it.
+        A fault of a save fires once the folder has a byte of any worker.
         """
         self._draft = draft
         # A loop has to be the main thread's: it would hang nothing else.

@@ -46,7 +46,7 @@ def take_state(
 ) -> RestoredState:
     """Have the weights of the new layout, alike on every replica.
 
-    What is in place is left alone at first; where replicas differ then, all of it is read anew.
+    What is in place is left alone at first; where replicas differ then, all of it is read again.
     """
     phases = worker.phases
     for make_plan in (plan_of, partial(plan_of, live={})):

@@ -37,7 +37,7 @@ class SlowWorkers:
         """Name the workers that are slow, and those that no longer are.
 
         ``paces``: by slot, with the tokens of that pass, 0 where they do not matter.
-        Where it pays, a view of the same members deals the work anew before one of the next steps.
+        Where it pays, a view of the same members deals the work again before one of the next steps.
         """
         if not paces:
             return
@@ -65,7 +65,7 @@ class SlowWorkers:
             worker.member.replan(reason_of_view(self._watch.slow))
 
     def _gain_of_view(self) -> float:
-        """The share of a step that dealing anew would save, by what this worker has measured."""
+        """The share of a step that dealing again would save, by what this worker has measured."""
         worker, slow = self._worker, self._watch.slowness
         times = agreed({worker.slot: worker.stopwatch.times.medians()})
         placement = worker.placement.after(worker.view.ranks, times, slow)

@@ -122,7 +122,7 @@ class Stopwatch:
             self._held = HeldBytes(model, on_gpu=self.on_gpu)
 
     def holds(self, part: str, *, count: int) -> None:
-        """The forward pass is through a part, of so many samples and like parts in it."""
+        """Note what a forward pass through a part holds; ``count``: samples and like parts."""
         if self._held is not None:
             self.times.note_held(part, self._held.take() / count)
 

@@ -215,7 +215,7 @@ class Worker:
         return self._newcomers if self.completed == self._restored_step else ()
 
     def remember(self, **what: Unpack[JobConstants]) -> None:
-        """Keep what the job fixed at its start for whoever may have to replace this worker."""
+        """Keep what the job fixed at its start, for a worker that replaces this one."""
         self.job_constants |= what
         self.member.remember(what)
 
@@ -322,7 +322,7 @@ class Worker:
             self.member.describe(layout)
 
     def planner(self, commit: Commit) -> Callable[..., RecoveryPlan]:
-        """The pure plan of a commit, but for the snapshots to avoid: `make_plan` with the rest.
+        """Return `make_plan` for a commit, except for the snapshots to avoid.
 
         The work is dealt here, once, however many snapshots turn out to be damaged.
         """
@@ -394,7 +394,7 @@ class Worker:
         self._set_clock(flow)
 
     def _compared_passes(self, flow: Flow) -> int | None:
-        """Forward passes in a step of whoever has the fewest of those with the same layers."""
+        """Return the fewest forward passes in a step of a worker with the same layers."""
         shard_group = self.placement.shard_group_of(self.slot)
         if shard_group is None or isinstance(flow, Shares):
             return None

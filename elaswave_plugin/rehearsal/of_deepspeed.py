@@ -22,7 +22,7 @@ class CarriedEngine:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The facts of the launch; shares are cut anew after a loss: none is dealt otherwise."""
+        """The facts of the launch; shares change after a loss: none is dealt otherwise."""
         return facts_of(self._worker, rotates=False)
 
     @property

@@ -1,8 +1,8 @@
 """The state of a step that is in no shard: kept before the step begins, put back for its redo.
 
 One list, `Part` by `Part`; a framework's adapter says which ones there are. What the loop's body
-has changed between two steps is in it, since it is taken when the next one begins. Whoever comes
-later gets it from a worker of the same part of the model, and proves by digests that it has it.
+has changed between two steps is in it, since it is taken when the next one begins. A later
+worker gets it from a worker of the same part of the model, and proves by digests that it has it.
 """
 
 import copy
@@ -183,9 +183,9 @@ class StepState:
     # ---- after a recovery -----------------------------------------------------------------------
 
     def restored(self, step: int) -> None:
-        """The job goes back to the beginning of a step; whoever needs it is given what there was.
+        """Go back to the beginning of a step; each worker that needs it is given what there was.
 
-        Collective over WORLD. Raises ElasWaveError where nobody has it, ConfigurationError on a
+        Collective over WORLD. Raises ElasWaveError where none has it, ConfigurationError on a
         worker that came later and does not fit.
         """
         # What was sealed is here again, in the layout of this view.

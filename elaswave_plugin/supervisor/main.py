@@ -1,6 +1,6 @@
 """A supervisor process: forked from the launcher, tied to its life, and nothing else of it.
 
-The launcher has imported what a supervisor needs: importing it anew takes a fifth of a second.
+The launcher has imported what a supervisor needs: importing it again takes a fifth of a second.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def watch_notice_file(reactor: Reactor, path: str, on_notice: Callable[[str], No
     """Call `on_notice(reason)` once, when the file is there; its first line is the reason.
 
     Looked for every quarter of a second: a file on a network has no events to wait for. In a thread
-    of its own, since such a network may keep whoever looks waiting.
+    of its own, since such a network may keep the thread that looks waiting.
     """
 
     def look() -> None:

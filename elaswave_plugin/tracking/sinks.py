@@ -21,7 +21,7 @@ class Sink(Protocol):
         """Write the metrics of a step; steps rise strictly."""
 
     def last_step(self) -> int | None:
-        """Tell the last step that the run has here, whoever logged it.
+        """Return the last step that the run has here, logged by any worker.
 
         -1 where there is none, None where that cannot be known.
         """

@@ -12,7 +12,7 @@ ATTEMPTS = 3
 
 
 class BrokenLinks:
-    """Has the view renewed, which dials anew; a pair that stays apart loses its higher slot."""
+    """Has the view renewed, which dials again; a pair that stays apart loses its higher slot."""
 
     def __init__(self, member: Member) -> None:
         self._member = member

@@ -1,8 +1,8 @@
 """Keeps the warnings of libraries to a few lines a node (standard library only).
 
 Each worker would repeat them, in two lines each. The first worker of a node shows the first ones,
-each once and in one line; those of the script's own files come from every worker as ever. Whoever
-sets PYTHONWARNINGS, or -W, gets what that says.
+each once and in one line; those of the script's own files come from every worker as ever.
+PYTHONWARNINGS and -W have their usual effect.
 """
 
 from __future__ import annotations

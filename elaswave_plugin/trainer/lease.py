@@ -1,6 +1,6 @@
 """A worker that was stopped does nothing for the job before the others are sure to count it in.
 
-Whoever stands still for longer than a supervisor may be silent was perhaps given up meanwhile. Its
+A worker that stands still for longer than a supervisor may be silent may be given up meanwhile. Its
 page says until when it may act (`core/agreement/lease.py`), and its supervisor lends it more time
 only while the others hear it. A job that is stopped as a whole, as a scheduler may do, so goes on
 as it was.

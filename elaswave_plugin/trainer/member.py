@@ -174,7 +174,7 @@ class Member:
     def begin_step(self, step: int, *, awaits_arrival: bool = False) -> None:
         """A step begins; raises EpochChanged instead where the others change the view before it.
 
-        Nothing is interrupted then: whoever is still at work on the step before can finish it.
+        Nothing is interrupted then: a worker that is still in the step before can finish it.
         Where a change is due and it is not known yet before which step, this waits to be told, as
         it does for an arrival that is planned before this step.
         """
@@ -320,7 +320,7 @@ class Member:
         self._link.send(said.SlowSeen(slow=tuple(sorted(slow.items()))))
 
     def progress(self, text: str) -> None:
-        """Say that work goes on: the deadline to answer a proposal starts anew."""
+        """Say that work goes on: the deadline to answer a proposal starts again."""
         self._link.send(said.Progress(text=text))
 
     def replan(self, reason: str) -> None:
@@ -369,7 +369,7 @@ class Member:
         return JobStopped(reason, exit_code=self._stop_code)
 
     def _ended(self, why: str) -> None:
-        """Nothing can come any more: whoever waits is told, here or for another worker."""
+        """Tell all that wait, here or for another worker, that nothing can come any more."""
         with self._changed:
             self._stop_reason = self._stop_reason or why
             self._changed.notify_all()

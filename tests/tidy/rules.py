@@ -71,6 +71,8 @@ QUESTION = re.compile(
     r"(?:Who(?:m|se|ever)?|What(?:ever)?|Whether|How|Where|When|Which"
     r"|(?:At|By|For|From|In|Of|On|To|Until) (?:what|when|which|whom|whose))\b"
 )
+# Workers, supervisors and programs have names; "again" and "except" are plainer.
+NOT_PLAIN = re.compile(r"\b(?:[Ww]hom|[Ww]hoever|so many|anew|but for)\b")
 MACHINE_PATH = re.compile(r"(?<![\w.~/-])/(?:work|root|home|opt|mnt|Users)/\w")
 
 
@@ -139,6 +141,26 @@ def first_word_findings(source: str) -> list[str]:
             where = getattr(node, "name", "the file")
             found.append(f"the docstring of {where} begins with {text.split()[0]!r}")
     return found
+
+
+def word_findings(text: str) -> list[str]:
+    """Find words of a text that is not plain English: "whoever", "whom", "anew", "so many"."""
+    return [
+        f"line {number}: says {found[0]!r}"
+        for number, line in enumerate(text.splitlines(), start=1)
+        for found in NOT_PLAIN.finditer(line)
+    ]
+
+
+def said_findings(source: str) -> list[str]:
+    """Find such words in the docstrings, messages and other texts of a module."""
+    constants = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant))
+    return [
+        f"the text of line {one.lineno}, {text}"
+        for one in constants
+        if isinstance(one.value, str)
+        for text in word_findings(one.value)
+    ]
 
 
 def name_findings(source: str, path: str = "") -> list[str]:

@@ -284,7 +284,7 @@ def _gpu_of(chunk: DistributedDataParallel) -> str | None:
 
 
 def _why_layers_stay(config: ElasticConfig, why_not: str | None) -> str | None:
-    """Why no layer changes stage, whoever asks for it."""
+    """Say why no layer changes stage, not even on request; None where layers can."""
     return "move_layers is never" if config.move_layers == "never" else why_not
 
 

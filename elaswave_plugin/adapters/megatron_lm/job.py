@@ -114,7 +114,7 @@ class LmJob:
     # ---- what Megatron-LM builds ----------------------------------------------------------------
 
     def take_optimizer(self, chunks: Sequence[Any], optimizer: Any, overrides: Any) -> None:
-        """Cut the state anew before a checkpoint is loaded into it."""
+        """Cut the state again before a checkpoint is loaded into it."""
         distributed = check_supported(chunks, optimizer, overlaps_param_gather=True)
         spare = self.worker.spare_width
         self._shard = make_room(chunks, distributed, overrides, spare_width=spare)

@@ -1,7 +1,7 @@
 """A data loader that reads any micro-batch of a step, in the order of Megatron-LM's own samplers.
 
 Micro-batch k of a batch belongs to replica k mod D0 of the launch: it is the one that the sampler
-of that replica yields there, whoever runs it (megatron/training/datasets/data_samplers.py).
+of that replica yields there, on any worker (megatron/training/datasets/data_samplers.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -66,7 +66,7 @@ class MicrobatchLoader:
         self._queue = iter((microbatch,))
 
     def advance(self, samples: int) -> None:
-        """The present batch, of so many samples, is done."""
+        """Advance past the present batch, of ``samples`` samples."""
         self.position += samples
 
     def __next__(self) -> Any:

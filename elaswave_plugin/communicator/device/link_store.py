@@ -97,7 +97,7 @@ class LinkStore(Store):
                 self._read(f"wait for {missing}", deadline_s - time.monotonic())
 
     def _read(self, what: str, timeout_s: float) -> None:
-        """Take one key and its value from whoever sends next."""
+        """Take one key and its value from the next sender."""
         sizes = bytearray(_SIZES.size)
 
         def body(op: Operation) -> Steps:

@@ -337,7 +337,7 @@ class GroupCalls(GroupCore):
         return self._work([self._start("recv", body, [tensor], tag=tag)])
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> ElasticWork:
-        """Receive one tensor from whoever sends first."""
+        """Receive one tensor from the first sender."""
         return self.recv(tensors, ANY_SOURCE, tag)
 
     # ---- coalescing --------------------------------------------------------------------------

@@ -256,7 +256,7 @@ class Connection:
                 return
 
     def close(self, why: str) -> None:
-        """Close the socket; the queue stays for whoever takes over, and what was sent arrives."""
+        """Close the socket; the queue stays for the next connection, and what was sent arrives."""
         if self.state is not State.CLOSED:
             self.state = State.CLOSED
             self.why_closed = why

@@ -19,7 +19,7 @@ class Connections:
     """The connections of a worker in the epoch; every call is made under the table's lock.
 
     `links` has the connection that counts for each slot, also where it broke. `sockets` wakes
-    whoever polls it; what it tells of a descriptor is handed to `serve`.
+    the thread that polls it; what it tells of a descriptor is handed to `serve`.
     """
 
     def __init__(

@@ -30,8 +30,8 @@ _CLOSE_LIMIT_S = 30.0
 class LinkTable:
     """All links of one worker.
 
-    One lock guards all state.  Whoever waits for an operation drives the sockets itself (no thread
-    switch on the critical path); the progress thread drives them while nobody waits.
+    One lock guards all state. A thread that waits for an operation drives the sockets itself (no
+    switch on the critical path); the progress thread drives them while none waits.
     """
 
     def __init__(
@@ -333,7 +333,7 @@ class LinkTable:
             link.recall(send)
 
     def finished(self, operation: Operation) -> None:
-        """Wake whoever waits for the operation; tell the other members if it failed here."""
+        """Wake the waiters of the operation; tell the other members if it failed here."""
         self._live.discard(operation)
         error = operation.error
         if isinstance(error, LinkError) and not isinstance(error, PeerError) and not self._closed:

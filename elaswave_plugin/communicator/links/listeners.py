@@ -36,7 +36,7 @@ class Listeners:
         self.descriptors = (self._far.fileno(), self._near.fileno())
 
     def accept_all(self) -> Iterator[socket.socket]:
-        """Everybody who is waiting at either door and for whom there is a descriptor."""
+        """Yield the connections that wait at either door, as long as descriptors are left."""
         for listener in (self._far, self._near):
             while True:
                 try:

@@ -14,9 +14,9 @@ Inventory = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
 class Ballot:
-    """The right to propose one view: ordered by term, then by who leads in it, then by epoch.
+    """The right to propose one view: ordered by term, then by its leader, then by epoch.
 
-    A term is one leadership, and whoever is elected later has a higher one; `epoch`: that of the
+    A term is one leadership, and a leader elected later has a higher one; `epoch`: that of the
     view. `life` tells the supervisors apart that have had the slot of the leader: no two of them
     ever use the same ballot.
     """
@@ -268,7 +268,7 @@ class Settled(WireMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Starts(WireMessage):
-    """A supervisor starts a trainer in the place of a lost one; whoever comes later is newer."""
+    """The start of a trainer in the place of a lost one, with a higher incarnation."""
 
     worker: WorkerId
 

@@ -168,7 +168,7 @@ class Reporter:
         """Report that the own trainer's link to another one broke while it was needed.
 
         Usually the other one has died, and news of that follows at once. Otherwise both live: the
-        same workers get a new view, dial its links anew, and redo the step.
+        same workers get a new view, dial its links again, and redo the step.
         """
         self._tell_leader(Severed(epoch=epoch, evidence=evidence), now_s)
 

@@ -146,7 +146,7 @@ class _Greedy:
         return None
 
     def _start(self, worker: int, op: int, now: float) -> None:
-        """Run it, and wake whoever has waited for it alone."""
+        """Run it, and wake the workers that have waited for it alone."""
         self.started[worker].append(self.graph.ops[op])
         missing, ready = self.missing, self.ready
         self.free[worker] = end = now + self.graph.seconds[op]

@@ -2,7 +2,7 @@
 
 ``redeal``   slot t holds micro-batches t w .. t w + w - 1; at every stage all live workers take q
              or q + 1 of them, the least loaded ones q + 1. Equal widths give a plain pipeline. Of
-             a stage with slow workers, whoever would be done first takes the next one.
+             a stage with slow workers, the one that is done first takes the next one.
 ``reroute``  slot t holds the micro-batches of the launch's slot t; a lost replica's are spread over
              its peers (the rule of ReCycle, arXiv 2405.14009).
 ``resize``   the slots of the launch; each stage cuts the slot's samples evenly over its workers,

@@ -1,7 +1,7 @@
 """The deal of micro-batches over the replicas of each stage of a ragged pipeline, with its order.
 
-Redeal: whole micro-batches are dealt anew over every stage's live replicas. Reroute: those of lost
-replicas are spread over their peers. A slow worker gets fewer where they are dealt anew.
+Redeal: whole micro-batches are dealt again over every stage's live replicas. Reroute: those of lost
+replicas are spread over their peers. A slow worker gets fewer where they are dealt again.
 Micro-batches stay whole in both, so every stage and tp position has the exact order of sums of
 ``core/step/sum_order.py``. Resize: every stage cuts the samples of a round of micro-batches evenly
 over its live replicas, which sums in another order. Simulated time decides between them, and how

@@ -52,7 +52,7 @@ def slow_reason(slow: Mapping[int, float]) -> str | None:
 
 
 def dataflow_reason(candidates: Sequence[Candidate], *, now: tuple[int, ...]) -> str:
-    """Describe what dealing anew gives where nothing moves."""
+    """Describe what dealing again gives where nothing moves."""
     stay = [one for one in candidates if not one.moves and one.cuts == now]
     if not stay:
         return "dataflow: nothing fits into memory where layers and workers stay"

@@ -104,7 +104,7 @@ class _Run:
         return self._by_slot(stage, durations)
 
     def _delay(self, samples: Numbers) -> Seconds:
-        """Of messages of so many samples."""
+        """Return the seconds that messages of ``samples`` samples take."""
         return np.asarray(self.link.latency_s + samples * self.link.sample_s, dtype=np.float64)
 
     def _by_slot(self, stage: int, pieces: Seconds) -> list[Seconds]:

@@ -32,7 +32,7 @@ LEVEL = 1.15
 SHORTEST, LONGEST = 8, 32
 """Steps of evidence; the longest also to take it back, or to name another ratio."""
 AGAIN = 1.5
-"""So much slower or faster than when it was named, a worker is named anew."""
+"""By this factor slower or faster than when it was named, a worker is named again."""
 DIGITS = 2
 _LONGER = 4
 
@@ -101,7 +101,7 @@ class SlowWatch:
         self._lengths.clear()
 
     def interrupt(self) -> None:
-        """A step was interrupted: evidence is gathered anew."""
+        """Drop the evidence, as a step was interrupted."""
         self._ratios.clear()
 
     def step(
@@ -173,7 +173,7 @@ def slowness_of(reports: Iterable[SlowReport]) -> dict[int, float]:
 
 
 def reason_of_view(slow: Mapping[int, Slow]) -> str:
-    """Say why the work of a job is dealt anew."""
+    """Say why the work of a job is dealt again."""
     if not slow:
         return "no worker is slow any more: none gets less to do"
     names = ", ".join(f"{slot} ({slow[slot].slowness:g}x)" for slot in sorted(slow))

@@ -92,7 +92,7 @@ class Placement(Protocol):
         """Return what to tell a worker that was not there, as a dict that JSON can carry."""
 
     def with_state(self, state: Mapping[str, Any]) -> Placement:
-        """The placement of whoever told so with `state`."""
+        """Return the placement that `state` described."""
 
     def described(self) -> dict[str, Any] | None:
         """The layout, and why layers and workers stay, as JSON; None where there are no stages."""
@@ -190,9 +190,9 @@ class GridPlacement:
     ``rules`` of the groups by name; ``units``: elements of
     every part of the model on one worker: layers by number from 1, what is in front of them below,
     what follows them above. ``partition``: chooses layers and workers of each stage after a change;
-    None: they stay. ``why_workers_stay``: why none can change stage even where one has nobody;
-    ``why_layers_stay``: why not even layers can, for whoever asks for it.
-    ``times``: what layers took when this was planned; ``slow``: who was slow then.
+    None: they stay. ``why_workers_stay``: why none can change stage even where one is empty;
+    ``why_layers_stay``: why not even layers can, also on request.
+    ``times``: what layers took when this was planned; ``slow``: the slow workers then.
     """
 
     layout: ParallelLayout
@@ -288,8 +288,8 @@ class GridPlacement:
     ) -> GridPlacement:
         """Broken TP groups are dissolved; survivors of one stage form whole ones again.
 
-        Whoever comes back does so to the stage of its launch, whose modules it has built, and who
-        comes beyond the launch to that of its slot. A stage that has nobody left takes a replica of
+        A worker that comes back goes to the stage of its launch, whose modules it has built, and a
+        worker of the reserve to that of its slot. A stage that has no replica left takes one of
         another one.
         Raises LayoutError where there are fewer whole TP groups than stages.
         """

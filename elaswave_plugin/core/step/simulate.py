@@ -2,8 +2,9 @@
 
 Every worker runs its list in order. A forward waits for the forwards of the stage before it that
 overlap its samples, a backward for its own forward and for the overlapping backwards of the stage
-after it; messages take time and occupy nobody (asynchronous sends). At the end each stage reduces
-its gradients. Any lists may be given: what cannot run is reported, and by whom it is held.
+after it; messages take time and occupy no worker (asynchronous sends). At the end each stage
+reduces its gradients. Any lists may be given: what cannot run is reported, with the worker that
+holds it.
 """
 
 from collections.abc import Sequence

@@ -43,10 +43,10 @@ from elaswave_plugin.supervisor.peers.wait_watch import WaitWatch
 from elaswave_plugin.tracking.events import EventLog
 
 _ASKS = 3
-"""So often somebody beside a silent leader was asked in vain, before it is lost with it: half of
-the default timeout, since these were not watched before."""
+"""Questions in vain to a supervisor beside a silent leader, before it is lost with it: half of the
+default timeout, since these were not watched before."""
 
-"""A silence has to be so many beats long at least: one or two may be late."""
+"""The least beats of a silence: one or two may be late."""
 
 
 class TrainerSide(Protocol):
@@ -285,9 +285,9 @@ class Coordinator:
     def _lose_who_is_needed(self) -> None:
         """A broken link is a loss where one end leads; elsewhere it may be the link alone.
 
-        The leader has a link with each of the others, watches it, and tells who is lost. Nothing is
-        said between two others, so that both go on without a link until one of them leads. Whoever
-        cannot hear that one would lead itself, which those that hear it do not let happen.
+        The leader has a link with each of the others, watches it, and names the lost ones. Two
+        others say nothing to each other, so both go on without a link until one of them leads. One
+        that cannot hear the leader would lead itself; those that hear the leader refuse that.
         """
         while self._cut:
             leader = self.agreement.leader
@@ -372,7 +372,7 @@ class Coordinator:
     def _beat(self) -> None:
         """Send heartbeats and look for supervisors that have been silent too long.
 
-        The leader and each other one watch each other; whoever leads next begins with that. Where
+        The leader and each other one watch each other; the next leader begins with that. Where
         the leader is silent, its node may be gone: those beside it are asked whether they are
         there, so that not each of them leads, and is waited for, in turn.
         """

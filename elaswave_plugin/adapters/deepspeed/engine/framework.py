@@ -101,7 +101,7 @@ class DeepSpeedFramework:
 
     @property
     def keeps_state(self) -> bool:
-        """Partitions are made anew for every width."""
+        """False: partitions are made again for every width."""
         return False
 
     @property

@@ -194,7 +194,7 @@ class ElasticLoader:
     def _end_of_left(self, iteration: int) -> int:
         """Return where an epoch ends that the script leaves with ``iteration`` as the next one.
 
-        A script that leaves each after so many batches has counted those that a loss made void: it
+        A script that leaves each after a fixed count has counted batches that a loss made void: it
         is given the rest of them before the next epoch.
         """
         usual, self._usual = self._usual, self._taken
@@ -295,7 +295,7 @@ class ElasticLoader:
         return self._collate([self.dataset[item] for item in items])
 
     def advance(self, count: int) -> None:
-        """An iteration of so many samples has been served."""
+        """Advance past a served iteration of ``count`` samples."""
         here = self.position
         self._has_read = True
         self.position = Position(

@@ -153,7 +153,7 @@ class ElasticMonitor:
             self._opening = _beside(_open_again, self._config)
 
     def await_closed(self) -> None:
-        """Before the end: whoever is rank 0 then may have to open them."""
+        """Wait until they are closed, before the end: the next rank 0 may have to open them."""
         if self._closing is not None and not _ended(self._closing):
             log.warning("DeepSpeed's monitors are still not closed after %g s", _LIMIT_S)
 

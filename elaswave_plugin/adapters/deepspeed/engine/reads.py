@@ -1,9 +1,9 @@
 """Counts a script's calls of its loader: after a loss all survivors have made as many.
 
 A loss finds survivors at different calls: one has the first batch of a step, another one waits for
-it. For who counts its calls (a fixed number of ``next(iterator)``, ``enumerate`` and a ``break``)
-the step that all redo has to begin at the same call everywhere. So whoever has made fewer is given
-what the others had, a void batch for a batch, until it has made as many.
+it. For a script that counts its calls (a fixed number of ``next(iterator)``, ``enumerate`` and a
+``break``) the step that all redo has to begin at the same call everywhere. So a script that has
+made fewer is given what the others had, a void batch for a batch, until it has made as many.
 """
 
 from collections.abc import Sequence

@@ -386,7 +386,7 @@ class PipelineJob(AttachedEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """An evaluation starts again after a loss, with the same batches of whoever is left."""
+        """Evaluate; after a loss it starts again, with the same batches, on the workers left."""
         count = num_micro_batches or self._num_microbatches // self._width
         told_to_all = compute_loss and bcast_loss
         batches = Rereading(data_iter)

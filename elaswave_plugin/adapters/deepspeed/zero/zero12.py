@@ -59,7 +59,7 @@ class PartitionedState:
         return zero_state.flat_parts(self._inner, self._masters)
 
     def drop(self) -> None:
-        """Gradients go; half-filled buckets and counters are made anew by ``recut``."""
+        """Drop gradients; ``recut`` makes half-filled buckets and counters again."""
         for param in self._engine.module.parameters():
             param.grad = None
 

@@ -87,7 +87,7 @@ class PartitionedWeightsState:
             free_param(param)
 
     def recut(self) -> None:
-        """Cut every parameter anew, and run the constructor of the same object again."""
+        """Cut every parameter again, and run the constructor of the same object again."""
         optimizer, inner = self._zero, self._inner
         args, kwargs = self._arguments
         if "parameter_offload" in optimizer.__dict__:

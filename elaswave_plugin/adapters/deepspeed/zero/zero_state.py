@@ -33,7 +33,7 @@ class ZeroState(Protocol):
         """Forget an interrupted step."""
 
     def recut(self) -> None:
-        """Cut the state anew from the group's present size; undefined until written."""
+        """Cut the state again by the group's present size; undefined until written."""
 
     def write_weights(self, masters: torch.Tensor) -> None:
         """Install masters of shape [shard_numel], and have a place for their moments."""

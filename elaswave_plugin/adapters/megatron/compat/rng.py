@@ -85,7 +85,7 @@ def settle(seed: int, *moment: int) -> None:
 
 
 def _key_streams(seed: int, *moment: int) -> None:
-    """Have each stream of the tracker draw by a key, for whoever has none of his own."""
+    """Have each stream of the tracker draw by a key, for draws without a key of their own."""
     tracker = megatron_random.get_cuda_rng_tracker()
     tp = parallel_state.get_tensor_model_parallel_rank()
     for number, name in enumerate(sorted(tracker.states_.keys() - {_KEY, _STREAMS})):
@@ -226,6 +226,6 @@ def _kept(key: int) -> torch.Tensor | torch.Generator:
     """Return what the tracker keeps for a stream: a generator, or the state of one.
 
     Always another generator, where it keeps these: entering a stream takes the one that is kept by
-    reference, and whoever is in the stream now goes back to his.
+    reference, and code that is in the stream now goes back to its own.
     """
     return _generator(key) if keeps_generators() else _state_of(key)

@@ -36,8 +36,8 @@ def backward_step(arrived: Any, output: Any, gradient: Any, config: Any) -> Any:
 def ask_again(*optimizers: Any) -> None:
     """Have what an optimizer asks of all workers once be asked in the next step.
 
-    From 0.19 on, for which parameters the norm is taken apart. Whoever is new has not asked yet,
-    and whoever was interrupted may have no answer; all have to ask together.
+    From 0.19 on, for which parameters the norm is taken apart. A newcomer has not asked yet, and
+    an interrupted worker may have no answer; all have to ask together.
     """
     for one in optimizers:
         if hasattr(one, "_has_grad_norm_group_cache"):

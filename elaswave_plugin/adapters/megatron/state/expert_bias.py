@@ -3,7 +3,7 @@
 A router of a mixture of experts may add a bias to the score of each expert, which every step raises
 or lowers by how many tokens all replicas have sent there (megatron/core/distributed/
 finalize_model_grads.py, ``_update_router_expert_bias``). Every worker keeps those of all layers, so
-that whoever seals a step, or gets a layer of another stage, has them.
+that a worker that seals a step, or gets a layer of another stage, has them.
 """
 
 from collections.abc import Iterator, Sequence

@@ -26,7 +26,7 @@ def frozen_names(chunks: Sequence[DistributedDataParallel]) -> tuple[str, ...]:
 
 
 def freeze(chunk: DistributedDataParallel, names: frozenset[str]) -> None:
-    """Have those of a chunk that was built anew be as they were at launch."""
+    """Freeze those of a chunk that was built again, as they were at launch."""
     for name, param in global_names([chunk]):
         if name in names:
             param.requires_grad_(False)

@@ -1,7 +1,7 @@
 """The model's buffers: those that stay constant, and those that the passes of a step change.
 
 In exact mode what a pass changes belongs to the replica whose micro-batch it runs, as it does where
-nobody is lost. The values of every replica are told to everyone after a step; whoever hosts a lost
+none is lost. After a step every worker gets the values of every replica; the host of a lost
 replica installs its values before its micro-batches. Outside of passes the modules of rank n have
 those of replica n. In fast mode running statistics are averaged over the workers.
 """
@@ -173,9 +173,9 @@ class ModelBuffers(Plain):
     # ---- the end of a step ----------------------------------------------------------------------
 
     def agree(self, hosted: Sequence[int], *, replicas: int) -> None:
-        """All passes of a step are done; tell everyone what they changed (collective over WORLD).
+        """Tell all workers what the passes of a step have changed (collective over WORLD).
 
-        ``hosted``: the replicas whose micro-batches this worker has run, of so many ``replicas``.
+        ``hosted``: the replicas whose micro-batches this worker has run; ``replicas``: their count.
         """
         self._know(self._changes.settle())
         if not self._changing:

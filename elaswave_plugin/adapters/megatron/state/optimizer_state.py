@@ -59,7 +59,7 @@ class FlatShard:
             self._group_params[self.group_of[kind]].append(param)
 
     def recut(self, in_place: Mapping[int, int] | None = None) -> None:
-        """Cut the state anew from the groups' present size; values are undefined until written.
+        """Cut the state again by the groups' present size; values are undefined until written.
 
         ``in_place``: the buckets whose shards stay, and which ones they were; what is written
         until the next cut leaves them alone.
@@ -214,7 +214,7 @@ class FlatShard:
             self._write(part, values)
 
     def _write(self, part: Sequence[torch.Tensor], values: torch.Tensor) -> None:
-        """Install one part of the shard, by bucket, but for what is in place."""
+        """Install one part of the shard, by bucket, except what is in place."""
         shards = values.split([shard.numel() for shard in part])
         for number, (shard, new) in enumerate(zip(part, shards, strict=True)):
             if number not in self._in_place:

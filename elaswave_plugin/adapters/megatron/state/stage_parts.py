@@ -1,7 +1,7 @@
 """Makes a model chunk that of another pipeline stage or tp position, in place; weights come later.
 
 Embedding and head follow from the constructor of Megatron-Core's GPTModel, which runs again on the
-same object as it was called, but for the stage (megatron/core/models/gpt/gpt_model.py).
+same object as it was called, except for the stage (megatron/core/models/gpt/gpt_model.py).
 """
 
 import inspect
@@ -34,8 +34,8 @@ def why_fixed(chunks: Sequence[DistributedDataParallel]) -> str | None:
 def take_stage(chunk: DistributedDataParallel, *, first: bool, last: bool) -> bool:
     """Have an embedding where ``first`` and a head where ``last``, as that stage's model has.
 
-    True where the model was built anew: its layers are those of the launch, all values undefined.
-    Megatron-Core's groups have to know the new stage already.
+    Return True if the model was built again: its layers are those of the launch, its values
+    undefined. Megatron-Core's groups have to know the new stage already.
     """
     (model,) = (module for module in chunk.modules() if isinstance(module, GPTModel))
     if (model.pre_process, model.post_process) == (first, last):

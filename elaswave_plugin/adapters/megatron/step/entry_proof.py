@@ -2,7 +2,7 @@
 
 Its weights are compared by digests at its entry. What its script does with them only a pass shows:
 one of its micro-batches is run once more by another replica, and the losses are compared before the
-update (`core/recovery_plan/entry_checks.py` says by whom).
+update (`core/recovery_plan/entry_checks.py` chooses the worker).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -26,7 +26,7 @@ class Positions(Plain):
         self._between: dict[int, int] | None = None
 
     def begin_at(self, batch: int, *, steps: int) -> None:
-        """Training of so many steps begins at this batch: not at 0 in a run that is resumed."""
+        """Begin a training of ``steps`` steps at this batch: not at 0 in a resumed run."""
         self._first, self.end = batch, batch + steps
         for one in self._iterators:
             one.position = batch

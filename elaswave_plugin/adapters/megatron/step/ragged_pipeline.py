@@ -3,7 +3,7 @@
 Rectangular layouts run Megatron-Core's own schedule. After a loss the list of
 ``core/step/schedule.py`` is run instead, with Megatron-Core's own forward and backward steps
 (megatron/core/ pipeline_parallel/schedules.py); the activations of each piece and their gradients
-go to whoever runs its samples at the next stage, point to point, row by row where the stages cut
+go to the worker of its samples at the next stage, point to point, row by row where the stages cut
 the samples differently, and tagged by the first sample.
 """
 
@@ -208,7 +208,7 @@ class RaggedPipeline:
     # ---- the end of the step --------------------------------------------------------------------
 
     def _finalize(self) -> None:
-        """As ``finalize_model_grads``, but for what assumes stages of one width."""
+        """Finalize as ``finalize_model_grads`` does, without what assumes stages of one width."""
         groups = ProcessGroupCollection()
         groups.tp = parallel_state.get_tensor_model_parallel_group()
         groups.pp = parallel_state.get_pipeline_model_parallel_group()
