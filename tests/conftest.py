@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def doctor() -> "subprocess.CompletedProcess[str]":
-    """What `elaswave doctor --json` says, in a process of its own since it imports everything."""
+    """Run `elaswave doctor --json`, in a process of its own since it imports everything."""
     command = [sys.executable, "-m", "elaswave_plugin.cli.main", "doctor", "--json"]
     environ = {key: value for key, value in os.environ.items() if key != "MEGATRON_LM_PATH"}
     return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environ)

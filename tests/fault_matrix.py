@@ -74,7 +74,7 @@ class FaultMatrix:
         return f"{self.framework}, {len(self.cases)} cases"
 
     def identity(self, spec: JobSpec) -> Row:
-        """What tells a case from the others, as the result file has it."""
+        """Return what tells a case from the others, as the result file has it."""
         values = {name: getattr(spec, name) for name in self.fields}
         return {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
 
@@ -156,5 +156,5 @@ def joined(matrix: FaultMatrix, before: Row | None, rows: list[Row]) -> list[Row
 
 
 def identity_text(matrix: FaultMatrix, row: Row) -> str:
-    """What tells a row from the others, as text."""
+    """Return what tells a row from the others, as text."""
     return json.dumps({name: row[name] for name in matrix.fields})

@@ -1,4 +1,4 @@
-"""What FusedAdam keeps in other places than torch's Adam, on the stand-ins for a CPU."""
+"""FusedAdam keeps its state in other places than torch's Adam; on the stand-ins for a CPU."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""What a function of a script reads from outside: a variable that is not set is passed over."""
+"""The variables that a function of a script reads from outside: an unset one is passed over."""
 
 from collections.abc import Callable
 from types import FunctionType

@@ -56,7 +56,7 @@ def test_beyond_the_scripts_every_record_fits(doctor: "subprocess.CompletedProce
 
 
 def scripts_fit() -> bool:
-    """Whether the records of Megatron-LM's scripts are for the installed megatron-core."""
+    """Return whether the records of Megatron-LM's scripts are for the installed megatron-core."""
     known = record("", lambda native: native, "").valid
     return SpecifierSet(known).contains(version("megatron-core"))
 

@@ -110,7 +110,7 @@ def made_optimizer(inner: Any = None, **changes: Any) -> Any:
 
 
 def is_carried(chunks: list[Any], optimizer: Any) -> bool:
-    """Whether a job of these, the optimizer's own chunks, is let through."""
+    """Return whether a job of these, the optimizer's own chunks, is let through."""
     (only,) = getattr(optimizer, "chained_optimizers", [optimizer])
     only.model_chunks = chunks
     return check_supported(chunks, optimizer) is only

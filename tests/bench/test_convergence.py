@@ -1,4 +1,4 @@
-"""How far losses lead a run away: keyed draws leave no distance, draws by worker do."""
+"""The distance to which losses lead a run: none with keyed draws, some with draws by worker."""
 
 import json
 import subprocess

@@ -29,7 +29,7 @@ RESULT = ROOT / "benchmarks" / "chaos.json"
 
 @contextmanager
 def open_stage(name: str, folder: Path) -> Iterator[Stage]:
-    """Where the scenarios of one kind of job run."""
+    """Open the stage on which the scenarios of one kind of job run."""
     is_megatron = name in ("dp", "hybrid")
     folder.mkdir(parents=True)
     if is_megatron:

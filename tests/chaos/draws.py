@@ -1,4 +1,4 @@
-"""What a seed makes of a kind of job: which faults, in which steps and phases, in which order."""
+"""The scenario that a seed draws for a kind of job: its faults, their steps, phases and order."""
 
 import random
 from collections.abc import Iterator

@@ -38,7 +38,7 @@ Striker({events}, standbys={standbys}, joiners={joiners}).arm()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """What a scenario led to; ``codes``: of the launchers, those of the nodes first."""
+    """The outcome of a scenario; ``codes``: of the launchers, those of the nodes first."""
 
     scenario: Scenario
     outcome: Outcome
@@ -47,7 +47,7 @@ class Played:
 
 
 class Stage:
-    """Where scenarios run: one zygote, one dataset, and each undisturbed run once."""
+    """The stage for scenarios: one zygote, one dataset, and each undisturbed run once."""
 
     def __init__(self, zygote: Zygote, *, data: Path, folder: Path) -> None:
         """``folder``: where the directories of the runs are."""

@@ -111,7 +111,7 @@ class Striker:
         return slots[event["pick"] % len(slots)] == self.worker.slot
 
     def _claim(self, event: Record) -> bool:
-        """Whether it is this worker's to happen; says so, and in which process."""
+        """Return whether the event is this worker's; says so, and in which process."""
         try:
             self._mark(event).touch(exist_ok=False)
         except FileExistsError:
@@ -209,7 +209,7 @@ class Striker:
             self.worker.member.announce(None)
 
     def _awaited(self) -> list[str]:
-        """Who may still come back, and has neither done so nor asked for it."""
+        """List the workers that may still come back, and have neither done so nor asked for it."""
         awaited: dict[int, str] = {}
         standbys, joiners = self._standbys, 0
         for event in self._log():

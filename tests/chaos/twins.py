@@ -8,7 +8,7 @@ from tests.faults.harness import JobSpec, Outcome
 
 
 def ranks_by_step(run: Outcome) -> dict[int, list[int]]:
-    """Who was in the job from a step on, in the order of their ranks.
+    """Return the workers of the job from each step on, in the order of their ranks.
 
     Of two who are to come back in different steps, a planned run lets in both in the first.
     """

@@ -71,7 +71,7 @@ def _check_survived(played: Played, reference: Outcome) -> None:
 
 
 def _check_losses(run: Outcome) -> None:
-    """Who was lost was struck: nobody failed by itself, nobody was given up that lived."""
+    """Check that the lost workers were struck: none failed by itself, none was given up alive."""
     struck = {e["pid"] for e in run.events("fault_fired") if e["how"] in DEADLY}
     exits = run.events("worker_exited")
     failed = [e for e in exits if e["pid"] not in struck and e["status"] != "exit code 0"]

@@ -38,7 +38,7 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
 
 
 def differences(ours: Any, theirs: Any, name: str = "") -> list[str]:
-    """Where two contents differ, tensors bit for bit."""
+    """List the names at which two contents differ, tensors bit for bit."""
     if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
         same = ours.dtype == theirs.dtype and ours.shape == theirs.shape
         return [] if same and torch.equal(_bits(ours), _bits(theirs)) else [name]

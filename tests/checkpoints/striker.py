@@ -20,7 +20,7 @@ LIMIT_S = 90.0
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How a framework names what it saves: folders, the tracker, files of data."""
+    """The names that a framework gives to saves: folders, the tracker, files of data."""
 
     folder: str
     tracker: str
@@ -30,7 +30,7 @@ class Kind:
 
 
 def _has_every_shard(folder: Path) -> bool:
-    """What torch.save writes is a zip archive, whose end comes last."""
+    """Return whether every shard is whole: torch.save writes zip archives, whose end comes last."""
     files = [*folder.glob("*.pt")]
     shards = [file for file in files if file.name.endswith("optim_states.pt")]
     return len(shards) == 4 and all(map(zipfile.is_zipfile, files))
@@ -186,7 +186,7 @@ class Striker:
         return sum(size for folder in self._parts(iteration) for size in _sizes(folder))
 
     def _is_open(self, strike: Strike) -> bool:
-        """Whether the victim, or a process of its own, has a file of the save open."""
+        """Return whether the victim, or a process of its own, has a file of the save open."""
         with contextlib.suppress(psutil.Error):
             victim = psutil.Process(self._pids[strike.slot])
             for process in (victim, *victim.children(recursive=True)):

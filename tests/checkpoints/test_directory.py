@@ -1,4 +1,4 @@
-"""What is said of checkpoints that were torn, cut or never named."""
+"""The lines about checkpoints that were torn, cut or never named."""
 
 import pickle
 from collections.abc import Callable

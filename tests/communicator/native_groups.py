@@ -133,7 +133,7 @@ class RecordingMaker:
         return self.add(name)
 
     def take(self) -> list[str]:
-        """What has happened since the last call."""
+        """Return what has happened since the last call."""
         log, self.log[:] = list(self.log), []
         return log
 
@@ -305,7 +305,7 @@ class GlooGroup:
         """Gloo has connected when it was made."""
 
     def mark(self) -> Any:
-        """Whoever calls gloo has waited for it on the host."""
+        """Return a mark that has passed: a caller of gloo has waited for it on the host."""
         return GlooBlock([])
 
     def apart(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:

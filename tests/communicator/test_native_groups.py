@@ -291,7 +291,7 @@ def _choice_alone(
     setting: str = "auto",
     available: bool = True,
 ) -> Any:
-    """What slot 1 chooses that builds beside the job, asking nobody."""
+    """Return the choice of slot 1, which builds beside the job and asks no other."""
     links = LinkTable(1)
     links.detached = True
     patch.setattr(dist, "is_nccl_available", lambda: available)

@@ -474,7 +474,7 @@ def test_a_group_that_its_user_destroys_is_closed_in_peace_or_aborted(
 
 
 class RecordedBackend:
-    """What NcclGroup calls of ProcessGroupNCCL."""
+    """The calls that NcclGroup makes of ProcessGroupNCCL, recorded."""
 
     def __init__(self, log: list[str]) -> None:
         self.log = log

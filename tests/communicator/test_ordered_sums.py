@@ -97,7 +97,7 @@ def _ordered(peer: Peer) -> None:
 
 @pytest.fixture
 def made_before_the_fork() -> Iterator[None]:
-    """What is made here is shared by all workers; it is let go at the end."""
+    """Make what all workers share before the fork; it is let go at the end."""
     for (salt, numel), dtype, op in product(enumerate(SIZES), FLOATS, OPS):
         folded(numel, dtype, op, salt)
     yield
@@ -121,7 +121,7 @@ def _unordered(peer: Peer) -> None:
 
 
 def test_native_groups_themselves_have_another_order() -> None:
-    """What the test above could not see otherwise."""
+    """A control of the test above, which could see no difference otherwise."""
     with Workers(WORLD, _unordered) as workers:
         workers.commit(1, range(WORLD))
         assert list(workers.hear_all().values()) == [False] * WORLD
@@ -262,7 +262,7 @@ def test_who_builds_beside_the_job_sums_alone(exact: StartDetached) -> None:
 
 
 class RecordedStream:
-    """What NcclGroup asks of a stream of its own, and of torch.cuda about it."""
+    """The calls that NcclGroup makes of its own stream, and of torch.cuda about it, recorded."""
 
     def __init__(self, log: list[str]) -> None:
         self.log = log

@@ -30,7 +30,7 @@ KINDS = (*FLOATS, *INTS, torch.bool)
 
 @pytest.fixture
 def made_before_the_fork() -> Iterator[None]:
-    """What is made here is shared by all workers; it is let go at the end."""
+    """Make what all workers share before the fork; it is let go at the end."""
     yield
     made.cache_clear()
     folded.cache_clear()
@@ -207,7 +207,7 @@ def test_every_operation_agrees_with_native_gloo(tmp_path: Path) -> None:
 
 
 def _newer_calls(peer: Peer) -> None:
-    """What torch calls from 2.15 on, called as it does."""
+    """Make the calls that torch makes from 2.15 on, as torch makes them."""
     rank, world = peer.slot, dist.group.WORLD
     assert isinstance(world, ElasticProcessGroup)
     to_2 = _options(dist.GatherOptions, rootRank=2)

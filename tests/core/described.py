@@ -63,7 +63,7 @@ def describe(message: Message) -> str:
 
 
 def describe_note(note: Note) -> str | None:
-    """What is said for whoever watches, of the notes that a golden script shows."""
+    """Return the line for a reader of a note, of those that a golden script shows."""
     fields = note.fields
     match note.kind:
         case "quorum_lost":

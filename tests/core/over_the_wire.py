@@ -9,7 +9,7 @@ Value = TypeVar("Value")
 
 
 def as_json(value: object) -> Any:
-    """What is read on the other side, before it is taken for what it is."""
+    """Return what the other side reads, before it is taken for what it is."""
     return json.loads(json.dumps(value, default=to_json))
 
 

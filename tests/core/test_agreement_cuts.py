@@ -35,7 +35,7 @@ def test_of_two_parts_that_hear_one_supervisor_of_a_node_each_one_goes_on() -> N
 @pytest.mark.parametrize("seed", range(100))
 @pytest.mark.parametrize("link", [(0, 1), (0, 3)])
 def test_a_broken_link_costs_one_worker(seed: int, link: tuple[int, int]) -> None:
-    """Who would lead instead does not get those on its side that still hear the leader."""
+    """A would-be leader does not get the supervisors that still hear the leader."""
     dice = random.Random(seed)
     cluster = sealed_job((0, 1, 2, 3, 4))
     cluster.do_sunder([str(slot) for slot in link])
@@ -123,7 +123,7 @@ def torn_run(dice: random.Random, *, newcomers: bool = False) -> Cluster:
 
 
 def come_to_rest(cluster: Cluster, dice: random.Random) -> None:
-    """Whatever is said or waited for comes to its end."""
+    """Let everything that is said or waited for come to its end."""
     for _ in range(30):
         cluster.begin_or_give_up()
         cluster.run(dice, most=MOST)

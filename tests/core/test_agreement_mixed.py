@@ -89,7 +89,7 @@ def mixed_run(dice: random.Random, kinds: tuple[str, ...]) -> Cluster:
 
 
 def end_the_last_call(cluster: Cluster, dice: random.Random) -> None:
-    """Who was told to leave with all others has saved, and ends; nobody comes in any more."""
+    """End the workers that were all told to leave and have saved; no other comes in any more."""
     last = cluster.decided[max(cluster.decided)]
     members = [slot for slot in last.ranks if slot in working(cluster)]
     if last.reason == LAST_CALL and members:

@@ -1,4 +1,4 @@
-"""When all workers that run the same code have failed alike."""
+"""The verdict that all workers that run the same code have failed alike."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Whom all wait for is found as soon as nobody else works, and said at growing intervals."""
+"""The worker that all wait for is found once no other works, and named at growing intervals."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def test_a_phase_may_take_what_it_usually_does() -> None:
 
 
 def is_due(found: AllWait | None) -> bool:
-    """Whether it is said once it has been so for a while."""
+    """Return whether it is said once it has been so for a while."""
     said = Said()
     return not said.is_due(found, 0.0) and said.is_due(found, STEADY_S)
 

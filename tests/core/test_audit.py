@@ -19,7 +19,7 @@ def job(first: int, last: int) -> tuple[list[dict[str, Any]], list[dict[str, Any
 
 
 def counted(steps: list[dict[str, Any]], ledger: list[dict[str, Any]]) -> tuple[int, int]:
-    """What is lost and repeated, with the sizes that the ledger shows."""
+    """Count what is lost and repeated, with the sizes that the ledger shows."""
     views = counting_views(steps)
     sizes = batch_sizes(views, ledger, 1 + max(views))
     return lost_and_repeated(views, ledger, batches=sizes)

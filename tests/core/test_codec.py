@@ -1,4 +1,4 @@
-"""Whatever is said comes over the wire as it was, and nothing else is taken for it."""
+"""Every message comes over the wire as it was, and nothing else is taken for one."""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass

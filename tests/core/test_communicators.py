@@ -1,4 +1,4 @@
-"""Which communicators outlive a change of the view, and whether GPU tensors go through NCCL."""
+"""The communicators that outlive a change of the view, and the choice of NCCL for GPU tensors."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What passes between two stages: every row once, from who computed it to who needs it."""
+"""The messages between two stages: every row once, from its producer to its consumer."""
 
 from itertools import pairwise
 

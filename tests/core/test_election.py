@@ -1,4 +1,4 @@
-"""What a new leader is told, and what it builds on."""
+"""The promises that a new leader is given, and the view that it builds on."""
 
 from elaswave_plugin.core.agreement.effects import Send
 from elaswave_plugin.core.agreement.election import outcome_of
@@ -21,7 +21,7 @@ def views(count: int) -> tuple[MembershipView, ...]:
 
 
 def promised(known: int) -> Promise:
-    """What a member that knows 100 views answers to one that knows fewer."""
+    """Return the answer of a member that knows 100 views to one that knows fewer."""
     welcome = Welcome(
         ballot=Ballot(term=9, leader=0, epoch=99),
         worker=WorkerId(slot=2, incarnation=1),

@@ -1,4 +1,4 @@
-"""Who hangs: examples, and what holds for any pages."""
+"""The verdict on a hanging worker: examples, and what holds for any pages."""
 
 from dataclasses import replace
 

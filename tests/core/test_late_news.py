@@ -1,4 +1,4 @@
-"""What a supervisor says after its promise is newer than what it promised with."""
+"""A message that a supervisor sends after its promise is newer than what it promised with."""
 
 from elaswave_plugin.core.agreement.timeouts import Timeouts
 from tests.core.cluster import Cluster

@@ -1,4 +1,4 @@
-"""What was measured of layers decides the cuts, alike on everyone and past noise."""
+"""The measured times of layers decide the cuts, alike on every worker and past noise."""
 
 from functools import partial
 
@@ -97,7 +97,7 @@ def test_what_was_not_compared_counts_as_if_compute_stood_still() -> None:
 
 
 def test_a_wait_for_the_first_stage_is_not_what_a_step_takes_around_its_passes() -> None:
-    """Where nobody of the first stage is left, the others' waits for it are all that is known."""
+    """If no worker of the first stage is left, the others' waits for it are all that is known."""
     waited = {LAYER: [1.0, 2.0], AROUND: [7.0]}
     assert agreed({1: waited, 2: waited}).around_s == 0.0
 
@@ -132,7 +132,7 @@ def test_the_pace_is_that_of_the_fastest_pass_that_is_compared() -> None:
 
 
 def test_split_backwards_tell_the_share_of_weight_gradients() -> None:
-    """What a whole one takes is told by those who saw it; else it is the sum of its parts."""
+    """The workers that saw a whole one tell its time; else it is the sum of its parts."""
     apart, both = PassTimes(wanted_steps=2), times_of([[0.5]] * 3)
     for times in (apart, both):
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Whoever is given up for its silence has had no lease by then, whatever the network does."""
+"""A worker that is given up for its silence has no lease by then, with any network."""
 
 import random
 

@@ -29,7 +29,7 @@ VIEWS = {"trainers": 2, "supervisors": 2, "wishes": 1, "links": 1, "drains": 2}
 
 
 def month(kinds: tuple[str, ...], rounds: int) -> tuple[int, list[int]]:
-    """How many views there were, and how much every supervisor keeps in the end, in bytes."""
+    """Return the number of views, and the bytes that every supervisor keeps in the end."""
     cluster = Cluster(NODES, Timeouts())
     cluster.verbose = False
     for command in ("start", "quiesce all", "seal all"):

@@ -1,4 +1,4 @@
-"""What a node remembers stays small, and still tells each of its supervisors all that it lacks."""
+"""A node's memory stays small, and still tells each of its supervisors all that it lacks."""
 
 import json
 from dataclasses import replace

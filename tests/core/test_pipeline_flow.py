@@ -173,7 +173,7 @@ def test_more_room_is_used() -> None:
 def test_layers_move_as_split_backwards_want_it(
     pp: int, dp: int, layers: int, rounds: int, lost: tuple[int, ...], gain: float
 ) -> None:
-    """Where weight gradients fill the waits, other layers are best than where nothing does."""
+    """The best layers are others if weight gradients fill the waits."""
     launch = launch_layout(tp=1, pp=pp, dp=dp, num_layers=layers)
     times = LayerTimes(layer=(0.02, 0.04), link=(0.0005, 0.0005), is_measured=True)
     seconds = []

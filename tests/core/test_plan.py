@@ -162,7 +162,7 @@ def holders(
     sharing: bool = True,
     apart: bool = True,
 ) -> Counter[int]:
-    """How many copies each slot holds, of nodes of so many workers; `apart`: none on its own node.
+    """Count the copies that each slot holds; `sizes`: workers by node; `apart`: not on its own.
 
     Every ``width`` workers of a node share their state with those of the same places elsewhere.
     """

@@ -1,4 +1,4 @@
-"""How long a plan takes; on an idle machine, since whoever shares a core makes it slower."""
+"""The time of a plan; on an idle machine, since other work on its core makes it slower."""
 
 import time
 

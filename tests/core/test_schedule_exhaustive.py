@@ -160,7 +160,7 @@ class Search:
         return bound
 
     def _dominated(self, end: dict[int, float], free: list[float], only: tuple[bool, ...]) -> bool:
-        """Whether the same operations were done before, nowhere later than now."""
+        """Return whether the same operations were done before, nowhere later than now."""
         done = sum(1 << op for op in end)
         open_ends = [
             end[op]

@@ -200,7 +200,7 @@ def test_no_false_alarm_where_lengths_vary() -> None:
 def passes(
     dice: random.Random, number: int, *, lengths: tuple[int, int], slow: float = 1.0
 ) -> tuple[float, int]:
-    """What a worker tells of a step of so many micro-batches, with 3 % of noise."""
+    """Return what a worker tells of a step of ``number`` micro-batches, with 3 % of noise."""
     times = PassTimes()
     for _ in range(number):
         tokens = dice.randint(*lengths)

@@ -1,4 +1,4 @@
-"""Who is told to stop by a leader elsewhere says so; and whose leader it is decides."""
+"""A worker that another leader tells to stop says so; only its own leader's word counts."""
 
 from elaswave_plugin.core.agreement.effects import Note, Over
 from elaswave_plugin.core.agreement.leader import Agreement

@@ -1,4 +1,4 @@
-"""Who reads a migrated layer from whom: worker to worker between stages of equal widths."""
+"""The reads of a migrated layer: worker to worker between stages of equal widths."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Who is asked to leave stays where the job would end without it, whatever else happens."""
+"""A worker that is asked to leave stays where the job would end without it, in any case."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +24,7 @@ def job(*, layout: Mapping[str, Any] | None = None) -> Cluster:
 
 
 def tell(cluster: Cluster, *commands: str) -> list[int]:
-    """Who is in the last view, once all have done what they were told."""
+    """Return the workers of the last view, once all have done what they were told."""
     for command in (*commands, "tick 2", *["step all", "quiesce all"] * 3):
         cluster.do(command)
     assert not cluster.ends

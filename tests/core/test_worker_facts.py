@@ -1,4 +1,4 @@
-"""What a worker tells comes through a commit as it was told."""
+"""The facts that a worker tells come through a commit as they were told."""
 
 import json
 from dataclasses import fields

@@ -1,4 +1,4 @@
-"""What is written in place of a call of `elaswave_plugin.deepspeed`, and how it ends."""
+"""The replacements of calls of `elaswave_plugin.deepspeed`, each with its end."""
 
 from tests.faults.replacements import DETACHED, RAISES, REFUSED, TRAINS, Replacement
 

@@ -1,4 +1,4 @@
-"""What is in a DeepSpeed checkpoint: file by file, and merged by DeepSpeed's own converter."""
+"""The contents of a DeepSpeed checkpoint: by file, and merged by DeepSpeed's own converter."""
 
 import argparse
 import contextlib
@@ -20,7 +20,7 @@ def parts(folder: Path) -> dict[str, Any]:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two contents are equal, tensors bit for bit; the configurations may differ."""
+    """Return whether two contents are equal, tensors bit for bit; the configurations may differ."""
     if isinstance(left, torch.Tensor):
         return isinstance(right, torch.Tensor) and torch.equal(left, right)
     if isinstance(left, dict):

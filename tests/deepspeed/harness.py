@@ -57,7 +57,7 @@ class EngineSpec(JobSpec):
 
     @property
     def has_16_bits(self) -> bool:
-        """Whether the weights are in bf16 or fp16."""
+        """True if the weights are in bf16 or fp16."""
         return self.bf16 or '"fp16"' in self.settings
 
     def config(self, directory: Path) -> dict[str, Any]:

@@ -75,7 +75,7 @@ CPU = EngineSpec(
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Where torch keeps what it compiles, and finds ninja, which is in this environment."""
+    """Return variables for torch's compiled files, and for ninja, which is in this environment."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return {"TORCH_EXTENSIONS_DIR": str(folder), "PATH": path}
 

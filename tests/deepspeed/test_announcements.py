@@ -1,4 +1,4 @@
-"""Whatever a module returns, its backward pass is announced, or nothing is."""
+"""The backward pass of a module is announced for any output, or nothing is."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from elaswave_plugin.adapters.deepspeed.engine.framework import _announce_backwa
 
 @dataclass
 class Output:
-    """What a module may return."""
+    """A class that a module may return."""
 
     hidden: torch.Tensor
 

@@ -1,4 +1,4 @@
-"""How a script gets the plugin, what it costs without the section, and what is refused in words."""
+"""The plugin in a script: its way in, its cost without the section, and its refusals in words."""
 
 import json
 import os
@@ -88,7 +88,7 @@ def test_a_wrong_section_is_one_sentence(
 
 
 def printed_losses(output: str) -> dict[int, float]:
-    """What rank 0 of the example printed: "step N | loss X | ..."."""
+    """Read what rank 0 of the example printed: "step N | loss X | ..."."""
     lines = [line.split("|") for line in output.splitlines() if line.startswith("step")]
     return {int(step.split()[1]): float(loss.split()[1]) for step, loss, _ in lines}
 

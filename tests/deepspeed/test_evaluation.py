@@ -48,7 +48,7 @@ def spec_of(folder: Path, stage: int, **more: str | tuple[str, ...]) -> EngineSp
 
 
 def results(run: Outcome) -> list[list[tuple[int, float]]]:
-    """What the calls returned, by worker."""
+    """Read what the calls returned, by worker."""
     files = sorted(run.directory.glob("evaluations-*.json"))
     return [[(step, mean) for step, mean in json.loads(file.read_text())] for file in files]
 
@@ -116,7 +116,7 @@ def test_a_loader_made_in_the_evaluation_has_the_shards_of_who_is_left(
 def test_an_evaluation_by_the_script_itself_is_never_a_wrong_number(
     run: Launch, tmp_path: Path, stage: int
 ) -> None:
-    """Whoever holds the whole model computes it alone; in ZeRO-3, where nobody can, it is NaN."""
+    """A worker with the whole model computes it alone; in ZeRO-3, where none can, it is NaN."""
     # Every layer gathers its own parameters when it begins.
     sizes = ("param_persistence_threshold", "prefetch_bucket_size", "max_live_parameters")
     zero = {"stage": stage, **{f"stage3_{size}": 0 for size in sizes}}

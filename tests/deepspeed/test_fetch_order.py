@@ -86,7 +86,7 @@ FETCHES_LITTLE_AHEAD = {
 def counted(
     run: Launch, twin: Twin, reference: Launch, spec: EngineSpec, folder: Path, sabotage: str = ""
 ) -> list[dict[int, dict[str, int]]]:
-    """What each survivor gathered and recorded in each step of a run that recovered."""
+    """Count what each survivor gathered and recorded in each step of a run that recovered."""
     counting = COUNTING.format(root=str(ROOT), folder=str(folder))
     killed = run(replace(spec, sabotage=counting + sabotage))
     check_recovered(killed, twin=twin(replace(killed, spec=spec)), reference=reference(spec))

@@ -1,4 +1,4 @@
-"""What a first forward pass leaves in a model is known to who comes back, or that one is sent away.
+"""A worker that comes back knows what a first forward pass leaves in a model, or is sent away.
 
 The model of scripts/external.py has `nn.MultiheadAttention`, a tied embedding, a registered
 external parameter, and a table that its first pass makes.
@@ -100,7 +100,7 @@ def test_who_comes_back_to_another_model_is_sent_away_and_the_job_goes_on(run: L
 def test_who_does_in_its_first_step_what_the_others_do_not_is_sent_away(
     run: Launch, reference: Launch
 ) -> None:
-    """Whatever the cause; all of them ended by it before."""
+    """For any cause; all of them ended by it before."""
     more = {"changes": (), "awaits": ((BACK, 1),), "sabotage": LEARNS_NOTHING}
     killed = run(replace(RETURN, **more))  # type: ignore[arg-type]
     check_sent_away(killed, "this worker came later and does not do in its first step what the")

@@ -106,7 +106,7 @@ def test_two_losses_in_one_run(run: Launch, twin: Twin, reference: Launch) -> No
 
 
 def plain(spec: EngineSpec, folder: Path) -> str:
-    """What the same script prints under torchrun, on gloo, with the section not enabled."""
+    """Return what the same script prints under torchrun, on gloo, with the section not enabled."""
     command = [
         *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", "4", str(SCRIPTS / "no_compiler.py"), spec.script),

@@ -34,7 +34,7 @@ def spec_of(stage: int, slot: int, phase: str, **more: object) -> EngineSpec:
 
 
 def entered(run: Outcome) -> list[tuple[int, int, int]]:
-    """Who came back before which step, as (slot, incarnation, step), in order."""
+    """List the returns in order, as (slot, incarnation, step), before which each enters."""
     events = run.events("entered")
     return [(event["slot"], event["incarnation"], event["step"]) for event in events]
 
@@ -77,7 +77,7 @@ def seen_by(run: Outcome) -> dict[int, dict[int, Any]]:
 
 
 def files_of(folder: Path, tag: str) -> int:
-    """How many workers wrote their part of a checkpoint."""
+    """Count the workers that wrote their part of a checkpoint."""
     return len([*(folder / tag).glob("*zero_pp_rank_*_optim_states.pt")])
 
 

@@ -28,7 +28,7 @@ def settings_of(folder: Path, *kinds: str) -> str:
 
 
 def places(run: Outcome) -> list[int]:
-    """Where each step is on the axis of DeepSpeed's monitor: samples so far."""
+    """Return the place of each step on the axis of DeepSpeed's monitor: samples so far."""
     return [run.spec.global_batch * (step + 1) for step in range(run.spec.steps)]
 
 
@@ -112,7 +112,7 @@ def test_a_monitor_that_nobody_opens_again_is_seen(run: Launch, tmp_path: Path) 
 
 
 def test_the_wandb_run_is_the_same_one(run: Launch, tmp_path: Path) -> None:
-    """What W&B's own process had not written when its owner died is missing; nothing is doubled."""
+    """Rows that W&B's own process had not written when its owner died are missing, none twice."""
     pytest.importorskip("wandb")
     settings: dict[str, Any] = {"wandb": {"enabled": True, "project": "tests"}}
     settings.update(json.loads(settings_of(tmp_path, "csv_monitor")))

@@ -1,4 +1,4 @@
-"""What is said once of a loop that the script owns, where no test of a whole job shows it."""
+"""The warnings, once each, of a loop that the script owns; no test of a whole job shows them."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a script changes beside the weights comes back in a redo, or is refused by name."""
+"""State that a script changes beside the weights comes back in a redo, or is refused by name."""
 
 import json
 from dataclasses import replace
@@ -27,7 +27,7 @@ def of(mode: str, **more: Any) -> EngineSpec:
 
 
 def held(run: Outcome) -> dict[str, Any]:
-    """What each rank had at the end beside the weights."""
+    """Read what each rank had at the end beside the weights."""
     files = sorted(run.directory.glob("state-*.json"))
     return {path.name: json.loads(path.read_text()) for path in files}
 

@@ -16,7 +16,7 @@ PP2_DP2 = EngineSpec(script=str(SCRIPTS / "pipeline.py"), stages=2, accumulation
 
 
 def check_pipeline(killed: Outcome, twin: Twin, reference: Launch) -> None:
-    """What every recovery promises; and gradients that are the mean over the global batch.
+    """Check what every recovery promises, and that gradients are the mean over the global batch.
 
     Losses would not show it: Adam makes the same step of a gradient and of its half.
     """

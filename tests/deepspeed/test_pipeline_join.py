@@ -147,7 +147,7 @@ Worker.ask_to_enter = ask_later
 def test_a_pipeline_is_whole_once_all_of_its_stages_have_a_worker(
     run: Launch, twin: Twin, reference: Launch, stage: int
 ) -> None:
-    """Who comes back first looks on, and has the losses."""
+    """The first worker to come back looks on, and has the losses."""
     changes = (f"+3@{BACK}", f"+1@{BACK + 2}")
     spec = replace(
         spec_of(1, "forward", stage=stage, sabotage=A_STEP_LATER.format(slot=1)),

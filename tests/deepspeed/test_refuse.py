@@ -162,7 +162,7 @@ def test_what_is_carried_passes() -> None:
 
 
 class Engine:
-    """What is asked of an engine about its optimizer."""
+    """The attributes of an engine that say which optimizer it has."""
 
     has_moe_layers = False
     module = MODEL

@@ -259,7 +259,7 @@ def test_a_checkpoint_of_three_workers_is_loaded_by_another_number(
 def test_a_checkpoint_of_another_number_of_workers_is_refused(
     run: Launch, saved: Saved, tmp_path: Path
 ) -> None:
-    """What DeepSpeed does not convert it does not load."""
+    """DeepSpeed does not load what it does not convert."""
     _, folder = saved(1)
     spec = spec_of(tmp_path, 1, nproc=2)
     refused = run(replace(spec, options=(*spec.options, f"--load={folder}")))

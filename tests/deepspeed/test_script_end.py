@@ -1,4 +1,4 @@
-"""What DeepSpeed scripts do after their last step."""
+"""DeepSpeed scripts after their last step."""
 
 from dataclasses import dataclass
 from pathlib import Path

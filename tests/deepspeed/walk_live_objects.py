@@ -21,7 +21,7 @@ LARGEST_NUMBER = 1 << 40  # above are ids and addresses
 
 
 def leaf(value: Any) -> Any:
-    """What the picture has of a value that is not walked into; None where it is walked into."""
+    """Return the picture of a value that is not walked into; None where it is walked into."""
     if value is None or isinstance(value, bool | str):
         return repr(value)
     if isinstance(value, int):
@@ -72,7 +72,7 @@ def children(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def walked_into(value: Any) -> bool:
-    """Whether the picture has the parts of a value."""
+    """Return whether the picture has the parts of a value."""
     if isinstance(value, Mapping | list | tuple | deque | functools.partial | torch.Tensor):
         return True
     if isinstance(value, types.MethodType | types.FunctionType):
@@ -99,7 +99,7 @@ def picture(roots: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def roots_of(engine: Any) -> dict[str, Any]:
-    """Where the walk begins."""
+    """Return the objects at which the walk begins."""
     from deepspeed.utils import groups
 
     return {

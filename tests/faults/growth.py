@@ -37,5 +37,5 @@ def without_reserve(spec: JobSpec) -> JobSpec:
 
 
 def widths(run: Outcome) -> list[int]:
-    """How many workers each view had."""
+    """Return the number of workers of each view."""
     return [len(event["ranks"]) for event in run.events("view_committed")]

@@ -190,7 +190,7 @@ class Outcome:
 
     @property
     def files(self) -> RunFiles:
-        """What the run wrote."""
+        """The files that the run wrote."""
         if not self._files:
             self._files.append(read_run(self.directory))
         return self._files[0]
@@ -372,7 +372,7 @@ def left_alive(pids: tuple[int, ...], *, limit_s: float) -> tuple[int, ...]:
 
 
 def check_survived(run: Outcome) -> None:
-    """What every survived fault promises, whatever the mode; asserts that the faults fired."""
+    """Check what every survived fault promises, in any mode; asserts that the faults fired."""
     assert run.returncode == 0, run.output[-4000:]
     kills = [parse_kill(kill) for kill in run.spec.kills]
     assert all(kill["fired"] for kill in kills_of(run.files, kills)), kills_of(run.files, kills)

@@ -1,4 +1,4 @@
-"""How a mutant of a script may end, as checks of the run: none of them is silent."""
+"""The ends that a mutant of a script may come to, as checks of the run: none of them is silent."""
 
 from pathlib import Path
 

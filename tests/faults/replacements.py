@@ -1,4 +1,4 @@
-"""What is written in place of a marked line of `examples/train_gpt.py`, and how it ends."""
+"""The replacements of marked lines of `examples/train_gpt.py`, each with its end."""
 
 TRAINS = "trains right"
 REFUSED = "refused"

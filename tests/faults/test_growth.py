@@ -126,7 +126,7 @@ Phases.enter = die
 
 @pytest.mark.slow
 def test_the_leader_of_a_grown_job_is_lost(grown: Grown) -> None:
-    """Who leads next knows the slots of the reserve, too: one is left."""
+    """The next leader knows the slots of the reserve, too: one is left."""
     spec = replace(GROWS, launcher=("--reserve=2",), sabotage=LOSE_LEADER)
     run = grown(spec)
     assert widths(run) == [4, 5, 4] and sorted(last_ranks(run)) == [1, 2, 3, 4]

@@ -72,7 +72,7 @@ def hooked(patched: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def places(run: Outcome) -> set[str]:
-    """What the patch records set, alike in every worker, by the job's own record."""
+    """Return what the patch records set, alike in every worker, by the job's own record."""
     said = run.events("patched")
     assert {event["slot"] for event in said} == set(range(run.spec.nproc))
     (found,) = {frozenset(event["places"]) for event in said}

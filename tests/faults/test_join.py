@@ -45,12 +45,12 @@ Worker.install_view = die
 
 
 def entered(run: Outcome) -> list[tuple[int, int]]:
-    """Who came back, as (slot, incarnation), in order."""
+    """List the workers that came back, as (slot, incarnation), in order."""
     return [(event["slot"], event["incarnation"]) for event in run.events("entered")]
 
 
 def check_nothing_thrown_away(run: Outcome) -> None:
-    """Who comes in finds the newest state that there is: that of the boundary."""
+    """Check that a worker that joins finds the newest state, that of the boundary."""
     (joined,) = {event["epoch"] for event in run.events("recovered") if event["newcomers"]}
     done = [line["step"] for line in run.files.steps if line["epoch"] < joined]
     restored = {e["restored_step"] for e in run.events("recovered") if e["epoch"] == joined}

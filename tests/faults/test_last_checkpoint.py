@@ -40,7 +40,7 @@ def completed_once(run: Outcome) -> int:
 
 
 def check_saved(run: Launch, folder: Path, done: int) -> None:
-    """What a job saved to "told" when it was told is what it saves when its interval says so."""
+    """Check that a job saved to "told" what it saves when its interval says so."""
     assert (folder / "told" / "latest_checkpointed_iteration.txt").read_text() == str(done)
     options = (f"--save={folder / 'undisturbed'}", f"--save-interval={done}")
     undisturbed = run(replace(LONG, options=options))

@@ -1,4 +1,4 @@
-"""What a sample holds is measured in the running job, and no plan goes beyond the limit."""
+"""The memory of a sample is measured in the running job, and no plan exceeds the limit."""
 
 from dataclasses import replace
 

@@ -118,7 +118,7 @@ def test_who_comes_back_and_does_something_else_is_sent_away(
 
 
 def averages(run: Outcome) -> dict[str, list[float]]:
-    """What each worker that was there at the end had, by its rank at the launch."""
+    """Read what each worker that was there at the end had, by its rank at the launch."""
     files = sorted(run.directory.glob("average-*"))
     return {path.name: json.loads(path.read_text()) for path in files}
 
@@ -425,7 +425,7 @@ def test_a_step_of_several_calls_reads_on_and_is_redone_from_its_first(
 def test_a_run_that_is_resumed_is_the_one_that_went_on(
     run: Launch, reference: Reference, tmp_path: Path, place: str, precision: str
 ) -> None:
-    """Who comes back loads nothing, where the script loads in job.run."""
+    """A worker that comes back loads nothing, if the script loads in job.run."""
     options = (precision,) if precision else ()
     save = (f"--save={tmp_path}", "--save-interval=4")
     whole = reference(replace(LOSES, options=(*save, *options)))

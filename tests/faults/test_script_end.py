@@ -1,4 +1,4 @@
-"""What scripts do after their last step, with the plugin and without."""
+"""Scripts after their last step, with the plugin and without."""
 
 from dataclasses import dataclass
 from pathlib import Path

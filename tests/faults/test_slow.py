@@ -45,13 +45,13 @@ GuardedSteps.begin, TransformerLayer.forward = note, slowly
 
 
 def counts(run: Outcome, slot: int) -> dict[int, int]:
-    """How many micro-batches a worker ran, by step."""
+    """Count the micro-batches that a worker ran, by step."""
     mine = (line for line in run.files.steps if line["slot"] == slot)
     return {line["step"]: line["num_microbatches"] for line in mine}
 
 
 def step_seconds(run: Outcome) -> dict[int, float]:
-    """What each step took its slowest worker."""
+    """Return the seconds of each step on its slowest worker."""
     found: dict[int, float] = {}
     for line in run.files.steps:
         found[line["step"]] = max(line["step_s"], found.get(line["step"], 0.0))

@@ -48,7 +48,7 @@ def described(value: Any, seen: dict[int, str], path: str, depth: int = 0) -> An
 
 
 def dispatchers(model: Any) -> list[tuple[str, Any]]:
-    """What sends tokens to experts, and is no module."""
+    """List what sends tokens to experts, and is no module."""
     return [
         (f"{name}.token_dispatcher", module.token_dispatcher)
         for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""What supervisors say never holds them up."""
+"""Supervisors are never held up by the lines that they write."""
 
 import subprocess
 import sys

@@ -54,7 +54,7 @@ def launch(folder: Path, script: str, *command: str) -> "subprocess.Popen[str]":
 
 
 def said(folder: Path) -> list[str]:
-    """What the launcher and its supervisors have said."""
+    """Return what the launcher and its supervisors have said."""
     lines = (folder / "errors").read_text().splitlines()
     return [line for line in lines if line.startswith("elaswave: worker")]
 

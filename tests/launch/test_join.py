@@ -22,7 +22,7 @@ from tests.tiers import sampled
 
 
 def address_of(job: Job, slot: int) -> str:
-    """Where the supervisor of a slot answers."""
+    """Return the address at which the supervisor of a slot answers."""
     return next(str(one) for one in read_addresses(job.run_dir) if one.slot == slot)
 
 

@@ -331,7 +331,7 @@ def test_a_trainer_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
 def test_a_zygote_that_is_stuck_in_the_kernel_holds_no_launcher_up(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Where a driver or a file system hangs, a process outlives SIGKILL."""
+    """A process outlives SIGKILL while a driver or a file system hangs."""
 
     def wait(timeout: float | None = None) -> int:
         assert timeout is not None, "this would wait for ever"

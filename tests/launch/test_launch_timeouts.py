@@ -1,4 +1,4 @@
-"""How long supervisors wait: said by an option or the environment, however a job is launched."""
+"""The timeouts of supervisors: set by an option or the environment, under every launcher."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is seen of a job from outside: titles in the process list, and what its launcher says."""
+"""A job seen from outside: titles in the process list, and the lines of its launcher."""
 
 from pathlib import Path
 

@@ -38,7 +38,7 @@ def torchrun(*words: str, nproc: int, port: int | None = None) -> list[str]:
 
 
 def wrapper(folder: Path) -> Path:
-    """What an installed `elaswave-python` is."""
+    """Write what an installed `elaswave-python` is."""
     path = folder / "elaswave-python"
     path.write_text(
         f"#!{sys.executable}\nimport sys\n"
@@ -70,7 +70,7 @@ def test_torchrun_does_not_see_the_loss_of_a_trainer(tmp_path: Path, way: str) -
 
 
 def test_mpiruns_variables_are_read(tmp_path: Path) -> None:
-    """Where those of torchrun are missing; a script finds torchrun's."""
+    """They are read if those of torchrun are missing; a script finds torchrun's."""
     port = free_port()
     with Job(tmp_path / "job", 3, TINY_RESPAWN="1") as job:
         for rank in range(3):

@@ -74,7 +74,7 @@ def make_run(
 
 
 def layout_change(processors: int = 4) -> dict[str, Any]:
-    """What the survivors of a hybrid run report of its change of layout."""
+    """Return what the survivors of a hybrid run report of its change of layout."""
     after = HYBRID.without([KILLED])
     flow = flow_of(layout=after, num_microbatches=NUM_MICROBATCHES, micro_batch_size=2)
     return {

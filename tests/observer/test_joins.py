@@ -1,4 +1,4 @@
-"""Who came back, from made-up events: which end counts, and whose stand-still."""
+"""The returns of workers, from made-up events: which end counts, and whose stand-still."""
 
 from elaswave_plugin.observer.joins import joins_from
 

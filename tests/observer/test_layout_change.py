@@ -1,4 +1,4 @@
-"""What a summary says of a change of layout follows from the events, and from arithmetic."""
+"""The summary of a change of layout follows from the events, and from arithmetic."""
 
 import json
 from pathlib import Path

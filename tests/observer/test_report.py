@@ -1,4 +1,4 @@
-"""What a report prints and draws is what the files say: the run's own numbers and changes."""
+"""A report prints and draws what the files say: the run's own numbers and changes."""
 
 import json
 import re

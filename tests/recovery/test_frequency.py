@@ -50,7 +50,7 @@ def nvmlDeviceResetGpuLockedClocks(gpu):
 
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the fake writes; it is imported here and in processes that are started."""
+    """The file that the fake writes; it is imported here and in processes that are started."""
     (tmp_path / "pynvml.py").write_text(FAKE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "pynvml", raising=False)
@@ -116,7 +116,7 @@ def test_clocks_are_given_back_however_the_process_ends(log: Path, end: str, cod
 def test_clocks_are_given_back_whoever_of_a_job_is_signalled(
     log: Path, tmp_path: Path, whom: str, number: signal.Signals
 ) -> None:
-    """What ends a trainer's children may not end the guard, which is one of them, before it."""
+    """A signal to a trainer's children may not end the guard, one of them, before the trainer."""
     with Job(tmp_path / "job", 1).start() as job:
         job.tell(0, f"lock_clocks {UUID}")
         job.one("lock_clocks", 0)

@@ -1,4 +1,4 @@
-"""What a recovery does where replicas do not hold the same weights, and how the job ends then."""
+"""A recovery in which replicas do not hold the same weights, and the end of its job."""
 
 import os
 from collections.abc import Callable, Iterator

@@ -36,7 +36,7 @@ class Rehearsed:
 
     @property
     def named(self) -> str:
-        """What is said of it, with the lines of the script and what else differs."""
+        """The text about it, with the lines of the script and what else differs."""
         said = (run["first_difference_said"] for run in self.verdict["runs"])
         first = self.first
         return "\n".join([next(filter(None, said), ""), *first["where"], *first["also_differ"]])

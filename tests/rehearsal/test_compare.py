@@ -1,4 +1,4 @@
-"""What is compared between two runs, and which difference is the first one, by made-up records."""
+"""The comparison of two runs and its first difference, by made-up records."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Which of a script's objects are looked into, and by what names."""
+"""The objects of a script that are looked into, and their names."""
 
 import random
 import sys

@@ -1,4 +1,4 @@
-"""What a container leaves of the machine's memory."""
+"""The memory of the machine that a container leaves."""
 
 from pathlib import Path
 

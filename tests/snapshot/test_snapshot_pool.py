@@ -59,7 +59,7 @@ def seal(
 
 
 def plain_copy(parts: Sequence[torch.Tensor], capsule: bytes) -> bytes:
-    """What the snapshot has to hold: the parts one after the other, then the capsule."""
+    """Return what the snapshot has to hold: the parts one after the other, then the capsule."""
     return b"".join(part.contiguous().numpy().tobytes() for part in parts) + capsule
 
 
@@ -191,7 +191,7 @@ class Damaged:
 
 
 def is_read(sealed: SealedShard, source: Callable[[int, memoryview], None]) -> bool:
-    """Whether all of the snapshot can be read, or the error names another one."""
+    """Return whether all of the snapshot can be read, or the error names another one."""
     try:
         reader = VerifiedReader(sealed, source)
         read(reader, [(0, sealed.payload_bytes)])

@@ -1,4 +1,4 @@
-"""What the stand-ins compute in the place of CUDA kernels, with torch's own arithmetic."""
+"""The computations of the stand-ins for CUDA kernels, with torch's own arithmetic."""
 
 import torch
 from torch.optim.adamw import adamw

@@ -184,7 +184,7 @@ class Job:
             self.reports.append(json.loads(self._inbox.recv(1 << 20)))
 
     def nothing(self, what: str, slot: int, *, for_s: float) -> bool:
-        """Whether a trainer reports nothing of this kind within that time."""
+        """Return whether a trainer reports nothing of this kind within that time."""
         deadline_s = time.monotonic() + for_s
         while not any((r["what"], r["slot"]) == (what, slot) for r in self.reports):
             left_s = deadline_s - time.monotonic()
@@ -216,7 +216,7 @@ class Job:
             raise AssertionError(f"the launcher does not end; output:\n{self.output()}") from None
 
     def output(self, launcher: int = 0) -> str:
-        """What a launcher and its processes have printed."""
+        """Return what a launcher and its processes have printed."""
         return (self.folder / f"output-{launcher}").read_text()
 
     def said(self, words: str, launcher: int = 0) -> str:
@@ -233,7 +233,7 @@ class Job:
             time.sleep(0.01)  # nothing tells that a file has grown
 
     def outputs(self) -> str:
-        """What all launchers and their processes have printed."""
+        """Return what all launchers and their processes have printed."""
         return "".join(self.output(number) for number in range(len(self.launchers)))
 
     def events(self, kind: str) -> list[Report]:
@@ -246,11 +246,11 @@ class Job:
         self._watched[pid] = os.pidfd_open(pid)
 
     def ended(self, pid: int) -> bool:
-        """Whether a watched process ends in time."""
+        """Return whether a watched process ends in time."""
         return bool(select.select([self._watched[pid]], [], [], WAIT_S)[0])
 
     def left(self, timeout_s: float) -> list[int]:
-        """Which of the watched processes still live after at most this time."""
+        """List the watched processes that still live after at most this time."""
         deadline_s = time.monotonic() + timeout_s
         living = []
         for pid, pidfd in self._watched.items():

@@ -1,4 +1,4 @@
-"""Whom all wait for is said with the line of Python that it is in, also before it attaches."""
+"""The worker that all wait for is named with its line of Python, also before it attaches."""
 
 import os
 import re

@@ -113,7 +113,7 @@ class Member:
         register.close()
 
     def until_it_lost(self, slots: set[int]) -> float:
-        """When it had lost the last of them, on the monotonic clock."""
+        """Wait until it has lost all of them; returns when, on the monotonic clock."""
         deadline_s = time.monotonic() + LONG_S
         while not slots <= self.lost_s.keys():
             assert time.monotonic() < deadline_s, self.lost_s

@@ -11,7 +11,7 @@ from tests.supervisor.jobs import Job
 
 
 def drain(slot: int, where: object, capsys: pytest.CaptureFixture[str]) -> str:
-    """What the command complains about."""
+    """Return what the command complains about."""
     assert run_command(["drain", str(slot), str(where)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1

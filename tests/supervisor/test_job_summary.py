@@ -31,7 +31,7 @@ def history(*changes: FailureEvent | Arrival) -> list[MembershipView]:
 
 
 def changes(*those: FailureEvent | Arrival) -> Changes:
-    """What is counted of them."""
+    """Return what is counted of them."""
     views = history(*those)
     counted = Changes(views[0])
     for view in views:

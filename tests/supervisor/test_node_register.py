@@ -1,4 +1,4 @@
-"""What a node has promised, in memory that its supervisors share and that ends with them."""
+"""The promises of a node, in memory that its supervisors share and that ends with them."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""How supervisors find slot 0 of their own job among ports that others may have taken."""
+"""Supervisors find slot 0 of their own job among ports that others may have taken."""
 
 import socket
 import threading
@@ -70,7 +70,7 @@ def test_a_supervisor_passes_by_strangers_and_other_jobs(
 
 
 def test_a_stranger_that_speaks_is_no_supervisor(listeners: list[socket.socket]) -> None:
-    """Whoever answers at every port is somebody else: told with the addresses, in time."""
+    """Only strangers answer at every port: told with the addresses, in time."""
     stranger = listeners[0]
     port = int(stranger.getsockname()[1])
 
@@ -104,7 +104,7 @@ def test_a_stranger_that_says_nothing_keeps_nobody_waiting(
 def test_two_machines_with_one_node_number_are_told_to_all(
     listeners: list[socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever is on a good node does not start either, and is not left waiting."""
+    """A worker on a good node does not start either, and is not left waiting."""
     monkeypatch.setattr(rendezvous, "own_machine", lambda: f"thread {threading.get_ident()}")
     port = int(listeners[0].getsockname()[1])
     with ThreadPoolExecutor(3) as threads:

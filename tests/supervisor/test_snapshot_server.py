@@ -197,7 +197,7 @@ def test_half_a_copy_never_replaces_a_whole_one(served: tuple[SnapshotStore, str
 def test_a_copy_may_be_slow_but_not_stand_still(
     served: tuple[SnapshotStore, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever its length: a sender that vanished would keep its memory for hours."""
+    """This holds for any length: a sender that vanished would keep its memory for hours."""
     monkeypatch.setattr(snapshot_server, "STALL_S", 0.5)
     store, address = served
     host, _, port = address.rpartition(":")

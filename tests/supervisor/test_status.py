@@ -292,7 +292,7 @@ def test_another_process_at_an_old_address_is_not_taken_for_the_job(tmp_path: Pa
 
 
 def answer(slot: int, **more: object) -> Record:
-    """What the supervisor of one of three workers answers."""
+    """Return what the supervisor of one of three workers answers."""
     view = to_json(first_view((0, 0, 0)))
     peers = [{"slot": s, "node": 0, "pid": 100 + s, "address": f"h:{s}"} for s in range(3)]
     nothing: Record = {"views": [], "proposal": None, "layout": None, "lost": [], "exited": None}

@@ -71,7 +71,7 @@ def test_a_killed_supervisor_takes_its_trainer_along(tmp_path: Path) -> None:
 
 
 def test_a_trainer_that_its_killed_supervisor_does_not_take_along_is_told(tmp_path: Path) -> None:
-    """What the kernel and the launcher kill is the script; its child is in a session of its own."""
+    """The kernel and the launcher kill the script; its child is in a session of its own."""
     script = tmp_path / "script.py"
     script.write_text(
         "import subprocess, sys\n"

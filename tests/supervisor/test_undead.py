@@ -22,7 +22,7 @@ WAIT_FOR_THREADS = 0x40000000
 
 @contextmanager
 def undead(pid: int) -> Iterator[None]:
-    """Whatever kills the process inside, its end is not reported before this is left."""
+    """Hold back the report of a process's end until the block is left."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.ptrace.argtypes = [ctypes.c_long] * 4
     thread = max(int(name) for name in os.listdir(f"/proc/{pid}/task") if int(name) != pid)

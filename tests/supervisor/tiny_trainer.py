@@ -186,7 +186,7 @@ class Trainer:
                 self.live(order, *words)
 
     def live(self, order: str, *words: str) -> None:
-        """What matters to workers that come later, or have left."""
+        """Carry out orders that matter to workers that come later, or have left."""
         match order:
             case "release":
                 self.member.release(self.view.epoch)

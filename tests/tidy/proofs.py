@@ -39,7 +39,7 @@ def matrix_table() -> str:
 
 
 def results_line() -> str:
-    """What the newest recorded run of each matrix gave."""
+    """Write what the newest recorded run of each matrix gave."""
     found = []
     for path in sorted((ROOT / "benchmarks").glob("fault_matrix_*.json")):
         result = json.loads(path.read_text("utf-8"))

@@ -304,7 +304,7 @@ def test_generated_block_control_finds_a_change() -> None:
 
 
 def lacking(result: dict[str, object]) -> set[str]:
-    """What a result file does not say of how it was made, whole or in each of its slices."""
+    """Return what a result file lacks of how it was made, whole or in each of its slices."""
     parts = result.get("slices", [result])
     assert isinstance(parts, list)
     wanted = {"command", "date", "commit", "hardware"}

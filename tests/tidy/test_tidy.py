@@ -143,7 +143,7 @@ def test_every_file_says_its_one_job_in_its_first_line() -> None:
 
 
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
-    check(sources("elaswave_plugin", "benchmarks", "examples"), rules.first_word_findings)
+    check(sources(*OURS), rules.first_word_findings)
 
 
 def test_messages_docstrings_and_pages_are_in_plain_words() -> None:

@@ -264,7 +264,7 @@ def test_a_sink_that_has_all_may_fail_to_close() -> None:
 
 
 def test_the_next_owner_waits_until_the_one_before_has_closed_its_sinks(tmp_path: Path) -> None:
-    """Which may still be opening them: what it was given is added by neither twice."""
+    """The one before may still be opening them: neither adds a row twice."""
     opening, held = threading.Event(), Holding(-1)
 
     def slow() -> ListSink:

@@ -106,7 +106,7 @@ class Supervisor:
         return [frame for frame in self.heard if frame["t"] != "join"]
 
     def silent(self) -> bool:
-        """Whether the member says nothing for as long as it may take to answer."""
+        """Return whether the member says nothing for as long as it may take to answer."""
         return not select.select([self.sock], [], [], self.within_s)[0]
 
 
@@ -450,14 +450,14 @@ def test_a_supervisor_that_is_gone_stops_the_job(supervisor: Supervisor) -> None
 
 
 def test_a_doorbell_that_fails_is_heard(supervisor: Supervisor) -> None:
-    """Whoever waits is told at once, and not after the time that it may wait for a proposal."""
+    """A waiting thread is told at once, and not after the time that it may wait for a proposal."""
     supervisor.sock.sendall(NO_FRAME)
     with pytest.raises(JobStopped, match="its doorbell failed: ValueError"):
         supervisor.member.quiesce(FACTS, LONG_S)
 
 
 def test_a_supervisor_that_is_gone_interrupts_the_links_too(supervisor: Supervisor) -> None:
-    """Whoever waits for another worker does not wait in the member."""
+    """A thread that waits for another worker does not wait in the member."""
     supervisor.propose(2)
     supervisor.rang.clear()
     supervisor.sock.close()

@@ -105,7 +105,7 @@ def lay_out(folder: Path) -> Path:
 
 
 def printed(run: Outcome) -> list[str]:
-    """What the script prints of iterations and evaluations, without times of the clock."""
+    """Return what the script prints of iterations and evaluations, without times of the clock."""
     return printed_in(run.output)
 
 

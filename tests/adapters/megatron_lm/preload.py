@@ -1,4 +1,4 @@
-"""What a zygote imports before it forks workers that run pretrain_gpt.py."""
+"""The imports of a zygote before it forks workers that run pretrain_gpt.py."""
 
 import multiprocessing.spawn
 from typing import Any

@@ -53,7 +53,7 @@ def protected(checkout: Path) -> str:
 
 
 def changed_lines(checkout: Path) -> int:
-    """How many lines the protected script has that the original has not."""
+    """Count the lines that the protected script has and the original has not."""
     before = (checkout / SOURCE).read_text().splitlines()
     matches = difflib.SequenceMatcher(None, before, protected(checkout).splitlines(), False)
     spans = [(j - i, n - m) for tag, i, j, m, n in matches.get_opcodes() if tag != "equal"]

@@ -1,4 +1,4 @@
-"""What can be said without Megatron-LM's repository: the parser's group, and nothing without it."""
+"""Tests that need no repository of Megatron-LM: the parser's group, and nothing without it."""
 
 import argparse
 import os

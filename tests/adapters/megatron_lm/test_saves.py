@@ -112,7 +112,7 @@ def test_a_kill_in_a_save_without_a_return(
 def struck_saves(
     zygote: Zygote, script: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """What a run of each layout has saved in whose fourth save a worker was killed."""
+    """The saves of a run of each layout, in whose fourth save a worker was killed."""
 
     class Made(dict[str, Path]):
         def __missing__(self, layout: str) -> Path:

@@ -33,7 +33,7 @@ NUMBER = re.compile(r"(lm loss|grad norm): ([-+.\dEe]+)")
 
 
 def without_plugin(spec: ScriptSpec, *, script: Path, data: Path, folder: Path) -> list[str]:
-    """What the script prints in a run without the plugin."""
+    """Return what the script prints in a run without the plugin."""
     folder.mkdir()
     paths = [str(ROOT), str(script.parent), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(

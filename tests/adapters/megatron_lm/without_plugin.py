@@ -15,7 +15,7 @@ from elaswave_plugin.adapters.megatron_lm.triton_stub import without_triton
 
 
 def patch() -> None:
-    """What a machine without a GPU needs, and the wheel, which brings no Makefile."""
+    """Patch what a machine without a GPU needs, and the wheel, which brings no Makefile."""
     without_triton()
     from elaswave_plugin.adapters.megatron_lm.cpu_patches import lm_cpu_patches
     from elaswave_plugin.adapters.megatron_lm.hooks import Hooks

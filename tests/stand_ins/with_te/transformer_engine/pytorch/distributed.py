@@ -40,7 +40,7 @@ class CudaRNGStatesTracker:
         self.states_, self.seeds_ = {}, set()
 
     def get_states(self):
-        """What is kept, in a dictionary of its own."""
+        """Return what is kept, in a dictionary of its own."""
         return dict(self.states_)
 
     def set_states(self, states):

@@ -171,7 +171,7 @@ class DotProductAttention(torch.nn.Module):
         """Nothing."""
 
     def forward(self, query, key, value, attention_mask=None, attn_mask_type="causal"):
-        """What the values are mixed to, [sequence, batch, heads x channels]."""
+        """Mix the values; returns [sequence, batch, heads x channels]."""
         assert attn_mask_type == "causal"
         query, key, value = (one.permute(1, 2, 0, 3) for one in (query, key, value))
         scale = self.scale or query.shape[-1] ** -0.5

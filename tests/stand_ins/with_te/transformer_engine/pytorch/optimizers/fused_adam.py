@@ -41,7 +41,7 @@ class FusedAdam(torch.optim.Optimizer):
         self._scales = {}
 
     def load_state_dict(self, state_dict):
-        """What is loaded is copied into tensors of the optimizer's own."""
+        """Copy what is loaded into the optimizer's own tensors."""
         super().load_state_dict(state_dict)
         for kept in self.state.values():
             kept.update({name: value.clone() for name, value in kept.items()})
