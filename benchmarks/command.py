@@ -10,7 +10,7 @@ import typer
 from elaswave_plugin.cli.main import exit_code_of, run_click
 
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write the summary there as well.")
+    Path | None, typer.Option("--json", metavar="FILE", help="File for the summary, as JSON.")
 ]
 Picture = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Picture.")]
 

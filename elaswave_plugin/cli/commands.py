@@ -37,13 +37,13 @@ Kills = Annotated[
         show_default="2@10:backward",
     ),
 ]
-FrameworkName = Annotated[str, typer.Option(metavar="megatron|deepspeed", help="What trains.")]
+FrameworkName = Annotated[str, typer.Option(metavar="megatron|deepspeed", help="Framework.")]
 ZeroStage = Annotated[
     int | None, typer.Option(help="DeepSpeed's ZeRO stage, 0 to 3.", show_default="1")
 ]
 Seed = Annotated[int, typer.Option(help="Seed of weights, data order and dropout.")]
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write the summary there as well.")
+    Path | None, typer.Option("--json", metavar="FILE", help="File for the summary, as JSON.")
 ]
 OutFolder = Annotated[Path, typer.Option(metavar="DIR", help="Folder for everything written.")]
 RunFolder = Annotated[Path, typer.Argument(metavar="DIR", help="Run directory (--elaswave-dir).")]
@@ -92,7 +92,7 @@ def make_command() -> Any:
     app.command("plan")(plan)
     app.command("doctor")(doctor)
     app.command("checkpoint")(checkpoint)
-    patch = typer.Typer(help="Diffs that give upstream's source hooks, in place of patches.")
+    patch = typer.Typer(help="Apply or revert diffs that add hooks to upstream's source.")
     patch.command("list")(patch_list)
     patch.command("check")(patch_check)
     patch.command("apply")(patch_apply)
@@ -102,7 +102,7 @@ def make_command() -> Any:
 
 
 def run() -> None:
-    """Start a job: torchrun's options, then a script or -m module, then its arguments."""
+    """Start a job on this node, with torchrun's options."""
 
 
 def demo(
@@ -120,7 +120,7 @@ def demo(
     respawn: Respawn = False,
     out: OutFolder = Path("out/demo"),
 ) -> int:
-    """Train a GPT, kill a worker in the middle of a step, compare with the undisturbed run."""
+    """Train a GPT, kill a worker, compare with the undisturbed run."""
     from rich.console import Console
 
     from elaswave_plugin.demo.demo import run_demo
@@ -147,7 +147,7 @@ def demo(
 def rehearse(
     command: Annotated[
         list[str] | None,
-        typer.Argument(metavar="COMMAND...", help="The command that starts the job, as it stands."),
+        typer.Argument(metavar="COMMAND...", help="Command that starts the job, unchanged."),
     ] = None,
     steps: Annotated[int, typer.Option(help="Steps of each run.")] = 6,
     json_file: JsonFile = None,
@@ -156,10 +156,13 @@ def rehearse(
     ] = False,
     run: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Only this disturbed run. May be repeated."),
+        typer.Option(metavar="NAME", help="Make only this disturbed run. May be repeated."),
     ] = None,
 ) -> int:
-    """Run a job undisturbed and disturbed, and compare: 0 equal, 1 differs, 2 refused."""
+    """Run a job with and without faults, and compare.
+
+    Exit code 0: all runs are equal; 1: one differs; 2: the rehearsal is refused.
+    """
     from rich.console import Console
 
     from elaswave_plugin.rehearsal.rehearsal import check_options, rehearse
@@ -181,7 +184,7 @@ def report(
     global_batch: GlobalBatch = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> int:
-    """Judge a run by its files: draw report.png and print the summary."""
+    """Judge a run by its files: draw report.png, print a summary."""
     from rich.console import Console
 
     from elaswave_plugin.errors import ConfigurationError
@@ -219,11 +222,11 @@ def report(
 def status(
     directory: JobFolder = None,
     connect: JobAddress = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Until the job is over.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Redraw until the job is over.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     timeout_s: AnswerTime = 5.0,
 ) -> int:
-    """Show a running job: its view, and phase, step, snapshots and suspicions of each worker."""
+    """Show a running job: its view, its layout and each worker."""
     from rich.console import Console
 
     from elaswave_plugin.cli.status import ask_job, find_job
@@ -246,13 +249,16 @@ def status(
 
 
 def drain(
-    slot: Annotated[int, typer.Argument(metavar="SLOT", help="Worker that is to leave.")],
+    slot: Annotated[int, typer.Argument(metavar="SLOT", help="Worker to leave.")],
     directory: JobFolder = None,
     connect: JobAddress = None,
     reason: Annotated[str, typer.Option(help="For the record.")] = "drained by the user",
     timeout_s: AnswerTime = 5.0,
 ) -> int:
-    """Have a worker of a running job leave between two steps: nothing is lost or done twice."""
+    """Have a worker leave a running job between two steps.
+
+    No work is lost or repeated.
+    """
     from elaswave_plugin.cli.drain import drain_worker
     from elaswave_plugin.cli.status import find_job
 
@@ -262,14 +268,14 @@ def drain(
 
 
 def migrate(
-    layers: Annotated[str, typer.Option(metavar="FIRST-LAST", help="Layers that are to move.")],
+    layers: Annotated[str, typer.Option(metavar="FIRST-LAST", help="Layers to move.")],
     to: Annotated[int, typer.Option(metavar="STAGE", help="The stage that gets them.")],
     directory: JobFolder = None,
     connect: JobAddress = None,
     reason: Annotated[str, typer.Option(help="For the record.")] = "asked for by the user",
     timeout_s: AnswerTime = 5.0,
 ) -> int:
-    """Move layers of a running job to a neighbouring stage, between two steps."""
+    """Move layers of a running job to a neighbouring stage."""
     from elaswave_plugin.cli.migrate import migrate_layers
     from elaswave_plugin.cli.status import find_job
 
@@ -316,7 +322,7 @@ def plan(
         float | None, typer.Option(help="Memory of a worker.", show_default="no limit")
     ] = None,
     link_gbytes: Annotated[float, typer.Option(help="GB/s into a worker.")] = 25.0,
-    horizon_s: Annotated[float, typer.Option(help="How long the plan is to last.")] = 600.0,
+    horizon_s: Annotated[float, typer.Option(help="Seconds that the plan lasts.")] = 600.0,
     clocks: Annotated[
         str | None,
         typer.Option(help="Clocks to choose from, as a clock_table.", show_default="unchanged"),
@@ -326,7 +332,7 @@ def plan(
     ] = None,
     json_file: JsonFile = None,
 ) -> int:
-    """Show what would be done about lost workers, predicted by simulation from the given costs."""
+    """Simulate what a job does about lost workers, from given costs."""
     given = {**locals(), "dead": tuple(dead or ())}
     del given["json_file"]
 
@@ -368,7 +374,10 @@ def checkpoint(
         Path, typer.Argument(metavar="DIR", help="Folder that a job saves to (--save).")
     ],
 ) -> int:
-    """List the checkpoints of a folder, and check that each can be read; no data is read."""
+    """List the checkpoints of a folder, and which can be read.
+
+    Indices and sizes are checked; no data is read.
+    """
     from elaswave_plugin.checkpoints.listing import list_checkpoints
 
     for line in list_checkpoints(directory):
@@ -377,7 +386,7 @@ def checkpoint(
 
 
 def patch_list() -> int:
-    """List the diffs, what each is for and its state upstream."""
+    """List the diffs, with the reason and the upstream state of each."""
     from elaswave_plugin.cli.patch import read_series
 
     for diff in read_series():
@@ -405,7 +414,7 @@ def patch_apply(path: SourceTree) -> int:
 
 
 def patch_revert(path: SourceTree) -> int:
-    """Take all diffs that are applied back from PATH, or none."""
+    """Remove all applied diffs from PATH, or none."""
     from elaswave_plugin.cli.patch import find_tree, revert
 
     return _changed("reverted", revert(find_tree(path)))
