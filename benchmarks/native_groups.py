@@ -31,7 +31,7 @@ def gloo_backend(store: Any, rank: int, size: int) -> Any:
 
 
 def await_end_of_threads(limit_s: float = LIMIT_S) -> None:
-    """Wait until no thread of a gloo group is left. Raises TimeoutError: somebody holds a group."""
+    """Wait until no thread of a gloo group is left. Raises TimeoutError: a group is still held."""
     deadline_s = time.monotonic() + limit_s
     while count := native_threads():
         if time.monotonic() > deadline_s:

@@ -53,7 +53,7 @@ class Departures:
         self._all_groups = layout.groups()
 
     def run(self, number: int, victim: int) -> None:
-        """Measure the loss of `victim`, who leaves for good at the end."""
+        """Measure the loss of `victim`, which leaves for good at the end."""
         live = tuple(sorted(self._member.view.ranks))
         groups = remaining(self._all_groups, live)
         self._rebuild(number, victim, live, groups)

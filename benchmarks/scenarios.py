@@ -44,7 +44,7 @@ class Scenario:
 
     @property
     def whole_replicas(self) -> int:
-        """Pipelines of the launch that have lost nobody: the n-th loss is in replica n."""
+        """Count pipelines of the launch without a loss: the n-th loss is in replica n."""
         return self.dp - self.losses
 
     @property
@@ -77,7 +77,7 @@ class Scenario:
         )
 
     def facts(self, stage: int | None) -> dict[str, Any]:
-        """Names, sizes and ceilings of a row; no ceilings where a stage has lost everybody."""
+        """Return names, sizes and ceilings of a row; no ceilings where a stage is empty."""
         after = self.layout().without(self.dead(stage))
         ceilings: dict[str, Any] = {"live_share": sum(after.widths) / (self.pp * self.dp)}
         if all(after.widths):

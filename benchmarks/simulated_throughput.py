@@ -76,7 +76,7 @@ def ratios(facts: dict[str, Any], step_s: Seconds) -> dict[str, float | None]:
 
 
 def simulated_steps(scenario: Scenario, stage: int | None, costs: CostModel) -> Seconds:
-    """Seconds of a step by each rule; None where it has nobody for a stage, or no replica."""
+    """Return the seconds of a step by each rule; None where a stage has no worker or replica."""
     routed: dict[str, Any] = {
         "policies": (REROUTE,),
         "move_layers": False,

@@ -69,7 +69,7 @@ def _catch_up(watched: _Watched) -> None:
 
 def _being_imported(watched: _Watched) -> type[ModuleType]:
     class BeingImported(ModuleType):
-        """The watched module until somebody asks for one of the functions that are replaced."""
+        """The watched module, until one of the functions that are replaced is asked for."""
 
         def __getattribute__(self, name: str) -> Any:
             get = ModuleType.__getattribute__

@@ -362,7 +362,7 @@ class ElasticConfig(BaseModel):
                 )
 
     def check_last_checkpoint(self, otherwise: str) -> None:
-        """Raise ConfigurationError where nobody would write to it; ``otherwise``: what to do."""
+        """Raise ConfigurationError where it would stay unused; ``otherwise``: what to do."""
         if self.last_checkpoint_dir is not None:
             raise ConfigurationError(
                 f"last_checkpoint_dir is {str(self.last_checkpoint_dir)!r}, which is for DeepSpeed;"
@@ -446,7 +446,7 @@ class ElasticConfig(BaseModel):
 
 
 def check_given(given: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise ConfigurationError, alike for everybody, where what some were given differs."""
+    """Raise ConfigurationError, alike on all workers, where what some were given differs."""
     (first, wanted), *others = given.items()
     for who, found in others:
         for name, value in wanted.items():

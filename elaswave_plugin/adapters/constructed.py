@@ -27,6 +27,6 @@ def remember(made: Any, local_names: Mapping[str, Any]) -> None:
 
 
 def arguments_of(made: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments with which an object was constructed; None where nobody saw it."""
+    """Return the arguments with which an object was constructed; None if they were not kept."""
     arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = made.__dict__.get(_ARGUMENTS)
     return arguments

@@ -21,7 +21,7 @@ _ABSENT = object()
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """A name that a diff of ``patches/`` adds to the source, None until somebody sets it.
+    """A name that a diff of ``patches/`` adds to the source, None until it is set.
 
     ``place`` is "module:name"; ``make`` builds what is set from the record's target.
     """

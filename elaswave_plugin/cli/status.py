@@ -323,7 +323,7 @@ def _layout(first: Record, answers: Sequence[Record]) -> Record | None:
 
 
 def _views(answers: Sequence[Record]) -> list[Record]:
-    """Recent views by epoch, each with the first moment at which anybody had it."""
+    """Return recent views by epoch, each with the first moment at which a supervisor had it."""
     views: dict[int, Record] = {}
     for answer in answers:
         for view in answer["views"]:

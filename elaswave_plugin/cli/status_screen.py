@@ -146,7 +146,7 @@ def _wait(worker: Record) -> str:
 
 
 def _snapshot(snapshot: Record) -> tuple[str, str, str]:
-    """The newest one, who holds it (with the step where that is an older one), and its size."""
+    """Return the newest one, its holders (with the step of an older one), and its size."""
     newest = snapshot["epoch"], snapshot["step"]
     holders = [
         str(one["slot"]) + (f" ({one['step']})" if (one["epoch"], one["step"]) < newest else "")

@@ -138,7 +138,7 @@ class GroupTable:
         return {} if self._engine is None else self._engine.facts()
 
     def settle(self, answers: Answers) -> None:
-        """After the groups are edited: which communicators go on, from everybody's device_facts().
+        """Choose the communicators that go on after an edit, from all members' device_facts().
 
         Without this call none does, and each group makes a new one. Raises EpochChanged, LinkError.
         """
@@ -198,7 +198,7 @@ class GroupTable:
 
 
 def check_growing_groups(groups: GroupTable, *, width: int | None) -> None:
-    """Raise ConfigurationError where it is not plain who is in a group when a worker more joins.
+    """Raise ConfigurationError where a group's members are not plain once a worker more joins.
 
     `width`: workers of a data-parallel launch; None where rules tell who is in a group.
     """

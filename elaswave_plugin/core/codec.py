@@ -39,7 +39,7 @@ class WireMessage:
 
 
 class UnreadableMessageError(ValueError):
-    """A message of a kind that nobody here knows, or with a flaw: another version said it."""
+    """A message of an unknown kind, or with a flaw: another version sent it."""
 
     def __init__(self, kind: object, flaw: str = ", unknown here") -> None:
         super().__init__(

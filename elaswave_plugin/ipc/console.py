@@ -7,7 +7,7 @@ from typing import TextIO
 
 
 def say(text: str) -> None:
-    """Write lines for the person who watches the job; lost where nobody reads them now.
+    """Write lines for the watcher of a job; lost if they are not read now.
 
     A full pipe would hold up the control loop, and a worker whose beats stop is lost.
     """

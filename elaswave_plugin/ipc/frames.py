@@ -176,7 +176,7 @@ class Notice(WireMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutsWanted(WireMessage):
-    """Somebody asks for these layers of each stage."""
+    """A request for these layers of each stage."""
 
     cuts: tuple[int, ...]
 

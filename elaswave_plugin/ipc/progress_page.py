@@ -54,7 +54,7 @@ def create_page() -> int:
 
 
 class ProgressPage:
-    """The page behind a descriptor; without one, memory that nobody else sees."""
+    """Open the page behind a descriptor; without one, memory that no other process sees."""
 
     def __init__(self, fd: int | None = None) -> None:
         self._memory = mmap.mmap(-1 if fd is None else fd, _PAGE_BYTES)
@@ -162,7 +162,7 @@ class ProgressPage:
 
     @property
     def may_act(self) -> bool:
-        """True if the trainer may act for the job; also where nobody has ever said until when."""
+        """True if the trainer may act for the job; also if no lease was ever set."""
         until_ns = self._words[_LENT_UNTIL_NS]
         return not until_ns or time.monotonic_ns() < until_ns
 
@@ -307,7 +307,7 @@ class PhaseClock:
         self.outside(BETWEEN_STEPS)
 
     def outside(self, phase: str) -> None:
-        """Work begins that is no part of a step, and of which nobody knows how long it takes."""
+        """Announce work that is no part of a step, and of unknown length."""
         self._phase = None
         self._page.enter(phase, UNKNOWN_LIMIT_S)
 

@@ -262,7 +262,7 @@ class _NodeJob:
         contacts: tuple[str, ...],
         zygote: socket.socket | None,
     ) -> None:
-        """A supervisor for a slot of a running job, or for whichever has nobody (STANDBY)."""
+        """Start a supervisor for a slot of a running job, or for any empty one (STANDBY)."""
         rendezvous = RendezvousSpec(
             slot=slot,
             node=node,
@@ -361,7 +361,7 @@ class _NodeJob:
             self._reactor.stop()
 
     def _end_early(self, process: SupervisorProcess, code: int) -> None:
-        """One ended before all had met, which nobody may know yet: the others need not wait."""
+        """Tell the others of one that ended before all had met, so that they need not wait."""
         if code < 0 or code == EXIT_CRASHED:  # else it has said why
             say(f"the supervisor of worker {process.rendezvous.slot} ended before the job began")
         self._ends_early = True
@@ -478,7 +478,7 @@ def _job_env(spec: LaunchSpec) -> dict[str, str]:
 
 
 def _reserve_port() -> socket.socket:
-    """A port that nobody is given by chance; a script's own server may still bind and use it.
+    """Hold a port that no process is given by chance; a script's own server may still bind it.
 
     Linux lets a second socket bind it because both have SO_REUSEADDR and this one never listens.
     """

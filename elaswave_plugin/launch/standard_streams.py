@@ -70,7 +70,7 @@ class _Relay:
         os.close(theirs)
 
     def end(self) -> None:
-        """Print to what was there before, once all is handed on; where nobody reads it, nowhere."""
+        """Print to the former stream, once all is handed on; nowhere if it is not read."""
         _flush()
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for fd in self._behind:
@@ -86,7 +86,7 @@ class _Relay:
 
 
 def _hand_on(source: int, target: int) -> NoReturn:
-    """Be the relay, until nobody can write any more; exit code 0 where all of it was taken."""
+    """Be the relay, until no process can write any more; exit code 0 where all of it was taken."""
     # The terminal and the scheduler mean the job, whose last words are still to come.
     os.setpgid(0, 0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):

@@ -75,7 +75,7 @@ class CountedLoop(ElasticLoop):
         return detached if self.is_lagging else super().run(work, phase=phase, detached=detached)
 
     def finish(self, *, before_leaving: Callable[[], object]) -> None:
-        """Leave when everyone has completed its last step.
+        """Leave when all workers have completed their last step.
 
         Raises ConfigurationError where the script ends earlier than those of the others.
         """

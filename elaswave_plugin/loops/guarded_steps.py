@@ -53,7 +53,7 @@ class GuardedSteps:
         self._failed_saves = FailedSaves(worker, self.drafts)
 
     def sealed_everywhere(self) -> None:
-        """Seal the initial state; nobody trains before everyone has done so."""
+        """Seal the initial state; no worker trains before all have done so."""
         if not self.worker.detached:
             self.worker.state.seal_initial(self._framework, self.worker.completed)
             self.state.sealed()
@@ -141,7 +141,7 @@ class GuardedSteps:
         guarded(self._restored, again)
 
     def _restored(self) -> None:
-        """Work that one worker has left is complete: it left a barrier that met everyone."""
+        """Complete work that one worker has left: it left a barrier that met all workers."""
         self.state.restored(self.worker.completed)
         done = torch.tensor([self.works_done, self._failed_saves.has_failed])
         dist.all_reduce(done, op=dist.ReduceOp.MAX)
@@ -167,11 +167,11 @@ class ElasticLoop:
 
     @property
     def works_done(self) -> int:
-        """Pieces of work between steps that everyone has completed."""
+        """The number of pieces of work between steps that all workers have completed."""
         return self._steps.works_done
 
     def start(self) -> None:
-        """Seal the initial state; nobody trains before everyone has done so."""
+        """Seal the initial state; no worker trains before all have done so."""
         self._run(self._steps.sealed_everywhere, steps=0)
 
     def step(self, train_step: Callable[[], StepReport]) -> StepReport:
@@ -210,7 +210,7 @@ class ElasticLoop:
         return self._run(once, steps=self.worker.completed)
 
     def finish(self, *, before_leaving: Callable[[], object]) -> None:
-        """Leave when everyone has completed its last step."""
+        """Leave when all workers have completed their last step."""
         self._run(dist.barrier, steps=self.worker.completed)
         before_leaving()
         self.worker.close()

@@ -30,7 +30,7 @@ class LoopVariables(Protocol):
         ...
 
     def follow(self, step: int, states: Any) -> None:
-        """Have the loop begin with this step, as it goes on for those who told."""
+        """Have the loop begin with this step, as it goes on for the workers that told."""
         ...
 
 
@@ -50,7 +50,7 @@ class ScriptLoop:
         self._is_ahead = False
 
     def start(self) -> None:
-        """Seal the initial state; nobody trains before everyone has done so.
+        """Seal the initial state; no worker trains before all have done so.
 
         A worker that comes later enters the job instead. Raises ElasWaveError where nobody
         is left who could tell it where the loop is.

@@ -50,7 +50,7 @@ class UserLoop:
         self._between = True
 
     def start(self) -> None:
-        """Seal the initial state; nobody trains before everyone has done so."""
+        """Seal the initial state; no worker trains before all have done so."""
         self._completed(self._steps.sealed_everywhere)
 
     def enter(self) -> None:
@@ -62,7 +62,7 @@ class UserLoop:
             self._between = True
 
     def set_lagging(self, lagging: bool) -> None:
-        """Set whether the script is at what the others have behind them, where it meets nobody."""
+        """Set whether the script is at what the others have completed, where it meets none."""
         self._lagging = lagging
         self.worker.links.detached = lagging or self.worker.detached
 
@@ -144,11 +144,11 @@ class UserLoop:
         return result if self.worker.completed == step else None
 
     def complete_state(self) -> None:
-        """Have all of the state here, as somebody is about to read it."""
+        """Have all of the state here, as it is about to be read."""
         self._completed(self.worker.state.complete)
 
     def finish(self, *, before_leaving: Callable[[], object]) -> None:
-        """Leave when everyone has completed its last step."""
+        """Leave when all workers have completed their last step."""
         self.set_lagging(False)
         self.worker.phases.step = self.worker.completed
         self._completed(dist.barrier)

@@ -10,7 +10,7 @@ from elaswave_plugin.errors import ElasWaveError
 
 
 class Handshake:
-    """One worker's part, who knows where the loop is unless it has come and was not told yet."""
+    """One worker's part: it knows where the loop is, unless it has joined and was not told yet."""
 
     def __init__(
         self, *, knows: bool, tell: Callable[[], Any], follow: Callable[[Sequence[Any]], None]

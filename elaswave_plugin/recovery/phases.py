@@ -60,7 +60,7 @@ class Phases:
         self._clock.step_over()
 
     def between_steps(self) -> None:
-        """Announce the script's own work, of a length that nobody knows."""
+        """Announce the script's own work, of unknown length."""
         self._clock.outside(BETWEEN_STEPS)
 
     def enter(self, phase: str) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SlowWorkers:
-    """One worker's comparison of all paces; everyone makes the same of it."""
+    """One worker's comparison of all paces, alike on every worker."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker

@@ -106,7 +106,7 @@ class StateKeeper:
             self.seal(framework, step)
 
     def await_start(self) -> None:
-        """Wait until the supervisors know that everyone has sealed, as everyone has by now.
+        """Wait until the supervisors know that all workers have sealed, as all have by now.
 
         Until they do, a loss ends the job: it would in the first step, on a busy machine.
         """

@@ -189,7 +189,7 @@ class Worker:
         return grown_replicas(self.reserve, tp=self._tp, pp=self._pp)
 
     def groups_at_launch(self) -> dict[str, tuple[int, ...]]:
-        """The groups before a change: who builds beyond the launch as the one where it stands."""
+        """Return the groups before a change, by the slots of the launch that workers stand for."""
         home = dict(zip(self.view.ranks, self.launch_slots, strict=True))
         groups = self.groups.members()
         return {name: tuple(home[slot] for slot in slots) for name, slots in groups.items()}
@@ -253,7 +253,7 @@ class Worker:
         self.groups.settle({slot: told.communicators for slot, told in commit.facts.items()})
 
     def _follow_views(self, commit: Commit) -> tuple[SlowReport, ...]:
-        """Apply the views that nobody has applied yet to the placement of who has applied most.
+        """Apply the views that none has applied yet to the placement that has most of them applied.
 
         A worker that was not there cannot tell the placement from the views: it also depends on
         what layers took at the time of each. Returned are the slow workers

@@ -32,7 +32,7 @@ class CarriedEngine:
         return "" if shard_group is None else f"stage {shard_group.stage}"
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weights, trained or not, and buffers; of ZeRO-3 only those that everybody has whole."""
+        """Yield weights, trained or not, and buffers; of ZeRO-3 those that are whole."""
         if not self.part:
             return
         for name, param in self._engine.module.named_parameters():

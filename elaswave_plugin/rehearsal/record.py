@@ -41,7 +41,7 @@ class Carried(Protocol):
         """The part of the model that this worker has; others may have it too."""
 
     def tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Weights and buffers by names that are alike on all who have them."""
+        """Return weights and buffers by names that are alike on all their holders."""
 
     def settings(self) -> Mapping[str, Any]:
         """Plain settings of the optimizer's groups, and the like."""

@@ -167,7 +167,7 @@ def _check_refused(order: RunOrder) -> None:
 
 @contextmanager
 def _sole_use(here: Path) -> Iterator[None]:
-    """Keeps other rehearsals out of a working directory, whose changes nobody could tell apart."""
+    """Keeps other rehearsals out of a working directory, to tell its changes apart."""
     folder = os.open(here, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Two sealed snapshots of a worker's shard in shared memory, and verified reads of anyone's.
+"""Two sealed snapshots of a worker's shard in shared memory, and verified reads of any worker's.
 
 A buffer holds: its record (`ipc/snapshot_record.py`) | payload (the shard's flat state) | step
 capsule | table of 64-bit xxh3 checksums, one for each chunk of payload and capsule. The record

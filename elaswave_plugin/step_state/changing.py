@@ -25,7 +25,7 @@ class Changing:
 
     @property
     def may_change(self) -> bool:
-        """True if passes change any, or may, as nobody knows yet."""
+        """True if passes change any, or may, as is not known yet."""
         return self.names is None or bool(self.names)
 
     def know(self, names: tuple[str, ...] | None) -> None:

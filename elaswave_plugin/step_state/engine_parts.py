@@ -113,7 +113,7 @@ class Weights(Plain):
     name = "the trained weights"
 
     def __init__(self, model: torch.nn.Module, *, whole: bool) -> None:
-        """``whole``: every worker holds all of each weight, so that nobody's change is lost."""
+        """``whole``: every worker holds all of each weight, so that no worker's change is lost."""
         self._model = model
         self._whole = whole
         self._sealed: dict[str, int] = {}
@@ -157,7 +157,7 @@ class Weights(Plain):
 
 
 class Frozen(Plain):
-    """Weights that are not trained, which nobody may change but as an object that is kept.
+    """Weights that are not trained, which may change only as an object that is kept.
 
     The engine broadcasts them at the start, and a survivor gives them to who comes later, once that
     one is in.

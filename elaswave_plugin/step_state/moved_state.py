@@ -29,7 +29,7 @@ class Movable(Protocol):
 def fetch_missing(
     parts: Mapping[str, Movable], kept: Mapping[str, Any], *, is_placed: bool, is_current: bool
 ) -> bool:
-    """Fetch, install and keep what others kept of layers that are here now; whether anybody did.
+    """Fetch, install and keep what others kept of layers that are here now; True if any did.
 
     ``is_current``: whether ``kept`` is of the present moment, or of the beginning of the step
     before. Collective over WORLD. Raises ElasWaveError where nobody is left who has it.

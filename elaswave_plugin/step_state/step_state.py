@@ -84,7 +84,7 @@ class Plain:
         return {}
 
     def part_of(self, kept: Any, names: Sequence[str], *, is_current: bool) -> Mapping[str, Any]:
-        """Nobody misses any."""
+        """Return nothing, as nothing belongs to a layer."""
         return {}
 
     def take_in(self, kept: Any, more: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ _MOST_BYTES = 200
 
 
 def check_notice_file(path: str | os.PathLike[str]) -> None:
-    """Raise ConfigurationError where the file is there already, or nobody could put it there."""
+    """Raise ConfigurationError where the file is there already, or could never be put there."""
     if os.path.lexists(path):
         raise ConfigurationError(
             f"the notice file {os.fspath(path)!r} exists, which tells the workers of this node to "

@@ -63,7 +63,7 @@ class SnapshotServer:
         threading.Thread(target=self._accept, name="snapshot-server", daemon=True).start()
 
     def close(self) -> None:
-        """Accept nobody any more."""
+        """Accept no more connections."""
         # In this order: once it is told, the accepting thread closes the socket.
         self._listener.shutdown(socket.SHUT_RDWR)
         self._closed.set()

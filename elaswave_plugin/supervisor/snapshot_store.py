@@ -75,7 +75,7 @@ class SnapshotStore:
                 os.close(old)
 
     def release(self, epoch: int) -> None:
-        """Let go of what was sealed before `epoch` by others: nobody will ask for it any more."""
+        """Let go of what was sealed before `epoch` by others: it will not be asked for any more."""
         with self._lock:
             for owner, fds in list(self._held.items()):
                 if all(_is_older(fd, epoch) for fd in fds):

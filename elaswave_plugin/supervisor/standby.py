@@ -62,7 +62,7 @@ def serve(
 def _stand_by(
     spec: SupervisorSpec, zygote: socket.socket | None, on_trainer: Callable[[int], None]
 ) -> int:
-    """Wait for a slot that has nobody, and take it; EXIT_UNUSED where the job ends before."""
+    """Wait for an empty slot, and take it; EXIT_UNUSED where the job ends before."""
     heard_s = time.monotonic()
     who = {"machine": own_machine(), "pid": os.getpid(), "node": spec.rendezvous.node}
     contacts = spec.joins

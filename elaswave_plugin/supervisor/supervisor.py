@@ -319,7 +319,7 @@ class Supervisor:
         trainer.send(said.NewView(before=path[:-1], view=path[-1], payload=committed.payload))
 
     def started(self) -> None:
-        """Every trainer has sealed its first snapshot, and everyone may know it."""
+        """Tell all that every trainer has sealed its first snapshot."""
         self._trainer.send(said.Started())
 
     def dismiss(self) -> None:

@@ -83,7 +83,7 @@ class EventLog:
 
     @property
     def is_deleted(self) -> bool:
-        """True if somebody has deleted the file, so that nobody can read what goes there."""
+        """True if the file was deleted, so that what goes there cannot be read."""
         return self._fd >= 0 and os.fstat(self._fd).st_nlink == 0
 
     def close(self) -> None:

@@ -212,7 +212,7 @@ class Tracker:
         self.problem = text
 
     def _await_handover(self) -> None:
-        """Wait until the owner before this one, who lives, has closed its sinks."""
+        """Wait until the owner before this one, which lives, has closed its sinks."""
         deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
         while (note := self._note()) is not None and time.monotonic() < deadline_s:
             if not note[1] or _is_gone(note[1]):

@@ -21,7 +21,7 @@ _TIMEVAL = struct.Struct("ll")
 
 
 class ControlLink:
-    """Frames both ways; a thread of its own, the doorbell, listens while nobody else receives.
+    """Frames both ways; a thread of its own, the doorbell, listens while no other receives.
 
     Frames are taken in one after the other, by `on_frame` in the thread that received them.
     `on_end(why)`: nothing comes any more.

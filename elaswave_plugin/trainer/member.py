@@ -168,7 +168,7 @@ class Member:
         self._link.send(said.Ready(facts=to_json(facts)))
 
     def plan_arrivals(self, steps: Collection[int]) -> None:
-        """Nobody is let in before the next of these steps: a test setting, alike on all."""
+        """Let no worker in before the next of these steps: a test setting, alike on all."""
         self._arrivals = tuple(steps)
 
     def begin_step(self, step: int, *, awaits_arrival: bool = False) -> None:
@@ -430,7 +430,7 @@ class Member:
         self._on_propose(proposal.epoch, proposal.reason)
 
     def _note(self, message: said.FromSupervisor) -> None:
-        """Keep what somebody waits for; the condition is held."""
+        """Keep what a thread waits for; the condition is held."""
         match message:
             case said.NewView():
                 self._commits.append(_read_commit(message))

@@ -47,7 +47,7 @@ class Reporter:
         self._pid = os.getpid()
 
     def tell(self, error: BaseException, *, ours: Sequence[str] = ()) -> None:
-        """Say it to the supervisor, or print it where nobody listens; without frames of `ours`."""
+        """Tell the supervisor, or print it where none listens; without frames of `ours`."""
         trace = _without(error.__traceback__, (*_OWN_FILES, *ours))
         text = _shown(error, trace)
         if not self._send(error, trace, text):

@@ -48,7 +48,7 @@ class BoundModels:
         self.models = tuple(models)
 
     def of(self, model: Any) -> MegatronFramework | None:
-        """The one with these chunks, or this one chunk; None where nobody has bound it."""
+        """Return the one with these chunks, or this one chunk; None if it is not bound."""
         return next((one for one in self.models if one.chunks == chunks_of(model)), None)
 
     # ---- what the state of a step is kept from --------------------------------------------------
@@ -163,7 +163,7 @@ class BoundModels:
 
     @property
     def moments_may_follow(self) -> bool:
-        """Nobody needs another's moments."""
+        """True: no worker needs another's moments."""
         return True
 
     def write_weights(self, masters: torch.Tensor) -> None:

@@ -46,7 +46,7 @@ class FirstStepReport(NamedTuple):
 
 
 class FirstStep:
-    """Runs the calls of a job's first step twice, where the job is exact and nobody is lost yet."""
+    """Runs the calls of a job's first step twice, if the job is exact and no worker is lost yet."""
 
     def __init__(
         self,

@@ -251,7 +251,7 @@ class ElasticJob:
         self._positions.begin_at(first, steps=self._train_iters - worker.completed)
 
     def _start(self) -> None:
-        """Seal the state that there is now, once: nobody trains before everyone has done so."""
+        """Seal the present state, once: no worker trains before all have done so."""
         if self._has_started:
             return
         self._has_started = True
@@ -421,7 +421,7 @@ class ElasticJob:
         leave_at_exit(self.finish, abandon=self._abandon)
 
     def _abandon(self) -> None:
-        """The script fails after its last step: leave without waiting for anyone."""
+        """Leave without waiting for others, as the script fails after its last step."""
         self._finished = True
 
     @ends_in_a_sentence

@@ -84,7 +84,7 @@ class LinkStore(Store):
         self._read_until(keys, self._timeout_s if timeout is None else timeout.total_seconds())
 
     def add(self, key: str, value: int) -> int:
-        """Refused: nobody owns a key."""
+        """Refuse: no member owns a key."""
         raise ConfigurationError(
             f"add({key!r}, {value}) on the store of {self._name!r} is not supported: it has set, "
             "get, check and wait"

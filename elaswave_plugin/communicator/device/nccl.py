@@ -225,7 +225,7 @@ def local_device() -> str:
 def exchange(
     links: LinkTable, members: Sequence[int], identity: str, *, timeout_s: float
 ) -> dict[int, str]:
-    """Everybody's identity by slot. Collective, over the links."""
+    """Gather all members' identities by slot. Collective, over the links."""
     slots = tuple(members)
     digest = hashlib.blake2b(b"devices of the workers", digest_size=8).digest()
     group = Group(

@@ -36,7 +36,7 @@ class OrderedSums:
     average: bool
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """The tensor becomes the sum of everybody's."""
+        """Make the tensor the sum of all members'."""
         if not tensor.numel():
             return
         flat = tensor.detach().contiguous().view(-1)
@@ -55,7 +55,7 @@ class OrderedSums:
         self.exchange(self._without_own(parts), self._without_own([own] * self.size))
 
     def reduce_scatter(self, out: torch.Tensor, parts: Tensors) -> None:
-        """`out` becomes the sum of everybody's parts[our rank], whose memory it may be."""
+        """Make `out` the sum of all members' parts[our rank]; it may be the memory of one."""
         flats = [part.detach().contiguous().view(-1) for part in parts]
         into = out.detach() if out.is_contiguous() else torch.empty_like(flats[self.rank])
         into = into.view(-1)
@@ -70,7 +70,7 @@ class OrderedSums:
             out.detach().copy_(into.view(out.shape))
 
     def _sum(self, parts: Tensors, out: torch.Tensor) -> None:
-        """`out` becomes the sum of everybody's parts[our rank]."""
+        """Make `out` the sum of all members' parts[our rank]."""
         own = parts[self.rank]
         terms = list(own.new_empty((self.size, own.numel())).unbind())
         self.exchange(self._without_own(terms), self._without_own(parts))
@@ -84,5 +84,5 @@ class OrderedSums:
             out.div_(self.size)
 
     def _without_own(self, tensors: Tensors) -> list[torch.Tensor]:
-        """Nobody sends to itself."""
+        """Return the tensors, empty at the own rank, as no member sends to itself."""
         return [t[:0] if rank == self.rank else t for rank, t in enumerate(tensors)]

@@ -128,7 +128,7 @@ def _all_reduce_tree(op: Operation, data: memoryview, fold: Fold) -> Steps:
 
 
 def _reduce_pieces(op: Operation, parts: Views, fold: Fold, out: memoryview) -> Steps:
-    """Piece j of everybody goes to rank j, which folds it into its `out`."""
+    """Send piece j of every member to rank j, which folds it into its `out`."""
     whole = sum(map(len, parts))
     own = parts[op.rank]
     for rank in op.others():
@@ -138,7 +138,7 @@ def _reduce_pieces(op: Operation, parts: Views, fold: Fold, out: memoryview) -> 
 
 
 def reduce_scatter(op: Operation, out: memoryview, parts: Views, fold: Fold) -> Steps:
-    """`out` becomes the fold of everybody's piece of our rank."""
+    """Make `out` the fold of all members' pieces of our rank."""
     yield from _reduce_pieces(op, parts, fold, out)
 
 
@@ -156,7 +156,7 @@ def reduce(op: Operation, data: memoryview, root: int, fold: Fold) -> Steps:
 
 
 def broadcast(op: Operation, data: memoryview, root: int) -> Steps:
-    """Everybody's `data` becomes the root's."""
+    """Make all members' `data` the root's."""
     if op.size > TREE_ABOVE:
         yield from send_down(op, data, root)
         return
@@ -214,7 +214,7 @@ def scatter(op: Operation, out: memoryview, ins: Views, root: int) -> Steps:
 
 
 def barrier(op: Operation) -> Steps:
-    """Nobody leaves before everybody has come (log2 of the size rounds)."""
+    """Leave once all members have come (log2 of the size rounds)."""
     step, part = 1, 0
     while step < op.size:
         arrived = op.receive((op.rank - step) % op.size, memoryview(bytearray()), part=part)

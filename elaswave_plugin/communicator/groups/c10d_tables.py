@@ -102,7 +102,7 @@ class LocalStore(dist.Store):  # type: ignore[name-defined,misc]
 
 
 def imagine_world(rank: int, size: int) -> None:
-    """Make WORLD one of ``size`` in which this process is ``rank`` and meets nobody.
+    """Make WORLD one of ``size`` in which this process is ``rank`` and meets no other.
 
     Torch's own fake group answers: every call returns at once, and nobody's data comes.
     """
@@ -121,7 +121,7 @@ def wrap_backend(backend: Any, store: Any, rank: int, size: int, *, kind: str, d
 
 
 def route_batches(batch_of: Callable[[Any, Any], Any]) -> Callable[[], None]:
-    """Ask `batch_of(group, tensor)` who runs a batch_isend_irecv; None: torch. Returns the undo.
+    """Let `batch_of(group, tensor)` choose the runner of batch_isend_irecv; returns the undo.
 
     Torch coalesces a batch for its own class of groups only, and a native group may wait for ever
     when it gets sends and receives one by one.

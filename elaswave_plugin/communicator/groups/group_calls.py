@@ -155,7 +155,7 @@ class GroupCalls(GroupCore):
     def allgather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None
     ) -> ElasticWork:
-        """Gather everybody's tensor everywhere; the tensors may differ in size."""
+        """Gather all members' tensors everywhere; the tensors may differ in size."""
         data = self._single("all_gather", input_tensors)
         flat = isinstance(output_tensors[0], torch.Tensor)
         outputs = output_tensors if flat else output_tensors[0]
@@ -176,7 +176,7 @@ class GroupCalls(GroupCore):
     def all_gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> ElasticWork:
-        """Gather everybody's tensor into one."""
+        """Gather all members' tensors into one."""
         return self._work([self._all_gather([output], input, opts)])
 
     def all_gather_single_coalesced(
@@ -299,7 +299,7 @@ class GroupCalls(GroupCore):
 
     @made_again
     def barrier(self, opts: Any = None, timeout: Any = None) -> ElasticWork:
-        """Wait for everybody."""
+        """Wait for all members."""
         return self._work([self._start("barrier", self._run.barrier, [], opts, timeout=timeout)])
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:

@@ -187,11 +187,11 @@ class GroupCore:
 
     @property
     def timeout_s(self) -> float:
-        """Seconds after which an operation that nobody interrupts fails."""
+        """Seconds after which an operation that is not interrupted fails."""
         return self._timeout_s
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The time after which an operation that nobody interrupts fails."""
+        """The time after which an operation that is not interrupted fails."""
         self._timeout_s = timeout.total_seconds()
 
     _set_default_timeout = set_timeout

@@ -41,7 +41,7 @@ def gather_up(op: Operation, everything: memoryview, data: memoryview) -> Steps:
 
 
 def send_down(op: Operation, data: memoryview, root: int = 0) -> Steps:
-    """Everybody's `data` becomes the root's."""
+    """Make all members' `data` the root's."""
     place = (op.rank - root) % op.size
     if place:
         yield op.receive((place - _lowest_bit(place) + root) % op.size, data, part=_DOWN)

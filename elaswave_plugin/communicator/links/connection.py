@@ -85,7 +85,7 @@ class Connection:
         self._end = 0
 
     def greet(self, hello: Hello) -> None:
-        """Say who dials, as soon as the connection stands. Raises OSError when it does not."""
+        """Send the greeting once the connection stands. Raises OSError when it does not."""
         error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             raise OSError(error, "connect failed")

@@ -55,21 +55,21 @@ def broadcast(op: Operation, data: memoryview, root: int) -> Steps:
 
 
 def all_gather(op: Operation, outs: Views, data: memoryview) -> Steps:
-    """Everybody's data is the own."""
+    """Answer with the own data for every member."""
     for out in outs:
         _copy(out, data)
     return _at_once()
 
 
 def all_to_all(op: Operation, outs: Views, ins: Views) -> Steps:
-    """Everybody sends what is sent from here to here."""
+    """Answer as if every member sent what is sent from here to here."""
     for out in outs:
         _copy(out, ins[op.rank])
     return _at_once()
 
 
 def gather(op: Operation, outs: Views, data: memoryview, root: int) -> Steps:
-    """At the root, the own data from everybody."""
+    """Give the root the own data as every member's."""
     return all_gather(op, outs if op.rank == root else [], data)
 
 
@@ -81,12 +81,12 @@ def scatter(op: Operation, out: memoryview, ins: Views, root: int) -> Steps:
 
 
 def barrier(op: Operation) -> Steps:
-    """Everybody is there."""
+    """Return at once, as if every member were there."""
     return _at_once()
 
 
 def send(op: Operation, data: memoryview, rank: int) -> Steps:
-    """Nobody receives it."""
+    """Drop the data: no member receives it."""
     return _at_once()
 
 

@@ -41,7 +41,7 @@ class LinkTable:
         on_link_lost: Callable[[int, str], None] | None = None,
         progress: ProgressPage | None = None,
     ) -> None:
-        """Listen on an ephemeral port of `host`, and say in `progress` who is waited for.
+        """Listen on an ephemeral port of `host`, and note the awaited workers in `progress`.
 
         `on_link_lost(slot, reason)` is a hint that a link broke which an operation needs; it is
         called outside the lock, once a link. The operation goes on waiting.
@@ -192,7 +192,7 @@ class LinkTable:
             operation.begin(steps(operation))
 
     def _after_the_end(self, operation: Operation) -> Callable[[Operation], Steps]:
-        """Workers leave together: a barrier has nobody left to wait for, all else is refused."""
+        """Complete barriers and refuse all else, as workers leave together."""
         if operation.name != "barrier":
             raise LinkError(
                 f"{operation.describe()}: this worker has left the job, with all its links closed;"
@@ -346,7 +346,7 @@ class LinkTable:
         operation.callbacks = []
 
     def _tell_failure(self, operation: Operation, text: str) -> None:
-        """Nobody shall wait until a timeout for a member that has given up."""
+        """Tell the members of an operation that one gave up, so that none waits for it."""
         if operation.kind is not Kind.COLLECTIVE:
             return
         view = memoryview(text.encode())

@@ -54,7 +54,7 @@ class Listeners:
                 yield _ready(sock)
 
     def dial(self, address: str) -> tuple[socket.socket, OSError | None]:
-        """A socket that is on its way to this address, and the error where nobody answers."""
+        """Return a socket that is on its way to this address, and the error if none answers."""
         host, _, port = address.rpartition(":")
         if host == self._host:
             near = _ready(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))

@@ -106,7 +106,7 @@ class Operation:
         return (self.group.number ^ (self.sequence << 8 | int(self.kind))) & _LARGEST_NUMBER
 
     def others(self) -> list[int]:
-        """The other ranks, starting behind our own so that not everybody talks to rank 0 first."""
+        """The other ranks, starting behind our own so that not all talk to rank 0 first."""
         size, rank = self.group.size, self.group.rank
         return [(rank + step) % size for step in range(1, size)]
 

@@ -45,7 +45,7 @@ class Acceptor(Reporter, ABC):
 
     @property
     def follows(self) -> bool:
-        """True if its node has promised nobody later than the leader that it sees."""
+        """True if its node has promised none later than the leader that it sees."""
         return self.memory.promised.leader == self.leader
 
     def recall(self, memory: NodeMemory, now_s: float) -> None:

@@ -34,7 +34,7 @@ class AllWait:
 
 
 def all_wait(members: Iterable[int], samples: Mapping[int, Sample]) -> AllWait | None:
-    """Find the workers for which everyone else waits; None if somebody else is at work.
+    """Find the workers for which all others wait; None if another one is at work.
 
     `samples` are of the members that stand still; the others have just made progress, or have not
     attached yet. A phase of known duration may take that long first.

@@ -31,7 +31,7 @@ class Ballot:
 
     @classmethod
     def first(cls) -> Ballot:
-        """By this one slot 0 of the launch leads, and nobody had to promise it."""
+        """Return the ballot by which slot 0 of the launch leads, which needs no promise."""
         return cls(term=0, leader=0, epoch=0)
 
     def is_in_term_of(self, other: Ballot) -> bool:
@@ -137,7 +137,7 @@ class Committed(WireMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refuse(WireMessage):
-    """A higher ballot was promised to somebody else."""
+    """A refusal: a higher ballot was promised to another leader."""
 
     promised: Ballot
 
@@ -254,7 +254,7 @@ class Notice(WireMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stays(WireMessage):
-    """The leader to who asked for it: a notice is void, and nobody is to be told of it again."""
+    """The leader's answer to a request: the notice is void, and is not repeated."""
 
     worker: WorkerId
 
@@ -304,7 +304,7 @@ class Welcome(WireMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop(WireMessage):
-    """The job is over; `part`: for those who follow the sender, which has no majority."""
+    """The job is over; `part`: for the followers of the sender, which has no majority."""
 
     reason: str
     exit_code: int

@@ -69,7 +69,7 @@ class Reporter:
 
     @property
     def ending(self) -> bool:
-        """True if nobody begins another step, as far as this supervisor knows."""
+        """True if no worker begins another step, as far as this supervisor knows."""
         return self.over or self._reports.is_ending(self.committed)
 
     @property
@@ -79,7 +79,7 @@ class Reporter:
 
     @property
     def others_went_on(self) -> bool:
-        """True if a view without the own trainer is settled: nobody needs any earlier state."""
+        """True if a view without the own trainer is settled: no earlier state is needed."""
         view = self.committed
         return self.slot not in view.ranks and self._reports.all_settled(view)
 

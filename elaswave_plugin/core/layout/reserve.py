@@ -30,7 +30,7 @@ NOBODY_CAME = "no worker has joined in this slot of the reserve"
 
 
 def vacant(nodes: Sequence[int]) -> tuple[int, ...]:
-    """List the slots in which nobody has been, from the node of every slot."""
+    """List the slots in which no worker has been, from the node of every slot."""
     return tuple(slot for slot, node in enumerate(nodes) if node == NOWHERE)
 
 

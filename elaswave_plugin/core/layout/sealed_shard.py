@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedShard:
-    """One verified-by-checksum snapshot of one shard, and who holds the bytes.
+    """One verified-by-checksum snapshot of one shard, and the holder of its bytes.
 
     ``buffer``: which of its owner's two memories it is in; ``units``: the parts of the model that
     its shard group had, in the order of its buckets; ``ranks``: the slots that shared the state, by

@@ -57,7 +57,7 @@ class WorkerFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """The content of a commit: the facts by slot, and every sealed record that somebody has.
+    """The content of a commit: the facts by slot, and every sealed record that a worker has.
 
     The supervisors hand it on as text: at many workers, to take it apart and put it together again
     on the way to each trainer is most of the work of a commit.
@@ -70,7 +70,7 @@ class Payload:
 def pack_payload(
     facts: Mapping[int, Mapping[str, Any]], inventory: Sequence[Mapping[str, Any]]
 ) -> str:
-    """Return the text of a `Payload`, of parts that are read by nobody on the way."""
+    """Return the text of a `Payload`, of parts that are not read on the way."""
     return json.dumps({"facts": facts, "inventory": inventory})
 
 

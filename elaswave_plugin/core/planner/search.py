@@ -131,7 +131,7 @@ class Search:
         return layout
 
     def slowness(self, moves: Sequence[WidthMove]) -> StageSlowness:
-        """Of each replica, by stage; nothing where nobody is slow."""
+        """Return the slowness of each replica, by stage; nothing where no worker is slow."""
         if not self.slow:
             return ()
         return slowness_of(self.moved(moves), self.slow)

@@ -142,7 +142,7 @@ class FlatPlacement:
         return self.shard_groups[0] if slot in self.ranks else None
 
     def world(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """The order of the view: everyone has a place."""
+        """Order the workers as the view does: each has a place."""
         return tuple(ranks)
 
     def after(
@@ -167,7 +167,7 @@ class FlatPlacement:
         raise LayoutError("a data-parallel job has no stages that layers could come to")
 
     def edits(self, launched: Mapping[str, Sequence[int]], slot: int) -> dict[str, GroupEdit]:
-        """Every group is who is left of it, and who came back, in the order of WORLD.
+        """Return each group's edit: its members that are left or came back, in WORLD's order.
 
         Those of all workers of the launch are of all that there are.
         """
@@ -257,7 +257,7 @@ class GridPlacement:
 
     @property
     def dealt_over(self) -> dict[str, Any]:
-        """The layout, what its layers take, and who is slow."""
+        """The layout, the times of its layers, and the slow workers."""
         return {"layout": self.layout, "times": self.times, "slow": self.slow}
 
     def coordinate(self, slot: int) -> Coordinate | None:
@@ -331,7 +331,7 @@ class GridPlacement:
         }
 
     def recut(self, cuts: Sequence[int]) -> GridPlacement:
-        """The same places, with the layers that somebody has asked for."""
+        """Return the same places, with the layers as requested."""
         return replace(self, layout=self.layout.recut(cuts))
 
     def _check_staff(self, layout: ParallelLayout) -> None:

@@ -113,7 +113,7 @@ class ReplicaPlacement:
 
     @property
     def largest(self) -> tuple[int, ...]:
-        """The buckets of the largest stage, since nobody changes stage."""
+        """Return the buckets of the largest stage, since no worker changes stage."""
         return max(self.buckets, key=sum)
 
     @property

@@ -70,7 +70,7 @@ class HangWatch:
 
     @property
     def page(self) -> Sample | None:
-        """The own trainer's, where it stands still and somebody else leads, who is to know it."""
+        """The own trainer's stall, for another supervisor that leads and has to know it."""
         return None if self._leads else self._still
 
     def waiting_for(self, peer: int) -> Waiting:

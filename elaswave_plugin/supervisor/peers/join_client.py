@@ -48,7 +48,7 @@ class Roster:
 
     @property
     def vacant(self) -> tuple[int, ...]:
-        """Those of the free slots in which nobody has been: the job's reserve."""
+        """The free slots in which no worker has been: the job's reserve."""
         return vacant([peer.node for peer in self.peers])
 
     @property

@@ -76,7 +76,7 @@ class Reception:
         self._standbys: dict[tuple[str, int], tuple[dict[str, Any], float]] = {}
 
     def standbys(self) -> list[dict[str, Any]]:
-        """The idle supervisors that asked lately whether a slot has nobody, as they describe it."""
+        """List the idle supervisors that lately asked for an empty slot, by their own words."""
         now_s = time.monotonic()
         self._standbys = {
             key: known for key, known in self._standbys.items() if now_s - known[1] < _STANDBY_S

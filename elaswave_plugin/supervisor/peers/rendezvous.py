@@ -79,7 +79,7 @@ class EndedEarlyError(AgreementError):
     """A supervisor ended before all had met; what it died of it would die of again."""
 
     def __init__(self, slot: int | str, why: str = "") -> None:
-        """``slot``: whose it was, or what somebody else has said of it."""
+        """``slot``: whose it was, or what another supervisor has said of it."""
         seen = f": {why}" if why else ""
         told = f"the supervisor of worker {slot} ended before all had come{seen}"
         super().__init__(slot if isinstance(slot, str) else told)
@@ -202,7 +202,7 @@ def _way_to(host: str, port: int) -> str:
 
 
 def host_meeting(rendezvous: RendezvousSpec, listener: socket.socket, data: str) -> Meeting:
-    """Slot 0: wait for everybody at `listener`; `data` is where it serves snapshots.
+    """Wait, as slot 0, for all others at `listener`; `data` is where it serves snapshots.
 
     Raises AgreementError when someone stays away, ConfigurationError where two machines are told
     that they are one node.
@@ -280,13 +280,13 @@ def _why_not(greeting: dict[str, Any], rendezvous: RendezvousSpec, *, taken: boo
 
 
 def _nobody(rendezvous: RendezvousSpec) -> Iterator[Peer]:
-    """Yield an empty entry for each slot of the reserve, where nobody is."""
+    """Yield an empty entry for each slot of the reserve, which has no supervisor."""
     for slot in range(rendezvous.world_size, rendezvous.world_size + rendezvous.reserve):
         yield Peer(slot=slot, node=NOWHERE, pid=0, control="", data="", machine="")
 
 
 class _Arrivals:
-    """Tells everyone who knocks which job this is, and hears all of them at the same time.
+    """Tells every caller which job this is, and hears all of them at the same time.
 
     A stranger (a port scan, another job) that says nothing keeps nobody waiting.
     """

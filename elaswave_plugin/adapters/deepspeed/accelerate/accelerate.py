@@ -184,7 +184,7 @@ class AcceleratedJob:
     # ---- what the script itself asks the others ------------------------------------------------
 
     def collective(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A collective of the script; where its iteration is dead, everyone has this value."""
+        """Run a script's collective; in a dead iteration it gives what all workers would have."""
         value = [*args[1:], *kwargs.values()][0]
         return self._loop.call(
             lambda: native(*args, **kwargs),
@@ -208,7 +208,7 @@ class AcceleratedJob:
     # ---- after a loss ---------------------------------------------------------------------------
 
     def _rebind(self) -> None:
-        """Point what Accelerate cached at the new layout: how many there are, who is the first."""
+        """Point what Accelerate cached at the new layout: number of processes, first one."""
         rank, width = dist.get_rank(), dist.get_world_size()
         for shared in (PartialState._shared_state, AcceleratorState._shared_state):
             if shared["local_process_index"] == shared["process_index"] or rank == 0:
@@ -233,7 +233,7 @@ def _drives() -> bool:
 
 
 def without_newcomers(settings: ElasticConfig, reserve: int) -> ElasticConfig:
-    """The settings of a job that nobody can join later, where Accelerate drives the engine.
+    """Return the settings of a job under Accelerate, which no worker can join later.
 
     Raises ConfigurationError where they ask for more.
     """

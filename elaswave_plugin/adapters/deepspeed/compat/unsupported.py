@@ -54,7 +54,7 @@ _ADAMS = (torch.optim.Adam, torch.optim.AdamW, FusedAdam, DeepSpeedCPUAdam)
 
 
 def without_newcomers(settings: ElasticConfig, reserve: int, why: str) -> ElasticConfig:
-    """The settings of a job that nobody can join later, so that lost workers stay away.
+    """Return the settings of a job that no worker can join later, so that lost ones stay away.
 
     Raises ConfigurationError, with the reason ``why``, where the user asks for more.
     """

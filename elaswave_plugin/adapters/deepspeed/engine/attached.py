@@ -221,7 +221,7 @@ class AttachedEngine:
             self._recording.dump(self._worker.completed - 1)
 
     def abandon(self) -> None:
-        """The script fails: leave without waiting for anyone."""
+        """Leave without waiting for others, as the script fails."""
         self._left = True
 
     def _destroy(self, native: Callable[[], None]) -> None:

@@ -106,7 +106,7 @@ class DeepSpeedFramework:
 
     @property
     def moments_may_follow(self) -> bool:
-        """Not where everyone keeps all of them."""
+        """False if every worker keeps all of them."""
         return self._state.moments_may_follow
 
     def write_weights(self, masters: torch.Tensor) -> None:

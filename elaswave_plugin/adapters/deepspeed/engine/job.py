@@ -202,7 +202,7 @@ class EngineJob(AttachedEngine):
 
     @torch.no_grad()
     def _learn_output(self) -> None:
-        """In the first step of ZeRO-3 nobody may know yet what an output looks like."""
+        """Learn the form of an output in ZeRO-3's first step, which no worker may know yet."""
         inputs, self._inputs = self._inputs, None
         if self._needs_others_to_compute and self._worker.completed == 0:
             self._stand_in.learn(inputs, lambda both: self._compute(*both[0], **both[1]))
@@ -355,7 +355,7 @@ class EngineJob(AttachedEngine):
         return loaded
 
     def _mean_loss(self) -> tuple[float, int, Holders]:
-        """Mean over the samples of the step, its tokens, who has monitors open.
+        """Return the mean over the step's samples, its tokens, and the holders of open monitors.
 
         They are alike on every worker, or it ends here for some.
         """

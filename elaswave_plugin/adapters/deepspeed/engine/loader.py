@@ -217,7 +217,7 @@ class ElasticLoader:
             self._epoch, self._left_at, self._has_read, self._usual = there
 
     def void_items(self) -> list[int]:
-        """Samples like those of an iteration, for a batch that nobody trains on."""
+        """Return samples like those of an iteration, for a batch that no worker trains on."""
         here = self.position
         return self._order.items(here.epoch, min(here.iteration, self._order.iterations - 1))
 

@@ -29,7 +29,7 @@ from elaswave_plugin.trainer.fatal import ends_in_a_sentence
 
 
 def meet_nobody() -> None:
-    """Before a script initializes torch.distributed: a WORLD of its own, for who comes later.
+    """Make a later worker's own WORLD, before its script initializes torch.distributed.
 
     It has the sizes of the launch, by which a `PipelineModule` finds its stage. The others have met
     long ago. ``deepspeed.initialize`` makes the job's in its place.
@@ -71,7 +71,7 @@ class _JobState(NamedTuple):
 
 
 class News:
-    """Has those who have been there tell those who come later, after every recovery."""
+    """The handshake after every recovery: workers that were there tell later ones."""
 
     def __init__(
         self,

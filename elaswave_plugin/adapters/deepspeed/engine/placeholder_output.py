@@ -30,7 +30,7 @@ class StandIn:
         self.shapes[signature] = _map(output, _kept)
 
     def make(self, inputs: Any, device: torch.device, *, counts: bool) -> Any:
-        """An output for these inputs; ``counts``: whether anyone goes by its values."""
+        """Return an output for these inputs; ``counts``: whether its values matter."""
         signature = _signature(inputs)
         known = self.shapes.get(signature)
         if known is None:

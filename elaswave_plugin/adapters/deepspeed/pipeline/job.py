@@ -234,7 +234,7 @@ class PipelineJob(AttachedEngine):
         engine.global_samples += engine.train_batch_size()
 
     def _begin_update(self) -> None:
-        """All state is here and safe, and everyone has come here; see ``await_copies``."""
+        """Wait until all state is here and safe on every worker; see ``await_copies``."""
         self._worker.state.begin_update()
         engine, mine = self._engine, 0.0
         if self._pipeline.is_busy and engine.is_last_stage():
@@ -419,7 +419,7 @@ class PipelineJob(AttachedEngine):
         return self._between_steps(work, phase="evaluation")
 
     def _look_on_evaluation(self, batches: Iterator[Any], count: int, told: bool) -> Any:
-        """Without a pipeline: what native code does with everyone, and as many batches."""
+        """Do, without a pipeline, what native code does with all workers, and as many batches."""
         dist.barrier()
         self._skip_batches(batches, count)
         if not told:

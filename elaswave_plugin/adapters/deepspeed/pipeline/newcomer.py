@@ -15,7 +15,7 @@ from elaswave_plugin.recovery.worker import Worker
 
 
 class PipelineKnowledge:
-    """Of one worker, who may be without a pipeline."""
+    """The knowledge of one worker, which may be without a pipeline."""
 
     def __init__(self, worker: Worker, framework: PipelineFramework) -> None:
         self._worker = worker

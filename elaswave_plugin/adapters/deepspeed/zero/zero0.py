@@ -70,7 +70,7 @@ class ReplicatedState:
 
     @torch.no_grad()
     def write_weights(self, masters: torch.Tensor) -> None:
-        """Exchange the shards, so that everyone has all weights again (collective)."""
+        """Exchange the shards, so that every worker has all weights again (collective)."""
         for param, master, whole in zip(
             self.params, self._masters, self._exchanged(masters[None]), strict=True
         ):
@@ -79,12 +79,12 @@ class ReplicatedState:
 
     @torch.no_grad()
     def write_moments(self, moments: torch.Tensor) -> None:
-        """Exchange the shards, so that everyone has all moments again (collective)."""
+        """Exchange the shards, so that every worker has all moments again (collective)."""
         for master, whole in zip(self._masters, self._exchanged(moments), strict=True):
             zero_state.write_moments(self._inner, [master], whole)
 
     def _exchanged(self, shard: torch.Tensor) -> Iterator[torch.Tensor]:
-        """From everyone's [parts, shard_numel] the whole [parts, numel] of each master."""
+        """Gather all workers' [parts, shard_numel] to the whole [parts, numel] of each master."""
         everyone = [torch.empty_like(shard) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(everyone, shard, group=self._group)
         offset = 0

@@ -16,7 +16,7 @@ _PARAM_STATE = "sharded_param_state_"
 
 
 def answer_for(*, placed: bool) -> None:
-    """Have ``parallel_state`` say who is first and last: nobody who has no place.
+    """Have ``parallel_state`` name the first and last worker: none without a place.
 
     Its groups have that worker alone, of which it would be the first of all kinds.
     """

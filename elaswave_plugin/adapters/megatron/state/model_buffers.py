@@ -60,7 +60,7 @@ class ModelBuffers(Plain):
 
     @property
     def changing(self) -> bool:
-        """True if passes change any, or may, as nobody knows yet."""
+        """True if passes change any, or may, as is not known yet."""
         return self._changes.may_change
 
     # ---- a part of the state of a step ----------------------------------------------------------

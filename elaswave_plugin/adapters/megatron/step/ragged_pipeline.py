@@ -245,7 +245,7 @@ class RaggedPipeline:
         return 2 * (taking_in * num_samples + sample) + backward
 
     def _shares(self, op: Op, part: int) -> Iterator[tuple[int, int, int]]:
-        """(rank, first row, last row + 1) of who runs rows of a piece at a neighbouring stage."""
+        """List (rank, first row, last row + 1) of a piece's workers at a neighbouring stage."""
         goes_on = part > self._part_of(op)
         groups = self._flow.layout.stages[part % self._num_stages]
         for one in self._below if goes_on else self._above:
