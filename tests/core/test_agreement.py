@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elaswave_plugin.core.agreement.timeouts import Timeouts
-from tests.core.cluster import Cluster
+from elaswave_plugin.testing import Cluster
 
 GOLDEN = Path(__file__).parent / "golden"
 REGENERATE = "ELASWAVE_REGENERATE_GOLDEN"

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from elaswave_plugin.core.agreement.timeouts import Timeouts
-from tests.core.cluster import Cluster
+from elaswave_plugin.testing import Cluster
 from tests.core.test_agreement_random import let_somebody_come
 
 NODES = (
@@ -38,7 +38,7 @@ def test_a_broken_link_costs_one_worker(seed: int, link: tuple[int, int]) -> Non
     """A would-be leader does not get the supervisors that still hear the leader."""
     dice = random.Random(seed)
     cluster = sealed_job((0, 1, 2, 3, 4))
-    cluster.do_sunder([str(slot) for slot in link])
+    cluster.act(f"sunder {' '.join(map(str, link))}")
     come_to_rest(cluster, dice)
     assert working(cluster) == set(range(5)) - {link[1]}
     check(cluster)
@@ -51,11 +51,11 @@ def test_while_links_break_one_by_one_a_part_that_may_go_on_does(seed: int) -> N
     cluster = sealed_job((0, 0, 1, 1, 2, 2))
     links = [(a, b) for a in (0, 1, 4) for b in (2, 3, 5) if (a, b) != (4, 5)]
     for a, b in dice.sample(links, len(links)):
-        cluster.do_sunder([str(a), str(b)])
+        cluster.act(f"sunder {a} {b}")
         cluster.run(dice, most=dice.randrange(6))
         for quiet in dice.sample(sorted(cluster.alive), len(cluster.alive)):
             if dice.random() < 0.3:
-                cluster.do_quiesce([str(quiet)])
+                cluster.act(f"quiesce {quiet}")
     come_to_rest(cluster, dice)
     assert working(cluster)
     check(cluster)
@@ -101,23 +101,23 @@ def torn_run(dice: random.Random, *, newcomers: bool = False) -> Cluster:
         elif what < 0.8:
             slot = dice.choice(sorted(cluster.alive))
             if slot in cluster.trainers:
-                cluster.do_exit([str(slot), "SIGKILL"])
+                cluster.act(f"exit {slot} SIGKILL")
         elif len(cluster.alive) > 1:
-            cluster.do_kill([str(dice.choice(sorted(cluster.alive)))])
+            cluster.act(f"kill {dice.choice(sorted(cluster.alive))}")
         if newcomers and cluster.alive:
             let_somebody_come(cluster, dice, fresh_node=10 + turn)
         for slot in sorted(cluster.new & set(cluster.alive)):
             if dice.random() < 0.5:
-                cluster.do_ready([str(slot)])
+                cluster.act(f"ready {slot}")
         for _ in range(dice.randrange(4)):
             cluster.run(dice, most=dice.randrange(12))
             for quiet in dice.sample(sorted(cluster.alive), len(cluster.alive)):
                 if dice.random() < 0.5:
-                    cluster.do_quiesce([str(quiet)])
+                    cluster.act(f"quiesce {quiet}")
             if dice.random() < 0.5:
                 exit_who_is_over(cluster)
             if dice.random() < 0.3:
-                cluster.do_tick([str(dice.choice((0.5, 1.5)))])
+                cluster.act(f"tick {dice.choice((0.5, 1.5))}")
     come_to_rest(cluster, dice)
     return cluster
 
@@ -131,15 +131,16 @@ def come_to_rest(cluster: Cluster, dice: random.Random) -> None:
             cluster.give_up(slot)
         cluster.run(dice, most=MOST)
         assert not cluster.order, "they talk without end"
-        cluster.do_quiesce(["all"])
+        cluster.act("quiesce all")
         cluster.run(dice, most=MOST)
-        cluster.do_ready([str(slot) for slot in sorted(cluster.new & set(cluster.alive))])
+        built = sorted(cluster.new & set(cluster.alive))
+        cluster.act(f"ready {' '.join(map(str, built))}")
         for one in dice.sample(sorted(cluster.alive), len(cluster.alive)):
-            cluster.do_step([str(one)])
+            cluster.act(f"step {one}")
         cluster.run(dice, most=MOST)
         exit_who_is_over(cluster)
         lose_who_is_silent(cluster)
-        cluster.do_tick(["3"])
+        cluster.act("tick 3")
 
 
 def tear(cluster: Cluster, dice: random.Random) -> None:
@@ -153,14 +154,14 @@ def tear(cluster: Cluster, dice: random.Random) -> None:
     else:
         side = {slot for slot in slots if dice.random() < 0.5}
         torn = [(a, b) for a, b in pairs if (a in side) != (b in side)]
-    cluster.do_sunder([str(slot) for pair in torn for slot in pair])
+    cluster.act(f"sunder {' '.join(str(slot) for pair in torn for slot in pair)}")
 
 
 def exit_who_is_over(cluster: Cluster) -> None:
     """The process of a supervisor that has ended does so too, and all links of it close."""
     over = sorted(set(cluster.ends) & set(cluster.alive))
     if over:
-        cluster.do_kill([str(slot) for slot in over])
+        cluster.act(f"kill {' '.join(map(str, over))}")
 
 
 def lose_who_is_silent(cluster: Cluster) -> None:

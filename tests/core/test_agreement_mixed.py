@@ -9,7 +9,7 @@ import pytest
 from elaswave_plugin.core.agreement.next_view import LAST_CALL
 from elaswave_plugin.core.layout.layout import launch_layout, why_needed
 from elaswave_plugin.core.layout.reserve import NOWHERE
-from tests.core.cluster import Cluster
+from elaswave_plugin.testing import Cluster
 from tests.core.test_agreement_cuts import (
     check,
     come_to_rest,
@@ -94,7 +94,7 @@ def end_the_last_call(cluster: Cluster, dice: random.Random) -> None:
     members = [slot for slot in last.ranks if slot in working(cluster)]
     if last.reason == LAST_CALL and members:
         for slot in members:
-            cluster.do_done([str(slot), "0"])
+            cluster.act(f"done {slot} 0")
         cluster.run(dice)
         assert cluster.ends.keys() >= cluster.alive.keys()
         exit_who_is_over(cluster)
@@ -104,16 +104,16 @@ def go_on(cluster: Cluster, dice: random.Random) -> None:
     cluster.run(dice, most=dice.randrange(15))
     for slot in dice.sample(sorted(cluster.alive), len(cluster.alive)):
         if dice.random() < 0.5:
-            cluster.do_quiesce([str(slot)])
+            cluster.act(f"quiesce {slot}")
         if dice.random() < 0.5:
-            cluster.do_step([str(slot)])
+            cluster.act(f"step {slot}")
     for slot in sorted(cluster.new & set(cluster.alive)):
         if dice.random() < 0.5:
-            cluster.do_ready([str(slot)])
+            cluster.act(f"ready {slot}")
     if dice.random() < 0.3:
         exit_who_is_over(cluster)
     if dice.random() < 0.3:
-        cluster.do_tick([str(dice.choice((0.5, 1.5)))])
+        cluster.act(f"tick {dice.choice((0.5, 1.5))}")
 
 
 def finish(cluster: Cluster, dice: random.Random) -> None:
@@ -122,7 +122,7 @@ def finish(cluster: Cluster, dice: random.Random) -> None:
     finished = []
     for slot in dice.sample(at_work, len(at_work)):
         if slot in working(cluster) - set(cluster.ends):
-            cluster.do_done([str(slot)])
+            cluster.act(f"done {slot}")
             finished.append(slot)
         if cluster.alive and dice.random() < 0.3:
             ACTIONS[dice.choice(GENTLE + ROUGH)](cluster, dice, 50)
@@ -139,7 +139,7 @@ def finish(cluster: Cluster, dice: random.Random) -> None:
 
 def exit_finished(cluster: Cluster, slot: int) -> None:
     if slot in set(cluster.alive) - set(cluster.ends):
-        cluster.do_done([str(slot), "0"])
+        cluster.act(f"done {slot} 0")
 
 
 def someone(cluster: Cluster, dice: random.Random) -> list[str]:
@@ -151,22 +151,22 @@ def someone(cluster: Cluster, dice: random.Random) -> list[str]:
 def drain(cluster: Cluster, dice: random.Random, turn: int) -> None:
     for _ in range(dice.randrange(1, 4)):
         if chosen := someone(cluster, dice):
-            cluster.do_notice([*chosen, "asked"])
+            cluster.act(f"notice {' '.join(chosen)} asked")
 
 
 def told(cluster: Cluster, dice: random.Random, turn: int) -> None:
     if chosen := someone(cluster, dice):
-        cluster.do_notice([*chosen, *["saves"] * dice.randrange(2)])
+        cluster.act(f"notice {' '.join(chosen)} {' '.join(['saves'] * dice.randrange(2))}")
 
 
 def replan(cluster: Cluster, dice: random.Random, turn: int) -> None:
     if chosen := someone(cluster, dice):
-        cluster.do_replan(chosen)
+        cluster.act(f"replan {' '.join(chosen)}")
 
 
 def sever(cluster: Cluster, dice: random.Random, turn: int) -> None:
     if chosen := someone(cluster, dice):
-        cluster.do_sever(chosen)
+        cluster.act(f"sever {' '.join(chosen)}")
 
 
 def come(cluster: Cluster, dice: random.Random, turn: int) -> None:
@@ -185,24 +185,24 @@ def stop(cluster: Cluster, dice: random.Random, turn: int) -> None:
 
 def exit_one(cluster: Cluster, dice: random.Random, turn: int) -> None:
     if chosen := someone(cluster, dice):
-        cluster.do_exit([*chosen, "SIGKILL"])
+        cluster.act(f"exit {' '.join(chosen)} SIGKILL")
 
 
 def respawn(cluster: Cluster, dice: random.Random, turn: int) -> None:
     idle = set(cluster.alive) - cluster.trainers - cluster.new - set(cluster.ends) - cluster.left
     for slot in sorted(idle):
         if dice.random() < 0.7:
-            cluster.do_respawn([str(slot)])
+            cluster.act(f"respawn {slot}")
 
 
 def kill(cluster: Cluster, dice: random.Random, turn: int) -> None:
     if len(cluster.alive) > 1:
-        cluster.do_kill([str(dice.choice(sorted(cluster.alive)))])
+        cluster.act(f"kill {dice.choice(sorted(cluster.alive))}")
 
 
 def doom(cluster: Cluster, dice: random.Random, turn: int) -> None:
     slot = dice.choice(sorted(cluster.alive))
-    cluster.do_doom([str(slot), dice.choice(KINDS), str(dice.randrange(1, 4))])
+    cluster.act(f"doom {slot} {dice.choice(KINDS)} {dice.randrange(1, 4)}")
 
 
 def cut(cluster: Cluster, dice: random.Random, turn: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 from elaswave_plugin.core.agreement.timeouts import Timeouts
 from elaswave_plugin.core.agreement.view import MembershipView
 from elaswave_plugin.core.layout.reserve import NOWHERE
-from tests.core.cluster import Cluster
+from elaswave_plugin.testing import Cluster
 
 LAUNCHED = ((0, 0, 0, 0), (0, 0, 1, 1, 2, 2), (0, 1, 2), (0, 1, 2, 3, 4))
 GROWING = ((0, 1, 2, NOWHERE), (0, 0, 1, 1, NOWHERE, NOWHERE), (0, 0, 1, 2, NOWHERE))
@@ -66,39 +66,39 @@ def random_run(
     for turn in range(dice.randrange(1, 9)):
         for one in dice.sample(sorted(cluster.alive), len(cluster.alive)):
             for _ in range(dice.randrange(3)):
-                cluster.do_step([str(one)])
+                cluster.act(f"step {one}")
         if newcomers:
             let_somebody_come(cluster, dice, fresh_node=10 + turn)
         idle = [one for one in cluster.alive if one not in cluster.trainers | set(cluster.ends)]
         if idle and dice.random() < 0.7:
             slot = dice.choice(idle)
-            (cluster.do_ready if slot in cluster.new else cluster.do_respawn)([str(slot)])
+            cluster.act(f"{'ready' if slot in cluster.new else 'respawn'} {slot}")
         if not cluster.alive:
             break
         slot = dice.choice(sorted(cluster.alive))
         what = dice.random()
         if what < exits and slot in cluster.trainers:
-            cluster.do_exit([str(slot), "SIGKILL"])
+            cluster.act(f"exit {slot} SIGKILL")
         elif what < kills and len(cluster.alive) > 1:
-            cluster.do_kill([str(slot)])
+            cluster.act(f"kill {slot}")
         elif what < 0.8:
             kinds = ["propose", "committed", "quiesced", "prepare", "promise"]
             kind = dice.choice(kinds + ["admit"] * newcomers)
-            cluster.do_doom([str(slot), kind, str(dice.randrange(1, 4))])
+            cluster.act(f"doom {slot} {kind} {dice.randrange(1, 4)}")
         cluster.run(dice)
         if dice.random() < 0.7 and cluster.alive:
             for quiet in dice.sample(sorted(cluster.alive), len(cluster.alive)):
-                cluster.do_quiesce([str(quiet)])
+                cluster.act(f"quiesce {quiet}")
                 cluster.run(dice)
     for _ in range(20):
         if not cluster.alive or len(cluster.ends) == len(cluster.alive):
             break
-        cluster.do_quiesce(["all"])
+        cluster.act("quiesce all")
         cluster.run(dice)
         for one in dice.sample(sorted(cluster.alive), len(cluster.alive)):
-            cluster.do_step([str(one)])
+            cluster.act(f"step {one}")
         cluster.run(dice)
-        cluster.do_tick(["6"])
+        cluster.act("tick 6")
         cluster.run(dice)
     return cluster
 
@@ -108,7 +108,7 @@ def let_somebody_come(cluster: Cluster, dice: random.Random, *, fresh_node: int)
     empty = sorted(set(range(len(cluster.nodes))) - set(cluster.alive) - set(cluster.asking))
     if empty and dice.random() < 0.7:
         slot, node = dice.choice(empty), dice.choice([*cluster.nodes, fresh_node])
-        cluster.do_join([str(slot), str(node)])
+        cluster.act(f"join {slot} {node}")
         if dice.random() < 0.5:
             cluster.run(dice)
 

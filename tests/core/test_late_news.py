@@ -1,7 +1,7 @@
 """A message that a supervisor sends after its promise is newer than what it promised with."""
 
 from elaswave_plugin.core.agreement.timeouts import Timeouts
-from tests.core.cluster import Cluster
+from elaswave_plugin.testing import Cluster
 
 
 def test_who_has_exited_during_the_election_is_not_waited_for() -> None:

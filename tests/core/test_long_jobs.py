@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from elaswave_plugin.core.agreement.timeouts import Timeouts
-from tests.core.cluster import Cluster
+from elaswave_plugin.testing import Cluster
 
 NODES = (0, 0, 1, 1, 2, 2)
 EVENTS = {

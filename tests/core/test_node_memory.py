@@ -9,7 +9,7 @@ from elaswave_plugin.core.agreement.timeouts import Timeouts
 from elaswave_plugin.core.agreement.view import first_view
 from elaswave_plugin.core.codec import to_json
 from elaswave_plugin.errors import EXIT_LEFT_OUT
-from tests.core.cluster import Cluster
+from elaswave_plugin.testing import Cluster
 
 NODES = (0, 1, 1, 2, 2, 3)
 

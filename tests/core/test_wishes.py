@@ -7,7 +7,7 @@ import pytest
 
 from elaswave_plugin.core.agreement.timeouts import Timeouts
 from elaswave_plugin.core.layout.layout import launch_layout
-from tests.core.cluster import Cluster
+from elaswave_plugin.testing import Cluster
 
 NODES = (0, 1, 2, 3)
 # Two stages: slots 0 and 1, slots 2 and 3.

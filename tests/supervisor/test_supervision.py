@@ -53,14 +53,6 @@ def test_two_trainers_killed_at_once(tmp_path: Path) -> None:
         assert job.finish([1, 3]) == 0
 
 
-def test_losses_one_after_the_other_down_to_one(tmp_path: Path) -> None:
-    with Job(tmp_path, 4).start() as job:
-        for epoch, victim in ((2, 1), (3, 0), (4, 3)):
-            job.kill(victim)
-            job.all("commit", [2], epoch=epoch)
-        assert job.finish([2]) == 0
-
-
 def test_a_killed_supervisor_takes_its_trainer_along(tmp_path: Path) -> None:
     with Job(tmp_path, 4).start() as job:
         job.kill_supervisor(2)
@@ -98,40 +90,6 @@ def test_the_next_slot_leads_when_the_leader_is_killed(tmp_path: Path) -> None:
         assert ranks_of(job, [1, 3], 3) == [3, 1]
         assert job.finish([1, 3]) == 0
     assert [event["by"] for event in job.events("view_committed")] == [0, 1, 1]
-
-
-def test_a_second_trainer_killed_during_an_open_proposal(tmp_path: Path) -> None:
-    with Job(tmp_path, 4).start() as job:
-        job.tell(3, "deaf")
-        job.one("deaf", 3)
-        job.kill(1)
-        job.all("ring", [0, 2, 3], epoch=2)
-        job.kill(3)
-        assert ranks_of(job, [0, 2], 3) == [0, 2]
-        assert job.finish([0, 2]) == 0
-
-
-@pytest.mark.parametrize("victim", [0, 3])
-def test_a_supervisor_killed_during_an_open_proposal(tmp_path: Path, victim: int) -> None:
-    with Job(tmp_path, 4).start() as job:
-        job.tell(victim, "deaf")
-        job.one("deaf", victim)
-        job.kill(1)
-        job.all("ring", [0, 2, 3], epoch=2)
-        job.kill_supervisor(victim)
-        rest = [slot for slot in (0, 2, 3) if slot != victim]
-        assert sorted(ranks_of(job, rest, 3)) == rest
-        assert job.finish(rest) == 0
-
-
-def test_leader_and_a_trainer_killed_at_once(tmp_path: Path) -> None:
-    with Job(tmp_path, 4).start() as job:
-        job.kill_supervisor(0)
-        job.kill(2)
-        last = [None, None]
-        while last != [[3, 1], [3, 1]]:
-            last = [report["ranks"] for report in job.all("commit", [1, 3])]
-        assert job.finish([1, 3]) == 0
 
 
 def test_a_trainer_killed_while_it_writes_a_control_message(tmp_path: Path) -> None:

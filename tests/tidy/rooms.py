@@ -25,6 +25,7 @@ core/layout: errors
 config: errors rehearsed
 core/agreement: core core/layout errors
 core/planner: core/layout core/step errors
+testing: core core/agreement core/layout
 tracking: config errors
 ipc: core core/agreement core/layout errors
 core/recovery_plan: core/layout core/planner core/step errors

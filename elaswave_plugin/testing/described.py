@@ -1,4 +1,4 @@
-"""Messages between supervisors as the lines of a golden script."""
+"""Writes messages between supervisors as the lines of a golden script."""
 
 from elaswave_plugin.core.agreement.effects import Note
 from elaswave_plugin.core.agreement.messages import (
@@ -22,6 +22,7 @@ from elaswave_plugin.core.agreement.messages import (
 
 
 def describe(message: Message) -> str:
+    """Write a message as one line."""
     match message:
         case Prepare():
             return f"prepare {message.ballot} lost={list(message.lost)}"

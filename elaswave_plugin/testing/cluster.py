@@ -1,4 +1,4 @@
-"""Supervisors without processes: links and trainers that a script or chance moves."""
+"""Runs the real agreement of many supervisors over a virtual network, in virtual time."""
 
 import json
 import random
@@ -31,16 +31,28 @@ from elaswave_plugin.core.agreement.messages import (
 )
 from elaswave_plugin.core.agreement.timeouts import Timeouts
 from elaswave_plugin.core.agreement.view import MembershipView
-from elaswave_plugin.core.codec import from_json
+from elaswave_plugin.core.codec import from_json, to_json
 from elaswave_plugin.core.layout.reserve import NOWHERE
-from tests.core.described import describe, describe_note
-from tests.core.over_the_wire import as_json
+from elaswave_plugin.testing.described import describe, describe_note
 
 T = TypeVar("T")
 
 
 class Cluster:
-    """Supervisors without processes: messages are delivered in a fixed (or a random) order."""
+    """Supervisors without processes, whose messages are delivered in a fixed or a random order.
+
+    ``nodes``: the node of each slot at the launch, `NOWHERE` for one of the reserve. A test gives
+    commands (`do`, `act` and `run`; docs/testing.md has them all) and reads what became of them:
+
+    - ``alive``: the `Agreement` of each slot whose supervisor lives; ``trainers``: who trains
+    - ``decided``: every view by its epoch; ``commits``: the views that each trainer was told
+    - ``ends``: how the job ended for a slot; ``left``: who may leave, as it was told to
+    - ``joined`` and ``entered``: newcomers that are let in, and those that take part
+    - ``lines``: what happened, one line a message, view or end, unless ``verbose`` is off
+
+    Messages pass through their wire form. Two trainers are never told different views of an epoch,
+    and whoever comes meets the others between two steps: AssertionError if they are.
+    """
 
     def __init__(self, nodes: tuple[int, ...], timeouts: Timeouts) -> None:
         self.now_s = 0.0
@@ -90,15 +102,26 @@ class Cluster:
     # ---- commands -----------------------------------------------------------------------------
 
     def do(self, command: str) -> None:
-        name, *words = command.split()
-        getattr(self, f"do_{name}")(words)
+        """Act, and deliver until nothing is under way."""
+        self.act(command)
         self.run()
 
-    def do_start(self, words: list[str]) -> None:
+    def act(self, command: str) -> None:
+        """Make one thing happen, and deliver nothing. Raises ValueError for an unknown command."""
+        name, *words = command.split()
+        act = getattr(self, f"_do_{name}", None)
+        if act is None:
+            known = [one.removeprefix("_do_") for one in dir(self) if one.startswith("_do_")]
+            raise ValueError(f"the command is {name!r}, wanted one of {', '.join(known)}")
+        act(words)
+
+    def _do_start(self, words: list[str]) -> None:
+        """Begin the job: the leader proposes the first view."""
         for slot in list(self.alive):
             self.settle(slot)
 
-    def do_quiesce(self, words: list[str]) -> None:
+    def _do_quiesce(self, words: list[str]) -> None:
+        """Have trainers (SLOTS) stop and answer the open proposal."""
         for slot in self.slots(words):
             if slot in self.alive and slot in self.open:
                 ballot = self.open.pop(slot)
@@ -116,8 +139,8 @@ class Cluster:
                 )
                 self.settle(slot)
 
-    def do_step(self, words: list[str]) -> None:
-        """step SLOTS: these trainers go on, to the next boundary or over it where they may."""
+    def _do_step(self, words: list[str]) -> None:
+        """Let trainers (SLOTS) go on, to the next boundary or over it where they may."""
         for slot in self.slots(words):
             running = self.trainers & set(self.alive) - self.outside - set(self.open)
             if slot not in running - self.stopped:
@@ -140,10 +163,10 @@ class Cluster:
                 self.say(f"{slot}: stops before step {step}")
                 self.open[slot] = ballot
                 del self.boundary[slot]
-                self.do_quiesce([str(slot)])
+                self._do_quiesce([str(slot)])
 
-    def do_respawn(self, words: list[str]) -> None:
-        """respawn SLOTS: new trainers are built there and wait to be let in."""
+    def _do_respawn(self, words: list[str]) -> None:
+        """Build new trainers (SLOTS), which wait to be let in."""
         for slot in self.slots(words):
             agreement = self.alive[slot]
             agreement.trainer_starts(agreement.incarnation + 1)
@@ -153,8 +176,8 @@ class Cluster:
             agreement.trainer_ready(self.now_s)
             self.settle(slot)
 
-    def do_join(self, words: list[str]) -> None:
-        """join SLOT NODE [UNLINKED]: another supervisor asks whoever leads for this slot."""
+    def _do_join(self, words: list[str]) -> None:
+        """Ask for a slot as another supervisor (SLOT NODE [SLOTS without a link])."""
         slot, node = map(int, words[:2])
         unlinked = self.slots(words[2:])
         linked = frozenset(set(self.alive) - set(unlinked))
@@ -178,8 +201,8 @@ class Cluster:
         why = why or {answer.reason for answer in answers.values()}
         self.say(f"worker {slot} on node {node} is not let in: {'; '.join(sorted(map(str, why)))}")
 
-    def do_ready(self, words: list[str]) -> None:
-        """ready SLOTS: the trainers of newcomers are built and wait to be let in."""
+    def _do_ready(self, words: list[str]) -> None:
+        """Build the trainers of newcomers (SLOTS), which wait to be let in."""
         for slot in self.slots(words):
             self.new.discard(slot)
             self.trainers.add(slot)
@@ -187,7 +210,7 @@ class Cluster:
             self.settle(slot)
 
     def begin_or_give_up(self) -> None:
-        """A newcomer takes part once all that it was told of use its links, or not at all."""
+        """Begin as a newcomer once all that it was told of use its links, or give up."""
         for slot, leader in list(self.asking.items()):
             message = self.welcomes.get(slot)
             if message is None:
@@ -204,13 +227,14 @@ class Cluster:
                 self.begin(message)
 
     def give_up(self, slot: int) -> None:
-        """A newcomer closes its links; it does so too where it has waited for long."""
+        """Close the links of a newcomer, as one does that has waited for long."""
         self.say(f"{slot}: gives up, it is not let in by all")
         del self.asking[slot]
         self.welcomes.pop(slot, None)
         self.order += [(slot, other) for other in self.alive]
 
     def begin(self, message: Welcome) -> None:
+        """Take part as the newcomer that was welcomed."""
         slot = message.worker.slot
         del self.asking[slot], self.welcomes[slot]
         if all(self.nodes[other] != self.nodes[slot] for other in self.alive):
@@ -230,26 +254,27 @@ class Cluster:
         self.order += [link for link, wire in self.wires.items() if link[1] == slot for _ in wire]
         self.settle(slot)
 
-    def do_notice(self, words: list[str]) -> None:
-        """notice SLOTS [saves] [asked]: these trainers are to leave between two steps."""
+    def _do_notice(self, words: list[str]) -> None:
+        """Tell trainers to leave between two steps (SLOTS [saves] [asked])."""
         for slot in self.slots(words[:1]):
             how = {"saves_last": "saves" in words, "asked": "asked" in words}
             self.alive[slot].give_notice("it is drained", self.now_s, **how)
             self.settle(slot)
 
-    def do_replan(self, words: list[str]) -> None:
-        """replan SLOTS: these trainers were told what layout somebody wants."""
+    def _do_replan(self, words: list[str]) -> None:
+        """Tell trainers (SLOTS) what layout somebody wants."""
         for slot in self.slots(words):
             self.alive[slot].replan("layers move", self.now_s)
             self.settle(slot)
 
-    def do_seal(self, words: list[str]) -> None:
+    def _do_seal(self, words: list[str]) -> None:
+        """Have trainers (SLOTS) seal their first snapshot."""
         for slot in self.slots(words):
             self.alive[slot].first_seal()
             self.settle(slot)
 
-    def do_exit(self, words: list[str]) -> None:
-        """exit SLOTS CODE|SIGNAL [STEP]: these trainers end in the same moment.
+    def _do_exit(self, words: list[str]) -> None:
+        """End trainers in the same moment (SLOTS CODE|SIGNAL [STEP]).
 
         With a step, by an exception of their scripts, in the same line.
         """
@@ -270,8 +295,8 @@ class Cluster:
         for slot in slots:
             self.settle(slot)
 
-    def do_done(self, words: list[str]) -> None:
-        """done SLOTS [CODE]: these trainers have finished, and with a code exited too."""
+    def _do_done(self, words: list[str]) -> None:
+        """Have trainers finish, and with a code exit too (SLOTS [CODE])."""
         for slot in self.slots(words[:1]):
             self.trainers.discard(slot)
             self.boundary.pop(slot, None)
@@ -281,14 +306,14 @@ class Cluster:
                 self.alive[slot].quiesced(ballot, None, [{"owner": slot}])
             self.settle(slot)
 
-    def do_detached(self, words: list[str]) -> None:
-        """detached SLOTS: these trainers train, and have not joined."""
+    def _do_detached(self, words: list[str]) -> None:
+        """Say that trainers (SLOTS) train and have not joined."""
         for slot in self.slots(words):
             self.alive[slot].detached(Detached(trains=True, missing="a flag"))
             self.settle(slot)
 
-    def do_kill(self, words: list[str]) -> None:
-        """kill SLOTS: these supervisors die in the same moment."""
+    def _do_kill(self, words: list[str]) -> None:
+        """Kill supervisors (SLOTS) in the same moment."""
         dead = self.slots(words)
         for slot in dead:
             self.bury(slot)
@@ -298,12 +323,12 @@ class Cluster:
                     self.alive[slot].lost(gone, "its connection closed")
                 self.settle(slot)
 
-    def do_doom(self, words: list[str]) -> None:
-        """doom SLOT KIND N: this supervisor dies once it has sent N messages of a kind."""
+    def _do_doom(self, words: list[str]) -> None:
+        """Kill a supervisor once it has sent N messages of a kind (SLOT KIND N)."""
         self.doom[int(words[0])] = words[1], int(words[2])
 
-    def do_part(self, words: list[str]) -> None:
-        """part A B [C D ...]: the links between A and B break, and those between C and D."""
+    def _do_part(self, words: list[str]) -> None:
+        """Break the links between A and B, and those between C and D (A B [C D ...])."""
         pairs = zip(words[::2], words[1::2], strict=True)
         cut = [
             (a, b) for one, other in pairs for a in self.slots([one]) for b in self.slots([other])
@@ -316,10 +341,10 @@ class Cluster:
         for slot in dict.fromkeys(slot for pair in cut for slot in pair):
             self.settle(slot)
 
-    def do_sunder(self, words: list[str]) -> None:
-        """sunder A B [C D ...]: as `part`, but who is behind a broken link is lost where one leads.
+    def _do_sunder(self, words: list[str]) -> None:
+        """Break links as `part` does; who is behind one is lost only where one end leads.
 
-        So coordinators go by it (`Coordinator._lose_who_is_needed`).
+        Coordinators do the same (`Coordinator._lose_who_is_needed`).
         """
         for one, other in zip(words[::2], words[1::2], strict=True):
             for a in self.slots([one]):
@@ -332,7 +357,7 @@ class Cluster:
             self.settle(slot)
 
     def lose_who_is_needed(self, slot: int) -> None:
-        """Of a broken link one end leads, or each of them may be right."""
+        """Lose who is behind a broken link, where one of its ends leads."""
         agreement = self.alive[slot]
         for _ in self.nodes:
             leader = agreement.leader
@@ -341,32 +366,36 @@ class Cluster:
                 self.broken.discard((slot, far))
                 agreement.lost(far, "its connection broke")
 
-    def do_tick(self, words: list[str]) -> None:
-        """tick SECONDS: time passes, and with its beats each learns whom its node follows."""
+    def _do_tick(self, words: list[str]) -> None:
+        """Let SECONDS pass; with the beats each learns whom its node follows."""
         self.now_s += float(words[0])
         for slot, agreement in self.alive.items():
             agreement.recall(self.memories.get(self.nodes[slot], NodeMemory()), self.now_s)
         for slot in list(self.alive):
             self.settle(slot)
 
-    def do_sever(self, words: list[str]) -> None:
+    def _do_sever(self, words: list[str]) -> None:
+        """Break a data link of trainers (SLOTS), which stay alive."""
         for slot in self.slots(words):
             epoch = self.commits[slot][-1].epoch
             self.alive[slot].severed(epoch, "a link broke", self.now_s)
             self.settle(slot)
 
-    def do_progress(self, words: list[str]) -> None:
+    def _do_progress(self, words: list[str]) -> None:
+        """Let trainers (SLOTS) show that they work."""
         for slot in self.slots(words):
             self.alive[slot].progress(self.now_s)
 
     # ---- the network --------------------------------------------------------------------------
 
     def slots(self, words: list[str]) -> list[int]:
+        """Read SLOTS: "all", or numbers with commas or blanks between them."""
         if words == ["all"]:
             return list(self.alive)
         return [int(slot) for word in words for slot in word.split(",")]
 
     def bury(self, slot: int) -> None:
+        """Remove a supervisor with its trainer."""
         self.say(f"{slot}: supervisor dies")
         self.alive.pop(slot)
         self.new.discard(slot)
@@ -374,6 +403,7 @@ class Cluster:
         self.open.pop(slot, None)
 
     def settle(self, slot: int) -> None:
+        """Carry out what a supervisor asks for, until it asks for nothing more."""
         if slot not in self.alive or slot in self.settling:
             return  # whatever it has heard meanwhile comes after what it is about to say
         self.settling.add(slot)
@@ -401,6 +431,7 @@ class Cluster:
             self.memories[node] = agreement.memory
 
     def carry_out(self, slot: int, effect: Effect) -> None:
+        """Do what the agreement of a slot asks its supervisor to do."""
         match effect:
             case Send():
                 self.send(slot, effect.to, effect.message)
@@ -418,7 +449,7 @@ class Cluster:
                 facts = {int(slot): one for slot, one in payload["facts"].items()}
                 holders = [record["owner"] for record in payload["inventory"]]
                 self.say(
-                    f"{slot}: commit epoch {view.epoch} ranks {list(view.ranks)} "
+                    f"{slot}: commit view {view.epoch} ranks {list(view.ranks)} "
                     f"facts of {sorted(facts)} inventory of {holders}"
                     + (f" after {skipped}" if skipped else "")
                 )
@@ -466,14 +497,14 @@ class Cluster:
                 self.say(f"{slot}: over, exit code {effect.exit_code}: {effect.reason}")
                 self.ends[slot] = effect
             case Note():
-                told = describe_note(effect)
-                if told is not None:
-                    self.say(f"{slot}: {told}")
+                note = describe_note(effect)
+                if note is not None:
+                    self.say(f"{slot}: {note}")
 
     def all_decided(
         self, told: list[MembershipView], facts: list[dict[str, int]]
     ) -> list[MembershipView]:
-        """All views up to the last one told; what is not told, one of the facts has applied."""
+        """Return the views up to the last one told; one of the facts has applied those not told."""
         decided = [view for epoch, view in sorted(self.decided.items()) if epoch <= told[-1].epoch]
         placed = max(fact["placed"] for fact in facts)
         assert all(view in told for view in decided if view.epoch > placed)
@@ -481,6 +512,7 @@ class Cluster:
         return decided
 
     def ring(self, slot: int, effect: Ring) -> None:
+        """Interrupt the trainer of a slot, at once or at the boundary of a step."""
         where = ""
         if effect.boundary:
             where = " between steps"
@@ -499,8 +531,9 @@ class Cluster:
             self.open[slot] = effect.ballot
 
     def send(self, slot: int, to: int, message: Message) -> None:
+        """Put a message on its link, unless that is cut."""
         # Through the wire form and back, as between processes.
-        message = from_json(Message, as_json(message))
+        message = from_json(Message, json.loads(json.dumps(message, default=to_json)))
         if (to in self.alive or to in self.asking) and (slot, to) not in self.cut:
             self.wires.setdefault((slot, to), deque()).append(message)
             self.order.append((slot, to))
@@ -526,10 +559,10 @@ class Cluster:
                 self.order.rotate(-dice.randrange(len(self.order)))
             sender, to = self.order.popleft()
             wire = self.wires.get((sender, to))
-            if to in self.asking and wire and isinstance(wire[0], Welcome):
-                message = wire.popleft()
-                self.say(f"{sender} -> {to}: {describe(message)}")
-                self.welcomes[to] = message
+            if to in self.asking and wire and isinstance(welcome := wire[0], Welcome):
+                wire.popleft()
+                self.say(f"{sender} -> {to}: {describe(welcome)}")
+                self.welcomes[to] = welcome
             self.begin_or_give_up()
             if to not in self.alive or {(sender, to)} & (self.cut | self.unread):
                 continue
@@ -543,5 +576,6 @@ class Cluster:
             self.settle(to)
 
     def say(self, line: str) -> None:
+        """Write down what happened."""
         if self.verbose:
             self.lines.append(f"  {line}")

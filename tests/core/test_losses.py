@@ -1,0 +1,72 @@
+"""Losses of trainers, supervisors and leaders, at once and one after the other."""
+
+import pytest
+
+from elaswave_plugin.core.agreement.timeouts import Timeouts
+from elaswave_plugin.testing import Cluster
+
+
+def job(*commands: str) -> Cluster:
+    """Four workers of one node, all sealed, to whom these things happen."""
+    cluster = Cluster((0, 0, 0, 0), Timeouts())
+    for command in ("start", "quiesce all", "seal all", *commands):
+        cluster.do(command)
+    return cluster
+
+
+def ranks(cluster: Cluster, *slots: int) -> list[int]:
+    """The ranks of the last view, which all these trainers were told."""
+    told = {cluster.commits[slot][-1] for slot in slots}
+    assert len(told) == 1
+    return list(told.pop().ranks)
+
+
+def finish(cluster: Cluster, *slots: int) -> None:
+    """The rest of the job is done, and it has ended well."""
+    for slot in slots:
+        cluster.do(f"done {slot} 0")
+    assert {cluster.ends[slot].exit_code for slot in slots} == {0}
+
+
+def test_losses_one_after_the_other_down_to_one() -> None:
+    cluster = job()
+    for epoch, victim in ((2, 1), (3, 0), (4, 3)):
+        cluster.do(f"exit {victim} SIGKILL")
+        cluster.do("quiesce all")
+        assert cluster.commits[2][-1].epoch == epoch
+    assert ranks(cluster, 2) == [2]
+    finish(cluster, 2)
+
+
+def test_a_second_trainer_killed_during_an_open_proposal() -> None:
+    cluster = job("exit 1 SIGKILL", "quiesce 0,1,2")
+    assert set(cluster.open) == {3} and len(cluster.decided) == 1
+    cluster.do("exit 3 SIGKILL")
+    cluster.do("quiesce all")
+    assert ranks(cluster, 0, 2) == [0, 2]
+    finish(cluster, 0, 2)
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_supervisor_killed_during_an_open_proposal(victim: int) -> None:
+    cluster = job("exit 1 SIGKILL")
+    assert {0, 2, 3} <= set(cluster.open)
+    rest = [slot for slot in (0, 2, 3) if slot != victim]
+    for slot in rest:
+        cluster.do(f"quiesce {slot}")
+    assert len(cluster.decided) == 1
+    cluster.do(f"kill {victim}")
+    cluster.do("quiesce all")
+    assert sorted(ranks(cluster, *rest)) == rest
+    finish(cluster, *rest)
+
+
+def test_leader_and_a_trainer_killed_at_once() -> None:
+    cluster = job()
+    cluster.act("kill 0")
+    cluster.act("exit 2 SIGKILL")
+    cluster.run()
+    for _ in range(2):
+        cluster.do("quiesce all")
+    assert ranks(cluster, 1, 3) == [3, 1]
+    finish(cluster, 1, 3)
