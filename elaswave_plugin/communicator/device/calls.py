@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from elaswave_plugin.communicator.device.blank_ids import blank_ids
 from elaswave_plugin.communicator.device.engine import DeviceEngine
 from elaswave_plugin.communicator.groups.group_calls import ElasticProcessGroup
 from elaswave_plugin.communicator.links.body_calls import MADE_AGAIN, made_again
@@ -34,6 +35,7 @@ def _routed(call: str) -> Callable[..., Any]:
         if not self._is_native(device_of((*args, *kwargs.values()))):
             return getattr(super(DeviceProcessGroup, self), call)(*args, **kwargs)
         self._require_member(call)
+        blank_ids(call, self.rank(), (*args, *kwargs.values()))
         return self.engine.launch(self, call, args, kwargs)
 
     run.__name__ = call
@@ -90,6 +92,7 @@ class DeviceProcessGroup(ElasticProcessGroup):
         if not self._is_native(device_of([tensors])) or rank < 0:
             return getattr(super(), call)(tensors, rank, tag)
         self._require_member(call)
+        blank_ids(call, self.rank(), (tensors, rank, tag))
         return self.engine.launch(self, call, (tensors, rank, tag), {}, peer=rank)
 
     def takes_batches_on(self, device: torch.device) -> bool:

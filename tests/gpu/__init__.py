@@ -1,0 +1,1 @@
+"""What GPUs do, on a machine without one: the kit, and calls that an abort cuts off."""
