@@ -17,6 +17,8 @@ FAULTS = (
     "tests/deepspeed",
     "tests/rehearsal",
     "tests/adapters/megatron_lm",
+    # Runs of the kit, each with processes of its own.
+    "tests/gpu/test_kit.py",
     # Whole jobs whose workers, supervisors and launchers are killed.
     "tests/launch/test_detached.py",
     "tests/launch/test_join.py",

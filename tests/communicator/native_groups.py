@@ -269,7 +269,7 @@ class GlooParts:
     def wait(self) -> bool:
         self._work.wait()
         for out, part in zip(
-            self._outs, self._space.split([out.numel() for out in self._outs]), strict=True
+            self._outs, torch.split(self._space, [out.numel() for out in self._outs]), strict=True
         ):
             out.copy_(part)
         return True
@@ -334,7 +334,8 @@ class GlooMaker:
 
     def make(self, store: LinkStore, name: str, rank: int, size: int) -> Inner:
         self.made.append(name)
-        prefixed: Any = dist.PrefixStore(name, store)
+        distributed: Any = dist
+        prefixed = distributed.PrefixStore(name, store)
         gloo: Any = dist.ProcessGroupGloo
         backend = gloo(prefixed, rank, size, timedelta(seconds=30))
         calls = c10d_tables.wrap_backend(backend, prefixed, rank, size, kind="GLOO", device="cpu")

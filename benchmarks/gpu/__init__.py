@@ -1,0 +1,1 @@
+"""The kit for a machine with GPUs: items within budgets, one JSON and one page."""
