@@ -1,4 +1,4 @@
-"""Native communicators after a loss: aborted, made anew, timed; and ids that an abort cut off."""
+"""Native communicators after a loss: aborted, made again, timed; and ids that an abort cut off."""
 
 import time
 from functools import partial
@@ -11,8 +11,8 @@ from benchmarks.gpu.device import Device
 from benchmarks.gpu.notes import Notes
 from elaswave_plugin.communicator.process_group import GroupTable
 from elaswave_plugin.errors import EpochChanged
-from tests.runtime.forked import Peer, Workers
-from tests.runtime.native_groups import GlooMaker
+from tests.communicator.forked import Peer, Workers
+from tests.communicator.native_groups import GlooMaker
 
 MOST_WORKERS = 4
 NUMEL, SMALL_NUMEL = 1 << 24, 1 << 12

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What a program computes on; `count`: GPUs, or as many as the CPU stands for."""
+    """The device that a program computes on; `count`: GPUs, or as many as the CPU stands for."""
 
     is_stand_in: bool
     count: int

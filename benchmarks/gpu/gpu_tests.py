@@ -8,7 +8,7 @@ from benchmarks.gpu.device import Device
 from benchmarks.gpu.notes import Notes
 from benchmarks.gpu.runner import ROOT
 
-FILES = ("tests/runtime/test_nccl_gpu.py", "tests/gpu", "tests/faults/test_gpu.py")
+FILES = ("tests/communicator/test_nccl_gpu.py", "tests/gpu", "tests/faults/test_gpu.py")
 SUMMARY = re.compile(r"^(?:FAILED|ERROR) .*|^=*\s*\d+ .*in [\d.]+ ?s.*$", re.MULTILINE)
 
 

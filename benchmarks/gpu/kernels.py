@@ -1,4 +1,4 @@
-"""Whether kernels repeat their bits: forward, backward and optimizer of a layer, run twice."""
+"""A check that kernels repeat their bits: forward, backward and optimizer of a layer, run twice."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""What the machine is: processors, memory, GPUs, and the versions of what runs."""
+"""The description of the machine: processors, memory, GPUs, and the versions of what runs."""
 
 import os
 import platform

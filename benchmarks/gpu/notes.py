@@ -1,4 +1,4 @@
-"""What an item's program finds: written to a file with each line, so that a late end loses none."""
+"""The findings of an item's program, in a file by line, so that a late end loses none."""
 
 import json
 import os

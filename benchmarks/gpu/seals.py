@@ -103,7 +103,7 @@ def _seal_s(device: Device, notes: Notes, name: str, size: int) -> float:
 
 
 def _step_s(device: Device, parameters: int) -> float:
-    """Median seconds of a forward and backward pass of square layers with so many weights."""
+    """Median seconds of a forward and backward pass of square layers of that many weights."""
     width = SMALL_WIDTH if device.is_stand_in else WIDTH
     layers = max(1, parameters // width**2)
     # The same weights serve all layers: time is what is measured, and memory may be short.

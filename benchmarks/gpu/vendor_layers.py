@@ -51,7 +51,7 @@ def _fused_norm(library: Any) -> torch.nn.Module:
 
 
 def _passes(layer: Callable[..., Any]) -> list[torch.Tensor]:
-    """Output and gradient of the input for weights and an input that are drawn anew alike."""
+    """Output and gradient of the input for weights and an input drawn again with the same seed."""
     generator = torch.Generator("cuda").manual_seed(5)
     assert isinstance(layer, torch.nn.Module)
     with torch.no_grad():

@@ -51,7 +51,7 @@ class Cluster:
     - ``lines``: what happened, one line a message, view or end, unless ``verbose`` is off
 
     Messages pass through their wire form. Two trainers are never told different views of an epoch,
-    and whoever comes meets the others between two steps: AssertionError if they are.
+    and a newcomer meets the others between two steps: AssertionError if not.
     """
 
     def __init__(self, nodes: tuple[int, ...], timeouts: Timeouts) -> None:
@@ -367,7 +367,7 @@ class Cluster:
                 agreement.lost(far, "its connection broke")
 
     def _do_tick(self, words: list[str]) -> None:
-        """Let SECONDS pass; with the beats each learns whom its node follows."""
+        """Let SECONDS pass; with the beats each learns which leader its node follows."""
         self.now_s += float(words[0])
         for slot, agreement in self.alive.items():
             agreement.recall(self.memories.get(self.nodes[slot], NodeMemory()), self.now_s)

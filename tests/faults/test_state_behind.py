@@ -46,7 +46,7 @@ wait = StateKeeper.await_copies
 def flip(self):
     wait(self)
     if (self._member.slot, self._sealed_step) == (1, 3):
-        payload_bytes = self._cut(self._cell.buckets, 4).payload_bytes
+        payload_bytes = self._cut(self._shard_group.buckets, 4).payload_bytes
         chunk = -(-payload_bytes // len(PARTS) // CHUNK_BYTES)
         assert chunk < payload_bytes // CHUNK_BYTES
         self.pool._maps[1][BODY_OFFSET + chunk * CHUNK_BYTES + 1000] ^= 1

@@ -1,1 +1,1 @@
-"""What GPUs do, on a machine without one: the kit, and calls that an abort cuts off."""
+"""Tests of the GPU kit, and of calls that an abort cuts off, on a machine without a GPU."""

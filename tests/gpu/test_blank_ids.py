@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from elaswave_plugin.communicator.device.calls import DeviceProcessGroup
-from tests.runtime.native_groups import StartDetached, reduce
+from tests.communicator.native_groups import StartDetached, reduce
 
 GARBAGE = 1 << 40
 

@@ -323,7 +323,7 @@ def test_nodes_that_disagree_on_the_reserve_do_not_start(tmp_path: Path) -> None
         job.launch("--node-rank=1", "--nnodes=2", port, "--reserve=1")
         assert job.code(1) == EXIT_CONFIGURATION
         said = job.output(1)
-        assert "its reserve is 1 and that of worker 0 is 2: give every node the same" in said
+        assert "its reserve is 1, that of worker 0 is 2: give every node the same" in said
 
 
 def test_a_standby_takes_a_slot_by_itself(tmp_path: Path) -> None:
