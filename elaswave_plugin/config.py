@@ -543,7 +543,9 @@ def _toml_section(path: str | Path) -> dict[str, Any]:
             f"configuration file {str(path)!r} cannot be read: {reason}; give a readable TOML file"
         ) from None
     except ValueError as error:
-        raise ConfigurationError(f"configuration file {str(path)!r} is no TOML: {error}") from None
+        raise ConfigurationError(
+            f"configuration file {str(path)!r} is no TOML: {error}; correct that line"
+        ) from None
     if set(table) == {_PREFIX} and isinstance(table[_PREFIX], dict):
         return dict(table[_PREFIX])
     return table

@@ -201,7 +201,9 @@ def report(
         if files is not None:
             check_one_job(files)
     if not run_files.steps:
-        raise ConfigurationError(f"{str(directory)!r} is of a run that completed no step")
+        raise ConfigurationError(
+            f"{str(directory)!r} is of a run that completed no step; name another run's"
+        )
     out = out or directory / "report.png"
     check_picture("--out", out)
     summary = summarize(

@@ -116,7 +116,9 @@ def parse_run_args(argv: Sequence[str]) -> LaunchSpec:
     timeouts = read_timeouts(options, os.environ, quiesce_timeout_s=shared.quiesce_timeout_s)
     notice_file = options.notice_file or os.environ.get(NOTICE_FILE)
     if options.standalone and options.nnodes != 1:
-        raise ConfigurationError(f"--standalone means one node, but --nnodes is {options.nnodes}")
+        raise ConfigurationError(
+            f"--standalone means one node, and --nnodes is {options.nnodes}: leave one of them out"
+        )
     return LaunchSpec(
         script=options.script,
         args=args,
@@ -206,7 +208,9 @@ def _section(path: str) -> dict[str, Any]:
             f"configuration file {path!r} cannot be read: {reason}; give a readable TOML file"
         ) from error
     except ValueError as error:
-        raise ConfigurationError(f"configuration file {path!r} is no TOML: {error}") from error
+        raise ConfigurationError(
+            f"configuration file {path!r} is no TOML: {error}; correct that line"
+        ) from error
     section = table.get("elaswave")
     return section if len(table) == 1 and isinstance(section, dict) else table
 

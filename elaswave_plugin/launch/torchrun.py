@@ -91,7 +91,9 @@ def supervise(
     rendezvous = _rendezvous(env, getattr(options, "elaswave_control_port", None), timeouts.start_s)
     allow_descriptors(rendezvous.world_size + rendezvous.reserve)
     if not program.module and not Path(program.script).is_file():
-        raise ConfigurationError(f"script {program.script!r} is no file")
+        raise ConfigurationError(
+            f"script {program.script!r} is no file; give the path of a script, or -m and a module"
+        )
     check_run_dir(settings.run_dir)
     open_run_dir(settings.run_dir)
     if rendezvous.slot == 0:

@@ -12,15 +12,19 @@ def check_output(option: str, file: Path | None) -> None:
         return
     folder = file.absolute().parent
     if not folder.is_dir():
-        raise ConfigurationError(f"{option} is {str(file)!r}, whose folder does not exist")
+        raise ConfigurationError(
+            f"{option} is {str(file)!r}, whose folder does not exist: create it"
+        )
     if file.is_dir():
         raise ConfigurationError(f"{option} is {str(file)!r}, which is a folder, wanted a file")
     if not os.access(file if file.exists() else folder, os.W_OK):
-        raise ConfigurationError(f"{option} is {str(file)!r}, which cannot be written")
+        raise ConfigurationError(
+            f"{option} is {str(file)!r}, which cannot be written: name another file"
+        )
 
 
 def check_picture(option: str, file: Path | None) -> None:
-    """The same for a picture, whose ending says of which kind it is."""
+    """Check the file of a picture, also that its ending names a format."""
     if file is None:
         return
     from matplotlib.backend_bases import FigureCanvasBase
