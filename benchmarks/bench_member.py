@@ -35,7 +35,7 @@ class BenchMember:
         first = self.member.join(self._facts(), JOIN_LIMIT_S)
         assert isinstance(first, Commit), "nobody replaces a worker of the bench"
         self._open(first)
-        # Whoever has sealed something may be lost without ending the job.
+        # A worker that has sealed something may be lost without ending the job.
         nothing = SealedShard(
             owner=self.slot,
             buffer=0,

@@ -143,7 +143,7 @@ class _Loader:
         """Execute the module, then install; also where it is executed again."""
         self._watched.prepare()
         self._native.exec_module(module)
-        # So that whoever asks the module for its loader gets its own.
+        # So that code that asks the module for its loader gets its own.
         for holder, name in ((module.__spec__, "loader"), (module, "__loader__")):
             if getattr(holder, name, None) is self:
                 setattr(holder, name, self._native)

@@ -80,7 +80,7 @@ class ProgressPage:
 
     def enter(self, phase: str, limit_s: float) -> None:
         """A phase begins, which may stand still for so long."""
-        # The time comes first: whoever reads in between sees a shorter standstill, never a longer.
+        # The time comes first: a reader in between sees a shorter standstill, never a longer.
         self._words[_SINCE_NS] = time.monotonic_ns()
         self._words[_LIMIT_NS] = int(limit_s * _NS)
         self._write_text(0, phase.encode())

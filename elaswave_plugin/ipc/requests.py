@@ -29,7 +29,7 @@ def in_loop(reactor: Reactor, answer: Answer) -> Answer:
 
     def ask(request: Frame) -> Frame:
         result: SimpleQueue[Frame] = SimpleQueue()
-        # For whoever is first: the loop, which answers, or who asked, and gives up.
+        # For the first of the two: the loop, which answers, or the asker, which gives up.
         turn = threading.Lock()
 
         def work() -> None:
@@ -37,7 +37,7 @@ def in_loop(reactor: Reactor, answer: Answer) -> Answer:
                 return
             try:
                 result.put(answer(request))
-            except Exception as error:  # whoever only asks must not bring a worker down
+            except Exception as error:  # a mere request must not bring a worker down
                 result.put({"error": f"{type(error).__name__}: {error}"})
 
         reactor.post(work)

@@ -42,7 +42,7 @@ class Drafts:
         with self._worker.phases.writing(draft):
             result = write(draft)
             dist.barrier()
-        # Whom a fault strikes once all is written, it strikes before that has its name.
+        # A fault that strikes once all is written strikes before that has its name.
         dist.barrier()
         if writes:
             flaw = flaw_of(draft)

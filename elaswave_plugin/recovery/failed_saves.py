@@ -49,7 +49,7 @@ class FailedSaves:
         if self._agreed is not None and self._agreed.work == work:
             self._give_up(self._agreed)
             return None
-        # Whoever fails from here on fails while everyone is in this work.
+        # A failure from here on comes while all workers are in this work.
         dist.barrier()
         self._drafts.place = None
         try:

@@ -32,7 +32,7 @@ EQUAL, DIFFERS, REFUSED = 0, 1, 2
 _ALWAYS = (
     *OFF,
     ("dump_state", "last"),
-    # Other work on the machine makes workers slow, which must not deal anything anew.
+    # Other work on the machine makes workers slow, which must not deal anything again.
     ("slow_workers", "name"),
     # A difference is to be found and named by the comparison of runs, which do not count passes.
     ("rehearse_first_step", "off"),

@@ -22,7 +22,7 @@ from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET, clear_record, write
 # 0.003 % of the payload and hashing runs at memory speed.
 CHUNK_BYTES = 256 * 1024
 _ENTRY = struct.Struct("<Q")
-# Read at once: whoever reads behind a training step shares the interpreter with it.
+# Read at once: a reader behind a training step shares the interpreter with it.
 _RUN_BYTES = 32 * CHUNK_BYTES
 
 

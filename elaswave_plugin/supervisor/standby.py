@@ -50,7 +50,7 @@ def serve(
         spec = _in_slot(replace(spec, rendezvous=replace(spec.rendezvous, slot=slot)), roster)
         if spec.rendezvous == tried:
             say(f"worker {slot} does not join: {why}")
-            return EXIT_REQUEUE  # started anew, it finds what is free then
+            return EXIT_REQUEUE  # started again, it finds what is free then
         tried = spec.rendezvous
         try:
             supervisor = Supervisor(spec, listener=None, zygote=zygote)

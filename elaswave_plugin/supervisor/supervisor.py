@@ -478,7 +478,7 @@ class Supervisor:
         evidence = trainer.fence_evidence or status
         self._board.exited(evidence)
         pid = trainer.process.pid
-        # Before anybody is told, and begins anew.
+        # Before any is told, and begins again.
         (self._orphans.end if exit_code == 0 else self._orphans.end_now)(pid)
         who = {"slot": self._slot, "incarnation": trainer.incarnation, "pid": pid}
         self._events.emit("worker_exited", **who, status=status, evidence=evidence)

@@ -468,7 +468,7 @@ class Cluster:
                     self.commits[slot] = [*self.commits[slot], *told]
                 if newcomer and view.epoch > 1 and self.alive[slot].incarnation:
                     old = [fact["step"] for fact in facts.values() if not fact["entering"]]
-                    # Those whom it meets stand before one and the same step, or have begun it.
+                    # Those that it meets stand before one and the same step, or have begun it.
                     assert len(set(old)) <= 1, facts
                 self.at[slot] = (
                     (min(fact["step"] for fact in facts.values() if not fact["entering"]), False)

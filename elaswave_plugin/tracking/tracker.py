@@ -101,8 +101,8 @@ class Tracker:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Hand over the metrics of a completed step."""
         if self._rows is None:
-            # Whoever completes a step knows that the owner had it: without a run directory this
-            # is all that the next owner has to go by.
+            # A worker that completes a step knows that the owner had it: without a run directory
+            # the next owner has only this to go by.
             self._last_step = max(self._last_step, step)
         else:
             self._put((step, {name: float(value) for name, value in metrics.items()}, True))

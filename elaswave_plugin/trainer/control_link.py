@@ -122,7 +122,7 @@ class ControlLink:
     def _take_in(self) -> bool:
         """Take in what has come; False where the supervisor is gone."""
         try:
-            # Whoever waits may have taken in meanwhile what woke this thread.
+            # A waiting thread may have taken in meanwhile what woke this one.
             data = self._sock.recv(_READ_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True

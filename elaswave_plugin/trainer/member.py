@@ -424,7 +424,7 @@ class Member:
         if not self._awaited():
             self._proposed_at_s = time.monotonic()
         self._answer_within_s = proposal.within_s
-        # The flag before the bell: whoever the doorbell wakes must find it set.
+        # The flag before the bell: threads that the doorbell wakes must find it set.
         self._proposed_reason = proposal.reason
         self._proposed_epoch = proposal.epoch
         self._on_propose(proposal.epoch, proposal.reason)
@@ -456,7 +456,7 @@ class Member:
         """
         epoch, before_step = proposal.epoch, proposal.before_step
         with self._changed:
-            # A commit ends its proposal when it arrives: whoever has taken it is in its recovery,
+            # A commit ends its proposal when it arrives: a thread that took it is in its recovery,
             # and waits there for this worker.
             settled = self._commits[-1].view.epoch if self._commits else self._returned_epoch
             idle = self._proposed_epoch > settled or not settled

@@ -152,17 +152,6 @@ def word_findings(text: str) -> list[str]:
     ]
 
 
-def said_findings(source: str) -> list[str]:
-    """Find such words in the docstrings, messages and other texts of a module."""
-    constants = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant))
-    return [
-        f"the text of line {one.lineno}, {text}"
-        for one in constants
-        if isinstance(one.value, str)
-        for text in word_findings(one.value)
-    ]
-
-
 def name_findings(source: str, path: str = "") -> list[str]:
     """Find names of ours that use a word of the forbidden list."""
     names = {part.removesuffix(".py") for part in path.split("/")}

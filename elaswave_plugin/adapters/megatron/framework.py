@@ -399,18 +399,18 @@ class MegatronFramework:
         gathers_in_forward = bool(chunk.remove_forward_pre_hook_handles)
         if gathers_in_forward:
             chunk.disable_forward_pre_hook(param_sync=False)
-        anew = stage_parts.take_stage(chunk, first=part == 0, last=part == num_parts - 1)
+        rebuilt = stage_parts.take_stage(chunk, first=part == 0, last=part == num_parts - 1)
         built = stage_layers.take_layers(chunk, range(span[0] + 1, span[1] + 1))
-        if anew or built is not None:
+        if rebuilt or built is not None:
             frozen.freeze(chunk, self.frozen_names)
         if gathers_in_forward:
             chunk.enable_forward_pre_hook()
-        for module in (chunk,) if anew else built or ():
+        for module in (chunk,) if rebuilt else built or ():
             add_in_one_sum(module)
             self._prepare(module)
-        if anew or built is not None:
+        if rebuilt or built is not None:
             buffers.lay_out(chunk, list(units_of(chunk).values()), self._largest_width)
-        return anew or built is not None
+        return rebuilt or built is not None
 
     def take_place(self, flow: Flow) -> bool:
         """Reduce as ``flow`` says from now on; false for a worker that has no place in it."""

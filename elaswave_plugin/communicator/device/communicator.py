@@ -202,7 +202,7 @@ class Communicator:
             self._released = True
         try:
             run()
-        except BaseException as error:  # whoever joins it raises it
+        except BaseException as error:  # its join raises it
             self._abort_error = error
 
     def await_abort(self, timeout_s: float) -> None:

@@ -173,7 +173,7 @@ class Operation:
                 if not transfer.done:
                     self.waiting = transfer
                     return
-        except Exception as error:  # whoever drives the sockets is not who waits for this
+        except Exception as error:  # the driver of the sockets does not wait for this
             self.fail(error)
             return
         finally:

@@ -174,7 +174,7 @@ class FlatPlacement:
         width = len(self.launch_slots)
 
         def members(slots: Sequence[int]) -> tuple[int, ...]:
-            # Whoever came beyond a launch of several; where it had one, nobody can.
+            # With workers of the reserve, if the launch had several; else none can join.
             if len(slots) == width > 1:
                 return self.ranks
             return tuple(filter(set(slots).__contains__, self.ranks))

@@ -253,7 +253,7 @@ class Coordinator:
             try:
                 message: FromPeer = from_json(FromPeer, frame)
             except UnreadableMessageError as error:
-                # Whoever hears less than was said does not act on the rest of it.
+                # A peer that hears less than was said does not act on the rest of it.
                 self._channels[peer].close()
                 self._cut[peer] = f"its supervisor {error}"
                 return
@@ -377,7 +377,7 @@ class Coordinator:
         there, so that not each of them leads, and is waited for, in turn.
         """
         with self._vote():
-            pass  # whom the node follows by now
+            pass  # the node follows that one by now
         now_s = time.monotonic()
         late_s = now_s - self._beat_due_s
         leader = self.agreement.leader

@@ -21,7 +21,7 @@ from elaswave_plugin.tracking.events import EventLog
 _SHORTEST_PAUSE_S = 0.05
 # A page that has not changed for this part of the time between beats is worth telling.
 _STILL = 0.25
-# What the leader said counts for so many beats.
+# Beats for which the word of the leader counts.
 _BEATS_VALID = 3
 
 
@@ -153,7 +153,7 @@ class HangWatch:
         )
         came = any(self._agreement.committed.incarnations)
         if waiting.differs and waiting.by_script and not came:
-            # Work that only some ask for: whoever does so next would be at fault, too.
+            # Work that only some ask for: the next one to do so would be at fault, too.
             self._agreement.abandon(f"worker {own.slot}: {evidence}", EXIT_CONFIGURATION)
         else:
             self._trainer.fence(evidence)

@@ -87,7 +87,7 @@ def ask_roster(
                 failure = error
             continue
         try:
-            # Whoever is asked first may not have heard of the latest losses.
+            # The first one asked may not have heard of the latest losses.
             return _roster_at(found.leader.data, standby, timeout_s)
         except OSError as error:
             failure = TimeoutError(f"the leader does not answer: {error}")
@@ -115,7 +115,7 @@ def seek_admission(
         try:
             return _attempt(own, contacts, links, deadline_s)
         except OSError as error:
-            # Somebody has gone meanwhile, whom we do not know for sure to be lost: begin anew.
+            # A supervisor has gone meanwhile, and may not be lost for sure: begin again.
             why = str(error)
             for sock in links.values():
                 sock.close()

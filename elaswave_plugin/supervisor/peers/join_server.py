@@ -143,6 +143,6 @@ def take_link(
         return reception().hold_link(frame, sock)
 
     answer = in_loop(reactor, hold)(request)
-    # Where it has gone meanwhile, whoever reads the link finds its end.
+    # Where it has gone meanwhile, the reader of the link finds its end.
     with contextlib.suppress(OSError):
         send_frame(sock, answer)

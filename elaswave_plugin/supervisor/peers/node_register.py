@@ -20,7 +20,7 @@ from elaswave_plugin.core.codec import from_json, to_json
 from elaswave_plugin.errors import AgreementError
 
 _NAME = "elaswave-node"
-# Version, and where the record is: written at once, after the record, so that whoever is killed in
+# Version, and where the record is: written at once, after the record, so that a process killed in
 # between leaves the one before.
 _HEADER = struct.Struct("<QQQ")
 # Linux' struct flock: type, whence, start, length, pid.

@@ -166,7 +166,7 @@ class EngineJob(AttachedEngine):
             return output
 
         output = self._call(work, instead=lambda: self._dead_output(inputs, kwargs, counts=counts))
-        # Accelerate's own loaders are cut anew for each evaluation; it says where that does not do.
+        # Accelerate's own loaders are divided again for each evaluation; its part warns otherwise.
         if counts and not (self._working or self.boundaries_follow):
             self.own_loops.evaluates()
         return output
@@ -434,7 +434,7 @@ class EngineJob(AttachedEngine):
         self._weight = shares.weight(worker.slot)
         if iteration == 0:
             self._losses, self._tokens = [], 0
-        # Whoever runs these samples in this step draws the same.
+        # Any worker that runs these samples in this step draws the same.
         torch.manual_seed(draw_key(self._seed, step, iteration, interval[0]))
         self._engine.tput_timer.start()
         mine, batch = loader.read(items, interval)

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from elaswave_plugin.adapters.megatron.compat.versions import new_bucket
 from elaswave_plugin.core.layout.shards import padded_size, reserved_size
 
-# Every parameter starts at a multiple of so many elements of its bucket, as in Megatron-Core.
+# Every parameter starts at a multiple of this number of elements, as in Megatron-Core.
 _PARAM_ALIGNMENT = 64
 
 Parts = Sequence[Sequence[torch.nn.Parameter]]

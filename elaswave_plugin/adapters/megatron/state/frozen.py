@@ -123,7 +123,7 @@ class Frozen(Plain):
     def part_of(self, kept: Any, names: Sequence[str], *, is_current: bool) -> Mapping[str, Any]:
         """Those of these that are here; raises ConfigurationError where they may be old."""
         trained, values, at_launch = kept["trained"], kept["values"], self._at_launch()
-        # What is trained as it was at launch, whoever has built it anew knows.
+        # A worker that has built it again knows what is trained, as it was at launch.
         here = [
             name
             for name in names
