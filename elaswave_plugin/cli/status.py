@@ -46,7 +46,7 @@ def ask_job(known: Sequence[Address], timeout_s: float) -> Record:
     """The status of the job, as `merge` tells it; each supervisor has `timeout_s` to answer.
 
     Those that are not among `known` are named by the others.
-    Raises ConfigurationError where nobody answers.
+    Raises ConfigurationError where none answers.
     """
     if not 0 < timeout_s < float("inf"):
         raise ConfigurationError(f"--timeout-s is {timeout_s:g}, wanted more than 0 seconds")
@@ -113,9 +113,9 @@ def addresses_of(status: Record) -> list[Address]:
 def merge(answers: Sequence[Record], *, silent: dict[int, str], now_s: float) -> Record:
     """One document of all answers; `silent`: why a supervisor did not answer, by slot.
 
-    The newest view that anybody knows holds. Keys: asked_s, view, proposal (or None), layout (or
+    The newest view that any knows holds. Keys: asked_s, view, proposal (or None), layout (or
     None), workers (one of each slot), standbys (idle supervisors), vacant (slots of the reserve in
-    which nobody has been), views (recent, oldest first).
+    which no worker has been), views (recent, oldest first).
     """
     first = _best(answers)
     by_slot = {answer["slot"]: answer for answer in answers}

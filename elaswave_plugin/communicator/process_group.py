@@ -33,7 +33,7 @@ class GroupTable:
     ) -> None:
         """`gpu_engine` is the setting auto, host or nccl; auto and nccl make init_process_group()
         collective. `maker`: makes the native groups, whatever the setting says. `exact`: native
-        sums of floats do not depend on who computes them.
+        sums of floats do not depend on the workers that compute them.
         """
         c10d_tables.check_torch()
         self.links = links
@@ -200,7 +200,7 @@ class GroupTable:
 def check_growing_groups(groups: GroupTable, *, width: int | None) -> None:
     """Raise ConfigurationError where a group's members are not plain once a worker more joins.
 
-    `width`: workers of a data-parallel launch; None where rules tell who is in a group.
+    `width`: workers of a data-parallel launch; None where rules tell the members of a group.
     """
     if groups.has_native_groups:
         raise ConfigurationError(

@@ -249,7 +249,7 @@ class Beat(WireMessage):
     """Number `n` of its beats; `heard`: the newest of the other one's.
 
     It was sure to be in the job for `left` seconds more when it heard that. `page`: of its trainer,
-    where that stands still; `waiting`: the leader says who waits for the other one's trainer.
+    where that stands still; `waiting`: the leader names those that wait for the other's trainer.
     """
 
     n: int

@@ -252,7 +252,7 @@ def receive_into(
 def connect(address: str, timeout_s: float, check: Check | None = None) -> socket.socket:
     """A blocking connection to "host:port", the host in numbers.
 
-    Raises TimeoutError, OSError where nobody answers, and what `check` raises.
+    Raises TimeoutError, OSError where none answers, and what `check` raises.
     """
     host, _, port = address.rpartition(":")
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)

@@ -41,7 +41,7 @@ _OF_THE_JOB = (
 class LaunchSpec:
     """One node's part of a job. `master_port` 0 picks a free port (one node only).
 
-    `join`: any supervisor of a running job, in which these workers take slots that have nobody.
+    `join`: any supervisor of a running job, in which these workers take empty slots.
     `standby`: the number of supervisors that wait until one is lost. `reserve`: the number of
     workers that may join the job beyond those of its launch. `notice_file`: tells the workers to
     leave, once it is there.

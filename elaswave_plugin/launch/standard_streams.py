@@ -38,8 +38,8 @@ def fill_closed_streams() -> None:
 def relayed_output() -> Iterator[None]:
     """Have output that goes to a pipe or socket pass through a process that outlives its reader.
 
-    A script that prints to a pipe which nobody reads any more gets an error and dies of it. Here
-    it prints to the relay, which drops what nobody takes. This process must have no other thread.
+    A script that prints to a pipe that is read no more gets an error and dies of it. Here
+    it prints to the relay, which drops what is not taken. This process must have no other thread.
     """
     fds_of: dict[tuple[int, int], list[int]] = {}
     for fd in _OUTPUTS:

@@ -23,7 +23,7 @@ def check_zygote(sock: socket.socket, path: str, env: Mapping[str, str]) -> None
     """Raise ConfigurationError for settings that the zygote at ``path`` has loaded otherwise.
 
     ``sock``: a connection to it; ``env``: what a worker is to have. One of another user, whose
-    environment nobody may read, is taken as it is.
+    environment may not be read, is taken as it is.
     """
     size = _CREDENTIALS.size
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)

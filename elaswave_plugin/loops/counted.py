@@ -2,7 +2,7 @@
 
 Scripts call their steps, and the work between them, in the same order on every worker. A worker
 that comes later enters the job in its first step. From there its script passes over what the others
-have behind them, step by step and without meeting anybody, until it is in the step that all the
+have behind them, step by step and without meeting them, until it is in the step that all the
 others stand in.
 """
 

@@ -188,7 +188,7 @@ class ElasticLoop:
     def run(self, work: Callable[[], Result], *, phase: str, detached: Result) -> Result | None:
         """Run work between steps, announced as ``phase``; it starts again after a recovery.
 
-        Everyone leaves it together. ``detached``: what a worker gets that is not in the job yet and
+        All leave it together. ``detached``: what a worker gets that is not in the job yet and
         so has no part in it. None for a save that failed.
         """
         if self.worker.detached:

@@ -2,7 +2,7 @@
 
 A script's loop calls its steps, its logging, its evaluations and saves in an order of its own.
 Every one of them that contains a collective goes through here: it starts again after a recovery,
-and everyone leaves it together, so that after a recovery all workers are in the same piece.
+and all workers leave it together, so that after a recovery all workers are in the same piece.
 
 A worker that comes later, in the place of a lost one or beyond the launch, runs the script from its
 start, and enters before its loop begins.
@@ -52,8 +52,8 @@ class ScriptLoop:
     def start(self) -> None:
         """Seal the initial state; no worker trains before all have done so.
 
-        A worker that comes later enters the job instead. Raises ElasWaveError where nobody
-        is left who could tell it where the loop is.
+        A worker that comes later enters the job instead. Raises ElasWaveError where none
+        is left that could tell it where the loop is.
         """
         self._reached = self.worker.completed
         if self.worker.detached:

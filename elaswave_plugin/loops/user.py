@@ -5,7 +5,7 @@
         engine.backward(loss)    # call()
         engine.step()            # call(), or complete_step() where it ends a step
 
-Nobody can call that body again. So a call that is interrupted takes part in the recovery, and the
+That body cannot be called again. So a call that is interrupted takes part in the recovery, and the
 rest of the iteration is dead: every further call returns what stands in for its result, without any
 communication, until the loop asks for its next batch. That is the first one of the step that all
 survivors redo. Work between steps that every worker calls, as a save, is the exception: it is ours
@@ -74,7 +74,7 @@ class UserLoop:
     ) -> Result:
         """The next batch: ``serve(step, iteration)``, called again after a recovery.
 
-        ``void()``: a batch that the others had before the recovery, and nobody trains on; or None.
+        ``void()``: a batch that the others had before the recovery, and none trains on; or None.
         """
 
         def begin() -> Result:
@@ -111,7 +111,7 @@ class UserLoop:
         """Work between steps that every worker calls, announced as ``phase``.
 
         It starts again after a recovery, unless that rolled a step back: then the loop comes here
-        again once it has redone it, and None is returned. Everyone leaves it together.
+        again once it has redone it, and None is returned. All workers leave it together.
         Raises ConfigurationError in the middle of a step, whose first part a loss takes back.
         """
         if self.iteration and not self.dead:
@@ -183,7 +183,7 @@ class UserLoop:
     def _blame_newcomers(self, error: LinkError) -> None:
         """Workers do not do the same: those that came later leave, and the others go on.
 
-        Raises ConfigurationError on one that came, ``error`` where nobody has. Returns where the
+        Raises ConfigurationError on one that came, ``error`` where none has. Returns where the
         others leave, which interrupts this.
         """
         me, view = self.worker.member.worker, self.worker.view

@@ -17,7 +17,7 @@ def joins_from(
 
     `beside_s`: from its start until it was built; `stall_s`: the longest stand-still of a worker
     that let it in; `time_to_full_s`: from the end of the last one that worked on its slot until
-    everyone had completed a step with it; `bytes`: of state that it fetched.
+    all workers had completed a step with it; `bytes`: of state that it fetched.
     """
     worked = {record["pid"] for record in steps}
     joins = []

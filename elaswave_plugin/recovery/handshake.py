@@ -25,8 +25,8 @@ class Handshake:
     def exchange(self, *flags: bool) -> list[bool]:
         """Tell, and be told (collective over WORLD); returns which flags any worker has.
 
-        Workers come between two steps, where everyone is about to complete the same one.
-        Raises ElasWaveError where nobody is left who knows.
+        Workers come between two steps, where all are about to complete the same one.
+        Raises ElasWaveError where none is left that knows.
         """
         asked = torch.tensor([not self._knows, *flags], dtype=torch.int64)
         dist.all_reduce(asked, op=dist.ReduceOp.MAX)

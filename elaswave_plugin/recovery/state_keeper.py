@@ -154,7 +154,7 @@ class StateKeeper:
     def await_copies(self) -> None:
         """Wait until the last own snapshot is held wherever it has to be.
 
-        Everyone does so before the grad norm of the next step; that collective therefore proves
+        All workers do so before the grad norm of the next step; that collective therefore proves
         that the step is sealed and copied everywhere, and the older buffer may be overwritten.
         """
         if self._handed_over and self._sealed_step is not None:
@@ -189,7 +189,7 @@ class StateKeeper:
     def read_deferred(self, plan: RecoveryPlan, framework: Framework) -> None:
         """Have the optimizer state follow the weights, from the same snapshots.
 
-        A snapshot is overwritten only after a grad norm of everyone that comes after the update.
+        A snapshot is overwritten only after a grad norm of all that comes after the update.
         """
         self._deferred = DeferredMoments(
             plan,
@@ -205,7 +205,7 @@ class StateKeeper:
     def complete(self) -> None:
         """Install the optimizer state that follows the weights, where it has not been yet.
 
-        Everyone does so before the update, and before work that may read it. Where a snapshot
+        All workers do so before the update, and before work that may read it. Where a snapshot
         cannot be read, the view is renewed, and the next plan avoids it. Raises EpochChanged.
         """
         if self._deferred is None:

@@ -287,8 +287,8 @@ class Worker:
     ) -> None:
         """Take the framework's state into care: map the snapshot memory for it.
 
-        ``deal(**placement.dealt_over)`` says who runs what; it has to be pure, and may be asked for
-        another ``num_microbatches``. ``placement``: who shares which state; without one, the job is
+        ``deal(**placement.dealt_over)`` deals the work; it has to be pure, and may be asked for
+        another ``num_microbatches``. ``placement``: the sharing of state; without one, the job is
         data-parallel, and a worker runs ``whole`` replicas, or any micro-batches of theirs. Raises
         ConfigurationError for groups that cannot grow where there is a reserve.
         """

@@ -2,7 +2,7 @@
 
 The optimizer state follows from the same plan (`deferred.py`). Own memory is read in place; other
 shards are fetched from the supervisor that holds them. Bytes that fail their checksum or do not
-arrive are rejected by everyone together, and the plan is made again without them: another copy,
+arrive are rejected by all workers together, and the plan is made again without them: another copy,
 then an older step, then the job stops with the gap named.
 """
 

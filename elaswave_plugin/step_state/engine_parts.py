@@ -1,6 +1,6 @@
 """The parts of the state that a step of an engine changes or relies on, beside its shards.
 
-An engine's script owns its loop, and nobody can call the body of that again: what changes there is
+An engine's script owns its loop, whose body cannot be called again: what changes there is
 put back with the step that is redone, and runs again with it.
 """
 
@@ -159,7 +159,7 @@ class Weights(Plain):
 class Frozen(Plain):
     """Weights that are not trained, which may change only as an object that is kept.
 
-    The engine broadcasts them at the start, and a survivor gives them to who comes later, once that
+    The engine broadcasts them at the start, and a survivor gives them to a later worker, once that
     one is in.
     """
 

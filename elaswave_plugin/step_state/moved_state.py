@@ -32,7 +32,7 @@ def fetch_missing(
     """Fetch, install and keep what others kept of layers that are here now; True if any did.
 
     ``is_current``: whether ``kept`` is of the present moment, or of the beginning of the step
-    before. Collective over WORLD. Raises ElasWaveError where nobody is left who has it.
+    before. Collective over WORLD. Raises ElasWaveError where none is left that has it.
     """
     missing = {
         (part, name): is_needed

@@ -45,7 +45,7 @@ class Part(Protocol):
     def missing(self, kept: Any) -> Mapping[str, bool]:
         """The names of what this worker has now, as layers have moved to it, and did not keep.
 
-        With each: whether the job cannot go on where nobody else has it.
+        With each: whether the job cannot go on if no other worker has it.
         """
 
     def part_of(self, kept: Any, names: Sequence[str], *, is_current: bool) -> Mapping[str, Any]:

@@ -170,7 +170,7 @@ class SnapshotCopier:
 
     A supervisor of another node gets a copy of each. One of the same node gets descriptors of the
     two buffers, once: they keep the memory alive when this worker and its supervisor are gone.
-    `on_copied(step, epoch)` is called for each. Everybody waits for a copy before the next snapshot
+    `on_copied(step, epoch)` is called for each. All wait for a copy before the next snapshot
     is sealed, so it is tried again until it arrives, is overwritten, or `close` is called;
     `on_broken(why)` is called where the reason is another one than that of the last try, and
     `on_moving()` every few tenths of a second while bytes of a copy move.

@@ -31,8 +31,8 @@ def serve(
 ) -> int:
     """Take the slot of the spec, or as a standby (slot STANDBY) a lost one; returns the exit code.
 
-    Where somebody else was faster, it takes another free slot. A standby makes up for losses: the
-    reserve is for those who join. `on_trainer`: as for `Supervisor.run`.
+    Where another one was faster, it takes another free slot. A standby makes up for losses: the
+    reserve is for workers that join. `on_trainer`: as for `Supervisor.run`.
     """
     if spec.rendezvous.slot == STANDBY:
         return _stand_by(spec, zygote, on_trainer)

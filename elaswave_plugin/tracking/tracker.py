@@ -222,7 +222,7 @@ class Tracker:
     def _note(self) -> tuple[int, str] | None:
         """The last step handed to the sinks, and the owner that has them open, "" for none.
 
-        -1 where nobody has logged a step yet, None where it is not known.
+        -1 where no step is logged yet, None where it is not known.
         """
         if self._directory is None:
             return None

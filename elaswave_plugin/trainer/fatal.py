@@ -42,7 +42,7 @@ def ends_in_a_sentence(
 ) -> Callable[Parameters, Result]:
     """Turn an ElasWaveError that leaves ``function`` into a sentence and the process's end.
 
-    What everybody sees alike (bad input, lost state, a checkpoint that cannot be read) stops
+    What all workers see alike (bad input, lost state, a checkpoint that cannot be read) stops
     the whole job, and its leader prints the reason once; anything else is the loss of this worker,
     and so is everything that ends one that comes later. Exit code 2 for bad input, 0 for a
     worker that has left as it was told to, 1 for the rest.

@@ -490,7 +490,7 @@ class ElasticJob:
     def run(self, work: Callable[[], Result], *, phase: str) -> Result | None:
         """Run work between steps, which every worker calls; it starts again after a recovery.
 
-        Everyone leaves it together. None for a worker that comes later and is not in the
+        All workers leave it together. None for a worker that comes later and is not in the
         job yet: it has no part in it; and for a save that the storage has failed, which is told.
         """
         return self._between_steps(work, RUN, phase=phase, detached=None)

@@ -165,7 +165,7 @@ class PlainJob:
     ) -> Iterator[tuple[int, StepReport]]:
         """Call it for every step; the workers leave together when the script ends.
 
-        ``last_checkpoint`` is for workers that are told to leave, which nobody is here.
+        ``last_checkpoint`` is for workers that are told to leave, which none is here.
         """
         self._begin(train_step, last_checkpoint)
         while self._step < self._train_iters:

@@ -100,7 +100,7 @@ class Weights(Plain):
     def keep(self) -> dict[int, torch.Tensor]:
         """Copies of the buckets that were changed, by number; raises ConfigurationError.
 
-        Masters lie in shards, of which nobody has a lost worker's.
+        Masters lie in shards, and no other worker has those of a lost one.
         """
         if self._sealed is None:
             return {}

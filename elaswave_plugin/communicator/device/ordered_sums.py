@@ -1,8 +1,8 @@
 """Sums over a native group in rank order: copies between its members, which do the adding.
 
-A native backend adds in an order of its own, which may be another one once a loss has changed who
-is in the group. These sums are those of `algorithms.py` bit for bit, in the same two ways: what is
-small goes from everybody to everybody, what is large to the owner of each piece and back.
+A native backend adds in an order of its own, which may be another one once a loss has changed the
+group's members. These sums are those of `algorithms.py` bit for bit, in the same two ways: what is
+small goes from every member to every member, what is large to the owner of each piece and back.
 """
 
 from __future__ import annotations

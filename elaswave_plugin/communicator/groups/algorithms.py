@@ -3,7 +3,7 @@
 Every reduction is a left-to-right fold in rank order, so a result depends on the members and their
 data only, not on the way that the data took. Three ways, by size (`trees.py` has the third):
 
-- small, few members: everybody sends everything to everybody, in one round;
+- small, few members: every member sends everything to every other, in one round;
 - small, many members: to the first rank and back over a tree, so that a worker of a large group
   needs connections to the logarithm of its members;
 - large: each piece to its owner and back, which is least work for the busiest link.

@@ -104,7 +104,7 @@ class LocalStore(dist.Store):  # type: ignore[name-defined,misc]
 def imagine_world(rank: int, size: int) -> None:
     """Make WORLD one of ``size`` in which this process is ``rank`` and meets no other.
 
-    Torch's own fake group answers: every call returns at once, and nobody's data comes.
+    Torch's own fake group answers: every call returns at once, and no data comes.
     """
     import_module("torch.testing._internal.distributed.fake_pg")
     store: Any = torch._C._distributed_c10d.HashStore

@@ -20,7 +20,7 @@ def who_stays(
 ) -> dict[WorkerId, str]:
     """Say why each of them stays; the first asked leaves first, and all leave if all save first.
 
-    ``opened``: the view that is proposed; who is not in it has left. ``lost``: slots whose
+    ``opened``: the view that is proposed; workers not in it have left. ``lost``: slots whose
     supervisor is lost. ``layout``: as JSON, None in a data-parallel job.
     """
     stays: dict[WorkerId, str] = {}

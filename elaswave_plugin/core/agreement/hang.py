@@ -1,6 +1,6 @@
 """The detection of a hanging worker, by how long it stands still and which workers wait for it.
 
-A worker without progress is guilty if others wait for it and it waits for nobody itself. If
+A worker without progress is guilty if others wait for it and it waits for none itself. If
 workers wait for each other in a circle, the one furthest behind is guilty. A circle of different
 operations never ends, so the shortest limit applies in it, whatever the phase.
 """

@@ -9,7 +9,7 @@ and may ask again. Otherwise it could declare lost those that do not answer it, 
 trainer builds while training goes on and enters by an ordinary view change, as a restarted trainer
 does. It has no vote until then (see `supervisors`).
 
-Nothing that the predecessor sent reaches anybody: all living supervisors have closed their links
+Nothing that the predecessor sent reaches any worker: all living supervisors have closed their links
 to it before they take the new one, its worker is in no view, and its incarnations are older.
 """
 

@@ -1,7 +1,7 @@
 """The lease: a worker may act in the name of the job as long as the others wait for it (pure).
 
-A supervisor that is silent for ``lasts_s`` is lost, and its worker with it. So a beat that somebody
-has heard is a promise: for ``lasts_s`` after it was *sent*, nobody gives its sender up for silence.
+A supervisor that is silent for ``lasts_s`` is lost, and its worker with it. So a beat that a
+supervisor has heard is a promise: for ``lasts_s`` after it was *sent*, none gives its sender up.
 The leader tells each supervisor which of its beats it has heard, and for how long from then on it
 was sure to lead itself, which it is while most nodes of the view have heard it. Each reads its own
 clock.

@@ -77,7 +77,7 @@ class Prepare(WireMessage):
 class Promise(WireMessage):
     """The answer to `Prepare`: what this member knows, its node has accepted, its trainer was told.
 
-    `newer`: committed views that who asks does not know; `asked_epoch`: the highest for which its
+    `newer`: committed views that the asker does not know; `asked_epoch`: the highest for which its
     trainer was asked to stop; `news` is what it had told the leader before. `newer` and `accepted`
     are its node's, the rest its own.
     """
@@ -242,7 +242,7 @@ class Notice(WireMessage):
     """The sender's trainer has to go, and does so between two steps.
 
     `saves_last`: where all have to go, it writes a last checkpoint with the others, and ends.
-    `asked`: by somebody who wants the job to go on; void once it is time to leave where the job
+    `asked`: by a user who wants the job to go on; void once it is time to leave where the job
     would end, with nothing saved.
     """
 
@@ -288,7 +288,7 @@ class Welcome(WireMessage):
     """The knowledge that a later supervisor needs to take part; `worker`: its first trainer.
 
     `incarnations`: the newest known of each slot that had more than one; `lost`: with evidence;
-    `history`: the first two views, and those that somebody may not know; `unused_node`: a number
+    `history`: the first two views, and those that some may not know; `unused_node`: a number
     that no node has had.
     """
 

@@ -6,7 +6,7 @@ majority, so that any two majorities of a view have a node in common. A supervis
 place of a lost one has no vote before a view with its worker is committed, and that takes a
 majority of the view before: a node that joins counts from the next change on. Its number is that of
 a node that lives in the job, which knows all that it has ever accepted, or one that the job has
-never had. So nobody votes in the name of a node that has forgotten what it promised, and a lost
+never had. So none votes in the name of a node that has forgotten what it promised, and a lost
 node that wakes up counts for nothing in any view that was committed without it.
 """
 

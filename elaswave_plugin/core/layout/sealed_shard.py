@@ -13,8 +13,8 @@ class SealedShard:
 
     ``buffer``: which of its owner's two memories it is in; ``units``: the parts of the model that
     its shard group had, in the order of its buckets; ``ranks``: the slots that shared the state, by
-    ``shard``; sizes in bytes, all of them together ``length``. In the memory itself nobody is
-    named who holds it.
+    ``shard``; sizes in bytes, all of them together ``length``. The memory itself does not
+    name its holder.
     """
 
     owner: int

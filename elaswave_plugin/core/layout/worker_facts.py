@@ -32,9 +32,9 @@ class WorkerFacts:
     For the links and groups: ``address`` of its links, and the ``communicators`` of a device that
     it holds. For the state: the ``step`` before which it stands; ``live``: (step, epoch) of the
     seal at which its model and optimizer still are; ``unreadable``: snapshots that it found
-    damaged. For who does what: ``placement`` as `Placement.state` in the view of ``placed_epoch``;
+    damaged. For the deal: ``placement`` as `Placement.state` in the view of ``placed_epoch``;
     ``times``: as `PassTimes.medians`; ``slow``: as `SlowWatch.reports`;
-    ``slow_views``: as `Payback.asked`; ``cuts_wanted``: layers that somebody has asked it for;
+    ``slow_views``: as `Payback.asked`; ``cuts_wanted``: layers that it was asked for;
     ``told_to_leave``: it is to go. At the launch: the ``run_id`` that it proposes, and the settings
     that it was ``given``.
     """

@@ -87,7 +87,7 @@ def joint_plan(
 
     ``speeds``: of each stage, 1 as measured; ``slow``: how many times as long single workers take,
     by slot. Raises ConfigurationError where nothing fits into memory, JobStopped where a stage has
-    nobody and nobody can be moved there.
+    no worker and none can be moved there.
     """
     rules = rules or PlanRules()
     if after.num_layers != len(costs.bounds) - 1:

@@ -233,7 +233,7 @@ class PassTimes:
 def agreed(reports: Mapping[int, Mapping[str, Sequence[float]]]) -> LayerTimes:
     """Return the medians over all workers (by slot) of `PassTimes.medians`, alike on every worker.
 
-    If nobody has measured a layer, the assumed times are used, and no others count.
+    If no worker has measured a layer, the assumed times are used, and no others count.
     """
     every: dict[str, list[Sequence[float]]] = {}
     for _, one in sorted(reports.items()):

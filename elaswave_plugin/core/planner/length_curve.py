@@ -6,7 +6,7 @@ relative errors, with a factor for each worker, so that a slow one does not bend
 
 >>> history = LengthHistory()
 >>> paces = {0: (3e-6, 1000), 1: (4e-6, 2000)}
->>> history.levels(paces)[1].level  # of two passes nobody can tell which is long, which is slow
+>>> history.levels(paces)[1].level  # two passes do not tell which is long, which is slow
 1.0
 >>> for first, second in ((2000, 1000), (1000, 1000), (2000, 2000)):
 ...     took = {0: (2e-6 + first * 1e-9, first), 1: (4e-6 + second * 2e-9, second)}

@@ -16,7 +16,7 @@ class StateBytes:
     ``units``: elements of each part of the model, as in `GridPlacement`: layers by number from 1,
     what is in front of them below, what follows them above. Of each element a worker keeps
     ``weight_bytes`` and ``gradient_bytes``; its stage's workers share ``optimizer_bytes`` out.
-    ``is_estimate``: nobody has set the limit, it is what the devices have; ``left_out_bytes``: such
+    ``is_estimate``: the limit was not set, it is what the devices have; ``left_out_bytes``: such
     a limit that no plan fits, so that none counts.
     """
 
@@ -53,7 +53,7 @@ def within_memory(
 ) -> Planned:
     """``plan`` with this ``state``; without the limit where nothing fits one that is an estimate.
 
-    What a plan takes is not known to the byte, and a job that nobody limits goes on.
+    What a plan takes is not known to the byte, and a job without a set limit goes on.
     Raises ConfigurationError where nothing fits a limit that was set.
     """
     try:

@@ -66,7 +66,7 @@ class Payback:
 def gain_of_view(now: Flow, wanted: Flow, *, slow: Slowness, times: LayerTimes) -> float:
     """Return the share of a step's compute that ``wanted`` saves, if the ``slow`` stay so.
 
-    A small gain counts as 0 while somebody is slow. It is also 0 where samples are shared out,
+    A small gain counts as 0 while a worker is slow. It is also 0 where samples are shared out,
     since no layers are timed there.
     """
     before_s, after_s = (_seconds(flow, slow, times) for flow in (now, wanted))

@@ -364,7 +364,7 @@ def level_layers(
 
     With ``move_workers``, replicas of wide stages may also move to narrow ones. ``split_backward``
     as in `flow_of`: it may change which layers are best. Everything stays if moving gains nothing,
-    and layers go back when every stage is whole and nobody is slow again.
+    and layers go back when every stage is whole and none is slow again.
     Raises ConfigurationError where nothing fits in flight.
     """
     work = _work(layout, num_microbatches, micro_batch_size)

@@ -3,7 +3,7 @@
 A pace is seconds per layer and token, of the fastest of as many forward passes of a step as each of
 them has: so that neither a processor that others use for a moment, nor having less to do makes a
 worker slow. Where lengths vary, a pace is judged by the curve through those of the last steps
-(`length_curve.py`), and who may owe it to its length is neither named nor taken back.
+(`length_curve.py`), and a pace that its length may explain is neither named nor taken back.
 
 On a busy machine the pace of a step may be ten times that of the next. So a worker is named on 8 to
 32 steps, of which three in four show it as that slow; the fewer they are, the more they have to

@@ -236,8 +236,8 @@ def make_plan(
 ) -> RecoveryPlan:
     """Plan the recovery of a job from a commit.
 
-    ``ranks``: live slots in rank order; ``shard_groups``: who shares which state from now on,
-    cut at multiples of ``alignment`` elements; ``dataflow``: who runs what; ``rejected``:
+    ``ranks``: live slots in rank order; ``shard_groups``: the workers that share state from now on,
+    cut at multiples of ``alignment`` elements; ``dataflow``: the work of each; ``rejected``:
     shards whose bytes failed verification, which are not used; ``live``: (step,
     epoch) of the seal at which each slot's model and optimizer still are. Raises SnapshotGapError.
     """

@@ -132,7 +132,7 @@ def deal(
     A worker of the reserve has no replica of its own, and gets its share of those of others.
     ``whole``: one worker runs each replica, however slow, as its micro-batches need what the one
     before has left.
-    Raises ValueError when nobody is alive or there are fewer micro-batches than replicas or than
+    Raises ValueError when no worker lives or there are fewer micro-batches than replicas or than
     workers.
     """
     if not live:
@@ -226,7 +226,7 @@ def share(
 ) -> Shares:
     """Share the ``num_samples`` of an iteration over the ``live`` slots, in slot order.
 
-    Evenly, except for slow ones. Raises ValueError when nobody is alive or a replica of the launch
+    Evenly, except for slow ones. Raises ValueError when no worker lives or a replica of the launch
     would have no sample.
     """
     if not live:

@@ -90,7 +90,7 @@ def simulate(
 ) -> StepTime:
     """The step time of ``lists``; ``times`` by virtual stage (chunk c of stage s is c P + s).
 
-    ``slowness`` [stage][worker]: how many times as long it takes; empty: nobody is slow.
+    ``slowness`` [stage][worker]: how many times as long it takes; empty: none is slow.
     """
     graph = op_graph(lists, times, link)
     for op, worker in enumerate(graph.worker if slowness else ()):

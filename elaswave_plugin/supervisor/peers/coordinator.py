@@ -189,7 +189,7 @@ class Coordinator:
     def finish(self, timeout_s: float) -> None:
         """Say goodbye on every link, so that no last word is lost, and close.
 
-        Nothing of this worker acts for the job any more: nobody has to kill this process.
+        Nothing of this worker acts for the job any more: this process need not be killed.
         """
         channels = list(self._channels.values())
         # Everybody has it before anybody sees a link close, and accuses this one of being gone.

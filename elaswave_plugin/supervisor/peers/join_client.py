@@ -1,6 +1,6 @@
 """The way of a supervisor into a running job: it finds the job, and is let in.
 
-It asks any of them who is there, opens a link to every one that lives, and asks the leader to be
+It asks any of them for the others, opens a link to every one that lives, and asks the leader to be
 let in (`core/agreement/join_rule.py`). Standard library only; blocks, since nothing runs beside it
 yet.
 """
@@ -75,8 +75,8 @@ def ask_roster(
 ) -> Roster:
     """Ask the leader of the job, found by way of any of the contacts, "host:port" each.
 
-    `standby` describes who asks, where it waits for a slot. Raises OSError where nobody answers,
-    and of those ConnectionRefusedError only where nobody is there any more at all.
+    `standby` describes the asker, where it waits for a slot. Raises OSError where none answers,
+    and of those ConnectionRefusedError only where none is there any more at all.
     """
     failure: OSError = ConnectionRefusedError("no supervisor is there")
     for contact in contacts:

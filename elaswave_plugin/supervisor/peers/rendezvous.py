@@ -37,7 +37,7 @@ class RendezvousSpec:
 
     Slot 0 listens at the first of `ports` that is free; the others look for it at all of them, and
     know by `job` that it is theirs and no stranger's. `reserve`: slots beyond those that meet.
-    `width`: workers of each node, 0 where nobody has said so.
+    `width`: workers of each node, 0 where that was not said.
     """
 
     slot: int
@@ -66,7 +66,7 @@ class RendezvousSpec:
 class Meeting:
     """All supervisors by slot, and an open link to each of the others.
 
-    Those of the reserve come last, and nobody is there. `welcome`: what a supervisor was told that
+    Those of the reserve come last, without a supervisor. `welcome`: what a supervisor was told that
     came later; it has links to those that live.
     """
 
@@ -288,7 +288,7 @@ def _nobody(rendezvous: RendezvousSpec) -> Iterator[Peer]:
 class _Arrivals:
     """Tells every caller which job this is, and hears all of them at the same time.
 
-    A stranger (a port scan, another job) that says nothing keeps nobody waiting.
+    A stranger (a port scan, another job) that says nothing keeps none waiting.
     """
 
     def __init__(self, listener: socket.socket, job: str) -> None:
@@ -346,7 +346,7 @@ class _Arrivals:
 def join_meeting(rendezvous: RendezvousSpec, host: str, data: str) -> Meeting:
     """Any other slot, at `host`: go to slot 0, then link up with the rest.
 
-    `data` is where it serves snapshots. Raises AgreementError where somebody is missing, and
+    `data` is where it serves snapshots. Raises AgreementError where one is missing, and
     ConfigurationError where this one is not wanted, or two machines are told they are one node.
     """
     deadline_s = time.monotonic() + rendezvous.timeout_s
@@ -498,7 +498,7 @@ def _look_for_first(rendezvous: RendezvousSpec, deadline_s: float) -> socket.soc
 def _dial(host: str, port: int, job: str) -> socket.socket:
     """A connection to the supervisor of this job that listens there.
 
-    Raises OSError where nobody listens or speaks, ValueError where a stranger does.
+    Raises OSError where none listens or speaks, ValueError where a stranger does.
     """
     sock = socket.create_connection((host, port), timeout=_FIRST_FRAME_S)
     try:

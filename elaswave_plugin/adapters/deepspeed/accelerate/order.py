@@ -62,7 +62,7 @@ class SamplerOrder:
 def sampler_of(loader: Any, num_processes: int) -> tuple[Any, int, bool]:
     """Sampler, batch size of a worker, and whether the rest is dropped, of a prepared loader.
 
-    Raises ConfigurationError where nobody could draw its order again.
+    Raises ConfigurationError where its order could not be drawn again.
     """
     batches = loader.batch_sampler
     if isinstance(batches, BatchSamplerShard):

@@ -1,7 +1,7 @@
 """The tensors that passes leave in a model beside its weights, for a worker that has run none.
 
 Modules make tables in their first forward pass (places, masks), which a newcomer is given. A model
-that differs otherwise fits nobody.
+that differs otherwise fits no newcomer.
 """
 
 from collections.abc import Iterator, Sequence

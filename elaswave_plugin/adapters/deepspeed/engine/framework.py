@@ -80,7 +80,7 @@ class DeepSpeedFramework:
     def rebind(self, plan: RecoveryPlan) -> None:
         """Point everything DeepSpeed cached at the new layout.
 
-        What it captures by value: sizes and ranks in the engine; who writes checkpoints;
+        What it captures by value: sizes and ranks in the engine; the writers of checkpoints;
         partitions, sizes and ranks in the ZeRO optimizer, in every parameter of stage 3 and in the
         modules' hooks. Group handles need nothing: the groups were edited in place.
         """

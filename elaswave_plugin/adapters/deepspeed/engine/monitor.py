@@ -108,7 +108,7 @@ class ElasticMonitor:
     def release(self, *, holders: Holders) -> None:
         """Write what is final; a collective has shown that all completed steps are sealed.
 
-        It has shown ``holders`` too: without an owner that can write, everyone keeps everything.
+        It has shown ``holders`` too: without an owner that can write, all keep everything.
         """
         self._open_where_free(holders.somebody_holds)
         if not holders.somebody_writes:

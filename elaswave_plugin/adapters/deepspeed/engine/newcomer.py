@@ -1,7 +1,7 @@
 """The knowledge that a later worker needs for its script's loop to go on like the others'.
 
 Its state comes from the snapshots. Here is what they do not have: what was loaded before the first
-step, in which epoch of the data the others are, the events that nobody has written yet, shapes of
+step, in which epoch of the data the others are, the events that are not written yet, shapes of
 outputs, and tensors that every worker holds alike and no step changes.
 """
 
@@ -91,7 +91,7 @@ class News:
     def exchange(self) -> None:
         """Tell, and be told (collective over WORLD).
 
-        Raises ElasWaveError where nobody is left who knows, ConfigurationError on a worker that
+        Raises ElasWaveError where none is left that knows, ConfigurationError on a worker that
         comes with another model than the others'.
         """
         (somebody_holds,) = self._handshake.exchange(self._monitor.holds)

@@ -2,7 +2,7 @@
 
 After an interruption the user's code runs on to its next batch, and needs something to run with.
 Where every worker holds the whole model it is the real output of the user's input. In ZeRO stage 3
-nobody can compute that alone, so it has the shape that an input of that size gave before: a single
+none can compute that alone, so it has the shape that an input of that size gave before: a single
 number, such as a loss, is the one of that time, larger tensors are zeros, and in an evaluation,
 whose result counts, everything is NaN. In the first step all compute one output together.
 """

@@ -29,7 +29,7 @@ class PipelineKnowledge:
     def follow(self, told: Sequence[Any | None]) -> None:
         """Send each stage's tensors from a worker that knows them (called on every worker).
 
-        ``told``: by rank, None for those who came. Raises ElasWaveError where nobody of a stage
+        ``told``: by rank, None for newcomers. Raises ElasWaveError where no worker of a stage
         with such tensors knows them, ConfigurationError on one that came with another model.
         """
         ranks, stages = self._worker.ranks, self._framework.placement.stages

@@ -191,7 +191,7 @@ def is_cut(model: Any) -> bool:
 def take_world(model: Any) -> None:
     """Parameters that ``deepspeed.zero.Init`` has cut over a WORLD that is gone are of this one.
 
-    Who has which partition stays: ranks of the launch are the same in both.
+    The owners of partitions stay: ranks of the launch are the same in both.
     """
     for param in model.parameters():
         if hasattr(param, "ds_process_group"):

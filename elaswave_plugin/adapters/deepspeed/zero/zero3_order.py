@@ -34,7 +34,7 @@ class FetchOrder:
     def give(self, offload: Any) -> None:
         """Give the record to a new offload (collective over WORLD).
 
-        Only if everyone has the same one: a loss may have come when some had completed it and
+        Only if all workers have the same one: a loss may have come when some had completed it and
         others had not, and a worker that comes later has none. The coordinator stays the new one:
         what an old one has derived from its record depends on how far its worker had come.
         """

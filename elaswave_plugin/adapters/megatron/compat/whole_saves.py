@@ -12,7 +12,7 @@ What outlives an attempt at a save in ``megatron.core.dist_checkpointing``, and 
   metadata a save may take over: strategies that Megatron-LM keeps are dropped before each save
   (``forget_strategies``), since after a loss others write other parts.
 - ``strategies.base.async_calls``: of asynchronous saves only, which are refused.
-- ``CachedMetadataFileSystemReader._metadata_cache`` (0.17 on): of loads, by path; nobody loads what
+- ``CachedMetadataFileSystemReader._metadata_cache`` (0.17 on): of loads, by path; none loads what
   the same job has saved.
 """
 

@@ -110,7 +110,7 @@ class Frozen(Plain):
     def missing(self, kept: Any) -> Mapping[str, bool]:
         """The weights of layers that have come since, and frozen ones of another tp position.
 
-        Whether one is trained is as it was at launch where nobody is left who knows better.
+        Whether one is trained is as it was at launch if no worker is left that knows better.
         """
         sealed = self._in_buffers()
         return {

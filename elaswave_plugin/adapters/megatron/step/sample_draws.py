@@ -1,7 +1,7 @@
 """Keys a dataset's draws by seed, step and sample, alike for every reader and every reading.
 
 Keyed are the generators of torch, NumPy and Python, which are put back after the reading, and those
-that the dataset has of its own (as ``GPTFIMDataset.np_rng``), which nobody else draws from.
+that the dataset has of its own (as ``GPTFIMDataset.np_rng``), which no other code draws from.
 """
 
 import random
