@@ -32,7 +32,7 @@ faults: $(STAMP)
 
 matrix: $(STAMP)
 	$(VENV)/bin/python -m pytest -q tests/core tests/config --hypothesis-profile=exploring
-	$(VENV)/bin/python -m pytest -q -m slow
+	$(VENV)/bin/python -m pytest -q -m "fault or slow"
 	$(VENV)/bin/python -m tests.matrix $(ARGS)
 
 chaos: $(STAMP)

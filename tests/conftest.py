@@ -14,7 +14,8 @@ import hypothesis
 import psutil
 import pytest
 
-from tests.tiers import unknown_representatives, waits_for_faults
+from tests import sample
+from tests.tiers import REPRESENTATIVES, unknown_representatives, waits_for_faults
 
 FIRST = ("tidy", "core", "config")
 # One process, then groups of worker processes and whole jobs without a framework.
@@ -49,9 +50,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what `make test` leaves out, and put cheap and fundamental tests first, faults last.
+    """Mark what a tier leaves out, and put cheap and fundamental tests first, faults last.
 
-    Raises UsageError for a representative that is no test.
+    Of tests that the command line names, all cases run. Raises UsageError for a representative that
+    is no test.
     """
     for item in items:
         if waits_for_faults(item.nodeid):
@@ -60,6 +62,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         unknown = unknown_representatives([item.nodeid for item in items])
         if unknown:
             raise pytest.UsageError(f"tests/tiers.py names {unknown}, which are no tests")
+        said = sample.draw(items, sample.seed(), REPRESENTATIVES)
+        terminal = config.pluginmanager.get_plugin("terminalreporter")
+        if terminal is not None:  # `-q` has no header: the draw is said either way
+            terminal.write_line(said)
     items.sort(key=lambda item: _place(item.path))
 
 

@@ -1,15 +1,12 @@
 """The tiers of the tests: `make check`, `make test`, `make faults`, and `make matrix` for the rest.
 
 Tests in what FAULTS names are marked `fault`, but for the representatives. `make check` runs the
-folders of CHECK, `make test` what is not marked, `make faults` what is; cases that `sampled` marks
-`slow` wait for `make matrix`.
+folders of CHECK, `make test` what is not marked, `make faults` what is. Of large families a sample
+is run (`tests/sample.py`); the rest, and tests marked `slow`, wait for `make matrix`.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import PurePath
-from typing import Any
-
-import pytest
 
 CHECK = ("tests/tidy", "tests/core", "tests/config")
 FAULTS = (
@@ -66,14 +63,3 @@ def unknown_representatives(nodeids: Collection[str]) -> list[str]:
     files = {nodeid.partition("::")[0] for nodeid in nodeids}
     wanted = [one for one in REPRESENTATIVES if one.partition("::")[0] in files]
     return sorted({*wanted} - {*nodeids})
-
-
-def sampled(cases: Sequence[Any], keep: Collection[int]) -> list[Any]:
-    """The cases, of which all but those numbered ``keep`` are marked slow."""
-    return [
-        pytest.param(
-            *(case if isinstance(case, tuple) else (case,)),
-            marks=() if number in keep else pytest.mark.slow,
-        )
-        for number, case in enumerate(cases)
-    ]

@@ -15,7 +15,7 @@ import pytest
 
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
-from tests.tiers import sampled
+from tests.sample import sampled
 
 # Counts how often the update was asked for, which shows that it was this one.
 PLAYED = """
@@ -100,7 +100,7 @@ def compiled_adams(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (FUSED, "", 0),
             (CPU, OWN, 3),
         ],
-        keep=(1, 2),
+        share=2,
     ),
 )
 def test_its_state_survives(

@@ -12,7 +12,7 @@ import pytest
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
 from tests.faults.harness import max_relative_difference
-from tests.tiers import sampled
+from tests.sample import sampled
 
 OWN_LOADER = str(SCRIPTS / "own_loader.py")
 
@@ -93,7 +93,7 @@ def printed_losses(output: str) -> dict[int, float]:
     return {int(step.split()[1]): float(loss.split()[1]) for step, loss, _ in lines}
 
 
-@pytest.mark.parametrize(("nproc", "stage"), sampled([(4, 1), (4, 3), (2, 1)], keep=(2,)))
+@pytest.mark.parametrize(("nproc", "stage"), sampled([(4, 1), (4, 3), (2, 1)], share=1))
 def test_a_section_that_is_not_enabled_changes_nothing_and_an_enabled_one_no_loss(
     reference: Launch, tmp_path: Path, nproc: int, stage: int
 ) -> None:

@@ -10,7 +10,7 @@ from tests.deepspeed.harness import SCRIPTS, EngineSpec
 from tests.deepspeed.test_launchers import DEEPSPEED, launched
 from tests.faults.foreign_launchers import TORCHRUN, run_under
 from tests.ports import free_port
-from tests.tiers import sampled
+from tests.sample import sampled
 
 SAYS = "trains without elaswave, and no loss will be survived"
 OFF = json.dumps({"elaswave": {"enabled": False}})
@@ -47,7 +47,7 @@ def test_what_is_missing_is_told_once(run: Launch, spec: EngineSpec, missing: st
     assert not trained.orphans
 
 
-@pytest.mark.parametrize("launcher", sampled(["deepspeed", "torchrun"], keep=(0,)))
+@pytest.mark.parametrize("launcher", sampled(["deepspeed", "torchrun"], share=1))
 def test_other_launchers_say_it_too(tmp_path: Path, launcher: str) -> None:
     port = free_port()
     command = {

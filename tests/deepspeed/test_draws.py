@@ -7,7 +7,7 @@ import pytest
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import EngineSpec
 from tests.faults.harness import check_survived
-from tests.tiers import sampled
+from tests.sample import sampled
 
 DROPOUT = ("--dropout=0.1",)
 # A running stream, seeded once and not put back, instead of a key for every share.
@@ -33,7 +33,7 @@ torch.manual_seed = once
             (3, ("1@3:forward",)),
             (1, ("3@1:snapshot", "0@4:reduce")),
         ],
-        keep=(3,),
+        share=1,
     ),
 )
 def test_with_dropout_a_loss_equals_the_planned_departure(

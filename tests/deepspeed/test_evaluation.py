@@ -10,7 +10,7 @@ import pytest
 from tests.deepspeed.conftest import Launch
 from tests.deepspeed.harness import SCRIPTS, EngineSpec
 from tests.faults.harness import Outcome, check_survived, max_relative_difference
-from tests.tiers import sampled
+from tests.sample import sampled
 
 SAVING = str(SCRIPTS / "saving.py")
 EVALUATING = str(SCRIPTS / "evaluating.py")
@@ -69,7 +69,7 @@ def monitored(folder: Path) -> list[tuple[int, float]]:
             (3, "0@2:evaluation", ""),
             (3, "1@3:snapshot", ""),
         ],
-        keep=(3,),
+        share=1,
     ),
 )
 def test_an_evaluation_is_made_again_with_the_same_result(
@@ -112,7 +112,7 @@ def test_a_loader_made_in_the_evaluation_has_the_shards_of_who_is_left(
     assert "evaluates by itself" not in killed.output
 
 
-@pytest.mark.parametrize("stage", sampled([2, 3], keep=(1,)))
+@pytest.mark.parametrize("stage", sampled([2, 3], share=1))
 def test_an_evaluation_by_the_script_itself_is_never_a_wrong_number(
     run: Launch, tmp_path: Path, stage: int
 ) -> None:

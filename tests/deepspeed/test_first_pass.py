@@ -14,7 +14,7 @@ from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import FP32_BOUND, SCRIPTS, EngineSpec, check_recovered
 from tests.deepspeed.test_join import entered
 from tests.faults.harness import Outcome, check_survived, max_relative_difference
-from tests.tiers import sampled
+from tests.sample import sampled
 
 BACK = 5
 EXTERNAL = EngineSpec(
@@ -57,7 +57,7 @@ if os.environ["ELASWAVE_INCARNATION"] != "0":
 
 
 @pytest.mark.parametrize(
-    ("stage", "options"), sampled([(3, ()), (3, ("--evaluate",)), (1, ())], keep=(0, 1))
+    ("stage", "options"), sampled([(3, ()), (3, ("--evaluate",)), (1, ())], share=2)
 )
 def test_who_comes_back_has_what_the_first_pass_of_the_others_has_left(
     run: Launch, twin: Twin, reference: Launch, stage: int, options: tuple[str, ...]

@@ -18,7 +18,7 @@ from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import EngineSpec, check_recovered
 from tests.deepspeed.test_pipeline import PP2_DP2
 from tests.faults.harness import Outcome, check_survived
-from tests.tiers import sampled
+from tests.sample import sampled
 
 ALLOWED = """
 import sys
@@ -63,7 +63,7 @@ def skipped(run: Outcome) -> list[int]:
             # Between steps that overflow, in one, and rolling back one.
             for kill in ("0@4:backward", "3@5:reduce", "1@5:snapshot", "2@6:forward")
         ],
-        keep=(2,),
+        share=1,
     ),
 )
 def test_steps_that_overflow_before_and_after_a_loss(

@@ -19,7 +19,7 @@ from tests.deepspeed.test_pipeline import PP2_DP2, norms
 from tests.deepspeed.test_save import SAVING
 from tests.faults.harness import Outcome, check_survived, max_relative_difference
 from tests.faults.test_join import last_ranks
-from tests.tiers import sampled
+from tests.sample import sampled
 
 GROWS_AT = 4
 # An iteration has eight samples: so many workers at most. An epoch has eight of them.
@@ -51,7 +51,7 @@ def check_grown(run: Outcome, reference: Outcome) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "bf16"),
-    sampled([(stage, bf16) for bf16 in (False, True) for stage in range(4)], keep=(3,)),
+    sampled([(stage, bf16) for bf16 in (False, True) for stage in range(4)], share=1),
 )
 def test_a_fifth_worker_joins_an_engine_of_four(
     run: Launch, reference: Launch, stage: int, bf16: bool

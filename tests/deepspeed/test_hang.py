@@ -5,12 +5,12 @@ import pytest
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import EngineSpec, check_recovered
 from tests.faults.harness import hang_of
-from tests.tiers import sampled
+from tests.sample import sampled
 
 CASES = [(1, "2@4:forward:loop"), (3, "0@4:backward:gil"), (3, "1@4:data:stop")]
 
 
-@pytest.mark.parametrize(("stage", "hang"), sampled(CASES, keep=(1,)))
+@pytest.mark.parametrize(("stage", "hang"), sampled(CASES, share=1))
 def test_a_hang_equals_the_planned_departure(
     run: Launch, twin: Twin, reference: Launch, stage: int, hang: str
 ) -> None:

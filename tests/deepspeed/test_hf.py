@@ -19,8 +19,8 @@ from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
 from tests.faults.foreign_launchers import run_under
 from tests.faults.harness import ROOT, Outcome, check_survived, max_relative_difference
+from tests.sample import sampled
 from tests.supervisor.jobs import LAUNCH
-from tests.tiers import sampled
 
 EXAMPLE = str(ROOT / "examples" / "train_hf.py")
 TRAINER = str(SCRIPTS / "hf_trainer.py")
@@ -62,7 +62,7 @@ def printed(output: str) -> list[tuple[int, float, str]]:
             (3, "0@3:forward"),
             (3, "2@4:gather"),
         ],
-        keep=(1,),
+        share=1,
     ),
 )
 def test_a_kill_is_absorbed_and_the_script_counts_each_step_once(
@@ -120,7 +120,7 @@ def plain(spec: EngineSpec, folder: Path) -> str:
 
 # With five iterations an epoch and two a step, Accelerate ends the last step of each epoch early.
 @pytest.mark.parametrize(
-    "options", sampled([((),), (("--limit=20",),)], keep=(1,)), ids=["whole", "early-boundaries"]
+    "options", sampled([((),), (("--limit=20",),)], share=1), ids=["whole", "early-boundaries"]
 )
 @pytest.mark.slow
 def test_without_a_loss_it_is_what_accelerate_does_alone(
@@ -153,7 +153,7 @@ def evaluations(run: Outcome) -> list[list[tuple[int, int, float]]]:
     return [json.loads(path.read_text()) for path in run.directory.glob("evaluations-*")]
 
 
-@pytest.mark.parametrize("stage", sampled([1, 3], keep=(1,)))
+@pytest.mark.parametrize("stage", sampled([1, 3], share=1))
 def test_who_is_left_evaluates_everything(run: Launch, reference: Launch, stage: int) -> None:
     spec = EngineSpec(
         script=EVALUATING,

@@ -19,7 +19,7 @@ from tests.deepspeed.test_kill import PHASES
 from tests.deepspeed.test_monitor import check_csv, scalars, settings_of
 from tests.faults.harness import Outcome, check_survived, max_relative_difference
 from tests.faults.test_join import LATER
-from tests.tiers import sampled
+from tests.sample import sampled
 
 EPOCHS = str(SCRIPTS / "epochs.py")
 STEPS, BACK = 10, 6
@@ -54,7 +54,7 @@ def drawn() -> list[tuple[int, int, str, bool]]:
     ]
 
 
-@pytest.mark.parametrize(("stage", "slot", "phase", "bf16"), sampled(drawn(), keep=(3,)))
+@pytest.mark.parametrize(("stage", "slot", "phase", "bf16"), sampled(drawn(), share=1))
 def test_a_lost_worker_comes_back_under_every_zero_stage(
     run: Launch, twin: Twin, reference: Launch, stage: int, slot: int, phase: str, bf16: bool
 ) -> None:
@@ -90,7 +90,7 @@ def files_of(folder: Path, tag: str) -> int:
             (3, "3@1:backward", 6),
             (3, "0@4:gather", 8),
         ],
-        keep=(0,),
+        share=1,
     ),
 )
 def test_its_loop_over_epochs_arrives_where_the_others_are(
@@ -177,7 +177,7 @@ def test_four_workers_become_two_and_four_again(run: Launch, reference: Launch) 
     ("stage", "death"),
     sampled(
         [(1, "0:startup"), (0, "0:agree"), (3, "0:move"), (1, "0:verify"), (3, "6:backward")],
-        keep=(2,),
+        share=1,
     ),
 )
 def test_a_newcomer_dies_while_it_is_built_or_enters(
@@ -207,7 +207,7 @@ def test_monitors_go_back_to_the_first_worker(run: Launch, tmp_path: Path) -> No
     assert newest.name.split(".")[-2] == str(owners[-1])
 
 
-@pytest.mark.parametrize("stage", sampled([1, 3], keep=(0,)))
+@pytest.mark.parametrize("stage", sampled([1, 3], share=1))
 def test_it_comes_back_to_a_job_that_has_saved_and_had_nothing_to_load(
     run: Launch, twin: Twin, tmp_path: Path, stage: int
 ) -> None:

@@ -11,12 +11,12 @@ from tests.deepspeed.harness import FP32_BOUND, EngineSpec
 from tests.deepspeed.test_save import SAVING, state_of, writers
 from tests.faults.harness import Zygote, max_relative_difference
 from tests.faults.test_last_checkpoint import SAVE_S, completed_once, told_to_end
-from tests.tiers import sampled
+from tests.sample import sampled
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("stage", sampled([1, 3], keep=(0,)))
+@pytest.mark.parametrize("stage", sampled([1, 3], share=1))
 def test_the_engine_saves_where_all_leave(
     run: Launch, zygote: Zygote, tmp_path: Path, stage: int
 ) -> None:

@@ -12,7 +12,7 @@ from tests.deepspeed.test_pipeline_join import check_back, spec_of
 from tests.faults.foreign_launchers import TORCHRUN, run_under
 from tests.faults.harness import Outcome
 from tests.ports import free_port
-from tests.tiers import sampled
+from tests.sample import sampled
 
 DEEPSPEED = str(Path(sys.executable).with_name("deepspeed"))
 pytestmark = pytest.mark.timeout(240)
@@ -33,7 +33,7 @@ def test_torchrun_with_our_module_survives_a_kill(
 
 
 # By default two, since each imports the frameworks anew.
-@pytest.mark.parametrize("nproc", sampled([2, 4], keep=(0,)))
+@pytest.mark.parametrize("nproc", sampled([2, 4], share=1))
 def test_the_deepspeed_launcher_with_our_module_survives_a_kill(
     tmp_path: Path, twin: Twin, reference: Launch, nproc: int
 ) -> None:

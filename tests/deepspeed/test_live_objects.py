@@ -13,7 +13,7 @@ from tests.deepspeed.conftest import Launch
 from tests.deepspeed.harness import EngineSpec
 from tests.deepspeed.test_pipeline import PP2_DP2
 from tests.faults.harness import ROOT, Outcome, check_survived
-from tests.tiers import sampled
+from tests.sample import sampled
 
 # What differs for a known reason, each with that reason.
 KNOWN = {
@@ -78,7 +78,7 @@ def pictures(folder: Path, width: int = 3) -> list[dict[str, Any]]:
     return [json.loads((folder / f"walk-{rank}.json").read_text()) for rank in range(width)]
 
 
-@pytest.mark.parametrize("stage", sampled([0, 1, 2, 3], keep=(2, 3)))
+@pytest.mark.parametrize("stage", sampled([0, 1, 2, 3], share=2))
 def test_live_objects_after_a_loss_equal_fresh_ones(
     run: Launch, tmp_path: Path, stage: int
 ) -> None:
@@ -94,7 +94,7 @@ def test_live_objects_after_a_loss_equal_fresh_ones(
         assert groups and all(len(members) == 3 for _, members, _ in groups)
 
 
-@pytest.mark.parametrize(("stage", "slot"), sampled([(0, 2), (1, 0), (2, 3), (3, 1)], keep=(3,)))
+@pytest.mark.parametrize(("stage", "slot"), sampled([(0, 2), (1, 0), (2, 3), (3, 1)], share=1))
 def test_live_objects_after_a_return_equal_fresh_ones(
     run: Launch, tmp_path: Path, stage: int, slot: int
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.deepspeed.conftest import Launch
 from tests.deepspeed.harness import EngineSpec
 from tests.faults.harness import Outcome, check_survived
-from tests.tiers import sampled
+from tests.sample import sampled
 from tests.tracking.test_wandb_sink import history, run_ids
 
 LR = "Train/Samples/lr"
@@ -75,7 +75,7 @@ def check_csv(run: Outcome, folder: Path) -> None:
             # One of them is the next owner, which dies while it opens the monitors.
             (1, ("0@2:backward", "3@4:reduce", "1@4:forward")),
         ],
-        keep=(2, 5, 6),
+        share=3,
     ),
 )
 def test_every_step_is_written_once_and_in_order(

@@ -7,7 +7,7 @@ import pytest
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import FP32_BOUND, EngineSpec, check_recovered
 from tests.faults.harness import check_survived, max_relative_difference
-from tests.tiers import sampled
+from tests.sample import sampled
 
 ZERO = "from elaswave_plugin.adapters.deepspeed.zero import zero_state as zero"
 BROKEN_BITS = {
@@ -30,7 +30,7 @@ EQUAL_WEIGHTS = (
 )
 
 
-@pytest.mark.parametrize("stage", sampled([1, 3], keep=(1,)))
+@pytest.mark.parametrize("stage", sampled([1, 3], share=1))
 @pytest.mark.parametrize("sabotage", BROKEN_BITS.values(), ids=BROKEN_BITS.keys())
 def test_a_recovery_that_misses_a_part_is_seen(
     run: Launch, twin: Twin, reference: Launch, stage: int, sabotage: str

@@ -10,7 +10,7 @@ from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec
 from tests.deepspeed.test_join import entered
 from tests.faults.harness import Outcome, check_survived, max_relative_difference
-from tests.tiers import sampled
+from tests.sample import sampled
 
 OWN = EngineSpec(script=str(SCRIPTS / "own_state.py"), nproc=3, global_batch=12, steps=9)
 # A kill whose step some have completed already, and one inside of a step.
@@ -33,8 +33,8 @@ def held(run: Outcome) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kill", KILLS)
-@pytest.mark.parametrize("mode", CARRIED)
-@pytest.mark.parametrize("stage", sampled([0, 1, 2], keep=(1,)))
+@pytest.mark.parametrize("mode", sampled(CARRIED, share=3))
+@pytest.mark.parametrize("stage", sampled([0, 1, 2], share=1))
 def test_a_step_that_is_redone_finds_what_it_found(
     run: Launch, twin: Twin, reference: Launch, stage: int, mode: str, kill: str
 ) -> None:
@@ -49,7 +49,7 @@ def test_a_step_that_is_redone_finds_what_it_found(
         assert max_relative_difference(killed, reference(of(mode, stage=stage))) <= 1e-5
 
 
-@pytest.mark.parametrize("mode", sampled(["statistics", "kept average"], keep=(1,)))
+@pytest.mark.parametrize("mode", sampled(["statistics", "kept average"], share=1))
 def test_rank_0_comes_back_with_what_the_others_keep(run: Launch, twin: Twin, mode: str) -> None:
     killed = run(of(mode, respawn=5, kills=("0@3:backward",), changes=("+0@6",)))
     check_survived(killed)

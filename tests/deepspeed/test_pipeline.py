@@ -9,7 +9,7 @@ import pytest
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
 from tests.faults.harness import Outcome, check_survived, max_relative_difference
-from tests.tiers import sampled
+from tests.sample import sampled
 
 PHASES = ("data", "forward", "backward", "reduce", "optimizer", "gather", "snapshot")
 PP2_DP2 = EngineSpec(script=str(SCRIPTS / "pipeline.py"), stages=2, accumulation=4, global_batch=16)
@@ -49,7 +49,7 @@ KINDS = ((1, False), (0, False), (1, True))
             for (index, phase), slot in itertools.product(enumerate(PHASES), (1, 2, 3, 0))
         ],
         # The first stage's rank 0 is left without a pipeline.
-        keep=(17,),
+        share=1,
     ),
 )
 def test_a_kill_in_any_phase_equals_the_planned_departure(
@@ -250,7 +250,7 @@ REFUSED = (
 )
 
 
-@pytest.mark.parametrize(("settings", "options", "words"), sampled(list(REFUSED), keep=(3,)))
+@pytest.mark.parametrize(("settings", "options", "words"), sampled(list(REFUSED), share=1))
 def test_what_a_pipeline_does_not_carry_is_refused(
     run: Launch, settings: dict[str, object], options: tuple[str, ...], words: str
 ) -> None:

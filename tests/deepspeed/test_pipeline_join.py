@@ -15,7 +15,7 @@ from tests.deepspeed.test_join import entered, sizes
 from tests.deepspeed.test_pipeline import KINDS, PHASES, PP2_DP2, check_pipeline, seen_by
 from tests.faults.harness import Outcome, Zygote, check_survived, max_relative_difference
 from tests.faults.test_node_join import lose_and_join, lose_with_standby
-from tests.tiers import sampled
+from tests.sample import sampled
 
 STEPS, BACK = 9, 6
 
@@ -69,7 +69,7 @@ def check_scripts(run: Outcome, *, before: int) -> None:
             (slot, phase, *KINDS[(slot + index) % len(KINDS)])
             for (index, phase), slot in itertools.product(enumerate(PHASES), (1, 2, 3, 0))
         ],
-        keep=(17,),
+        share=1,
     ),
 )
 def test_a_lost_worker_comes_back_to_its_pipeline(

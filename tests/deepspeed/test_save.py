@@ -16,7 +16,7 @@ from tests.deepspeed.checkpoints import convert, merged, parts, same
 from tests.deepspeed.conftest import Launch
 from tests.deepspeed.harness import SCRIPTS, EngineSpec
 from tests.faults.harness import Outcome, check_survived, max_relative_difference
-from tests.tiers import sampled
+from tests.sample import sampled
 
 SAVING = str(SCRIPTS / "saving.py")
 TAGS = ("global_step2", "global_step4", "global_step6")
@@ -104,7 +104,7 @@ def writers(folder: Path) -> int:
     return len([*folder.glob("*zero_pp_rank_*optim_states.pt")])
 
 
-@pytest.mark.parametrize("stage", sampled([1, 2, 3], keep=(2,)))
+@pytest.mark.parametrize("stage", sampled([1, 2, 3], share=1))
 @pytest.mark.parametrize(
     ("kill", "when"),
     sampled(
@@ -115,7 +115,7 @@ def writers(folder: Path) -> int:
             ("3@1:snapshot", "begun"),
             ("2@4:finalize", "begun"),
         ],
-        keep=(0, 1, 4),
+        share=3,
     ),
 )
 def test_a_save_is_made_again_and_is_whole(
@@ -133,7 +133,7 @@ def test_a_save_is_made_again_and_is_whole(
         assert same(ours, theirs)
 
 
-@pytest.mark.parametrize("stage", sampled([1, 2, 3], keep=(1,)))
+@pytest.mark.parametrize("stage", sampled([1, 2, 3], share=1))
 def test_checkpoints_after_a_loss_equal_those_after_a_planned_departure(
     saved: Saved, tmp_path: Path, stage: int
 ) -> None:
@@ -214,7 +214,7 @@ def check_loaded(run: Outcome, folder: Path) -> None:
     assert (folder / "latest").read_text() == "global_step12"
 
 
-@pytest.mark.parametrize("stage", sampled([1, 2, 3], keep=(1,)))
+@pytest.mark.parametrize("stage", sampled([1, 2, 3], share=1))
 def test_a_checkpoint_of_three_workers_is_loaded_by_three(
     run: Launch, saved: Saved, tmp_path: Path, stage: int
 ) -> None:
@@ -232,7 +232,7 @@ def test_a_checkpoint_of_three_workers_is_loaded_by_three(
     assert all(same(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize(("stage", "width"), sampled([(1, 2), (2, 4), (3, 2)], keep=(2,)))
+@pytest.mark.parametrize(("stage", "width"), sampled([(1, 2), (2, 4), (3, 2)], share=1))
 def test_a_checkpoint_of_three_workers_is_loaded_by_another_number(
     run: Launch, saved: Saved, tmp_path: Path, stage: int, width: int
 ) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import EngineSpec, check_recovered
-from tests.tiers import sampled
+from tests.sample import sampled
 
 ONE_CYCLE = {
     "type": "OneCycle",
@@ -41,7 +41,7 @@ COSINE = {
             (3, "3@2:snapshot", 0.05, COSINE),
             (0, "1@4:snapshot", 0.0, ONE_CYCLE),
         ],
-        keep=(0,),
+        share=1,
     ),
     ids=["zero1-clipped-one-cycle", "zero2-decay", "zero3-clipped-cosine", "zero0-one-cycle"],
 )

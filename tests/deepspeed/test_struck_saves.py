@@ -14,7 +14,7 @@ from tests.deepspeed.checkpoints import State, convert, merged, parts, same
 from tests.deepspeed.conftest import Launch
 from tests.deepspeed.harness import SCRIPTS, EngineSpec
 from tests.faults.harness import Outcome, Zygote, check_survived
-from tests.tiers import sampled
+from tests.sample import sampled
 
 STEPS, STRUCK = 9, range(1, 9)
 STAGES, MOMENTS = (1, 2, 3), ("open", "exists", "named")
@@ -97,7 +97,7 @@ def check_redone(saves: Path, reference: Path, step: int, scratch: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("stage", "seed"), sampled(list(itertools.product(STAGES, (1, 2))), keep=(4,))
+    ("stage", "seed"), sampled(list(itertools.product(STAGES, (1, 2))), share=1)
 )
 @pytest.mark.timeout(300)
 def test_a_kill_in_each_of_eight_saves_with_a_return(
@@ -117,7 +117,7 @@ def test_a_kill_in_each_of_eight_saves_with_a_return(
 
 @pytest.mark.parametrize(
     ("stage", "step", "moment"),
-    sampled(list(itertools.product(STAGES, STRUCK, MOMENTS)), keep=(3, 37, 68)),
+    sampled(list(itertools.product(STAGES, STRUCK, MOMENTS)), share=3),
 )
 def test_a_kill_in_a_save_without_a_return(
     planned: Saved, strike: Saved, tmp_path: Path, stage: int, step: int, moment: str
@@ -137,7 +137,7 @@ def test_a_kill_in_a_save_without_a_return(
 
 
 @pytest.mark.parametrize(
-    ("stage", "width"), sampled(list(itertools.product(STAGES, (3, 2, 4))), keep=(1,))
+    ("stage", "width"), sampled(list(itertools.product(STAGES, (3, 2, 4))), share=1)
 )
 def test_a_checkpoint_of_a_save_with_a_kill_is_loaded_by_any_number(
     run: Launch, planned: Saved, strike: Saved, tmp_path: Path, stage: int, width: int

@@ -8,7 +8,7 @@ from elaswave_plugin.observer.observer import losses_of
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
 from tests.faults.harness import Outcome, check_survived, max_relative_difference
-from tests.tiers import sampled
+from tests.sample import sampled
 
 OWN_OPTIMIZER = {
     "script": str(SCRIPTS / "own_optimizer.py"),
@@ -20,7 +20,7 @@ def reports(run: Outcome) -> list[dict[str, object]]:
     return [json.loads(path.read_text()) for path in sorted(run.directory.glob("handles-*.json"))]
 
 
-@pytest.mark.parametrize("stage", sampled([0, 1, 2, 3], keep=(0, 3)))
+@pytest.mark.parametrize("stage", sampled([0, 1, 2, 3], share=2))
 def test_handles_counters_and_schedules_of_the_script_stay_valid(
     run: Launch, twin: Twin, reference: Launch, stage: int
 ) -> None:
@@ -40,7 +40,7 @@ def test_handles_counters_and_schedules_of_the_script_stay_valid(
         assert 2 * spec.steps + (stage == 3) <= len(steps) <= 2 * spec.steps + 2
 
 
-@pytest.mark.parametrize("stage", sampled([1, 2, 3], keep=(1,)))
+@pytest.mark.parametrize("stage", sampled([1, 2, 3], share=1))
 def test_four_workers_become_one(run: Launch, twin: Twin, reference: Launch, stage: int) -> None:
     spec = EngineSpec(stage=stage, kills=("0@1:backward", "2@2:forward", "3@4:reduce"))
     killed = run(spec)
@@ -59,9 +59,9 @@ def test_four_workers_become_one(run: Launch, twin: Twin, reference: Launch, sta
     assert set(sizes.values()) == {1, 4}
 
 
-@pytest.mark.parametrize("stage", sampled([1, 3], keep=(1,)))
+@pytest.mark.parametrize("stage", sampled([1, 3], share=1))
 @pytest.mark.parametrize(
-    "phase", sampled(["detect", "agree", "edit", "move", "rebind", "verify", "replay"], keep=(3, 6))
+    "phase", sampled(["detect", "agree", "edit", "move", "rebind", "verify", "replay"], share=2)
 )
 def test_second_kill_during_a_recovery(
     run: Launch, twin: Twin, reference: Launch, stage: int, phase: str
@@ -75,13 +75,13 @@ def test_second_kill_during_a_recovery(
     assert max_relative_difference(killed, reference(spec)) <= 1e-6
 
 
-@pytest.mark.parametrize("stage", sampled([1, 3], keep=(1,)))
+@pytest.mark.parametrize("stage", sampled([1, 3], share=1))
 def test_kill_in_the_first_step(run: Launch, twin: Twin, reference: Launch, stage: int) -> None:
     spec = EngineSpec(stage=stage, kills=("1@0:backward",))
     check_recovered(killed := run(spec), twin=twin(killed), reference=reference(spec))
 
 
-@pytest.mark.parametrize("accumulation", sampled([1, 2], keep=(1,)))
+@pytest.mark.parametrize("accumulation", sampled([1, 2], share=1))
 def test_uneven_shares_and_the_end_of_an_epoch(
     run: Launch, twin: Twin, reference: Launch, accumulation: int
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from elaswave_plugin.config import Kill
 from elaswave_plugin.observer.observer import read_run, summarize
-from tests.tiers import sampled
+from tests.sample import sampled
 
 pytest.importorskip("megatron.core")
 
@@ -57,7 +57,7 @@ def test_real_demo_survives_and_its_summary_follows_from_its_files(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    sampled([(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)], keep=(2,)),
+    sampled([(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)], share=1),
 )
 def test_real_demo_ended_by_a_signal_leaves_no_process(
     number: signal.Signals, code: int, tmp_path: Path

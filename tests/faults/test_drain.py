@@ -13,10 +13,10 @@ from tests.faults.harness import Outcome, Zygote, check_equal, started
 from tests.faults.hybrid_matrix import PP2_DP2
 from tests.faults.test_notice import SPEC, TOLD, UNTIL_TOLD
 from tests.faults.test_signals import LIMIT_S, wait_for_step
-from tests.tiers import sampled
+from tests.sample import sampled
 
 
-@pytest.mark.parametrize("slot", sampled([0, 2], keep=(0,)))
+@pytest.mark.parametrize("slot", sampled([0, 2], share=1))
 def test_a_drained_worker_leaves_between_two_steps(
     zygote: Zygote, data: Path, tmp_path: Path, reference: Reference, slot: int
 ) -> None:
@@ -41,7 +41,7 @@ def test_a_drained_worker_leaves_between_two_steps(
 
 @pytest.mark.parametrize(
     ("slots", "rest"),
-    sampled([((0, 3), [1, 2]), ((2, 0), [1, 3]), ((0, 1, 2), [2, 3])], keep=(2,)),
+    sampled([((0, 3), [1, 2]), ((2, 0), [1, 3]), ((0, 1, 2), [2, 3])], share=1),
     ids=str,
 )
 def test_workers_of_a_pipeline_that_are_drained_within_a_step_leave_at_once(

@@ -6,14 +6,14 @@ import pytest
 
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, check_survived, max_relative_difference
-from tests.tiers import sampled
+from tests.sample import sampled
 
 
-@pytest.mark.parametrize("slot", sampled([0, 2], keep=(1,)))
+@pytest.mark.parametrize("slot", sampled([0, 2], share=1))
 # Losses per token, in fast mode: micro-batches that are cut have them in `make test`.
 @pytest.mark.parametrize(
     "options",
-    sampled([((),), (("--calculate-per-token-loss",),)], keep=(0,)),
+    sampled([((),), (("--calculate-per-token-loss",),)], share=1),
     ids=["mean", "token"],
 )
 def test_kill_in_fast_mode_equals_the_planned_departure(

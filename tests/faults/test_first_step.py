@@ -11,7 +11,7 @@ from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived
 from tests.faults.hybrid_matrix import PP2_DP2, PP2_VPP2_DP2, TP2_PP2_DP2
 from tests.faults.test_negative_controls import SABOTAGE
-from tests.tiers import sampled
+from tests.sample import sampled
 
 THREE = JobSpec(nproc=3, steps=4, global_batch=6)
 OFF = ("--elaswave-rehearse-first-step=off",)
@@ -42,7 +42,7 @@ EQUAL = {
 }
 
 
-@pytest.mark.parametrize("name", sampled([*EQUAL], keep=(0, 1, 2, 5, 6)))
+@pytest.mark.parametrize("name", sampled([*EQUAL], share=5))
 def test_a_step_that_is_run_twice_leaves_no_trace(
     run: Launch, reference: Reference, tmp_path: Path, name: str
 ) -> None:
@@ -86,7 +86,7 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("name", sampled([*DIFFERENT], keep=(0, 2, 3)))
+@pytest.mark.parametrize("name", sampled([*DIFFERENT], share=3))
 def test_what_differs_is_named_before_the_update(run: Launch, tmp_path: Path, name: str) -> None:
     changes, spec, words = DIFFERENT[name]
     stopped = run(replace(spec, script=own_scripts.write(tmp_path, *changes)))

@@ -12,7 +12,7 @@ import pytest
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived
 from tests.faults.hybrid_matrix import PP2_DP2, TP2_PP2_DP2
-from tests.tiers import sampled
+from tests.sample import sampled
 
 FP16 = (
     "--fp16",
@@ -50,7 +50,7 @@ def skipped(run: Outcome) -> list[int]:
             # Sums over tokens are larger than means, and overflow at a lower scale.
             (in_fp16(TP2_PP2_DP2, f"--initial-loss-scale={2**15}"), "6@4:backward"),
         ],
-        keep=(0,),
+        share=1,
     ),
 )
 def test_overflow_steps_before_and_after_a_loss(

@@ -16,7 +16,7 @@ import torch
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import ROOT, JobSpec, Outcome, Zygote, check_equal, launch
 from tests.faults.hybrid_matrix import PP2_DP2, TP2_PP2_DP2
-from tests.tiers import sampled
+from tests.sample import sampled
 
 STAND_INS = ROOT / "tests" / "stand_ins"
 PACKAGES = {"te": "transformer_engine", "apex": "apex"}
@@ -80,7 +80,7 @@ def with_stand_in(
     sampled(
         [(kind, spec) for spec in (DP4, MOVED, BF16, TP2) for kind in PACKAGES],
         # Each kind needs a zygote of its own, which takes as long as two jobs.
-        keep=(0,),
+        share=1,
     ),
 )
 def test_kill_with_a_stand_in_changes_nothing(

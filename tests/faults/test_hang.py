@@ -6,7 +6,7 @@ import pytest
 
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived, hang_of
-from tests.tiers import sampled
+from tests.sample import sampled
 
 # By then three steps have told how long each phase takes.
 STEP = 4
@@ -20,7 +20,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("slot", "phase", "how"), sampled(CASES, keep=(0, 8)))
+@pytest.mark.parametrize(("slot", "phase", "how"), sampled(CASES, share=2))
 def test_a_hang_of_any_worker_changes_nothing(
     run: Launch, reference: Reference, slot: int, phase: str, how: str
 ) -> None:

@@ -26,10 +26,10 @@ from tests.faults.hybrid_matrix import (
 )
 from tests.faults.test_fp16 import FP16
 from tests.faults.test_outside_a_step import saved_tensors
-from tests.tiers import sampled
+from tests.sample import sampled
 
 
-@pytest.mark.parametrize("spec", single_losses(), ids=lambda spec: spec.kills[0])
+@pytest.mark.parametrize("spec", sampled(single_losses(), share=8), ids=lambda spec: spec.kills[0])
 def test_any_worker_of_tp_pp_dp(run: Launch, reference: Reference, spec: JobSpec) -> None:
     survived = run(spec)
     check_equal(survived, reference(TP2_PP2_DP2))
@@ -47,7 +47,7 @@ def test_any_worker_of_tp_pp_dp(run: Launch, reference: Reference, spec: JobSpec
             (("4@3:backward", "7@3:optimizer"),),
             (("2@3:reduce", "5@3:forward"),),
         ],
-        keep=(1,),
+        share=1,
     ),
     ids=" ".join,
 )
@@ -72,7 +72,7 @@ def test_a_shard_and_its_only_copy_are_named(run: Launch) -> None:
 
 
 @pytest.mark.parametrize("options", [(), REROUTE], ids=["redeal", "reroute"])
-@pytest.mark.parametrize("kill", sampled(["0@3:backward", "3@2:forward"], keep=(0,)))
+@pytest.mark.parametrize("kill", sampled(["0@3:backward", "3@2:forward"], share=1))
 def test_a_pipeline_with_mean_losses(
     run: Launch, reference: Reference, kill: str, options: tuple[str, ...]
 ) -> None:
@@ -85,7 +85,7 @@ def test_both_stages_lose_a_replica_one_after_the_other(run: Launch, reference: 
     check_equal(run(spec), reference(spec))
 
 
-@pytest.mark.parametrize("kill", sampled(["0@2:reduce", "5@3:backward"], keep=(1,)))
+@pytest.mark.parametrize("kill", sampled(["0@2:reduce", "5@3:backward"], share=1))
 def test_a_deep_pipeline_in_bf16(run: Launch, reference: Reference, kill: str) -> None:
     spec = replace(PP4_DP2, kills=(kill,))
     check_equal(run(spec), reference(spec))
@@ -93,7 +93,7 @@ def test_a_deep_pipeline_in_bf16(run: Launch, reference: Reference, kill: str) -
 
 @pytest.mark.parametrize(
     "kill",
-    sampled(["0@3:forward", "1@2:reduce", "2@3:backward", "3@3:optimizer"], keep=(1, 2)),
+    sampled(["0@3:forward", "1@2:reduce", "2@3:backward", "3@3:optimizer"], share=2),
 )
 def test_interleaved_stages(run: Launch, reference: Reference, kill: str) -> None:
     spec = replace(PP2_VPP2_DP2, kills=(kill,))

@@ -13,11 +13,11 @@ from tests.faults import own_scripts
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived
 from tests.faults.hybrid_matrix import PP2_VPP2_DP2, TP2_PP2_DP2
-from tests.tiers import sampled
+from tests.sample import sampled
 
 BACK = JobSpec(steps=10, dump="last", respawn=10, awaits=((5, 1),))
 RECOVERY = ("agree", "edit", "move", "rebind", "verify")
-SOME_OF_EIGHT = sampled([(s, RECOVERY[s % 5]) for s in (0, 2, 5, 7)], keep=(1,))
+SOME_OF_EIGHT = sampled([(s, RECOVERY[s % 5]) for s in (0, 2, 5, 7)], share=1)
 
 
 def drawn_pairs(count: int) -> list[tuple[tuple[tuple[int, str], ...]]]:
@@ -63,7 +63,7 @@ def last_ranks(run: Outcome) -> list[int]:
     return ranks
 
 
-@pytest.mark.parametrize("slot", sampled(range(4), keep=(0,)))
+@pytest.mark.parametrize("slot", sampled(range(4), share=1))
 def test_a_lost_worker_comes_back(run: Launch, reference: Reference, slot: int) -> None:
     spec = replace(BACK, kills=(f"{slot}@3:backward",))
     survived = run(spec)
@@ -134,7 +134,7 @@ Worker.ask_to_enter = ask_second
 """
 
 
-@pytest.mark.parametrize("victims", sampled(drawn_pairs(3), keep=(0,)), ids=str)
+@pytest.mark.parametrize("victims", sampled(drawn_pairs(3), share=1), ids=str)
 def test_two_lost_workers_come_back_one_after_the_other(
     run: Launch, reference: Reference, victims: tuple[tuple[int, str], ...]
 ) -> None:
@@ -208,7 +208,7 @@ DEATHS = [
 ]
 
 
-@pytest.mark.parametrize(("where", "asked"), sampled(DEATHS, keep=(0, 3)))
+@pytest.mark.parametrize(("where", "asked"), sampled(DEATHS, share=2))
 def test_a_newcomer_dies_in_a_phase_of_its_join(
     run: Launch, reference: Reference, where: str, asked: bool
 ) -> None:
@@ -243,7 +243,7 @@ def test_a_newcomer_dies_in_its_first_step(run: Launch, reference: Reference, ph
     assert last_ranks(survived) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("slot", sampled([0, 1], keep=(0,)))
+@pytest.mark.parametrize("slot", sampled([0, 1], share=1))
 def test_a_survivor_dies_while_it_lets_somebody_in(
     run: Launch, reference: Reference, slot: int
 ) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, check_equal, check_survived
-from tests.tiers import sampled
+from tests.sample import sampled
 
 PHASES = ("data", "forward", "backward", "reduce", "optimizer", "gather", "snapshot")
 # The matrix has them at several steps.
@@ -20,7 +20,7 @@ OPTIONS = (
 )
 
 
-@pytest.mark.parametrize(("slot", "phase"), PAIRS)
+@pytest.mark.parametrize(("slot", "phase"), sampled(PAIRS, share=14))
 def test_kill_in_a_phase_of_a_step_changes_nothing(
     run: Launch, reference: Reference, slot: int, phase: str
 ) -> None:
@@ -37,7 +37,7 @@ def test_kill_in_a_phase_of_a_step_changes_nothing(
 # bf16 has losses per token as well.
 @pytest.mark.parametrize(
     "options",
-    sampled([(one,) for one in OPTIONS], keep=(0, 2, 3, 4)),
+    sampled([(one,) for one in OPTIONS], share=4),
     ids=lambda options: " ".join(options) or "mean",
 )
 def test_kill_under_a_training_option_changes_nothing(
@@ -87,7 +87,7 @@ def test_exception_in_one_worker_is_the_loss_of_that_worker(
 
 @pytest.mark.parametrize(
     "phase",
-    sampled(["detect", "agree", "edit", "move", "rebind", "verify", "replay"], keep=(1, 3, 6)),
+    sampled(["detect", "agree", "edit", "move", "rebind", "verify", "replay"], share=3),
 )
 def test_second_kill_during_a_recovery_changes_nothing(
     run: Launch, reference: Reference, phase: str

@@ -10,7 +10,7 @@ from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal
 from tests.faults.hybrid_matrix import PP2_DP2, PP4_DP2, TP2_PP2_DP2
 from tests.faults.test_outside_a_step import saved_tensors
-from tests.tiers import sampled
+from tests.sample import sampled
 
 PP2 = replace(PP2_DP2, options=(*PP2_DP2.options, "--num-layers=4"))
 
@@ -92,7 +92,7 @@ def test_layers_stay_for_a_worker_that_will_come_back(run: Launch, reference: Re
     assert cuts_after(survived) == [[0, 2, 4], [0, 2, 4]]
 
 
-@pytest.mark.parametrize("phase", sampled(["move", "rebind", "verify", "replay"], keep=(0, 1)))
+@pytest.mark.parametrize("phase", sampled(["move", "rebind", "verify", "replay"], share=2))
 def test_a_death_while_layers_move(run: Launch, reference: Reference, phase: str) -> None:
     survived = run(replace(PP2, kills=("0@3:backward", f"2@3:{phase}")))
     check_equal(survived, reference(PP2))

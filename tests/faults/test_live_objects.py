@@ -10,7 +10,7 @@ import pytest
 
 from tests.faults.conftest import Launch
 from tests.faults.harness import JobSpec, check_survived
-from tests.tiers import sampled
+from tests.sample import sampled
 
 EXPERTS = ("--num-experts=4", "--disable-bias-linear")
 
@@ -76,9 +76,7 @@ def test_live_objects_after_a_loss_equal_fresh_ones(run: Launch, tmp_path: Path)
             assert members in ranks["groups"], name
 
 
-@pytest.mark.parametrize(
-    "experts", sampled([((),), (EXPERTS,)], keep=(0,)), ids=["dense", "experts"]
-)
+@pytest.mark.parametrize("experts", sampled([((),), (EXPERTS,)], share=1), ids=["dense", "experts"])
 def test_live_objects_at_another_tp_position_equal_fresh_ones(
     run: Launch, tmp_path: Path, experts: tuple[str, ...]
 ) -> None:

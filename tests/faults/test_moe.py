@@ -12,7 +12,7 @@ from tests.faults.hybrid_matrix import PP2_DP2, PP2_VPP2_DP2, TP2_PP2_DP2
 from tests.faults.test_growth import GROWS
 from tests.faults.test_layer_moves import cuts_after
 from tests.faults.test_outside_a_step import saved_tensors
-from tests.tiers import sampled
+from tests.sample import sampled
 
 EXPERTS = ("--num-experts=4", "--disable-bias-linear")
 BIAS = ("--moe-router-enable-expert-bias", "--moe-router-score-function=sigmoid")
@@ -28,7 +28,7 @@ def with_experts(spec: JobSpec, *options: str) -> JobSpec:
 
 @pytest.mark.parametrize(
     "kill",
-    sampled(["0@3:forward", "1@3:backward", "2@2:reduce", "3@4:optimizer"], keep=(1,)),
+    sampled(["0@3:forward", "1@3:backward", "2@2:reduce", "3@4:optimizer"], share=1),
 )
 def test_any_phase_of_a_data_parallel_job(run: Launch, reference: Reference, kill: str) -> None:
     spec = replace(with_experts(JobSpec()), kills=(kill,))
@@ -36,7 +36,7 @@ def test_any_phase_of_a_data_parallel_job(run: Launch, reference: Reference, kil
 
 
 @pytest.mark.parametrize(
-    "kill", sampled(["6@3:backward", "0@2:forward", "3@3:reduce", "5@3:optimizer"], keep=(0,))
+    "kill", sampled(["6@3:backward", "0@2:forward", "3@3:reduce", "5@3:optimizer"], share=1)
 )
 def test_any_worker_of_tp_pp_dp(run: Launch, reference: Reference, kill: str) -> None:
     spec = replace(with_experts(TP2_PP2_DP2), kills=(kill,))

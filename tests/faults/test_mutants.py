@@ -12,6 +12,7 @@ from tests.faults.mutant_ends import check_refused, check_told
 from tests.faults.mutants import Mutant, mutants
 from tests.faults.mutants_page import PAGE, page
 from tests.faults.replacements import TRAINS
+from tests.sample import sampled
 
 SPEC = JobSpec(nproc=2, steps=4, global_batch=4)
 MUTANTS = list(mutants())
@@ -21,7 +22,7 @@ def test_the_page_has_every_mutant() -> None:
     assert PAGE.read_text() == page(), "print it anew: python -m tests.faults.mutants_page"
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=map(str, MUTANTS))
+@pytest.mark.parametrize("mutant", sampled(MUTANTS, share=36), ids=map(str, MUTANTS))
 def test_a_mutant_is_not_silent(
     run: Launch, reference: Reference, tmp_path: Path, mutant: Mutant
 ) -> None:
@@ -49,7 +50,10 @@ OF_STAGES = [
 ]
 
 
-@pytest.mark.parametrize("mutant", [one for one in MUTANTS if str(one) in OF_STAGES], ids=str)
+STAGED = [one for one in MUTANTS if str(one) in OF_STAGES]
+
+
+@pytest.mark.parametrize("mutant", sampled(STAGED, share=3), ids=map(str, STAGED))
 def test_a_mutant_with_stages_is_not_silent(
     run: Launch, reference: Reference, tmp_path: Path, mutant: Mutant
 ) -> None:

@@ -20,7 +20,7 @@ from tests.faults.harness import (
 )
 from tests.faults.hybrid_matrix import TP2_PP2_DP2
 from tests.faults.test_join import check_nothing_thrown_away, entered, last_ranks
-from tests.tiers import sampled
+from tests.sample import sampled
 
 LIMIT_S = 60.0
 # A node a worker: the others cannot reach what the lost one leaves behind.
@@ -86,7 +86,7 @@ def test_a_standby_takes_the_place_of_a_lost_node(
     assert read_addresses(tmp_path) == []
 
 
-@pytest.mark.parametrize("slot", sampled([0, 2], keep=(0,)))
+@pytest.mark.parametrize("slot", sampled([0, 2], share=1))
 def test_a_lost_node_comes_back(
     zygote: Zygote, data: Path, tmp_path: Path, reference: Reference, slot: int
 ) -> None:

@@ -12,7 +12,7 @@ from elaswave_plugin.tracking.events import EVENTS_FILE, read_lines
 from tests.faults.conftest import Reference
 from tests.faults.harness import JobSpec, Outcome, Zygote, check_equal, started
 from tests.faults.test_signals import LIMIT_S, wait_for_step
-from tests.tiers import sampled
+from tests.sample import sampled
 
 # After they were told, others may be told too for a second, before the first of them leaves.
 SPEC = JobSpec(steps=60, dump="last", respawn=10)
@@ -43,9 +43,7 @@ def supervisor_of(directory: Path, slot: int) -> int:
 
 @pytest.mark.parametrize(
     ("slots", "number"),
-    sampled(
-        [((2,), signal.SIGTERM), ((0,), signal.SIGUSR1), ((1, 3), signal.SIGTERM)], keep=(1, 2)
-    ),
+    sampled([((2,), signal.SIGTERM), ((0,), signal.SIGUSR1), ((1, 3), signal.SIGTERM)], share=2),
     ids=str,
 )
 def test_a_worker_that_is_told_to_go_leaves_between_two_steps(

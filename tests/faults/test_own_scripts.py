@@ -16,7 +16,7 @@ from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived
 from tests.faults.hybrid_matrix import PP2_DP2, TP2_PP2_DP2
 from tests.faults.test_join import LATER, last_ranks
 from tests.faults.test_layer_moves import cuts_after
-from tests.tiers import sampled
+from tests.sample import sampled
 
 # A worker is lost in a backward pass, comes back, and another one is lost.
 LOSES = JobSpec(nproc=3, steps=10, global_batch=6)
@@ -37,7 +37,7 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", sampled(SCRIPTS, share=6))
 def test_a_script_of_ones_own_is_equal(
     run: Launch, reference: Reference, tmp_path: Path, name: str
 ) -> None:
@@ -88,7 +88,7 @@ def test_a_step_without_an_update_is_redone_by_all_alike(
     assert len(survived.events("view_committed")) == 2 and not survived.orphans
 
 
-@pytest.mark.parametrize("precision", sampled(["--bf16", "--fp16"], keep=(0,)))
+@pytest.mark.parametrize("precision", sampled(["--bf16", "--fp16"], share=1))
 def test_weights_of_16_bits_that_the_body_changes(
     run: Launch, reference: Reference, tmp_path: Path, precision: str
 ) -> None:
@@ -102,7 +102,7 @@ DATA_PARALLEL = replace(LOSES, kills=("1@2:backward",), respawn=10, awaits=((5, 
 
 
 @pytest.mark.parametrize(
-    "spec", sampled([DATA_PARALLEL, HYBRID], keep=(0,)), ids=lambda spec: f"{spec.nproc}"
+    "spec", sampled([DATA_PARALLEL, HYBRID], share=1), ids=lambda spec: f"{spec.nproc}"
 )
 def test_who_comes_back_and_does_something_else_is_sent_away(
     run: Launch, reference: Reference, tmp_path: Path, spec: JobSpec
@@ -217,7 +217,7 @@ def test_frozen_weights_move_with_their_layers(
 
 @pytest.mark.parametrize("kill", ["1@3:body", "1@3:optimizer"])
 @pytest.mark.parametrize("layout", ["dp3", "pp2-dp2"])
-@pytest.mark.parametrize("number", sampled([1, 2], keep=(0,)))
+@pytest.mark.parametrize("number", sampled([1, 2], share=1))
 def test_a_layer_that_is_frozen_later_stays_frozen(
     run: Launch, reference: Reference, tmp_path: Path, layout: str, kill: str, number: int
 ) -> None:
@@ -331,7 +331,7 @@ WITH_BUFFERS = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(WITH_BUFFERS, keep=(0, 1)))
+@pytest.mark.parametrize("name", sampled(WITH_BUFFERS, share=2))
 def test_buffers_that_passes_change_stay_with_their_replica(
     run: Launch, reference: Reference, tmp_path: Path, name: str
 ) -> None:
@@ -381,7 +381,7 @@ LOSSES_OF_GROUPS = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(LOSSES_OF_GROUPS, keep=(0,)))
+@pytest.mark.parametrize("name", sampled(LOSSES_OF_GROUPS, share=1))
 def test_a_worker_without_a_place_is_neither_first_nor_last(
     run: Launch, reference: Reference, tmp_path: Path, name: str
 ) -> None:
@@ -421,7 +421,7 @@ def test_a_step_of_several_calls_reads_on_and_is_redone_from_its_first(
 
 
 @pytest.mark.parametrize("place", own_scripts.PLACES)
-@pytest.mark.parametrize("precision", sampled(["", "--bf16"], keep=(0,)))
+@pytest.mark.parametrize("precision", sampled(["", "--bf16"], share=1))
 def test_a_run_that_is_resumed_is_the_one_that_went_on(
     run: Launch, reference: Reference, tmp_path: Path, place: str, precision: str
 ) -> None:
@@ -466,7 +466,7 @@ def test_a_run_that_is_resumed_by_fewer_reads_the_samples_that_were_left(
             ("start_step=-1", "start_step=-1"),
             ("start_step=4, consumed_samples=-6", "consumed_samples=-6"),
         ],
-        keep=(0, 1),
+        share=2,
     ),
 )
 def test_a_start_that_no_run_has_is_refused(

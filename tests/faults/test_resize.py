@@ -24,7 +24,7 @@ from tests.faults.hybrid_matrix import (
     check_resized,
     resized,
 )
-from tests.tiers import sampled
+from tests.sample import sampled
 
 # Three replicas of two samples: two survivors run three samples each, a micro-batch and a half.
 PP2_DP3 = replace(PP2_DP2, nproc=6, global_batch=6)
@@ -48,7 +48,7 @@ def cut_pieces(run: Outcome) -> set[tuple[int, int]]:
 
 @pytest.mark.parametrize(
     ("slot", "phase"),
-    sampled([(1, "backward"), (4, "forward"), (0, "optimizer"), (5, "reduce")], keep=(0,)),
+    sampled([(1, "backward"), (4, "forward"), (0, "optimizer"), (5, "reduce")], share=1),
 )
 def test_a_micro_batch_is_cut_between_two_workers(
     run: Launch, reference: Reference, slot: int, phase: str

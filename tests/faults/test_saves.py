@@ -24,7 +24,7 @@ from tests.faults.harness import (
     pids_of,
     started,
 )
-from tests.tiers import sampled
+from tests.sample import sampled
 
 STEPS = 8
 MOMENTS = ("open", "exists", "named")
@@ -63,7 +63,7 @@ def undisturbed(
 
 
 @pytest.mark.parametrize(
-    ("layout", "seed"), sampled(list(itertools.product(LAYOUTS, (1, 2))), keep=(0, 2, 4))
+    ("layout", "seed"), sampled(list(itertools.product(LAYOUTS, (1, 2))), share=3)
 )
 @pytest.mark.timeout(300)
 def test_a_kill_in_each_of_eight_saves_with_a_return(
@@ -90,7 +90,7 @@ def test_a_kill_in_each_of_eight_saves_with_a_return(
 
 @pytest.mark.parametrize(
     ("layout", "iteration", "moment"),
-    sampled(list(itertools.product(LAYOUTS, range(1, STEPS + 1), MOMENTS)), keep=(2, 33)),
+    sampled(list(itertools.product(LAYOUTS, range(1, STEPS + 1), MOMENTS)), share=2),
 )
 def test_a_kill_in_a_save_without_a_return(
     zygote: Zygote,

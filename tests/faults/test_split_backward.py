@@ -9,7 +9,7 @@ from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived
 from tests.faults.hybrid_matrix import PP2_DP2, PP2_VPP2_DP2, PP4_DP2, TP2_PP2_DP2, resized
 from tests.faults.test_fp16 import in_fp16
-from tests.tiers import sampled
+from tests.sample import sampled
 
 ALWAYS = "--elaswave-split-backward=always"
 # Says at the end of a worker how many weight gradients it has put off, and computed later.
@@ -52,7 +52,7 @@ def check_split(run: Outcome) -> None:
             (PP2_VPP2_DP2, "2@3:backward"),
             (in_fp16(PP2_DP2), "0@4:backward"),
         ],
-        keep=(1,),
+        share=1,
     ),
 )
 def test_a_split_backward_changes_no_bit(

@@ -20,7 +20,7 @@ from tests.faults.harness import JobSpec, Outcome, Zygote, check_equal, launch
 from tests.faults.hybrid_matrix import PP2_DP2, TP2_PP2_DP2
 from tests.faults.test_fused_adam import MOVED, STAND_INS, why_not
 from tests.faults.test_outside_a_step import saved_tensors
-from tests.tiers import sampled
+from tests.sample import sampled
 
 # Before the script: weight gradients are fused into the backward.
 FUSES = """
@@ -84,14 +84,14 @@ SPECS = [
 ]
 
 
-@pytest.mark.parametrize("spec", sampled(SPECS, keep=(0, 1)))
+@pytest.mark.parametrize("spec", sampled(SPECS, share=2))
 def test_a_loss_with_stand_ins_for_the_layers_changes_nothing(
     with_te: Launch, undisturbed: Launch, spec: JobSpec
 ) -> None:
     check_equal(with_te(spec), undisturbed(spec))
 
 
-@pytest.mark.parametrize("spec", sampled(SPECS[:3], keep=(1,)))
+@pytest.mark.parametrize("spec", sampled(SPECS[:3], share=1))
 def test_a_loss_with_fused_weight_gradients_changes_nothing(
     with_te: Launch, reference: Reference, spec: JobSpec
 ) -> None:

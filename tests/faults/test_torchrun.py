@@ -12,7 +12,7 @@ from tests.faults.conftest import Reference
 from tests.faults.foreign_launchers import TORCHRUN, run_under
 from tests.faults.harness import SCRIPT, JobSpec, Outcome, check_equal
 from tests.ports import free_port
-from tests.tiers import sampled
+from tests.sample import sampled
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -46,7 +46,7 @@ def test_torchrun_with_python_exec_survives_a_kill(
 
 
 @pytest.mark.parametrize(
-    ("nproc", "per_token"), sampled([(4, False), (4, True), (2, True)], keep=(2,))
+    ("nproc", "per_token"), sampled([(4, False), (4, True), (2, True)], share=1)
 )
 def test_without_a_kill_the_losses_are_those_of_the_script_without_the_plugin(
     data: Path, tmp_path: Path, reference: Reference, nproc: int, per_token: bool

@@ -10,7 +10,7 @@ from tests.faults import own_scripts, two_models
 from tests.faults.conftest import Grown, Launch, Reference
 from tests.faults.harness import JobSpec, check_equal, check_survived
 from tests.faults.own_scripts import Change, write
-from tests.tiers import sampled
+from tests.sample import sampled
 
 # Two are lost, one of them rank 0, and both come back.
 LOSES = JobSpec(nproc=3, steps=10, global_batch=6)
@@ -40,7 +40,7 @@ KILLS = {
 CASES = [(name, kills) for name in JOBS for kills in KILLS]
 
 
-@pytest.mark.parametrize(("name", "kills"), sampled(CASES, keep=(0, 5, 7, 10, 12)))
+@pytest.mark.parametrize(("name", "kills"), sampled(CASES, share=4))
 def test_two_models_of_one_step_are_equal(
     run: Launch, reference: Reference, tmp_path: Path, name: str, kills: str
 ) -> None:
@@ -81,7 +81,7 @@ Phases.enter = die
 LATE = [(0, "optimizer", 2), (1, "backward", 3), (2, "gather", 2), (1, "optimizer", 2)]
 
 
-@pytest.mark.parametrize(("slot", "phase", "times"), sampled(LATE, keep=(0, 1)))
+@pytest.mark.parametrize(("slot", "phase", "times"), sampled(LATE, share=2))
 def test_one_model_is_updated_and_the_other_is_not(
     run: Launch, reference: Reference, tmp_path: Path, slot: int, phase: str, times: int
 ) -> None:

@@ -17,8 +17,8 @@ from elaswave_plugin.ipc.program import Program
 from elaswave_plugin.supervisor.peers.same_program import describe_program, difference
 from elaswave_plugin.tracking.events import EVENTS_FILE, read_lines
 from tests.ports import free_port
+from tests.sample import sampled
 from tests.supervisor.jobs import LAUNCH, TRAINER, WAIT_S, Job, environment
-from tests.tiers import sampled
 
 
 def address_of(job: Job, slot: int) -> str:
@@ -47,7 +47,7 @@ def let_in(job: Job, slot: int, rest: list[int], epoch: int) -> list[object]:
     return list(reports[-1]["ranks"])
 
 
-@pytest.mark.parametrize("victim", sampled([0, 2], keep=(0,)))
+@pytest.mark.parametrize("victim", sampled([0, 2], share=1))
 def test_a_lost_supervisor_comes_back(tmp_path: Path, victim: int) -> None:
     with Job(tmp_path, 3).start(nodes=3) as job:
         rest = [slot for slot in range(3) if slot != victim]
@@ -149,7 +149,7 @@ def test_two_launchers_are_offered_the_same_slot(tmp_path: Path, reserve: int) -
         assert reserve == 1 or job.code(second) == 0
 
 
-@pytest.mark.parametrize("what", sampled(["trainer", "supervisor"], keep=(1,)))
+@pytest.mark.parametrize("what", sampled(["trainer", "supervisor"], share=1))
 def test_a_newcomer_dies_before_it_enters(tmp_path: Path, what: str) -> None:
     with Job(tmp_path, 3).start(nodes=3) as job:
         lose(job, 2, [0, 1])

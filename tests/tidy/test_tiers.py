@@ -33,8 +33,8 @@ def test_a_target_runs_the_folders_of_its_tier(target: str, folders: tuple[str, 
 
 
 def test_what_is_left_to_the_faults_is_what_they_run() -> None:
-    first, second = re.findall(r'pytest -q -m "(.*)"', (ROOT / "Makefile").read_text())
-    assert (first, second) == ("not slow and not fault", "fault and not slow")
+    found = re.findall(r'pytest -q -m "(.*)"', (ROOT / "Makefile").read_text())
+    assert found == ["not slow and not fault", "fault and not slow", "fault or slow"]
     assert all((ROOT / one).exists() for one in FAULTS)
     assert waits_for_faults("tests/faults/test_kill.py::test_a[0]")
     assert waits_for_faults("tests/adapters/megatron_lm/test_kill.py::test_a")

@@ -8,7 +8,7 @@ import pytest
 from tests.adapters.megatron_lm.conftest import Launch
 from tests.adapters.megatron_lm.harness import TP2_PP2, ScriptSpec, needs_repository, printed
 from tests.faults.harness import Outcome, check_equal
-from tests.tiers import sampled
+from tests.sample import sampled
 
 pytestmark = needs_repository
 
@@ -79,9 +79,7 @@ def test_settings_of_the_script(run: Launch, reference: Launch, more: tuple[str,
     check_same(run, reference, spec, alive=3)
 
 
-@pytest.mark.parametrize(
-    "base", sampled([ScriptSpec(), TP2_PP2_DP2], keep=(1,)), ids=["dp", "tp_pp"]
-)
+@pytest.mark.parametrize("base", sampled([ScriptSpec(), TP2_PP2_DP2], share=1), ids=["dp", "tp_pp"])
 def test_fp16_with_steps_that_overflow(run: Launch, reference: Launch, base: ScriptSpec) -> None:
     """The first steps are skipped, one of them by free workers too, which are the last rank."""
     scale = ("--fp16", "--initial-loss-scale", str(2**32), "--loss-scale-window", "2")

@@ -14,7 +14,7 @@ from tests.checkpoints.disks import mounted
 from tests.checkpoints.striker import SLOW_STORAGE, plan
 from tests.checkpoints.struck import check_saves, losses, struck
 from tests.faults.harness import Outcome, Zygote
-from tests.tiers import sampled
+from tests.sample import sampled
 
 pytestmark = needs_repository
 
@@ -56,7 +56,7 @@ def undisturbed(
 
 
 @pytest.mark.parametrize(
-    ("layout", "seed"), sampled(list(itertools.product(LAYOUTS, (1, 2))), keep=(2,))
+    ("layout", "seed"), sampled(list(itertools.product(LAYOUTS, (1, 2))), share=1)
 )
 @pytest.mark.timeout(300)
 def test_a_kill_in_each_of_eight_saves_with_a_return(
@@ -84,7 +84,7 @@ def test_a_kill_in_each_of_eight_saves_with_a_return(
 
 @pytest.mark.parametrize(
     ("layout", "iteration", "moment"),
-    sampled(list(itertools.product(LAYOUTS, range(1, STEPS + 1), MOMENTS)), keep=(1,)),
+    sampled(list(itertools.product(LAYOUTS, range(1, STEPS + 1), MOMENTS)), share=1),
 )
 def test_a_kill_in_a_save_without_a_return(
     zygote: Zygote,
@@ -134,7 +134,7 @@ def loading(folder: Path, nproc: int, *more: str) -> ScriptSpec:
 
 
 @pytest.mark.parametrize(
-    ("layout", "nproc"), sampled(list(itertools.product(LAYOUTS, (4, 2, 8))), keep=(1,))
+    ("layout", "nproc"), sampled(list(itertools.product(LAYOUTS, (4, 2, 8))), share=1)
 )
 def test_a_checkpoint_of_a_save_with_a_kill_is_loaded_by_any_number(
     run: Launch,
