@@ -12,17 +12,12 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from benchmarks.alternate import ALTERNATED, CPU_EVENT
 from benchmarks.circumstances import circumstances
 from benchmarks.measurement import bench, options_parser, run_benchmark
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.observer.blocks import (
-    ALTERNATED,
-    BLOCK_STEPS,
-    OnOff,
-    cpu_times_s,
-    step_times_s,
-)
-from elaswave_plugin.observer.observer import read_run
+from elaswave_plugin.observer.blocks import BLOCK_STEPS, OnOff, split_blocks, step_times_s
+from elaswave_plugin.observer.observer import RunFiles, read_run
 
 PROCESSES = ("trainer", "supervisor")
 
@@ -30,6 +25,21 @@ PROCESSES = ("trainer", "supervisor")
 def percentile_s(values: Sequence[float], share: float) -> float:
     """The smallest value that at least this share of the values does not exceed."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def cpu_times_s(run: RunFiles, process: str) -> OnOff:
+    """Return the CPU seconds of every measured step, summed over the workers.
+
+    `process` is "trainer" or "supervisor"; the values come from the events of `alternate.py`.
+    """
+    marks: dict[int, dict[int, float]] = {}
+    for event in run.of_kind(CPU_EVENT):
+        marks.setdefault(event["step"], {})[event["slot"]] = float(event[f"{process}_s"])
+    return split_blocks(
+        (step, sum(ends[slot] - marks[step - 1][slot] for slot in ends))
+        for step, ends in sorted(marks.items())
+        if step - 1 in marks
+    )
 
 
 def side(steps_s: Sequence[float], cpu_s: dict[str, Sequence[float]]) -> dict[str, Any]:

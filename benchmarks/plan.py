@@ -14,9 +14,9 @@ import typer
 
 from benchmarks import command
 from benchmarks.circumstances import circumstances
+from benchmarks.plan_ops import worker_ops
 from elaswave_plugin.core.layout.layout import launch_layout
 from elaswave_plugin.core.planner.costs import CostModel, uniform_costs
-from elaswave_plugin.core.planner.executable import worker_ops
 from elaswave_plugin.core.planner.joint import JointPlan, joint_plan
 from elaswave_plugin.core.planner.prediction import StepWork
 from elaswave_plugin.core.step.simulate import LinkTime

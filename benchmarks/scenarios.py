@@ -10,12 +10,23 @@ from typing import Any
 
 from elaswave_plugin.core.layout.layout import ParallelLayout, launch_layout
 from elaswave_plugin.core.planner.prediction import StepWork
-from elaswave_plugin.core.planner.reasons import concentration, most_gain
+from elaswave_plugin.core.planner.reasons import concentration
 from elaswave_plugin.errors import ConfigurationError
 
 ONE, SPREAD = "one", "spread"
 REROUTING, DROPPING, SHARE = "over_rerouting", "over_dropping", "of_live_share"
 SHARE_CLOCKS = "of_live_share_clocks_1.1"
+
+
+def most_gain(layout: ParallelLayout, *, microbatches_each: float) -> float:
+    """Gmax = (m D0 / min n + P - 1) / (m / live + P - 1): what level stages gain over rerouting.
+
+    Early stages that have more to do than late ones save some of the P - 1, and so gain more.
+    """
+    live, _ = concentration(layout)
+    fill = len(layout.stages) - 1
+    slowest = microbatches_each * layout.dp / min(layout.widths)
+    return (slowest + fill) / (microbatches_each / live + fill)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

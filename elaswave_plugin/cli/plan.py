@@ -15,8 +15,7 @@ from elaswave_plugin.config import ElasticConfig, from_section, parse_clocks
 from elaswave_plugin.core.layout.layout import ParallelLayout, launch_layout, sizes_of
 from elaswave_plugin.core.planner.costs import CostModel, uniform_costs
 from elaswave_plugin.core.planner.dvfs import ClockTable
-from elaswave_plugin.core.planner.executable import plan_replicas
-from elaswave_plugin.core.planner.joint import JointPlan, joint_plan
+from elaswave_plugin.core.planner.joint import JointPlan, joint_plan, plan_replicas
 from elaswave_plugin.core.planner.microbatch_split import REDEAL, REROUTE, RESIZE
 from elaswave_plugin.core.planner.prediction import StepWork
 from elaswave_plugin.core.planner.rules import PlanRules

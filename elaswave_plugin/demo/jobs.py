@@ -129,13 +129,13 @@ def job_command(
 
     `kill` says whether its kills take place, `change` whether the same workers leave as planned,
     at the same steps; `alternate` names the part of the plugin that is on
-    and off in turn (see ``alternate.py``), none if empty.
+    and off in turn (see ``benchmarks/alternate.py``), none if empty.
     """
     launch = [sys.executable, "-m", "elaswave_plugin.cli.main", "run"]
     launch += ["--nproc-per-node", str(options.nproc), "--zygote", str(socket_path)]
     launch += ["--dir", str(directory)]
     if alternate:
-        launch += [str(Path(__file__).with_name("alternate.py")), alternate]
+        launch += [str(Path(__file__).parents[2] / "benchmarks" / "alternate.py"), alternate]
     launch += [str(options.script)]
     settings: dict[str, object] = {
         "dir": str(directory),

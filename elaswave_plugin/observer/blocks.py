@@ -6,9 +6,7 @@ from statistics import median
 
 from elaswave_plugin.observer.observer import RunFiles, counted_steps
 
-ALTERNATED = ("snapshots", "consistency")
 BLOCK_STEPS = 10
-CPU_EVENT = "cpu_time"
 # The first steps of a job touch memory and open links for the first time.
 WARM_UP_STEPS = 2
 
@@ -41,28 +39,14 @@ class OnOff:
 
 def step_times_s(run: RunFiles) -> OnOff:
     """Return the seconds of every measured step, those of its slowest worker."""
-    return _split(
+    return split_blocks(
         (step, max(float(record["step_s"]) for record in records))
         for step, records in counted_steps(run).items()
     )
 
 
-def cpu_times_s(run: RunFiles, process: str) -> OnOff:
-    """Return the CPU seconds of every measured step, summed over the workers.
-
-    `process` is "trainer" or "supervisor"; the values come from the events of ``alternate.py``.
-    """
-    marks: dict[int, dict[int, float]] = {}
-    for event in run.of_kind(CPU_EVENT):
-        marks.setdefault(event["step"], {})[event["slot"]] = float(event[f"{process}_s"])
-    return _split(
-        (step, sum(ends[slot] - marks[step - 1][slot] for slot in ends))
-        for step, ends in sorted(marks.items())
-        if step - 1 in marks
-    )
-
-
-def _split(values: Iterator[tuple[int, float]]) -> OnOff:
+def split_blocks(values: Iterator[tuple[int, float]]) -> OnOff:
+    """Divide the values of steps, which come with them, into on and off; those that count."""
     measured = [(step, value) for step, value in values if is_measured(step)]
     return OnOff(
         on=tuple(value for step, value in measured if is_on(step)),

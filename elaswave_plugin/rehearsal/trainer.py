@@ -1,7 +1,7 @@
 """Makes a trainer one of a rehearsal: its files are guarded, its saves led, its steps recorded.
 
-`trainer/script_run.py` calls ``begin`` before the script runs. As in `demo/alternate.py`, methods
-of the product are replaced in this process: a job that is not rehearsed has none of this in it.
+`trainer/script_run.py` calls ``begin`` before the script runs. As in `benchmarks/alternate.py`,
+methods of the product are replaced in this process: a job that is not rehearsed has none of this.
 """
 
 from collections.abc import Callable

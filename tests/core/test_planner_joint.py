@@ -13,16 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.plan_ops import op_lists, worker_ops
 from elaswave_plugin.core.layout.layout import ParallelLayout, launch_layout
 from elaswave_plugin.core.planner.costs import CostModel, uniform_costs
 from elaswave_plugin.core.planner.dvfs import ClockTable
-from elaswave_plugin.core.planner.executable import (
-    op_lists,
-    plan_split,
-    worker_ops,
-)
 from elaswave_plugin.core.planner.fluid_time import Flow, fluid_seconds
-from elaswave_plugin.core.planner.joint import JointPlan, joint_plan
+from elaswave_plugin.core.planner.joint import JointPlan, joint_plan, plan_split
 from elaswave_plugin.core.planner.microbatch_split import redeal, resize
 from elaswave_plugin.core.planner.prediction import DataflowChoice, Predictor, StepWork
 from elaswave_plugin.core.planner.rules import PlanRules

@@ -4,14 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.observer.blocks import (
-    CPU_EVENT,
-    OnOff,
-    cpu_times_s,
-    is_measured,
-    is_on,
-    step_times_s,
-)
+from benchmarks.alternate import CPU_EVENT
+from benchmarks.overhead import cpu_times_s
+from elaswave_plugin.observer.blocks import OnOff, is_measured, is_on, step_times_s
 from elaswave_plugin.observer.observer import RunFiles, read_run
 from tests.observer.made_up import make_alternated
 

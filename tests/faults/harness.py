@@ -39,7 +39,7 @@ from tests.ports import free_port
 ROOT = Path(__file__).resolve().parents[2]
 SABOTAGED = ROOT / "tests" / "faults" / "sabotaged.py"
 WALK = ROOT / "tests" / "faults" / "walk_live_objects.py"
-ALTERNATE = ROOT / "elaswave_plugin" / "demo" / "alternate.py"
+ALTERNATE = ROOT / "benchmarks" / "alternate.py"
 SCRIPT = ROOT / "examples" / "train_gpt.py"
 # What torch 2.13 and 2.14 import when something is first profiled; 2.15 has it no more.
 FIRST_PROFILED = tuple(name for name in ("torch.profiler._cupti_monitor",) if find_spec(name))

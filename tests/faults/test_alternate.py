@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from elaswave_plugin.observer.blocks import cpu_times_s, step_times_s
+from benchmarks.overhead import cpu_times_s
+from elaswave_plugin.observer.blocks import step_times_s
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, check_survived
 

@@ -22,7 +22,12 @@ from elaswave_plugin.core.planner.dvfs import (
     total_watts,
 )
 from elaswave_plugin.core.planner.layer_partition import benefit_seconds, tail_seconds
-from elaswave_plugin.core.planner.microbatch_split import REDEAL, REROUTE, StageSlowness
+from elaswave_plugin.core.planner.microbatch_split import (
+    REDEAL,
+    REROUTE,
+    MicrobatchSplit,
+    StageSlowness,
+)
 from elaswave_plugin.core.planner.prediction import DataflowChoice, Replicas, StepWork
 from elaswave_plugin.core.planner.rules import PlanRules
 from elaswave_plugin.core.planner.search import (
@@ -263,3 +268,15 @@ class _Choice:
 
 def _rating(one: Candidate) -> tuple[float, float, float, int]:
     return -one.benefit_s, *order_of(one)
+
+
+def plan_split(plan: JointPlan, work: StepWork) -> MicrobatchSplit:
+    """Return the samples that each worker runs at every stage."""
+    return plan.chosen.choice.split(plan_replicas(plan), work, plan.slowness)
+
+
+def plan_replicas(plan: JointPlan) -> Replicas:
+    """The replicas of each stage of the plan's layout."""
+    if plan.chosen.choice.policy == REROUTE:
+        return tuple(tuple(group.replica for group in groups) for groups in plan.layout.stages)
+    return tuple(map(range, plan.layout.widths))

@@ -31,9 +31,8 @@ from elaswave_plugin.core.layout.group_rules import coordinates_of
 from elaswave_plugin.core.layout.layout import Coordinate, ParallelLayout
 from elaswave_plugin.core.planner.costs import CostModel
 from elaswave_plugin.core.planner.dvfs import ClockTable
-from elaswave_plugin.core.planner.executable import plan_split
 from elaswave_plugin.core.planner.greedy import greedy_lists, greedy_room
-from elaswave_plugin.core.planner.joint import JointPlan, joint_plan
+from elaswave_plugin.core.planner.joint import JointPlan, joint_plan, plan_split
 from elaswave_plugin.core.planner.layer_times import LayerTimes
 from elaswave_plugin.core.planner.memory import StateBytes
 from elaswave_plugin.core.planner.microbatch_split import REDEAL, REROUTE, RESIZE

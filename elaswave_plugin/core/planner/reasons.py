@@ -24,17 +24,6 @@ def concentration(layout: ParallelLayout) -> tuple[float, float]:
     return mean / layout.dp, mean / min(widths)
 
 
-def most_gain(layout: ParallelLayout, *, microbatches_each: float) -> float:
-    """Gmax = (m D0 / min n + P - 1) / (m / live + P - 1): what level stages gain over rerouting.
-
-    Early stages that have more to do than late ones save some of the P - 1, and so gain more.
-    """
-    live, _ = concentration(layout)
-    fill = len(layout.stages) - 1
-    slowest = microbatches_each * layout.dp / min(layout.widths)
-    return (slowest + fill) / (microbatches_each / live + fill)
-
-
 def loss_reason(layout: ParallelLayout) -> str:
     """Describe what is left of the launch layout, or what it has become."""
     live, rho = concentration(layout)

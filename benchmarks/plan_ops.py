@@ -1,15 +1,9 @@
-"""From a plan to what runs: the samples of each worker, and the op list of one worker or of all."""
+"""The op lists of a plan, of all workers or of one: what `plan.py` times."""
 
 from elaswave_plugin.core.planner.costs import CostModel
-from elaswave_plugin.core.planner.joint import JointPlan
-from elaswave_plugin.core.planner.microbatch_split import REROUTE, MicrobatchSplit
-from elaswave_plugin.core.planner.prediction import Predictor, Replicas, StepWork
+from elaswave_plugin.core.planner.joint import JointPlan, plan_replicas
+from elaswave_plugin.core.planner.prediction import Predictor, StepWork
 from elaswave_plugin.core.step.schedule import OpLists, WorkerOps, interleaved_ops, window_ops
-
-
-def plan_split(plan: JointPlan, work: StepWork) -> MicrobatchSplit:
-    """Return the samples that each worker runs at every stage."""
-    return plan.chosen.choice.split(plan_replicas(plan), work, plan.slowness)
 
 
 def op_lists(plan: JointPlan, costs: CostModel, work: StepWork) -> OpLists:
@@ -49,10 +43,3 @@ def worker_ops(
             pieces, stage=stage, num_stages=len(replicas), num_chunks=plan.layout.vpp
         )
     return window_ops(pieces, window=chosen.windows[stage])
-
-
-def plan_replicas(plan: JointPlan) -> Replicas:
-    """The replicas of each stage of the plan's layout."""
-    if plan.chosen.choice.policy == REROUTE:
-        return tuple(tuple(group.replica for group in groups) for groups in plan.layout.stages)
-    return tuple(map(range, plan.layout.widths))

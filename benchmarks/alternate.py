@@ -1,6 +1,6 @@
 """Runs a training script with a part of the plugin on and off in turn, for measurements only.
 
-    elaswave run ... elaswave_plugin/demo/alternate.py snapshots|consistency SCRIPT ARGUMENTS...
+    elaswave run ... benchmarks/alternate.py snapshots|consistency SCRIPT ARGUMENTS...
 
 The part changes every ten steps of the running job, at the same step on every worker, so that
 both sides of the comparison see the same machine. A job that is measured so survives no loss.
@@ -19,10 +19,12 @@ from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.framework import Framework, StepReport
 from elaswave_plugin.ipc.environment import CONTROL_FD
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
-from elaswave_plugin.observer.blocks import ALTERNATED, CPU_EVENT, is_on
+from elaswave_plugin.observer.blocks import is_on
 from elaswave_plugin.recovery.state_keeper import StateKeeper
 from elaswave_plugin.recovery.worker import Worker
 
+ALTERNATED = ("snapshots", "consistency")
+CPU_EVENT = "cpu_time"
 NORM = "get_grad_norm_fp32"
 
 
