@@ -17,7 +17,7 @@ from benchmarks.recovery import KEPT, LOST, drawn_kills, median_and_max, run_ser
 from elaswave_plugin.config import Kill
 from elaswave_plugin.demo import jobs
 from elaswave_plugin.demo.jobs import JobFailed
-from elaswave_plugin.demo.sizes import GLOBAL_BATCH
+from elaswave_plugin.demo.options import GLOBAL_BATCH
 from elaswave_plugin.observer.observer import RunFiles, read_run, summarize
 
 STEPS = 40

@@ -19,8 +19,7 @@ from benchmarks.circumstances import circumstances
 from benchmarks.measurement import Bench, bench, options_parser, run_benchmark
 from elaswave_plugin.config import STEP_PHASES, Kill
 from elaswave_plugin.demo.jobs import JobFailed
-from elaswave_plugin.demo.options import SCRIPTS
-from elaswave_plugin.demo.sizes import GLOBAL_BATCH
+from elaswave_plugin.demo.options import GLOBAL_BATCH, SCRIPTS
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.observer.observer import RunFiles, read_run, summarize
 

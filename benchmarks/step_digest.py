@@ -18,7 +18,7 @@ from benchmarks.circumstances import circumstances
 from benchmarks.measurement import run_benchmark
 from benchmarks.overhead import percentile_s
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.step_state.digests import digest_of
+from elaswave_plugin.step_state.step_state import digest_of
 
 BUCKETS = 8
 

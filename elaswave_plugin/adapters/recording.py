@@ -7,7 +7,7 @@ from functools import partial
 
 from elaswave_plugin.framework import StepReport
 from elaswave_plugin.recovery.worker import Worker
-from elaswave_plugin.tracking.dump_state import NamedPiece, dump_state
+from elaswave_plugin.tracking.state_dump import NamedPiece, dump_state
 from elaswave_plugin.tracking.tracker import Tracker, step_metrics
 from elaswave_plugin.trainer.lease import await_lease
 

@@ -257,11 +257,8 @@ def drain(
     reason: Annotated[str, typer.Option(help="For the record.")] = "drained by the user",
     timeout_s: AnswerTime = 5.0,
 ) -> int:
-    """Have a worker leave a running job between two steps.
-
-    No work is lost or repeated.
-    """
-    from elaswave_plugin.cli.drain import drain_worker
+    """Have a worker of a running job leave between two steps: nothing is lost or done twice."""
+    from elaswave_plugin.cli.requests import drain_worker
     from elaswave_plugin.cli.status import find_job
 
     known = find_job(directory, connect)
@@ -277,8 +274,8 @@ def migrate(
     reason: Annotated[str, typer.Option(help="For the record.")] = "asked for by the user",
     timeout_s: AnswerTime = 5.0,
 ) -> int:
-    """Move layers of a running job to a neighbouring stage."""
-    from elaswave_plugin.cli.migrate import migrate_layers
+    """Move layers of a running job to a neighbouring stage, between two steps."""
+    from elaswave_plugin.cli.requests import migrate_layers
     from elaswave_plugin.cli.status import find_job
 
     known = find_job(directory, connect)

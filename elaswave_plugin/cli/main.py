@@ -2,8 +2,11 @@
 
 import errno
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError
@@ -61,8 +64,6 @@ def run_click(command: Any, argv: list[str], name: str) -> int:
     """Run a command of click or typer under this name and return its exit code."""
     import typer
 
-    from elaswave_plugin.cli.unwinding import signals_unwind
-
     try:
         with signals_unwind():
             code: Any = command.main(argv, prog_name=name, standalone_mode=False)
@@ -81,6 +82,29 @@ def run_click(command: Any, argv: list[str], name: str) -> int:
 def _failed(message: str, exit_code: int) -> int:
     print(f"elaswave: {message}", file=sys.stderr)
     return exit_code
+
+
+@contextmanager
+def signals_unwind() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into SystemExit(128 + number), except where ignored (nohup).
+
+    To be called in the main thread only.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    heeded = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    ]
+    before = {number: signal.signal(number, leave) for number in heeded}
+    try:
+        yield
+    finally:
+        for number, action in before.items():
+            signal.signal(number, action)
 
 
 if __name__ == "__main__":

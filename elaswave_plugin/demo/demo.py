@@ -10,9 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from elaswave_plugin.demo import jobs
-from elaswave_plugin.demo.options import DemoOptions, sole_use
+from elaswave_plugin.demo.options import GLOBAL_BATCH, DemoOptions, sole_use
 from elaswave_plugin.demo.screen import STEP_LINES, RunScreen, progress_on, show_comparison
-from elaswave_plugin.demo.sizes import GLOBAL_BATCH
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.observer.blocks import step_times_s
 from elaswave_plugin.observer.observer import RunFiles, losses_of, read_run, summarize

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from elaswave_plugin.demo.options import DemoOptions
-from elaswave_plugin.demo.sizes import (
+from elaswave_plugin.demo.options import (
     ATTENTION_HEADS,
     GLOBAL_BATCH,
     MICRO_BATCH,
     SEQUENCE_LENGTH,
+    DemoOptions,
 )
 
 _ALWAYS = ("torch", "numpy", "pydantic")

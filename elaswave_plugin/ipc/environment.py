@@ -1,8 +1,10 @@
-"""The environment of supervisors and trainers: names, and the reserve (standard library only)."""
+"""The environment of supervisors and trainers, and the program of a job (standard library)."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from elaswave_plugin.errors import ConfigurationError
 
@@ -17,6 +19,9 @@ QUIESCE = "quiesce_timeout_s"
 RESERVE = "ELASWAVE_RESERVE"
 
 
+_RUNNER = "elaswave_plugin.trainer.script_run"
+
+
 def read_reserve(env: Mapping[str, str]) -> int:
     """The slots beyond the launch that an environment tells of; raises ConfigurationError."""
     text = env.get(RESERVE, "0")
@@ -28,3 +33,18 @@ def read_reserve(env: Mapping[str, str]) -> int:
 def variable(name: str) -> str:
     """Name the environment variable of an option, as ELASWAVE_NOTICE_TIMEOUT_S."""
     return f"ELASWAVE_{name.upper()}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """The program of a trainer: `python [options] script args`, or `-m script` where `module`."""
+
+    script: str
+    args: tuple[str, ...]
+    module: bool
+    options: tuple[str, ...] = ("-u",)
+
+    def command(self) -> list[str]:
+        """The command line for a new interpreter."""
+        how = ["-m", self.script] if self.module else [self.script]
+        return [sys.executable, *self.options, "-m", _RUNNER, *how, *self.args]

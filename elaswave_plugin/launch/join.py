@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 from elaswave_plugin.core.agreement.timeouts import Heartbeat, Timeouts
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.ipc.environment import RESERVE
+from elaswave_plugin.ipc.environment import RESERVE, Program
 from elaswave_plugin.ipc.peer import own_machine
-from elaswave_plugin.ipc.program import Program
 from elaswave_plugin.launch.options import LaunchSpec
 from elaswave_plugin.supervisor.peers.join_client import Roster, ask_roster
 from elaswave_plugin.supervisor.peers.same_program import describe_program, difference

@@ -13,14 +13,12 @@ from pathlib import Path
 
 from elaswave_plugin.errors import EXIT_FAILED, EXIT_LEFT_OUT, EXIT_TOLD, ConfigurationError
 from elaswave_plugin.ipc.console import say
-from elaswave_plugin.ipc.environment import QUIESCE, RESERVE, variable
+from elaswave_plugin.ipc.environment import QUIESCE, RESERVE, Program, variable
 from elaswave_plugin.ipc.process_limit import explained_process_limit
-from elaswave_plugin.ipc.program import Program
 from elaswave_plugin.ipc.reactor import Reactor
-from elaswave_plugin.launch.descriptors import allow_descriptors
 from elaswave_plugin.launch.join import Vacancy, find_vacancy
 from elaswave_plugin.launch.options import LaunchSpec, parse_run_args
-from elaswave_plugin.launch.preflight import open_run_dir, refuse_second_job
+from elaswave_plugin.launch.preflight import allow_descriptors, open_run_dir, refuse_second_job
 from elaswave_plugin.launch.standard_streams import fill_closed_streams, relayed_output
 from elaswave_plugin.launch.zygote_settings import check_zygote
 from elaswave_plugin.supervisor.main import (

@@ -13,10 +13,9 @@ from typing import Any, NoReturn
 
 from elaswave_plugin.core.agreement.timeouts import Heartbeat, Timeouts
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.ipc.environment import RESERVE, read_reserve
+from elaswave_plugin.ipc.environment import QUIESCE, RESERVE, read_reserve, variable
 from elaswave_plugin.launch.preflight import check_run_dir
 from elaswave_plugin.launch.script_options import check_script_options, hint_for
-from elaswave_plugin.launch.timeout_options import START_S, add_timeouts, read_timeouts, seconds
 from elaswave_plugin.rehearsed import rehearsed_settings
 from elaswave_plugin.supervisor.notice_file import NOTICE_FILE, check_notice_file
 
@@ -35,6 +34,36 @@ _OF_THE_JOB = (
     "finish_grace_s",
     "notice_timeout_s",
 )
+
+
+START, HEARTBEAT = "start_timeout_s", "heartbeat_timeout_s"
+START_S = 600.0
+_MEANING = (
+    (QUIESCE, "a worker that does not answer a view change in this time is killed"),
+    (START, "all nodes have to be there by then"),
+    ("join_timeout_s", "every worker has to have joined by then"),
+    ("quorum_wait_s", "a minority of the nodes stops after this"),
+    (HEARTBEAT, "a supervisor this silent is lost"),
+    ("finish_grace_s", "a worker that has finished and has not exited by then is killed"),
+    (
+        "notice_timeout_s",
+        "workers that were told to go end by force after this; a last checkpoint has to be written"
+        " by then",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchTimeouts:
+    """The timeouts of a job's supervisors; ``start_s``: for how long they look for one another.
+
+    Each is an option and a variable of the environment, for launches whose command line has no room
+    for it: --notice-timeout-s is ELASWAVE_NOTICE_TIMEOUT_S.
+    """
+
+    start_s: float
+    agreement: Timeouts
+    heartbeat: Heartbeat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,3 +326,57 @@ def _peek(args: Sequence[str], option: str) -> str | None:
 def _require(fine: bool, complaint: str) -> None:
     if not fine:
         raise ConfigurationError(complaint)
+
+
+def add_timeouts(parser: argparse.ArgumentParser) -> None:
+    """Add an option for each."""
+    defaults = _defaults()
+    for name, text in _MEANING:
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(
+            *dict.fromkeys((option, f"--{name}")),
+            type=seconds,
+            metavar="SECONDS",
+            help=f"{text} (default {defaults[name]:g}, or {variable(name)})",
+        )
+
+
+def read_timeouts(
+    options: argparse.Namespace | None, env: Mapping[str, str], *, quiesce_timeout_s: float | None
+) -> LaunchTimeouts:
+    """Option over environment over default; raises ConfigurationError.
+
+    ``quiesce_timeout_s``: what the script's own settings say, which comes before the environment.
+    """
+    found = _defaults()
+    for name, _ in _MEANING:
+        key, own = variable(name), quiesce_timeout_s if name == QUIESCE else None
+        try:
+            told = own if own is not None or key not in env else seconds(env[key])
+        except argparse.ArgumentTypeError as error:
+            raise ConfigurationError(f"{key}: {error}") from error
+        given = getattr(options, name, None)
+        found[name] = next((one for one in (given, told) if one is not None), found[name])
+    start_s, heartbeat_s = found.pop(START), found.pop(HEARTBEAT)
+    return LaunchTimeouts(
+        start_s=start_s,
+        agreement=Timeouts(**found),
+        heartbeat=Heartbeat(timeout_s=heartbeat_s),
+    )
+
+
+def seconds(text: str) -> float:
+    """A positive number; raises ArgumentTypeError."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
+    return value
+
+
+def _defaults() -> dict[str, float]:
+    agreement = Timeouts()
+    here = {START: START_S, HEARTBEAT: Heartbeat().timeout_s}
+    return {name: here.get(name) or getattr(agreement, name) for name, _ in _MEANING}

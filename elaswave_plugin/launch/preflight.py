@@ -1,9 +1,10 @@
-"""The run directory of a job that is to start: it can be written, and no other job runs in it."""
+"""The checks before a job starts: its run directory is its own, and files enough may be open."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import resource
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +17,10 @@ from elaswave_plugin.tracking.events import EVENTS_FILE, LEDGER_FILE, STEPS_FILE
 _TRIAL_BYTES = 4096
 ANSWER_S = 2.0
 MOST_AT_ONCE = 64
+
+
+OWN_DESCRIPTORS = 256
+"""The most that a worker has open beside one connection with each of the others."""
 
 
 def check_run_dir(folder: Path | None) -> None:
@@ -77,3 +82,20 @@ def _answers(one: Address) -> bool:
         return False
     # The port may belong to somebody else by now.
     return answer.get("pid") == one.pid
+
+
+def allow_descriptors(workers: int) -> None:
+    """Raise the limit of this process and its children by what a job of this many workers needs.
+
+    Raises ConfigurationError where the hard limit is too low for it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = workers + OWN_DESCRIPTORS
+    most = soft + needed if hard == resource.RLIM_INFINITY else hard
+    if most < needed:
+        raise ConfigurationError(
+            f"the limit of open files is {most} (`ulimit -Hn`), wanted at least {needed}: each of "
+            f"{workers} workers has a connection with each other one; raise it on every node"
+        )
+    # Not to the hard limit, which may be a billion: some programs go through all numbers below it.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, soft + needed), hard))

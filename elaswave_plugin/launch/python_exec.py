@@ -11,8 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.ipc.environment import CONTROL_FD
-from elaswave_plugin.ipc.program import Program
+from elaswave_plugin.ipc.environment import CONTROL_FD, Program
 from elaswave_plugin.launch.standard_streams import fill_closed_streams
 from elaswave_plugin.launch.torchrun import supervise
 

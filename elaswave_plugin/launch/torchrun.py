@@ -18,16 +18,18 @@ from pathlib import Path
 from typing import NoReturn
 
 from elaswave_plugin.errors import EXIT_FAILED, EXIT_LEFT_OUT, ConfigurationError
-from elaswave_plugin.ipc.environment import QUIESCE, RESERVE, read_reserve, variable
+from elaswave_plugin.ipc.environment import QUIESCE, RESERVE, Program, read_reserve, variable
 from elaswave_plugin.ipc.process_limit import explained_process_limit
 from elaswave_plugin.ipc.process_tree import die_with_parent
-from elaswave_plugin.ipc.program import Program
-from elaswave_plugin.launch.descriptors import allow_descriptors
 from elaswave_plugin.launch.launch import connect_zygote
-from elaswave_plugin.launch.options import script_settings
-from elaswave_plugin.launch.preflight import check_run_dir, open_run_dir, refuse_second_job
+from elaswave_plugin.launch.options import add_timeouts, read_timeouts, script_settings
+from elaswave_plugin.launch.preflight import (
+    allow_descriptors,
+    check_run_dir,
+    open_run_dir,
+    refuse_second_job,
+)
 from elaswave_plugin.launch.standard_streams import fill_closed_streams, relayed_output
-from elaswave_plugin.launch.timeout_options import add_timeouts, read_timeouts
 from elaswave_plugin.supervisor.main import EXIT_CRASHED
 from elaswave_plugin.supervisor.notice_file import NOTICE_FILE, check_notice_file
 from elaswave_plugin.supervisor.peers.rendezvous import RendezvousSpec, listen_at, own_host

@@ -1,4 +1,4 @@
-"""Refuses what would change a file that was there before the rehearsal, before it is done.
+"""Refuses what would change a file that was there before the rehearsal; switches trackers off.
 
 Python tells its audit hooks of every file that it opens, removes or renames. What opens files by
 itself is asked here first where it is known: ``torch.save`` and safetensors.
@@ -29,6 +29,13 @@ _OPENERS = (
     ("safetensors.torch", "save_file", 1, "filename"),
     ("safetensors.numpy", "save_file", 1, "filename"),
 )
+
+
+OFF = (("wandb", "off"), ("tensorboard", None))
+"""The job's own settings in a rehearsal."""
+
+_WANDB = (("WANDB_MODE", "disabled"), ("WANDB_SILENT", "true"))
+_WRITER = "tensorboard.summary.writer.event_file_writer"
 
 
 class FileGuard:
@@ -139,3 +146,19 @@ def _is_file(path: str) -> bool:
         return stat.S_ISREG(os.stat(path).st_mode)
     except OSError:
         return False
+
+
+def switch_off_trackers(folder: Path) -> None:
+    """W&B logs nowhere; what writes event files of TensorBoard does so below ``folder``."""
+    os.environ.update(_WANDB)
+    if find_spec("tensorboard") is None:
+        return
+    writer: Any = import_module(_WRITER).EventFileWriter
+    native = writer.__init__
+
+    @wraps(native)
+    def init(self: Any, logdir: Any, *args: Any, **kwargs: Any) -> None:
+        elsewhere = folder / "tensorboard" / str(os.path.abspath(logdir)).lstrip("/")
+        native(self, str(elsewhere), *args, **kwargs)
+
+    writer.__init__ = init

@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 from elaswave_plugin.adapters.closure import nonlocals_of
-from elaswave_plugin.step_state.digests import digest_of
+from elaswave_plugin.step_state.step_state import digest_of
 
 _DEEPEST, _MOST, _LONGEST = 8, 20_000, 4096
 _FRAMEWORKS = ("torch", "megatron", "deepspeed", "numpy", "elaswave_plugin", "transformer_engine")

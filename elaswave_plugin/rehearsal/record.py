@@ -23,8 +23,7 @@ from elaswave_plugin.rehearsal.reach import (
     frames_of_the_script,
     modules_of_the_script,
 )
-from elaswave_plugin.step_state.digests import digest_of
-from elaswave_plugin.step_state.step_state import copied
+from elaswave_plugin.step_state.step_state import copied, digest_of
 
 STATE, PASS, LOSSES, FACTS = "state", "pass", "losses", "facts"
 

@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.rehearsal.files import OFF
 from elaswave_plugin.rehearsal.judge import Judged, Undisturbed, judge, twin_changes
 from elaswave_plugin.rehearsal.launch import Command, Ended, run_command, warmed
 from elaswave_plugin.rehearsal.order import RunOrder
@@ -25,7 +26,6 @@ from elaswave_plugin.rehearsal.schedule import (
     disturbed_runs,
 )
 from elaswave_plugin.rehearsal.screen import RehearsalScreen, show
-from elaswave_plugin.rehearsal.trackers import OFF
 from elaswave_plugin.rehearsal.tree import changed, look_at
 
 EQUAL, DIFFERS, REFUSED = 0, 1, 2

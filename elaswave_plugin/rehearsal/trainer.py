@@ -13,11 +13,10 @@ from elaswave_plugin.config import SAVE_PHASE
 from elaswave_plugin.framework import Framework
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
 from elaswave_plugin.recovery.worker import Worker
-from elaswave_plugin.rehearsal.files import FileGuard
+from elaswave_plugin.rehearsal.files import FileGuard, switch_off_trackers
 from elaswave_plugin.rehearsal.order import RunOrder
 from elaswave_plugin.rehearsal.record import Recorder
 from elaswave_plugin.rehearsal.saves import LedSaves
-from elaswave_plugin.rehearsal.trackers import switch_off_trackers
 from elaswave_plugin.step_state.step_state import StepState
 
 # Adapter of the framework that a job binds -> what records it.

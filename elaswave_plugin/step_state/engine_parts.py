@@ -16,8 +16,7 @@ import xxhash
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.kept import accessors, kept_objects
 from elaswave_plugin.step_state.changing import Changing, average, why_no_average
-from elaswave_plugin.step_state.digests import digest_of
-from elaswave_plugin.step_state.step_state import Plain, copied
+from elaswave_plugin.step_state.step_state import Plain, copied, digest_of
 
 
 class Generators(Plain):

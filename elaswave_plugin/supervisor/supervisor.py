@@ -40,7 +40,7 @@ from elaswave_plugin.ipc.address_file import Address, clear_addresses, published
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.environment import HOST, SLOT
 from elaswave_plugin.ipc.job_constants import JobConstants
-from elaswave_plugin.ipc.orphans import Orphans
+from elaswave_plugin.ipc.process_tree import Orphans
 from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.ipc.requests import in_loop
 from elaswave_plugin.ipc.stack_line import where_is

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from elaswave_plugin.core.agreement.timeouts import Heartbeat, Timeouts
-from elaswave_plugin.ipc.program import Program
+from elaswave_plugin.ipc.environment import Program
 from elaswave_plugin.supervisor.peers.rendezvous import RendezvousSpec
 
 

@@ -11,9 +11,8 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from elaswave_plugin.ipc.environment import CONTROL_FD, SNAPSHOT_FDS
+from elaswave_plugin.ipc.environment import CONTROL_FD, SNAPSHOT_FDS, Program
 from elaswave_plugin.ipc.process_tree import describe_status, die_with_parent, lead_group
-from elaswave_plugin.ipc.program import Program
 from elaswave_plugin.ipc.progress_page import PROGRESS_FD
 from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.ipc.wire import Frame, FrameBuffer, encode

@@ -1,4 +1,4 @@
-"""Reads the state dumps of a run and hashes them by global parameter name, whatever the layout.
+"""Writes and reads the state dumps of a run; hashes them by parameter name, whatever the layout.
 
 A dump of one worker at one step is `state/step-XXXXX/slot-N*.npz`, with one-dimensional float32
 pieces named `<parameter>|<part>|<start>` (part: master, exp_avg or exp_avg_sq, or buffer of what no
@@ -8,12 +8,15 @@ optimizer updates; start: offset in the flattened parameter), and beside it, of 
 
 import hashlib
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from elaswave_plugin.errors import ElasWaveError
 
@@ -146,3 +149,35 @@ def _assembled(
         gap = int(np.argmin(covered))
         raise StateDumpError(f"{folder}: {name}|{part} has a gap at element {gap} of {total}")
     return words.tobytes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedPiece:
+    """Elements [start, start + len) of a parameter by global name, in one part of the state."""
+
+    name: str
+    part: str
+    start: int
+    numel: int
+    data: torch.Tensor
+
+
+def dump_state(
+    directory: Path, *, slot: int, epoch: int, step: int, pieces: Iterable[NamedPiece]
+) -> None:
+    """Write DIR/state/step-N/slot-S-epoch-E.npz and .json, complete or not at all."""
+    folder = directory / "state" / f"step-{step:05d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    arrays: dict[str, Any] = {}
+    numel: dict[str, int] = {}
+    for piece in pieces:
+        arrays[f"{piece.name}|{piece.part}|{piece.start}"] = piece.data.detach().cpu().numpy()
+        numel[piece.name] = piece.numel
+    stem = folder / f"slot-{slot}-epoch-{epoch}"
+    partial = stem.with_suffix(".partial.npz")
+    np.savez(partial, **arrays)
+    os.replace(partial, stem.with_suffix(".npz"))
+    description = {"epoch": epoch, "step": step, "slot": slot, "numel": numel}
+    partial = stem.with_suffix(".partial.json")
+    partial.write_text(json.dumps(description))
+    os.replace(partial, stem.with_suffix(".json"))

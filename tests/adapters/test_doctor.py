@@ -17,9 +17,8 @@ from rich.console import Console
 
 from elaswave_plugin.adapters.megatron_lm.records import record
 from elaswave_plugin.adapters.patching import Hook, PatchRecord
-from elaswave_plugin.cli import ledger
-from elaswave_plugin.cli.doctor import FITS, Finding, show
-from elaswave_plugin.cli.ledger import Entry
+from elaswave_plugin.cli import doctor
+from elaswave_plugin.cli.doctor import FITS, Entry, Finding, show
 from elaswave_plugin.cli.main import run_command
 from tests.adapters.megatron_lm.harness import REPOSITORY, needs_repository
 
@@ -98,7 +97,7 @@ def examined(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
         make=lambda native: native,
     )
     found = (Entry(record, "elastic"), Entry(absent, "elastic"))
-    monkeypatch.setattr(ledger, "read_ledger", lambda: found)
+    monkeypatch.setattr(doctor, "read_ledger", lambda: found)
     return module
 
 

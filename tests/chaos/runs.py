@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from elaswave_plugin.cli.drain import drain_worker
+from elaswave_plugin.cli.requests import drain_worker
 from elaswave_plugin.ipc.address_file import read_addresses
 from elaswave_plugin.tracking.events import EVENTS_FILE, Tail
 from tests.chaos.draws import Scenario, undisturbed

@@ -17,12 +17,11 @@ from benchmarks.plan_ops import op_lists, worker_ops
 from elaswave_plugin.core.layout.layout import ParallelLayout, launch_layout
 from elaswave_plugin.core.planner.costs import CostModel, uniform_costs
 from elaswave_plugin.core.planner.dvfs import ClockTable
-from elaswave_plugin.core.planner.fluid_time import Flow, fluid_seconds
 from elaswave_plugin.core.planner.joint import JointPlan, joint_plan, plan_split
 from elaswave_plugin.core.planner.microbatch_split import redeal, resize
 from elaswave_plugin.core.planner.prediction import DataflowChoice, Predictor, StepWork
 from elaswave_plugin.core.planner.rules import PlanRules
-from elaswave_plugin.core.planner.slot_time import slot_flow
+from elaswave_plugin.core.planner.slot_time import Flow, fluid_seconds, slot_flow
 from elaswave_plugin.core.planner.width_moves import width_candidates, width_moves
 from elaswave_plugin.core.step.dataflow import deal
 from elaswave_plugin.core.step.schedule import peak_in_flight, window_sizes

@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("deepspeed")
 
+from elaswave_plugin.adapters.deepspeed.attach import elastic_config
 from elaswave_plugin.adapters.deepspeed.compat.unsupported import (
     check_configuration,
     check_engine,
@@ -16,7 +17,6 @@ from elaswave_plugin.adapters.deepspeed.compat.unsupported import (
     check_shares,
     check_stages,
 )
-from elaswave_plugin.adapters.deepspeed.section import elastic_config
 from elaswave_plugin.errors import ConfigurationError
 from tests.deepspeed.conftest import Launch
 from tests.deepspeed.harness import SCRIPTS, EngineSpec

@@ -9,7 +9,7 @@ TOLD = """
 import os, signal, sys
 from pathlib import Path
 from elaswave_plugin.demo.jobs import running
-from elaswave_plugin.cli.unwinding import signals_unwind
+from elaswave_plugin.cli.main import signals_unwind
 os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGTERM))
 sleeping = [sys.executable, "-c", "import time; time.sleep(300)"]
 with signals_unwind(), running(sleeping, Path(sys.argv[1])) as process:

@@ -9,8 +9,7 @@ import pytest
 from elaswave_plugin.cli.main import run_command
 from elaswave_plugin.demo import demo
 from elaswave_plugin.demo.jobs import job_command
-from elaswave_plugin.demo.options import MARKER, check_options, sole_use
-from elaswave_plugin.demo.sizes import check_sizes
+from elaswave_plugin.demo.options import MARKER, check_options, check_sizes, sole_use
 from elaswave_plugin.demo.text import find_text
 
 LONG = "a line of text that is long enough for one step\n" * 40

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.measurement import bench
 from elaswave_plugin.config import Kill
 from elaswave_plugin.core.layout.layout import launch_layout
-from elaswave_plugin.demo.sizes import GLOBAL_BATCH
+from elaswave_plugin.demo.options import GLOBAL_BATCH
 from elaswave_plugin.observer.observer import read_run, summarize
 
 pytest.importorskip("megatron.core")

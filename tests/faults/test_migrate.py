@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from elaswave_plugin.cli.main import run_command
-from elaswave_plugin.cli.migrate import migrate_layers
+from elaswave_plugin.cli.requests import migrate_layers
 from elaswave_plugin.cli.status import ask_job
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.address_file import read_addresses

@@ -16,7 +16,7 @@ import pytest
 from elaswave_plugin.communicator.links.listeners import Listeners
 from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.ipc.wire import Channel, receive_frame, send_frame
-from elaswave_plugin.launch.descriptors import OWN_DESCRIPTORS
+from elaswave_plugin.launch.preflight import OWN_DESCRIPTORS
 from elaswave_plugin.supervisor.snapshot_server import SnapshotServer
 from elaswave_plugin.supervisor.snapshot_store import SnapshotStore
 from tests.supervisor.jobs import LAUNCH, environment

@@ -13,7 +13,7 @@ from elaswave_plugin.cli.main import run_command
 from elaswave_plugin.cli.status import addresses_in, ask_job
 from elaswave_plugin.errors import EXIT_CONFIGURATION, EXIT_REQUEUE
 from elaswave_plugin.ipc.address_file import read_addresses
-from elaswave_plugin.ipc.program import Program
+from elaswave_plugin.ipc.environment import Program
 from elaswave_plugin.supervisor.peers.same_program import describe_program, difference
 from elaswave_plugin.tracking.events import EVENTS_FILE, read_lines
 from tests.ports import free_port

@@ -8,8 +8,7 @@ import pytest
 from elaswave_plugin.core.agreement.timeouts import Timeouts
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.launch import torchrun
-from elaswave_plugin.launch.options import parse_run_args
-from elaswave_plugin.launch.timeout_options import START_S, read_timeouts
+from elaswave_plugin.launch.options import START_S, parse_run_args, read_timeouts
 
 
 def test_an_option_wins_over_the_environment_and_that_over_the_default() -> None:

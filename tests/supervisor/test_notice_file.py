@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.ipc.program import Program
+from elaswave_plugin.ipc.environment import Program
 from elaswave_plugin.launch.launch import main
 from elaswave_plugin.launch.torchrun import supervise
 from elaswave_plugin.supervisor.notice_file import NOTICE_FILE

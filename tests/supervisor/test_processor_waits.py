@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 
-from elaswave_plugin.supervisor.processor_waits import ProcessorWaits
+from elaswave_plugin.supervisor.trainer_session import ProcessorWaits
 
 WATCHED_S = 1.0
 COMPUTE = "import os; os.sched_setaffinity(0, {0})\nwhile True: sum(range(10000))"

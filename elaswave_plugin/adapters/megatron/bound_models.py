@@ -22,7 +22,7 @@ from elaswave_plugin.adapters.megatron.state.binds import chunks_of
 from elaswave_plugin.core.layout.shards import ALIGNMENT
 from elaswave_plugin.core.planner.pipeline_flow import Flow
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan
-from elaswave_plugin.tracking.dump_state import NamedPiece
+from elaswave_plugin.tracking.state_dump import NamedPiece
 
 # The rank lists that parallel_state keeps beside its groups.
 _RANK_LISTS = (

@@ -26,16 +26,16 @@ from elaswave_plugin.adapters.megatron.state.global_names import global_names
 from elaswave_plugin.adapters.megatron.state.layer_units import units_of
 from elaswave_plugin.adapters.megatron.state.loaded_state import LoadedState
 from elaswave_plugin.adapters.megatron.state.optimizer_state import FlatShard
-from elaswave_plugin.adapters.megatron.step.fused_gradients import add_in_one_sum
 from elaswave_plugin.adapters.megatron.step.layer_timer import watch_passes
 from elaswave_plugin.adapters.megatron.step.reduction import GradientReduction
+from elaswave_plugin.adapters.megatron.step.weight_gradients import add_in_one_sum
 from elaswave_plugin.core.planner.pipeline_flow import Flow, PipelineFlow
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan
 from elaswave_plugin.core.step.dataflow import Dataflow, Shares
 from elaswave_plugin.errors import ConfigurationError, EpochChanged
 from elaswave_plugin.recovery.worker import Worker
-from elaswave_plugin.step_state.digests import digest_of
-from elaswave_plugin.tracking.dump_state import NamedPiece
+from elaswave_plugin.step_state.step_state import digest_of
+from elaswave_plugin.tracking.state_dump import NamedPiece
 
 # What schedules write into the optimizer's groups.
 _SCHEDULED = ("lr", "weight_decay")

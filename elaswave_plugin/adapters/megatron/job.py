@@ -48,8 +48,7 @@ from elaswave_plugin.adapters.megatron.step.reported_losses import (
 from elaswave_plugin.adapters.megatron.step.step_gradients import StepGradients
 from elaswave_plugin.adapters.megatron.step_parts import step_state
 from elaswave_plugin.adapters.megatron.turns import EVALUATE, RUN, TRAIN, Turns
-from elaswave_plugin.adapters.megatron.unsupported import check_loop, check_supported
-from elaswave_plugin.adapters.megatron.unsupported_growth import check_growth
+from elaswave_plugin.adapters.megatron.unsupported import check_growth, check_loop, check_supported
 from elaswave_plugin.adapters.megatron.world import (
     check_no_world,
     check_world,

@@ -18,8 +18,7 @@ from elaswave_plugin.adapters.megatron.state.frozen import Frozen
 from elaswave_plugin.adapters.megatron.state.model_buffers import ModelBuffers
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.recovery.worker import Worker
-from elaswave_plugin.step_state.digests import digest_of
-from elaswave_plugin.step_state.step_state import Part, Plain, StepState, copied
+from elaswave_plugin.step_state.step_state import Part, Plain, StepState, copied, digest_of
 
 
 def step_state(

@@ -1,4 +1,4 @@
-"""Refuses by name what this adapter does not carry, before anything is changed."""
+"""What this adapter does not carry, or not with a reserve: refused by name before all else."""
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -11,8 +11,11 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
+from elaswave_plugin.adapters.growth import check_reserve
 from elaswave_plugin.adapters.megatron.compat import rng
 from elaswave_plugin.adapters.megatron.state import adam
+from elaswave_plugin.config import ElasticConfig
+from elaswave_plugin.core.layout.reserve import grown_replicas
 from elaswave_plugin.errors import ConfigurationError
 
 # Whose setting, its name, the value that is carried, and the versions that have it. The tables of
@@ -212,3 +215,39 @@ def _optimizer_problems(optimizer: DistributedOptimizer) -> Iterator[str]:
         # The second is there from 0.17 on.
         if getattr(optimizer.config, name, False):
             yield _unsupported(name, True, False)
+
+
+def check_growth(
+    config: ElasticConfig,
+    reserve: int,
+    *,
+    width: int,
+    model_parallel: tuple[int, int],
+    num_microbatches: int,
+) -> None:
+    """Raise ConfigurationError for a job that cannot have ``reserve`` workers more.
+
+    ``width``: the data-parallel width at launch; ``model_parallel``: the sizes of tp and pp.
+    """
+    if not reserve:
+        return
+    tp, pp = model_parallel
+    if reserve % tp:
+        raise ConfigurationError(
+            f"--reserve is {reserve}, and who joins has a place once it is a whole tensor parallel "
+            f"group of {tp}: use a multiple of {tp}"
+        )
+    check_reserve(config, reserve, width=width, fewest=2 * tp * pp)
+    if config.dataflow == "reroute":
+        raise ConfigurationError(
+            f"--reserve is {reserve} and dataflow is 'reroute', which has micro-batches of lost "
+            "replicas only for who joins: set dataflow to auto, or leave --reserve out"
+        )
+    widest = width + grown_replicas(reserve, tp=tp, pp=pp)
+    if widest > num_microbatches:
+        most = (num_microbatches - width) * tp * pp
+        raise ConfigurationError(
+            f"{width} replicas and a --reserve of {reserve} workers make stages of up to {widest} "
+            f"replicas for {num_microbatches} micro-batches a step; use a --reserve of at most "
+            f"{most} or a larger global batch"
+        )

@@ -19,8 +19,7 @@ from elaswave_plugin.adapters.megatron.microbatches import Microbatches
 from elaswave_plugin.adapters.megatron.state.model_buffers import ModelBuffers
 from elaswave_plugin.adapters.megatron.state.optimizer_state import FlatShard
 from elaswave_plugin.adapters.megatron.step_parts import step_state
-from elaswave_plugin.adapters.megatron.unsupported import check_supported
-from elaswave_plugin.adapters.megatron.unsupported_growth import check_growth
+from elaswave_plugin.adapters.megatron.unsupported import check_growth, check_supported
 from elaswave_plugin.adapters.megatron_lm.batch_size import global_batch_sizes
 from elaswave_plugin.adapters.megatron_lm.loader import MicrobatchLoader
 from elaswave_plugin.adapters.megatron_lm.losses import LossTotals

@@ -6,13 +6,14 @@ link. Arrivals and departures wait for a boundary between two steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from elaswave_plugin.core.agreement.messages import Proposal, Quiesced
 from elaswave_plugin.core.agreement.reports import Reports, event_of
-from elaswave_plugin.core.agreement.view import MembershipView, next_view
+from elaswave_plugin.core.agreement.view import MembershipView, WorkerId, next_view
+from elaswave_plugin.core.layout.layout import why_needed
 from elaswave_plugin.core.layout.worker_facts import step_told
 
 LAST_CALL = "every worker was told to leave, and they write a last checkpoint first"
@@ -83,3 +84,43 @@ def boundary_of(
     if all(slot in begun for slot in members):
         return 1 + max(begun.values())
     return None
+
+
+def who_stays(
+    view: MembershipView,
+    opened: MembershipView | None,
+    reports: Reports,
+    *,
+    lost: Iterable[int],
+    layout: Mapping[str, Any] | None,
+) -> dict[WorkerId, str]:
+    """Say why each of them stays; the first asked leaves first, and all leave if all save first.
+
+    ``opened``: the view that is proposed; who is not in it has left. ``lost``: slots whose
+    supervisor is lost. ``layout``: as JSON, None in a data-parallel job.
+    """
+    stays: dict[WorkerId, str] = {}
+    if reports.all_save_last(view):
+        return stays
+    asked = [worker for worker in reports.notices if worker in reports.asked and worker in view]
+    free = [worker for worker in asked if opened is None or worker in opened]
+    going = {worker.slot for worker in reports.notices if worker in view}
+    going |= reports.gone_from(view, lost)
+    going -= {worker.slot for worker in free}
+    for worker in free:
+        why = _why_needed(view, going | {worker.slot}, layout)
+        if why is None:
+            going.add(worker.slot)
+        else:
+            stays[worker] = why
+    return stays
+
+
+def _why_needed(
+    view: MembershipView, going: Collection[int], layout: Mapping[str, Any] | None
+) -> str | None:
+    """Say why the job of a view would end without these slots."""
+    rest = set(view.ranks).difference(going)
+    if not rest:
+        return "all others leave"
+    return None if layout is None else why_needed(layout, rest)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-from elaswave_plugin.core.agreement.drain_requests import who_stays
 from elaswave_plugin.core.agreement.effects import Effect, Note, Send
 from elaswave_plugin.core.agreement.messages import (
     Done,
@@ -25,6 +24,7 @@ from elaswave_plugin.core.agreement.messages import (
     Starts,
     Stays,
 )
+from elaswave_plugin.core.agreement.next_view import who_stays
 from elaswave_plugin.core.agreement.quorum import Supervisors
 from elaswave_plugin.core.agreement.reports import Reports
 from elaswave_plugin.core.agreement.timeouts import Timeouts

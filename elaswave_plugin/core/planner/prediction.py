@@ -1,7 +1,7 @@
 """The predicted step of one plan: its windows under the memory limit, and its simulated time.
 
 Small jobs are simulated worker by worker; jobs of more than `MOST_PASSES` micro-batch passes flow
-as fluids (fluid_time.py), which only fits slots that are no wider than the narrowest stage.
+as fluids (`fluid_seconds`), which only fits slots that are no wider than the narrowest stage.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,6 @@ from itertools import pairwise
 from math import ceil
 
 from elaswave_plugin.core.planner.costs import CostModel
-from elaswave_plugin.core.planner.fluid_time import Flow, fluid_seconds
 from elaswave_plugin.core.planner.greedy import greedy_graph, greedy_room, greedy_step
 from elaswave_plugin.core.planner.microbatch_split import (
     REDEAL,
@@ -23,7 +22,7 @@ from elaswave_plugin.core.planner.microbatch_split import (
     reroute,
     resize,
 )
-from elaswave_plugin.core.planner.slot_time import SlotFlow, slot_flow
+from elaswave_plugin.core.planner.slot_time import Flow, SlotFlow, fluid_seconds, slot_flow
 from elaswave_plugin.core.planner.weight_placement import split_step
 from elaswave_plugin.core.step.fair_shares import fair_width
 from elaswave_plugin.core.step.schedule import (

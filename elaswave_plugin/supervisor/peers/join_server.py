@@ -20,9 +20,8 @@ from typing import Any
 from elaswave_plugin.core.agreement.join_rule import Applicant
 from elaswave_plugin.core.agreement.timeouts import Heartbeat, Timeouts
 from elaswave_plugin.core.codec import from_json
-from elaswave_plugin.ipc.environment import RESERVE
+from elaswave_plugin.ipc.environment import RESERVE, Program
 from elaswave_plugin.ipc.peer import Peer
-from elaswave_plugin.ipc.program import Program
 from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.ipc.requests import in_loop
 from elaswave_plugin.ipc.wire import Frame, send_frame

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from elaswave_plugin.ipc.program import Program
+from elaswave_plugin.ipc.environment import Program
 
 # What each node has a place of its own for.
 _OF_THE_NODE = "--elaswave-dir"

@@ -22,7 +22,7 @@ from elaswave_plugin.adapters.deepspeed.zero.zero3 import PartitionedWeightsStat
 from elaswave_plugin.adapters.deepspeed.zero.zero12 import PartitionedState
 from elaswave_plugin.adapters.deepspeed.zero.zero_state import ZeroState
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan
-from elaswave_plugin.tracking.dump_state import NamedPiece
+from elaswave_plugin.tracking.state_dump import NamedPiece
 
 # Counters of the engine that belong to a step (deepspeed/runtime/engine.py).
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")

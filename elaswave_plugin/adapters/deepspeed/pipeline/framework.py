@@ -17,7 +17,7 @@ from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan
 from elaswave_plugin.core.recovery_plan.replica_placement import ReplicaPlacement
 from elaswave_plugin.core.step.dataflow import Dataflow
 from elaswave_plugin.recovery.worker import Worker
-from elaswave_plugin.tracking.dump_state import NamedPiece
+from elaswave_plugin.tracking.state_dump import NamedPiece
 
 
 class PipelineFramework(DeepSpeedFramework):

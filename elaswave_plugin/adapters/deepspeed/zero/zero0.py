@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from elaswave_plugin.adapters.deepspeed.zero import zero_state
 from elaswave_plugin.core.layout.shards import MOMENTS, ShardCut
-from elaswave_plugin.tracking.dump_state import NamedPiece
+from elaswave_plugin.tracking.state_dump import NamedPiece
 
 
 class ReplicatedState:

@@ -13,7 +13,7 @@ from deepspeed.runtime.utils import all_gather_dp_groups
 from elaswave_plugin.adapters.deepspeed.compat.patches import constructor_arguments
 from elaswave_plugin.adapters.deepspeed.zero import zero_state
 from elaswave_plugin.core.layout.shards import MOMENTS
-from elaswave_plugin.tracking.dump_state import NamedPiece
+from elaswave_plugin.tracking.state_dump import NamedPiece
 
 
 class PartitionedState:

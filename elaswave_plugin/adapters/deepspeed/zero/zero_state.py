@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from elaswave_plugin.core.layout.shards import MOMENTS
-from elaswave_plugin.tracking.dump_state import NamedPiece
+from elaswave_plugin.tracking.state_dump import NamedPiece
 
 
 class ZeroState(Protocol):

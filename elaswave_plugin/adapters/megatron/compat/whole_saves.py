@@ -7,7 +7,7 @@ What outlives an attempt at a save in ``megatron.core.dist_checkpointing``, and 
   the one before: its index would describe other files. Each attempt gets a queue of its own.
 - files of the attempt: in a folder that no other attempt writes to; see ``recovery/drafts.py``.
 - processes that write them: they end before a survivor leaves the save, since it waits for them;
-  those of a lost worker are ended with it (``ipc/orphans.py``).
+  those of a lost worker are ended with it (``ipc/process_tree.py``).
 - plans and metadata that a strategy keeps from save to save, and the strategy of a load, whose
   metadata a save may take over: strategies that Megatron-LM keeps are dropped before each save
   (``forget_strategies``), since after a loss others write other parts.

@@ -16,8 +16,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from elaswave_plugin.adapters.megatron.state.global_names import global_names
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.step_state.digests import digest_of
-from elaswave_plugin.step_state.step_state import Plain, copied
+from elaswave_plugin.step_state.step_state import Plain, copied, digest_of
 
 
 def frozen_names(chunks: Sequence[DistributedDataParallel]) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from elaswave_plugin.core.recovery_plan.entry_checks import EntryCheck, entry_ch
 from elaswave_plugin.core.step.dataflow import Dataflow
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError
 from elaswave_plugin.recovery.worker import Worker
-from elaswave_plugin.step_state.digests import digest_of
+from elaswave_plugin.step_state.step_state import digest_of
 
 
 def compare_losses(

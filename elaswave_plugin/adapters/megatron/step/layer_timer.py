@@ -12,7 +12,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.transformer_block import TransformerBlock
 
-from elaswave_plugin.adapters.megatron.step.fused_gradients import fuses
+from elaswave_plugin.adapters.megatron.step.weight_gradients import fuses
 from elaswave_plugin.core.planner.layer_times import BACKWARD, FORWARD, FRONT, LAYER, TAIL
 from elaswave_plugin.recovery.stopwatch import Mark, Stopwatch
 
