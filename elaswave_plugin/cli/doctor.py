@@ -252,12 +252,11 @@ def _of_scripts() -> Iterable[Entry]:
     if not find_spec("megatron"):
         return
     from elaswave_plugin.adapters.megatron.compat.cpu_patches import cpu_patches
-    from elaswave_plugin.adapters.megatron_lm.cpu_patches import lm_cpu_patches
     from elaswave_plugin.adapters.megatron_lm.hooks import Hooks
     from elaswave_plugin.adapters.megatron_lm.patches import lm_patches
 
     known = {record.target for record in cpu_patches().records}
-    for record in lm_cpu_patches().records:
+    for record in cpu_patches(scripts=True).records:
         if record.target not in known:
             yield Entry(record, "no GPU, Megatron-LM")
     for record in lm_patches(Hooks(lambda config: None)).records:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from elaswave_plugin.adapters.megatron.compat.cpu_patches import cpu_patches
 from elaswave_plugin.adapters.megatron.compat.patches import elastic_patches
-from elaswave_plugin.adapters.megatron_lm.cpu_patches import lm_cpu_patches
 from elaswave_plugin.adapters.megatron_lm.hooks import Hooks
 from elaswave_plugin.adapters.megatron_lm.patches import lm_patches
 from elaswave_plugin.adapters.patching import PatchSet
@@ -33,7 +33,7 @@ def run(train: Callable[[], Any]) -> Any:
 
         hooks = Hooks(joining)
         if not torch.cuda.is_available():
-            apply(lm_cpu_patches())
+            apply(cpu_patches(scripts=True))
         apply(lm_patches(hooks))
         try:
             result = train()

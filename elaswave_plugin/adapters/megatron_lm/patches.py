@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from functools import partial
+from inspect import unwrap
 from typing import Any
 
+from elaswave_plugin.adapters.megatron.compat.versions import SCRIPTS, record
 from elaswave_plugin.adapters.megatron_lm.hooks import Hooks, has_index_builder
-from elaswave_plugin.adapters.megatron_lm.records import by_name, record
 from elaswave_plugin.adapters.megatron_lm.script_writers import TENSORBOARD, WANDB
 from elaswave_plugin.adapters.patching import Hook, PatchRecord, PatchSet
 from elaswave_plugin.errors import EpochChanged
@@ -22,8 +23,12 @@ def lm_patches(hooks: Hooks) -> PatchSet:
 
 
 def _record(target: str, make: Callable[[Any], Any], reason: str, *parameters: str) -> PatchRecord:
-    """Of a function of megatron.training."""
-    return record(target, make, reason, *parameters, hook=by_name(target, make))
+    """Of a function of megatron.training, which has the hook that its diff gives to it by name.
+
+    The function there asks the hook, which is to call the one below it (``replaceable``).
+    """
+    hook = Hook(f"{target}_hook", lambda function: make(unwrap(function)))
+    return record(target, make, reason, *parameters, valid=SCRIPTS, hook=hook)
 
 
 def _start(hooks: Hooks) -> list[PatchRecord]:
@@ -51,6 +56,7 @@ def _start(hooks: Hooks) -> list[PatchRecord]:
             hooks.signal_device,
             "it knows the devices of nccl and gloo only, and ends the job with another backend",
             "local_rank",
+            valid=SCRIPTS,
             hook=Hook(f"{_SIGNALS}:get_device_hook", hooks.signal_device),
         ),
         _record(
@@ -65,6 +71,7 @@ def _start(hooks: Hooks) -> list[PatchRecord]:
             hooks.build_datasets,
             "a worker may come to a place where data is read",
             *("self", "cls", "sizes", "is_built_on_rank", "config"),
+            valid=SCRIPTS,
             hook=Hook(
                 f"{_DATASETS}.blended_megatron_dataset_builder:built_on_rank_hook",
                 lambda constructor: lambda: True,
@@ -74,6 +81,7 @@ def _start(hooks: Hooks) -> list[PatchRecord]:
             f"{_DATASETS}.utils:compile_helpers",
             hooks.compile_index_builder,
             "the wheel brings them built, and no Makefile",
+            valid=SCRIPTS,
             hook=Hook(f"{_DATASETS}.utils:has_helpers_hook", lambda function: has_index_builder),
         ),
         _record(
@@ -114,6 +122,7 @@ def _steps(hooks: Hooks) -> list[PatchRecord]:
             f"{_TRAINING}:mpu",
             hooks.count_samples,
             "samples are counted by the replicas of the launch: the global batch stays",
+            valid=SCRIPTS,
             hook=Hook(
                 f"{_TRAINING}:count_replicas_hook",
                 lambda mpu: hooks.count_samples(mpu).get_data_parallel_world_size,
@@ -184,6 +193,7 @@ def _pieces(hooks: Hooks) -> list[PatchRecord]:
                 hooks.timer,
                 "its barrier starts again after a recovery",
                 *("self", "barrier"),
+                valid=SCRIPTS,
                 hook=Hook("megatron.core.timers:barrier_hook", lambda method: hooks.meet),
             )
             for name in ("start", "stop")
@@ -193,6 +203,7 @@ def _pieces(hooks: Hooks) -> list[PatchRecord]:
             hooks.leave_detector,
             "it shows the stack of whatever passes it, and an interrupted step is no error",
             *("self", "ex_type", "ex_val", "ex_tb"),
+            valid=SCRIPTS,
             hook=Hook("megatron.core.utils:no_error_hook", lambda method: EpochChanged),
         ),
     ]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from elaswave_plugin.adapters.megatron.compat.cpu_patches import cpu_patches
 from elaswave_plugin.adapters.megatron.compat.patches import elastic_patches
-from elaswave_plugin.adapters.megatron_lm.cpu_patches import lm_cpu_patches
 from elaswave_plugin.adapters.megatron_lm.hooks import Hooks
 from elaswave_plugin.adapters.megatron_lm.patches import lm_patches
 from elaswave_plugin.cli.patch import apply, diffs_for, find_tree
@@ -67,7 +67,7 @@ def check_hooked(run: Outcome, reference: Outcome) -> None:
     records = (*elastic_patches(exact=True).records, *lm_patches(Hooks(lambda _: None)).records)
     hooks = {record.hook.place for record in records if record.hook is not None}
     # What a machine without a GPU needs is replaced at run time, with or without the diffs.
-    without_gpu = {record.target for record in lm_cpu_patches().records}
+    without_gpu = {record.target for record in cpu_patches(scripts=True).records}
     targets = {record.target for record in records} - without_gpu
     assert len(targets) > 30
     assert hooks <= places(run) and targets.isdisjoint(places(run))

@@ -17,7 +17,7 @@ from elaswave_plugin.adapters.megatron_lm.triton_stub import without_triton
 def patch() -> None:
     """Patch what a machine without a GPU needs, and the wheel, which brings no Makefile."""
     without_triton()
-    from elaswave_plugin.adapters.megatron_lm.cpu_patches import lm_cpu_patches
+    from elaswave_plugin.adapters.megatron.compat.cpu_patches import cpu_patches
     from elaswave_plugin.adapters.megatron_lm.hooks import Hooks
     from elaswave_plugin.adapters.megatron_lm.patches import lm_patches
     from elaswave_plugin.adapters.patching import PatchSet
@@ -25,7 +25,7 @@ def patch() -> None:
     ours = lm_patches(Hooks(lambda config: None)).records
     built = [one for one in ours if one.target.endswith(":compile_helpers")]
     assert len(built) == 1
-    PatchSet([*lm_cpu_patches().records, *built]).apply()
+    PatchSet([*cpu_patches(scripts=True).records, *built]).apply()
     mend_loading()
 
 

@@ -3,12 +3,13 @@
 Megatron-Core has no device abstraction: it asks torch.cuda for the current device and writes
 device="cuda" literally (call sites: tensor_parallel/random.py, optimizer/clip_grads.py,
 pipeline_parallel/schedules.py and others). Each record answers one such symbol with its CPU
-meaning. On a machine with a GPU none of them is applied.
+meaning. megatron/training, which Megatron-LM's scripts call, has no CPU path either: it asserts
+CUDA, makes its groups and seeds its generators only where it counts a device, and builds and warms
+up CUDA kernels. On a machine with a GPU none of the records is applied.
 """
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import logging
 import sys
@@ -18,9 +19,10 @@ from typing import Any
 
 import torch
 
-from elaswave_plugin.adapters.megatron.compat.versions import VALID
+from elaswave_plugin.adapters.megatron.compat.versions import SCRIPTS, record
 from elaswave_plugin.adapters.patching import PatchRecord, PatchSet
 
+_NO_OLD_GPU = 10
 _FACTORIES = ("tensor", "zeros", "empty", "ones", "full", "arange", "zeros_like", "empty_like")
 
 
@@ -135,31 +137,18 @@ def _not_compiled(original: Any) -> Any:
     return getattr(original, "_torchdynamo_orig_callable", original)
 
 
-def _record(target: str, make: Callable[[Any], Any], reason: str, *parameters: str) -> PatchRecord:
-    """A record whose distribution and range follow from the module of its target."""
-    of_megatron = target.startswith("megatron")
-    return PatchRecord(
-        target=target,
-        reason=reason,
-        distribution="megatron-core" if of_megatron else "torch",
-        valid=VALID if of_megatron else ">=2.13,<2.16",
-        make=make,
-        parameters=parameters or None,
-    )
-
-
 def _router_records() -> list[PatchRecord]:
     """Of mixtures of experts."""
     router = "megatron.core.transformer.moe.router"
-    gating = _record(
-        f"{router}:router_gating_linear",
-        _gating_without_kernels,
-        "without Transformer Engine it asks for a name that is not there",
-        *("inp", "weight", "bias", "router_dtype"),
-    )
     return [
-        dataclasses.replace(gating, gone=">=0.17"),
-        _record(
+        record(
+            f"{router}:router_gating_linear",
+            _gating_without_kernels,
+            "without Transformer Engine it asks for a name that is not there",
+            *("inp", "weight", "bias", "router_dtype"),
+            gone=">=0.17",
+        ),
+        record(
             f"{router}:TopKRouter._apply_expert_bias",
             _not_compiled,
             "it adds up a few numbers, and is compiled for longer than a small job runs",
@@ -168,36 +157,88 @@ def _router_records() -> list[PatchRecord]:
     ]
 
 
-def cpu_patches() -> PatchSet:
-    """All records for training on CPU."""
+def _with_a_device(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Start a script where one device is counted, and none is asserted."""
+
+    @functools.wraps(original)
+    def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
+        why = "groups and generators are made only where a device is counted"
+        counted = PatchSet([record("torch.cuda:device_count", _returning(1), why)])
+        counted.apply()
+        try:
+            return original(*args, **{**kwargs, "allow_no_cuda": True})
+        finally:
+            counted.undo()
+
+    return initialize_megatron
+
+
+def _script_records() -> list[PatchRecord]:
+    """Of what Megatron-LM's scripts call."""
+    kernels = "it builds or warms up CUDA kernels"
+    return [
+        record(
+            "megatron.training.training:initialize_megatron",
+            _with_a_device,
+            "it asserts CUDA, and makes groups and generators only where it counts a device",
+            *("extra_args_provider", "args_defaults", "ignore_unknown_args", "allow_no_cuda"),
+            *("skip_mpu_initialization", "get_embedding_ranks", "get_position_embedding_ranks"),
+            *("parsed_args", "store"),
+            valid=SCRIPTS,
+        ),
+        record(
+            "megatron.training.arguments:get_device_arch_version",
+            _returning(_NO_OLD_GPU),
+            "older GPUs need CUDA_DEVICE_MAX_CONNECTIONS",
+            valid=SCRIPTS,
+        ),
+        record(
+            "megatron.training.training:set_jit_fusion_options",
+            _returning(None),
+            kernels,
+            valid=SCRIPTS,
+        ),
+        record(
+            "megatron.legacy.fused_kernels:load",
+            _returning(None),
+            kernels,
+            "args",
+            valid=SCRIPTS,
+            gone=">=0.17",
+        ),
+    ]
+
+
+def cpu_patches(*, scripts: bool = False) -> PatchSet:
+    """All records for training on CPU; ``scripts``: of Megatron-LM."""
     device = "the device is asked from torch.cuda"
     streams = "streams have no meaning on CPU"
     literal = "things are moved to the GPU literally"
     tracker = "the RNG tracker keeps states of the CUDA generator"
     random = "megatron.core.tensor_parallel.random"
     records = [
-        _record("torch.cuda:current_device", _returning(torch.device("cpu")), device),
-        _record("torch.cuda:current_stream", _returning(_CpuStream()), streams),
-        _record("torch.cuda:stream", _returning(contextlib.nullcontext()), streams),
-        _record("torch.cuda:Stream", lambda original: _CpuStream, streams),
-        _record("torch.cuda:synchronize", _returning(None), "no device to wait for"),
-        _record("torch.cuda:empty_cache", _returning(None), "no device to act on"),
-        _record("torch.cuda:set_device", _returning(None), "no device to choose"),
-        _record("torch.cuda:manual_seed", _manual_seed, tracker, "seed"),
-        _record("torch.cuda:get_rng_state", _get_default_state, tracker, "device"),
-        _record("torch:Tensor.cuda", _same_tensor, literal),
-        _record("torch.nn:Module.cuda", _same_tensor, literal),
-        _record("torch:Tensor.type", _cuda_type_name, "dtypes are compared with CUDA type names"),
+        record("torch.cuda:current_device", _returning(torch.device("cpu")), device),
+        record("torch.cuda:current_stream", _returning(_CpuStream()), streams),
+        record("torch.cuda:stream", _returning(contextlib.nullcontext()), streams),
+        record("torch.cuda:Stream", lambda original: _CpuStream, streams),
+        record("torch.cuda:synchronize", _returning(None), "no device to wait for"),
+        record("torch.cuda:empty_cache", _returning(None), "no device to act on"),
+        record("torch.cuda:set_device", _returning(None), "no device to choose"),
+        record("torch.cuda:manual_seed", _manual_seed, tracker, "seed"),
+        record("torch.cuda:get_rng_state", _get_default_state, tracker, "device"),
+        record("torch:Tensor.cuda", _same_tensor, literal),
+        record("torch.nn:Module.cuda", _same_tensor, literal),
+        record("torch:Tensor.type", _cuda_type_name, "dtypes are compared with CUDA type names"),
         *(
-            _record(f"torch:{name}", _on_cpu, 'device="cuda" is written literally')
+            record(f"torch:{name}", _on_cpu, 'device="cuda" is written literally')
             for name in _FACTORIES
         ),
-        _record(
+        record(
             f"{random}:logging",
             _quiet,
             "its fork() warns of the CPU generator, which on CPU is the tracked one",
         ),
-        _record(
+        record(
             f"{random}:_set_cuda_rng_state",
             _set_state,
             tracker,
@@ -205,14 +246,14 @@ def cpu_patches() -> PatchSet:
             "device",
             "graph_safe",
         ),
-        _record(
+        record(
             f"{random}:_get_cuda_rng_state", _get_state, tracker, "device", "clone", "graph_safe"
         ),
-        _record(
+        record(
             "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
             _torch_norm,
             "sequence parallelism needs the fused norms, which need a GPU",
         ),
         *_router_records(),
     ]
-    return PatchSet(records)
+    return PatchSet([*records, *_script_records()] if scripts else records)

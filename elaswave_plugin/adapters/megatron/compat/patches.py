@@ -7,7 +7,7 @@ import torch
 
 from elaswave_plugin.adapters.constructed import remember, remembering
 from elaswave_plugin.adapters.megatron.compat.grad_norm import canonical_norm
-from elaswave_plugin.adapters.megatron.compat.versions import VALID
+from elaswave_plugin.adapters.megatron.compat.versions import record
 from elaswave_plugin.adapters.megatron.compat.whole_saves import WholeSaves
 from elaswave_plugin.adapters.patching import Hook, PatchRecord, PatchSet
 
@@ -83,26 +83,12 @@ def elastic_patches(*, exact: bool, saves: WholeSaves | None = None) -> PatchSet
     return PatchSet([*records, _norm_record()] if exact else records)
 
 
-def _record(
-    target: str, reason: str, *parameters: str, make: Callable[[Any], Any], hook: Hook
-) -> PatchRecord:
-    return PatchRecord(
-        target=target,
-        reason=reason,
-        distribution="megatron-core",
-        valid=VALID,
-        parameters=parameters or None,
-        make=make,
-        hook=hook,
-    )
-
-
 def _group_record() -> PatchRecord:
-    return _record(
+    return record(
         "megatron.core.parallel_state:create_group",
+        _only_our_groups,
         "its gloo groups cannot lose a member; ours are edited in place",
         *("ranks", "timeout", "backend", "pg_options", "use_local_synchronization", "group_desc"),
-        make=_only_our_groups,
         hook=Hook(
             "megatron.core.parallel_state:new_group_hook",
             lambda create_group: _only_our_groups(torch.distributed.new_group),
@@ -113,20 +99,20 @@ def _group_record() -> PatchRecord:
 def _checkpoint_records() -> list[PatchRecord]:
     module = "megatron.core.optimizer.distrib_optimizer"
     return [
-        _record(
+        record(
             f"{module}:DistributedOptimizer.sharded_param_state_fully_reshardable",
+            _compact_index,
             "it reads state that was gathered without the padding between buckets at positions "
             "that count the padding (upstream issue 504)",
             *("self", "model_sharded_state_dict", "is_loading", "metadata"),
-            make=_compact_index,
             hook=Hook(f"{module}:gathered_index_map_hook", lambda method: _without_padding),
         ),
-        _record(
+        record(
             f"{module}:DistributedOptimizer._set_main_param_and_optimizer_states",
-            "a checkpoint that can be resharded has no step count beside the tensors, and for "
+            _keeping_step,
+            "a checkpoint that can be cut anew has no step count beside the tensors, and for "
             "torch's Adam it is looked up there",
             *("self", "model_param", "tensors"),
-            make=_keeping_step,
             hook=Hook(f"{module}:loaded_state_hook", lambda method: _with_step),
         ),
     ]
@@ -134,20 +120,20 @@ def _checkpoint_records() -> list[PatchRecord]:
 
 def _model_record() -> PatchRecord:
     module = "megatron.core.models.gpt.gpt_model"
-    return _record(
+    return record(
         f"{module}:GPTModel.__init__",
+        remembering,
         "a worker that changes stage runs the constructor of the same model again",
-        make=remembering,
         hook=Hook(f"{module}:constructed_hook", lambda constructor: remember),
     )
 
 
 def _norm_record() -> PatchRecord:
-    return _record(
+    return record(
         # As bound in optimizer.py, which is where the optimizers look it up.
         "megatron.core.optimizer.optimizer:get_grad_norm_fp32",
+        _canonical_norm,
         "a sum of norms of shard pieces depends on the cut, an integer sum does not",
         *("grads_for_norm", "norm_type", "grad_stats_parallel_group"),
-        make=_canonical_norm,
         hook=Hook("megatron.core.optimizer.clip_grads:l2_norm_hook", lambda norm: canonical_norm),
     )

@@ -4,14 +4,46 @@ A difference is looked up in the function itself, not in a version: what is ther
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
 
-# The records of what a script of Megatron-LM calls are for 0.16 and 0.17 only.
+from elaswave_plugin.adapters.patching import Hook, PatchRecord
+
 VALID = ">=0.16.1,<0.20"
+# The records of what a script of Megatron-LM calls.
+SCRIPTS = ">=0.16.1,<0.18"
+TORCH = ">=2.13,<2.16"
+
+
+def record(
+    target: str,
+    make: Callable[[Any], Any],
+    reason: str,
+    *parameters: str,
+    valid: str = VALID,
+    gone: str | None = None,
+    hook: Hook | None = None,
+) -> PatchRecord:
+    """Replace ``target`` by what ``make`` makes of it; ``parameters``: those it has to have.
+
+    ``valid``: versions of Megatron-Core, where the target is not torch's; ``gone``: those that have
+    no such target; ``hook``: set where the source has it.
+    """
+    of_megatron = target.startswith("megatron")
+    return PatchRecord(
+        target=target,
+        reason=reason,
+        distribution="megatron-core" if of_megatron else "torch",
+        valid=valid if of_megatron else TORCH,
+        make=make,
+        parameters=parameters or None,
+        gone=gone,
+        hook=hook,
+    )
 
 
 def new_bucket(buffer: Any, **named: Any) -> _ParamAndGradBucket:

@@ -25,7 +25,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from elaswave_plugin.adapters.megatron.compat.versions import VALID
+from elaswave_plugin.adapters.megatron.compat.versions import record
 from elaswave_plugin.adapters.patching import Hook, PatchRecord
 from elaswave_plugin.checkpoints.torch_dist import flaw_of
 from elaswave_plugin.errors import ConfigurationError
@@ -100,20 +100,16 @@ class WholeSaves:
         package = "megatron.core.dist_checkpointing"
         strategies = f"{package}.strategies.torch"
         return [
-            PatchRecord(
-                target=f"{package}:save",
-                reason="a checkpoint gets its name when all have written it and it was checked",
-                distribution="megatron-core",
-                valid=VALID,
-                make=self.save,
+            record(
+                f"{package}:save",
+                self.save,
+                "a checkpoint gets its name when everyone has written and it was checked",
                 hook=Hook(f"{package}:save_hook", lambda save: self.save(unwrap(save))),
             ),
-            PatchRecord(
-                target=f"{strategies}:TorchDistSaveShardedStrategy.async_save",
-                reason="what an interrupted save had written is no result of the next one",
-                distribution="megatron-core",
-                valid=VALID,
-                make=self._beginning,
+            record(
+                f"{strategies}:TorchDistSaveShardedStrategy.async_save",
+                self._beginning,
+                "what an interrupted save had written is no result of the next one",
                 hook=Hook(f"{strategies}:begin_save_hook", lambda method: self._begin),
             ),
         ]

@@ -11,20 +11,19 @@ import torch
 from megatron.core.tensor_parallel import random as megatron_random
 
 from elaswave_plugin.adapters.megatron.compat.rng import cut_rows, cut_streams, keep_streams
-from elaswave_plugin.adapters.patching import PatchRecord, PatchSet
+from elaswave_plugin.adapters.megatron.compat.versions import record
+from elaswave_plugin.adapters.patching import PatchSet
 
 
 def cut_patches() -> PatchSet:
     """Return the patches that hold while micro-batches are cut."""
     return PatchSet(
         [
-            PatchRecord(
-                target="torch.nn.functional:dropout",
-                reason="the samples of a cut micro-batch are dropped as in the whole one",
-                distribution="torch",
-                valid=">=2.13,<2.16",
-                parameters=("input", "p", "training", "inplace"),
-                make=_of_cut_rows,
+            record(
+                "torch.nn.functional:dropout",
+                _of_cut_rows,
+                "the samples of a cut micro-batch are dropped as in the whole one",
+                *("input", "p", "training", "inplace"),
             )
         ]
     )
