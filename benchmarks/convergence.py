@@ -20,8 +20,9 @@ from benchmarks.measurement import Bench, bench, options_parser, run_benchmark
 from elaswave_plugin.config import Kill
 from elaswave_plugin.demo import jobs
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.observer.observer import losses_of, read_run
+from elaswave_plugin.observer.observer import losses_of
 from elaswave_plugin.observer.output_file import check_picture
+from elaswave_plugin.observer.run import read_run
 
 BY_WORKER = Path(__file__).with_name("drawn_by_worker.py")
 WAYS = ("keyed", "by worker")

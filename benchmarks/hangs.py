@@ -25,7 +25,7 @@ from benchmarks.recovery import (
 from elaswave_plugin.config import KILL_WAYS, Kill
 from elaswave_plugin.demo.options import SCRIPTS
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.observer.observer import RunFiles, read_run
+from elaswave_plugin.observer.run import RunFiles, read_run
 
 PHASES = ("forward", "backward", "data")
 WAYS = tuple(way for way in KILL_WAYS if way != "kill")

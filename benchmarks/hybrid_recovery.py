@@ -18,7 +18,7 @@ from benchmarks.measurement import bench
 from benchmarks.recovery import STEPS, drawn_kills, judged, one_run, run_series, show
 from elaswave_plugin.config import RECOVERY_PHASES
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.observer.observer import read_run
+from elaswave_plugin.observer.run import read_run
 
 TP, PP, DP = 2, 2, 2
 WORKERS = TP * PP * DP

@@ -18,7 +18,8 @@ from elaswave_plugin.config import Kill
 from elaswave_plugin.demo import jobs
 from elaswave_plugin.demo.jobs import JobFailed
 from elaswave_plugin.demo.options import GLOBAL_BATCH
-from elaswave_plugin.observer.observer import RunFiles, read_run, summarize
+from elaswave_plugin.observer.observer import summarize
+from elaswave_plugin.observer.run import RunFiles, read_run
 
 STEPS = 40
 # What a join may cost beyond one step, and how long the job may be smaller (issue's bounds).

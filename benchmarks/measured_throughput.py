@@ -25,7 +25,7 @@ from benchmarks.simulated_throughput import (
 from elaswave_plugin.core.planner.layer_times import STEPS_FOR_COSTS, LayerTimes
 from elaswave_plugin.demo import jobs
 from elaswave_plugin.demo.options import DemoOptions, check_options
-from elaswave_plugin.observer.observer import RunFiles, read_run
+from elaswave_plugin.observer.run import RunFiles, read_run
 
 # The loss comes as soon as costs are known; the step after it is redone, the next one warms up.
 LOSS_STEP = STEPS_FOR_COSTS

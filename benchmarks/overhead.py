@@ -17,7 +17,7 @@ from benchmarks.circumstances import circumstances
 from benchmarks.measurement import bench, options_parser, run_benchmark
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.observer.blocks import BLOCK_STEPS, OnOff, split_blocks, step_times_s
-from elaswave_plugin.observer.observer import RunFiles, read_run
+from elaswave_plugin.observer.run import RunFiles, read_run
 
 PROCESSES = ("trainer", "supervisor")
 

@@ -21,7 +21,8 @@ from elaswave_plugin.config import STEP_PHASES, Kill
 from elaswave_plugin.demo.jobs import JobFailed
 from elaswave_plugin.demo.options import GLOBAL_BATCH, SCRIPTS
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.observer.observer import RunFiles, read_run, summarize
+from elaswave_plugin.observer.observer import summarize
+from elaswave_plugin.observer.run import RunFiles, read_run
 
 STEPS, KILL_STEP = 20, 10
 KEPT = ("parameters_equal", "max_abs_loss_diff", "survivor_pids_unchanged")

@@ -20,7 +20,7 @@ from benchmarks.circumstances import circumstances
 from benchmarks.measurement import Bench, bench, run_benchmark
 from elaswave_plugin.demo import jobs
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.observer.observer import RunFiles, read_run
+from elaswave_plugin.observer.run import RunFiles, read_run
 
 SLOWED = Path(__file__).with_name("slowed_forward.py")
 RUN_LIMIT_S = 1800.0

@@ -188,10 +188,11 @@ def report(
     from rich.console import Console
 
     from elaswave_plugin.errors import ConfigurationError
-    from elaswave_plugin.observer.observer import check_one_job, read_run, summarize
+    from elaswave_plugin.observer.observer import summarize
     from elaswave_plugin.observer.output_file import check_picture
     from elaswave_plugin.observer.report import draw_report
     from elaswave_plugin.observer.report_screen import draw_summary
+    from elaswave_plugin.observer.run import check_one_job, read_run
 
     if global_batch is not None and global_batch < 1:
         raise ConfigurationError(f"--global-batch is {global_batch}, wanted 1 or more")

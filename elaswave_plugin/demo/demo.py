@@ -14,8 +14,9 @@ from elaswave_plugin.demo.options import GLOBAL_BATCH, DemoOptions, sole_use
 from elaswave_plugin.demo.screen import STEP_LINES, RunScreen, progress_on, show_comparison
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.observer.blocks import step_times_s
-from elaswave_plugin.observer.observer import RunFiles, losses_of, read_run, summarize
+from elaswave_plugin.observer.observer import losses_of, summarize
 from elaswave_plugin.observer.report import draw_report
+from elaswave_plugin.observer.run import RunFiles, read_run
 from elaswave_plugin.tracking.events import EVENTS_FILE, LEDGER_FILE
 from elaswave_plugin.tracking.state_dump import hash_state
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
-from elaswave_plugin.observer.observer import RunFiles, counted_steps
+from elaswave_plugin.observer.run import RunFiles, counted_steps
 
 BLOCK_STEPS = 10
 # The first steps of a job touch memory and open links for the first time.

@@ -1,29 +1,22 @@
 """The losses, departures and arrivals of a run, by its files: those of a test and others."""
 
-from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any
 
 from elaswave_plugin.core.agreement.view import departed
+from elaswave_plugin.observer.run import Record, RunFiles, first_steps
 
-Record = dict[str, Any]
 LOST, LEFT, CAME = "lost", "left", "came"
 
 
-def changes_from(
-    *, committed: Iterable[Record], entered: Iterable[Record], steps: Sequence[Record]
-) -> list[Record]:
+def changes_of(run: RunFiles) -> list[Record]:
     """Return one record a worker that was lost, left as it was told to, or came, in order.
 
-    ``committed`` and ``entered``: the events of these kinds. `step`: the first one of the view, or
-    of the next view that completed one; None where no step followed.
+    `step`: the first one of the view, or of the next view that completed one; None where no step
+    followed.
     """
-    views = {event["epoch"]: event for event in committed}
-    arrivals = {(event["epoch"], event["slot"]) for event in entered}
-    firsts: dict[int, int] = {}
-    for record in steps:
-        view, step = record["epoch"], record["step"]
-        firsts[view] = min(step, firsts.get(view, step))
+    views = {event["epoch"]: event for event in run.of_kind("view_committed")}
+    arrivals = {(event["epoch"], event["slot"]) for event in run.of_kind("entered")}
+    firsts = first_steps(run)
     found = []
     for before, after in pairwise(sorted(views)):
         step = next((firsts[view] for view in sorted(firsts) if view >= after), None)

@@ -1,101 +1,20 @@
 """The outside reader: judges a run by the files that it left, and by a reference run's."""
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
-from typing import Any
 
 from elaswave_plugin.config import RECOVERY_PHASES, Kill
 from elaswave_plugin.core.step.audit import batch_sizes, counting_views, lost_and_repeated
-from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.observer.changes import changes_from
+from elaswave_plugin.observer.changes import changes_of
 from elaswave_plugin.observer.differing_reports import differing_reports
-from elaswave_plugin.observer.joins import joins_from
+from elaswave_plugin.observer.joins import joins_of
 from elaswave_plugin.observer.layout_change import layout_fields
-from elaswave_plugin.tracking.events import EVENTS_FILE, LEDGER_FILE, STEPS_FILE, read_lines
+from elaswave_plugin.observer.run import Record, RunFiles, counted_steps, first_step_done_s
 from elaswave_plugin.tracking.state_dump import differing_names, dumped_steps, hash_state
 
-Record = dict[str, Any]
 # The reason of the view that nothing led to.
 LAUNCH = "launch"
-# The files of a run, in the order of RunFiles, and what each of their records has.
-_FILES = (
-    (EVENTS_FILE, ("kind", "time_s")),
-    (STEPS_FILE, ("step", "epoch", "slot")),
-    (LEDGER_FILE, ("step", "epoch", "samples")),
-)
 _LAYOUTS = ("layout_before", "layout_after")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunFiles:
-    """The files of a run directory, line by line."""
-
-    directory: Path
-    events: tuple[Record, ...]
-    steps: tuple[Record, ...]
-    ledger: tuple[Record, ...]
-
-    def __str__(self) -> str:
-        return f"{self.directory}: {len(self.events)} events, {len(self.steps)} step lines"
-
-    def of_kind(self, kind: str) -> tuple[Record, ...]:
-        """The events of one kind in the order of the file."""
-        return tuple(event for event in self.events if event.get("kind") == kind)
-
-
-def read_run(directory: Path) -> RunFiles:
-    """Read a run directory; raises ConfigurationError if it is none, or not a whole one."""
-    for name, _ in _FILES:
-        if not (directory / name).is_file():
-            raise ConfigurationError(
-                f"{str(directory)!r} holds no {name}, wanted the directory of a run"
-                " (--elaswave-dir, or OUT/run of the demo)"
-            )
-    events, steps, ledger = (_records(directory / name, fields) for name, fields in _FILES)
-    return RunFiles(directory=directory, events=events, steps=steps, ledger=ledger)
-
-
-def _records(path: Path, fields: Sequence[str]) -> tuple[Record, ...]:
-    try:
-        records = tuple(read_lines(path))
-    except OSError as error:
-        raise ConfigurationError(f"{str(path)!r} cannot be read: {error.strerror}") from None
-    for field in fields:
-        if any(field not in record for record in records):
-            raise ConfigurationError(
-                f"{str(path)!r} has records without {field!r}, wanted the file of that name in the"
-                " directory of a run (--elaswave-dir)"
-            )
-    return records
-
-
-def check_one_job(run: RunFiles) -> None:
-    """Raise ConfigurationError where more than one job has written the files.
-
-    Their steps and views have the same numbers, so that no line tells whose it is.
-    """
-    firsts = [event for event in run.of_kind("worker_started") if not event.get("incarnation")]
-    jobs = max(Counter(event["slot"] for event in firsts).values(), default=1)
-    if jobs > 1:
-        raise ConfigurationError(
-            f"{str(run.directory)!r} holds the files of {jobs} jobs, wanted those of one; give each"
-            " start of a job a run directory of its own (--elaswave-dir)"
-        )
-
-
-def counted_steps(run: RunFiles) -> dict[int, tuple[Record, ...]]:
-    """Return, for each step in order, the lines of the attempt that counts: the last epoch's."""
-    lines: dict[int, list[Record]] = {}
-    for record in run.steps:
-        lines.setdefault(record["step"], []).append(record)
-    counted = {}
-    for step in sorted(lines):
-        epoch = max(record["epoch"] for record in lines[step])
-        counted[step] = tuple(record for record in lines[step] if record["epoch"] == epoch)
-    return counted
 
 
 def losses_of(run: RunFiles) -> dict[int, float]:
@@ -147,7 +66,7 @@ def recoveries_of(run: RunFiles) -> list[Record]:
             reports.setdefault(event["epoch"], []).append(event)
     found, answered_s = [], 0.0
     for epoch in sorted(reports):
-        done_s = _first_step_done_s(run, epoch)
+        done_s = first_step_done_s(run, epoch)
         fault_s = _first_fault_s(run, answered_s, done_s)
         phases = _slowest_phases(run, epoch, reports[epoch], fault_s)
         reported_s = max(float(event["mttr_s"]) for event in reports[epoch])
@@ -166,23 +85,6 @@ def recoveries_of(run: RunFiles) -> list[Record]:
         )
         answered_s = done_s if done_s is not None else answered_s
     return found
-
-
-def joins_of(run: RunFiles) -> list[Record]:
-    """Return one record a worker that came back."""
-    return joins_from(
-        entered=run.of_kind("entered"),
-        recovered=run.of_kind("recovered"),
-        exited=run.of_kind("worker_exited"),
-        steps=run.steps,
-    )
-
-
-def changes_of(run: RunFiles) -> list[Record]:
-    """Return one record a worker that was lost, left or came, for any cause."""
-    return changes_from(
-        committed=run.of_kind("view_committed"), entered=run.of_kind("entered"), steps=run.steps
-    )
 
 
 def survivor_pids_unchanged(run: RunFiles) -> bool:
@@ -363,13 +265,6 @@ def _loss(record: Record) -> float:
 
 def _norm(record: Record) -> str:
     return record.get("grad_norm_hex") or repr(record.get("grad_norm"))
-
-
-def _first_step_done_s(run: RunFiles, epoch: int) -> float | None:
-    """Return when the last survivor had completed its first step of an epoch."""
-    first = min((r["step"] for r in run.steps if r["epoch"] == epoch), default=None)
-    times = [r["time_s"] for r in run.steps if r["epoch"] == epoch and r["step"] == first]
-    return max(times) if times else None
 
 
 def _first_fault_s(run: RunFiles, after_s: float, before_s: float | None) -> float | None:

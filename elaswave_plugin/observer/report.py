@@ -9,12 +9,9 @@ from matplotlib.ticker import MaxNLocator
 
 from elaswave_plugin.config import RECOVERY_PHASES
 from elaswave_plugin.core.layout.layout import ParallelLayout
-from elaswave_plugin.observer.changes import CAME, LEFT, LOST
+from elaswave_plugin.observer.changes import CAME, LEFT, LOST, changes_of
 from elaswave_plugin.observer.layout_change import layout_lines
 from elaswave_plugin.observer.observer import (
-    Record,
-    RunFiles,
-    changes_of,
     kills_of,
     layout_change_of,
     losses_of,
@@ -22,6 +19,7 @@ from elaswave_plugin.observer.observer import (
     recoveries_of,
     tokens_per_s,
 )
+from elaswave_plugin.observer.run import Record, RunFiles
 
 RUN, REFERENCE, INK = "#1f5fa8", "#f2a33a", "#333333"
 COLOURS = ((LOST, "#c0392b"), (LEFT, "#8e6c1f"), (CAME, "#1e8449"))

@@ -7,7 +7,8 @@ from typing import Any
 
 from elaswave_plugin.core.step.audit import batch_sizes, counting_views
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.observer.observer import RunFiles, audit_samples, counted_steps, read_run
+from elaswave_plugin.observer.observer import audit_samples
+from elaswave_plugin.observer.run import RunFiles, counted_steps, read_run
 from elaswave_plugin.rehearsal.compare import (
     BETWEEN,
     DRAW,

@@ -2,13 +2,9 @@
 
 import re
 
-from elaswave_plugin.observer.observer import (
-    audit_samples,
-    counted_steps,
-    disagreeing_steps,
-    losses_of,
-)
+from elaswave_plugin.observer.observer import audit_samples, disagreeing_steps, losses_of
 from elaswave_plugin.observer.observer import survivor_pids_unchanged as pids_unchanged
+from elaswave_plugin.observer.run import counted_steps
 from elaswave_plugin.tracking.events import STEPS_FILE
 from tests.chaos.runs import Played
 from tests.chaos.strikes import DEADLY

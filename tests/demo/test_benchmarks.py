@@ -13,7 +13,7 @@ from benchmarks.overhead import comparison, percentile_s
 from benchmarks.recovery import passed
 from elaswave_plugin.config import RECOVERY_PHASES, Kill
 from elaswave_plugin.observer.blocks import OnOff
-from elaswave_plugin.observer.observer import RunFiles
+from elaswave_plugin.observer.run import RunFiles
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.alternate import CPU_EVENT
 from benchmarks.overhead import cpu_times_s
 from elaswave_plugin.observer.blocks import OnOff, is_measured, is_on, step_times_s
-from elaswave_plugin.observer.observer import RunFiles, read_run
+from elaswave_plugin.observer.run import RunFiles, read_run
 from tests.observer.made_up import make_alternated
 
 

@@ -21,7 +21,8 @@ from elaswave_plugin.core.layout.layout import launch_layout
 from elaswave_plugin.demo import demo, jobs
 from elaswave_plugin.demo.options import DemoOptions
 from elaswave_plugin.demo.text import TextSource
-from elaswave_plugin.observer.observer import read_run, summarize
+from elaswave_plugin.observer.observer import summarize
+from elaswave_plugin.observer.run import read_run
 from tests.observer.made_up import HYBRID, KILL_STEP, KILLED, STEPS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from elaswave_plugin.config import Kill
-from elaswave_plugin.observer.observer import read_run, summarize
-from tests.sample import sampled
+from elaswave_plugin.observer.observer import summarize
+from elaswave_plugin.observer.run import read_run
+from tests.tiers import sampled
 
 pytest.importorskip("megatron.core")
 

@@ -10,7 +10,8 @@ from benchmarks.measurement import bench
 from elaswave_plugin.config import Kill
 from elaswave_plugin.core.layout.layout import launch_layout
 from elaswave_plugin.demo.options import GLOBAL_BATCH
-from elaswave_plugin.observer.observer import read_run, summarize
+from elaswave_plugin.observer.observer import summarize
+from elaswave_plugin.observer.run import read_run
 
 pytest.importorskip("megatron.core")
 

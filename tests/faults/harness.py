@@ -19,17 +19,15 @@ import psutil
 
 from elaswave_plugin.config import FINALIZE_PHASE, SAVE_PHASE, parse_kill
 from elaswave_plugin.observer.observer import (
-    RunFiles,
     audit_samples,
-    counted_steps,
     disagreeing_steps,
     kills_of,
     losses_of,
-    read_run,
     recoveries_of,
     summarize,
 )
 from elaswave_plugin.observer.observer import survivor_pids_unchanged as pids_unchanged
+from elaswave_plugin.observer.run import RunFiles, counted_steps, read_run
 from elaswave_plugin.tracking.events import EVENTS_FILE, read_lines
 from elaswave_plugin.tracking.state_dump import dumped_steps, hash_state
 from tests.faults import warm_launcher

@@ -7,7 +7,7 @@ import pytest
 
 from elaswave_plugin.cli.main import run_command
 from elaswave_plugin.ipc.address_file import read_addresses
-from elaswave_plugin.observer.observer import read_run
+from elaswave_plugin.observer.run import read_run
 from tests.faults.conftest import Reference
 from tests.faults.harness import Outcome, Zygote, check_equal, started
 from tests.faults.hybrid_matrix import PP2_DP2

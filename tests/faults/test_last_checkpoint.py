@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.observer.observer import read_run
+from elaswave_plugin.observer.run import read_run
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, Zygote, left_alive, pids_of, started
 from tests.faults.test_outside_a_step import saved_tensors

@@ -10,7 +10,7 @@ from elaswave_plugin.cli.requests import migrate_layers
 from elaswave_plugin.cli.status import ask_job
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.address_file import read_addresses
-from elaswave_plugin.observer.observer import read_run
+from elaswave_plugin.observer.run import read_run
 from tests.faults.conftest import Reference
 from tests.faults.harness import JobSpec, Outcome, Zygote, check_equal, started
 from tests.faults.hybrid_matrix import PP2_DP2

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.observer.observer import read_run
+from elaswave_plugin.observer.run import read_run
 from elaswave_plugin.tracking.events import EVENTS_FILE, read_lines
 from tests.faults.conftest import Reference
 from tests.faults.harness import JobSpec, Outcome, Zygote, check_equal, started

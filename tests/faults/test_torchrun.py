@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.observer.observer import losses_of, read_run
+from elaswave_plugin.observer.observer import losses_of
+from elaswave_plugin.observer.run import read_run
 from tests.faults.conftest import Reference
 from tests.faults.foreign_launchers import TORCHRUN, run_under
 from tests.faults.harness import SCRIPT, JobSpec, Outcome, check_equal

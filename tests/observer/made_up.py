@@ -4,7 +4,7 @@ A hybrid one has two stages of two replicas: slots 0 and 1, slots 2 and 3.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from elaswave_plugin.core.layout.layout import launch_layout
 from elaswave_plugin.core.planner.pipeline_flow import flow_of
+from elaswave_plugin.observer.run import Record, RunFiles
 from elaswave_plugin.tracking.events import EventLog
 from elaswave_plugin.tracking.state_dump import PARTS
 
@@ -21,6 +22,12 @@ PHASES = {"agree": 0.01, "edit": 0.002, "move": 0.02, "rebind": 0.003, "verify":
 HYBRID = launch_layout(tp=1, pp=2, dp=2, num_layers=4)
 NUM_MICROBATCHES = GLOBAL_BATCH // 2
 Change = Callable[[str, dict[str, Any]], dict[str, Any] | None]
+
+
+def run_of(*, steps: Sequence[Record] = (), **events: Sequence[Record]) -> RunFiles:
+    """A run with these lines of steps and, by kind, these events."""
+    told = [{**one, "kind": kind} for kind, ones in events.items() for one in ones]
+    return RunFiles(directory=Path(), events=tuple(told), steps=tuple(steps), ledger=())
 
 
 def same(name: str, record: dict[str, Any]) -> dict[str, Any] | None:

@@ -1,6 +1,7 @@
 """The returns of workers, from made-up events: which end counts, and whose stand-still."""
 
-from elaswave_plugin.observer.joins import joins_from
+from elaswave_plugin.observer.joins import joins_of
+from tests.observer.made_up import run_of
 
 
 def test_a_join_is_timed_from_the_end_of_the_last_that_worked() -> None:
@@ -37,7 +38,8 @@ def test_a_join_is_timed_from_the_end_of_the_last_that_worked() -> None:
             "time_s": 13.0,
         }
     ]
-    assert joins_from(entered=entered, recovered=recovered, exited=exited, steps=steps) == [
+    run = run_of(entered=entered, recovered=recovered, worker_exited=exited, steps=steps)
+    assert joins_of(run) == [
         {
             "epoch": 3,
             "slot": 2,
@@ -63,5 +65,5 @@ def test_a_join_without_a_completed_step_has_no_time_to_full() -> None:
             "time_s": 13.0,
         }
     ]
-    (join,) = joins_from(entered=entered, recovered=[], exited=[], steps=[])
+    (join,) = joins_of(run_of(entered=entered))
     assert (join["stall_s"], join["time_to_full_s"]) == (None, None)

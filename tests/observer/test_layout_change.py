@@ -9,7 +9,8 @@ import pytest
 from elaswave_plugin.core.layout.layout import ParallelLayout, launch_layout
 from elaswave_plugin.core.planner.pipeline_flow import flow_of
 from elaswave_plugin.observer.layout_change import simulated_units
-from elaswave_plugin.observer.observer import read_run, summarize
+from elaswave_plugin.observer.observer import summarize
+from elaswave_plugin.observer.run import read_run
 from tests.observer.made_up import (
     GLOBAL_BATCH,
     HYBRID,

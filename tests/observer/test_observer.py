@@ -10,7 +10,8 @@ import pytest
 from elaswave_plugin.config import Kill
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.observer import observer
-from elaswave_plugin.observer.observer import read_run, summarize
+from elaswave_plugin.observer.observer import summarize
+from elaswave_plugin.observer.run import read_run
 from elaswave_plugin.tracking.state_dump import StateDumpError, differing_names, hash_state
 from tests.observer.made_up import (
     GLOBAL_BATCH,

@@ -11,10 +11,11 @@ matplotlib = pytest.importorskip("matplotlib")
 
 from elaswave_plugin.cli.main import run_command  # noqa: E402
 from elaswave_plugin.observer import report  # noqa: E402
-from elaswave_plugin.observer.changes import changes_from  # noqa: E402
-from elaswave_plugin.observer.observer import kills_of, losses_of, read_run  # noqa: E402
+from elaswave_plugin.observer.changes import changes_of  # noqa: E402
+from elaswave_plugin.observer.observer import kills_of, losses_of  # noqa: E402
+from elaswave_plugin.observer.run import read_run  # noqa: E402
 from elaswave_plugin.tracking.events import EventLog  # noqa: E402
-from tests.observer.made_up import make_run  # noqa: E402
+from tests.observer.made_up import make_run, run_of  # noqa: E402
 
 
 def test_report_draws_a_recovered_run_and_its_reference(tmp_path: Path) -> None:
@@ -139,7 +140,7 @@ def test_report_says_in_which_phase_a_kill_of_a_test_struck(tmp_path: Path) -> N
 
 def test_a_worker_that_is_replaced_in_one_view_is_lost_and_came() -> None:
     views = [{"epoch": n, "ranks": [0, 1], "reason": "worker 1 (node 0) exited: x"} for n in (1, 2)]
-    changes = changes_from(committed=views, entered=[{"epoch": 2, "slot": 1}], steps=[])
+    changes = changes_of(run_of(view_committed=views, entered=[{"epoch": 2, "slot": 1}]))
     assert [(one["what"], one["step"]) for one in changes] == [("lost", None), ("came", None)]
 
 
