@@ -11,26 +11,28 @@ import torch
 import torch.distributed as dist
 
 from elaswave_plugin.adapters.deepspeed.zero import zero_state
-from elaswave_plugin.core.layout.shards import MOMENTS, ShardCut
+from elaswave_plugin.core.layout.shards import ShardCut
 from elaswave_plugin.tracking.state_dump import NamedPiece
 
 
-class ReplicatedState:
+class ReplicatedState(zero_state.ZeroState):
     """The whole state, cut parameter by parameter."""
 
-    alignment = 1
     # Writing them is an exchange.
     moments_may_follow = False
 
     def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self._inner = engine.basic_optimizer
         self._group = engine.seq_data_parallel_group
-        outer = engine.optimizer
-        self._masters = [p for group in self._inner.param_groups for p in group["params"]]
-        self.params = list(self._masters)
-        if outer is not self._inner:
-            self.params = [p for group in outer.fp16_groups for p in group]
+        outer, inner = engine.optimizer, engine.basic_optimizer
+        self._own = [p for group in inner.param_groups for p in group["params"]]
+        params = list(self._own)
+        if outer is not inner:
+            params = [p for group in outer.fp16_groups for p in group]
+        super().__init__(engine, inner, params)
+
+    @property
+    def _masters(self) -> list[torch.Tensor]:
+        return self._own
 
     def lengths(self) -> tuple[int, ...]:
         """Elements of each parameter."""
@@ -40,17 +42,9 @@ class ReplicatedState:
         cut = ShardCut(buckets=self.lengths(), width=dist.get_world_size(self._group), alignment=1)
         return cut.shard_sizes
 
-    def prepare(self) -> None:
-        """Give every master the moments that Adam would make in its first step."""
-        zero_state.prepare_moments(self._inner, self._masters)
-
     def parts(self) -> list[torch.Tensor]:
         """This worker's share of every master and moment; short ones are filled up with zeros."""
-        return [
-            piece
-            for whole in zero_state.flat_parts(self._inner, self._masters)
-            for piece in self._piece(whole.reshape(-1))
-        ]
+        return [piece for whole in super().parts() for piece in self._piece(whole.reshape(-1))]
 
     def _piece(self, whole: torch.Tensor) -> Iterator[torch.Tensor]:
         rank, width = dist.get_rank(self._group), dist.get_world_size(self._group)
@@ -98,19 +92,14 @@ class ReplicatedState:
         for param in self.params:
             yield param.detach().reshape(-1)
 
-    def resume(self) -> None:
-        """Nothing is learnt in passes."""
-
     def named_pieces(self) -> Iterator[NamedPiece]:
         """Every parameter whole."""
         for param, master in zip(self.params, self._masters, strict=True):
-            state = self._inner.state[master]
-            parts = {"master": master, **{name: state[name] for name in MOMENTS}}
-            for part, data in parts.items():
+            for part, data in self.parts_of(master).items():
                 yield NamedPiece(
                     name=self._engine.param_names[param],
                     part=part,
                     start=0,
                     numel=master.numel(),
-                    data=data.detach().reshape(-1),
+                    data=data.reshape(-1),
                 )

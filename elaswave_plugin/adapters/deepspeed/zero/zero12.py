@@ -12,32 +12,24 @@ from deepspeed.runtime.utils import all_gather_dp_groups
 
 from elaswave_plugin.adapters.deepspeed.compat.patches import constructor_arguments
 from elaswave_plugin.adapters.deepspeed.zero import zero_state
-from elaswave_plugin.core.layout.shards import MOMENTS
 from elaswave_plugin.tracking.state_dump import NamedPiece
 
 
-class PartitionedState:
+class PartitionedState(zero_state.ZeroState):
     """The partitions of a ``DeepSpeedZeroOptimizer``."""
 
-    moments_may_follow = True
-
     def __init__(self, engine: Any) -> None:
-        self._engine = engine
         self._zero = engine.optimizer
-        self._inner = engine.optimizer.optimizer
         self._arguments = constructor_arguments(self._zero)
         self._groups = [list(params) for params in self._zero.bit16_groups]
+        params = [param for group in self._groups for param in group]
+        super().__init__(engine, self._zero.optimizer, params)
         self.alignment = self._zero.nccl_start_alignment_factor
 
     @property
     def _masters(self) -> list[torch.Tensor]:
         masters: list[torch.Tensor] = self._zero.single_partition_of_fp32_groups
         return masters
-
-    @property
-    def params(self) -> list[Any]:
-        """All groups'."""
-        return [param for group in self._groups for param in group]
 
     def lengths(self) -> tuple[int, ...]:
         """Elements of each parameter group, with the padding between its parameters."""
@@ -49,14 +41,6 @@ class PartitionedState:
                 strict=True,
             )
         )
-
-    def prepare(self) -> None:
-        """Give every master the moments that Adam would make in its first step."""
-        zero_state.prepare_moments(self._inner, self._masters)
-
-    def parts(self) -> list[torch.Tensor]:
-        """Masters, exp_avg, exp_avg_sq, group after group."""
-        return zero_state.flat_parts(self._inner, self._masters)
 
     def drop(self) -> None:
         """Drop gradients; ``recut`` makes half-filled buckets and counters again."""
@@ -79,10 +63,6 @@ class PartitionedState:
         if self._engine._support_torch_style_backward:
             optimizer.register_grad_acc_post_hook(self._engine._backward_post_hook)
 
-    def write_moments(self, moments: torch.Tensor) -> None:
-        """Install the moments."""
-        zero_state.write_moments(self._inner, self._masters, moments)
-
     def write_weights(self, masters: torch.Tensor) -> None:
         """Install the masters; this worker's 16-bit weights follow them."""
         zero_state.write_masters(self._inner, self._masters, masters)
@@ -104,28 +84,23 @@ class PartitionedState:
         for flat, length in zip(optimizer.bit16_groups_flat, self.lengths(), strict=True):
             yield flat[:length]
 
-    def resume(self) -> None:
-        """Nothing is learnt in passes."""
-
     def named_pieces(self) -> Iterator[NamedPiece]:
         """Yield the pieces of parameters that this worker's partitions hold."""
         for order, master in enumerate(self._masters):
             size = master.numel()
             first = torch.distributed.get_rank(self._zero.real_dp_process_group[order]) * size
-            state = self._inner.state[master]
-            parts = {"master": master, **{name: state[name] for name in MOMENTS}}
             for param, offset in zip(
                 self._zero.round_robin_bit16_groups[order],
                 self._zero.round_robin_bit16_offsets[order],
                 strict=True,
             ):
                 start, stop = max(first, offset), min(first + size, offset + param.numel())
-                for part, data in parts.items():
+                for part, data in self.parts_of(master).items():
                     if start < stop:
                         yield NamedPiece(
                             name=self._engine.param_names[param],
                             part=part,
                             start=start - offset,
                             numel=param.numel(),
-                            data=data.detach()[start - first : stop - first],
+                            data=data[start - first : stop - first],
                         )

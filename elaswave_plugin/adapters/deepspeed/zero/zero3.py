@@ -17,7 +17,7 @@ from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus, f
 from elaswave_plugin.adapters.deepspeed.compat.patches import constructor_arguments
 from elaswave_plugin.adapters.deepspeed.zero import zero_state
 from elaswave_plugin.adapters.deepspeed.zero.zero3_external import agree_on_external
-from elaswave_plugin.core.layout.shards import MOMENTS, padded_size
+from elaswave_plugin.core.layout.shards import padded_size
 from elaswave_plugin.tracking.state_dump import NamedPiece
 
 # Autograd functions and counters that DeepSpeed keeps on modules and makes only where absent: those
@@ -33,21 +33,18 @@ _HOOKS = ("_grad_acc_hooks", "_leaf_module_hooks", "leaf_parameters")
 _MAKES_HOOKS = "create_reduce_and_remove_grad_hooks"
 
 
-class PartitionedWeightsState:
+class PartitionedWeightsState(zero_state.ZeroState):
     """The partitions of a ``DeepSpeedZeroOptimizer_Stage3``."""
 
-    alignment = 1
-    moments_may_follow = True
-
     def __init__(self, engine: Any) -> None:
-        self._engine = engine
         self._zero = engine.optimizer
-        self._inner = engine.optimizer.optimizer
+        inner = self._zero.optimizer
         # Kept here, since a loss may interrupt the constructor when it runs again.
         self._arguments = constructor_arguments(self._zero)
-        self._groups: list[list[Any]] = [[] for _ in self._inner.param_groups]
+        self._groups: list[list[Any]] = [[] for _ in inner.param_groups]
         for order, params in enumerate(self._zero.fp16_groups):
             self._groups[self._zero.sub_group_to_group_id[order]].extend(params)
+        super().__init__(engine, inner, [param for group in self._groups for param in group])
         self._order = FetchOrder()
         self._hooks = {
             name: getattr(self._zero, name) for name in _HOOKS if hasattr(self._zero, name)
@@ -58,22 +55,9 @@ class PartitionedWeightsState:
         masters: list[torch.Tensor] = self._zero.fp32_partitioned_groups_flat
         return masters
 
-    @property
-    def params(self) -> list[Any]:
-        """All groups'."""
-        return [param for group in self._groups for param in group]
-
     def lengths(self) -> tuple[int, ...]:
         """Elements of each parameter, in the order of the groups."""
         return tuple(param.ds_numel for param in self.params)
-
-    def prepare(self) -> None:
-        """Give every master the moments that Adam would make in its first step."""
-        zero_state.prepare_moments(self._inner, self._masters)
-
-    def parts(self) -> list[torch.Tensor]:
-        """Masters, exp_avg, exp_avg_sq, sub-group after sub-group."""
-        return zero_state.flat_parts(self._inner, self._masters)
 
     def drop(self) -> None:
         """Release what an interrupted forward or backward pass had gathered."""
@@ -135,10 +119,6 @@ class PartitionedWeightsState:
             init.rank = init.rank_in_group = rank
             init.dp_world_size = init.num_ranks_in_param_group = width
 
-    def write_moments(self, moments: torch.Tensor) -> None:
-        """Install the moments."""
-        zero_state.write_moments(self._inner, self._masters, moments)
-
     def write_weights(self, masters: torch.Tensor) -> None:
         """Install the masters; the 16-bit partitions follow them."""
         zero_state.write_masters(self._inner, self._masters, masters)
@@ -164,21 +144,19 @@ class PartitionedWeightsState:
         """This worker's partition of every parameter."""
         rank = dist.get_rank()
         for master, params in zip(self._masters, self._zero.fp16_groups, strict=True):
-            state = self._inner.state[master]
-            parts = {"master": master, **{name: state[name] for name in MOMENTS}}
             offset = 0
             for param in params:
                 size = param.ds_tensor.ds_numel
                 start = rank * size
                 real = max(0, min(size, param.ds_numel - start))
-                for part, data in parts.items():
+                for part, data in self.parts_of(master).items():
                     if real:
                         yield NamedPiece(
                             name=self._engine.param_names[param],
                             part=part,
                             start=start,
                             numel=param.ds_numel,
-                            data=data.detach()[offset : offset + real],
+                            data=data[offset : offset + real],
                         )
                 offset += size
 

@@ -1,7 +1,8 @@
-"""The calls that the framework makes of the state of one kind of DeepSpeed optimizer."""
+"""The state of one kind of DeepSpeed optimizer, as the framework asks for it."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -9,53 +10,72 @@ from elaswave_plugin.core.layout.shards import MOMENTS
 from elaswave_plugin.tracking.state_dump import NamedPiece
 
 
-class ZeroState(Protocol):
+class ZeroState(ABC):
     """The optimizer state of one worker, as flat tensors in the order of ``shards.py``."""
 
-    alignment: int
+    alignment = 1
     # Whether each worker can write its moments without the others.
-    moments_may_follow: bool
+    moments_may_follow = True
+
+    def __init__(self, engine: Any, inner: Any, params: list[Any]) -> None:
+        """``inner``: the optimizer that updates the masters of ``params``."""
+        self._engine = engine
+        self._inner = inner
+        self.params = params
 
     @property
-    def params(self) -> list[Any]:
-        """The parameters whose state this is."""
+    @abstractmethod
+    def _masters(self) -> list[torch.Tensor]:
+        """The fp32 tensors that Adam updates."""
 
+    @abstractmethod
     def lengths(self) -> tuple[int, ...]:
         """Unpadded lengths of the buckets, in elements."""
 
     def prepare(self) -> None:
         """Give every master the moments that Adam would make in its first step."""
+        for master in self._masters:
+            if not self._inner.state[master]:
+                _make_moments(self._inner, master)
 
     def parts(self) -> list[torch.Tensor]:
         """Masters, exp_avg, exp_avg_sq of this worker's shard, bucket after bucket."""
+        masters = self._masters
+        moments = [self._inner.state[master][part] for part in MOMENTS for master in masters]
+        return [*(master.detach() for master in masters), *moments]
 
+    def parts_of(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return a master and its moments by their names in a state dump."""
+        state = self._inner.state[master]
+        named = {"master": master, **{name: state[name] for name in MOMENTS}}
+        return {name: part.detach() for name, part in named.items()}
+
+    @abstractmethod
     def drop(self) -> None:
         """Forget an interrupted step."""
 
+    @abstractmethod
     def recut(self) -> None:
         """Cut the state again by the group's present size; undefined until written."""
 
+    @abstractmethod
     def write_weights(self, masters: torch.Tensor) -> None:
         """Install masters of shape [shard_numel], and have a place for their moments."""
 
     def write_moments(self, moments: torch.Tensor) -> None:
         """Install moments of shape [2, shard_numel]."""
+        write_moments(self._inner, self._masters, moments)
 
+    @abstractmethod
     def sync_weights(self) -> Iterator[torch.Tensor]:
         """Gather the weights from their shards; yields those that every worker now holds."""
 
-    def resume(self) -> None:
+    def resume(self) -> None:  # noqa: B027, only ZeRO-3 learns anything in its passes
         """Take up what was learnt in the passes before the change (collective over WORLD)."""
 
+    @abstractmethod
     def named_pieces(self) -> Iterator[NamedPiece]:
         """This worker's pieces of the state, by global parameter name."""
-
-
-def prepare_moments(inner: Any, masters: Sequence[torch.Tensor]) -> None:
-    """Give every master the moments that Adam would make in its first step."""
-    for master in masters:
-        if not inner.state[master]:
-            _make_moments(inner, master)
 
 
 def _make_moments(inner: Any, master: torch.Tensor) -> None:
@@ -64,12 +84,6 @@ def _make_moments(inner: Any, master: torch.Tensor) -> None:
         "step": torch.tensor(0.0) if type(inner).__module__.startswith("torch.") else 0,
         **{name: torch.zeros_like(master, requires_grad=False) for name in MOMENTS},
     }
-
-
-def flat_parts(inner: Any, masters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Masters, then each moment, in order."""
-    moments = [inner.state[master][part] for part in MOMENTS for master in masters]
-    return [*(master.detach() for master in masters), *moments]
 
 
 @torch.no_grad()
