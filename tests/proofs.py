@@ -1,4 +1,4 @@
-"""What a fault test declares: the kind of fault, its victim and moment, and the promise kept."""
+"""The declaration of a fault test: kind of fault, victim, moment, and the promise kept."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -62,7 +62,7 @@ class Kind(StrEnum):
 
 
 class Promise(StrEnum):
-    """What a test asserts."""
+    """The assertion of a test."""
 
     EQUAL = "bit-equal to the undisturbed run"
     PLANNED = "bit-equal to the planned departure, close to the undisturbed run"
@@ -106,7 +106,7 @@ def proves(
 
 
 def proof_of(item: pytest.Item) -> Proof | None:
-    """What a collected case has declared."""
+    """Return the declaration of a collected case."""
     mark = item.get_closest_marker("proof")
     if mark is None:
         return None

@@ -80,7 +80,7 @@ def choose(cases: Cases, share: int, dice: random.Random, always: Collection[str
 
 
 def values_of(item: pytest.Item) -> set[tuple[str, str]]:
-    """What tells a case from others: its parameters, their fields, whom it strikes and when."""
+    """Return what tells a case from others: parameters, their fields, victim and moment."""
     params: Mapping[str, Any] = item.callspec.params  # type: ignore[attr-defined]
     found = {("victim or moment", one) for said in struck(params) for one in said.split()}
     for name, value in params.items():

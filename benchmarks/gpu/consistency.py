@@ -6,7 +6,7 @@ from benchmarks.gpu.device import Device
 from benchmarks.gpu.jobs import Jobs, prepared
 from benchmarks.gpu.notes import Notes
 from elaswave_plugin.config import Kill
-from elaswave_plugin.observer.observer import RunFiles, counted_steps
+from elaswave_plugin.observer.run import RunFiles, counted_steps
 
 STEPS, SMALL_STEPS = 40, 10
 REPEATS, SMALL_REPEATS = 2, 1

@@ -12,9 +12,9 @@ from benchmarks.gpu.device import Device
 from benchmarks.measurement import bench
 from elaswave_plugin.config import Kill
 from elaswave_plugin.demo import frameworks, jobs
-from elaswave_plugin.demo.options import DemoOptions
-from elaswave_plugin.demo.sizes import GLOBAL_BATCH
-from elaswave_plugin.observer.observer import RunFiles, read_run, summarize
+from elaswave_plugin.demo.options import GLOBAL_BATCH, DemoOptions
+from elaswave_plugin.observer.observer import summarize
+from elaswave_plugin.observer.run import RunFiles, read_run
 
 # On a GPU a trainer makes its CUDA context first, and the one that comes back does so as well.
 JOB_LIMIT_S = 60.0

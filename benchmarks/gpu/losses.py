@@ -7,7 +7,7 @@ from benchmarks.gpu.jobs import Jobs, equals, prepared
 from benchmarks.gpu.notes import Notes
 from elaswave_plugin.config import Kill
 from elaswave_plugin.demo.jobs import JobFailed
-from elaswave_plugin.observer.observer import RunFiles
+from elaswave_plugin.observer.run import RunFiles
 
 STEPS, LOSS_STEP, RETURN_STEP = 12, 4, 8
 VICTIM = 1

@@ -55,7 +55,7 @@ def test_beyond_the_scripts_every_record_fits(doctor: "subprocess.CompletedProce
 
 
 def scripts_fit() -> bool:
-    """Whether the records of Megatron-LM's scripts are for the installed megatron-core."""
+    """Return whether the records of Megatron-LM's scripts are for the installed megatron-core."""
     return SpecifierSet(SCRIPTS).contains(version("megatron-core"))
 
 

@@ -1,4 +1,4 @@
-"""What this adapter does not carry, or not with a reserve: refused by name before all else."""
+"""Settings that this adapter does not carry, or not with a reserve: refused by name first."""
 
 import inspect
 from collections.abc import Iterator, Sequence

@@ -138,7 +138,7 @@ def _not_compiled(original: Any) -> Any:
 
 
 def _router_records() -> list[PatchRecord]:
-    """Of mixtures of experts."""
+    """Return the records of mixtures of experts."""
     router = "megatron.core.transformer.moe.router"
     return [
         record(
@@ -174,7 +174,7 @@ def _with_a_device(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _script_records() -> list[PatchRecord]:
-    """Of what Megatron-LM's scripts call."""
+    """Return the records of what Megatron-LM's scripts call."""
     kernels = "it builds or warms up CUDA kernels"
     return [
         record(

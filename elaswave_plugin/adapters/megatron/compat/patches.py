@@ -110,7 +110,7 @@ def _checkpoint_records() -> list[PatchRecord]:
         record(
             f"{module}:DistributedOptimizer._set_main_param_and_optimizer_states",
             _keeping_step,
-            "a checkpoint that can be cut anew has no step count beside the tensors, and for "
+            "a checkpoint that can be cut again has no step count beside the tensors, and for "
             "torch's Adam it is looked up there",
             *("self", "model_param", "tensors"),
             hook=Hook(f"{module}:loaded_state_hook", lambda method: _with_step),

@@ -214,7 +214,7 @@ def _record(make: Callable[[Any], Any], hook: Callable[[Any], Any]) -> PatchReco
 
 
 def fuses(config: object) -> bool:
-    """Whether weight gradients go to ``main_grad`` without autograd.
+    """Return whether weight gradients go to ``main_grad`` without autograd.
 
     Megatron-Core's linear layers, and Transformer Engine's of some versions, keep in the forward
     pass where the gradient is to be added (core/tensor_parallel/layers.py, ``ctx.main_grad``).
@@ -226,8 +226,8 @@ def add_in_one_sum(model: torch.nn.Module) -> None:
     """Have what a micro-batch adds to ``main_grad`` be one sum, and in nothing's place.
 
     A head that is given the embedding's weight has a gradient for it, too. Where the head's is not
-    fused, autograd adds the two up first: sums over micro-batches are then the same, whoever runs
-    which of them. Layers of Transformer Engine put the gradient of the first micro-batch since they
+    fused, autograd adds the two up first: sums over micro-batches are then the same, whichever worker
+    runs them. Layers of Transformer Engine put the gradient of the first micro-batch since they
     were built in the place of what is there, which may be another one's by then.
     """
     module: Any
