@@ -43,6 +43,7 @@ setup(
         "packaging",
         "psutil",
         "pydantic>=2",
+        "pyyaml",
         "rich",
         "typer",
         "xxhash",

@@ -344,6 +344,17 @@ def plan(
 
 
 def doctor(
+    launch: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="LAUNCH",
+            help="Launch script of bash, YAML recipe, or configuration of DeepSpeed or Accelerate.",
+        ),
+    ] = None,
+    corpus: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.json", help="Records of launches: print the share of answers."),
+    ] = None,
     megatron_lm: Annotated[
         Path | None,
         typer.Option(
@@ -352,8 +363,15 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> int:
-    """Check every patch record against what is installed; nothing is applied."""
+    """Say what a job answers to each setting of a launch, or check every patch record.
+
+    With LAUNCH nothing is run: exit code 0 where it attaches, 1 with less, 2 where it is refused.
+    Without it every patch record is checked against what is installed; nothing is applied.
+    """
     from rich.console import Console
+
+    if launch is not None or corpus is not None:
+        return _examine_launch(launch, corpus, as_json)
 
     from elaswave_plugin.cli import doctor as examination
     from elaswave_plugin.errors import PatchMismatchError
@@ -367,6 +385,25 @@ def doctor(
     if problem is not None:
         raise PatchMismatchError(problem)
     return 0
+
+
+def _examine_launch(launch: Path | None, corpus: Path | None, as_json: bool) -> int:
+    from rich.console import Console
+
+    from elaswave_plugin.cli import launch_doctor
+    from elaswave_plugin.cli.launch_files import read_launch
+    from elaswave_plugin.errors import ConfigurationError
+
+    if launch is not None and corpus is not None:
+        raise ConfigurationError("LAUNCH and --corpus are both given; give one of them")
+    if corpus is not None:
+        return launch_doctor.show_corpus(launch_doctor.read_corpus(corpus), Console())
+    assert launch is not None
+    read = read_launch(launch)
+    if not as_json:
+        return launch_doctor.show(read, Console())
+    typer.echo(json.dumps(launch_doctor.as_json(read), indent=2))
+    return launch_doctor.exit_code_of(launch_doctor.answer_of(read))
 
 
 def checkpoint(

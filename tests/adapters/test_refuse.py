@@ -1,5 +1,6 @@
 """Every setting that the Megatron adapter does not carry is refused by its name."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from elaswave_plugin.adapters.megatron import unsupported
 from elaswave_plugin.adapters.megatron.unsupported import check_grid, check_growth, check_supported
+from elaswave_plugin.adapters.megatron.unsupported import check_grid, check_supported
+from elaswave_plugin.adapters.megatron.unsupported_growth import check_growth
+from elaswave_plugin.adapters.megatron_settings import EXPERTS, settings
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
 
@@ -47,6 +51,7 @@ MODEL_SETTINGS: tuple[tuple[str, Any], ...] = (
     ("use_kitchen", True),
     ("symmetric_ar_type", "two_shot"),
     ("cpu_offloading", True),
+    ("fine_grained_activation_offloading", True),
     ("tp_comm_overlap", True),
     ("defer_embedding_wgrad_compute", True),
     ("variable_seq_lengths", True),
@@ -121,7 +126,7 @@ def check_refused(model: Any, optimizer: Any, *words: str) -> None:
         check_supported([model], optimizer)
     message = str(caught.value)
     assert all(word in message for word in words), message
-    assert "\n" not in message and ("change it to attach" in message or "set " in message)
+    assert "\n" not in message and re.search("change it to attach|set |carries .*: ", message)
 
 
 def test_deterministic_mode_is_carried_with_torchs_own_switch() -> None:
@@ -194,7 +199,7 @@ def test_every_setting_of_the_table_is_among_these() -> None:
     tested = [{row[0] for row in rows} for rows in of_model]
     later = {name for _, name, _ in LATER_SETTINGS}
     in_table = [
-        {name for whose, name, _, _ in unsupported.CARRIED if (whose == "experts") is experts}
+        {one.name for one in settings() if (one.of == EXPERTS) is experts}
         for experts in (False, True)
     ]
     # What does not have one carried value is refused by the code beside the table.
@@ -204,6 +209,18 @@ def test_every_setting_of_the_table_is_among_these() -> None:
         "expert_tensor_parallel_size",
         "moe_token_dispatcher_type",
     }
+
+
+def test_all_refusals_are_said_at_once() -> None:
+    model = made_model()
+    model.config.fp8, model.ddp_config.nccl_ub = "e4m3", True
+    check_refused(model, made_optimizer(), "2 settings are refused", "(1) nccl_ub is", "(2) fp8 is")
+
+
+def test_what_switches_nothing_on_is_not_refused() -> None:
+    model = made_model()
+    model.config.mtp_num_layers = 0
+    assert is_carried([model], made_optimizer())
 
 
 def test_a_model_that_is_no_ddp_is_refused() -> None:

@@ -26,6 +26,18 @@ from tests.faults.test_bad_input import check_refused
 MODEL = torch.nn.Linear(2, 2)
 
 
+def test_what_switches_nothing_on_is_not_refused() -> None:
+    off: dict[str, Any] = {"shared_parameters": {"enabled": False}, "different_groups": {"a": {}}}
+    parts = {"weight_quantization": off, "layer_reduction": {"enabled": False}}
+    check_configuration({"compression_training": parts}, model=MODEL, mpu=None)
+
+
+def test_all_refusals_are_said_at_once() -> None:
+    config = {"comet": {"enabled": True}, "sequence_parallel_size": 2}
+    with pytest.raises(ConfigurationError, match=r"2 settings are refused: \(1\).*\(2\) comet"):
+        check_configuration(config, model=MODEL, mpu=None)
+
+
 @pytest.mark.parametrize("option", ["fused", "amsgrad", "capturable"])
 def test_a_variant_of_adam_is_refused(option: str) -> None:
     engine = SimpleNamespace(basic_optimizer=torch.optim.Adam(MODEL.parameters(), **{option: True}))
@@ -50,6 +62,14 @@ def test_a_variant_of_adam_is_refused(option: str) -> None:
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation"),
         ({"data_efficiency": {"enabled": True}}, "data_efficiency"),
         ({"comet": {"enabled": True}}, "comet"),
+        (
+            {
+                "compression_training": {
+                    "weight_quantization": {"shared_parameters": {"enabled": 1}}
+                }
+            },
+            "compression",
+        ),
         ({"checkpoint": {"use_node_local_storage": True}}, "use_node_local_storage"),
         ({"checkpoint": {"writer": {"type": "fast"}}}, "checkpoint.writer"),
         ({"datastates_ckpt": {}}, "datastates_ckpt"),

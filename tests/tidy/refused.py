@@ -1,11 +1,10 @@
 """Tables of what is refused by its setting, read from the tables that refuse it."""
 
-import ast
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
-ADAPTERS = Path(__file__).resolve().parents[2] / "elaswave_plugin" / "adapters"
+from elaswave_plugin.adapters import deepspeed_settings, megatron_lm_settings, megatron_settings
+from elaswave_plugin.adapters.answers import Answer, Setting
+
 OWNERS = (
     ("ddp", "DistributedDataParallelConfig"),
     ("model", "TransformerConfig"),
@@ -13,45 +12,39 @@ OWNERS = (
 )
 
 
-def carried(adapter: str) -> tuple[tuple[Any, ...], ...]:
-    """Return the table CARRIED of an adapter's unsupported.py, without importing its framework."""
-    tree = ast.parse((ADAPTERS / adapter / "unsupported.py").read_text("utf-8"))
-    for node in tree.body:
-        if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "CARRIED":
-            assert node.value is not None
-            table: tuple[tuple[Any, ...], ...] = ast.literal_eval(node.value)
-            return table
-    raise ValueError(f"adapters/{adapter}/unsupported.py has no table CARRIED")
-
-
 def megatron_table() -> str:
     """Settings of Megatron-Core."""
     rows = (
-        (f"`{name}`", dict(OWNERS)[whose], f"`{value!r}`", "all" if since == "0.16" else since)
-        for whose, name, value, since in carried("megatron")
+        (
+            f"`{one.name}`",
+            dict(OWNERS)[one.of],
+            _values(one),
+            "all" if one.since == "0.16" else one.since,
+            one.says,
+        )
+        for one in megatron_settings.settings()
     )
-    return _table(("setting", "of", "supported", "versions"), rows)
+    return _table(("setting", "of", "supported", "versions", "why, and what to do"), rows)
 
 
 def megatron_lm_table() -> str:
-    """Arguments of Megatron-LM's scripts."""
-    rows = (
-        (f"`--{name.replace('_', '-')}`", " or ".join(f"`{one!r}`" for one in _each(value)))
-        for name, value in carried("megatron_lm")
-    )
-    return _table(("argument", "supported"), rows)
+    """Arguments of Megatron-LM's scripts, from the best answer to the worst."""
+    order = list(Answer)
+    settings = sorted(megatron_lm_settings.settings(), key=lambda one: order.index(one.answer))
+    rows = ((f"`{one.option}`", _values(one), str(one.answer), one.says) for one in settings)
+    return _table(("argument", "carried", "any other value is", "what is done, or to do"), rows)
 
 
 def deepspeed_table() -> str:
     """Keys of a DeepSpeed configuration."""
     rows = (
-        (f"`{key}`", f"`{value!r}`", advice) for key, value, advice in carried("deepspeed/compat")
+        (f"`{key}`", f"`{value!r}`", advice) for key, value, advice in deepspeed_settings.CARRIED
     )
     return _table(("key", "supported", "what to do"), rows)
 
 
-def _each(value: object) -> tuple[object, ...]:
-    return value if isinstance(value, tuple) else (value,)
+def _values(setting: Setting) -> str:
+    return " or ".join(f"`{one!r}`" for one in setting.carried)
 
 
 def _table(titles: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:

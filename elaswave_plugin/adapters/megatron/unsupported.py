@@ -16,43 +16,12 @@ from elaswave_plugin.adapters.megatron.compat import rng
 from elaswave_plugin.adapters.megatron.state import adam
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.core.layout.reserve import grown_replicas
+from elaswave_plugin.adapters.answers import refuse
+from elaswave_plugin.adapters.megatron.compat import rng
+from elaswave_plugin.adapters.megatron.state import adam
+from elaswave_plugin.adapters.megatron_settings import DDP, EXPERTS, MODEL, settings
 from elaswave_plugin.errors import ConfigurationError
 
-# Whose setting, its name, the value that is carried, and the versions that have it. The tables of
-# docs/limits.md are written from this.
-CARRIED: tuple[tuple[str, str, object, str], ...] = (
-    ("ddp", "use_distributed_optimizer", True, "0.16"),
-    ("ddp", "use_megatron_fsdp", False, "0.16"),
-    ("ddp", "num_distributed_optimizer_instances", 1, "0.16"),
-    ("ddp", "average_in_collective", False, "0.16"),
-    ("ddp", "nccl_ub", False, "0.16"),
-    ("ddp", "reduce_scatter_with_fp32_accumulation", False, "0.16"),
-    ("model", "mtp_num_layers", None, "0.16"),
-    ("model", "cuda_graph_impl", "none", "0.16"),
-    ("model", "delay_wgrad_compute", False, "0.16"),
-    ("model", "fp8", None, "0.16"),
-    ("model", "fp4", None, "0.16"),
-    ("model", "quant_recipe", None, "0.16"),
-    ("model", "use_kitchen", False, "0.16"),
-    ("model", "symmetric_ar_type", None, "0.16"),
-    ("model", "cpu_offloading", False, "0.16"),
-    ("model", "tp_comm_overlap", False, "0.16"),
-    ("model", "defer_embedding_wgrad_compute", False, "0.16"),
-    ("model", "variable_seq_lengths", False, "0.16"),
-    ("model", "pipeline_model_parallel_layout", None, "0.16"),
-    ("ddp", "param_name_patterns_for_fp32_local_accumulation", (), "0.17 to 0.19"),
-    ("model", "gtp_weight_remat_size", 1, "0.17 to 0.19"),
-    ("model", "use_transformer_engine_op_fuser", False, "0.17 to 0.19"),
-    ("model", "moe_router_force_biased", None, "0.17 to 0.19"),
-    ("model", "moe_paged_stash", False, "0.17 to 0.19"),
-    ("experts", "moe_grouped_gemm", False, "0.16"),
-    ("experts", "moe_latent_size", None, "0.16"),
-    ("experts", "moe_shared_expert_overlap", False, "0.16"),
-    ("experts", "overlap_moe_expert_parallel_comm", False, "0.16"),
-    ("experts", "moe_enable_routing_replay", False, "0.16"),
-    # Its draws are from a stream of each rank, which no micro-batch tells.
-    ("experts", "moe_router_force_load_balancing", False, "0.16"),
-)
 # How a router may be balanced: by nothing, or by what one micro-batch tells.
 _BALANCING = ("none", "aux_loss", "seq_aux_loss", "sinkhorn")
 
@@ -63,11 +32,10 @@ def check_supported(
     """Return the one distributed optimizer of a supported job with these model chunks.
 
     ``overlaps_param_gather``: whether the loop may gather weights in the forward pass.
-    Raises ConfigurationError naming the first unsupported setting.
+    Raises ConfigurationError naming every unsupported setting.
     """
-    for chunk in chunks:
-        for problem in _model_problems(chunk, overlaps_param_gather):
-            raise ConfigurationError(problem)
+    problems = (one for chunk in chunks for one in _model_problems(chunk, overlaps_param_gather))
+    refuse(dict.fromkeys(problems))
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     if len(chained) != 1 or not isinstance(chained[0], DistributedOptimizer):
         names = ", ".join(type(one).__name__ for one in chained)
@@ -77,8 +45,7 @@ def check_supported(
             ' = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=...,'
             " use_distributed_optimizer=True), [model])"
         )
-    for problem in _optimizer_problems(chained[0]):
-        raise ConfigurationError(problem)
+    refuse(_optimizer_problems(chained[0]))
     only: DistributedOptimizer = chained[0]
     if [*map(id, only.model_chunks)] != [*map(id, chunks)]:
         raise ConfigurationError(
@@ -171,19 +138,20 @@ def _model_problems(model: Any, overlaps_param_gather: bool) -> Iterator[str]:
         yield _unsupported(
             "deterministic_mode", True, "it with torch.use_deterministic_algorithms(True)"
         )
-    yield from _setting_problems("ddp", ddp)
-    yield from _setting_problems("model", config)
+    yield from _setting_problems(DDP, ddp)
+    yield from _setting_problems(MODEL, config)
     if config.num_moe_experts is not None:
         yield from _expert_problems(config)
 
 
 def _setting_problems(whose: str, owner: Any) -> Iterator[str]:
     """Settings of the table, of which an older version may lack those that came later."""
-    for of, name, carried, since in CARRIED:
-        if of == whose and (since == "0.16" or hasattr(owner, name)):
-            seen = getattr(owner, name)
-            if seen != carried:
-                yield _unsupported(name, seen, carried)
+    for setting in settings():
+        name = setting.name
+        if setting.of == whose and (setting.since == "0.16" or hasattr(owner, name)):
+            reply = setting.reply({name: getattr(owner, name)}, name)
+            if reply is not None:
+                yield reply.sentence
 
 
 def _expert_problems(config: Any) -> Iterator[str]:
@@ -205,7 +173,7 @@ def _expert_problems(config: Any) -> Iterator[str]:
     for setting, seen, carried in wanted:
         if seen != carried:
             yield _unsupported(setting, seen, carried)
-    yield from _setting_problems("experts", config)
+    yield from _setting_problems(EXPERTS, config)
 
 
 def _optimizer_problems(optimizer: DistributedOptimizer) -> Iterator[str]:

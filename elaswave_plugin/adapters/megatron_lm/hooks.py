@@ -20,7 +20,11 @@ from elaswave_plugin.adapters.megatron.compat.whole_saves import WholeSaves, for
 from elaswave_plugin.adapters.megatron_lm.job import LmJob
 from elaswave_plugin.adapters.megatron_lm.losses import told_everyone
 from elaswave_plugin.adapters.megatron_lm.nominal import Answering
-from elaswave_plugin.adapters.megatron_lm.unsupported import check_arguments
+from elaswave_plugin.adapters.megatron_lm.script_arguments import (
+    ScriptArguments,
+    adjust,
+    check_arguments,
+)
 from elaswave_plugin.checkpoints.draft import pointing_to
 from elaswave_plugin.checkpoints.loading import check_everywhere, check_loadable
 from elaswave_plugin.config import ElasticConfig, from_namespace
@@ -44,6 +48,7 @@ class Hooks:
         self._on_join = on_join
         self.job: LmJob | None = None
         self.saves = WholeSaves()
+        self.script = ScriptArguments({}, ())
         # What the patch records of the run have set.
         self.places: list[str] = []
         self._openers: dict[str, Native] = {}
@@ -63,12 +68,12 @@ class Hooks:
             # megatron.training is in the repository only, this file's users need not be.
             arguments = import_module("megatron.training").get_args()
             check_arguments(arguments)
-            # The other format's shards are those of one data-parallel width.
-            arguments.dist_ckpt_optim_fully_reshardable = True
+            self.script = adjust(arguments)
             config = config_of(arguments)
             self._on_join(config)
             self.job = LmJob(config, arguments, self.saves)
             self.job.make_world()
+            self.job.say(self.script.said)
             self.job.take_writers(self._openers)
             return native(*args, **kwargs)
 

@@ -33,6 +33,7 @@ from elaswave_plugin.core.layout.layout import sizes_of
 from elaswave_plugin.core.step.dataflow import Samples
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.framework import StepReport
+from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.environment import read_reserve
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
 from elaswave_plugin.loops.script import ScriptLoop
@@ -109,6 +110,11 @@ class LmJob:
         dist.init_process_group(**self.worker.groups.install(self.worker.view.ranks))
         # Who comes beyond the launch was started before anybody knew for which stage.
         self._args.rank = dist.get_rank()
+
+    def say(self, adjusted: Sequence[str]) -> None:
+        """Tell once, at launch, in one line what of the script's arguments is adjusted."""
+        if adjusted and self.worker.slot == 0 and not self.comes_later:
+            say(f"adjusted: {'; '.join(adjusted)}")
 
     # ---- what Megatron-LM builds ----------------------------------------------------------------
 

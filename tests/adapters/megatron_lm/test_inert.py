@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.adapters.megatron_lm.unsupported import check_arguments
+from elaswave_plugin.adapters.megatron_lm.script_arguments import adjust, check_arguments
 from elaswave_plugin.config import ElasticConfig, option_of
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.megatron_lm import _with_our_group
@@ -116,12 +116,37 @@ def test_a_provider_of_the_script_is_kept() -> None:
         ("iterations_to_skip", [3]),
         ("async_save", True),
         ("context_parallel_size", 2),
-        ("use_pytorch_profiler", True),
-        ("log_energy", True),
         ("qk_clip", True),
     ],
 )
 def test_an_argument_that_is_not_carried_is_named(name: str, value: object) -> None:
-    check_arguments(argparse.Namespace(use_distributed_optimizer=True))
-    with pytest.raises(ConfigurationError, match=f"--{name.replace('_', '-')} is "):
+    check_arguments(argparse.Namespace())
+    with pytest.raises(ConfigurationError, match=f"--{name.replace('_', '-')} is .*, and .*: "):
         check_arguments(argparse.Namespace(**{name: value}))
+
+
+def test_all_arguments_that_are_not_carried_are_named_at_once() -> None:
+    refused = argparse.Namespace(context_parallel_size=2, qk_clip=True, fp8="hybrid")
+    with pytest.raises(ConfigurationError) as caught:
+        check_arguments(refused)
+    assert "3 settings are refused: (1) --" in str(caught.value)
+    for option in ("--context-parallel-size", "--qk-clip", "--fp8-format"):
+        assert option in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("iterations_to_skip", []), ("mtp_num_layers", 0), ("moe_latent_size", 8)]
+)
+def test_what_switches_nothing_on_is_not_refused(name: str, value: object) -> None:
+    check_arguments(argparse.Namespace(**{name: value}))
+
+
+def test_what_is_adjusted_is_said_and_what_the_script_had_is_kept() -> None:
+    args = argparse.Namespace(save="folder", dist_ckpt_optim_fully_reshardable=False, num_workers=4)
+    script = adjust(args)
+    assert args.dist_ckpt_optim_fully_reshardable is True
+    assert script.given == {"dist_ckpt_optim_fully_reshardable": False}
+    assert [one.split(" is ")[0] for one in script.said] == [
+        "--dist-ckpt-optim-fully-reshardable",
+        "--num-workers",
+    ]

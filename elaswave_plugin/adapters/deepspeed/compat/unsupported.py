@@ -11,45 +11,11 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.tensor_parallel import init_utils
 
+from elaswave_plugin.adapters.answers import refuse
+from elaswave_plugin.adapters.deepspeed_settings import lookup, problems
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
 
-# (path of the key, value that is carried, what to do)
-CARRIED: tuple[tuple[str, Any, str], ...] = (
-    ("zero_optimization.offload_optimizer.device", "none", "keep the optimizer on the device"),
-    ("zero_optimization.offload_param.device", "none", "keep the parameters on the device"),
-    ("zero_optimization.cpu_offload", False, "keep the optimizer on the device"),
-    ("zero_optimization.zero_hpz_partition_size", 1, "use plain ZeRO-3, without hpZ"),
-    ("zero_optimization.zero_quantized_weights", False, "use plain ZeRO-3, without ZeRO++"),
-    ("zero_optimization.zero_quantized_gradients", False, "use plain ZeRO-3, without ZeRO++"),
-    ("zero_optimization.zero_quantized_nontrainable_weights", False, "leave ZeRO++ out"),
-    ("zero_optimization.mics_shard_size", -1, "use plain ZeRO-3, without MiCS"),
-    ("zero_optimization.round_robin_gradients", False, "its order depends on the workers"),
-    ("zero_optimization.zenflow", None, "leave ZenFlow out"),
-    ("gradient_allreduce_op", "mean", "a sum of gradients changes with the number of workers"),
-    ("managed_gradient_accumulation", True, "let DeepSpeed count the micro-batches"),
-    ("sequence_parallel_size", 1, "sequence parallelism is not carried"),
-    ("tensor_parallel.autotp_size", 0, "tensor parallelism is not carried"),
-    ("expert_parallel.enabled", False, "mixtures of experts are not carried"),
-    ("sparse_gradients", False, "sparse gradients are not carried"),
-    ("curriculum_learning.enabled", False, "curriculum learning changes the batch"),
-    ("data_efficiency.enabled", False, "data efficiency changes the batch"),
-    ("progressive_layer_drop.enabled", False, "its draws are not keyed"),
-    ("compression_training", None, "compression is not carried"),
-    ("hybrid_engine.enabled", False, "the hybrid engine is not carried"),
-    ("autotuning.enabled", False, "tune first, then train"),
-    ("amp.enabled", False, "use bf16"),
-    ("torch_autocast.enabled", False, "use bf16"),
-    ("compile.deepcompile", False, "DeepCompile is not carried"),
-    ("comet.enabled", False, "use W&B, TensorBoard or CSV, which another worker can open again"),
-    ("checkpoint.use_node_local_storage", False, "a lost node takes its part with it"),
-    ("checkpoint.writer", None, "let torch write checkpoints"),
-    ("datastates_ckpt", False, "let torch write checkpoints: every save has ended when it returns"),
-    ("elaswave.dataflow", "auto", "every worker takes a share of each micro-batch"),
-    ("elaswave.clocks", "off", "all workers have the same to do"),
-    ("elasticity", None, "DeepSpeed removed it; the section elaswave takes its place"),
-)
-_OPTIMIZERS = ("adam", "adamw")
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW, FusedAdam, DeepSpeedCPUAdam)
 
 
@@ -119,7 +85,7 @@ def check_pipelines(reserve: int, *, module: Any, width: int, num_microbatches: 
 
 def check_stages(config: Mapping[str, Any]) -> None:
     """Raise ConfigurationError where the stages of a pipeline are to differ."""
-    moved = _lookup(config, "elaswave.move_layers", "auto")
+    moved = lookup(config, "elaswave.move_layers", "auto")
     if moved not in ("auto", "never"):
         raise ConfigurationError(
             f"elaswave.move_layers is {moved!r}, and the stages of DeepSpeed's pipelines "
@@ -131,9 +97,8 @@ def check_stages(config: Mapping[str, Any]) -> None:
 def check_configuration(
     config: Mapping[str, Any], *, model: Any, mpu: Any, mesh_param: Any = None
 ) -> None:
-    """Raise ConfigurationError naming the first setting, or argument, that is not carried."""
-    for problem in _problems(config, model, mpu, mesh_param):
-        raise ConfigurationError(problem)
+    """Raise ConfigurationError naming every setting, and argument, that is not carried."""
+    refuse(_problems(config, model, mpu, mesh_param))
 
 
 def _problems(config: Mapping[str, Any], model: Any, mpu: Any, mesh_param: Any) -> Iterator[str]:
@@ -152,27 +117,7 @@ def _problems(config: Mapping[str, Any], model: Any, mpu: Any, mesh_param: Any) 
             "deepspeed.tp_model_init was called, and elaswave_plugin carries no tensor parallelism"
             " of DeepSpeed's; leave it out"
         )
-    for path, carried, advice in CARRIED:
-        seen = _lookup(config, path, carried)
-        if seen != carried:
-            yield f"{path} is {seen!r}, and elaswave_plugin carries {carried!r}: {advice}"
-    optimizer = config.get("optimizer")
-    if optimizer and str(optimizer.get("type", "")).lower() not in _OPTIMIZERS:
-        yield (
-            f"optimizer.type is {optimizer.get('type')!r}, and elaswave_plugin carries Adam and "
-            "AdamW; 1-bit and other optimizers keep state of another shape"
-        )
-
-
-def _lookup(config: Mapping[str, Any], path: str, default: Any) -> Any:
-    value: Any = config
-    for key in path.split("."):
-        if not isinstance(value, Mapping):
-            return default
-        value = value.get(key)
-        if value is None:
-            return default
-    return value
+    yield from problems(config)
 
 
 def check_engine(engine: Any) -> None:

@@ -1,0 +1,215 @@
+"""The arguments of Megatron-LM's scripts that are not carried with every value.
+
+``megatron_lm/attach.py`` obeys this table, `elaswave doctor` and docs/limits.md read it.
+"""
+
+from collections.abc import Callable, Iterator
+
+from elaswave_plugin.adapters import megatron_settings
+from elaswave_plugin.adapters.answers import UNSET, Answer, Setting, Values
+from elaswave_plugin.adapters.megatron_settings import EXPERTS
+
+# Arguments that are named otherwise than the setting of Megatron-Core which they make.
+_ARGUMENTS = (
+    ("average_in_collective", "ddp_average_in_collective"),
+    ("reduce_scatter_with_fp32_accumulation", "ddp_reduce_scatter_with_fp32_accumulation"),
+    ("cpu_offloading", "cpu_offloading_num_layers"),
+)
+# Options that are named otherwise than their argument.
+_OPTIONS = (("nccl_ub", "--use-nccl-ub"), ("fp8", "--fp8-format"), ("fp4", "--fp4-format"))
+# How a router may be balanced: by nothing, or by what one micro-batch tells.
+_BALANCING = ("aux_loss", "none", "seq_aux_loss", "sinkhorn")
+_GRAPHS = "a graph replays the groups and buffers of its capture; train without CUDA graphs"
+_MAMBA = "layers of Mamba need kernels that nobody has run with the plugin; use a Transformer"
+_LATER = "nobody has run it with the plugin; leave it out"
+
+
+# Name, values that are carried, and why any other is refused and what to do.
+_REFUSED = (
+    ("use_distributed_optimizer", (True,), "add --use-distributed-optimizer"),
+    (
+        "context_parallel_size",
+        (1,),
+        "sequences are not cut over workers yet; use tensor and sequence parallelism",
+    ),
+    (
+        "expert_model_parallel_size",
+        (1,),
+        "every worker of a replica holds all experts for now; leave it at 1",
+    ),
+    (
+        "expert_tensor_parallel_size",
+        (None,),
+        "experts are cut as the other layers are; leave it out",
+    ),
+    (
+        "moe_token_dispatcher_type",
+        ("allgather", "alltoall", "alltoall_seq"),
+        "flex sends tokens by kernels of its own between ranks that it keeps; use alltoall",
+    ),
+    (
+        "moe_router_load_balancing_type",
+        _BALANCING,
+        "it averages over what replicas run at the same time; use aux_loss",
+    ),
+    ("use_torch_fsdp2", (False,), "its shards are in no snapshot; use Megatron-LM's DDP"),
+    ("use_tp_pp_dp_mapping", (False,), "ranks are laid out tp-dp-pp; unset it"),
+    ("optimizer", ("adam",), "the state of other optimizers has another shape; use adam"),
+    (
+        "use_precision_aware_optimizer",
+        (False,),
+        "moments and masters are kept in float32; unset it",
+    ),
+    ("optimizer_cpu_offload", (False,), "keep the optimizer on the device"),
+    ("ckpt_format", ("torch_dist",), "use torch_dist"),
+    ("async_save", (False,), "leave it out"),
+    ("non_persistent_save_interval", (None,), "leave it out"),
+    ("iterations_to_skip", (None,), "the steps of a job are counted without gaps; leave it out"),
+    (
+        "phase_transition_iterations",
+        (None,),
+        "start each phase as a launch of its own, with --load",
+    ),
+    ("dataloader_type", ("single", "cyclic", None), "use single or cyclic"),
+    ("hybrid_context_parallel", (False,), _LATER),
+    ("perform_rl_step", (False,), "rollouts are no samples of a dataset; train by pretraining"),
+    ("sft", (False,), "leave it out"),
+    ("skip_train", (False,), "nothing is trained; start it without --elaswave"),
+    ("inprocess_restart", (False,), "it restarts the processes that the plugin keeps; unset it"),
+    ("adlr_autoresume", (False,), _LATER),
+    ("log_straggler", (False,), "leave it out"),
+    ("log_params_norm", (False,), "leave it out"),
+    ("log_energy", (False,), "leave it out"),
+    ("use_pytorch_profiler", (False,), "leave it out"),
+    (
+        "qk_clip",
+        (False,),
+        "maxima over replicas change weights, and a free worker has none; unset it",
+    ),
+    ("log_max_attention_logit", (False,), "leave it out"),
+    ("enable_ft_package", (False,), "the plugin watches for hung workers itself; unset it"),
+    ("save_dgrads_interval", (None,), "gradients are saved by who has them natively; unset it"),
+    ("save_wgrads_interval", (None,), "gradients are saved by who has them natively; unset it"),
+    ("check_weight_hash_across_dp_replicas_interval", (None,), "leave it out"),
+    ("moe_use_upcycling", (False,), "a second model makes the weights; upcycle first, then train"),
+    ("cuda_graph_impl", ("none",), _GRAPHS),
+    ("enable_cuda_graph", (False,), _GRAPHS),
+    ("external_cuda_graph", (False,), _GRAPHS),
+    ("overlap_param_gather_with_optimizer_step", (False,), "unset it"),
+    ("reuse_grad_buf_for_mxfp8_param_ag", (False,), "it is for fp8; train in bf16"),
+    ("data_parallel_random_init", (False,), "replicas begin with the same weights; unset it"),
+    ("hybrid_override_pattern", (None,), _MAMBA),
+    ("is_hybrid_model", (False,), _MAMBA),
+    ("use_legacy_models", (False,), "its layers are not Megatron-Core's; unset it"),
+)
+# Name, values that are carried, the value where nobody sets it, the one that the job assigns, the
+# answer to any other value, and what is made of it.
+_CHANGED = (
+    (
+        "dist_ckpt_optim_fully_reshardable",
+        (True,),
+        False,
+        True,
+        Answer.ADJUSTED,
+        "switched on, so that checkpoints are not bound to one data-parallel width",
+    ),
+    (
+        "num_workers",
+        (0,),
+        2,
+        UNSET,
+        Answer.ADJUSTED,
+        "samples are read in the training process, whoever runs a micro-batch",
+    ),
+)
+# Scripts of Megatron-LM that are not carried, by the beginning of their names.
+_SCRIPTS = (
+    ("pretrain_mamba", _MAMBA),
+    ("pretrain_bert", "it reports means of losses over replicas; use pretrain_gpt.py"),
+    ("pretrain_t5", "it reports means of losses over replicas; use pretrain_gpt.py"),
+    ("pretrain_retro", "nobody has run it with the plugin"),
+    ("pretrain_vision", "its model is not of Megatron-Core's Transformer layers alone"),
+    ("pretrain_ict", "nobody has run it with the plugin"),
+    ("train_rl", "rollouts are no samples of a dataset"),
+)
+
+
+def settings() -> tuple[Setting, ...]:
+    """Return the table: what is refused last, Megatron-Core's own settings among it."""
+    options = dict(_OPTIONS)
+    changed = [
+        Setting(
+            name=name,
+            carried=carried,
+            default=default,
+            becomes=becomes,
+            answer=answer,
+            says=says,
+            flag=options.get(name, ""),
+            where=_where(name),
+        )
+        for name, carried, default, becomes, answer, says in _CHANGED
+    ]
+    refused = [
+        Setting(
+            name=name,
+            carried=carried,
+            says=says,
+            default=False if name == "use_distributed_optimizer" else UNSET,
+            where=_where(name),
+        )
+        for name, carried, says in _REFUSED
+    ]
+    named = {one.name for one in (*changed, *refused)}
+    return (*changed, *refused, *(one for one in _of_core() if one.name not in named))
+
+
+def _of_core() -> Iterator[Setting]:
+    """The settings of Megatron-Core as arguments."""
+    arguments, options = dict(_ARGUMENTS), dict(_OPTIONS)
+    for one in megatron_settings.settings():
+        name = arguments.get(one.name, one.name)
+        yield Setting(
+            name=name,
+            # Layers that are offloaded are counted.
+            carried=(0,) if name == "cpu_offloading_num_layers" else one.carried,
+            says=one.says,
+            flag=options.get(name, ""),
+            where=_has_experts if one.of == EXPERTS else None,
+            of=one.of,
+            since=one.since,
+        )
+
+
+def _where(name: str) -> Callable[[Values], bool] | None:
+    """Return among which arguments this one matters; None where it always does."""
+    return {
+        "dist_ckpt_optim_fully_reshardable": lambda values: bool(values.get("save")),
+        "expert_tensor_parallel_size": _cuts_experts_otherwise,
+        "moe_token_dispatcher_type": _has_experts,
+        "moe_router_load_balancing_type": _balances_otherwise,
+        "use_pytorch_profiler": lambda values: bool(values.get("profile")),
+    }.get(name)
+
+
+def _has_experts(values: Values) -> bool:
+    return bool(values.get("num_experts"))
+
+
+def _balances_otherwise(values: Values) -> bool:
+    chosen = values.get("moe_router_load_balancing_type", "none")
+    kinds = chosen if isinstance(chosen, list) else str(chosen).split()
+    return _has_experts(values) and not set(kinds) <= set(_BALANCING)
+
+
+def _cuts_experts_otherwise(values: Values) -> bool:
+    width = values.get("tensor_model_parallel_size", 1)
+    return _has_experts(values) and values["expert_tensor_parallel_size"] != width
+
+
+def why_not(script: str) -> str | None:
+    """Return the sentence that refuses a script by its name; None where it is carried."""
+    for begins, says in _SCRIPTS:
+        if script.startswith(begins):
+            return f"the script is {script}, and elaswave_plugin carries pretrain_gpt.py: {says}"
+    return None

@@ -1,0 +1,1 @@
+"""Commands of `elaswave` that need no job."""
