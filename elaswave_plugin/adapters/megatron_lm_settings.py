@@ -26,7 +26,6 @@ _LATER = "nobody has run it with the plugin; leave it out"
 
 # Name, values that are carried, and why any other is refused and what to do.
 _REFUSED = (
-    ("use_distributed_optimizer", (True,), "add --use-distributed-optimizer"),
     (
         "context_parallel_size",
         (1,),
@@ -62,7 +61,6 @@ _REFUSED = (
     ),
     ("optimizer_cpu_offload", (False,), "keep the optimizer on the device"),
     ("ckpt_format", ("torch_dist",), "use torch_dist"),
-    ("async_save", (False,), "leave it out"),
     ("non_persistent_save_interval", (None,), "leave it out"),
     ("iterations_to_skip", (None,), "the steps of a job are counted without gaps; leave it out"),
     (
@@ -77,25 +75,18 @@ _REFUSED = (
     ("skip_train", (False,), "nothing is trained; start it without --elaswave"),
     ("inprocess_restart", (False,), "it restarts the processes that the plugin keeps; unset it"),
     ("adlr_autoresume", (False,), _LATER),
-    ("log_straggler", (False,), "leave it out"),
-    ("log_params_norm", (False,), "leave it out"),
-    ("log_energy", (False,), "leave it out"),
-    ("use_pytorch_profiler", (False,), "leave it out"),
     (
         "qk_clip",
         (False,),
         "maxima over replicas change weights, and a free worker has none; unset it",
     ),
-    ("log_max_attention_logit", (False,), "leave it out"),
     ("enable_ft_package", (False,), "the plugin watches for hung workers itself; unset it"),
     ("save_dgrads_interval", (None,), "gradients are saved by who has them natively; unset it"),
     ("save_wgrads_interval", (None,), "gradients are saved by who has them natively; unset it"),
-    ("check_weight_hash_across_dp_replicas_interval", (None,), "leave it out"),
     ("moe_use_upcycling", (False,), "a second model makes the weights; upcycle first, then train"),
     ("cuda_graph_impl", ("none",), _GRAPHS),
     ("enable_cuda_graph", (False,), _GRAPHS),
     ("external_cuda_graph", (False,), _GRAPHS),
-    ("overlap_param_gather_with_optimizer_step", (False,), "unset it"),
     ("reuse_grad_buf_for_mxfp8_param_ag", (False,), "it is for fp8; train in bf16"),
     ("data_parallel_random_init", (False,), "replicas begin with the same weights; unset it"),
     ("hybrid_override_pattern", (None,), _MAMBA),
@@ -105,6 +96,14 @@ _REFUSED = (
 # Name, values that are carried, the value where nobody sets it, the one that the job assigns, the
 # answer to any other value, and what is made of it.
 _CHANGED = (
+    (
+        "use_distributed_optimizer",
+        (True,),
+        False,
+        True,
+        Answer.ADJUSTED,
+        "switched on; same numbers, and checkpoints as the script without it writes and reads",
+    ),
     (
         "dist_ckpt_optim_fully_reshardable",
         (True,),
@@ -120,6 +119,103 @@ _CHANGED = (
         UNSET,
         Answer.ADJUSTED,
         "samples are read in the training process, whoever runs a micro-batch",
+    ),
+    (
+        "async_save",
+        (False,),
+        False,
+        False,
+        Answer.ADJUSTED,
+        "saves are waited for, so that no loss tears one",
+    ),
+    (
+        "ddp_average_in_collective",
+        (False,),
+        False,
+        False,
+        Answer.ADJUSTED,
+        "replicas are divided before they are added: after a loss they run unequal shares",
+    ),
+    (
+        "nccl_ub",
+        (False,),
+        False,
+        False,
+        Answer.ADJUSTED,
+        "buffers are not registered with NCCL, since their width changes",
+    ),
+    (
+        "tp_comm_overlap",
+        (False,),
+        False,
+        False,
+        Answer.ADJUSTED,
+        "messages of TP are not overlapped, since their buffers belong to one group",
+    ),
+    (
+        "defer_embedding_wgrad_compute",
+        (False,),
+        False,
+        False,
+        Answer.ADJUSTED,
+        "gradients are complete when a backward pass is",
+    ),
+    (
+        "delay_wgrad_compute",
+        (False,),
+        False,
+        False,
+        Answer.ADJUSTED,
+        "gradients are complete when a backward pass is",
+    ),
+    (
+        "moe_shared_expert_overlap",
+        (False,),
+        False,
+        False,
+        Answer.ADJUSTED,
+        "shared experts run in the stream of the others",
+    ),
+    (
+        "overlap_param_gather_with_optimizer_step",
+        (False,),
+        False,
+        False,
+        Answer.ADJUSTED,
+        "weights are gathered after the optimizer's step",
+    ),
+    (
+        "log_straggler",
+        (False,),
+        False,
+        False,
+        Answer.LESS,
+        "its report is left out; slow workers are found by the plugin",
+    ),
+    (
+        "log_max_attention_logit",
+        (False,),
+        False,
+        False,
+        Answer.LESS,
+        "it is left out; its maxima would leave lost replicas out",
+    ),
+    (
+        "check_weight_hash_across_dp_replicas_interval",
+        (None,),
+        None,
+        None,
+        Answer.LESS,
+        "it is left out; replicas are compared after every recovery",
+    ),
+    ("log_energy", (False,), False, UNSET, Answer.LESS, "the energy of a lost worker ends with it"),
+    (
+        "use_pytorch_profiler",
+        (False,),
+        False,
+        UNSET,
+        Answer.LESS,
+        "a worker that is profiled when training begins goes on, others are never",
     ),
 )
 # Scripts of Megatron-LM that are not carried, by the beginning of their names.
@@ -155,7 +251,6 @@ def settings() -> tuple[Setting, ...]:
             name=name,
             carried=carried,
             says=says,
-            default=False if name == "use_distributed_optimizer" else UNSET,
             where=_where(name),
         )
         for name, carried, says in _REFUSED
@@ -184,12 +279,17 @@ def _of_core() -> Iterator[Setting]:
 def _where(name: str) -> Callable[[Values], bool] | None:
     """Return among which arguments this one matters; None where it always does."""
     return {
-        "dist_ckpt_optim_fully_reshardable": lambda values: bool(values.get("save")),
+        "dist_ckpt_optim_fully_reshardable": _saves_shards,
         "expert_tensor_parallel_size": _cuts_experts_otherwise,
         "moe_token_dispatcher_type": _has_experts,
         "moe_router_load_balancing_type": _balances_otherwise,
         "use_pytorch_profiler": lambda values: bool(values.get("profile")),
     }.get(name)
+
+
+def _saves_shards(values: Values) -> bool:
+    """Whether checkpoints hold shards of a distributed optimizer that the script named."""
+    return bool(values.get("save") and values.get("use_distributed_optimizer"))
 
 
 def _has_experts(values: Values) -> bool:

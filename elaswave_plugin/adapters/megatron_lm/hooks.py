@@ -240,6 +240,14 @@ class Hooks:
 
         return training_log
 
+    def params_norm(self, native: Native) -> Native:
+        """From shards: replicas of unequally wide stages have no group of their own."""
+
+        def calc_params_l2_norm(model: Any, force_create_fp32_copy: bool = False) -> Any:
+            return self._joined.run(self._joined.params_norm)
+
+        return calc_params_l2_norm
+
     def decide_exit(self, native: Native) -> Native:
         """A piece of the loop, which learns here what has been counted.
 
@@ -325,7 +333,8 @@ class Hooks:
         def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
             if self.job is not None and self.job.comes_later:
                 return 0, 0
-            return native(*args, **kwargs)
+            with self.script.as_given(import_module("megatron.training").get_args()):
+                return native(*args, **kwargs)
 
         return load_checkpoint
 
@@ -359,7 +368,11 @@ class Hooks:
             for one in (*args, *kwargs.values()):
                 if isinstance(one, dict):
                     forget_strategies(one)
-            work = partial(native, *args, **kwargs)
+
+            def work() -> Any:
+                with self.script.as_given(import_module("megatron.training").get_args()):
+                    return native(*args, **kwargs)
+
             return work() if self.job is None else self.job.run(work, phase="save")
 
         return save_checkpoint

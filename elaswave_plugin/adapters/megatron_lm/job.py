@@ -24,6 +24,8 @@ from elaswave_plugin.adapters.megatron_lm.batch_size import global_batch_sizes
 from elaswave_plugin.adapters.megatron_lm.loader import MicrobatchLoader
 from elaswave_plugin.adapters.megatron_lm.losses import LossTotals
 from elaswave_plugin.adapters.megatron_lm.newcomer import LoopVariables
+from elaswave_plugin.adapters.megatron_lm.params_norm import params_norm
+from elaswave_plugin.adapters.megatron_lm.plain_optimizer import PlainCheckpoints
 from elaswave_plugin.adapters.megatron_lm.router_losses import RouterLosses
 from elaswave_plugin.adapters.megatron_lm.script_writers import ScriptWriters
 from elaswave_plugin.adapters.megatron_lm.side_state import SideState
@@ -121,6 +123,7 @@ class LmJob:
     def take_optimizer(self, chunks: Sequence[Any], optimizer: Any, overrides: Any) -> None:
         """Cut the state again before a checkpoint is loaded into it."""
         distributed = check_supported(chunks, optimizer, overlaps_param_gather=True)
+        PlainCheckpoints(optimizer, distributed)
         spare = self.worker.spare_width
         self._shard = make_room(chunks, distributed, overrides, spare_width=spare)
 
@@ -198,6 +201,9 @@ class LmJob:
             worker.member.saves_last()
         self._loop.start()
         args.rank, args.world_size = dist.get_rank(), dist.get_world_size()
+        # Who is not profiled from the first step has no profiler.
+        args.profile = args.profile and dist.get_rank() in args.profile_ranks
+        args.profile = args.profile and not self.comes_later
         self._recording.patched(patched)
         self._recording.attached(
             num_microbatches=self._num_microbatches, micro_batch_size=args.micro_batch_size
@@ -314,6 +320,17 @@ class LmJob:
 
         return self._loop.run(whole, phase=phase)
 
+    def params_norm(self) -> float | None:
+        """Return the norm of all weights; None, which is not logged, for a worker to come."""
+        placed = self.has_place
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        assert self._shard is not None
+        return params_norm(
+            self._framework.chunks if placed else (),
+            self._shard,
+            is_first=placed and group.rank() == 0,
+        )
+
     def settle_generators(self) -> None:
         """Set the random generators to what follows from the completed steps."""
         rng.settle(self._seed, self.worker.completed)
@@ -356,6 +373,8 @@ class LmJob:
 
     def _recovered(self, record: dict[str, object]) -> None:
         self._args.rank, self._args.world_size = dist.get_rank(), dist.get_world_size()
+        if self._args.profile:
+            self._args.profile_ranks = [dist.get_rank()]
         self._recording.recovered(record)
         self._writers.follow(is_last_rank=self._is_last_rank, waits=False)
         self._writers.event("recovered", self.worker.completed, record)

@@ -18,8 +18,16 @@ _LOOP = ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_
 
 
 def lm_patches(hooks: Hooks) -> PatchSet:
-    """Return the patches that every script needs."""
-    return PatchSet([*_start(hooks), *_steps(hooks), *_pieces(hooks), *_checkpoints(hooks)])
+    """What every script needs."""
+    return PatchSet(
+        [
+            *_start(hooks),
+            *_steps(hooks),
+            *_pieces(hooks),
+            *_measures(hooks),
+            *_checkpoints(hooks),
+        ]
+    )
 
 
 def _record(target: str, make: Callable[[Any], Any], reason: str, *parameters: str) -> PatchRecord:
@@ -205,6 +213,26 @@ def _pieces(hooks: Hooks) -> list[PatchRecord]:
             *("self", "ex_type", "ex_val", "ex_tb"),
             valid=SCRIPTS,
             hook=Hook("megatron.core.utils:no_error_hook", lambda method: EpochChanged),
+        ),
+    ]
+
+
+def _measures(hooks: Hooks) -> list[PatchRecord]:
+    return [
+        _record(
+            f"{_TRAINING}:calc_params_l2_norm",
+            hooks.params_norm,
+            "free workers take part, and stages may be unequally wide",
+            *("model", "force_create_fp32_copy"),
+        ),
+        *(
+            record(
+                f"megatron.core.energy_monitor:EnergyMonitor.{name}",
+                hooks.piece,
+                "it adds up over all workers, and starts again after a recovery",
+                "self",
+            )
+            for name in ("lap", "get_total")
         ),
     ]
 

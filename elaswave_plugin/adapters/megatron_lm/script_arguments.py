@@ -1,10 +1,14 @@
 """The arguments of a Megatron-LM script as its job takes them: refused at once, or adjusted."""
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from elaswave_plugin.adapters.answers import UNSET, Answer, refuse, replies
 from elaswave_plugin.adapters.megatron_lm_settings import settings
+
+_OPTIMIZER = "use_distributed_optimizer"
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -29,3 +33,13 @@ class ScriptArguments:
     def __init__(self, given: dict[str, Any], said: tuple[str, ...]) -> None:
         self.given = given
         self.said = said
+
+    @contextmanager
+    def as_given(self, args: argparse.Namespace) -> Iterator[None]:
+        """Inside, the optimizer is the one that the script named: checkpoints are its own."""
+        kept = args.use_distributed_optimizer
+        args.use_distributed_optimizer = self.given.get(_OPTIMIZER, kept)
+        try:
+            yield
+        finally:
+            args.use_distributed_optimizer = kept

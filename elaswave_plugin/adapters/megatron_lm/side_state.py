@@ -21,6 +21,7 @@ _COUNTERS = (
     "skipped_train_samples",
     "curr_iteration",
 )
+_ENERGY = ("_total_energy", "_lap_energy", "_last_energy")
 _TIMER = ("_elapsed", "_active_time", "_started", "_start_time")
 # Of the rerun state machine: what it saves to rerun a step is made anew at the step's beginning.
 _NOT_KEPT = ("saved_state", "error_injector", "state_save_func", "state_restore_func")
@@ -40,6 +41,7 @@ class Kept(NamedTuple):
     timers: dict[str, dict[str, Any]]
     reruns: dict[str, Any]
     positions: list[int]
+    energy: dict[str, Any]
 
 
 class SideState(Plain):
@@ -68,6 +70,7 @@ class SideState(Plain):
                 if name not in _NOT_KEPT
             },
             positions=[loader.position for loader in self._loaders],
+            energy={name: getattr(_energy_monitor(), name) for name in _ENERGY},
         )
 
     def put_back(self, kept: Kept) -> None:
@@ -80,9 +83,15 @@ class SideState(Plain):
             if name in timers:
                 vars(timers[name]).update(fields)
         vars(get_rerun_state_machine()).update(copy.deepcopy(kept.reruns))
+        vars(_energy_monitor()).update(kept.energy)
         for loader, position in zip(self._loaders, kept.positions, strict=True):
             loader.position = position
 
     def shared(self, kept: Kept) -> Kept:
-        """Return the part that holds for every worker."""
-        return kept._replace(reruns={name: kept.reruns[name] for name in _SHARED})
+        """What holds for every worker."""
+        reruns = {name: kept.reruns[name] for name in _SHARED}
+        return kept._replace(reruns=reruns, energy={})
+
+
+def _energy_monitor() -> Any:
+    return import_module("megatron.training.global_vars").get_energy_monitor()

@@ -61,6 +61,8 @@ class ScriptSpec(JobSpec):
     ramp: tuple[int, ...] = ()
     global_batch: int = 8
     options: tuple[str, ...] = NO_EVALUATION
+    # Of MODEL and TRAINING.
+    without: tuple[str, ...] = ()
     script: str = "pretrain_gpt.py"
     elastic: bool = True
 
@@ -81,8 +83,7 @@ class ScriptSpec(JobSpec):
             *(f"--elaswave-change={change}" for change in self.changes),
         ]
         return [
-            *MODEL,
-            *TRAINING,
+            *(word for word in (*MODEL, *TRAINING) if word not in self.without),
             *("--micro-batch-size", "1", "--global-batch-size", str(self.global_batch)),
             *(
                 ("--train-samples", str(sum(self.ramp)))

@@ -114,7 +114,7 @@ def test_a_provider_of_the_script_is_kept() -> None:
     ("name", "value"),
     [
         ("iterations_to_skip", [3]),
-        ("async_save", True),
+        ("skip_train", True),
         ("context_parallel_size", 2),
         ("qk_clip", True),
     ],
@@ -134,6 +134,15 @@ def test_all_arguments_that_are_not_carried_are_named_at_once() -> None:
         assert option in str(caught.value)
 
 
+def test_checkpoints_are_those_of_the_optimizer_that_the_script_named() -> None:
+    args = argparse.Namespace(save="folder", use_distributed_optimizer=False)
+    script = adjust(args)
+    assert args.use_distributed_optimizer is True
+    with script.as_given(args):
+        assert args.use_distributed_optimizer is False
+    assert args.use_distributed_optimizer is True
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("iterations_to_skip", []), ("mtp_num_layers", 0), ("moe_latent_size", 8)]
 )
@@ -142,9 +151,16 @@ def test_what_switches_nothing_on_is_not_refused(name: str, value: object) -> No
 
 
 def test_what_is_adjusted_is_said_and_what_the_script_had_is_kept() -> None:
-    args = argparse.Namespace(save="folder", dist_ckpt_optim_fully_reshardable=False, num_workers=4)
+    args = argparse.Namespace(
+        save="folder",
+        use_distributed_optimizer=True,
+        dist_ckpt_optim_fully_reshardable=False,
+        num_workers=4,
+    )
     script = adjust(args)
     assert args.dist_ckpt_optim_fully_reshardable is True
+    with script.as_given(args):
+        assert args.use_distributed_optimizer is True
     assert script.given == {"dist_ckpt_optim_fully_reshardable": False}
     assert [one.split(" is ")[0] for one in script.said] == [
         "--dist-ckpt-optim-fully-reshardable",

@@ -187,6 +187,10 @@ class FlatShard:
             for bucket, size in zip(buckets, sizes, strict=True)
         )
 
+    def owns(self, param: torch.nn.Parameter) -> bool:
+        """Whether this worker updates a piece of ``param``."""
+        return param in self._optimizer.model_param_group_index_map
+
     def main_of(self, param: torch.nn.Parameter) -> torch.Tensor:
         """The fp32 piece of ``param`` that this worker updates."""
         group, order = self._optimizer.model_param_group_index_map[param]

@@ -1,0 +1,90 @@
+"""Settings that launch scripts have: the job says what it adjusts, and no number differs."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.adapters.megatron_lm.conftest import Launch
+from tests.adapters.megatron_lm.harness import (
+    NO_EVALUATION,
+    TP2_PP2,
+    ScriptSpec,
+    needs_repository,
+    printed,
+)
+from tests.adapters.megatron_lm.test_kill import check_same
+from tests.adapters.megatron_lm.test_without_plugin import NO_DROPOUT, check_close, without_plugin
+
+pytestmark = [needs_repository, pytest.mark.timeout(300)]
+
+LOGS = ("--log-params-norm", "--log-energy", "--log-straggler", "--num-workers", "2")
+PROFILE = (
+    *("--profile", "--use-pytorch-profiler", "--profile-ranks", "1", "2"),
+    *("--profile-step-start", "1", "--profile-step-end", "4", "--tensorboard-dir", "{data}/traces"),
+)
+# What is switched off, whatever it needs elsewhere.
+OFF = ("--ddp-average-in-collective", "--check-weight-hash-across-dp-replicas-interval", "2")
+# As if the machine had a counter of energy: one joule a call.
+COUNTS_ENERGY = """
+import itertools
+from megatron.core import energy_monitor
+energy_monitor.has_nvml = True
+joules = itertools.count(1000, 1000)
+energy_monitor.EnergyMonitor._get_energy = lambda self: next(joules)
+for name in ("setup", "shutdown"):
+    setattr(energy_monitor.EnergyMonitor, name, lambda self: None)
+"""
+
+
+def spec(*more: str, **changes: object) -> ScriptSpec:
+    """A launch with more options."""
+    return replace(ScriptSpec(options=(*NO_EVALUATION, *more)), **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("base", [(), ("--bf16",), TP2_PP2], ids=["fp32", "bf16", "tp_pp"])
+def test_logs_of_norm_energy_and_slow_workers_end_no_job(
+    run: Launch, reference: Launch, base: tuple[str, ...]
+) -> None:
+    """Worker 2 leaves its stage with fewer replicas, and one worker without a place."""
+    nproc = 8 if base == TP2_PP2 else 4
+    logging = spec(*LOGS, *base, nproc=nproc, steps=4, kills=("2@2:backward",))
+    check_same(run, reference, logging, alive=nproc - 1)
+    norms = [re.search(r"params norm: ([\d.]+)", line) for line in printed(reference(logging))]
+    assert len(norms) == 4 and all(found and float(found[1]) > 1 for found in norms)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", [(), ("--bf16",), TP2_PP2], ids=["fp32", "bf16", "tp_pp"])
+def test_the_norm_is_that_of_the_script_without_the_plugin(
+    reference: Launch, script: Path, data: Path, tmp_path: Path, base: tuple[str, ...]
+) -> None:
+    logging = spec(
+        *NO_DROPOUT, "--log-params-norm", *base, nproc=8 if base == TP2_PP2 else 4, steps=3
+    )
+    plain = without_plugin(logging, script=script, data=data, folder=tmp_path / "plain")
+    check_close(printed(reference(logging)), plain)
+
+
+def test_energy_is_counted_once_though_a_line_is_logged_again(run: Launch) -> None:
+    counting = spec("--log-energy", sabotage=COUNTS_ENERGY, kills=("1@3:backward",))
+    done = run(counting)
+    assert done.returncode == 0, done.output[-4000:]
+    assert len(done.events("fault_fired")) == 1
+    assert "Total training energy" in done.output
+
+
+def test_a_profiler_goes_on_with_its_worker(run: Launch, reference: Launch, data: Path) -> None:
+    check_same(run, reference, spec(*PROFILE, kills=("1@2:backward",)), alive=3)
+    assert list((data / "traces").glob("*.pt.trace.json"))
+
+
+def test_what_is_switched_off_is_said_in_one_line(run: Launch, reference: Launch) -> None:
+    off = spec(*OFF, kills=("1@2:backward",))
+    check_same(run, reference, off, alive=3)
+    said = [line for line in reference(off).output.splitlines() if "adjusted: " in line]
+    assert len(said) == 1
+    assert all(option in said[0] for option in OFF if option.startswith("--"))
+    # The same numbers as without them.
+    assert reference(off).trace() == reference(spec()).trace()
