@@ -60,15 +60,23 @@ _REFUSED = (
         "moments and masters are kept in float32; unset it",
     ),
     ("optimizer_cpu_offload", (False,), "keep the optimizer on the device"),
-    ("ckpt_format", ("torch_dist",), "use torch_dist"),
-    ("non_persistent_save_interval", (None,), "leave it out"),
+    ("ckpt_format", ("torch_dist", "torch"), "its shards are in no snapshot; use torch_dist"),
+    (
+        "non_persistent_ckpt_type",
+        (None, "global"),
+        "local checkpoints are lost with their node, and the plugin has copies itself; use global",
+    ),
     ("iterations_to_skip", (None,), "the steps of a job are counted without gaps; leave it out"),
     (
         "phase_transition_iterations",
         (None,),
         "start each phase as a launch of its own, with --load",
     ),
-    ("dataloader_type", ("single", "cyclic", None), "use single or cyclic"),
+    (
+        "dataloader_type",
+        ("single", "cyclic", None),
+        "stages would read other samples after a loss; use it without pipeline parallelism",
+    ),
     ("hybrid_context_parallel", (False,), _LATER),
     ("perform_rl_step", (False,), "rollouts are no samples of a dataset; train by pretraining"),
     ("sft", (False,), "leave it out"),
@@ -185,6 +193,22 @@ _CHANGED = (
         "weights are gathered after the optimizer's step",
     ),
     (
+        "ckpt_format",
+        ("torch_dist",),
+        "torch_dist",
+        UNSET,
+        Answer.LESS,
+        "layers stay at their stage, whose files the format has; lost stages end the job",
+    ),
+    (
+        "dataloader_type",
+        ("single", "cyclic", None),
+        None,
+        UNSET,
+        Answer.LESS,
+        "after a loss other samples are read for the lost replica; lost workers stay away",
+    ),
+    (
         "log_straggler",
         (False,),
         False,
@@ -251,7 +275,7 @@ def settings() -> tuple[Setting, ...]:
             name=name,
             carried=carried,
             says=says,
-            where=_where(name),
+            where=_refused_where(name),
         )
         for name, carried, says in _REFUSED
     ]
@@ -280,6 +304,8 @@ def _where(name: str) -> Callable[[Values], bool] | None:
     """Return among which arguments this one matters; None where it always does."""
     return {
         "dist_ckpt_optim_fully_reshardable": _saves_shards,
+        "ckpt_format": _saves_stages,
+        "dataloader_type": lambda values: not _has_stages(values),
         "expert_tensor_parallel_size": _cuts_experts_otherwise,
         "moe_token_dispatcher_type": _has_experts,
         "moe_router_load_balancing_type": _balances_otherwise,
@@ -290,6 +316,23 @@ def _where(name: str) -> Callable[[Values], bool] | None:
 def _saves_shards(values: Values) -> bool:
     """Whether checkpoints hold shards of a distributed optimizer that the script named."""
     return bool(values.get("save") and values.get("use_distributed_optimizer"))
+
+
+def _refused_where(name: str) -> Callable[[Values], bool] | None:
+    """The same for what is refused, of arguments that are carried with less elsewhere."""
+    if name in ("ckpt_format", "dataloader_type"):
+        return _has_stages if name == "dataloader_type" else None
+    return _where(name)
+
+
+def _has_stages(values: Values) -> bool:
+    return bool(values.get("pipeline_model_parallel_size", 1) != 1)
+
+
+def _saves_stages(values: Values) -> bool:
+    """Whether each stage has files of its own in a checkpoint."""
+    is_torch = values.get("ckpt_format") == "torch"
+    return bool(values.get("save")) and _has_stages(values) and is_torch
 
 
 def _has_experts(values: Values) -> bool:

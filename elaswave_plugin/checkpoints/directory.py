@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from elaswave_plugin.checkpoints import deepspeed_tag, torch_dist
+from elaswave_plugin.checkpoints import deepspeed_tag, legacy, torch_dist
 from elaswave_plugin.checkpoints.draft import is_draft
 
 MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
@@ -97,13 +97,13 @@ def read_directory(directory: Path) -> CheckpointDirectory | None:
 
 
 def _of_megatron(folder: Path) -> Checkpoint | None:
-    """Read one of the torch_dist format; the other one, with folders of ranks, is not judged."""
+    """Read one of the format torch_dist, or of the format torch, with folders of ranks."""
     named = _ITERATION.fullmatch(folder.name)
     if named is None and folder.name != _RELEASE:
         return None
-    if any(path.name.startswith("mp_rank_") for path in folder.iterdir()):
-        return None
-    return Checkpoint(folder, int(named[1]) if named else -1, torch_dist.flaw_of)
+    is_legacy = any(path.name.startswith(legacy.RANKS) for path in folder.iterdir())
+    check = legacy.flaw_of if is_legacy else torch_dist.flaw_of
+    return Checkpoint(folder, int(named[1]) if named else -1, check)
 
 
 def _of_deepspeed(folder: Path) -> Checkpoint | None:

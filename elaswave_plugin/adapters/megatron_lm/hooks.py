@@ -4,6 +4,7 @@ Every place that contains a collective outside of a training step is a piece of 
 starts again after a recovery; see ``loops/script.py``.
 """
 
+import os
 from collections.abc import Callable
 from functools import partial, wraps
 from importlib import import_module
@@ -18,17 +19,20 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
 from elaswave_plugin.adapters.megatron.compat.whole_saves import WholeSaves, forget_strategies
 from elaswave_plugin.adapters.megatron_lm.job import LmJob
+from elaswave_plugin.adapters.megatron_lm.legacy_saves import LegacySaves, named_by
 from elaswave_plugin.adapters.megatron_lm.losses import told_everyone
 from elaswave_plugin.adapters.megatron_lm.nominal import Answering
 from elaswave_plugin.adapters.megatron_lm.script_arguments import (
     ScriptArguments,
     adjust,
     check_arguments,
+    settings_for,
 )
 from elaswave_plugin.checkpoints.draft import pointing_to
 from elaswave_plugin.checkpoints.loading import check_everywhere, check_loadable
 from elaswave_plugin.config import ElasticConfig, from_namespace
 from elaswave_plugin.errors import EpochChanged
+from elaswave_plugin.ipc.environment import read_reserve
 
 Native = Callable[..., Any]
 
@@ -37,7 +41,7 @@ def config_of(args: Any) -> ElasticConfig:
     """Our settings among their arguments; raises ConfigurationError."""
     config = from_namespace(args)
     assert config is not None
-    return config
+    return settings_for(args, config, reserve=read_reserve(os.environ))
 
 
 class Hooks:
@@ -49,6 +53,7 @@ class Hooks:
         self.job: LmJob | None = None
         self.saves = WholeSaves()
         self.script = ScriptArguments({}, ())
+        self.legacy = LegacySaves()
         # What the patch records of the run have set.
         self.places: list[str] = []
         self._openers: dict[str, Native] = {}
@@ -71,7 +76,7 @@ class Hooks:
             self.script = adjust(arguments)
             config = config_of(arguments)
             self._on_join(config)
-            self.job = LmJob(config, arguments, self.saves)
+            self.job = LmJob(config, arguments, self.saves, self.script)
             self.job.make_world()
             self.job.say(self.script.said)
             self.job.take_writers(self._openers)
@@ -121,9 +126,11 @@ class Hooks:
         data_samplers: Any = import_module("megatron.training.datasets.data_samplers")
 
         def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Any:
+            job, mpu = self._joined, data_samplers.mpu
+            if job.reads_external:
+                return job.make_external_loader(dataset, consumed_samples)
             if dataset is None:
                 return None
-            job, mpu = self._joined, data_samplers.mpu
 
             def make(replica: int, position: int) -> Any:
                 answers = {
@@ -139,6 +146,20 @@ class Hooks:
             return job.make_loader(dataset, consumed_samples, make)
 
         return build_pretraining_data_loader
+
+    def build_loaders(self, native: Native) -> Native:
+        """Every worker has a loader of the script's: it may come to a place where it is read."""
+
+        @wraps(native)
+        def build(*args: Any, **kwargs: Any) -> Any:
+            if self._joined.reads_external:
+                parallel_state.set_tensor_model_parallel_rank(0)
+            try:
+                return native(*args, **kwargs)
+            finally:
+                parallel_state.set_tensor_model_parallel_rank(None)
+
+        return build
 
     def cycle(self, native: Native) -> Native:
         """Our loader goes on with the next epoch by itself."""
@@ -356,6 +377,8 @@ class Hooks:
         def open_file(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
             if mode != "w" or "://" in str(path):
                 return native(path, mode, *args, **kwargs)
+            if self.legacy.is_open:
+                return self.legacy.hold(Path(path))
             return pointing_to(Path(path))
 
         return open_file
@@ -370,12 +393,26 @@ class Hooks:
                     forget_strategies(one)
 
             def work() -> Any:
-                with self.script.as_given(import_module("megatron.training").get_args()):
-                    return native(*args, **kwargs)
+                arguments = import_module("megatron.training").get_args()
+                with self.script.as_given(arguments):
+                    write = partial(native, *args, **kwargs)
+                    if arguments.use_dist_ckpt or kwargs.get("non_persistent_ckpt"):
+                        return write()
+                    iteration = signature(native).bind(*args, **kwargs).arguments["iteration"]
+                    place = Path(arguments.save) / f"iter_{iteration:07d}"
+                    return self._joined.save_legacy(self.legacy, place, write)
 
             return work() if self.job is None else self.job.run(work, phase="save")
 
         return save_checkpoint
+
+    def name_files(self, native: Native) -> Native:
+        """The files of a save of the format torch are written beside its place."""
+        return named_by(native, self.legacy)
+
+    def who_saves(self, native: Any) -> Any:
+        """A worker without a place writes no file of the format torch."""
+        return _Saving(native, self)
 
     def state_to_save(self, native: Native) -> Native:
         """A free worker saves nothing of its own."""
@@ -415,6 +452,19 @@ def has_index_builder() -> bool:
     except ImportError:
         return False
     return True
+
+
+class _Saving(Answering):
+    """parallel_state as checkpointing.py asks it who writes."""
+
+    def __init__(self, module: Any, hooks: Hooks) -> None:
+        super().__init__(module, {})
+        self._hooks = hooks
+
+    def get_expert_data_parallel_rank(self, *args: Any, **kwargs: Any) -> int:
+        """No rank of a worker without a place."""
+        native: int = self._module.get_expert_data_parallel_rank(*args, **kwargs)
+        return native if self._hooks.job is None or self._hooks.job.has_place else -1
 
 
 class _Width(Answering):

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -21,12 +22,16 @@ from elaswave_plugin.adapters.megatron.state.optimizer_state import FlatShard
 from elaswave_plugin.adapters.megatron.step_parts import step_state
 from elaswave_plugin.adapters.megatron.unsupported import check_growth, check_supported
 from elaswave_plugin.adapters.megatron_lm.batch_size import global_batch_sizes
+from elaswave_plugin.adapters.megatron_lm.external_loader import ExternalLoader
+from elaswave_plugin.adapters.megatron_lm.legacy_optimizer import LegacyOptimizer
+from elaswave_plugin.adapters.megatron_lm.legacy_saves import LegacySaves
 from elaswave_plugin.adapters.megatron_lm.loader import MicrobatchLoader
 from elaswave_plugin.adapters.megatron_lm.losses import LossTotals
 from elaswave_plugin.adapters.megatron_lm.newcomer import LoopVariables
 from elaswave_plugin.adapters.megatron_lm.params_norm import params_norm
 from elaswave_plugin.adapters.megatron_lm.plain_optimizer import PlainCheckpoints
 from elaswave_plugin.adapters.megatron_lm.router_losses import RouterLosses
+from elaswave_plugin.adapters.megatron_lm.script_arguments import ScriptArguments
 from elaswave_plugin.adapters.megatron_lm.script_writers import ScriptWriters
 from elaswave_plugin.adapters.megatron_lm.side_state import SideState
 from elaswave_plugin.adapters.recording import Recording, tracker_of
@@ -43,14 +48,18 @@ from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.tracking.sinks import check_sinks
 
 Result = TypeVar("Result")
+Loader = MicrobatchLoader | ExternalLoader
 
 
 class LmJob:
     """One worker's part of the loop."""
 
-    def __init__(self, config: ElasticConfig, args: Any, saves: WholeSaves) -> None:
+    def __init__(
+        self, config: ElasticConfig, args: Any, saves: WholeSaves, script: ScriptArguments
+    ) -> None:
         """Join the job; ``saves`` is told when checkpoints are the job's.
 
+        ``script``: what the script had given of the arguments that are adjusted.
         Raises ConfigurationError outside a supervisor, and for uneven batches.
         """
         workers = int(os.environ.get("WORLD_SIZE", "1"))
@@ -80,15 +89,16 @@ class LmJob:
                 " script's own run is logged to; leave --elaswave-wandb out"
             )
         self._args = args
+        self._script = script
         self._saves = saves
         self._seed = args.seed if config.seed is None else config.seed
         self.worker = Worker(config=config, environ=os.environ, model_parallel=model_parallel)
         self._tracker = tracker_of(self.worker)
-        self._loaders: list[MicrobatchLoader] = []
+        self._loaders: list[Loader] = []
         self._shard: FlatShard | None = None
         self._loop: ScriptLoop | None = None
         # What the last training step has read: so many samples of each of these.
-        self._trained_from: list[MicrobatchLoader] = []
+        self._trained_from: list[Loader] = []
         self._trained_samples = 0
         # Megatron-LM's iterators of the present call, which can replay a step's batches.
         self._replays: list[RerunDataIterator] = []
@@ -124,8 +134,12 @@ class LmJob:
         """Cut the state again before a checkpoint is loaded into it."""
         distributed = check_supported(chunks, optimizer, overlaps_param_gather=True)
         PlainCheckpoints(optimizer, distributed)
+        self._legacy = LegacyOptimizer(
+            optimizer, distributed, is_named=self._script.names_distributed_optimizer
+        )
         spare = self.worker.spare_width
         self._shard = make_room(chunks, distributed, overrides, spare_width=spare)
+        self._legacy.bind(self._shard)
 
     def make_loader(
         self, dataset: Any, position: int, make: Callable[[int, int], Any]
@@ -139,6 +153,24 @@ class LmJob:
             micro_batch_size=self._args.micro_batch_size,
             on_batch=self._consume,
             seed=self._seed,
+        )
+        self._loaders.append(loader)
+        return loader
+
+    @property
+    def reads_external(self) -> bool:
+        """Whether the script brings loaders of its own."""
+        return bool(self._args.dataloader_type == "external")
+
+    def make_external_loader(self, stream: Any, position: int) -> ExternalLoader:
+        """The loader of a stream that the script has made; None where it makes none."""
+        loader = ExternalLoader(
+            stream,
+            position,
+            replica=self.worker.slot // self._args.tensor_model_parallel_size % self.width,
+            num_replicas=self.width,
+            micro_batch_size=self._args.micro_batch_size,
+            on_batch=self._consume,
         )
         self._loaders.append(loader)
         return loader
@@ -267,6 +299,8 @@ class LmJob:
         iterators = kwargs["data_iterator"]
         iterators = iterators if isinstance(iterators, list) else [iterators]
         loaders = [_loader_of(one) for one in iterators]
+        for loader in loaders:
+            loader.begin(num_microbatches)
         self._replays = [one for one in iterators if isinstance(one, RerunDataIterator)]
         if not forward_only:
             self._trained_from, self._trained_samples = loaders, samples
@@ -286,7 +320,8 @@ class LmJob:
             forward_only=forward_only,
             num_microbatches=num_microbatches,
             # Which batches those are that the rerun machine reads again follows from their order.
-            rehearses=not any(one.replaying for one in self._replays),
+            # A stream of the script's gives others to whoever runs a micro-batch.
+            rehearses=not (self.reads_external or any(one.replaying for one in self._replays)),
             **kwargs,
         )
         # What a script draws next follows from no micro-batch that was run here last.
@@ -319,6 +354,15 @@ class LmJob:
                 return work()
 
         return self._loop.run(whole, phase=phase)
+
+    def save_legacy(self, saves: LegacySaves, place: Path, write: Callable[[], None]) -> None:
+        """Save in the format torch, whose files are those of the launch's stages."""
+        if self.has_place:
+            self._legacy.gather()
+        if self._saves.drafts is None:
+            write()
+        else:
+            saves.write(self._saves.drafts, place, write)
 
     def params_norm(self) -> float | None:
         """Return the norm of all weights; None, which is not logged, for a worker to come."""
@@ -397,8 +441,8 @@ class LmJob:
         self.worker.groups.uninstall()
 
 
-def _loader_of(iterator: Any) -> MicrobatchLoader:
+def _loader_of(iterator: Any) -> Loader:
     """Megatron-LM wraps every iterator into one that can replay a batch."""
-    loader = getattr(iterator, "iterable", iterator)
-    assert isinstance(loader, MicrobatchLoader)
+    loader = iterator.iterable if isinstance(iterator, RerunDataIterator) else iterator
+    assert isinstance(loader, Loader)
     return loader

@@ -61,6 +61,9 @@ class MicrobatchLoader:
     def __iter__(self) -> "MicrobatchLoader":
         return self
 
+    def begin(self, num_microbatches: int) -> None:
+        """So many micro-batches of all replicas are the present batch."""
+
     def deliver(self, microbatch: int) -> None:
         """The next one read is this micro-batch of the present batch."""
         self._queue = iter((microbatch,))

@@ -99,6 +99,12 @@ def _start(hooks: Hooks) -> list[PatchRecord]:
             *("dataset", "consumed_samples"),
         ),
         _record(
+            f"{_TRAINING}:build_train_valid_test_data_loaders",
+            hooks.build_loaders,
+            "every worker may come to a place where data is read",
+            "build_train_valid_test_datasets_provider",
+        ),
+        _record(
             f"{_TRAINING}:cyclic_iter", hooks.cycle, "our loader starts its epochs itself", "iter"
         ),
     ]
@@ -267,6 +273,18 @@ def _checkpoints(hooks: Hooks) -> list[PatchRecord]:
             hooks.open_tracker,
             "the tracker names a checkpoint by a rename: it is never seen half written",
             *("args", "kwargs"),
+        ),
+        _record(
+            f"{checkpointing}:get_checkpoint_name",
+            hooks.name_files,
+            "a checkpoint of the format torch is written beside its place",
+            *("checkpoints_path", "iteration", "release", "pipeline_parallel", "tensor_rank"),
+            *("pipeline_rank", "expert_parallel", "expert_rank", "return_base_dir", "basename"),
+        ),
+        record(
+            f"{checkpointing}:mpu",
+            hooks.who_saves,
+            "a worker without a place writes no file of the format torch",
         ),
         _record(f"{_TRAINING}:save_checkpoint", hooks.save, "a save starts again after a recovery"),
         _record(

@@ -7,6 +7,8 @@ from typing import Any
 
 from elaswave_plugin.adapters.answers import UNSET, Answer, refuse, replies
 from elaswave_plugin.adapters.megatron_lm_settings import settings
+from elaswave_plugin.config import ElasticConfig
+from elaswave_plugin.errors import ConfigurationError
 
 _OPTIMIZER = "use_distributed_optimizer"
 
@@ -15,6 +17,27 @@ def check_arguments(args: argparse.Namespace) -> None:
     """Raise ConfigurationError naming every argument that a job cannot carry."""
     said = replies(settings(), vars(args))
     refuse(reply.sentence for reply in said if reply.answer is Answer.REFUSED)
+
+
+def settings_for(args: argparse.Namespace, config: ElasticConfig, *, reserve: int) -> ElasticConfig:
+    """Return our settings as these arguments leave them; raises ConfigurationError.
+
+    ``reserve``: the workers that may join beyond the launch.
+    """
+    if args.dataloader_type == "external":
+        why = "with --dataloader-type external nobody else can read what a worker reads to begin"
+        if reserve:
+            raise ConfigurationError(f"--reserve is {reserve}, and {why}; leave --reserve out")
+        config = config.without_respawn(why)
+    has_stages = args.pipeline_model_parallel_size > 1
+    if has_stages and args.save and args.ckpt_format == "torch":
+        if config.move_layers == "always":
+            raise ConfigurationError(
+                "move_layers is always and --ckpt-format is torch, whose files are those of the "
+                "launch's stages; set move_layers to never, or use --ckpt-format torch_dist"
+            )
+        config = config.model_copy(update={"move_layers": "never"})
+    return config
 
 
 def adjust(args: argparse.Namespace) -> "ScriptArguments":
@@ -33,6 +56,11 @@ class ScriptArguments:
     def __init__(self, given: dict[str, Any], said: tuple[str, ...]) -> None:
         self.given = given
         self.said = said
+
+    @property
+    def names_distributed_optimizer(self) -> bool:
+        """Whether the script itself has switched it on."""
+        return bool(self.given.get(_OPTIMIZER, True))
 
     @contextmanager
     def as_given(self, args: argparse.Namespace) -> Iterator[None]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from elaswave_plugin.adapters.megatron_lm.batch_size import go_back_to, present_batch
+from elaswave_plugin.adapters.megatron_lm.external_loader import ExternalLoader
 from elaswave_plugin.adapters.megatron_lm.loader import MicrobatchLoader
 from elaswave_plugin.step_state.step_state import Plain
 
@@ -50,7 +51,7 @@ class SideState(Plain):
     name = "the counters of Megatron-LM's loop"
     of_passes = True
 
-    def __init__(self, loaders: Sequence[MicrobatchLoader]) -> None:
+    def __init__(self, loaders: Sequence[MicrobatchLoader | ExternalLoader]) -> None:
         self._loaders = loaders
 
     def keep(self) -> Kept:

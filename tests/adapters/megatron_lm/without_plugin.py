@@ -54,6 +54,7 @@ def mend_loading() -> None:
 
     put = mended._set_main_param_and_optimizer_states
 
+    @torch.no_grad()  # masters of float32 are views of the weights
     @functools.wraps(put)
     def with_step(self: Any, param: Any, tensors: dict[str, Any]) -> None:
         group, order = self.model_param_group_index_map[param]

@@ -1,0 +1,86 @@
+"""A loader of the script's own (--dataloader-type external), by the micro-batches of a step.
+
+Such a loader is a stream that nobody can read at a place: each replica has its own, and what a lost
+replica would have read next is not known. A micro-batch of it is read from the stream of whoever
+runs it. What was read for a step is kept until the one after it is done, so that a redone step has
+the same batches.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from elaswave_plugin.errors import ConfigurationError
+
+OnBatch = Callable[[int, Sequence[int]], None]
+
+
+class ExternalLoader:
+    """The stream of one replica; ``position``: samples consumed before the present batch."""
+
+    def __init__(
+        self,
+        stream: Any,
+        position: int,
+        *,
+        replica: int,
+        num_replicas: int,
+        micro_batch_size: int,
+        on_batch: OnBatch,
+    ) -> None:
+        """``stream``: what the script gave; None where it reads nothing.
+
+        ``on_batch(micro-batch, numbers of samples)`` is told of each before it is used.
+        """
+        self._stream = stream
+        self.position = position
+        self._replica = replica
+        self._num_replicas = num_replicas
+        self._size = micro_batch_size
+        self._on_batch = on_batch
+        # By position and micro-batch: of the present batch, and of the one before.
+        self._read: dict[int, dict[int, Any]] = {}
+        self._num_microbatches = 0
+        self._queue: Iterator[int] = iter(())
+
+    def __iter__(self) -> "ExternalLoader":
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else the script's loader can, such as to save its state."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._stream, name)
+
+    def begin(self, num_microbatches: int) -> None:
+        """So many micro-batches of all replicas are the present batch."""
+        self._num_microbatches = num_microbatches
+
+    def deliver(self, microbatch: int) -> None:
+        """The next one read is this micro-batch of the present batch."""
+        self._queue = iter((microbatch,))
+
+    def advance(self, samples: int) -> None:
+        """The present batch, of so many samples, is done."""
+        for before in [one for one in self._read if one < self.position]:
+            del self._read[before]
+        self.position += samples
+
+    def __next__(self) -> Any:
+        """The micro-batch that was asked for; raises ConfigurationError where nothing is read."""
+        microbatch = next(self._queue)
+        if self._stream is None:
+            raise ConfigurationError(
+                "a worker that has no loader of the script's was to read a micro-batch after a "
+                "loss: have the datasets provider return its loaders on every worker whose "
+                "tensor-parallel rank is 0"
+            )
+        first = self.position + microbatch * self._size
+        self._on_batch(microbatch, range(first, first + self._size))
+        read = self._read.setdefault(self.position, {})
+        if not read:
+            # First its own, in order: what comes from where does not depend on when a loss struck.
+            for own in range(self._replica, self._num_microbatches, self._num_replicas):
+                read[own] = next(self._stream)
+        if microbatch not in read:
+            read[microbatch] = next(self._stream)
+        return read[microbatch]

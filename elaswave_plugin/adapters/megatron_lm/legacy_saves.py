@@ -1,0 +1,73 @@
+"""Checkpoints of the format torch, written beside their place by Megatron-LM's own save.
+
+Its names of files lead into a draft, and its tracker's line waits until that has its name: a save
+that a loss tears leaves nothing behind, and starts again.
+"""
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch.distributed as dist
+
+from elaswave_plugin.checkpoints.draft import pointing_to
+from elaswave_plugin.checkpoints.legacy import flaw_of
+from elaswave_plugin.recovery.drafts import Drafts
+
+
+class LegacySaves:
+    """Where the files of a save in progress go; nowhere else without one."""
+
+    def __init__(self) -> None:
+        self._place = self._draft = Path()
+        self._is_open = False
+        self._lines: list[tuple[Path, str]] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a save is in progress."""
+        return self._is_open
+
+    def write(self, drafts: Drafts, place: Path, save: Callable[[], None]) -> None:
+        """Have Megatron-LM write the checkpoint of ``place``; collective over WORLD.
+
+        Raises OSError for what the system refuses.
+        """
+
+        def write(draft: Path) -> None:
+            self._place, self._draft, self._lines = place, draft, []
+            self._is_open = True
+            try:
+                save()
+            finally:
+                self._is_open = False
+
+        drafts.write(place, write, flaw_of)
+        for path, text in self._lines:
+            with pointing_to(path) as tracker:
+                tracker.write(text)
+        dist.barrier()
+
+    def name(self, path: str) -> str:
+        """Where a file of the checkpoint is written now."""
+        if self._is_open and Path(path).is_relative_to(self._place):
+            return str(self._draft / Path(path).relative_to(self._place))
+        return path
+
+    @contextlib.contextmanager
+    def hold(self, path: Path) -> Iterator[TextIO]:
+        """Open the tracker, which changes when the checkpoint has its name."""
+        text = io.StringIO()
+        yield text
+        self._lines.append((path, text.getvalue()))
+
+
+def named_by(native: Callable[..., str], saves: LegacySaves) -> Callable[..., str]:
+    """Have ``get_checkpoint_name`` lead into the draft of a save in progress."""
+
+    def get_checkpoint_name(*args: Any, **kwargs: Any) -> str:
+        return saves.name(native(*args, **kwargs))
+
+    return get_checkpoint_name
