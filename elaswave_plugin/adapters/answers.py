@@ -1,6 +1,6 @@
 """The answers that a job gives to a setting: carried, adjusted, carried with less, or refused.
 
-A table of settings is read by whoever attaches, by `elaswave doctor` and by docs/limits.md.
+A table of settings is read at attach, by `elaswave doctor` and by docs/limits.md.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -78,7 +78,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What a job says to one value of a setting."""
+    """The reply of a job to one value of a setting."""
 
     setting: Setting
     seen: Any

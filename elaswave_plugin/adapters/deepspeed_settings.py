@@ -73,7 +73,7 @@ def problems(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _compresses(section: Any) -> bool:
-    """Whether any part of a section compression_training is enabled."""
+    """Return whether any part of a section compression_training is enabled."""
     if not isinstance(section, Mapping):
         return True
     return any(

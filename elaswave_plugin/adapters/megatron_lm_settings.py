@@ -126,7 +126,7 @@ _CHANGED = (
         2,
         UNSET,
         Answer.ADJUSTED,
-        "samples are read in the training process, whoever runs a micro-batch",
+        "samples are read in the training process, whichever worker runs a micro-batch",
     ),
     (
         "async_save",
@@ -314,7 +314,7 @@ def _where(name: str) -> Callable[[Values], bool] | None:
 
 
 def _saves_shards(values: Values) -> bool:
-    """Whether checkpoints hold shards of a distributed optimizer that the script named."""
+    """Return whether checkpoints hold shards of a distributed optimizer that the script named."""
     return bool(values.get("save") and values.get("use_distributed_optimizer"))
 
 
@@ -330,7 +330,7 @@ def _has_stages(values: Values) -> bool:
 
 
 def _saves_stages(values: Values) -> bool:
-    """Whether each stage has files of its own in a checkpoint."""
+    """Return whether each stage has files of its own in a checkpoint."""
     is_torch = values.get("ckpt_format") == "torch"
     return bool(values.get("save")) and _has_stages(values) and is_torch
 

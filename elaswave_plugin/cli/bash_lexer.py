@@ -205,5 +205,5 @@ class _Lexer:
 
 
 def _comes_before(word: Word) -> bool:
-    """Whether a command, or an assignment, may still begin behind this word."""
+    """Return whether a command, or an assignment, may still begin behind this word."""
     return "".join(part.text for part in word) in _BEFORE

@@ -116,7 +116,7 @@ class _Shell:
         return []
 
     def _holds(self, words: list[str]) -> bool:
-        """Whether a condition holds; what cannot be known does."""
+        """Return whether a condition holds; what cannot be known does."""
         words = [word for word in words if word not in ("[", "]", "[[", "]]", "test")]
         if words[:1] == ["!"]:
             return not self._holds(words[1:])

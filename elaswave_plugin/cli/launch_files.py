@@ -26,7 +26,7 @@ _CONSTANTS = (("true", True), ("false", False), ("none", None), ("null", None))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What one file, or record of a corpus, says of a launch."""
+    """The settings of a launch in one file, or in one record of a corpus."""
 
     script: str = ""
     """The Python script; empty where a recipe names none."""

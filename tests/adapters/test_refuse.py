@@ -20,10 +20,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from elaswave_plugin.adapters.megatron import unsupported
 from elaswave_plugin.adapters.megatron.unsupported import check_grid, check_growth, check_supported
-from elaswave_plugin.adapters.megatron.unsupported import check_grid, check_supported
-from elaswave_plugin.adapters.megatron.unsupported_growth import check_growth
 from elaswave_plugin.adapters.megatron_settings import EXPERTS, settings
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError

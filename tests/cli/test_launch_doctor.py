@@ -68,7 +68,7 @@ def dashed(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_refused(args: argparse.Namespace) -> bool:
-    """Whether a job refuses these arguments."""
+    """Return whether a job refuses these arguments."""
     try:
         check_arguments(args)
     except ConfigurationError:

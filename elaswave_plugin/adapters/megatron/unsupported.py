@@ -11,15 +11,13 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
+from elaswave_plugin.adapters.answers import refuse
 from elaswave_plugin.adapters.growth import check_reserve
 from elaswave_plugin.adapters.megatron.compat import rng
 from elaswave_plugin.adapters.megatron.state import adam
+from elaswave_plugin.adapters.megatron_settings import DDP, EXPERTS, MODEL, settings
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.core.layout.reserve import grown_replicas
-from elaswave_plugin.adapters.answers import refuse
-from elaswave_plugin.adapters.megatron.compat import rng
-from elaswave_plugin.adapters.megatron.state import adam
-from elaswave_plugin.adapters.megatron_settings import DDP, EXPERTS, MODEL, settings
 from elaswave_plugin.errors import ConfigurationError
 
 # How a router may be balanced: by nothing, or by what one micro-batch tells.

@@ -46,7 +46,7 @@ class ExternalLoader:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever else the script's loader can, such as to save its state."""
+        """Return what else the script's loader can do, such as saving its state."""
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._stream, name)

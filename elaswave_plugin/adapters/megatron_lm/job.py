@@ -159,7 +159,7 @@ class LmJob:
 
     @property
     def reads_external(self) -> bool:
-        """Whether the script brings loaders of its own."""
+        """Return whether the script brings loaders of its own."""
         return bool(self._args.dataloader_type == "external")
 
     def make_external_loader(self, stream: Any, position: int) -> ExternalLoader:

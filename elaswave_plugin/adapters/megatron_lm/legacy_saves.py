@@ -18,7 +18,7 @@ from elaswave_plugin.recovery.drafts import Drafts
 
 
 class LegacySaves:
-    """Where the files of a save in progress go; nowhere else without one."""
+    """The place of the files of a save in progress; their own without one."""
 
     def __init__(self) -> None:
         self._place = self._draft = Path()
@@ -27,7 +27,7 @@ class LegacySaves:
 
     @property
     def is_open(self) -> bool:
-        """Whether a save is in progress."""
+        """Return whether a save is in progress."""
         return self._is_open
 
     def write(self, drafts: Drafts, place: Path, save: Callable[[], None]) -> None:
@@ -51,7 +51,7 @@ class LegacySaves:
         dist.barrier()
 
     def name(self, path: str) -> str:
-        """Where a file of the checkpoint is written now."""
+        """Return where a file of the checkpoint is written now."""
         if self._is_open and Path(path).is_relative_to(self._place):
             return str(self._draft / Path(path).relative_to(self._place))
         return path

@@ -18,7 +18,7 @@ _LOOP = ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_
 
 
 def lm_patches(hooks: Hooks) -> PatchSet:
-    """What every script needs."""
+    """Return the patches that every script needs."""
     return PatchSet(
         [
             *_start(hooks),

@@ -51,7 +51,7 @@ def adjust(args: argparse.Namespace) -> "ScriptArguments":
 
 
 class ScriptArguments:
-    """What a script had given of the arguments that its job has adjusted, and what was said."""
+    """The values that a script had given of the arguments that its job has adjusted, and what was said."""
 
     def __init__(self, given: dict[str, Any], said: tuple[str, ...]) -> None:
         self.given = given
@@ -59,7 +59,7 @@ class ScriptArguments:
 
     @property
     def names_distributed_optimizer(self) -> bool:
-        """Whether the script itself has switched it on."""
+        """Return whether the script itself has switched it on."""
         return bool(self.given.get(_OPTIMIZER, True))
 
     @contextmanager

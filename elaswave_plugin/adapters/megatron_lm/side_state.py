@@ -89,7 +89,7 @@ class SideState(Plain):
             loader.position = position
 
     def shared(self, kept: Kept) -> Kept:
-        """What holds for every worker."""
+        """Return the part that holds for every worker."""
         reruns = {name: kept.reruns[name] for name in _SHARED}
         return kept._replace(reruns=reruns, energy={})
 

@@ -63,7 +63,7 @@ def without_plugin(spec: ScriptSpec, *, script: Path, data: Path, folder: Path) 
 
 
 def _first_error(said: str) -> str:
-    """Where the first worker failed; torchrun's own report comes last."""
+    """Return where the first worker failed; torchrun's own report comes last."""
     return said[max(said.find("Traceback"), 0) :][:9000]
 
 

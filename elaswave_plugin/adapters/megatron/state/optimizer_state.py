@@ -197,7 +197,7 @@ class FlatShard:
         return (self.main_of(param).detach().view(-1), *self._views[param].values())
 
     def owns(self, param: torch.nn.Parameter) -> bool:
-        """Whether this worker updates a piece of ``param``."""
+        """Return whether this worker updates a piece of ``param``."""
         return param in self._optimizer.model_param_group_index_map
 
     def main_of(self, param: torch.nn.Parameter) -> torch.Tensor:

@@ -228,7 +228,8 @@ def add_in_one_sum(model: torch.nn.Module) -> None:
     A head that is given the embedding's weight has a gradient for it, too. Where the head's is not
     fused, autograd adds the two up first: sums over micro-batches are then the same,
     whichever worker runs them. Layers of Transformer Engine put the gradient of the first
-    micro-batch since they were built in the place of what is there, which may be another one's by then.
+    micro-batch since they were built in the place of what is there, which may be another one's by
+    then.
     """
     module: Any
     for module in model.modules():
