@@ -51,7 +51,7 @@ def adjust(args: argparse.Namespace) -> "ScriptArguments":
 
 
 class ScriptArguments:
-    """The values that a script had given of the arguments that its job has adjusted, and what was said."""
+    """A script's own values of the arguments that its job has adjusted, and the lines said."""
 
     def __init__(self, given: dict[str, Any], said: tuple[str, ...]) -> None:
         self.given = given
