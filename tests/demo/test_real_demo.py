@@ -14,7 +14,7 @@ import pytest
 from elaswave_plugin.config import Kill
 from elaswave_plugin.observer.observer import summarize
 from elaswave_plugin.observer.run import read_run
-from tests.tiers import sampled
+from tests.sample import sampled
 
 pytest.importorskip("megatron.core")
 
