@@ -58,7 +58,7 @@ def test_weights_that_differ_are_read_anew_and_then_end_the_job(
     assert (asked, verdicts) == ([{0: (4, 2)}, {}], [])
     verdict = "shard group 0 has digests {0: 1, 1: 2}"
     monkeypatch.setattr(recover, "compare_weights", lambda *_: verdict)
-    with pytest.raises(WeightsDifferError, match=r"view 3, although .* anew: shard group 0 has"):
+    with pytest.raises(WeightsDifferError, match=r"view 3, although .* again: shard group 0 has"):
         recover.take_state(_worker(), _framework(), plan_of)
 
 

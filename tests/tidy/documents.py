@@ -195,10 +195,11 @@ def with_block(text: str, name: str, body: str) -> str:
 
 def parts() -> tuple[tuple[Path, str, Callable[[], str]], ...]:
     """Every generated part but the ledger: its page, its name, and what writes it."""
-    from tests.tidy import proofs, refused, room_pages
+    from tests.tidy import function_index, proofs, refused, room_pages
 
     return (
         (ARCHITECTURE, "rooms", room_pages.rooms_table),
+        (function_index.PAGE, function_index.NAME, function_index.functions_table),
         (SETTINGS, "settings", settings_table),
         (SETTINGS, "phases", phases_table),
         (LATENCY, "latency", latency_table),
