@@ -68,11 +68,19 @@ def check_is_short(diff: Diff, tree: Path) -> None:
     assert sum(line.startswith("+") for line in "".join(hunks).splitlines()) <= MAX_ADDED_LINES
 
 
+# Replaced in a patched tree as well: a method of a class, and a module in the place of a module.
+WITHOUT_HOOK = {
+    "megatron.core.energy_monitor:EnergyMonitor.lap",
+    "megatron.core.energy_monitor:EnergyMonitor.get_total",
+    "megatron.training.checkpointing:mpu",
+}
+
+
 def test_every_hook_has_its_record_and_every_elastic_record_its_hook(tree: Path) -> None:
     diffs = diffs_for(find_tree(tree))
     scripts = lm_patches(Hooks(lambda config: None)).records
     records = (*elastic_patches(exact=True).records, *WeightGradients().patches.records, *scripts)
-    assert all(record.hook is not None for record in records)
+    assert {record.target for record in records if record.hook is None} == WITHOUT_HOOK
     hooks = {record.hook.place for record in records if record.hook is not None}
     core = {diff.field("Hook") for diff in diffs if diff.family.startswith("megatron-core/")}
     of_scripts = {place for place in hooks if place.startswith("megatron.training.")}
