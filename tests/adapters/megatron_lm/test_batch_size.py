@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from megatron.core import num_microbatches_calculator as calculator
 from megatron.core import rerun_state_machine
+from megatron.core.energy_monitor import EnergyMonitor
 
 from elaswave_plugin.adapters.megatron_lm.batch_size import global_batch_sizes
 from elaswave_plugin.adapters.megatron_lm.side_state import SideState
@@ -25,8 +26,10 @@ def args(monkeypatch: pytest.MonkeyPatch) -> Iterator[argparse.Namespace]:
         _TRAIN_START_TIME=0.0,
         _LEGACY_TRAIN_START_TIME=0.0,
     )
-    for name in ("megatron.training", "megatron.training.training"):
-        monkeypatch.setitem(sys.modules, name, training)
+    counter = EnergyMonitor()
+    training.get_energy_monitor = lambda: counter
+    for name in ("training", "training.training", "training.global_vars"):
+        monkeypatch.setitem(sys.modules, f"megatron.{name}", training)
     monkeypatch.setattr(
         "elaswave_plugin.adapters.megatron_lm.side_state.get_rerun_state_machine",
         lambda: rerun_state_machine.RerunStateMachine(mode=rerun_state_machine.RerunMode.DISABLED),
