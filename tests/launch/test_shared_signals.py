@@ -38,7 +38,9 @@ def test_trainers_end_their_work_though_all_are_signalled(
     with Job(tmp_path, 2, option).start() as job:
         for slot in range(2):
             job.tell(slot, "saves_last")
-        job.all("saves_last", range(2))
+            job.tell(slot, "seal 1")
+        # A copy is acknowledged once the supervisor has read what its trainer said before.
+        job.all("copied", range(2), step=1)
         signal_all(job, number)
         for slot in range(2):
             await_notice(job, slot)
