@@ -93,7 +93,7 @@ BAD: dict[str, tuple[JobSpec, str, str]] = {
     "setting of the DDP": (
         JobSpec(sabotage=DDP_SETTING),
         "average_in_collective is True",
-        "carries False; change it",
+        "carries False: after a loss replicas run unequal numbers",
     ),
 }
 
