@@ -56,7 +56,7 @@ class Setting:
         return self.flag or f"--{self.name.replace('_', '-')}"
 
     @property
-    def is_unset(self) -> Any:
+    def unset_value(self) -> Any:
         """The value where nobody sets it."""
         return self.carried[0] if self.default is UNSET else self.default
 
@@ -65,7 +65,7 @@ class Setting:
 
         ``shown``: the name to call it by.
         """
-        seen = values.get(self.name, self.is_unset)
+        seen = values.get(self.name, self.unset_value)
         # An empty list switches nothing on.
         if seen in self.carried or seen == [] or (self.where and not self.where(values)):
             return None

@@ -26,6 +26,32 @@ PROFILE = (
 )
 # What is switched off, whatever it needs elsewhere.
 OFF = ("--ddp-average-in-collective", "--check-weight-hash-across-dp-replicas-interval", "2")
+_SAVES = ("--save", "checkpoints", "--save-interval", "2")
+# The same, each with what Megatron-LM itself asks for beside it.
+SWITCHED_OFF = {
+    "nccl_ub": ("--use-nccl-ub",),
+    "async_save": ("--async-save", "--use-persistent-ckpt-worker", *_SAVES),
+    "non_persistent": (
+        *("--save", "checkpoints", "--save-interval", "4"),
+        *("--non-persistent-save-interval", "2", "--non-persistent-ckpt-type", "global"),
+    ),
+    "tp_comm_overlap": (
+        *("--tensor-model-parallel-size", "2", "--sequence-parallel", "--tp-comm-overlap"),
+    ),
+    "defer_embedding_wgrad": (
+        *("--pipeline-model-parallel-size", "2", "--defer-embedding-wgrad-compute"),
+    ),
+    "gather_with_step": (
+        *("--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"),
+        *("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+        *("--overlap-param-gather-with-optimizer-step", "--ckpt-format", "torch"),
+    ),
+    "shared_experts": (
+        *("--num-experts", "4", "--moe-router-load-balancing-type", "none"),
+        *("--moe-token-dispatcher-type", "alltoall", "--disable-bias-linear"),
+        *("--moe-shared-expert-intermediate-size", "64", "--moe-shared-expert-overlap"),
+    ),
+}
 # As if the machine had a counter of energy: one joule a call.
 COUNTS_ENERGY = """
 import itertools
@@ -88,3 +114,11 @@ def test_what_is_switched_off_is_said_in_one_line(run: Launch, reference: Launch
     assert all(option in said[0] for option in OFF if option.startswith("--"))
     # The same numbers as without them.
     assert reference(off).trace() == reference(spec()).trace()
+
+
+@pytest.mark.parametrize("name", SWITCHED_OFF)
+def test_a_job_whose_setting_is_switched_off_survives_a_loss(
+    run: Launch, reference: Launch, name: str
+) -> None:
+    """Not run: delay_wgrad_compute and log_max_attention_logit, for want of Transformer Engine."""
+    check_same(run, reference, spec(*SWITCHED_OFF[name], kills=("1@2:backward",)), alive=3)
