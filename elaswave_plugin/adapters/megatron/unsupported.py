@@ -1,4 +1,4 @@
-"""Settings that this adapter does not carry, or not with a reserve: refused by name first."""
+"""Refuses what is not carried: by the table `adapters/megatron_settings.py`, and by code."""
 
 import inspect
 from collections.abc import Iterator, Sequence
