@@ -17,10 +17,6 @@ from elaswave_plugin.observer.observer import median_step_s, recoveries_of
 from tests.faults.harness import JobSpec, Outcome, Zygote, launch
 
 Row = dict[str, Any]
-# What a case promises.
-EQUAL = "bit-equal to the undisturbed run"
-PLANNED = "bit-equal to the planned departure, close to the undisturbed run"
-STOPS = "a clean stop that names what is lost"
 
 
 class Runs:

@@ -3,8 +3,9 @@
 import itertools
 
 from tests.deepspeed.harness import PRELOAD, EngineSpec, as_it_counted, check_recovered
-from tests.fault_matrix import PLANNED, FaultMatrix, Runs
+from tests.fault_matrix import FaultMatrix, Runs
 from tests.faults.harness import Outcome
+from tests.proofs import Promise
 
 PHASES = ("data", "forward", "backward", "reduce", "optimizer", "gather", "snapshot")
 KILL_STEP = 3
@@ -30,6 +31,6 @@ MATRIX = FaultMatrix(
     cases=cases(),
     fields=("stage", "bf16", "kills"),
     preload=PRELOAD,
-    promise=lambda spec: PLANNED,
+    promise=lambda spec: Promise.PLANNED,
     check=check,
 )

@@ -15,6 +15,7 @@ import pytest
 
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 # Counts how often the update was asked for, which shows that it was this one.
@@ -90,6 +91,7 @@ def compiled_adams(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@proves(Kind.KILL, Promise.PLANNED)
 @pytest.mark.parametrize(
     ("spec", "own", "stage"),
     sampled(
@@ -113,6 +115,7 @@ def test_its_state_survives(
     assert len(counts) == spec.nproc - 1 and min(counts) >= spec.steps
 
 
+@proves(Kind.KILL, Promise.PLANNED)
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("spec", "own"), [(FUSED, ""), (CPU, OWN)], ids=["fused", "cpu"])

@@ -12,6 +12,7 @@ import pytest
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
 from tests.faults.harness import max_relative_difference
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 OWN_LOADER = str(SCRIPTS / "own_loader.py")
@@ -22,6 +23,7 @@ def section(**keys: object) -> str:
     return json.dumps({"elaswave": keys})
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_a_loader_of_the_script_is_refused_in_words_that_name_ours(run: Launch) -> None:
     refused = run(EngineSpec(script=OWN_LOADER))
     assert refused.returncode == 2
@@ -29,6 +31,7 @@ def test_a_loader_of_the_script_is_refused_in_words_that_name_ours(run: Launch) 
     assert "Traceback" not in refused.output and not refused.orphans
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_a_scheduler_that_the_script_steps_is_refused(run: Launch) -> None:
     """A step that is redone would step it twice."""
     script = str(SCRIPTS / "own_optimizer.py")
@@ -39,6 +42,7 @@ def test_a_scheduler_that_the_script_steps_is_refused(run: Launch) -> None:
     assert "Traceback" not in refused.output and not refused.orphans
 
 
+@proves(Kind.KILL, Promise.PLANNED, victim="0", moment="2:forward")
 def test_our_loader_over_a_torch_loader_survives_a_kill(
     run: Launch, twin: Twin, reference: Launch
 ) -> None:
@@ -46,6 +50,7 @@ def test_our_loader_over_a_torch_loader_survives_a_kill(
     check_recovered(killed := run(spec), twin=twin(killed), reference=reference(spec))
 
 
+@proves(Kind.RETURN, Promise.PLANNED, victim="2", moment="3:backward")
 def test_a_worker_whose_script_meets_the_others_itself_comes_back(
     run: Launch, reference: Launch
 ) -> None:
@@ -58,6 +63,7 @@ def test_a_worker_whose_script_meets_the_others_itself_comes_back(
     assert max_relative_difference(returned, reference(spec)) <= 1e-6
 
 
+@proves(Kind.KILL, Promise.PLANNED, victim="2", moment="3:backward")
 def test_a_model_that_zero_init_has_cut_survives_a_kill(
     run: Launch, twin: Twin, reference: Launch
 ) -> None:
@@ -67,6 +73,7 @@ def test_a_model_that_zero_init_has_cut_survives_a_kill(
     check_recovered(killed := run(spec), twin=twin(killed), reference=reference(spec))
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -93,6 +100,7 @@ def printed_losses(output: str) -> dict[int, float]:
     return {int(step.split()[1]): float(loss.split()[1]) for step, loss, _ in lines}
 
 
+@proves(Kind.NOTHING, Promise.SAME)
 @pytest.mark.parametrize(("nproc", "stage"), sampled([(4, 1), (4, 3), (2, 1)], share=1))
 def test_a_section_that_is_not_enabled_changes_nothing_and_an_enabled_one_no_loss(
     reference: Launch, tmp_path: Path, nproc: int, stage: int
@@ -129,6 +137,7 @@ assert not heavy, heavy
 """
 
 
+@proves(Kind.NOTHING, Promise.SAME)
 def test_without_the_section_nothing_of_ours_is_imported() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", INERT], capture_output=True, text=True, timeout=90
@@ -136,6 +145,7 @@ def test_without_the_section_nothing_of_ours_is_imported() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@proves(Kind.NOTHING, Promise.SAME)
 def test_the_function_is_ours_whatever_is_imported_first() -> None:
     check = "assert use.__wrapped__.__module__ == 'deepspeed', use; print(type(use))"
     orders = (
@@ -157,6 +167,7 @@ def test_the_function_is_ours_whatever_is_imported_first() -> None:
     assert [process.returncode for process in importing] == [0, 0, 0], said
 
 
+@proves(Kind.NOTHING, Promise.SAME)
 def test_installing_by_hand_is_the_same(run: Launch, reference: Launch) -> None:
     code = "import elaswave_plugin.deepspeed as e; e.install(); e.install()"
     spec = EngineSpec(steps=3)

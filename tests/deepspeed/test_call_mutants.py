@@ -12,13 +12,15 @@ from tests.faults.harness import check_survived
 from tests.faults.mutant_ends import check_told
 from tests.faults.mutants import Mutant
 from tests.faults.replacements import TRAINS
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 SPEC = EngineSpec(nproc=2, steps=5, global_batch=4, kills=("1@3:backward",))
 MUTANTS = list(call_mutants())
 
 
-@pytest.mark.parametrize("mutant", sampled(MUTANTS, share=24), ids=map(str, MUTANTS))
+@proves(Kind.WRONG_SCRIPT, Promise.TOLD)
+@pytest.mark.parametrize("mutant", sampled(MUTANTS, share=20), ids=map(str, MUTANTS))
 def test_a_wrong_call_is_not_silent(
     run: Launch, twin: Twin, tmp_path: Path, mutant: Mutant
 ) -> None:

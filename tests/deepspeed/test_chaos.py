@@ -9,12 +9,14 @@ from tests.chaos.runs import Stage
 from tests.chaos.verdict import judge, judge_by_twin
 from tests.faults.harness import Zygote
 from tests.faults.test_chaos import check_that_it_sees
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 # In these nobody comes back in a step in which another one may, too: they have twins.
 SEEDS = (("zero1", 0), ("zero2", 42), ("zero3", 62), ("deepspeed-pipeline", 0))
 
 
+@proves(Kind.CHAOS, Promise.PLANNED)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("name", "seed"), sampled(SEEDS, share=1))
 def test_a_seed_of_deepspeed(zygote: Zygote, tmp_path: Path, name: str, seed: int) -> None:

@@ -10,6 +10,7 @@ from tests.deepspeed.harness import SCRIPTS, EngineSpec
 from tests.deepspeed.test_launchers import DEEPSPEED, launched
 from tests.faults.foreign_launchers import TORCHRUN, run_under
 from tests.ports import free_port
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 SAYS = "trains without elaswave, and no loss will be survived"
@@ -21,6 +22,7 @@ def spec_of(settings: str = OFF, **changes: object) -> EngineSpec:
     return EngineSpec(nproc=2, steps=2, global_batch=4, settings=settings, **changes)
 
 
+@proves(Kind.NOT_ATTACHED, Promise.NAMED)
 @pytest.mark.parametrize(
     ("spec", "missing"),
     [
@@ -47,6 +49,7 @@ def test_what_is_missing_is_told_once(run: Launch, spec: EngineSpec, missing: st
     assert not trained.orphans
 
 
+@proves(Kind.NOT_ATTACHED, Promise.NAMED)
 @pytest.mark.parametrize("launcher", sampled(["deepspeed", "torchrun"], share=1))
 def test_other_launchers_say_it_too(tmp_path: Path, launcher: str) -> None:
     port = free_port()
@@ -59,6 +62,7 @@ def test_other_launchers_say_it_too(tmp_path: Path, launcher: str) -> None:
     assert trained.output.count(f"{SAYS}: {OFF_SAYS}") == 1
 
 
+@proves(Kind.NOT_ATTACHED, Promise.NAMED)
 def test_a_launcher_that_knows_nothing_of_us_has_the_script_say_it(tmp_path: Path) -> None:
     command = (*TORCHRUN, "--nproc-per-node=2", f"--master-port={free_port()}")
     spec = spec_of()

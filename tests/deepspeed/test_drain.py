@@ -3,8 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from elaswave_plugin.cli.main import run_command
 from elaswave_plugin.ipc.address_file import read_addresses
 from tests.deepspeed.conftest import Twin
@@ -12,9 +10,10 @@ from tests.deepspeed.test_pipeline import PP2_DP2
 from tests.faults.harness import Outcome, Zygote, check_survived, started
 from tests.faults.test_notice import SPEC, TOLD, UNTIL_TOLD
 from tests.faults.test_signals import LIMIT_S, wait_for_step
+from tests.proofs import Kind, Promise, proves
 
 
-@pytest.mark.slow
+@proves(Kind.LEAVE, Promise.STAYS)
 def test_the_last_worker_of_a_pipelines_stage_stays(
     zygote: Zygote, tmp_path: Path, twin: Twin
 ) -> None:

@@ -7,6 +7,7 @@ import pytest
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import EngineSpec
 from tests.faults.harness import check_survived
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 DROPOUT = ("--dropout=0.1",)
@@ -24,6 +25,7 @@ torch.manual_seed = once
 """
 
 
+@proves(Kind.KILL, Promise.PLANNED)
 @pytest.mark.parametrize(
     ("stage", "kills"),
     sampled(
@@ -53,6 +55,7 @@ def test_with_dropout_a_loss_equals_the_planned_departure(
     assert all(undisturbed[step] != plain[step] for step in plain)
 
 
+@proves(Kind.SABOTAGE, Promise.SEEN, victim="2 1 3", moment="3:gather 3:gather 2:gather")
 def test_a_running_stream_is_seen(run: Launch, twin: Twin) -> None:
     """Negative control: survivors have drawn for the step that they redo.
 

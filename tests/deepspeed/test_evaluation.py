@@ -10,6 +10,7 @@ import pytest
 from tests.deepspeed.conftest import Launch
 from tests.deepspeed.harness import SCRIPTS, EngineSpec
 from tests.faults.harness import Outcome, check_survived, max_relative_difference
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 SAVING = str(SCRIPTS / "saving.py")
@@ -58,6 +59,7 @@ def monitored(folder: Path) -> list[tuple[int, float]]:
         return [(int(step), float(mean)) for step, mean in [*csv.reader(file)][1:]]
 
 
+@proves(Kind.KILL, Promise.PLANNED)
 @pytest.mark.parametrize(
     ("stage", "kill", "sabotage"),
     sampled(
@@ -100,6 +102,7 @@ def test_an_evaluation_is_made_again_with_the_same_result(
     assert [ours[step] for step in range(again)] == [theirs[step] for step in range(again)]
 
 
+@proves(Kind.KILL, Promise.PLANNED, victim="1", moment="3:backward")
 def test_a_loader_made_in_the_evaluation_has_the_shards_of_who_is_left(
     run: Launch, tmp_path: Path
 ) -> None:
@@ -112,6 +115,7 @@ def test_a_loader_made_in_the_evaluation_has_the_shards_of_who_is_left(
     assert "evaluates by itself" not in killed.output
 
 
+@proves(Kind.KILL, Promise.NAMED, victim="2", moment="4:evaluation")
 @pytest.mark.parametrize("stage", sampled([2, 3], share=1))
 def test_an_evaluation_by_the_script_itself_is_never_a_wrong_number(
     run: Launch, tmp_path: Path, stage: int

@@ -7,6 +7,7 @@ from pathlib import Path
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import FP32_BOUND, SCRIPTS, EngineSpec, check_recovered
 from tests.faults.harness import ROOT, check_survived, max_relative_difference
+from tests.proofs import Kind, Promise, proves
 
 COUNTING = """
 import sys; sys.path.append({root!r})
@@ -98,6 +99,7 @@ def counted(
     ]
 
 
+@proves(Kind.KILL, Promise.PLANNED, victim="1", moment="2:backward")
 def test_a_redone_step_fetches_as_any_other(
     run: Launch, twin: Twin, reference: Launch, tmp_path: Path
 ) -> None:
@@ -108,6 +110,7 @@ def test_a_redone_step_fetches_as_any_other(
         assert len({steps[step]["gathers"] for step in range(2, 5)}) == 1
 
 
+@proves(Kind.KILL, Promise.PLANNED, victim="1", moment="1:forward")
 def test_an_order_that_some_do_not_know_is_recorded_anew(
     run: Launch, twin: Twin, reference: Launch, tmp_path: Path
 ) -> None:
@@ -117,6 +120,7 @@ def test_an_order_that_some_do_not_know_is_recorded_anew(
         assert not steps[2]["records"] and not steps[3]["records"]
 
 
+@proves(Kind.KILL, Promise.PLANNED, victim="1", moment="0:evaluation")
 def test_what_one_worker_has_derived_from_the_order_is_found_out_anew(
     run: Launch, reference: Launch
 ) -> None:

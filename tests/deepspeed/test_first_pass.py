@@ -14,6 +14,7 @@ from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import FP32_BOUND, SCRIPTS, EngineSpec, check_recovered
 from tests.deepspeed.test_join import entered
 from tests.faults.harness import Outcome, check_survived, max_relative_difference
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 BACK = 5
@@ -56,6 +57,7 @@ if os.environ["ELASWAVE_INCARNATION"] != "0":
 """
 
 
+@proves(Kind.RETURN, Promise.PLANNED)
 @pytest.mark.parametrize(
     ("stage", "options"), sampled([(3, ()), (3, ("--evaluate",)), (1, ())], share=2)
 )
@@ -70,6 +72,7 @@ def test_who_comes_back_has_what_the_first_pass_of_the_others_has_left(
     assert killed.output.count("evaluated:") == 4 * len(options)
 
 
+@proves(Kind.KILL, Promise.PLANNED, victim="1", moment="0:gather")
 def test_a_loss_in_the_first_pass_leaves_all_with_the_same(
     run: Launch, reference: Launch, tmp_path: Path
 ) -> None:
@@ -91,12 +94,14 @@ def check_sent_away(run: Outcome, reason: str) -> None:
     assert len(run.trace()) == run.spec.steps
 
 
+@proves(Kind.RETURN, Promise.SENT_AWAY)
 def test_who_comes_back_to_another_model_is_sent_away_and_the_job_goes_on(run: Launch) -> None:
     """The first pass of the others has made a module, which no newcomer can be given."""
     killed = run(replace(RETURN, options=("--late",), changes=(), awaits=((BACK, 1),)))
     check_sent_away(killed, "this worker's model has no module 'places.norm' of kind LayerNorm")
 
 
+@proves(Kind.RETURN, Promise.SENT_AWAY)
 def test_who_does_in_its_first_step_what_the_others_do_not_is_sent_away(
     run: Launch, reference: Launch
 ) -> None:

@@ -18,6 +18,7 @@ from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import EngineSpec, check_recovered
 from tests.deepspeed.test_pipeline import PP2_DP2
 from tests.faults.harness import Outcome, check_survived
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 ALLOWED = """
@@ -54,6 +55,7 @@ def skipped(run: Outcome) -> list[int]:
     return [step for step, norm in sorted(norms.items()) if math.isinf(norm)]
 
 
+@proves(Kind.KILL, Promise.PLANNED)
 @pytest.mark.parametrize(
     ("stage", "kill"),
     sampled(
@@ -77,6 +79,7 @@ def test_steps_that_overflow_before_and_after_a_loss(
     assert scales(killed) == scales(whole) and len(set(scales(whole))) > 2
 
 
+@proves(Kind.KILL, Promise.PLANNED)
 @pytest.mark.slow
 @pytest.mark.parametrize("kill", ["0@4:backward", "1@5:snapshot"])
 def test_the_scale_without_zero_goes_on_where_the_step_was(
@@ -88,6 +91,7 @@ def test_the_scale_without_zero_goes_on_where_the_step_was(
     assert scales(killed) == scales(whole) and len(set(scales(whole))) > 2
 
 
+@proves(Kind.KILL, Promise.PLANNED)
 @pytest.mark.slow
 @pytest.mark.parametrize("kill", ["3@4:backward", "2@5:snapshot"])
 def test_a_pipeline_skips_the_same_steps(
@@ -117,6 +121,7 @@ DeepSpeedFramework.write_capsule = forget
 """
 
 
+@proves(Kind.SABOTAGE, Promise.SEEN, victim="1", moment="5:snapshot")
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_scale_that_is_not_carried_is_seen(run: Launch, reference: Launch, stage: int) -> None:

@@ -19,6 +19,7 @@ from tests.deepspeed.test_pipeline import PP2_DP2, norms
 from tests.deepspeed.test_save import SAVING
 from tests.faults.harness import Outcome, check_survived, max_relative_difference
 from tests.faults.test_join import last_ranks
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 GROWS_AT = 4
@@ -49,6 +50,7 @@ def check_grown(run: Outcome, reference: Outcome) -> None:
     assert rates(run) == rates(reference)
 
 
+@proves(Kind.JOIN, Promise.PLANNED)
 @pytest.mark.parametrize(
     ("stage", "bf16"),
     sampled([(stage, bf16) for bf16 in (False, True) for stage in range(4)], share=1),
@@ -89,8 +91,8 @@ def drawn() -> list[tuple[int, str, bool]]:
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "kill", "bf16"), drawn())
+@proves(Kind.JOIN_LOSS, Promise.PLANNED)
+@pytest.mark.parametrize(("stage", "kill", "bf16"), sampled(drawn(), share=1))
 def test_a_worker_of_a_grown_engine_is_lost(
     run: Launch, twin: Twin, reference: Launch, stage: int, kill: str, bf16: bool
 ) -> None:
@@ -102,6 +104,7 @@ def test_a_worker_of_a_grown_engine_is_lost(
     assert sorted(last_ranks(killed)) == [one for one in range(5) if one != slot]
 
 
+@proves(Kind.JOIN_LOSS, Promise.PLANNED)
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "slot"), [(0, 3), (1, 0), (2, 2), (3, 1)])
 def test_a_worker_beyond_the_launch_takes_the_place_of_a_lost_one(
@@ -115,6 +118,7 @@ def test_a_worker_beyond_the_launch_takes_the_place_of_a_lost_one(
     assert last_ranks(killed) == [one for one in range(5) if one != slot]
 
 
+@proves(Kind.NEWCOMER, Promise.PLANNED)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "death"), [(0, "agree"), (1, "startup"), (2, "verify"), (3, "move")]
@@ -129,6 +133,7 @@ def test_a_newcomer_beyond_the_launch_dies_on_its_way_in(
     assert last_ranks(killed) == [0, 1, 2, 3, 4]
 
 
+@proves(Kind.JOIN, Promise.PLANNED)
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_two_nodes_double(run: Launch, reference: Launch, stage: int) -> None:
@@ -148,8 +153,8 @@ def test_two_nodes_double(run: Launch, reference: Launch, stage: int) -> None:
     assert last_ranks(grown) == [0, 1, 2, 3]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
+@proves(Kind.JOIN, Promise.WHOLE)
+@pytest.mark.parametrize("stage", sampled([2, 3], share=1))
 def test_a_loop_over_epochs_grows_and_five_write_the_checkpoints_from_there_on(
     run: Launch, tmp_path: Path, stage: int
 ) -> None:
@@ -178,6 +183,7 @@ def test_a_loop_over_epochs_grows_and_five_write_the_checkpoints_from_there_on(
         }
 
 
+@proves(Kind.JOIN, Promise.WHOLE)
 @pytest.mark.slow
 def test_who_joins_loads_what_the_job_had_loaded(run: Launch, tmp_path: Path) -> None:
     whole = '{"dataloader_drop_last": true}'
@@ -193,6 +199,7 @@ def test_who_joins_loads_what_the_job_had_loaded(run: Launch, tmp_path: Path) ->
     assert files_of(tmp_path, "loaded") == 4 and files_of(tmp_path, "global_step12") == 5
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_a_reserve_with_too_little_to_share_is_refused(run: Launch) -> None:
     """An iteration of four samples: the micro-batches of two iterations have one each."""
     refused = run(replace(GROWS, accumulation=2, joiners=0, changes=(), dump="never"))
@@ -212,6 +219,7 @@ PIPELINES = replace(
 )
 
 
+@proves(Kind.JOIN, Promise.PLANNED)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "bf16", "option"),
@@ -235,6 +243,7 @@ def test_a_third_pipeline_joins_two(
         assert counts == {0: 3, 1: 3, 4: 2}
 
 
+@proves(Kind.JOIN_LOSS, Promise.PLANNED)
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "kill"), [(1, "4.1@7:backward"), (0, "1@7:forward")])
 def test_a_worker_of_grown_pipelines_is_lost(

@@ -19,6 +19,7 @@ from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
 from tests.faults.foreign_launchers import run_under
 from tests.faults.harness import ROOT, Outcome, check_survived, max_relative_difference
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 from tests.supervisor.jobs import LAUNCH
 
@@ -46,6 +47,7 @@ def printed(output: str) -> list[tuple[int, float, str]]:
     return [(int(step.split()[1]), float(loss.split()[1]), lr) for step, loss, lr in lines]
 
 
+@proves(Kind.KILL, Promise.PLANNED)
 @pytest.mark.parametrize(
     ("stage", "kill"),
     sampled(
@@ -82,6 +84,7 @@ def test_a_kill_is_absorbed_and_the_script_counts_each_step_once(
     assert all(rates[one[0]] == one[2] for one in ours if one[0] != step)
 
 
+@proves(Kind.KILL, Promise.PLANNED, victim="1", moment="2:backward")
 @pytest.mark.parametrize("script", [EXAMPLE, EVALUATING], ids=["example", "no deepspeed first"])
 def test_a_kill_is_survived_in_interpreters_that_import_all_anew(
     tmp_path: Path, reference: Launch, script: str
@@ -99,6 +102,7 @@ def test_a_kill_is_survived_in_interpreters_that_import_all_anew(
     assert max_relative_difference(killed, reference(spec)) <= 1e-6
 
 
+@proves(Kind.KILLS, Promise.PLANNED, victim="0 3", moment="1:backward 3:forward")
 @pytest.mark.slow
 def test_two_losses_in_one_run(run: Launch, twin: Twin, reference: Launch) -> None:
     spec = spec_of("0@1:backward", "3@3:forward", stage=2)
@@ -119,6 +123,7 @@ def plain(spec: EngineSpec, folder: Path) -> str:
 
 
 # With five iterations an epoch and two a step, Accelerate ends the last step of each epoch early.
+@proves(Kind.NOTHING, Promise.SAME)
 @pytest.mark.parametrize(
     "options", sampled([((),), (("--limit=20",),)], share=1), ids=["whole", "early-boundaries"]
 )
@@ -135,6 +140,7 @@ def test_without_a_loss_it_is_what_accelerate_does_alone(
     assert [loss for _, loss, _ in ours] == pytest.approx([one[1] for one in wanted], rel=1e-6)
 
 
+@proves(Kind.KILL, Promise.PLANNED, victim="1", moment="2:backward")
 @pytest.mark.slow
 def test_boundaries_that_accelerate_sets_early_survive_a_kill(
     run: Launch, twin: Twin, reference: Launch
@@ -153,6 +159,7 @@ def evaluations(run: Outcome) -> list[list[tuple[int, int, float]]]:
     return [json.loads(path.read_text()) for path in run.directory.glob("evaluations-*")]
 
 
+@proves(Kind.KILL, Promise.PLANNED, victim="0", moment="2:backward")
 @pytest.mark.parametrize("stage", sampled([1, 3], share=1))
 def test_who_is_left_evaluates_everything(run: Launch, reference: Launch, stage: int) -> None:
     spec = EngineSpec(
@@ -175,6 +182,7 @@ def test_who_is_left_evaluates_everything(run: Launch, reference: Launch, stage:
             assert (count, loss) == (21, pytest.approx(check[step][1], rel=1e-5))
 
 
+@proves(Kind.WRONG_SCRIPT, Promise.REFUSED)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -199,11 +207,13 @@ def check_trainer_refused(refused: Outcome) -> None:
     assert "Traceback" not in refused.output and not refused.orphans
 
 
+@proves(Kind.WRONG_SCRIPT, Promise.REFUSED)
 def test_the_trainer_is_refused_by_name(run: Launch) -> None:
     settings = json.dumps({**SIZES, **OWN_OPTIMIZER})
     check_trainer_refused(run(EngineSpec(script=TRAINER, settings=settings)))
 
 
+@proves(Kind.WRONG_SCRIPT, Promise.REFUSED)
 def test_the_trainer_is_refused_in_interpreters_that_import_all_anew(tmp_path: Path) -> None:
     """With use_cpu, too, by which it trained without a word that it was not protected."""
     settings = json.dumps({**SIZES, **OWN_OPTIMIZER})
@@ -212,6 +222,7 @@ def test_the_trainer_is_refused_in_interpreters_that_import_all_anew(tmp_path: P
     check_trainer_refused(run_under(command, spec, data=tmp_path, directory=tmp_path / "run"))
 
 
+@proves(Kind.KILL, Promise.NAMED)
 def test_a_lost_worker_stays_away_and_more_is_refused(
     run: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +248,7 @@ EngineJob._check = fire
 """
 
 
+@proves(Kind.KILL, Promise.NAMED, victim="2", moment="2:evaluation")
 def test_an_evaluation_that_a_loss_meets_is_said_to_miss_samples(run: Launch) -> None:
     spec = EngineSpec(script=EVALUATING, stage=3, accumulation=1, global_batch=4)
     killed = run(replace(spec, kills=("2@2:evaluation",), sabotage=IN_EVALUATION))

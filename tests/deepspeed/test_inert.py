@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.proofs import Kind, Promise, proves
+
 pytest.importorskip("deepspeed")
 
 SCRIPT = """
@@ -50,6 +52,7 @@ def seen(*, autoload: bool) -> dict[str, Any]:
     return found
 
 
+@proves(Kind.NOTHING, Promise.SAME)
 def test_what_is_imported_is_the_hook_and_no_more() -> None:
     found = seen(autoload=True)
     assert found["torch"] == sorted(AT_TORCH)
@@ -60,6 +63,7 @@ def test_what_is_imported_is_the_hook_and_no_more() -> None:
     assert list(found["finders"]).count("elaswave_plugin.autoload") == 1
 
 
+@proves(Kind.NOTHING, Promise.SAME)
 def test_torchs_own_switch_turns_it_off() -> None:
     found = seen(autoload=False)
     assert found["torch"] == found["deepspeed"] == found["initialize"] == []

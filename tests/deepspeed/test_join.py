@@ -19,6 +19,7 @@ from tests.deepspeed.test_kill import PHASES
 from tests.deepspeed.test_monitor import check_csv, scalars, settings_of
 from tests.faults.harness import Outcome, check_survived, max_relative_difference
 from tests.faults.test_join import LATER
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 EPOCHS = str(SCRIPTS / "epochs.py")
@@ -54,6 +55,7 @@ def drawn() -> list[tuple[int, int, str, bool]]:
     ]
 
 
+@proves(Kind.RETURN, Promise.PLANNED)
 @pytest.mark.parametrize(("stage", "slot", "phase", "bf16"), sampled(drawn(), share=1))
 def test_a_lost_worker_comes_back_under_every_zero_stage(
     run: Launch, twin: Twin, reference: Launch, stage: int, slot: int, phase: str, bf16: bool
@@ -81,6 +83,7 @@ def files_of(folder: Path, tag: str) -> int:
     return len([*(folder / tag).glob("*zero_pp_rank_*_optim_states.pt")])
 
 
+@proves(Kind.RETURN, Promise.PLANNED)
 @pytest.mark.parametrize(
     ("stage", "kill", "back"),
     sampled(
@@ -131,6 +134,7 @@ def test_its_loop_over_epochs_arrives_where_the_others_are(
             assert newcomer[epoch][2] == others[0][epoch][2]
 
 
+@proves(Kind.RETURN, Promise.SENT_AWAY, victim="2", moment="1:gather")
 def test_a_script_that_counts_its_batches_itself_is_refused_and_the_others_go_on(
     run: Launch, tmp_path: Path
 ) -> None:
@@ -155,6 +159,7 @@ def test_a_script_that_counts_its_batches_itself_is_refused_and_the_others_go_on
     ]
 
 
+@proves(Kind.KILLS, Promise.PLANNED, victim="2 0", moment="2:backward 4:reduce")
 @pytest.mark.slow
 def test_four_workers_become_two_and_four_again(run: Launch, reference: Launch) -> None:
     """The second loss comes while the first newcomer is being built; each enters by itself."""
@@ -173,6 +178,7 @@ def test_four_workers_become_two_and_four_again(run: Launch, reference: Launch) 
     assert max_relative_difference(killed, reference(spec)) <= 1e-6
 
 
+@proves(Kind.NEWCOMER, Promise.PLANNED)
 @pytest.mark.parametrize(
     ("stage", "death"),
     sampled(
@@ -190,6 +196,7 @@ def test_a_newcomer_dies_while_it_is_built_or_enters(
     assert entered(killed)[-1] == (1, 2, BACK)
 
 
+@proves(Kind.RETURN, Promise.LOGGED)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_monitors_go_back_to_the_first_worker(run: Launch, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
@@ -207,6 +214,7 @@ def test_monitors_go_back_to_the_first_worker(run: Launch, tmp_path: Path) -> No
     assert newest.name.split(".")[-2] == str(owners[-1])
 
 
+@proves(Kind.RETURN, Promise.WHOLE, victim="2", moment="4:backward")
 @pytest.mark.parametrize("stage", sampled([1, 3], share=1))
 def test_it_comes_back_to_a_job_that_has_saved_and_had_nothing_to_load(
     run: Launch, twin: Twin, tmp_path: Path, stage: int
@@ -229,6 +237,7 @@ def test_it_comes_back_to_a_job_that_has_saved_and_had_nothing_to_load(
     assert killed.trace() == twin(killed).trace()
 
 
+@proves(Kind.RETURN, Promise.WHOLE, victim="2", moment="1:backward")
 def test_it_loads_what_the_job_had_loaded_and_not_a_later_checkpoint(
     run: Launch, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ import pytest
 from elaswave_plugin.config import parse_kill
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import EngineSpec, check_recovered
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 PHASES = ("data", "forward", "backward", "reduce", "optimizer", "gather", "snapshot")
@@ -46,7 +47,8 @@ def test_the_cover_has_every_pair() -> None:
         assert set(zip(one, other, strict=True)) == set(itertools.product(values, others))
 
 
-@pytest.mark.parametrize("spec", sampled(cover(), share=14), ids=name_of)
+@proves(Kind.KILL, Promise.PLANNED)
+@pytest.mark.parametrize("spec", sampled(cover(), share=12), ids=name_of)
 def test_kill_in_a_phase_of_a_step_equals_the_planned_departure(
     run: Launch, twin: Twin, reference: Launch, spec: EngineSpec
 ) -> None:

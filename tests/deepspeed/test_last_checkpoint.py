@@ -11,9 +11,11 @@ from tests.deepspeed.harness import FP32_BOUND, EngineSpec
 from tests.deepspeed.test_save import SAVING, state_of, writers
 from tests.faults.harness import Zygote, max_relative_difference
 from tests.faults.test_last_checkpoint import SAVE_S, completed_once, told_to_end
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 
+@proves(Kind.ALL_LEAVE, Promise.WHOLE)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("stage", sampled([1, 3], share=1))

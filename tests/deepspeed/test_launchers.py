@@ -12,6 +12,7 @@ from tests.deepspeed.test_pipeline_join import check_back, spec_of
 from tests.faults.foreign_launchers import TORCHRUN, run_under
 from tests.faults.harness import Outcome
 from tests.ports import free_port
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 DEEPSPEED = str(Path(sys.executable).with_name("deepspeed"))
@@ -22,6 +23,7 @@ def launched(command: tuple[str, ...], spec: EngineSpec, directory: Path) -> Out
     return run_under(command, spec, data=directory, directory=directory, DS_ACCELERATOR="cpu")
 
 
+@proves(Kind.KILL, Promise.PLANNED, victim="0", moment="3:backward")
 @pytest.mark.slow
 def test_torchrun_with_our_module_survives_a_kill(
     tmp_path: Path, twin: Twin, reference: Launch
@@ -33,6 +35,7 @@ def test_torchrun_with_our_module_survives_a_kill(
 
 
 # By default two, since each imports the frameworks anew.
+@proves(Kind.KILL, Promise.PLANNED, victim="0", moment="3:backward")
 @pytest.mark.parametrize("nproc", sampled([2, 4], share=1))
 def test_the_deepspeed_launcher_with_our_module_survives_a_kill(
     tmp_path: Path, twin: Twin, reference: Launch, nproc: int
@@ -43,6 +46,7 @@ def test_the_deepspeed_launcher_with_our_module_survives_a_kill(
     check_recovered(survived, twin=twin(survived), reference=reference(spec))
 
 
+@proves(Kind.RETURN, Promise.PLANNED)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher",

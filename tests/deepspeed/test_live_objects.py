@@ -13,6 +13,7 @@ from tests.deepspeed.conftest import Launch
 from tests.deepspeed.harness import EngineSpec
 from tests.deepspeed.test_pipeline import PP2_DP2
 from tests.faults.harness import ROOT, Outcome, check_survived
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 # What differs for a known reason, each with that reason.
@@ -78,6 +79,7 @@ def pictures(folder: Path, width: int = 3) -> list[dict[str, Any]]:
     return [json.loads((folder / f"walk-{rank}.json").read_text()) for rank in range(width)]
 
 
+@proves(Kind.KILL, Promise.FRESH, victim="1", moment="2:backward")
 @pytest.mark.parametrize("stage", sampled([0, 1, 2, 3], share=2))
 def test_live_objects_after_a_loss_equal_fresh_ones(
     run: Launch, tmp_path: Path, stage: int
@@ -94,6 +96,7 @@ def test_live_objects_after_a_loss_equal_fresh_ones(
         assert groups and all(len(members) == 3 for _, members, _ in groups)
 
 
+@proves(Kind.RETURN, Promise.FRESH)
 @pytest.mark.parametrize(("stage", "slot"), sampled([(0, 2), (1, 0), (2, 3), (3, 1)], share=1))
 def test_live_objects_after_a_return_equal_fresh_ones(
     run: Launch, tmp_path: Path, stage: int, slot: int
@@ -111,8 +114,8 @@ def test_live_objects_after_a_return_equal_fresh_ones(
         assert not differences(live, fresh, known)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@proves(Kind.JOIN, Promise.FRESH)
+@pytest.mark.parametrize("stage", sampled([0, 1, 2, 3], share=1))
 def test_live_objects_of_a_grown_engine_equal_fresh_ones(
     run: Launch, tmp_path: Path, stage: int
 ) -> None:
@@ -129,6 +132,7 @@ def test_live_objects_of_a_grown_engine_equal_fresh_ones(
         assert not differences(live, fresh, [*KNOWN, *KNOWN_LATER] if place == 4 else KNOWN)
 
 
+@proves(Kind.KILLS, Promise.FRESH, victim="1 3", moment="1:backward 2:data")
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1])
 def test_live_objects_of_a_pipeline_equal_fresh_ones(
@@ -145,6 +149,7 @@ def test_live_objects_of_a_pipeline_equal_fresh_ones(
         assert not differences(live, fresh, [*KNOWN, *KNOWN_PIPELINE])
 
 
+@proves(Kind.SABOTAGE, Promise.SEEN, victim="1", moment="2:backward")
 def test_a_stale_size_is_found(run: Launch, tmp_path: Path) -> None:
     """Negative control: one cached size that nobody sets."""
     live = walked(run, tmp_path / "live", kills=("1@2:backward",), sabotage=STALE)

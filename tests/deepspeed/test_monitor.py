@@ -14,6 +14,7 @@ import pytest
 from tests.deepspeed.conftest import Launch
 from tests.deepspeed.harness import EngineSpec
 from tests.faults.harness import Outcome, check_survived
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 from tests.tracking.test_wandb_sink import history, run_ids
 
@@ -61,6 +62,7 @@ def check_csv(run: Outcome, folder: Path) -> None:
     assert [float(row[1]) for row in rows[1:]] == [rates[step] for step in sorted(rates)]
 
 
+@proves(Kind.KILL, Promise.LOGGED)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     ("stage", "kills"),
@@ -96,6 +98,7 @@ def test_every_step_is_written_once_and_in_order(
     assert [value for _, value in points] == pytest.approx(wanted, rel=1e-6)
 
 
+@proves(Kind.SABOTAGE, Promise.SEEN, victim="0", moment="3:gather")
 def test_a_monitor_that_nobody_opens_again_is_seen(run: Launch, tmp_path: Path) -> None:
     """Negative control."""
     monitor = "elaswave_plugin.adapters.deepspeed.engine.monitor"
@@ -111,6 +114,7 @@ def test_a_monitor_that_nobody_opens_again_is_seen(run: Launch, tmp_path: Path) 
         check_csv(killed, tmp_path)
 
 
+@proves(Kind.KILL, Promise.LOGGED, victim="0", moment="4:backward")
 def test_the_wandb_run_is_the_same_one(run: Launch, tmp_path: Path) -> None:
     """Rows that W&B's own process had not written when its owner died are missing, none twice."""
     pytest.importorskip("wandb")
@@ -130,6 +134,7 @@ def test_the_wandb_run_is_the_same_one(run: Launch, tmp_path: Path) -> None:
     assert all(row[LR] == rate_of(killed)[row["_step"] // 8 - 1] for row in first + second)
 
 
+@proves(Kind.HANG, Promise.ENDS_WELL)
 def test_monitors_that_hang_hold_no_end_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -155,6 +160,7 @@ def test_monitors_that_hang_hold_no_end_up(
     ]
 
 
+@proves(Kind.WRONG_SCRIPT, Promise.REFUSED)
 def test_two_wandb_runs_in_one_process_are_refused(run: Launch) -> None:
     settings = {"wandb": {"enabled": True}, "elaswave": {"wandb": "offline"}}
     refused = run(EngineSpec(settings=json.dumps(settings)))

@@ -7,6 +7,7 @@ import pytest
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import FP32_BOUND, EngineSpec, check_recovered
 from tests.faults.harness import check_survived, max_relative_difference
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 ZERO = "from elaswave_plugin.adapters.deepspeed.zero import zero_state as zero"
@@ -30,6 +31,7 @@ EQUAL_WEIGHTS = (
 )
 
 
+@proves(Kind.SABOTAGE, Promise.SEEN, victim="2", moment="3:snapshot")
 @pytest.mark.parametrize("stage", sampled([1, 3], share=1))
 @pytest.mark.parametrize("sabotage", BROKEN_BITS.values(), ids=BROKEN_BITS.keys())
 def test_a_recovery_that_misses_a_part_is_seen(
@@ -43,6 +45,7 @@ def test_a_recovery_that_misses_a_part_is_seen(
         check_recovered(broken, twin=twin(whole), reference=reference(whole))
 
 
+@proves(Kind.SABOTAGE, Promise.SEEN, victim="2", moment="3:backward")
 def test_equal_weights_of_unequal_shares_are_seen(run: Launch, reference: Launch) -> None:
     spec = EngineSpec(stage=2, kills=("2@3:backward",), sabotage=EQUAL_WEIGHTS)
     broken = run(spec)
@@ -50,6 +53,7 @@ def test_equal_weights_of_unequal_shares_are_seen(run: Launch, reference: Launch
     assert max_relative_difference(broken, reference(replace(spec, sabotage=""))) > FP32_BOUND
 
 
+@proves(Kind.SABOTAGE, Promise.SEEN, victim="2", moment="99:backward")
 def test_a_missing_kill_is_seen(run: Launch, twin: Twin, reference: Launch) -> None:
     spec = EngineSpec(kills=("2@99:backward",))
     late = run(spec)

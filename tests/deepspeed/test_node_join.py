@@ -10,11 +10,14 @@ from tests.deepspeed.harness import EngineSpec, check_recovered
 from tests.deepspeed.test_join import BACK, STEPS, entered, sizes
 from tests.faults.harness import Zygote
 from tests.faults.test_node_join import lose_and_join, lose_with_standby
+from tests.proofs import Kind, Promise, proves
+from tests.sample import sampled
 
 
-@pytest.mark.slow
+@proves(Kind.NODE_RETURN, Promise.PLANNED)
 @pytest.mark.parametrize(
-    ("stage", "slot", "standby"), [(1, 2, False), (2, 0, False), (3, 1, False), (2, 3, True)]
+    ("stage", "slot", "standby"),
+    sampled([(1, 2, False), (2, 0, False), (3, 1, False), (2, 3, True)], share=1),
 )
 def test_a_lost_node_of_an_engine_comes_back(
     zygote: Zygote,

@@ -8,11 +8,13 @@ import pytest
 from tests.deepspeed.conftest import Launch
 from tests.deepspeed.harness import SCRIPTS, EngineSpec
 from tests.faults.harness import Outcome
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 OWN_CALLS = EngineSpec(script=str(SCRIPTS / "own_calls.py"), nproc=3, global_batch=6, steps=6)
 
 
+@proves(Kind.WRONG_SCRIPT, Promise.REFUSED)
 @pytest.mark.parametrize(
     ("what", "stage", "named"),
     [
@@ -39,6 +41,7 @@ def test_what_nobody_could_redo_is_refused_at_its_first_use(
     assert what == "twin" or not refused.files.steps
 
 
+@proves(Kind.KILL, Promise.PLANNED)
 @pytest.mark.parametrize("stage", sampled([0, 2], share=1))
 def test_an_optimizer_that_the_engines_drives_is_a_part_of_it(run: Launch, stage: int) -> None:
     done = run(replace(OWN_CALLS, stage=stage, options=("--what=nested",)))
@@ -74,6 +77,7 @@ def found(run: Outcome) -> list[dict[str, int]]:
     return [json.loads(path.read_text()) for path in sorted(run.directory.glob("own-calls-*"))]
 
 
+@proves(Kind.KILL, Promise.PLANNED)
 @pytest.mark.parametrize("what", ["next", "enumerate"])
 @pytest.mark.parametrize(("stage", "iteration"), sampled([(1, 0), (1, 1), (2, 0), (0, 1)], share=1))
 def test_survivors_on_both_sides_of_a_step_lose_the_same_batches(

@@ -8,6 +8,7 @@ import pytest
 from elaswave_plugin.observer.observer import audit_samples
 from tests.deepspeed.conftest import Launch
 from tests.deepspeed.harness import SCRIPTS, EngineSpec
+from tests.proofs import Kind, Promise, proves
 
 # It came back before step 6, and so wants batches when the others have all of theirs.
 SPEC = {
@@ -26,6 +27,7 @@ TOLD = (
 )
 
 
+@proves(Kind.RETURN, Promise.NAMED)
 @pytest.mark.parametrize(
     ("stage", "saves"),
     [(1, False), (1, True), (3, False)],

@@ -8,8 +8,10 @@ import pytest
 pytest.importorskip("deepspeed")
 
 from elaswave_plugin.adapters.deepspeed.engine.own_loops import OwnLoops
+from tests.proofs import Kind, Promise, proves
 
 
+@proves(Kind.WIDTH, Promise.NAMED)
 @pytest.mark.parametrize(("batch", "says"), [(12, False), (8, True)])
 def test_a_checkpoint_of_another_global_batch_is_told(
     capfd: pytest.CaptureFixture[str], batch: int, says: bool

@@ -10,6 +10,7 @@ from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec
 from tests.deepspeed.test_join import entered
 from tests.faults.harness import Outcome, check_survived, max_relative_difference
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 OWN = EngineSpec(script=str(SCRIPTS / "own_state.py"), nproc=3, global_batch=12, steps=9)
@@ -32,6 +33,7 @@ def held(run: Outcome) -> dict[str, Any]:
     return {path.name: json.loads(path.read_text()) for path in files}
 
 
+@proves(Kind.KILL, Promise.PLANNED)
 @pytest.mark.parametrize("kill", KILLS)
 @pytest.mark.parametrize("mode", sampled(CARRIED, share=3))
 @pytest.mark.parametrize("stage", sampled([0, 1, 2], share=1))
@@ -49,6 +51,7 @@ def test_a_step_that_is_redone_finds_what_it_found(
         assert max_relative_difference(killed, reference(of(mode, stage=stage))) <= 1e-5
 
 
+@proves(Kind.RETURN, Promise.PLANNED, victim="0", moment="3:backward")
 @pytest.mark.parametrize("mode", sampled(["statistics", "kept average"], share=1))
 def test_rank_0_comes_back_with_what_the_others_keep(run: Launch, twin: Twin, mode: str) -> None:
     killed = run(of(mode, respawn=5, kills=("0@3:backward",), changes=("+0@6",)))
@@ -60,6 +63,7 @@ def test_rank_0_comes_back_with_what_the_others_keep(run: Launch, twin: Twin, mo
     assert held(killed) == held(planned)
 
 
+@proves(Kind.SABOTAGE, Promise.SEEN, victim="0", moment="3:backward")
 def test_an_average_that_nobody_keeps_is_another(run: Launch, twin: Twin) -> None:
     """The comparison above can fail: no plugin sees such an object."""
     killed = run(of("average", respawn=5, kills=("0@3:backward",), changes=("+0@6",)))
@@ -74,6 +78,7 @@ REFUSED = {
 }
 
 
+@proves(Kind.WRONG_SCRIPT, Promise.REFUSED)
 @pytest.mark.parametrize("mode", REFUSED)
 def test_what_cannot_come_back_is_refused(run: Launch, mode: str) -> None:
     num_steps, words = REFUSED[mode]

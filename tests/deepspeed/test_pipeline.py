@@ -9,6 +9,7 @@ import pytest
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
 from tests.faults.harness import Outcome, check_survived, max_relative_difference
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 PHASES = ("data", "forward", "backward", "reduce", "optimizer", "gather", "snapshot")
@@ -41,6 +42,7 @@ def seen_by(run: Outcome) -> list[dict[str, object]]:
 KINDS = ((1, False), (0, False), (1, True))
 
 
+@proves(Kind.KILL, Promise.PLANNED)
 @pytest.mark.parametrize(
     ("slot", "phase", "stage", "bf16"),
     sampled(
@@ -85,6 +87,7 @@ WAYS = (
 )
 
 
+@proves(Kind.KILL, Promise.PLANNED, victim="1", moment="3:backward")
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize(("option", "settings"), WAYS, ids=[option for option, _ in WAYS])
@@ -106,6 +109,7 @@ def test_what_scripts_do(
     check_pipeline(run(spec), twin, reference)
 
 
+@proves(Kind.KILLS, Promise.PLANNED, victim="1 3", moment="2:backward 4:forward")
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1])
 def test_survivors_of_two_pipelines_are_one_again(
@@ -128,6 +132,7 @@ def test_survivors_of_two_pipelines_are_one_again(
     assert any("w0: 0 3 1 | w2: 2 5 4 | w4: 0 3 1 | w5: 2 5 4" in plan for plan in plans)
 
 
+@proves(Kind.KILL, Promise.PLANNED, victim="3", moment="2:forward")
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1])
 def test_four_stages_lose_a_middle_one(
@@ -139,6 +144,7 @@ def test_four_stages_lose_a_middle_one(
     check_pipeline(killed, twin, reference)
 
 
+@proves(Kind.IN_RECOVERY, Promise.PLANNED, victim="1")
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["detect", "agree", "edit", "move", "rebind", "verify", "replay"])
 def test_the_other_worker_of_the_pipeline_is_lost_in_the_recovery(
@@ -157,6 +163,7 @@ def test_the_other_worker_of_the_pipeline_is_lost_in_the_recovery(
     assert max_relative_difference(killed, reference(spec)) <= 1e-6
 
 
+@proves(Kind.KILL, Promise.PLANNED)
 @pytest.mark.slow
 @pytest.mark.parametrize("kill", ["0@1:data", "3@1:backward", "1@1:gather"])
 def test_a_kill_in_the_first_steps(run: Launch, twin: Twin, reference: Launch, kill: str) -> None:
@@ -165,6 +172,7 @@ def test_a_kill_in_the_first_steps(run: Launch, twin: Twin, reference: Launch, k
     check_pipeline(killed, twin, reference)
 
 
+@proves(Kind.KILL, Promise.STOPS, victim="1", moment="2:backward")
 def test_a_stage_with_nobody_left_ends_the_job_in_words(run: Launch) -> None:
     stopped = run(replace(PP2_DP2, stage=1, nproc=2, global_batch=8, kills=("1@2:backward",)))
     assert stopped.returncode == 1
@@ -172,6 +180,7 @@ def test_a_stage_with_nobody_left_ends_the_job_in_words(run: Launch) -> None:
     assert "Traceback" not in stopped.output and not stopped.orphans
 
 
+@proves(Kind.KILL, Promise.PLANNED)
 @pytest.mark.slow
 @pytest.mark.parametrize("slot", range(4))
 def test_a_kill_in_an_evaluation(run: Launch, twin: Twin, reference: Launch, slot: int) -> None:
@@ -184,6 +193,7 @@ def test_a_kill_in_an_evaluation(run: Launch, twin: Twin, reference: Launch, slo
     assert len(found) == 3 and found == pytest.approx(wanted, rel=1e-6)
 
 
+@proves(Kind.KILL, Promise.PLANNED)
 @pytest.mark.slow
 @pytest.mark.parametrize("option", ["--with-logits", "--guarded"])
 @pytest.mark.parametrize("kill", ["1@2:backward", "1@3:evaluation"])
@@ -200,6 +210,7 @@ def test_evaluations_of_other_kinds(
     assert len(found) == 3 and found == pytest.approx(wanted, rel=1e-6)
 
 
+@proves(Kind.KILL, Promise.PLANNED, victim="2", moment="3:gather")
 @pytest.mark.slow
 def test_the_rate_of_who_looks_on_is_that_of_the_others(run: Launch, reference: Launch) -> None:
     """Also where the schedule goes on from the rate of the last step, not from its number."""
@@ -212,6 +223,7 @@ def test_the_rate_of_who_looks_on_is_that_of_the_others(run: Launch, reference: 
     assert rates[0] == seen_by(reference(spec))[0]["lr"]
 
 
+@proves(Kind.KILL_IN_SAVE, Promise.WHOLE)
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("kill", ["2@3:save", "1@2:backward"])
@@ -250,6 +262,7 @@ REFUSED = (
 )
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 @pytest.mark.parametrize(("settings", "options", "words"), sampled(list(REFUSED), share=1))
 def test_what_a_pipeline_does_not_carry_is_refused(
     run: Launch, settings: dict[str, object], options: tuple[str, ...], words: str
@@ -265,6 +278,7 @@ PipelineJob._weight = 1.0
 """
 
 
+@proves(Kind.SABOTAGE, Promise.SEEN, victim="1", moment="3:backward")
 @pytest.mark.slow
 def test_gradients_with_the_wrong_weight_are_seen(
     run: Launch, twin: Twin, reference: Launch

@@ -15,6 +15,7 @@ from tests.deepspeed.test_join import entered, sizes
 from tests.deepspeed.test_pipeline import KINDS, PHASES, PP2_DP2, check_pipeline, seen_by
 from tests.faults.harness import Outcome, Zygote, check_survived, max_relative_difference
 from tests.faults.test_node_join import lose_and_join, lose_with_standby
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 STEPS, BACK = 9, 6
@@ -62,6 +63,7 @@ def check_scripts(run: Outcome, *, before: int) -> None:
             assert math.isnan(loss) or loss == pytest.approx(other, rel=1e-6)
 
 
+@proves(Kind.RETURN, Promise.PLANNED)
 @pytest.mark.parametrize(
     ("slot", "phase", "stage", "bf16"),
     sampled(
@@ -102,6 +104,7 @@ WAYS: tuple[tuple[str, str, dict[str, object]], ...] = (
 )
 
 
+@proves(Kind.RETURN, Promise.PLANNED)
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize(("slots", "option", "settings"), WAYS)
@@ -142,6 +145,7 @@ Worker.ask_to_enter = ask_later
 """
 
 
+@proves(Kind.RETURN, Promise.PLANNED)
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_pipeline_is_whole_once_all_of_its_stages_have_a_worker(
@@ -164,6 +168,7 @@ def test_a_pipeline_is_whole_once_all_of_its_stages_have_a_worker(
     assert missed == [0, 0, BACK, BACK + 2]
 
 
+@proves(Kind.RETURN, Promise.PLANNED, victim="1 3", moment="2:backward 4:forward")
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1])
 def test_survivors_of_two_pipelines_part_again(
@@ -184,6 +189,7 @@ def test_survivors_of_two_pipelines_part_again(
     assert [who_ran(killed, step) for step in (5, 7, 8)] == [{0, 2}, {1, 2}, {0, 1, 2}]
 
 
+@proves(Kind.RETURN, Promise.PLANNED)
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_middle_stage_of_four_comes_back(
@@ -210,6 +216,7 @@ CountedLoop._pass = die
 """
 
 
+@proves(Kind.NEWCOMER, Promise.PLANNED)
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("death", ["0:startup", "0:agree", "0:move", "0:verify", "6:backward", ""])
@@ -228,9 +235,11 @@ def test_a_newcomer_dies_while_it_is_built_or_enters(
     assert killed.events("view_committed")[-1]["ranks"] == [0, 1, 2, 3]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("kill", ["1.1@7:backward", "0@6:data", "2@7:reduce", "3@8:gather"])
+@proves(Kind.RETURN_LOSS, Promise.PLANNED)
+@pytest.mark.parametrize("stage", sampled([0, 1], share=1))
+@pytest.mark.parametrize(
+    "kill", sampled(["1.1@7:backward", "0@6:data", "2@7:reduce", "3@8:gather"], share=1)
+)
 def test_another_loss_after_the_return(
     run: Launch, twin: Twin, reference: Launch, kill: str, stage: int
 ) -> None:
@@ -253,6 +262,7 @@ def test_another_loss_after_the_return(
     assert [step for *_, step in entered(killed)] == [6, 10]
 
 
+@proves(Kind.RETURN, Promise.WHOLE, victim="2", moment="1:backward")
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1])
 def test_evaluations_and_checkpoints_after_the_return(
@@ -285,6 +295,7 @@ def test_evaluations_and_checkpoints_after_the_return(
         assert [count for count, *_ in one["seen"]] == [8, 9, 10, 11, 12]
 
 
+@proves(Kind.RETURN, Promise.PLANNED)
 @pytest.mark.slow
 def test_steps_that_overflow_before_and_after_the_return(
     run: Launch, twin: Twin, reference: Launch
@@ -299,6 +310,7 @@ def test_steps_that_overflow_before_and_after_the_return(
     assert scales(killed) == scales(whole)
 
 
+@proves(Kind.RETURN, Promise.PLANNED)
 @pytest.mark.slow
 @pytest.mark.parametrize("slot", [0, 3])
 def test_it_comes_back_when_it_is_ready_where_nobody_has_planned_it(
@@ -312,6 +324,7 @@ def test_it_comes_back_when_it_is_ready_where_nobody_has_planned_it(
     assert max_relative_difference(killed, reference(spec)) <= 1e-6
 
 
+@proves(Kind.NODE_RETURN, Promise.PLANNED)
 @pytest.mark.slow
 @pytest.mark.parametrize(("slot", "standby"), [(2, False), (0, False), (1, True)])
 def test_a_lost_node_comes_back(
@@ -336,6 +349,7 @@ PipelineFramework.unsealed = lambda self, told=None: iter(())
 """
 
 
+@proves(Kind.SABOTAGE, Promise.SEEN)
 @pytest.mark.slow
 def test_frozen_parameters_that_nobody_tells_are_seen(run: Launch, reference: Launch) -> None:
     """Negative control."""
@@ -345,7 +359,7 @@ def test_frozen_parameters_that_nobody_tells_are_seen(run: Launch, reference: La
     assert max_relative_difference(wrong, reference(spec)) > 1e-4
 
 
-@pytest.mark.slow
+@proves(Kind.SCRIPT_END, Promise.NAMED)
 def test_a_script_that_ends_too_early_is_told(run: Launch) -> None:
     """It begins with another step than those of the others did."""
     spec = spec_of(1, "forward", stage=1, options=("--counted", "--late-steps=1"), dump="never")

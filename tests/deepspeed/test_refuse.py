@@ -22,6 +22,7 @@ from tests.deepspeed.conftest import Launch
 from tests.deepspeed.harness import SCRIPTS, EngineSpec
 from tests.deepspeed.test_pipeline import PP2_DP2
 from tests.faults.test_bad_input import check_refused
+from tests.proofs import Kind, Promise, proves
 
 MODEL = torch.nn.Linear(2, 2)
 
@@ -32,12 +33,14 @@ def test_what_switches_nothing_on_is_not_refused() -> None:
     check_configuration({"compression_training": parts}, model=MODEL, mpu=None)
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_all_refusals_are_said_at_once() -> None:
     config = {"comet": {"enabled": True}, "sequence_parallel_size": 2}
     with pytest.raises(ConfigurationError, match=r"2 settings are refused: \(1\).*\(2\) comet"):
         check_configuration(config, model=MODEL, mpu=None)
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 @pytest.mark.parametrize("option", ["fused", "amsgrad", "capturable"])
 def test_a_variant_of_adam_is_refused(option: str) -> None:
     engine = SimpleNamespace(basic_optimizer=torch.optim.Adam(MODEL.parameters(), **{option: True}))
@@ -45,6 +48,7 @@ def test_a_variant_of_adam_is_refused(option: str) -> None:
         check_engine(engine)
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 @pytest.mark.parametrize(
     ("config", "named"),
     [
@@ -92,11 +96,13 @@ def pipeline(*axes: str) -> Any:
     return module
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_an_mpu_is_refused_with_the_reason() -> None:
     with pytest.raises(ConfigurationError, match="mpu"):
         check_configuration({}, model=MODEL, mpu=object())
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_other_meshes_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match=r"mesh_param is \(2, 2\)"):
         check_configuration({}, model=MODEL, mpu=None, mesh_param=(2, 2))
@@ -108,6 +114,7 @@ def test_other_meshes_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> No
         check_configuration({}, model=MODEL, mpu=None)
 
 
+@proves(Kind.WRONG_SCRIPT, Promise.REFUSED)
 @pytest.mark.parametrize(
     ("what", "named"),
     [
@@ -127,6 +134,7 @@ def test_a_loop_that_could_not_be_redone_is_refused_in_its_first_step(
     assert "Traceback" not in refused.output and not refused.files.steps
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_of_pipelines_ragged_ones_are_refused_with_the_reason() -> None:
     check_configuration({}, model=pipeline("pipe", "data"), mpu=None)
     with pytest.raises(ConfigurationError, match="axes pipe, data, model"):
@@ -136,6 +144,7 @@ def test_of_pipelines_ragged_ones_are_refused_with_the_reason() -> None:
         check_stages({"elaswave": {"move_layers": "always"}})
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_iterations_that_are_too_small_for_a_reserve_are_refused() -> None:
     check_shares(4, width=4, num_samples=8)
     wanted = "4 workers and a --reserve of 5 .* has 8 samples.*at most 4, .*dataloader_drop_last"
@@ -143,6 +152,7 @@ def test_iterations_that_are_too_small_for_a_reserve_are_refused() -> None:
         check_shares(5, width=4, num_samples=8)
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 @pytest.mark.parametrize(
     ("axes", "reserve", "wanted"),
     [
@@ -160,12 +170,14 @@ def test_pipelines_that_cannot_join_are_refused(
         check_pipelines(reserve, module=pipeline(*axes), width=2, num_microbatches=8)
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 @pytest.mark.slow
 def test_half_a_pipeline_does_not_join(run: Launch) -> None:
     refused = run(replace(PP2_DP2, launcher=("--reserve=1",)))
     check_refused(refused, "--reserve is 1, and workers that join get work", "use a multiple of 2")
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 @pytest.mark.slow
 def test_one_worker_does_not_grow(run: Launch) -> None:
     refused = run(EngineSpec(nproc=1, launcher=("--reserve=1",)))
@@ -194,6 +206,7 @@ class Engine:
         return 1
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_other_optimizers_are_refused_by_name() -> None:
     """A FusedAdam that is not DeepSpeed's counts its steps elsewhere."""
     kind = type("FusedAdam", (torch.optim.SGD,), {"__module__": "apex.optimizers.fused_adam"})
@@ -202,6 +215,7 @@ def test_other_optimizers_are_refused_by_name() -> None:
     check_engine(Engine(torch.optim.AdamW(MODEL.parameters())))
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 @pytest.mark.parametrize("kind", ["BF16_Optimizer", "FP16_Optimizer"])
 def test_wrappers_with_other_masters_are_refused_by_name(kind: str) -> None:
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -214,6 +228,7 @@ def test_wrappers_with_other_masters_are_refused_by_name(kind: str) -> None:
         check_engine(engine)
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_a_limit_that_the_supervisors_were_not_told_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -16,6 +16,7 @@ from tests.deepspeed.checkpoints import convert, merged, parts, same
 from tests.deepspeed.conftest import Launch
 from tests.deepspeed.harness import SCRIPTS, EngineSpec
 from tests.faults.harness import Outcome, check_survived, max_relative_difference
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 SAVING = str(SCRIPTS / "saving.py")
@@ -104,6 +105,7 @@ def writers(folder: Path) -> int:
     return len([*folder.glob("*zero_pp_rank_*optim_states.pt")])
 
 
+@proves(Kind.KILL_IN_SAVE, Promise.WHOLE)
 @pytest.mark.parametrize("stage", sampled([1, 2, 3], share=1))
 @pytest.mark.parametrize(
     ("kill", "when"),
@@ -133,6 +135,7 @@ def test_a_save_is_made_again_and_is_whole(
         assert same(ours, theirs)
 
 
+@proves(Kind.KILL, Promise.WHOLE, victim="2", moment="3:backward")
 @pytest.mark.parametrize("stage", sampled([1, 2, 3], share=1))
 def test_checkpoints_after_a_loss_equal_those_after_a_planned_departure(
     saved: Saved, tmp_path: Path, stage: int
@@ -163,6 +166,7 @@ def small_disk(tmp_path: Path, saved: Saved) -> Iterator[Path]:
         yield folder
 
 
+@proves(Kind.DISK, Promise.WHOLE)
 def test_a_full_disk_costs_a_checkpoint_and_no_worker(
     run: Launch, saved: Saved, small_disk: Path
 ) -> None:
@@ -182,6 +186,7 @@ def test_a_full_disk_costs_a_checkpoint_and_no_worker(
     assert max_relative_difference(full, reference) == 0
 
 
+@proves(Kind.BAD_CHECKPOINT, Promise.NAMED)
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -214,6 +219,7 @@ def check_loaded(run: Outcome, folder: Path) -> None:
     assert (folder / "latest").read_text() == "global_step12"
 
 
+@proves(Kind.KILL, Promise.WHOLE, victim="2", moment="3:backward")
 @pytest.mark.parametrize("stage", sampled([1, 2, 3], share=1))
 def test_a_checkpoint_of_three_workers_is_loaded_by_three(
     run: Launch, saved: Saved, tmp_path: Path, stage: int
@@ -232,6 +238,7 @@ def test_a_checkpoint_of_three_workers_is_loaded_by_three(
     assert all(same(ours[name], theirs[name]) for name in ours)
 
 
+@proves(Kind.KILL, Promise.WHOLE, victim="2", moment="3:backward")
 @pytest.mark.parametrize(("stage", "width"), sampled([(1, 2), (2, 4), (3, 2)], share=1))
 def test_a_checkpoint_of_three_workers_is_loaded_by_another_number(
     run: Launch, saved: Saved, tmp_path: Path, stage: int, width: int
@@ -256,6 +263,7 @@ def test_a_checkpoint_of_three_workers_is_loaded_by_another_number(
     assert same(state_of(target / "loaded", tmp_path), state)
 
 
+@proves(Kind.WIDTH, Promise.REFUSED)
 def test_a_checkpoint_of_another_number_of_workers_is_refused(
     run: Launch, saved: Saved, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import EngineSpec, check_recovered
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 ONE_CYCLE = {
@@ -32,6 +33,7 @@ COSINE = {
 }
 
 
+@proves(Kind.KILL, Promise.PLANNED)
 @pytest.mark.parametrize(
     ("stage", "kill", "clipping", "schedule"),
     sampled(

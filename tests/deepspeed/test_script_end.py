@@ -9,6 +9,7 @@ from tests.deepspeed.conftest import Launch
 from tests.deepspeed.harness import EXAMPLE, EngineSpec
 from tests.faults.harness import check_survived
 from tests.faults.test_script_end import DIST, ENDS
+from tests.proofs import Kind, Promise, proves
 
 FORMS = {
     "of torch": "dist.destroy_process_group()",
@@ -33,6 +34,7 @@ class EndSpec(EngineSpec):
         return [DIST + self.end, str(EXAMPLE), *words]
 
 
+@proves(Kind.KILL, Promise.ENDS_WELL, victim="1", moment="1:backward")
 @pytest.mark.parametrize("end", FORMS.values(), ids=FORMS.keys())
 def test_a_script_may_destroy_its_groups(run: Launch, end: str) -> None:
     check_survived(run(EndSpec(end=end, kills=("1@1:backward",))))

@@ -14,6 +14,7 @@ from tests.deepspeed.checkpoints import State, convert, merged, parts, same
 from tests.deepspeed.conftest import Launch
 from tests.deepspeed.harness import SCRIPTS, EngineSpec
 from tests.faults.harness import Outcome, Zygote, check_survived
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 STEPS, STRUCK = 9, range(1, 9)
@@ -96,6 +97,7 @@ def check_redone(saves: Path, reference: Path, step: int, scratch: Path) -> None
     assert ours.keys() == theirs.keys() and same(ours, theirs), step
 
 
+@proves(Kind.KILL_IN_SAVE, Promise.WHOLE)
 @pytest.mark.parametrize(
     ("stage", "seed"), sampled(list(itertools.product(STAGES, (1, 2))), share=1)
 )
@@ -115,6 +117,7 @@ def test_a_kill_in_each_of_eight_saves_with_a_return(
     assert losses(run) == losses(undisturbed)
 
 
+@proves(Kind.KILL_IN_SAVE, Promise.WHOLE)
 @pytest.mark.parametrize(
     ("stage", "step", "moment"),
     sampled(list(itertools.product(STAGES, STRUCK, MOMENTS)), share=3),
@@ -136,6 +139,7 @@ def test_a_kill_in_a_save_without_a_return(
     assert losses(run) == losses(twin)
 
 
+@proves(Kind.KILL_IN_SAVE, Promise.WHOLE)
 @pytest.mark.parametrize(
     ("stage", "width"), sampled(list(itertools.product(STAGES, (3, 2, 4))), share=1)
 )

@@ -8,6 +8,7 @@ from elaswave_plugin.observer.observer import losses_of
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
 from tests.faults.harness import Outcome, check_survived, max_relative_difference
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 OWN_OPTIMIZER = {
@@ -20,6 +21,7 @@ def reports(run: Outcome) -> list[dict[str, object]]:
     return [json.loads(path.read_text()) for path in sorted(run.directory.glob("handles-*.json"))]
 
 
+@proves(Kind.KILL, Promise.PLANNED, victim="2", moment="3:backward")
 @pytest.mark.parametrize("stage", sampled([0, 1, 2, 3], share=2))
 def test_handles_counters_and_schedules_of_the_script_stay_valid(
     run: Launch, twin: Twin, reference: Launch, stage: int
@@ -40,6 +42,7 @@ def test_handles_counters_and_schedules_of_the_script_stay_valid(
         assert 2 * spec.steps + (stage == 3) <= len(steps) <= 2 * spec.steps + 2
 
 
+@proves(Kind.KILLS, Promise.PLANNED, victim="0 2 3", moment="1:backward 2:forward 4:reduce")
 @pytest.mark.parametrize("stage", sampled([1, 2, 3], share=1))
 def test_four_workers_become_one(run: Launch, twin: Twin, reference: Launch, stage: int) -> None:
     spec = EngineSpec(stage=stage, kills=("0@1:backward", "2@2:forward", "3@4:reduce"))
@@ -59,6 +62,7 @@ def test_four_workers_become_one(run: Launch, twin: Twin, reference: Launch, sta
     assert set(sizes.values()) == {1, 4}
 
 
+@proves(Kind.IN_RECOVERY, Promise.PLANNED, victim="2")
 @pytest.mark.parametrize("stage", sampled([1, 3], share=1))
 @pytest.mark.parametrize(
     "phase", sampled(["detect", "agree", "edit", "move", "rebind", "verify", "replay"], share=2)
@@ -75,12 +79,14 @@ def test_second_kill_during_a_recovery(
     assert max_relative_difference(killed, reference(spec)) <= 1e-6
 
 
+@proves(Kind.KILL, Promise.PLANNED, victim="1", moment="0:backward")
 @pytest.mark.parametrize("stage", sampled([1, 3], share=1))
 def test_kill_in_the_first_step(run: Launch, twin: Twin, reference: Launch, stage: int) -> None:
     spec = EngineSpec(stage=stage, kills=("1@0:backward",))
     check_recovered(killed := run(spec), twin=twin(killed), reference=reference(spec))
 
 
+@proves(Kind.KILL, Promise.PLANNED, victim="3", moment="4:backward")
 @pytest.mark.parametrize("accumulation", sampled([1, 2], share=1))
 def test_uneven_shares_and_the_end_of_an_epoch(
     run: Launch, twin: Twin, reference: Launch, accumulation: int
@@ -110,6 +116,7 @@ def check_survived_with_short_batches(run: Outcome) -> None:
     assert len(run.trace()) == run.spec.steps
 
 
+@proves(Kind.KILL, Promise.PLANNED, victim="0", moment="3:optimizer")
 def test_the_lines_of_the_page_on_loops_are_right_after_a_loss(run: Launch) -> None:
     """Each beside the one that it takes the place of, which a loss makes wrong."""
     script = str(SCRIPTS / "own_loop.py")

@@ -14,6 +14,7 @@ import pytest
 from elaswave_plugin.config import Kill
 from elaswave_plugin.observer.observer import summarize
 from elaswave_plugin.observer.run import read_run
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 pytest.importorskip("megatron.core")
@@ -34,6 +35,7 @@ def ratio_on_to_off(folder: Path) -> float:
     return median(on[1:]) / median(off)  # without step 1, the warm-up
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="3:forward")
 def test_real_demo_survives_and_its_summary_follows_from_its_files(tmp_path: Path) -> None:
     out = tmp_path / "demo"
     command = [*DEMO, "--steps", "6", "--kill", "1@3:forward", "--out", str(out)]
@@ -56,6 +58,7 @@ def test_real_demo_survives_and_its_summary_follows_from_its_files(tmp_path: Pat
     assert summary["recoveries"][0]["restored_step"] == 3
 
 
+@proves(Kind.SIGNAL, Promise.CLEAN)
 @pytest.mark.parametrize(
     ("number", "code"),
     sampled([(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)], share=1),

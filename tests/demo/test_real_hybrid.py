@@ -12,6 +12,7 @@ from elaswave_plugin.core.layout.layout import launch_layout
 from elaswave_plugin.demo.options import GLOBAL_BATCH
 from elaswave_plugin.observer.observer import summarize
 from elaswave_plugin.observer.run import read_run
+from tests.proofs import Kind, Promise, proves
 
 pytest.importorskip("megatron.core")
 
@@ -34,6 +35,7 @@ def counts_of(folder: Path, *, step: int) -> dict[str, int]:
     return {str(line["slot"]): line["num_microbatches"] for line in lines if line["step"] == step}
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 def test_summary_of_a_real_hybrid_run_follows_from_its_files() -> None:
     with bench(pp=2, dp=2, steps=STEPS) as running:
         folder = running.run("run", replace(running.options, kills=(KILL,)), kill=True)

@@ -3,7 +3,7 @@
 import itertools
 from dataclasses import replace
 
-from tests.fault_matrix import EQUAL, PLANNED, STOPS, FaultMatrix, Runs
+from tests.fault_matrix import FaultMatrix, Runs
 from tests.faults.harness import (
     PRELOAD,
     JobSpec,
@@ -13,6 +13,7 @@ from tests.faults.harness import (
     max_relative_difference,
 )
 from tests.faults.matrix import write_text
+from tests.proofs import Promise
 
 PHASES = ("forward", "backward", "reduce", "optimizer")
 TP2_PP2_DP2 = JobSpec(
@@ -99,16 +100,16 @@ def cases() -> tuple[JobSpec, ...]:
 def promise(spec: JobSpec) -> str:
     """Say what a case has to fulfil."""
     if RESIZE[0] in spec.options:
-        return PLANNED
-    return STOPS if spec.lost_supervisors in ONLY_COPIES else EQUAL
+        return Promise.PLANNED
+    return Promise.STOPS if spec.lost_supervisors in ONLY_COPIES else Promise.EQUAL
 
 
 def check(run: Outcome, runs: Runs) -> None:
     """Raise AssertionError where a run does not keep its promise."""
     kept = promise(run.spec)
-    if kept == PLANNED:
+    if kept == Promise.PLANNED:
         check_resized(run, twin=runs.twin(run.spec), undisturbed=runs.reference(run.spec))
-    elif kept == STOPS:
+    elif kept == Promise.STOPS:
         check_stopped(run)
     else:
         check_equal(run, runs.reference(replace(run.spec, options=undisturbed(run.spec))))

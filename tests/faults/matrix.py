@@ -5,8 +5,9 @@ import sysconfig
 from pathlib import Path
 
 from elaswave_plugin.demo.text import find_text, write_dataset
-from tests.fault_matrix import EQUAL, FaultMatrix, Runs
+from tests.fault_matrix import FaultMatrix, Runs
 from tests.faults.harness import PRELOAD, JobSpec, Outcome, check_equal
+from tests.proofs import Promise
 
 STEP_PHASES = ("data", "forward", "backward", "reduce", "optimizer", "gather", "snapshot")
 RECOVERY_PHASES = ("detect", "agree", "edit", "move", "rebind", "verify", "replay")
@@ -72,7 +73,7 @@ MATRIX = FaultMatrix(
     cases=cases(),
     fields=("nproc", "kills", "options"),
     preload=PRELOAD,
-    promise=lambda spec: EQUAL,
+    promise=lambda spec: Promise.EQUAL,
     check=check,
     prepare=write_text,
 )

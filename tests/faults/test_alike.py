@@ -8,6 +8,7 @@ import pytest
 from elaswave_plugin.config import parse_kill
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import SCRIPT, JobSpec, Outcome, check_equal
+from tests.proofs import Kind, Promise, proves
 
 PIPELINE = ("--pipeline-model-parallel-size=2",)
 # 8 micro-batches over two replicas: the ninth loss of a worker is in step 2.
@@ -42,11 +43,13 @@ def check_ended(run: Outcome, *sentences: str) -> None:
     assert not run.orphans
 
 
+@proves(Kind.RAISE, Promise.STOPS)
 def test_the_same_exception_in_all_workers_ends_the_job(run: Launch) -> None:
     failed = run(JobSpec(sabotage=RAISE.format(slots="(0, 1, 2, 3)"), respawn=10, dump="never"))
     check_ended(failed, "the job stops: all workers failed alike in step 2: ValueError: a broken")
 
 
+@proves(Kind.RAISE, Promise.STOPS)
 def test_the_same_exception_in_all_of_a_stage_ends_the_job(run: Launch, tmp_path: Path) -> None:
     text = SCRIPT.read_text()
     line = "def loss_func(mask, per_token, output):\n"
@@ -60,6 +63,7 @@ def test_the_same_exception_in_all_of_a_stage_ends_the_job(run: Launch, tmp_path
     check_ended(failed, said)
 
 
+@proves(Kind.RAISE, Promise.EQUAL)
 @pytest.mark.parametrize("options", [(), PIPELINE], ids=["data parallel", "pipeline"])
 def test_one_worker_of_a_stage_of_two_is_lost(
     run: Launch, reference: Reference, options: tuple[str, ...]
@@ -100,6 +104,7 @@ ElasticLoop.start, dist.barrier = started, dying
 """
 
 
+@proves(Kind.RAISE, Promise.STOPS)
 def test_a_collective_that_nobody_makes_again_is_named(run: Launch, tmp_path: Path) -> None:
     """It waits for a worker that dies; all that are left fail there, where no verb redoes it."""
     text = SCRIPT.read_text()
@@ -128,6 +133,7 @@ Microbatches.consume = slowly
 """
 
 
+@proves(Kind.RAISE, Promise.EQUAL)
 def test_a_worker_that_failed_alone_is_started_again_once_the_others_are_past_that_step(
     run: Launch, reference: Reference
 ) -> None:

@@ -9,6 +9,7 @@ from benchmarks.overhead import cpu_times_s
 from elaswave_plugin.observer.blocks import step_times_s
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, check_survived
+from tests.proofs import Kind, Promise, proves
 
 STEPS = 32
 PLAIN = JobSpec(nproc=2, steps=STEPS, dump="last")
@@ -49,6 +50,7 @@ def told(output: str, word: str) -> list[int]:
     return sorted(int(number) for number in re.findall(rf"<{word} (\d+)>", output))
 
 
+@proves(Kind.NOTHING, Promise.EQUAL)
 def test_snapshots_are_sealed_and_awaited_in_on_blocks_only(
     run: Launch, reference: Reference
 ) -> None:
@@ -65,6 +67,7 @@ def test_snapshots_are_sealed_and_awaited_in_on_blocks_only(
     assert sum(cpu.on) > 0 and sum(cpu.off) > 0 and sum(supervisors.on) > sum(supervisors.off) >= 0
 
 
+@proves(Kind.NOTHING, Promise.EQUAL)
 def test_the_norm_is_exact_in_on_blocks_only(run: Launch, reference: Reference) -> None:
     turned = run(replace(PLAIN, alternate="consistency", sabotage=SAY_NORMS))
     check_survived(turned)
@@ -78,6 +81,7 @@ def test_the_norm_is_exact_in_on_blocks_only(run: Launch, reference: Reference) 
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_fast_mode_cannot_be_alternated(run: Launch) -> None:
     refused = run(JobSpec(nproc=2, consistency="fast", alternate="consistency"))
     assert refused.returncode == 2

@@ -13,6 +13,7 @@ import pytest
 
 from tests.faults.conftest import Launch
 from tests.faults.harness import ROOT, JobSpec, Outcome, pids_of
+from tests.proofs import Kind, Promise, proves
 
 # Not only at the start of a line: a traceback of another worker may be under way.
 SENTENCE = re.compile(r"elaswave(?: run)?: .*")
@@ -121,6 +122,7 @@ def check_silent_otherwise(run: Outcome) -> None:
     assert len(run.output.strip().splitlines()) == 1, run.output[-4000:]
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 @pytest.mark.parametrize(("spec", "seen", "wanted"), BAD.values(), ids=BAD.keys())
 def test_bad_setting_costs_one_sentence(run: Launch, spec: JobSpec, seen: str, wanted: str) -> None:
     refused = run(replace(spec, dump="never"))
@@ -144,6 +146,7 @@ ElasticJob.bind = then_load
 """
 
 
+@proves(Kind.WRONG_SCRIPT, Promise.NAMED, victim="1", moment="1:backward")
 def test_weights_that_are_loaded_after_the_first_work_are_refused(run: Launch) -> None:
     refused = run(JobSpec(sabotage=LOADED_LATE, kills=("1@1:backward",)))
     assert refused.returncode == 2, refused.output[-3000:]
@@ -152,6 +155,7 @@ def test_weights_that_are_loaded_after_the_first_work_are_refused(run: Launch) -
     assert "Traceback" not in refused.output and not refused.orphans
 
 
+@proves(Kind.NOTHING, Promise.SAME)
 def test_control_a_good_job_is_not_refused(run: Launch) -> None:
     good = run(JobSpec(steps=3, dump="never"))
     with pytest.raises(AssertionError):
@@ -159,6 +163,7 @@ def test_control_a_good_job_is_not_refused(run: Launch) -> None:
     assert good.returncode == 0 and len(pids_of(good.directory)) == 8 and not good.orphans
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_unknown_option_is_named_by_the_scripts_own_parser(run: Launch) -> None:
     refused = run(JobSpec(options=("--frobnicate=7",)))
     check_refused(refused, "exit code 2")
@@ -166,6 +171,7 @@ def test_unknown_option_is_named_by_the_scripts_own_parser(run: Launch) -> None:
     assert "Traceback" not in refused.output
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 @pytest.mark.parametrize(
     ("text", "seen", "wanted"),
     [
@@ -186,6 +192,7 @@ def test_bad_file_costs_one_sentence(
     check_silent_otherwise(refused)
 
 
+@proves(Kind.WRONG_SCRIPT, Promise.NAMED)
 def test_missing_data_is_the_scripts_own_error(run: Launch, tmp_path: Path) -> None:
     failed = run(JobSpec(options=(f"--data-path={tmp_path / 'nowhere'}",)))
     assert failed.returncode == 1 and not failed.orphans, failed.output[-4000:]
@@ -198,6 +205,7 @@ def test_missing_data_is_the_scripts_own_error(run: Launch, tmp_path: Path) -> N
     assert failed.output.count(said) == 2
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_a_taken_port_costs_one_sentence(run: Launch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -206,6 +214,7 @@ def test_a_taken_port_costs_one_sentence(run: Launch) -> None:
     check_silent_otherwise(refused)
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 @pytest.mark.parametrize(
     ("content", "seen", "wanted"),
     [
@@ -224,6 +233,7 @@ def test_bad_text_of_the_demo_costs_one_sentence(
     demo_refuses(path, tmp_path / "out", seen, wanted)
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_unreadable_text_of_the_demo_costs_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "text"
     os.mknod(path, stat.S_IFSOCK | 0o600)  # nobody can open one, not even root

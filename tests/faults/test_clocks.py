@@ -7,6 +7,7 @@ import pytest
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived
 from tests.faults.test_layer_moves import PP2
+from tests.proofs import Kind, Promise, proves
 
 LOSS_STEP = 1
 KILL = f"1@{LOSS_STEP}:backward"
@@ -35,6 +36,7 @@ def with_clocks(layer_s: float) -> JobSpec:
     return replace(SPEC, kills=(KILL,), options=options, sabotage=emulated)
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 def test_the_narrow_stage_runs_at_a_higher_clock(run: Launch, reference: Reference) -> None:
     survived = run(with_clocks(0.001))
     check_equal(survived, reference(SPEC))
@@ -43,6 +45,7 @@ def test_the_narrow_stage_runs_at_a_higher_clock(run: Launch, reference: Referen
     assert all(event["clocks"] == [1.3, 0.8] for event in survived.events("recovered"))
 
 
+@proves(Kind.KILL, Promise.SHORTER)
 @pytest.mark.slow
 def test_steps_are_shorter_at_these_clocks(run: Launch) -> None:
     fast = run(with_clocks(LAYER_S))

@@ -13,9 +13,11 @@ from tests.faults.harness import Outcome, Zygote, check_equal, started
 from tests.faults.hybrid_matrix import PP2_DP2
 from tests.faults.test_notice import SPEC, TOLD, UNTIL_TOLD
 from tests.faults.test_signals import LIMIT_S, wait_for_step
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 
+@proves(Kind.LEAVE, Promise.EQUAL)
 @pytest.mark.parametrize("slot", sampled([0, 2], share=1))
 def test_a_drained_worker_leaves_between_two_steps(
     zygote: Zygote, data: Path, tmp_path: Path, reference: Reference, slot: int
@@ -39,6 +41,7 @@ def test_a_drained_worker_leaves_between_two_steps(
     assert read_addresses(tmp_path) == []
 
 
+@proves(Kind.LEAVE, Promise.EQUAL)
 @pytest.mark.parametrize(
     ("slots", "rest"),
     sampled([((0, 3), [1, 2]), ((2, 0), [1, 3]), ((0, 1, 2), [2, 3])], share=1),

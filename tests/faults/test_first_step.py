@@ -11,6 +11,7 @@ from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived
 from tests.faults.hybrid_matrix import PP2_DP2, PP2_VPP2_DP2, TP2_PP2_DP2
 from tests.faults.test_negative_controls import SABOTAGE
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 THREE = JobSpec(nproc=3, steps=4, global_batch=6)
@@ -42,6 +43,7 @@ EQUAL = {
 }
 
 
+@proves(Kind.NOTHING, Promise.EQUAL)
 @pytest.mark.parametrize("name", sampled([*EQUAL], share=5))
 def test_a_step_that_is_run_twice_leaves_no_trace(
     run: Launch, reference: Reference, tmp_path: Path, name: str
@@ -86,6 +88,7 @@ DIFFERENT = {
 }
 
 
+@proves(Kind.WRONG_SCRIPT, Promise.TOLD)
 @pytest.mark.parametrize("name", sampled([*DIFFERENT], share=3))
 def test_what_differs_is_named_before_the_update(run: Launch, tmp_path: Path, name: str) -> None:
     changes, spec, words = DIFFERENT[name]
@@ -97,6 +100,7 @@ def test_what_differs_is_named_before_the_update(run: Launch, tmp_path: Path, na
     assert not stopped.files.steps and not stopped.orphans
 
 
+@proves(Kind.WRONG_SCRIPT, Promise.TOLD)
 @pytest.mark.parametrize("name", ["running draws", "order of workers"])
 def test_what_breaks_exactness_is_found_before_a_loss(run: Launch, name: str) -> None:
     stopped = run(JobSpec(sabotage=SABOTAGE[name]))
@@ -105,6 +109,7 @@ def test_what_breaks_exactness_is_found_before_a_loss(run: Launch, name: str) ->
     assert not stopped.files.steps
 
 
+@proves(Kind.RETURN, Promise.CLOSE, victim="1 2", moment="2:backward 6:forward")
 def test_a_job_that_goes_on_is_fast_for_those_who_come_back_too(
     run: Launch, tmp_path: Path
 ) -> None:
@@ -118,6 +123,7 @@ def test_a_job_that_goes_on_is_fast_for_those_who_come_back_too(
     assert survived.output.count("the job goes on in fast mode: bits are not promised") == 1
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="0:reduce")
 def test_a_worker_that_is_lost_while_the_step_is_rehearsed(
     run: Launch, reference: Reference
 ) -> None:
@@ -128,6 +134,7 @@ def test_a_worker_that_is_lost_while_the_step_is_rehearsed(
     assert not survived.events("first_step_rehearsed")
 
 
+@proves(Kind.NOTHING, Promise.EQUAL)
 def test_a_resumed_job_rehearses_its_own_first_step(run: Launch, tmp_path: Path) -> None:
     whole = run(replace(THREE, options=(f"--save={tmp_path}", "--save-interval=2")))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
@@ -139,6 +146,7 @@ def test_a_resumed_job_rehearses_its_own_first_step(run: Launch, tmp_path: Path)
     assert audit_samples(resumed.files, batches=THREE.batches) == (0, 0)
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_fast_mode_has_no_bits_to_rehearse(run: Launch) -> None:
     fast = run(replace(THREE, consistency="fast"))
     assert fast.returncode == 0 and not fast.events("first_step_rehearsed")

@@ -8,6 +8,7 @@ import pytest
 from tests.faults.conftest import Launch
 from tests.faults.harness import JobSpec, check_equal
 from tests.faults.own_scripts import Change, before_model, write
+from tests.proofs import Kind, Promise, proves
 
 _TRAIN = "job.batches(train)"
 _LOADER = "torch.utils.data.DataLoader({data}, batch_size=args.micro_batch_size, {options})"
@@ -86,6 +87,7 @@ FORMS: dict[str, tuple[Change, ...]] = {
 }
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="3:forward")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_form_loses_a_worker_and_is_equal(run: Launch, tmp_path: Path, form: str) -> None:
     spec = JobSpec(nproc=3, global_batch=6, steps=5, script=write(tmp_path, *FORMS[form]))
@@ -95,6 +97,7 @@ def test_a_form_loses_a_worker_and_is_equal(run: Launch, tmp_path: Path, form: s
     check_equal(killed, undisturbed)
 
 
+@proves(Kind.WRONG_SCRIPT, Promise.REFUSED)
 def test_gradients_that_are_finalized_twice_are_refused(run: Launch, tmp_path: Path) -> None:
     script = write(tmp_path, (_STEP, _STEP + "        finalize_model_grads(model)\n"))
     refused = run(JobSpec(nproc=2, global_batch=4, script=script))

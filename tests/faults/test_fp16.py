@@ -12,6 +12,7 @@ import pytest
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived
 from tests.faults.hybrid_matrix import PP2_DP2, TP2_PP2_DP2
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 FP16 = (
@@ -37,6 +38,7 @@ def skipped(run: Outcome) -> list[int]:
     return lacks_norm
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize(
     ("base", "kill"),
     sampled(
@@ -75,6 +77,7 @@ MegatronFramework.write_capsule = forget
 """
 
 
+@proves(Kind.SABOTAGE, Promise.SEEN, victim="3", moment="4:backward")
 @pytest.mark.slow
 def test_with_another_loss_scale_other_steps_are_skipped(run: Launch, reference: Reference) -> None:
     """A negative control: the scaler's state is part of what is compared."""

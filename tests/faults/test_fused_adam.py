@@ -16,6 +16,7 @@ import torch
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import ROOT, JobSpec, Outcome, Zygote, check_equal, launch
 from tests.faults.hybrid_matrix import PP2_DP2, TP2_PP2_DP2
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 STAND_INS = ROOT / "tests" / "stand_ins"
@@ -75,6 +76,7 @@ def with_stand_in(
         zygote.close()
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize(
     ("kind", "spec"),
     sampled(
@@ -100,6 +102,7 @@ def why_not(kind: str) -> str:
     return ""
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", PACKAGES)
 def test_kill_with_the_real_package_changes_nothing(

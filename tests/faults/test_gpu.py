@@ -8,6 +8,7 @@ import torch
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, check_equal
 from tests.faults.hybrid_matrix import PP2_DP2
+from tests.proofs import Kind, Promise, proves
 
 pytestmark = [
     pytest.mark.gpu,
@@ -15,12 +16,14 @@ pytestmark = [
 ]
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize("phase", ["backward", "gather"])
 def test_kill_on_a_gpu_changes_nothing(run: Launch, reference: Reference, phase: str) -> None:
     spec = JobSpec(kills=(f"2@3:{phase}",))
     check_equal(run(spec), reference(spec))
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="3:backward")
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 CUDA devices")
 def test_a_pipeline_over_nccl(run: Launch, reference: Reference) -> None:
     """Two stages of two replicas: no sum has more than two terms, so that their order is none."""

@@ -7,11 +7,13 @@ import pytest
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import check_equal
 from tests.faults.hybrid_matrix import PP4_DP2
+from tests.proofs import Kind, Promise, proves
 
 # Micro-batches of which the narrow first stage makes the others wait, by the window rule.
 SPEC = replace(PP4_DP2, global_batch=10, options=(*PP4_DP2.options, "--elaswave-move-layers=never"))
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.slow
 @pytest.mark.parametrize("split_backward", ["never", "always"])
 @pytest.mark.parametrize("kill", ["0@3:forward", "1@2:reduce"])

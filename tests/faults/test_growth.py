@@ -22,10 +22,13 @@ from tests.faults.harness import (
 from tests.faults.matrix import OPTIONS
 from tests.faults.test_bad_input import check_refused, check_silent_otherwise
 from tests.faults.test_join import LATER, entered, last_ranks
+from tests.proofs import Kind, Promise, proves
+from tests.sample import sampled
 
 GROWS = JobSpec(steps=10, dump="last", launcher=("--reserve=1",), awaits=((4, 1),))
 
 
+@proves(Kind.JOIN, Promise.EQUAL)
 @pytest.mark.parametrize(
     "options", [(), *(pytest.param(one, marks=pytest.mark.slow) for one in OPTIONS)], ids=str
 )
@@ -42,6 +45,7 @@ def test_a_fifth_worker_joins_a_job_of_four(
     assert {e["slot"] for e in run.files.ledger if e["step"] == 9} == {0, 1, 2, 3, 4}
 
 
+@proves(Kind.JOIN_LOSS, Promise.EQUAL, victim="2", moment="2:backward")
 @pytest.mark.slow
 def test_a_job_shrinks_is_whole_again_and_grows(grown: Grown) -> None:
     """4 -> 3 -> 4 -> 5."""
@@ -58,6 +62,7 @@ def test_a_job_shrinks_is_whole_again_and_grows(grown: Grown) -> None:
     assert widths(run) == [4, 3, 4, 5] and last_ranks(run) == [0, 1, 2, 3, 4]
 
 
+@proves(Kind.JOIN_LOSS, Promise.EQUAL)
 @pytest.mark.slow
 @pytest.mark.parametrize("slot", [0, 2, 3])
 def test_a_worker_beyond_the_launch_takes_over_a_replica(grown: Grown, slot: int) -> None:
@@ -72,6 +77,7 @@ def test_a_worker_beyond_the_launch_takes_over_a_replica(grown: Grown, slot: int
     assert last_ranks(run) == [one for one in range(5) if one != slot]
 
 
+@proves(Kind.JOIN_LOSS, Promise.EQUAL)
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["forward", "reduce", "optimizer", "gather"])
 def test_the_worker_beyond_the_launch_is_lost(grown: Grown, phase: str) -> None:
@@ -82,8 +88,8 @@ def test_the_worker_beyond_the_launch_is_lost(grown: Grown, phase: str) -> None:
     assert widths(run) == [4, 5, 4, 5]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("slot", [0, 3])
+@proves(Kind.JOIN_LOSS, Promise.EQUAL)
+@pytest.mark.parametrize("slot", sampled([0, 3], share=1))
 def test_a_worker_of_a_grown_job_is_lost(grown: Grown, slot: int) -> None:
     """4 -> 5 -> 4 without one of the launch, and nobody comes back."""
     spec = replace(GROWS, kills=(f"{slot}@7:backward",))
@@ -91,6 +97,7 @@ def test_a_worker_of_a_grown_job_is_lost(grown: Grown, slot: int) -> None:
     assert widths(run) == [4, 5, 4] and 4 in last_ranks(run) and slot not in last_ranks(run)
 
 
+@proves(Kind.NEWCOMER, Promise.EQUAL, victim="4.1", moment="0:move")
 @pytest.mark.slow
 def test_a_newcomer_beyond_the_launch_dies_on_its_way_in(grown: Grown) -> None:
     spec = replace(GROWS, steps=12, respawn=10, kills=("4.1@0:move",), awaits=((4, 1), (7, 2)))
@@ -99,6 +106,7 @@ def test_a_newcomer_beyond_the_launch_dies_on_its_way_in(grown: Grown) -> None:
     assert last_ranks(run) == [0, 1, 2, 3, 4]
 
 
+@proves(Kind.JOIN, Promise.EQUAL)
 @pytest.mark.slow
 def test_a_job_of_two_doubles(grown: Grown) -> None:
     # Once one of them asks to be let in, the other comes after the next step.
@@ -124,6 +132,7 @@ Phases.enter = die
 """
 
 
+@proves(Kind.JOIN_LOSS, Promise.EQUAL)
 @pytest.mark.slow
 def test_the_leader_of_a_grown_job_is_lost(grown: Grown) -> None:
     """The next leader knows the slots of the reserve, too: one is left."""
@@ -133,7 +142,7 @@ def test_the_leader_of_a_grown_job_is_lost(grown: Grown) -> None:
     assert [e["by"] for e in run.events("leader_elected")] == [1]
 
 
-@pytest.mark.slow
+@proves(Kind.JOIN_LOSS, Promise.CLOSE)
 def test_fast_mode_grows_with_losses_close_by(
     zygote: Zygote, data: Path, tmp_path: Path, reference: Reference
 ) -> None:
@@ -147,12 +156,14 @@ def test_fast_mode_grows_with_losses_close_by(
     assert run.trace() != undisturbed.trace()
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="3:backward")
 @pytest.mark.slow
 def test_a_reserve_changes_nothing_by_itself(run: Launch, reference: Reference) -> None:
     spec = JobSpec(kills=("1@3:backward",))
     check_equal(run(replace(spec, launcher=("--reserve=3",))), reference(spec))
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_a_reserve_that_cannot_be_used_is_refused(run: Launch) -> None:
     refused = run(JobSpec(launcher=("--reserve=5",), dump="never"))
     seen = "4 replicas and a --reserve of 5 workers make stages of up to 9 replicas for 8"

@@ -6,6 +6,7 @@ import pytest
 
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived, hang_of
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 # By then three steps have told how long each phase takes.
@@ -20,6 +21,7 @@ CASES = [
 ]
 
 
+@proves(Kind.HANG, Promise.EQUAL)
 @pytest.mark.parametrize(("slot", "phase", "how"), sampled(CASES, share=2))
 def test_a_hang_of_any_worker_changes_nothing(
     run: Launch, reference: Reference, slot: int, phase: str, how: str
@@ -33,6 +35,7 @@ def test_a_hang_of_any_worker_changes_nothing(
     assert set(found["waiting"]) <= set(range(4)) - {slot}
 
 
+@proves(Kind.HANG_IN_RECOVERY, Promise.EQUAL)
 def test_a_hang_in_a_recovery_is_found(run: Launch, reference: Reference) -> None:
     """One worker dies, and another one hangs while it takes part in the recovery."""
     options = ("--elaswave-transfer-timeout-s=3",)
@@ -43,6 +46,7 @@ def test_a_hang_in_a_recovery_is_found(run: Launch, reference: Reference) -> Non
     assert (found["slot"], found["phase"], found["limit_s"]) == (1, "rebind", 3.0)
 
 
+@proves(Kind.HANG, Promise.EQUAL)
 @pytest.mark.slow
 def test_two_workers_that_hang_at_once(run: Launch, reference: Reference) -> None:
     spec = JobSpec(kills=(f"0@{STEP}:forward:loop", f"3@{STEP}:forward:gil"))
@@ -51,6 +55,7 @@ def test_two_workers_that_hang_at_once(run: Launch, reference: Reference) -> Non
     assert sorted(event["slot"] for event in hung.events("hang_found")) == [0, 3]
 
 
+@proves(Kind.RETURN, Promise.EQUAL, victim="2.1", moment="10:forward")
 def test_a_worker_that_hung_comes_back(run: Launch, reference: Reference) -> None:
     """Its next trainer has a page of its own, and may hang as well."""
     spec = JobSpec(
@@ -88,6 +93,7 @@ Phases.enter = mixed_up
 """
 
 
+@proves(Kind.HANG, Promise.CLOSE)
 def test_of_a_deadlock_one_worker_has_to_go(run: Launch, reference: Reference) -> None:
     spec = JobSpec(sabotage=DEADLOCK)
     hung = run(spec)
@@ -122,6 +128,7 @@ Phases.fire = slowly
 """
 
 
+@proves(Kind.NOISE, Promise.NOBODY_LOST)
 def test_an_announced_phase_is_waited_for_by_all(run: Launch) -> None:
     slow = run(JobSpec(steps=7, sabotage=ANNOUNCED))
     check_nobody_was_lost(slow)
@@ -136,6 +143,7 @@ SILENT = (
 )
 
 
+@proves(Kind.HANG, Promise.GOES_ON)
 def test_the_same_without_a_word_is_a_hang(run: Launch, reference: Reference) -> None:
     hung = run(JobSpec(steps=7, sabotage=SILENT))
     check_survived(hung)
@@ -158,6 +166,7 @@ GuardedSteps.complete = slowly
 """
 
 
+@proves(Kind.NOISE, Promise.NOBODY_LOST)
 def test_a_script_may_be_busy_between_two_steps(run: Launch) -> None:
     slow = run(JobSpec(sabotage=BETWEEN))
     check_nobody_was_lost(slow)
@@ -178,6 +187,7 @@ Phases.fire = slowly
 """
 
 
+@proves(Kind.NOISE, Promise.NOBODY_LOST)
 @pytest.mark.slow
 def test_the_first_steps_may_be_slow(run: Launch) -> None:
     slow = run(JobSpec(sabotage=COMPILING))

@@ -17,6 +17,7 @@ from tests.faults.harness import ROOT, JobSpec, Outcome, Zygote, check_equal, la
 from tests.faults.hybrid_matrix import PP2_DP2
 from tests.faults.test_outside_a_step import saved_tensors
 from tests.faults.test_split_backward import check_split, split
+from tests.proofs import Kind, Promise, proves
 
 # Says, when the weight gradients of a first piece are computed, what is called for linear layers.
 UNREPLACED = """
@@ -90,6 +91,7 @@ def check_hooked(run: Outcome, reference: Outcome) -> None:
     assert targets <= places(reference) and hooks.isdisjoint(places(reference))
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="2", moment="3:backward")
 def test_kill_with_hooks_in_place_of_replaced_functions_changes_nothing(
     hooked: Launch, reference: Reference
 ) -> None:
@@ -97,6 +99,7 @@ def test_kill_with_hooks_in_place_of_replaced_functions_changes_nothing(
     check_hooked(hooked(spec), reference(spec))
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="2 3")
 @pytest.mark.slow
 def test_an_empty_stage_with_hooks_takes_a_replica_of_another(
     hooked: Launch, reference: Reference
@@ -105,6 +108,7 @@ def test_an_empty_stage_with_hooks_takes_a_replica_of_another(
     check_hooked(hooked(spec), reference(spec))
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="3:backward")
 @pytest.mark.slow
 def test_split_backwards_with_hooks_are_the_same(hooked: Launch, reference: Reference) -> None:
     survived = hooked(split(PP2_DP2, kills=("1@3:backward",), sabotage=UNREPLACED))
@@ -113,6 +117,7 @@ def test_split_backwards_with_hooks_are_the_same(hooked: Launch, reference: Refe
     assert survived.output.count("linear layers: hooked") == len(survived.spec.kills) * 3
 
 
+@proves(Kind.KILL, Promise.WHOLE, victim="1", moment="2:reduce")
 @pytest.mark.slow
 def test_a_checkpoint_with_hooks_is_the_same(hooked: Launch, run: Launch, tmp_path: Path) -> None:
     def spec(name: str, *kills: str) -> JobSpec:

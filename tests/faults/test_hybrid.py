@@ -26,9 +26,11 @@ from tests.faults.hybrid_matrix import (
 )
 from tests.faults.test_fp16 import FP16
 from tests.faults.test_outside_a_step import saved_tensors
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize("spec", sampled(single_losses(), share=8), ids=lambda spec: spec.kills[0])
 def test_any_worker_of_tp_pp_dp(run: Launch, reference: Reference, spec: JobSpec) -> None:
     survived = run(spec)
@@ -39,6 +41,7 @@ def test_any_worker_of_tp_pp_dp(run: Launch, reference: Reference, spec: JobSpec
         assert {event["dataflow"] for event in recoveries} == {"reroute"}
 
 
+@proves(Kind.KILLS, Promise.EQUAL)
 @pytest.mark.parametrize(
     "kills",
     sampled(
@@ -57,20 +60,24 @@ def test_two_workers_of_tp_pp_dp(run: Launch, reference: Reference, kills: tuple
     check_equal(run(spec), reference(spec))
 
 
+@proves(Kind.KILLS, Promise.EQUAL, victim="0 1")
 def test_a_whole_tp_group(run: Launch, reference: Reference) -> None:
     spec = replace(TP2_PP2_DP2, lost_trainers=(0, 1))
     check_equal(run(spec), reference(spec))
 
 
+@proves(Kind.NODE, Promise.EQUAL, victim="0 3")
 def test_the_state_of_a_stage_survives_in_copies(run: Launch, reference: Reference) -> None:
     spec = replace(TP2_PP2_DP2, lost_supervisors=(0, 3))
     check_equal(run(spec), reference(spec))
 
 
+@proves(Kind.COPIES, Promise.STOPS)
 def test_a_shard_and_its_only_copy_are_named(run: Launch) -> None:
     check_stopped(run(replace(TP2_PP2_DP2, lost_supervisors=ONLY_COPIES[1])))
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize("options", [(), REROUTE], ids=["redeal", "reroute"])
 @pytest.mark.parametrize("kill", sampled(["0@3:backward", "3@2:forward"], share=1))
 def test_a_pipeline_with_mean_losses(
@@ -80,17 +87,20 @@ def test_a_pipeline_with_mean_losses(
     check_equal(survived, reference(PP2_DP2))
 
 
+@proves(Kind.KILLS, Promise.EQUAL, victim="1 2", moment="1:backward 3:reduce")
 def test_both_stages_lose_a_replica_one_after_the_other(run: Launch, reference: Reference) -> None:
     spec = replace(PP2_DP2, kills=("1@1:backward", "2@3:reduce"))
     check_equal(run(spec), reference(spec))
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize("kill", sampled(["0@2:reduce", "5@3:backward"], share=1))
 def test_a_deep_pipeline_in_bf16(run: Launch, reference: Reference, kill: str) -> None:
     spec = replace(PP4_DP2, kills=(kill,))
     check_equal(run(spec), reference(spec))
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize(
     "kill",
     sampled(["0@3:forward", "1@2:reduce", "2@3:backward", "3@3:optimizer"], share=2),
@@ -100,6 +110,7 @@ def test_interleaved_stages(run: Launch, reference: Reference, kill: str) -> Non
     check_equal(run(spec), reference(spec))
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="0", moment="2:backward")
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), REROUTE], ids=["redeal", "reroute"])
 def test_a_deep_interleaved_pipeline_loses_its_first_worker(
@@ -112,12 +123,14 @@ def test_a_deep_interleaved_pipeline_loses_its_first_worker(
     check_equal(run(spec), reference(deep))
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="4:evaluation")
 def test_recomputation_and_evaluation(run: Launch, reference: Reference) -> None:
     options = (*PP2_DP2.options, "--recompute-granularity=full", "--eval-interval=2")
     spec = replace(PP2_DP2, options=options, kills=("1@4:evaluation",))
     check_equal(run(spec), reference(spec))
 
 
+@proves(Kind.KILL, Promise.WHOLE, victim="1", moment="3:forward")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("precision", [(), FP16], ids=["fp32", "fp16"])
@@ -150,6 +163,7 @@ def test_a_checkpoint_after_a_loss_holds_nothing_of_a_free_worker(
         assert repr(common[0]) == repr(common[1])
 
 
+@proves(Kind.KILL, Promise.PLANNED, victim="1", moment="3:backward")
 def test_fast_mode_is_its_twin(run: Launch, reference: Reference) -> None:
     spec = replace(PP2_DP2, consistency="fast")
     survived = run(replace(spec, kills=("1@3:backward",)))
@@ -160,6 +174,7 @@ def test_fast_mode_is_its_twin(run: Launch, reference: Reference) -> None:
     assert max_relative_difference(survived, reference(spec)) < 1e-6
 
 
+@proves(Kind.KILLS, Promise.STOPS, victim="0 2 3 4 6")
 def test_fewer_tp_groups_than_stages_end_the_job_with_the_reason(run: Launch) -> None:
     stopped = run(replace(TP2_PP2_DP2, lost_trainers=(0, 2, 3, 4, 6)))
     assert stopped.returncode == 1
@@ -174,6 +189,7 @@ ragged_pipeline.add_other_stage = lambda *args, **options: None
 """
 
 
+@proves(Kind.SABOTAGE, Promise.SEEN, victim="1", moment="3:backward")
 def test_without_the_exchange_of_tied_embeddings_the_runs_differ(
     run: Launch, reference: Reference
 ) -> None:
@@ -190,6 +206,7 @@ def test_without_the_exchange_of_tied_embeddings_the_runs_differ(
     assert [step for step in wanted if trace[step] != wanted[step]] == [3, 4, 5]
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 @pytest.mark.parametrize(
     ("options", "nproc", "sentence"),
     [

@@ -13,6 +13,7 @@ from tests.faults import own_scripts
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived
 from tests.faults.hybrid_matrix import PP2_VPP2_DP2, TP2_PP2_DP2
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 BACK = JobSpec(steps=10, dump="last", respawn=10, awaits=((5, 1),))
@@ -63,6 +64,7 @@ def last_ranks(run: Outcome) -> list[int]:
     return ranks
 
 
+@proves(Kind.RETURN, Promise.EQUAL)
 @pytest.mark.parametrize("slot", sampled(range(4), share=1))
 def test_a_lost_worker_comes_back(run: Launch, reference: Reference, slot: int) -> None:
     spec = replace(BACK, kills=(f"{slot}@3:backward",))
@@ -82,6 +84,7 @@ REPORTS_THE_LOSS = (
 )
 
 
+@proves(Kind.RETURN, Promise.EQUAL, victim="2", moment="3:backward")
 def test_who_comes_back_may_report_the_loss_itself(
     run: Launch, reference: Reference, tmp_path: Path
 ) -> None:
@@ -134,6 +137,7 @@ Worker.ask_to_enter = ask_second
 """
 
 
+@proves(Kind.RETURN, Promise.EQUAL)
 @pytest.mark.parametrize("victims", sampled(drawn_pairs(3), share=1), ids=str)
 def test_two_lost_workers_come_back_one_after_the_other(
     run: Launch, reference: Reference, victims: tuple[tuple[int, str], ...]
@@ -154,6 +158,7 @@ def test_two_lost_workers_come_back_one_after_the_other(
     assert last_ranks(survived) == [0, 1, 2, 3]
 
 
+@proves(Kind.RETURN, Promise.EQUAL)
 @pytest.mark.parametrize(("slot", "phase"), SOME_OF_EIGHT)
 def test_a_lost_worker_of_tp_pp_dp_comes_back(
     run: Launch, reference: Reference, slot: int, phase: str
@@ -173,6 +178,7 @@ def test_a_lost_worker_of_tp_pp_dp_comes_back(
     assert last_ranks(survived) == list(range(8))
 
 
+@proves(Kind.RETURN, Promise.EQUAL, victim="3", moment="3:backward")
 def test_a_lost_worker_of_an_interleaved_pipeline_comes_back(
     run: Launch, reference: Reference
 ) -> None:
@@ -208,6 +214,7 @@ DEATHS = [
 ]
 
 
+@proves(Kind.NEWCOMER, Promise.EQUAL, victim="2")
 @pytest.mark.parametrize(("where", "asked"), sampled(DEATHS, share=2))
 def test_a_newcomer_dies_in_a_phase_of_its_join(
     run: Launch, reference: Reference, where: str, asked: bool
@@ -230,6 +237,7 @@ def test_a_newcomer_dies_in_a_phase_of_its_join(
     assert exits == [0, 1]
 
 
+@proves(Kind.NEWCOMER, Promise.EQUAL, victim="2")
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["data", "forward", "reduce", "optimizer", "gather", "snapshot"])
 def test_a_newcomer_dies_in_its_first_step(run: Launch, reference: Reference, phase: str) -> None:
@@ -243,6 +251,7 @@ def test_a_newcomer_dies_in_its_first_step(run: Launch, reference: Reference, ph
     assert last_ranks(survived) == [0, 1, 2, 3]
 
 
+@proves(Kind.RETURN_LOSS, Promise.EQUAL, moment="3:backward")
 @pytest.mark.parametrize("slot", sampled([0, 1], share=1))
 def test_a_survivor_dies_while_it_lets_somebody_in(
     run: Launch, reference: Reference, slot: int
@@ -260,6 +269,7 @@ def test_a_survivor_dies_while_it_lets_somebody_in(
     assert entered(survived) == [(2, 1), (slot, 1)]
 
 
+@proves(Kind.RETURN, Promise.EQUAL)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ten_kills_and_joins_in_one_run(run: Launch, reference: Reference) -> None:
@@ -280,6 +290,7 @@ def test_ten_kills_and_joins_in_one_run(run: Launch, reference: Reference) -> No
     assert "34 steps completed, 10 losses survived, 10 arrivals" in survived.output
 
 
+@proves(Kind.RETURN, Promise.GOES_ON, victim="2 2.1", moment="3:backward 7:backward")
 def test_the_limit_of_respawn(run: Launch) -> None:
     spec = replace(
         BACK, respawn=1, steps=12, kills=("2@3:backward", "2.1@7:backward"), awaits=((5, 1),)
@@ -291,6 +302,7 @@ def test_the_limit_of_respawn(run: Launch) -> None:
     assert last_ranks(survived) == [0, 1, 3]
 
 
+@proves(Kind.RETURN, Promise.SENT_AWAY, victim="2", moment="3:backward")
 @pytest.mark.slow
 def test_a_newcomer_with_other_settings_is_not_let_in(run: Launch) -> None:
     """It alone ends: its plans would not be those of the others."""
@@ -308,6 +320,7 @@ if os.environ["ELASWAVE_INCARNATION"] != "0":
     assert entered(survived) == [] and last_ranks(survived) == [0, 1, 3]
 
 
+@proves(Kind.RETURN, Promise.GOES_ON, victim="2 2.1 2.2", moment="3:backward 0:startup 0:startup")
 @pytest.mark.slow
 def test_a_slot_that_keeps_dying_at_one_step_is_given_up(run: Launch) -> None:
     """A broken device: what is started in the place of the lost worker dies before it is built."""

@@ -6,6 +6,7 @@ import pytest
 
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, check_equal, check_survived
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 PHASES = ("data", "forward", "backward", "reduce", "optimizer", "gather", "snapshot")
@@ -20,6 +21,7 @@ OPTIONS = (
 )
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize(("slot", "phase"), sampled(PAIRS, share=14))
 def test_kill_in_a_phase_of_a_step_changes_nothing(
     run: Launch, reference: Reference, slot: int, phase: str
@@ -35,6 +37,7 @@ def test_kill_in_a_phase_of_a_step_changes_nothing(
 
 
 # bf16 has losses per token as well.
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="2:backward")
 @pytest.mark.parametrize(
     "options",
     sampled([(one,) for one in OPTIONS], share=4),
@@ -47,6 +50,7 @@ def test_kill_under_a_training_option_changes_nothing(
     check_equal(run(spec), reference(spec))
 
 
+@proves(Kind.KILLS, Promise.EQUAL)
 @pytest.mark.parametrize(
     "kills",
     [
@@ -74,6 +78,7 @@ Microbatches.consume = fail
 """
 
 
+@proves(Kind.RAISE, Promise.EQUAL)
 def test_exception_in_one_worker_is_the_loss_of_that_worker(
     run: Launch, reference: Reference
 ) -> None:
@@ -85,6 +90,7 @@ def test_exception_in_one_worker_is_the_loss_of_that_worker(
     ]
 
 
+@proves(Kind.IN_RECOVERY, Promise.EQUAL, victim="2")
 @pytest.mark.parametrize(
     "phase",
     sampled(["detect", "agree", "edit", "move", "rebind", "verify", "replay"], share=3),
@@ -108,6 +114,7 @@ TransformerConfig.__post_init__ = deterministic
 """
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="2", moment="3:backward")
 @pytest.mark.slow
 def test_kill_in_deterministic_mode_changes_nothing(run: Launch) -> None:
     undisturbed = run(JobSpec(sabotage=DETERMINISTIC))

@@ -11,6 +11,7 @@ from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, Zygote, left_alive, pids_of, started
 from tests.faults.test_outside_a_step import saved_tensors
 from tests.faults.test_signals import wait_for_step
+from tests.proofs import Kind, Promise, proves
 
 # Megatron-Core's first save imports torch in a process of its own, on two cores that others share.
 SAVE_S = 90.0
@@ -52,7 +53,7 @@ def check_saved(run: Launch, folder: Path, done: int) -> None:
     assert all(left[name].equal(right[name]) for name in left)
 
 
-@pytest.mark.slow
+@proves(Kind.ALL_LEAVE, Promise.WHOLE)
 def test_a_loop_of_ours_calls_the_function_that_it_was_given(
     run: Launch, zygote: Zygote, data: Path, tmp_path: Path, reference: Reference
 ) -> None:
@@ -75,6 +76,7 @@ Member._on_frame = die
 """
 
 
+@proves(Kind.ALL_LEAVE, Promise.WHOLE)
 @pytest.mark.slow
 def test_one_that_dies_when_all_are_told_takes_nothing_away(
     run: Launch, zygote: Zygote, data: Path, tmp_path: Path
@@ -86,6 +88,7 @@ def test_one_that_dies_when_all_are_told_takes_nothing_away(
     check_saved(run, tmp_path, done)
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_a_folder_for_it_is_for_deepspeed(run: Launch) -> None:
     refused = run(JobSpec(options=("--elaswave-last-checkpoint-dir=last",)))
     assert refused.returncode == 2

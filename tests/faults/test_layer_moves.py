@@ -10,6 +10,7 @@ from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal
 from tests.faults.hybrid_matrix import PP2_DP2, PP4_DP2, TP2_PP2_DP2
 from tests.faults.test_outside_a_step import saved_tensors
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 PP2 = replace(PP2_DP2, options=(*PP2_DP2.options, "--num-layers=4"))
@@ -24,6 +25,7 @@ def cuts_after(run: Outcome) -> list[list[int]]:
     return [by_epoch[epoch][0] for epoch in sorted(by_epoch)]
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize(
     ("kills", "cuts"),
     [
@@ -42,6 +44,7 @@ def test_the_narrow_stage_has_fewer_layers(
     assert cuts_after(survived) == cuts
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="4", moment="2:optimizer")
 @pytest.mark.slow
 def test_layers_with_tensor_parallel_parts(run: Launch, reference: Reference) -> None:
     spec = replace(TP2_PP2_DP2, options=(*TP2_PP2_DP2.options, "--num-layers=4"))
@@ -50,6 +53,7 @@ def test_layers_with_tensor_parallel_parts(run: Launch, reference: Reference) ->
     assert cuts_after(survived) == [[0, 3, 4]]
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="5", moment="3:backward")
 @pytest.mark.slow
 def test_layers_of_a_deep_pipeline_in_bf16(run: Launch, reference: Reference) -> None:
     spec = replace(PP4_DP2, options=(*PP4_DP2.options, "--num-layers=12"))
@@ -58,6 +62,7 @@ def test_layers_of_a_deep_pipeline_in_bf16(run: Launch, reference: Reference) ->
     assert cuts_after(survived) == [[0, 4, 8, 9, 12]]
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="5", moment="3:backward")
 @pytest.mark.slow
 def test_layers_of_a_deep_pipeline_with_no_more_room_than_at_launch(
     run: Launch, reference: Reference
@@ -70,6 +75,7 @@ def test_layers_of_a_deep_pipeline_with_no_more_room_than_at_launch(
     assert cuts_after(survived) == [[0, 3, 7, 9, 12]]
 
 
+@proves(Kind.RETURN, Promise.EQUAL, victim="1", moment="2:backward")
 def test_layers_go_back_when_the_worker_comes_back(run: Launch, reference: Reference) -> None:
     spec = replace(
         PP2,
@@ -84,6 +90,7 @@ def test_layers_go_back_when_the_worker_comes_back(run: Launch, reference: Refer
     assert cuts_after(survived) == [[0, 1, 4], [0, 2, 4]]
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="2:backward")
 @pytest.mark.slow
 def test_layers_stay_for_a_worker_that_will_come_back(run: Launch, reference: Reference) -> None:
     spec = replace(PP2, steps=10, respawn=1, kills=("1@2:backward",), awaits=((5, 1),))
@@ -92,6 +99,7 @@ def test_layers_stay_for_a_worker_that_will_come_back(run: Launch, reference: Re
     assert cuts_after(survived) == [[0, 2, 4], [0, 2, 4]]
 
 
+@proves(Kind.IN_RECOVERY, Promise.EQUAL, victim="0")
 @pytest.mark.parametrize("phase", sampled(["move", "rebind", "verify", "replay"], share=2))
 def test_a_death_while_layers_move(run: Launch, reference: Reference, phase: str) -> None:
     survived = run(replace(PP2, kills=("0@3:backward", f"2@3:{phase}")))
@@ -99,6 +107,7 @@ def test_a_death_while_layers_move(run: Launch, reference: Reference, phase: str
     assert cuts_after(survived)[-1] == [0, 2, 4]
 
 
+@proves(Kind.KILL, Promise.WHOLE, victim="0", moment="3:backward")
 @pytest.mark.slow
 def test_a_checkpoint_after_a_move_is_that_of_a_job_that_never_moved(
     run: Launch, tmp_path: Path
@@ -114,6 +123,7 @@ def test_a_checkpoint_after_a_move_is_that_of_a_job_that_never_moved(
     assert all(torch.equal(moved[name], undisturbed[name]) for name in moved)
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_layers_of_interleaved_stages_are_refused_by_name(run: Launch) -> None:
     options = (*PP2.options, "--num-virtual-stages-per-pipeline-rank=2")
     refused = run(JobSpec(options=(*options, "--elaswave-move-layers=always")))
@@ -121,6 +131,7 @@ def test_layers_of_interleaved_stages_are_refused_by_name(run: Launch) -> None:
     assert "move_layers is always" in refused.output and "interleaved" in refused.output
 
 
+@proves(Kind.RETURN, Promise.EQUAL, victim="3 1 3.1", moment="6:forward 7:backward 0:startup")
 def test_a_newcomer_agrees_to_layers_that_were_moved_by_measured_times(
     run: Launch, reference: Reference
 ) -> None:

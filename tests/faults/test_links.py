@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, check_survived
+from tests.proofs import Kind, Promise, proves
 
 # In the backward pass of step 3 the connection of workers 1 and 2 breaks, `times` times, each of
 # them once: a socket that its other end has closed too cannot be shut down (ENOTCONN), and the
@@ -33,6 +34,7 @@ Phases.enter, worker.Worker.__init__ = sever, remember
 """
 
 
+@proves(Kind.LINK, Promise.EQUAL)
 def test_a_severed_link_costs_a_view_change_and_no_worker(
     run: Launch, reference: Reference
 ) -> None:
@@ -45,6 +47,7 @@ def test_a_severed_link_costs_a_view_change_and_no_worker(
     assert survived.trace() == reference(JobSpec()).trace()
 
 
+@proves(Kind.LINK, Promise.GOES_ON)
 def test_a_pair_that_stays_apart_loses_one_of_the_two(run: Launch, reference: Reference) -> None:
     spec = JobSpec(sabotage=SEVER.format(times=9))
     survived = run(spec)

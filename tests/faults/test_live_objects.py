@@ -10,6 +10,7 @@ import pytest
 
 from tests.faults.conftest import Launch
 from tests.faults.harness import JobSpec, check_survived
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 EXPERTS = ("--num-experts=4", "--disable-bias-linear")
@@ -61,6 +62,7 @@ def unknown_differences(pictures: dict[str, Any]) -> list[str]:
     return found
 
 
+@proves(Kind.KILL, Promise.FRESH, victim="1", moment="2:backward")
 def test_live_objects_after_a_loss_equal_fresh_ones(run: Launch, tmp_path: Path) -> None:
     spec = JobSpec(steps=4, kills=("1@2:backward",), walk=str(tmp_path))
     check_survived(run(spec))
@@ -76,6 +78,7 @@ def test_live_objects_after_a_loss_equal_fresh_ones(run: Launch, tmp_path: Path)
             assert members in ranks["groups"], name
 
 
+@proves(Kind.KILLS, Promise.FRESH, victim="0 2", moment="1:backward 3:backward")
 @pytest.mark.parametrize("experts", sampled([((),), (EXPERTS,)], share=1), ids=["dense", "experts"])
 def test_live_objects_at_another_tp_position_equal_fresh_ones(
     run: Launch, tmp_path: Path, experts: tuple[str, ...]
@@ -102,6 +105,7 @@ def test_live_objects_at_another_tp_position_equal_fresh_ones(
     assert len(starts) == 2
 
 
+@proves(Kind.SABOTAGE, Promise.SEEN, victim="1", moment="2:backward")
 def test_a_stale_size_is_found(run: Launch, tmp_path: Path) -> None:
     """Negative control: one cached size that nobody rebinds."""
     spec = JobSpec(steps=4, kills=("1@2:backward",), walk=str(tmp_path))

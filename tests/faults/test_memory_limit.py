@@ -7,11 +7,13 @@ import pytest
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, check_equal
 from tests.faults.test_layer_moves import PP2, cuts_after
+from tests.proofs import Kind, Promise, proves
 
 # Of the tests' jobs; a row of the vocabulary and a head's scores are float32, as all else.
 HIDDEN, SEQUENCE, HEADS, VOCABULARY = 64, 32, 4, 384
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="0", moment="6:backward")
 def test_bytes_in_flight_are_those_that_one_can_count(run: Launch, reference: Reference) -> None:
     """Saved for the backward pass of one sample, as Megatron-Core's local layers do it."""
     survived = run(replace(PP2, steps=8, kills=("0@6:backward",)))
@@ -34,6 +36,7 @@ def test_bytes_in_flight_are_those_that_one_can_count(run: Launch, reference: Re
     )
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="0", moment="3:backward")
 @pytest.mark.slow
 def test_layers_that_would_not_fit_stay(run: Launch, reference: Reference) -> None:
     """Three layers and a head: 2.1 MB of state, 0.66 MB for a sample; `test_layer_moves` moves."""
@@ -47,6 +50,7 @@ def test_layers_that_would_not_fit_stay(run: Launch, reference: Reference) -> No
     assert cuts_after(moved) == [[0, 1, 4]]
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_a_limit_below_the_launch_is_refused(run: Launch) -> None:
     refused = run(JobSpec(options=(*PP2.options, "--elaswave-memory-limit-gib=0.001")))
     assert refused.returncode == 2

@@ -16,6 +16,7 @@ from tests.faults.harness import JobSpec, Outcome, Zygote, check_equal, started
 from tests.faults.hybrid_matrix import PP2_DP2
 from tests.faults.test_notice import TOLD, UNTIL_TOLD
 from tests.faults.test_signals import LIMIT_S, wait_for_step
+from tests.proofs import Kind, Promise, proves
 
 # Worker VICTIM dies in the backward pass of the first step of view 2. No moment has arrived then:
 # they are let through once an update waits for them.
@@ -91,11 +92,13 @@ BAD = {
 }
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_a_range_that_is_none_is_refused_before_anyone_is_asked() -> None:
     with pytest.raises(ConfigurationError, match="--layers is '4-'"):
         migrate_layers([], layers="4-", stage=0, reason="", timeout_s=1)
 
 
+@proves(Kind.MIGRATE, Promise.EQUAL, victim="3", moment="11:backward")
 def test_layers_move_between_two_steps_and_come_back(
     zygote: Zygote,
     data: Path,
@@ -155,6 +158,7 @@ def migrated(
     return Outcome(spec=held, directory=directory, returncode=code, output=output, seconds=0)
 
 
+@proves(Kind.MIGRATE_LOSS, Promise.EQUAL)
 @pytest.mark.parametrize(
     "victim", [2, pytest.param(0, marks=pytest.mark.slow)], ids=["giver", "receiver"]
 )
@@ -173,6 +177,7 @@ def test_a_death_while_the_moments_of_a_moved_layer_are_on_their_way_is_survived
     assert {event["restored_step"] for event in second} == {killed["step"]}
 
 
+@proves(Kind.DAMAGE, Promise.EQUAL)
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", ["WEIGHTS", "MOMENTS"])
 def test_what_is_damaged_on_its_way_is_served_again_from_where_the_layer_was(

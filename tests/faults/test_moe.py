@@ -12,6 +12,7 @@ from tests.faults.hybrid_matrix import PP2_DP2, PP2_VPP2_DP2, TP2_PP2_DP2
 from tests.faults.test_growth import GROWS
 from tests.faults.test_layer_moves import cuts_after
 from tests.faults.test_outside_a_step import saved_tensors
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 EXPERTS = ("--num-experts=4", "--disable-bias-linear")
@@ -26,6 +27,7 @@ def with_experts(spec: JobSpec, *options: str) -> JobSpec:
     return replace(spec, options=(*spec.options, *(options or MOE)))
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize(
     "kill",
     sampled(["0@3:forward", "1@3:backward", "2@2:reduce", "3@4:optimizer"], share=1),
@@ -35,6 +37,7 @@ def test_any_phase_of_a_data_parallel_job(run: Launch, reference: Reference, kil
     check_equal(run(spec), reference(spec))
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize(
     "kill", sampled(["6@3:backward", "0@2:forward", "3@3:reduce", "5@3:optimizer"], share=1)
 )
@@ -43,6 +46,7 @@ def test_any_worker_of_tp_pp_dp(run: Launch, reference: Reference, kill: str) ->
     check_equal(run(spec), reference(spec))
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="3:backward")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -68,6 +72,7 @@ def test_settings_of_experts(run: Launch, reference: Reference, options: tuple[s
     check_equal(run(spec), reference(spec))
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="3:backward")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -86,12 +91,14 @@ def test_settings_of_experts_with_tp(
     check_equal(run(spec), reference(spec))
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="2", moment="3:backward")
 @pytest.mark.slow
 def test_interleaved_stages_of_experts(run: Launch, reference: Reference) -> None:
     spec = replace(with_experts(PP2_VPP2_DP2), kills=("2@3:backward",))
     check_equal(run(spec), reference(spec))
 
 
+@proves(Kind.KILL, Promise.CLOSE, victim="6", moment="3:backward")
 @pytest.mark.slow
 def test_experts_in_fast_mode(run: Launch, reference: Reference) -> None:
     """Close as dense models are, until a sum of another order sends a token to another expert."""
@@ -101,6 +108,7 @@ def test_experts_in_fast_mode(run: Launch, reference: Reference) -> None:
     assert max_relative_difference(survived, reference(spec)) < 1e-6
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_experts_see_whole_microbatches(run: Launch) -> None:
     spec = with_experts(PP2_DP2, *MOE, "--elaswave-dataflow=resize", "--micro-batch-size=2")
     refused = run(replace(spec, global_batch=16, consistency="fast"))
@@ -108,6 +116,7 @@ def test_experts_see_whole_microbatches(run: Launch) -> None:
     assert "micro-batches cannot be cut here: the routers" in refused.output
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="6", moment="3:backward")
 @pytest.mark.slow
 def test_weight_gradients_of_experts_go_apart(run: Launch, reference: Reference) -> None:
     spec = with_experts(TP2_PP2_DP2)
@@ -115,6 +124,7 @@ def test_weight_gradients_of_experts_go_apart(run: Launch, reference: Reference)
     check_equal(run(replace(split, kills=("6@3:backward",))), reference(spec))
 
 
+@proves(Kind.KILLS, Promise.EQUAL, victim="0 2", moment="1:backward 3:backward")
 @pytest.mark.slow
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_experts_at_another_tp_position(run: Launch, reference: Reference, dispatcher: str) -> None:
@@ -124,6 +134,7 @@ def test_experts_at_another_tp_position(run: Launch, reference: Reference, dispa
     check_equal(run(spec), reference(spec))
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [("0@3:backward",), ("1@1:backward", "2@3:reduce")])
 def test_layers_of_experts_move(run: Launch, reference: Reference, kills: tuple[str, ...]) -> None:
@@ -133,6 +144,7 @@ def test_layers_of_experts_move(run: Launch, reference: Reference, kills: tuple[
     assert cuts_after(survived) == [[0, 1, 4], [0, 2, 4]][: len(kills)]
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="0", moment="3:backward")
 @pytest.mark.slow
 def test_layers_of_unlike_kinds_stay(run: Launch, reference: Reference) -> None:
     """Of experts every other one: each stage has both kinds, and no spec of another's layers."""
@@ -144,6 +156,7 @@ def test_layers_of_unlike_kinds_stay(run: Launch, reference: Reference) -> None:
     assert cuts_after(survived) == [[0, 2, 4]]
 
 
+@proves(Kind.LEAVE, Promise.EQUAL)
 @pytest.mark.slow
 @pytest.mark.parametrize("base", [JobSpec(), TP2_PP2_DP2], ids=["dp", "tp_pp"])
 def test_a_worker_leaves_as_told(run: Launch, reference: Reference, base: JobSpec) -> None:
@@ -151,11 +164,13 @@ def test_a_worker_leaves_as_told(run: Launch, reference: Reference, base: JobSpe
     check_equal(run(spec), reference(spec))
 
 
+@proves(Kind.JOIN, Promise.EQUAL)
 @pytest.mark.slow
 def test_a_job_of_experts_grows(grown: Grown) -> None:
     grown(replace(GROWS, options=MOE))
 
 
+@proves(Kind.RETURN, Promise.EQUAL, victim="1", moment="2:backward")
 @pytest.mark.slow
 @pytest.mark.parametrize("base", [JobSpec(), PP2_FOUR_LAYERS], ids=["dp", "pp"])
 def test_a_worker_comes_back(run: Launch, reference: Reference, base: JobSpec) -> None:
@@ -167,6 +182,7 @@ def test_a_worker_comes_back(run: Launch, reference: Reference, base: JobSpec) -
     assert [event["slot"] for event in survived.events("entered")] == [1]
 
 
+@proves(Kind.KILL, Promise.WHOLE, victim="0", moment="3:backward")
 @pytest.mark.slow
 def test_a_checkpoint_after_a_move_holds_the_biases(run: Launch, tmp_path: Path) -> None:
     def saved(name: str, *kills: str) -> dict[str, torch.Tensor]:
@@ -198,6 +214,7 @@ KEEP_THE_COUNTS = FORGET.format("""
 """)
 
 
+@proves(Kind.SABOTAGE, Promise.SEEN)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sabotage", "kill"),
@@ -225,6 +242,7 @@ COUNT_IN_16_BITS = FORGET.format("""
 MANY_TOKENS = ("--num-experts=16", "--moe-router-topk=8", "--seq-length=256", "--bf16")
 
 
+@proves(Kind.SABOTAGE, Promise.SEEN, victim="3", moment="2:backward")
 @pytest.mark.slow
 def test_tokens_counted_in_16_bits_would_depend_on_who_counts_them(
     run: Launch, reference: Reference

@@ -12,6 +12,7 @@ from tests.faults.mutant_ends import check_refused, check_told
 from tests.faults.mutants import Mutant, mutants
 from tests.faults.mutants_page import PAGE, page
 from tests.faults.replacements import TRAINS
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 SPEC = JobSpec(nproc=2, steps=4, global_batch=4)
@@ -22,7 +23,8 @@ def test_the_page_has_every_mutant() -> None:
     assert PAGE.read_text() == page(), "print it anew: python -m tests.faults.mutants_page"
 
 
-@pytest.mark.parametrize("mutant", sampled(MUTANTS, share=36), ids=map(str, MUTANTS))
+@proves(Kind.WRONG_SCRIPT, Promise.TOLD, victim="1", moment="3:backward")
+@pytest.mark.parametrize("mutant", sampled(MUTANTS, share=30), ids=map(str, MUTANTS))
 def test_a_mutant_is_not_silent(
     run: Launch, reference: Reference, tmp_path: Path, mutant: Mutant
 ) -> None:
@@ -53,6 +55,7 @@ OF_STAGES = [
 STAGED = [one for one in MUTANTS if str(one) in OF_STAGES]
 
 
+@proves(Kind.WRONG_SCRIPT, Promise.TOLD, victim="3", moment="2:backward")
 @pytest.mark.parametrize("mutant", sampled(STAGED, share=3), ids=map(str, STAGED))
 def test_a_mutant_with_stages_is_not_silent(
     run: Launch, reference: Reference, tmp_path: Path, mutant: Mutant

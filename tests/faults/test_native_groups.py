@@ -11,6 +11,7 @@ from tests.faults.harness import ROOT, SCRIPT, JobSpec, Outcome, check_equal
 from tests.faults.hybrid_matrix import TP2_PP2_DP2
 from tests.faults.test_join import entered
 from tests.faults.test_stage_moves import stages_after
+from tests.proofs import Kind, Promise, proves
 
 STAND_IN = str(ROOT / "tests" / "stand_ins" / "native_gloo.py")
 NATIVE = replace(TP2_PP2_DP2, script=STAND_IN)
@@ -71,6 +72,7 @@ def check_order(run: Outcome, reference: Reference) -> None:
             assert all(call["size"] <= 2 for call in native(one, summed))
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="3:reduce")
 def test_one_of_four_replicas(run: Launch, reference: Reference) -> None:
     """Its terms are added in their place; gloo itself would add in another order."""
     survived = run(replace(DP4, kills=("1@3:reduce",)))
@@ -78,6 +80,7 @@ def test_one_of_four_replicas(run: Launch, reference: Reference) -> None:
     assert made_last(survived)[WORLD] == {0, 2, 3}
 
 
+@proves(Kind.RETURN, Promise.EQUAL, victim="2", moment="3:backward")
 @pytest.mark.slow
 def test_one_of_four_replicas_comes_back(run: Launch, reference: Reference) -> None:
     spec = replace(
@@ -89,6 +92,7 @@ def test_one_of_four_replicas_comes_back(run: Launch, reference: Reference) -> N
     assert made_last(survived)[WORLD] == {0, 1, 2, 3}
 
 
+@proves(Kind.KILLS, Promise.EQUAL, victim="1 6", moment="2:backward 4:forward")
 @pytest.mark.slow
 def test_a_tp_group_of_four_of_two_that_each_lost_a_member(
     run: Launch, reference: Reference
@@ -100,6 +104,7 @@ def test_a_tp_group_of_four_of_two_that_each_lost_a_member(
     assert any(len(slots) == 4 for name, slots in anew.items() if name != WORLD)
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="5", moment="3:backward")
 def test_a_loss(run: Launch, reference: Reference) -> None:
     """It leaves worker 4 without a place, which takes part in groups of all workers only."""
     spec = replace(NATIVE, kills=("5@3:backward",))
@@ -111,6 +116,7 @@ def test_a_loss(run: Launch, reference: Reference) -> None:
     assert {name for name, slots in anew.items() if 4 in slots} == {WORLD}
 
 
+@proves(Kind.KILLS, Promise.EQUAL, victim="0 3", moment="2:backward 4:forward")
 @pytest.mark.slow
 def test_a_tp_group_of_two_that_each_lost_a_member(run: Launch, reference: Reference) -> None:
     """Workers 1 and 2 have different names for the group that they make from then on."""
@@ -122,6 +128,7 @@ def test_a_tp_group_of_two_that_each_lost_a_member(run: Launch, reference: Refer
     assert {1, 2} in [slots for name, slots in anew.items() if name.startswith(TP)]
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="0 1 2")
 def test_workers_change_stage(run: Launch, reference: Reference) -> None:
     spec = replace(NATIVE, lost_trainers=(0, 1, 2))
     survived = run(spec)
@@ -130,6 +137,7 @@ def test_workers_change_stage(run: Launch, reference: Reference) -> None:
     assert stages_after(survived) == [[[6, 7]], [[4, 5]]]
 
 
+@proves(Kind.RETURN, Promise.EQUAL, victim="5", moment="3:backward")
 @pytest.mark.slow
 def test_a_lost_worker_comes_back(run: Launch, reference: Reference) -> None:
     """It builds alone; once it is in, the pipeline runs natively again, with its groups in it."""

@@ -6,6 +6,7 @@ import pytest
 
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, check_equal, check_survived
+from tests.proofs import Kind, Promise, proves
 
 SABOTAGE = {
     # A running stream instead of keyed draws.
@@ -28,6 +29,7 @@ SABOTAGE = {
 }
 
 
+@proves(Kind.SABOTAGE, Promise.SEEN, victim="2", moment="2:backward")
 @pytest.mark.parametrize("sabotage", SABOTAGE.values(), ids=SABOTAGE.keys())
 def test_breaking_one_part_of_exactness_is_seen(
     run: Launch, reference: Reference, sabotage: str
@@ -40,12 +42,14 @@ def test_breaking_one_part_of_exactness_is_seen(
     assert broken.trace() != undisturbed.trace()
 
 
+@proves(Kind.SABOTAGE, Promise.SEEN, victim="2", moment="99:backward")
 def test_a_missing_kill_is_seen(run: Launch, reference: Reference) -> None:
     late = run(JobSpec(kills=("2@99:backward",)))
     with pytest.raises(AssertionError, match="'fired': False"):
         check_equal(late, reference(JobSpec()))
 
 
+@proves(Kind.SABOTAGE, Promise.SEEN)
 def test_another_seed_is_seen(run: Launch, reference: Reference) -> None:
     other = run(JobSpec(options=("--seed=4321",)))
     assert other.trace() != reference(JobSpec()).trace()

@@ -13,6 +13,7 @@ from elaswave_plugin.config import ElasticConfig
 from tests.faults import harness
 from tests.faults.conftest import Launch
 from tests.faults.harness import JobSpec
+from tests.proofs import Kind, Promise, proves
 
 # Steps in which other processes compute beside the workers, six for each of two cores.
 LOADED, COMPUTING = range(700, 760), 12
@@ -77,6 +78,7 @@ def noisy(steps: int, saved: Path) -> JobSpec:
     )
 
 
+@proves(Kind.NOISE, Promise.NOBODY_LOST)
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_no_false_alarm_in_a_thousand_noisy_steps(
@@ -110,6 +112,7 @@ def load(processes: int) -> Iterator[None]:
             process.wait()
 
 
+@proves(Kind.NOISE, Promise.NOBODY_LOST)
 @pytest.mark.slow
 def test_no_false_alarm_on_a_loaded_machine(run: Launch) -> None:
     """Twelve processes that compute beside four workers, on two cores, at the default limit."""
@@ -148,6 +151,7 @@ Phases.fire = starved
 """
 
 
+@proves(Kind.NOISE, Promise.NOBODY_LOST)
 @pytest.mark.slow
 def test_who_waits_for_a_processor_does_not_hang(run: Launch) -> None:
     outcome = run(JobSpec(steps=9, dump="never", sabotage=STARVED))

@@ -20,6 +20,7 @@ from tests.faults.harness import (
 )
 from tests.faults.hybrid_matrix import TP2_PP2_DP2
 from tests.faults.test_join import check_nothing_thrown_away, entered, last_ranks
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 LIMIT_S = 60.0
@@ -72,6 +73,7 @@ def lose_with_standby(
     return Outcome(spec=spec, directory=directory, returncode=0, output=output, seconds=seconds)
 
 
+@proves(Kind.NODE_RETURN, Promise.EQUAL)
 @pytest.mark.slow
 @pytest.mark.parametrize("slot", [0, 3])
 def test_a_standby_takes_the_place_of_a_lost_node(
@@ -86,6 +88,7 @@ def test_a_standby_takes_the_place_of_a_lost_node(
     assert read_addresses(tmp_path) == []
 
 
+@proves(Kind.NODE_RETURN, Promise.EQUAL)
 @pytest.mark.parametrize("slot", sampled([0, 2], share=1))
 def test_a_lost_node_comes_back(
     zygote: Zygote, data: Path, tmp_path: Path, reference: Reference, slot: int
@@ -99,6 +102,7 @@ def test_a_lost_node_comes_back(
     check_nothing_thrown_away(run)
 
 
+@proves(Kind.NEWCOMER, Promise.EQUAL, victim="2.1", moment="0:move")
 @pytest.mark.slow
 def test_a_newcomer_of_a_lost_node_dies_on_its_way_in(
     zygote: Zygote, data: Path, tmp_path: Path, reference: Reference
@@ -110,6 +114,7 @@ def test_a_newcomer_of_a_lost_node_dies_on_its_way_in(
     assert last_ranks(run) == [0, 1, 2, 3]
 
 
+@proves(Kind.NODE_RETURN, Promise.EQUAL)
 @pytest.mark.slow
 def test_two_lost_supervisors_of_tp_pp_dp_come_back(
     zygote: Zygote, data: Path, tmp_path: Path, reference: Reference

@@ -12,6 +12,7 @@ from elaswave_plugin.tracking.events import EVENTS_FILE, read_lines
 from tests.faults.conftest import Reference
 from tests.faults.harness import JobSpec, Outcome, Zygote, check_equal, started
 from tests.faults.test_signals import LIMIT_S, wait_for_step
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 # After they were told, others may be told too for a second, before the first of them leaves.
@@ -41,6 +42,7 @@ def supervisor_of(directory: Path, slot: int) -> int:
     return pid
 
 
+@proves(Kind.LEAVE, Promise.EQUAL)
 @pytest.mark.parametrize(
     ("slots", "number"),
     sampled([((2,), signal.SIGTERM), ((0,), signal.SIGUSR1), ((1, 3), signal.SIGTERM)], share=2),

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from elaswave_plugin.tracking.events import EVENTS_FILE, read_lines
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, check_equal, check_survived
+from tests.proofs import Kind, Promise, proves
 
 EVALUATION = ("--eval-interval=2", "--eval-iters=2")
 
@@ -20,6 +21,7 @@ def validation_lines(output: str) -> list[str]:
     return sorted({line for line in output.splitlines() if "validation" in line})
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="4:evaluation")
 def test_kill_during_an_evaluation_restarts_it(run: Launch, reference: Reference) -> None:
     spec = JobSpec(options=EVALUATION, kills=("1@4:evaluation",))
     killed, undisturbed = run(spec), reference(spec)
@@ -51,6 +53,7 @@ Phases.fire = slowly
 """
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="3:snapshot")
 def test_a_step_redone_from_inside_an_evaluation_trains_again(
     run: Launch, reference: Reference
 ) -> None:
@@ -75,6 +78,7 @@ ElasticJob.bind = bound
 """
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="4:backward")
 def test_after_a_loss_modules_are_in_the_modes_that_they_were_in(
     run: Launch, reference: Reference
 ) -> None:
@@ -82,6 +86,7 @@ def test_after_a_loss_modules_are_in_the_modes_that_they_were_in(
     check_equal(killed, reference(JobSpec()))
 
 
+@proves(Kind.NOTHING, Promise.EQUAL)
 def test_more_evaluations_than_validation_batches(run: Launch) -> None:
     options = ("--eval-interval=1", "--eval-iters=1")
     run_of_many = run(JobSpec(steps=12, options=options, dump="never"))
@@ -102,6 +107,7 @@ def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+@proves(Kind.KILL_IN_SAVE, Promise.WHOLE)
 @pytest.mark.parametrize("phase", ["save", "finalize"])
 def test_kill_during_a_save_keeps_the_last_checkpoint_and_saves_again(
     run: Launch, tmp_path: Path, phase: str
@@ -137,6 +143,7 @@ ElasticJob.run = own
 """
 
 
+@proves(Kind.KILL_IN_SAVE, Promise.WHOLE, victim="2", moment="4:save")
 def test_a_kill_in_a_save_of_own_files_comes_once_they_are_written(
     run: Launch, reference: Reference, tmp_path: Path
 ) -> None:
@@ -151,6 +158,7 @@ def test_a_kill_in_a_save_of_own_files_comes_once_they_are_written(
     assert killed.trace() == reference(JobSpec()).trace()
 
 
+@proves(Kind.KILL, Promise.CLEAN, victim="0 1", moment="3:backward 5:reduce")
 @pytest.mark.slow
 def test_what_a_killed_worker_had_started_is_ended(run: Launch, tmp_path: Path) -> None:
     """Megatron-Core's checkpoint writer starts a process that outlives a killed trainer."""
@@ -171,6 +179,7 @@ ElasticJob.run = lambda self, work, *, phase: run(
 """
 
 
+@proves(Kind.KILL_IN_SAVE, Promise.WHOLE, victim="2", moment="3:save")
 @pytest.mark.slow
 def test_a_long_save_is_waited_for_when_somebody_dies(run: Launch, tmp_path: Path) -> None:
     options = (
@@ -184,6 +193,7 @@ def test_a_long_save_is_waited_for_when_somebody_dies(run: Launch, tmp_path: Pat
     assert len(killed.events("view_committed")) == 2
 
 
+@proves(Kind.KILL_AT_START, Promise.REQUEUE, victim="1", moment="0:startup")
 def test_kill_during_the_start_stops_the_job_and_asks_for_a_requeue(run: Launch) -> None:
     stopped = run(JobSpec(kills=("1@0:startup",)))
     assert stopped.returncode == 75
@@ -192,11 +202,13 @@ def test_kill_during_the_start_stops_the_job_and_asks_for_a_requeue(run: Launch)
     assert not stopped.orphans
 
 
+@proves(Kind.KILLS, Promise.EQUAL, victim="0 1 3", moment="2:backward 2:reduce 4:gather")
 def test_kill_of_all_but_one_worker_finishes_the_run(run: Launch, reference: Reference) -> None:
     spec = JobSpec(kills=("0@2:backward", "1@2:reduce", "3@4:gather"))
     check_equal(run(spec), reference(spec))
 
 
+@proves(Kind.NOTHING, Promise.EQUAL)
 def test_survivors_of_an_undisturbed_run_are_all_of_it(reference: Reference) -> None:
     check_survived(reference(JobSpec()))
 
@@ -218,6 +230,7 @@ Phases.enter = spoil
 """
 
 
+@proves(Kind.DISK, Promise.GOES_ON, victim="2", moment="3:backward")
 def test_a_run_directory_that_goes_bad_keeps_nobody_away(run: Launch) -> None:
     spec = JobSpec(steps=9, kills=("2@3:backward",), respawn=10, awaits=((5, 1),), dump="never")
     spoiled = run(replace(spec, sabotage=SPOIL))

@@ -16,6 +16,7 @@ from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived
 from tests.faults.hybrid_matrix import PP2_DP2, TP2_PP2_DP2
 from tests.faults.test_join import LATER, last_ranks
 from tests.faults.test_layer_moves import cuts_after
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 # A worker is lost in a backward pass, comes back, and another one is lost.
@@ -37,6 +38,7 @@ SCRIPTS = {
 }
 
 
+@proves(Kind.RETURN, Promise.EQUAL)
 @pytest.mark.parametrize("name", sampled(SCRIPTS, share=6))
 def test_a_script_of_ones_own_is_equal(
     run: Launch, reference: Reference, tmp_path: Path, name: str
@@ -46,6 +48,7 @@ def test_a_script_of_ones_own_is_equal(
     check_equal(run(spec), reference(spec))
 
 
+@proves(Kind.RETURN, Promise.EQUAL, victim="1 0", moment="2:backward 6:forward")
 def test_a_step_that_skips_its_update_is_equal_and_is_redone(
     run: Launch, reference: Reference, tmp_path: Path
 ) -> None:
@@ -77,6 +80,7 @@ StateKeeper.begin_update = late
 """
 
 
+@proves(Kind.RETURN, Promise.EQUAL)
 def test_a_step_without_an_update_is_redone_by_all_alike(
     run: Launch, reference: Reference, tmp_path: Path
 ) -> None:
@@ -88,6 +92,7 @@ def test_a_step_without_an_update_is_redone_by_all_alike(
     assert len(survived.events("view_committed")) == 2 and not survived.orphans
 
 
+@proves(Kind.RETURN, Promise.EQUAL)
 @pytest.mark.parametrize("precision", sampled(["--bf16", "--fp16"], share=1))
 def test_weights_of_16_bits_that_the_body_changes(
     run: Launch, reference: Reference, tmp_path: Path, precision: str
@@ -101,6 +106,7 @@ HYBRID = replace(PP2_DP2, steps=10, kills=("1@2:backward",), respawn=10, awaits=
 DATA_PARALLEL = replace(LOSES, kills=("1@2:backward",), respawn=10, awaits=((5, 1),))
 
 
+@proves(Kind.RETURN, Promise.SENT_AWAY)
 @pytest.mark.parametrize(
     "spec", sampled([DATA_PARALLEL, HYBRID], share=1), ids=lambda spec: f"{spec.nproc}"
 )
@@ -123,6 +129,7 @@ def averages(run: Outcome) -> dict[str, list[float]]:
     return {path.name: json.loads(path.read_text()) for path in files}
 
 
+@proves(Kind.RETURN, Promise.EQUAL)
 def test_an_average_that_the_script_keeps(
     run: Launch, reference: Reference, tmp_path: Path
 ) -> None:
@@ -135,6 +142,7 @@ def test_an_average_that_the_script_keeps(
     assert averages(survived) == averages(undisturbed)
 
 
+@proves(Kind.SABOTAGE, Promise.SEEN)
 def test_an_average_that_nobody_keeps_is_another(
     run: Launch, reference: Reference, tmp_path: Path
 ) -> None:
@@ -191,6 +199,7 @@ REFUSED = {
 }
 
 
+@proves(Kind.WRONG_SCRIPT, Promise.REFUSED)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_nobody_could_bring_back_is_refused(run: Launch, tmp_path: Path, name: str) -> None:
     changes, words, num_steps, spec = REFUSED[name]
@@ -202,6 +211,7 @@ def test_what_nobody_could_bring_back_is_refused(run: Launch, tmp_path: Path, na
     assert not refused.orphans
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize(("kill", "cuts"), [("0@3:backward", [0, 1, 4]), ("2@3:body", [0, 3, 4])])
 def test_frozen_weights_move_with_their_layers(
     run: Launch, reference: Reference, tmp_path: Path, kill: str, cuts: list[int]
@@ -215,6 +225,7 @@ def test_frozen_weights_move_with_their_layers(
     assert cuts_after(survived) == [cuts, [0, 2, 4]]
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize("kill", ["1@3:body", "1@3:optimizer"])
 @pytest.mark.parametrize("layout", ["dp3", "pp2-dp2"])
 @pytest.mark.parametrize("number", sampled([1, 2], share=1))
@@ -231,6 +242,7 @@ def test_a_layer_that_is_frozen_later_stays_frozen(
     assert layout == "dp3" or cuts_after(survived) == [[0, 1, 4]]
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="0", moment="3:backward")
 def test_a_layer_that_is_frozen_whole_keeps_all_layers(
     run: Launch, reference: Reference, tmp_path: Path
 ) -> None:
@@ -242,6 +254,7 @@ def test_a_layer_that_is_frozen_whole_keeps_all_layers(
     assert cuts_after(survived) == [[0, 2, 4]]
 
 
+@proves(Kind.RETURN, Promise.EQUAL, victim="6 7", moment="3:forward 3:forward")
 def test_frozen_weights_are_those_of_the_place_that_a_newcomer_is_given(
     run: Launch, reference: Reference, tmp_path: Path
 ) -> None:
@@ -280,6 +293,7 @@ LoopBody.open, dist.{name} = opening, dying
 """
 
 
+@proves(Kind.RETURN, Promise.EQUAL)
 @pytest.mark.parametrize("name", ["barrier", "all_reduce", "broadcast"])
 def test_a_call_between_steps_is_made_again(
     run: Launch, reference: Reference, tmp_path: Path, name: str
@@ -291,6 +305,7 @@ def test_a_call_between_steps_is_made_again(
     check_equal(survived, reference(spec))
 
 
+@proves(Kind.WRONG_SCRIPT, Promise.NAMED)
 def test_another_call_between_steps_ends_with_the_line_to_write(
     run: Launch, tmp_path: Path
 ) -> None:
@@ -331,6 +346,7 @@ WITH_BUFFERS = {
 }
 
 
+@proves(Kind.RETURN, Promise.EQUAL)
 @pytest.mark.parametrize("name", sampled(WITH_BUFFERS, share=2))
 def test_buffers_that_passes_change_stay_with_their_replica(
     run: Launch, reference: Reference, tmp_path: Path, name: str
@@ -346,6 +362,7 @@ def test_buffers_that_passes_change_stay_with_their_replica(
     assert buffers_of(survived, 0) == buffers_of(undisturbed, 0)
 
 
+@proves(Kind.KILL, Promise.PLANNED, victim="1", moment="4:backward")
 def test_running_statistics_are_averaged_in_fast_mode(run: Launch, tmp_path: Path) -> None:
     script = own_scripts.write(tmp_path, *own_scripts.RUNNING_MEANS)
     spec = replace(FAST, script=script, options=EVALUATES)
@@ -381,6 +398,7 @@ LOSSES_OF_GROUPS = {
 }
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize("name", sampled(LOSSES_OF_GROUPS, share=1))
 def test_a_worker_without_a_place_is_neither_first_nor_last(
     run: Launch, reference: Reference, tmp_path: Path, name: str
@@ -411,6 +429,7 @@ SEVERAL_CALLS = {
 }
 
 
+@proves(Kind.RETURN, Promise.EQUAL)
 @pytest.mark.parametrize("name", SEVERAL_CALLS)
 def test_a_step_of_several_calls_reads_on_and_is_redone_from_its_first(
     run: Launch, reference: Reference, tmp_path: Path, name: str
@@ -420,6 +439,7 @@ def test_a_step_of_several_calls_reads_on_and_is_redone_from_its_first(
     check_equal(run(spec), reference(spec))
 
 
+@proves(Kind.RESUME, Promise.EQUAL, victim="1 0", moment="4:backward 6:optimizer")
 @pytest.mark.parametrize("place", own_scripts.PLACES)
 @pytest.mark.parametrize("precision", sampled(["", "--bf16"], share=1))
 def test_a_run_that_is_resumed_is_the_one_that_went_on(
@@ -441,6 +461,7 @@ def test_a_run_that_is_resumed_is_the_one_that_went_on(
     assert audit_samples(survived.files, batches=spec.batches) == (0, 0)
 
 
+@proves(Kind.RESUME, Promise.EQUAL, victim="1", moment="6:backward")
 def test_a_run_that_is_resumed_by_fewer_reads_the_samples_that_were_left(
     run: Launch, tmp_path: Path
 ) -> None:
@@ -457,6 +478,7 @@ def test_a_run_that_is_resumed_by_fewer_reads_the_samples_that_were_left(
     assert [*losses.values()] == pytest.approx([before[step] for step in losses], rel=1e-6)
 
 
+@proves(Kind.WRONG_SCRIPT, Promise.REFUSED)
 @pytest.mark.parametrize(
     ("line", "words"),
     sampled(

@@ -10,6 +10,7 @@ from tests.faults import two_models
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import SCRIPT, JobSpec, losses_of
 from tests.faults.own_scripts import write
+from tests.proofs import Kind, Promise, proves
 
 # Draws are keyed with the plugin, and a rank's own without it.
 NO_DROPOUT = ("--attention-dropout=0", "--hidden-dropout=0")
@@ -37,6 +38,7 @@ OTHERWISE = {
 }
 
 
+@proves(Kind.NOTHING, Promise.SAME)
 @pytest.mark.parametrize(("old", "new"), OTHERWISE.values(), ids=OTHERWISE.keys())
 def test_without_the_plugin_the_losses_are_the_same(
     run: Launch, reference: Reference, tmp_path: Path, old: str, new: str
@@ -53,6 +55,7 @@ def test_without_the_plugin_the_losses_are_the_same(
     assert printed == pytest.approx([wanted[step] for step in range(SPEC.steps)], abs=2e-6)
 
 
+@proves(Kind.NOTHING, Promise.SAME)
 def test_without_the_plugin_two_models_have_the_same_losses(
     run: Launch, reference: Reference, tmp_path: Path
 ) -> None:

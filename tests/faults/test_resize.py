@@ -24,6 +24,7 @@ from tests.faults.hybrid_matrix import (
     check_resized,
     resized,
 )
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 # Three replicas of two samples: two survivors run three samples each, a micro-batch and a half.
@@ -46,6 +47,7 @@ def cut_pieces(run: Outcome) -> set[tuple[int, int]]:
     return {(start, stop) for start, stop in pieces if start % 2 or stop % 2}
 
 
+@proves(Kind.KILL, Promise.PLANNED)
 @pytest.mark.parametrize(
     ("slot", "phase"),
     sampled([(1, "backward"), (4, "forward"), (0, "optimizer"), (5, "reduce")], share=1),
@@ -58,6 +60,7 @@ def test_a_micro_batch_is_cut_between_two_workers(
     assert cut_pieces(survived) == {(0, 3), (3, 6), (6, 9), (9, 12)}
 
 
+@proves(Kind.KILL, Promise.PLANNED)
 @pytest.mark.slow
 @pytest.mark.parametrize(("slot", "phase"), list(enumerate(PHASES)))
 def test_a_pipeline_with_cut_micro_batches(
@@ -66,6 +69,7 @@ def test_a_pipeline_with_cut_micro_batches(
     killed(replace(resized(PP2_DP2), kills=(f"{slot}@3:{phase}",)), run, reference)
 
 
+@proves(Kind.KILLS, Promise.PLANNED)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kills",
@@ -82,6 +86,7 @@ def test_tensor_parallel_stages_with_cut_micro_batches(
     killed(replace(resized(TP2_PP2_DP2), kills=kills), run, reference)
 
 
+@proves(Kind.KILL, Promise.PLANNED, victim="1", moment="3:backward")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "options"),
@@ -106,6 +111,7 @@ def test_cut_micro_batches_under_an_option(
     )
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="3:backward")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_auto_cuts_micro_batches_in_fast_mode_only(run: Launch, reference: Reference) -> None:
@@ -119,6 +125,7 @@ def test_auto_cuts_micro_batches_in_fast_mode_only(run: Launch, reference: Refer
     assert "resize" not in {event["dataflow"] for event in exact.events("recovered")}
 
 
+@proves(Kind.KILL, Promise.PLANNED, victim="1", moment="3:backward")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [("--bf16",), ("--fp16", "--initial-loss-scale=4096")], ids=["bf16", "fp16"]
@@ -132,6 +139,7 @@ def test_cut_micro_batches_in_16_bits(
     killed(spec, run, reference, within=5e-3)
 
 
+@proves(Kind.SABOTAGE, Promise.SEEN, victim="1", moment="3:backward")
 @pytest.mark.slow
 def test_without_cut_masks_the_losses_differ(run: Launch, reference: Reference) -> None:
     """A negative control: a sample that is dropped otherwise is seen."""
@@ -149,6 +157,7 @@ microbatches.cut_patches = lambda: PatchSet([])
     assert max_relative_difference(survived, reference(resized(PP2_DP3))) > 1e-4
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 @pytest.mark.parametrize(
     ("options", "consistency", "sentence"),
     [

@@ -24,6 +24,7 @@ from tests.faults.harness import (
     pids_of,
     started,
 )
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 STEPS = 8
@@ -62,6 +63,7 @@ def undisturbed(
     return Made()
 
 
+@proves(Kind.KILL_IN_SAVE, Promise.WHOLE)
 @pytest.mark.parametrize(
     ("layout", "seed"), sampled(list(itertools.product(LAYOUTS, (1, 2))), share=3)
 )
@@ -88,6 +90,7 @@ def test_a_kill_in_each_of_eight_saves_with_a_return(
     assert losses(run) == losses(reference)
 
 
+@proves(Kind.KILL_IN_SAVE, Promise.WHOLE)
 @pytest.mark.parametrize(
     ("layout", "iteration", "moment"),
     sampled(list(itertools.product(LAYOUTS, range(1, STEPS + 1), MOMENTS)), share=2),
@@ -119,6 +122,7 @@ def test_a_kill_in_a_save_without_a_return(
     assert losses(run) == losses(reference)
 
 
+@proves(Kind.ALL, Promise.WHOLE)
 @pytest.mark.timeout(400)  # ten jobs
 def test_all_killed_at_once_in_a_save_leave_a_whole_newest_checkpoint(
     zygote: Zygote, data: Path, tmp_path: Path, undisturbed: dict[str, tuple[Outcome, Path]]
@@ -203,6 +207,7 @@ torch.save = lambda obj, path, *args: full(path, obj) if str(path).endswith("com
 )
 
 
+@proves(Kind.DISK, Promise.WHOLE)
 @pytest.mark.parametrize("sabotage", [FULL_DATA, FULL_COMMON], ids=["data", "common"])
 def test_a_save_that_the_storage_fails_is_told_and_the_job_goes_on(
     zygote: Zygote,
@@ -248,6 +253,7 @@ Phases.enter = with_a_writer
 """
 
 
+@proves(Kind.KILL, Promise.CLEAN, victim="2", moment="3:backward")
 def test_what_a_lost_worker_had_started_writes_no_more_when_the_others_go_on(run: Launch) -> None:
     killed = run(JobSpec(kills=("2@3:backward",), sabotage=WRITER))
     check_survived(killed)
@@ -267,6 +273,7 @@ ElasticJob.bind = leave
 """
 
 
+@proves(Kind.SCRIPT_END, Promise.ENDS_WELL)
 def test_a_script_that_ends_before_its_first_step_is_not_queued_again(run: Launch) -> None:
     ended = run(JobSpec(sabotage=LEAVES))
     assert ended.returncode == 1
@@ -302,6 +309,7 @@ adapter.attach = attached
 """
 
 
+@proves(Kind.WRONG_SCRIPT, Promise.REFUSED)
 @pytest.mark.parametrize(
     ("sabotage", "said"),
     [(PAST, "call dist_checkpointing.save(...)"), (UNAWAITED, "leave async_sharded_save out")],

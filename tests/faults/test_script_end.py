@@ -7,6 +7,7 @@ import pytest
 
 from tests.faults.conftest import Launch
 from tests.faults.harness import ROOT, JobSpec, check_survived
+from tests.proofs import Kind, Promise, proves
 
 ENDS = str(ROOT / "tests" / "faults" / "ends_with.py")
 DIST = "from torch import distributed as dist\n"
@@ -39,6 +40,7 @@ class EndSpec(JobSpec):
         return [DIST + self.end, JobSpec(kills=()).script, *words]
 
 
+@proves(Kind.SCRIPT_END, Promise.ENDS_WELL)
 @pytest.mark.parametrize("end", FORMS.values(), ids=FORMS.keys())
 def test_a_script_without_the_plugin_may_destroy_its_groups(run: Launch, end: str) -> None:
     """Its launcher says once, for both workers, that nothing attached."""
@@ -49,6 +51,7 @@ def test_a_script_without_the_plugin_may_destroy_its_groups(run: Launch, end: st
     assert ended.output.count("--elaswave is not among the script's arguments") == 1
 
 
+@proves(Kind.KILL, Promise.ENDS_WELL, victim="1", moment="1:backward")
 @pytest.mark.parametrize("end", FORMS.values(), ids=FORMS.keys())
 def test_a_script_with_the_plugin_may_destroy_its_groups(run: Launch, end: str) -> None:
     ended = run(EndSpec(end=end, elastic=True, kills=("1@1:backward",)))
@@ -68,6 +71,7 @@ print(f"summed by {{int(both)}}\\n", end="", flush=True)  # in one write: two do
 """
 
 
+@proves(Kind.KILL_AT_END, Promise.ENDS_WELL)
 @pytest.mark.parametrize("lost", ["0", "2"])
 def test_a_loss_after_the_last_step_is_survived_until_the_script_ends(
     run: Launch, lost: str
@@ -79,6 +83,7 @@ def test_a_loss_after_the_last_step_is_survived_until_the_script_ends(
     assert "1 loss survived" in ended.output
 
 
+@proves(Kind.RAISE, Promise.STOPS)
 def test_an_error_after_the_last_step_ends_the_job_once(run: Launch) -> None:
     ended = run(EndSpec(end="raise ValueError('of the script')", elastic=True))
     assert ended.returncode == 1, ended.output[-3000:]

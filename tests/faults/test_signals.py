@@ -8,6 +8,7 @@ import pytest
 
 from elaswave_plugin.tracking.events import STEPS_FILE, Tail
 from tests.faults.harness import JobSpec, Zygote, left_alive, pids_of, started
+from tests.proofs import Kind, Promise, proves
 
 LIMIT_S = 30.0
 ENDLESS = JobSpec(steps=100_000, dump="never")
@@ -22,6 +23,7 @@ def wait_for_step(directory: Path, step: int) -> None:
         time.sleep(0.02)  # the file is all that a running job shows
 
 
+@proves(Kind.SIGNAL, Promise.CLEAN)
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
 )

@@ -11,6 +11,7 @@ from tests.faults.harness import JobSpec, Outcome, check_equal
 from tests.faults.hybrid_matrix import PP2_DP2
 from tests.faults.test_clocks import TINY
 from tests.faults.test_layer_moves import cuts_after
+from tests.proofs import Kind, Promise, proves
 
 SLOW, SLOW_FROM, LEVEL_FROM = 1, 2, 16
 # A step's pace is known in the next one.
@@ -90,12 +91,14 @@ def check_shares_and_seconds(run: Outcome, begins: int, ends: int) -> None:
     assert relieved < 0.8 * slow
 
 
+@proves(Kind.SLOW, Promise.EQUAL)
 def test_a_slow_worker_gets_less_to_do_and_gets_it_back(run: Launch, reference: Reference) -> None:
     slowed = run(replace(DP2, slow_workers="act", sabotage=emulated(0.016, 3.0)))
     check_equal(slowed, reference(DP2))
     check_shares_and_seconds(slowed, *check_less_work_and_back(slowed))
 
 
+@proves(Kind.SLOW, Promise.EQUAL)
 @pytest.mark.slow
 def test_the_stage_of_a_slow_worker_has_fewer_layers(run: Launch, reference: Reference) -> None:
     slowed = run(replace(PP2, slow_workers="act", sabotage=emulated(0.01, 5.0)))
@@ -107,6 +110,7 @@ def test_the_stage_of_a_slow_worker_has_fewer_layers(run: Launch, reference: Ref
     assert {*counts(slowed, 2).values(), *counts(slowed, 3).values()} == {PP2.global_batch // 2}
 
 
+@proves(Kind.SLOW, Promise.EQUAL)
 @pytest.mark.slow
 def test_a_slow_worker_is_only_named_where_that_was_asked_for(
     run: Launch, reference: Reference
@@ -120,6 +124,7 @@ def test_a_slow_worker_is_only_named_where_that_was_asked_for(
     assert set(counts(slowed, SLOW).values()) == {4}
 
 
+@proves(Kind.RETURN, Promise.EQUAL, victim="2", moment="18:backward")
 @pytest.mark.slow
 def test_who_comes_back_learns_who_is_slow(run: Launch, reference: Reference) -> None:
     spec = JobSpec(nproc=3, steps=32, global_batch=12, options=(*TINY, "--num-layers=1"))

@@ -6,6 +6,7 @@ import pytest
 
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, check_equal, check_survived
+from tests.proofs import Kind, Promise, proves
 
 FLIP = """
 from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET
@@ -30,6 +31,7 @@ def flipped(*, slot: int, damaged: tuple[int, ...], **changes: object) -> JobSpe
     return replace(spec, **changes)  # type: ignore[arg-type]
 
 
+@proves(Kind.DAMAGE, Promise.EQUAL)
 def test_a_flipped_bit_is_not_used_where_another_node_has_a_copy(
     run: Launch, reference: Reference
 ) -> None:
@@ -39,6 +41,7 @@ def test_a_flipped_bit_is_not_used_where_another_node_has_a_copy(
     assert survived.trace() == reference(JobSpec()).trace()
 
 
+@proves(Kind.DAMAGE, Promise.OLDER)
 def test_a_flipped_bit_in_the_memory_of_one_node_falls_back_to_the_older_step(
     run: Launch, reference: Reference
 ) -> None:
@@ -68,6 +71,7 @@ Fetcher.fetch = undelivered
 """
 
 
+@proves(Kind.DAMAGE, Promise.GOES_ON, victim="2", moment="3:backward")
 def test_who_waits_for_a_shard_does_not_hang(run: Launch, reference: Reference) -> None:
     """It gives up by itself, and reads another copy; the limit of a hang is no longer than that."""
     options = ("--elaswave-transfer-timeout-s=1", "--elaswave-hang-timeout-s=1")
@@ -96,6 +100,7 @@ Member.sealed = late
 """
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="0:data")
 def test_a_loss_in_the_first_step_finds_a_job_that_can_go_on(
     run: Launch, reference: Reference
 ) -> None:
@@ -106,6 +111,7 @@ def test_a_loss_in_the_first_step_finds_a_job_that_can_go_on(
     assert survived.trace() == reference(JobSpec()).trace()
 
 
+@proves(Kind.DAMAGE, Promise.OLDER)
 def test_a_flipped_bit_without_a_copy_falls_back_to_the_older_step(
     run: Launch, reference: Reference
 ) -> None:
@@ -116,6 +122,7 @@ def test_a_flipped_bit_without_a_copy_falls_back_to_the_older_step(
     assert survived.trace() == reference(JobSpec()).trace()
 
 
+@proves(Kind.DAMAGE, Promise.STOPS)
 def test_flipped_bits_everywhere_stop_the_job_and_name_the_shard(run: Launch) -> None:
     options = ("--elaswave-snapshot-copies=0",)
     stopped = run(flipped(slot=1, damaged=(2, 3), options=options))
@@ -125,6 +132,7 @@ def test_flipped_bits_everywhere_stop_the_job_and_name_the_shard(run: Launch) ->
     assert not stopped.orphans
 
 
+@proves(Kind.NODE, Promise.EQUAL, victim="1")
 def test_a_lost_supervisor_is_restored_from_the_copy(run: Launch, reference: Reference) -> None:
     survived = run(JobSpec(lost_supervisors=(1,)))
     check_survived(survived)
@@ -132,6 +140,7 @@ def test_a_lost_supervisor_is_restored_from_the_copy(run: Launch, reference: Ref
     assert survived.trace() == reference(JobSpec()).trace()
 
 
+@proves(Kind.NODE, Promise.EQUAL, victim="1")
 def test_a_lost_supervisor_is_restored_from_the_copy_of_another_node(
     run: Launch, reference: Reference
 ) -> None:
@@ -140,6 +149,7 @@ def test_a_lost_supervisor_is_restored_from_the_copy_of_another_node(
     assert survived.trace() == reference(JobSpec()).trace()
 
 
+@proves(Kind.NODE, Promise.EQUAL, victim="2 3")
 @pytest.mark.slow
 def test_the_first_of_two_nodes_goes_on_without_the_other(
     run: Launch, reference: Reference
@@ -153,6 +163,7 @@ def test_the_first_of_two_nodes_goes_on_without_the_other(
     assert survived.events("view_committed")[-1]["ranks"] == [0, 1]
 
 
+@proves(Kind.NODE, Promise.EQUAL, victim="0")
 def test_the_leaders_supervisor_is_restored_from_the_copy(
     run: Launch, reference: Reference
 ) -> None:
@@ -161,6 +172,7 @@ def test_the_leaders_supervisor_is_restored_from_the_copy(
     assert survived.trace() == reference(JobSpec()).trace()
 
 
+@proves(Kind.COPIES, Promise.STOPS, victim="2 1")
 def test_two_lost_supervisors_need_two_copies(run: Launch, reference: Reference) -> None:
     stopped = run(JobSpec(lost_supervisors=(2, 1)))
     assert stopped.returncode == 1
@@ -170,6 +182,7 @@ def test_two_lost_supervisors_need_two_copies(run: Launch, reference: Reference)
     assert survived.trace() == reference(JobSpec()).trace()
 
 
+@proves(Kind.KILL_AT_START, Promise.REQUEUE, victim="1", moment="2:backward")
 def test_without_snapshots_a_loss_stops_the_job_and_asks_for_a_requeue(run: Launch) -> None:
     stopped = run(
         JobSpec(kills=("1@2:backward",), options=("--elaswave-snapshots=off",), dump="never")
@@ -191,6 +204,7 @@ MegatronFramework.pause = scribble
 """
 
 
+@proves(Kind.DAMAGE, Promise.EQUAL, victim="2", moment="3:backward")
 def test_weights_in_place_that_differ_between_replicas_are_read_anew(
     run: Launch, reference: Reference
 ) -> None:

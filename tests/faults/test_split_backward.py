@@ -9,6 +9,7 @@ from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived
 from tests.faults.hybrid_matrix import PP2_DP2, PP2_VPP2_DP2, PP4_DP2, TP2_PP2_DP2, resized
 from tests.faults.test_fp16 import in_fp16
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 ALWAYS = "--elaswave-split-backward=always"
@@ -42,6 +43,7 @@ def check_split(run: Outcome) -> None:
     assert all(event["split_backward"] for event in run.events("recovered"))
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize(
     ("spec", "kill"),
     sampled(
@@ -69,6 +71,7 @@ def test_a_split_backward_changes_no_bit(
     assert all(gradients % (4 * pieces) == 0 for gradients, pieces in counts if pieces)
 
 
+@proves(Kind.KILLS, Promise.EQUAL, victim="1 2", moment="1:backward 3:reduce")
 @pytest.mark.slow
 def test_two_losses_one_after_the_other(run: Launch, reference: Reference) -> None:
     survived = run(split(PP2_DP2, kills=("1@1:backward", "2@3:reduce")))
@@ -89,6 +92,7 @@ GPTModel.__init__ = initialize
 """
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="3", moment="3:backward")
 @pytest.mark.slow
 def test_all_workers_run_whole_backwards_where_one_stage_has_to(
     run: Launch, reference: Reference
@@ -99,6 +103,7 @@ def test_all_workers_run_whole_backwards_where_one_stage_has_to(
     assert not any(event["split_backward"] for event in survived.events("recovered"))
 
 
+@proves(Kind.KILL, Promise.CLOSE, victim="1", moment="3:backward")
 @pytest.mark.slow
 def test_cut_micro_batches_with_split_backwards(run: Launch) -> None:
     """Resize in fast mode: bit for bit what whole backwards give."""
@@ -110,6 +115,7 @@ def test_cut_micro_batches_with_split_backwards(run: Launch) -> None:
     assert apart.trace() == whole.trace()
 
 
+@proves(Kind.SABOTAGE, Promise.SEEN, victim="1", moment="3:backward")
 @pytest.mark.slow
 def test_forgotten_weight_gradients_are_seen(run: Launch, reference: Reference) -> None:
     """A negative control: those of the first micro-batch are dropped."""
@@ -119,6 +125,7 @@ def test_forgotten_weight_gradients_are_seen(run: Launch, reference: Reference) 
     assert survived.trace() != reference(PP2_DP2).trace()
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

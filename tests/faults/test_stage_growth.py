@@ -24,6 +24,7 @@ from tests.faults.test_bad_input import check_refused, check_silent_otherwise
 from tests.faults.test_join import LATER, entered, last_ranks
 from tests.faults.test_outside_a_step import saved_tensors
 from tests.faults.test_stage_moves import stages_after
+from tests.proofs import Kind, Promise, proves
 
 TP_GROUP = replace(
     TP2_PP2_DP2, steps=10, dump="last", launcher=("--reserve=2",), awaits=((3, 1), (5, 2))
@@ -46,6 +47,7 @@ def at_first_stage(run: Outcome, step: int) -> set[int]:
     return {line["slot"] for line in run.files.ledger if line["step"] == step}
 
 
+@proves(Kind.JOIN, Promise.EQUAL, victim="8.1", moment="7:backward")
 def test_a_tp_group_beyond_the_launch_widens_a_stage(grown: Grown) -> None:
     """8 -> 9, with one of the group free -> 10; one of it is lost and comes back: 9 -> 10."""
     spec = replace(
@@ -65,6 +67,7 @@ def test_a_tp_group_beyond_the_launch_widens_a_stage(grown: Grown) -> None:
     assert parts == [{0, 2}, {0, 2, 8}, {0, 2}, {0, 2, 8}]
 
 
+@proves(Kind.JOIN, Promise.EQUAL)
 @pytest.mark.slow
 @pytest.mark.parametrize("dataflow", ["auto", "redeal"])
 def test_a_pipeline_beyond_the_launch_widens_every_stage(grown: Grown, dataflow: str) -> None:
@@ -84,6 +87,7 @@ def test_a_pipeline_beyond_the_launch_widens_every_stage(grown: Grown, dataflow:
     assert {0, 2} < set(first_of) and at_first_stage(run, 13) == set(first_of)
 
 
+@proves(Kind.JOIN, Promise.EQUAL)
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", PIPELINES, ids=["tensor parallel", "bf16", "interleaved"])
 def test_other_layouts_grow(grown: Grown, spec: JobSpec) -> None:
@@ -93,6 +97,7 @@ def test_other_layouts_grow(grown: Grown, spec: JobSpec) -> None:
     assert set(shape(run)) == {3}
 
 
+@proves(Kind.JOIN_LOSS, Promise.EQUAL)
 @pytest.mark.slow
 @pytest.mark.parametrize("slot", [1, 6])
 def test_a_worker_of_the_launch_is_lost_from_a_grown_job(grown: Grown, slot: int) -> None:
@@ -103,6 +108,7 @@ def test_a_worker_of_the_launch_is_lost_from_a_grown_job(grown: Grown, slot: int
     assert sum(shape(run)) == 4 and slot not in last_ranks(run)
 
 
+@proves(Kind.JOIN_LOSS, Promise.EQUAL, victim="0", moment="2:backward")
 @pytest.mark.slow
 @pytest.mark.parametrize("moves", ["auto", "never"])
 def test_a_tp_group_beyond_the_launch_takes_over_from_a_lost_one(grown: Grown, moves: str) -> None:
@@ -118,6 +124,7 @@ def test_a_tp_group_beyond_the_launch_takes_over_from_a_lost_one(grown: Grown, m
     assert len(run.events("recovered")[-1]["layout_after"]["free"]) == 1
 
 
+@proves(Kind.NEWCOMER, Promise.EQUAL)
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["agree", "edit", "move", "rebind", "verify"])
 def test_a_newcomer_of_a_tp_group_dies_on_its_way_in(grown: Grown, phase: str) -> None:
@@ -133,6 +140,7 @@ def test_a_newcomer_of_a_tp_group_dies_on_its_way_in(grown: Grown, phase: str) -
     assert shape(run) == [3, 2]
 
 
+@proves(Kind.JOIN_LOSS, Promise.EQUAL, victim="0 2 3", moment="7:backward 8:forward 9:optimizer")
 @pytest.mark.slow
 def test_a_grown_job_loses_every_stage_of_the_launch_but_one_group(grown: Grown) -> None:
     """TP1 x PP2 x DP2: the two that came are half of what is left."""
@@ -148,6 +156,7 @@ def test_a_grown_job_loses_every_stage_of_the_launch_but_one_group(grown: Grown)
     assert last_ranks(run) and set(last_ranks(run)) == {1, 4, 5}
 
 
+@proves(Kind.JOIN_LOSS, Promise.CLOSE)
 @pytest.mark.slow
 def test_fast_mode_cuts_micro_batches_of_a_grown_job(
     zygote: Zygote, data: Path, tmp_path: Path, reference: Reference
@@ -163,6 +172,7 @@ def test_fast_mode_cuts_micro_batches_of_a_grown_job(
     assert shape(run) == [3, 2]
 
 
+@proves(Kind.JOIN, Promise.WHOLE)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_evaluations_and_checkpoints_of_a_growing_job(
@@ -199,6 +209,7 @@ def test_evaluations_and_checkpoints_of_a_growing_job(
         assert all(torch.equal(left[name], right[name]) for name in left)
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_a_reserve_that_makes_no_tp_group_is_refused(run: Launch) -> None:
     refused = run(replace(TP2_PP2_DP2, launcher=("--reserve=3",), dump="never"))
     check_refused(refused, "--reserve is 3", "whole tensor parallel group of 2", "multiple of 2")

@@ -7,6 +7,7 @@ import pytest
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal
 from tests.faults.hybrid_matrix import PP2_DP2, PP2_VPP2_DP2, PP4_DP2, TP2_PP2_DP2
+from tests.proofs import Kind, Promise, proves
 
 
 def stages_after(run: Outcome) -> list[list[list[int]]]:
@@ -15,6 +16,7 @@ def stages_after(run: Outcome) -> list[list[list[int]]]:
     return [[slots for _, slots in groups] for groups in after]
 
 
+@proves(Kind.KILLS, Promise.EQUAL)
 @pytest.mark.parametrize(
     ("spec", "stages"),
     [
@@ -33,6 +35,7 @@ def test_an_empty_stage_takes_a_replica_of_another(
     assert stages_after(survived) == stages
 
 
+@proves(Kind.RETURN, Promise.EQUAL, victim="0 1", moment="2:backward 3:forward")
 def test_who_comes_back_takes_the_place_that_is_free(run: Launch, reference: Reference) -> None:
     """Worker 3 has gone to stage 0: the second one of it to come back works for stage 1."""
     spec = replace(
@@ -49,6 +52,7 @@ def test_who_comes_back_takes_the_place_that_is_free(run: Launch, reference: Ref
     assert [3] in first and len(first) == len(second) == 2
 
 
+@proves(Kind.KILLS, Promise.STOPS, victim="0 1")
 def test_interleaved_stages_end_the_job_with_the_reason(run: Launch) -> None:
     stopped = run(replace(PP2_VPP2_DP2, lost_trainers=(0, 1)))
     assert stopped.returncode not in (0, None)

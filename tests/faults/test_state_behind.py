@@ -7,6 +7,7 @@ import pytest
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, check_equal, check_survived
 from tests.faults.hybrid_matrix import PP2_DP2
+from tests.proofs import Kind, Promise, proves
 
 # No moment arrives before the update waits for it.
 HELD_BACK = """
@@ -54,6 +55,7 @@ StateKeeper.await_copies = flip
 """
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize(
     "kills", [("2@3:backward",), ("2@3:backward", "1@3:replay")], ids=["one", "and-while-it-waits"]
 )
@@ -68,6 +70,7 @@ def test_the_update_waits_for_what_follows(
     assert survived.trace() == reference(JobSpec()).trace()
 
 
+@proves(Kind.DAMAGE, Promise.OLDER, victim="2", moment="3:optimizer")
 @pytest.mark.parametrize(("nodes", "restored_step"), [(2, 3), (1, 2)])
 def test_damaged_moments_renew_the_view_and_are_not_used(
     run: Launch, reference: Reference, nodes: int, restored_step: int
@@ -85,6 +88,7 @@ def test_damaged_moments_renew_the_view_and_are_not_used(
     assert survived.trace() == reference(JobSpec(options=LARGE)).trace()
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="0 3", moment="7:backward 9:forward")
 def test_what_following_state_costs_is_known_to_the_next_plan(
     run: Launch, reference: Reference
 ) -> None:

@@ -15,6 +15,7 @@ from elaswave_plugin.ipc.progress_page import BETWEEN_STEPS
 from tests.faults.harness import JobSpec, Zygote, left_alive, pids_of, started
 from tests.faults.hybrid_matrix import PP2_DP2
 from tests.faults.test_signals import LIMIT_S, wait_for_step
+from tests.proofs import Kind, Promise, proves
 
 ENDLESS: JobSpec = replace(PP2_DP2, steps=100_000, dump="never")
 Status = dict[str, Any]
@@ -36,6 +37,7 @@ def survivors_have_sealed(status: Status) -> bool:
     return all(worker["snapshot"]["epoch"] == 2 for worker in workers)
 
 
+@proves(Kind.KILL, Promise.STATUS)
 def test_the_status_of_a_pipeline_before_and_after_a_kill(
     zygote: Zygote, data: Path, tmp_path: Path
 ) -> None:
@@ -64,6 +66,7 @@ def test_the_status_of_a_pipeline_before_and_after_a_kill(
     assert set(phases) <= {*STEP_PHASES, "begin", BETWEEN_STEPS}
 
 
+@proves(Kind.RETURN, Promise.STATUS)
 def test_the_status_of_a_worker_that_was_replaced(
     zygote: Zygote, data: Path, tmp_path: Path
 ) -> None:

@@ -12,14 +12,18 @@ from elaswave_plugin.tracking.events import EVENTS_FILE, read_lines
 from tests.faults.conftest import Reference
 from tests.faults.harness import JobSpec, Outcome, Zygote, check_equal, started
 from tests.faults.test_signals import LIMIT_S, wait_for_step
+from tests.proofs import Kind, Promise, proves
+from tests.sample import sampled
 
 SPEC = JobSpec(nproc=4, nodes=4, steps=20, dump="last")
 # Longer than a hang may take, and than a supervisor may be silent.
 SUSPENDED_S = 5.0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("who", [("pid",), ("supervisor_pid", "pid")], ids=["trainers", "all"])
+@proves(Kind.SUSPEND, Promise.EQUAL)
+@pytest.mark.parametrize(
+    "who", sampled([(("pid",),), (("supervisor_pid", "pid"),)], share=1), ids=["trainers", "all"]
+)
 def test_a_suspended_job_goes_on_with_everyone(
     zygote: Zygote, data: Path, tmp_path: Path, reference: Reference, who: tuple[str, ...]
 ) -> None:

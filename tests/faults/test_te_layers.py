@@ -20,6 +20,7 @@ from tests.faults.harness import JobSpec, Outcome, Zygote, check_equal, launch
 from tests.faults.hybrid_matrix import PP2_DP2, TP2_PP2_DP2
 from tests.faults.test_fused_adam import MOVED, STAND_INS, why_not
 from tests.faults.test_outside_a_step import saved_tensors
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 # Before the script: weight gradients are fused into the backward.
@@ -84,6 +85,7 @@ SPECS = [
 ]
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize("spec", sampled(SPECS, share=2))
 def test_a_loss_with_stand_ins_for_the_layers_changes_nothing(
     with_te: Launch, undisturbed: Launch, spec: JobSpec
@@ -91,6 +93,7 @@ def test_a_loss_with_stand_ins_for_the_layers_changes_nothing(
     check_equal(with_te(spec), undisturbed(spec))
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize("spec", sampled(SPECS[:3], share=1))
 def test_a_loss_with_fused_weight_gradients_changes_nothing(
     with_te: Launch, reference: Reference, spec: JobSpec
@@ -99,6 +102,7 @@ def test_a_loss_with_fused_weight_gradients_changes_nothing(
     check_equal(with_te(replace(spec, sabotage=FUSES)), reference(spec))
 
 
+@proves(Kind.KILL, Promise.WHOLE, victim="1", moment="2:backward")
 @pytest.mark.slow
 def test_a_checkpoint_after_a_loss_has_the_extra_state_of_every_layer(
     with_te: Launch, tmp_path: Path
@@ -127,6 +131,7 @@ def test_layers_that_know_their_tp_position_are_told_the_new_one() -> None:
     assert layer.tp_rank == 1
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="2", moment="3:backward")
 @pytest.mark.gpu
 def test_a_loss_with_the_real_layers_changes_nothing(run: Launch, reference: Reference) -> None:
     if reason := why_not("te"):

@@ -13,6 +13,7 @@ from tests.faults.conftest import Reference
 from tests.faults.foreign_launchers import TORCHRUN, run_under
 from tests.faults.harness import SCRIPT, JobSpec, Outcome, check_equal
 from tests.ports import free_port
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 pytestmark = pytest.mark.timeout(240)
@@ -27,6 +28,7 @@ def torchrun(
     return run_under(launcher, spec, data=data, directory=directory, **env)
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="0", moment="3:backward")
 @pytest.mark.slow
 def test_torchrun_with_our_module_survives_a_kill(
     data: Path, tmp_path: Path, reference: Reference
@@ -36,6 +38,7 @@ def test_torchrun_with_our_module_survives_a_kill(
     check_equal(survived, reference(spec))
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="2:reduce")
 def test_torchrun_with_python_exec_survives_a_kill(
     data: Path, tmp_path: Path, reference: Reference
 ) -> None:
@@ -46,6 +49,7 @@ def test_torchrun_with_python_exec_survives_a_kill(
     check_equal(survived, reference(spec))
 
 
+@proves(Kind.NOTHING, Promise.SAME)
 @pytest.mark.parametrize(
     ("nproc", "per_token"), sampled([(4, False), (4, True), (2, True)], share=1)
 )

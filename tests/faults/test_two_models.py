@@ -10,6 +10,7 @@ from tests.faults import own_scripts, two_models
 from tests.faults.conftest import Grown, Launch, Reference
 from tests.faults.harness import JobSpec, check_equal, check_survived
 from tests.faults.own_scripts import Change, write
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 # Two are lost, one of them rank 0, and both come back.
@@ -40,6 +41,7 @@ KILLS = {
 CASES = [(name, kills) for name in JOBS for kills in KILLS]
 
 
+@proves(Kind.KILLS, Promise.EQUAL)
 @pytest.mark.parametrize(("name", "kills"), sampled(CASES, share=4))
 def test_two_models_of_one_step_are_equal(
     run: Launch, reference: Reference, tmp_path: Path, name: str, kills: str
@@ -49,6 +51,7 @@ def test_two_models_of_one_step_are_equal(
     check_equal(run(replace(spec, kills=KILLS[kills], **BACK)), reference(spec))
 
 
+@proves(Kind.RETURN, Promise.SENT_AWAY, victim="1", moment="2:backward")
 def test_who_comes_back_with_another_critic_is_sent_away(
     run: Launch, reference: Reference, tmp_path: Path
 ) -> None:
@@ -81,6 +84,7 @@ Phases.enter = die
 LATE = [(0, "optimizer", 2), (1, "backward", 3), (2, "gather", 2), (1, "optimizer", 2)]
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize(("slot", "phase", "times"), sampled(LATE, share=2))
 def test_one_model_is_updated_and_the_other_is_not(
     run: Launch, reference: Reference, tmp_path: Path, slot: int, phase: str, times: int
@@ -94,6 +98,7 @@ def test_one_model_is_updated_and_the_other_is_not(
     check_equal(survived, reference(spec))
 
 
+@proves(Kind.SABOTAGE, Promise.SEEN)
 def test_both_models_are_compared(reference: Reference, tmp_path: Path) -> None:
     """The hashes above are of every weight and moment of both."""
     undisturbed = reference(replace(TWICE, script=write(tmp_path, *two_models.GAN)))
@@ -105,6 +110,7 @@ def test_both_models_are_compared(reference: Reference, tmp_path: Path) -> None:
     assert all(names[name] != before[name] for name in names)
 
 
+@proves(Kind.KILL, Promise.PLANNED, victim="1", moment="4:backward")
 def test_fast_mode_is_its_twin(run: Launch, tmp_path: Path) -> None:
     script = write(tmp_path, *two_models.ACTOR_AND_CRITIC)
     spec = replace(LOSES, script=script, consistency="fast")
@@ -114,6 +120,7 @@ def test_fast_mode_is_its_twin(run: Launch, tmp_path: Path) -> None:
     assert killed.trace() == twin.trace()
 
 
+@proves(Kind.JOIN, Promise.EQUAL)
 def test_a_worker_beyond_the_launch_gets_both(grown: Grown, tmp_path: Path) -> None:
     script = write(tmp_path, *two_models.ACTOR_AND_CRITIC)
     grown(replace(LOSES, script=script, launcher=("--reserve=1",), awaits=((4, 1),)))
@@ -174,6 +181,7 @@ REFUSED: dict[str, tuple[JobSpec, tuple[Change, ...], str]] = {
 }
 
 
+@proves(Kind.WRONG_SCRIPT, Promise.REFUSED)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_bound_or_trained_is_refused(run: Launch, tmp_path: Path, name: str) -> None:
     spec, changes, words = REFUSED[name]

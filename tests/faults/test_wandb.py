@@ -4,11 +4,13 @@ import pytest
 
 from tests.faults.conftest import Launch
 from tests.faults.harness import JobSpec, check_survived
+from tests.proofs import Kind, Promise, proves
 from tests.tracking.test_wandb_sink import history
 
 pytest.importorskip("wandb")
 
 
+@proves(Kind.RETURN, Promise.LOGGED, victim="0", moment="5:backward")
 def test_each_step_is_logged_once_though_its_owner_is_lost_and_comes_back(run: Launch) -> None:
     options = ("--elaswave-wandb=offline", "--elaswave-wandb-project=tests")
     spec = JobSpec(

@@ -14,6 +14,7 @@ from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, Zygote, check_equal, left_alive, started
 from tests.faults.test_outside_a_step import saved_tensors
 from tests.faults.test_signals import wait_for_step
+from tests.proofs import Kind, Promise, proves
 from tests.tracking.test_wandb_sink import history, run_ids
 
 # A node each: the others cannot kill it, they can only shut it out.
@@ -112,6 +113,7 @@ def undead(zygote: Zygote, data: Path, tmp_path: Path) -> Undead:
     return run
 
 
+@proves(Kind.ZOMBIE, Promise.EQUAL)
 def test_a_zombie_delivers_nothing(undead: Undead, reference: Reference) -> None:
     run, awake_s = undead(SPEC, ZOMBIE)
     check_equal(run, reference(SPEC))
@@ -123,6 +125,7 @@ def test_a_zombie_delivers_nothing(undead: Undead, reference: Reference) -> None
     assert "only 1 of 4 nodes can be reached, which is no majority" in run.output
 
 
+@proves(Kind.ZOMBIE, Promise.EQUAL)
 @pytest.mark.slow
 @pytest.mark.parametrize("sabotage", [COMPLETE, SEAL], ids=["complete", "seal"])
 def test_a_zombie_seals_nothing(undead: Undead, reference: Reference, sabotage: str) -> None:
@@ -132,7 +135,7 @@ def test_a_zombie_seals_nothing(undead: Undead, reference: Reference, sabotage: 
     assert not [r for r in run.files.steps if r["slot"] == ZOMBIE and r["time_s"] > awake_s]
 
 
-@pytest.mark.slow
+@proves(Kind.ZOMBIE, Promise.WHOLE)
 def test_a_zombie_writes_no_checkpoint(
     undead: Undead, run: Launch, reference: Reference, tmp_path: Path
 ) -> None:
@@ -152,7 +155,7 @@ def test_a_zombie_writes_no_checkpoint(
     assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "20"
 
 
-@pytest.mark.slow
+@proves(Kind.ZOMBIE, Promise.LOGGED)
 def test_a_zombie_logs_no_point(undead: Undead, reference: Reference, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     options = ("--elaswave-wandb=offline", "--elaswave-wandb-project=tests")
@@ -167,6 +170,7 @@ def test_a_zombie_logs_no_point(undead: Undead, reference: Reference, tmp_path: 
     assert sorted(rows) == list(range(long.steps))
 
 
+@proves(Kind.SABOTAGE, Promise.SEEN)
 @pytest.mark.slow
 def test_without_the_fence_a_zombie_acts(undead: Undead) -> None:
     run, _ = undead(replace(SPEC, sabotage=SEAL + UNFENCED), ZOMBIE)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.launch.test_torchrun import torchrun
 from tests.ports import free_port
+from tests.proofs import Kind, Promise, proves
 from tests.supervisor.jobs import LAUNCH, environment
 
 WAIT_S = 60.0
@@ -59,6 +60,7 @@ def said(folder: Path) -> list[str]:
     return [line for line in lines if line.startswith("elaswave: worker")]
 
 
+@proves(Kind.NOT_ATTACHED, Promise.NAMED)
 @pytest.mark.parametrize(
     "command",
     [
@@ -86,6 +88,7 @@ def test_the_first_step_of_a_script_that_did_not_join_is_told_at_once(
     assert code == 0
 
 
+@proves(Kind.NOT_ATTACHED, Promise.NAMED)
 @pytest.mark.parametrize(
     ("script", "missing"),
     [
@@ -105,6 +108,7 @@ def test_a_script_that_ends_without_having_joined_is_told(
     assert f"{ENDED}: {missing}" in line
 
 
+@proves(Kind.KILL, Promise.NAMED)
 def test_a_loss_in_a_script_that_did_not_join_ends_with_what_it_lacks(tmp_path: Path) -> None:
     dies = f"""{WAITS}
     if os.environ["RANK"] == "1" and Path("die").exists():
@@ -122,6 +126,7 @@ def test_a_loss_in_a_script_that_did_not_join_ends_with_what_it_lacks(tmp_path: 
     assert f"killed by SIGKILL; elaswave is not attached, so the job stops: {lacks}" in line
 
 
+@proves(Kind.RAISE, Promise.NAMED)
 def test_a_script_that_fails_says_what_it_has_to_say_itself(tmp_path: Path) -> None:
     process = launch(tmp_path, "import torch, sys; sys.exit(7)", *ELASWAVE_RUN)
     assert process.wait(WAIT_S) == 7

@@ -17,6 +17,7 @@ from elaswave_plugin.ipc.environment import Program
 from elaswave_plugin.supervisor.peers.same_program import describe_program, difference
 from elaswave_plugin.tracking.events import EVENTS_FILE, read_lines
 from tests.ports import free_port
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 from tests.supervisor.jobs import LAUNCH, TRAINER, WAIT_S, Job, environment
 
@@ -47,6 +48,7 @@ def let_in(job: Job, slot: int, rest: list[int], epoch: int) -> list[object]:
     return list(reports[-1]["ranks"])
 
 
+@proves(Kind.NODE_RETURN, Promise.GOES_ON)
 @pytest.mark.parametrize("victim", sampled([0, 2], share=1))
 def test_a_lost_supervisor_comes_back(tmp_path: Path, victim: int) -> None:
     with Job(tmp_path, 3).start(nodes=3) as job:
@@ -73,6 +75,7 @@ def test_a_lost_supervisor_comes_back(tmp_path: Path, victim: int) -> None:
     assert [event["slot"] for event in job.events("supervisor_admitted")] == [victim]
 
 
+@proves(Kind.LEAVE, Promise.ENDS_WELL)
 def test_a_newcomer_that_leaves_as_it_was_told_to_ends_well(tmp_path: Path) -> None:
     """It is of the leader's node, which kills supervisors that are gone to be sure of it."""
     with Job(tmp_path, 2).start("--reserve=1") as job:
@@ -89,6 +92,7 @@ def test_a_newcomer_that_leaves_as_it_was_told_to_ends_well(tmp_path: Path) -> N
         assert job.finish([0, 1]) == 0
 
 
+@proves(Kind.NODE_RETURN, Promise.GOES_ON, victim="1 3")
 def test_two_come_at_once_to_one_node(tmp_path: Path) -> None:
     with Job(tmp_path, 4, TINY_READY="told").start() as job:
         job.kill_supervisor(1, 3)
@@ -123,6 +127,7 @@ sys.exit(launch.main(sys.argv[1:]))
 """
 
 
+@proves(Kind.JOIN, Promise.GOES_ON)
 @pytest.mark.parametrize("reserve", [2, 1])
 def test_two_launchers_are_offered_the_same_slot(tmp_path: Path, reserve: int) -> None:
     """The second one takes another slot, where one is left."""
@@ -149,6 +154,7 @@ def test_two_launchers_are_offered_the_same_slot(tmp_path: Path, reserve: int) -
         assert reserve == 1 or job.code(second) == 0
 
 
+@proves(Kind.NEWCOMER, Promise.GOES_ON)
 @pytest.mark.parametrize("what", sampled(["trainer", "supervisor"], share=1))
 def test_a_newcomer_dies_before_it_enters(tmp_path: Path, what: str) -> None:
     with Job(tmp_path, 3).start(nodes=3) as job:
@@ -168,6 +174,7 @@ def test_a_newcomer_dies_before_it_enters(tmp_path: Path, what: str) -> None:
         assert job.finish([0, 1, 2]) == 0
 
 
+@proves(Kind.ZOMBIE, Promise.GOES_ON)
 def test_a_zombie_has_no_part_in_the_job_of_its_successor(tmp_path: Path) -> None:
     with Job(tmp_path, 3).start("--heartbeat-timeout-s=2", "--quorum-wait-s=0.5", nodes=3) as job:
         job.stop_supervisor(2)
@@ -202,6 +209,7 @@ def refusal(job: Job, *words: str) -> str:
     return done.stderr
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_what_cannot_join_is_refused_in_a_sentence(tmp_path: Path) -> None:
     script = str(TRAINER)
     with Job(tmp_path, 3).start(nodes=3) as job:
@@ -251,6 +259,7 @@ def test_the_first_difference_of_two_command_lines_is_named() -> None:
         assert difference(described("--steps=10", *place, "--lr", "1"), job) is None
 
 
+@proves(Kind.JOIN, Promise.GOES_ON)
 def test_a_newcomer_may_have_a_run_directory_of_its_own(tmp_path: Path) -> None:
     """The settings of a script reach its supervisors: the job's has none of its own here."""
     with Job(tmp_path, 2, TINY_READY="told") as job:
@@ -271,6 +280,7 @@ def test_a_newcomer_may_have_a_run_directory_of_its_own(tmp_path: Path) -> None:
     assert kinds[0] == "node_joins" and "worker_started" in kinds
 
 
+@proves(Kind.JOIN, Promise.GOES_ON)
 def test_a_newcomer_takes_a_slot_of_the_reserve(tmp_path: Path) -> None:
     """Also one that is told another reserve; the job's other slots stay whose they are."""
     env = {"ELASWAVE_RESERVE": "7", "TINY_READY": "told"}
@@ -297,6 +307,7 @@ def test_a_newcomer_takes_a_slot_of_the_reserve(tmp_path: Path) -> None:
     assert read_addresses(job.run_dir) == []
 
 
+@proves(Kind.JOIN, Promise.GOES_ON)
 @pytest.mark.slow
 def test_a_standby_leaves_the_reserve_to_those_who_join(tmp_path: Path) -> None:
     with Job(tmp_path, 2).start("--reserve=1", "--standby=1") as job:
@@ -316,6 +327,7 @@ def test_a_standby_leaves_the_reserve_to_those_who_join(tmp_path: Path) -> None:
         assert job.code() == 0
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_nodes_that_disagree_on_the_reserve_do_not_start(tmp_path: Path) -> None:
     with Job(tmp_path, 2) as job:
         port = f"--master-port={free_port()}"
@@ -326,6 +338,7 @@ def test_nodes_that_disagree_on_the_reserve_do_not_start(tmp_path: Path) -> None
         assert "its reserve is 1, that of worker 0 is 2: give every node the same" in said
 
 
+@proves(Kind.NODE_RETURN, Promise.GOES_ON)
 def test_a_standby_takes_a_slot_by_itself(tmp_path: Path) -> None:
     with Job(tmp_path, 3) as job:
         port = free_port()
@@ -352,6 +365,7 @@ def test_a_standby_takes_a_slot_by_itself(tmp_path: Path) -> None:
     assert read_addresses(job.run_dir) == []
 
 
+@proves(Kind.NOTHING, Promise.CLEAN)
 def test_an_idle_standby_ends_with_its_launcher(tmp_path: Path) -> None:
     with Job(tmp_path, 2).start("--standby=2") as job:
         for one in shown_standbys(job, 2):
@@ -360,6 +374,7 @@ def test_an_idle_standby_ends_with_its_launcher(tmp_path: Path) -> None:
         assert job.left(WAIT_S) == []
 
 
+@proves(Kind.NOTHING, Promise.CLEAN)
 def test_idle_standbys_end_with_the_job(tmp_path: Path) -> None:
     with Job(tmp_path, 2).start("--standby=2") as job:
         for one in shown_standbys(job, 2):
@@ -368,6 +383,7 @@ def test_idle_standbys_end_with_the_job(tmp_path: Path) -> None:
         assert job.left(WAIT_S) == []
 
 
+@proves(Kind.NODE_RETURN, Promise.GOES_ON, victim="0")
 def test_a_standby_that_was_not_needed_does_not_speak_for_its_node(tmp_path: Path) -> None:
     """Nobody was left to make up for the loss: the job has failed."""
     with Job(tmp_path, 1).start("--standby=1") as job:

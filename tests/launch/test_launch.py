@@ -23,6 +23,7 @@ from elaswave_plugin.supervisor.peers import rendezvous
 from elaswave_plugin.supervisor.peers.rendezvous import listen_at, own_host
 from tests.config.files import config_of
 from tests.ports import free_port
+from tests.proofs import Kind, Promise, proves
 from tests.supervisor.jobs import LAUNCH, TRAINER, WAIT_S, Job, environment
 
 
@@ -101,6 +102,7 @@ BAD_FILES = [
 ]
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 @pytest.mark.parametrize(("text", "complaint"), BAD_FILES, ids=[c for _, c in BAD_FILES])
 def test_a_bad_configuration_file_is_refused(
     tmp_path: Path, text: str | None, complaint: str
@@ -137,6 +139,7 @@ BAD = [
 ]
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 @pytest.mark.parametrize(("argv", "complaint"), BAD, ids=[complaint for _, complaint in BAD])
 def test_bad_input_is_one_sentence_and_exit_code_2(
     tmp_path: Path, argv: tuple[str, ...], complaint: str
@@ -148,6 +151,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     assert done.stderr.count("\n") == 1 and done.stdout == ""
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
@@ -182,6 +186,7 @@ def test_a_run_directory_that_cannot_be_opened_is_one_sentence(
     assert done.stderr.count("\n") == 1 and done.stdout == ""
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_a_taken_port_is_refused(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text("raise SystemExit('must not run')")
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -191,6 +196,7 @@ def test_a_taken_port_is_refused(tmp_path: Path) -> None:
     assert f"cannot listen at 127.0.0.1:{port} (Address already in use)" in done.stderr
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_a_second_job_in_the_folder_of_a_running_one_is_refused(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text("raise SystemExit('must not run')")
     worker = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
@@ -216,6 +222,7 @@ def test_a_second_job_in_the_folder_of_a_running_one_is_refused(tmp_path: Path) 
         assert refused.stderr.count("\n") == 1
 
 
+@proves(Kind.NOTHING, Promise.GOES_ON)
 def test_what_a_killed_job_has_left_does_not_refuse_the_next(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with socket.create_server(("127.0.0.1", 0)) as stranger:
@@ -263,11 +270,13 @@ def test_a_script_finds_torchruns_environment(tmp_path: Path) -> None:
     assert kinds[0] == "job_started" and kinds[-1] == "job_ended"
 
 
+@proves(Kind.RAISE, Promise.STOPS)
 def test_a_script_that_fails_at_once_gives_its_own_exit_code(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text("import sys; sys.exit(7)")
     assert run("--nproc-per-node=2", "s.py", cwd=tmp_path).returncode == 7
 
 
+@proves(Kind.RAISE, Promise.STOPS)
 def test_a_worker_that_ends_before_it_joins_does_not_hang_the_others(tmp_path: Path) -> None:
     with Job(tmp_path / "job", 2) as job:
         (tmp_path / "s.py").write_text(
@@ -286,6 +295,7 @@ def test_a_worker_that_ends_before_it_joins_does_not_hang_the_others(tmp_path: P
 # ---- signals ------------------------------------------------------------------------------------
 
 
+@proves(Kind.SIGNAL, Promise.CLEAN)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_everything(tmp_path: Path, number: signal.Signals) -> None:
     with Job(tmp_path, 3).start() as job:
@@ -296,6 +306,7 @@ def test_a_signal_ends_everything(tmp_path: Path, number: signal.Signals) -> Non
         assert last == f"elaswave: ended by {number.name} (exit code {128 + number})"
 
 
+@proves(Kind.SIGNAL, Promise.CLEAN)
 def test_a_signal_while_the_others_are_awaited_ends_everything(tmp_path: Path) -> None:
     with Job(tmp_path, 4) as job:
         job.launch("--nproc-per-node=2", "--nnodes=2", f"--master-port={free_port()}")
@@ -307,6 +318,7 @@ def test_a_signal_while_the_others_are_awaited_ends_everything(tmp_path: Path) -
         assert "Traceback" not in job.output()
 
 
+@proves(Kind.SIGNAL, Promise.CLEAN)
 def test_a_trainer_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text(
         "import os, signal\n"
@@ -328,6 +340,7 @@ def test_a_trainer_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
         os.close(pidfd)
 
 
+@proves(Kind.UNDEAD, Promise.CLEAN)
 def test_a_zygote_that_is_stuck_in_the_kernel_holds_no_launcher_up(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -344,6 +357,7 @@ def test_a_zygote_that_is_stuck_in_the_kernel_holds_no_launcher_up(
     assert capsys.readouterr().err == said
 
 
+@proves(Kind.SIGNAL, Promise.CLEAN)
 def test_nothing_is_left_when_the_launcher_is_killed(tmp_path: Path) -> None:
     with Job(tmp_path, 4).start() as job:
         job.launchers[0].kill()
@@ -394,6 +408,7 @@ def test_a_machine_that_calls_itself_127_0_1_1_is_reached_from_others(
             assert found == "127.0.0.1"
 
 
+@proves(Kind.KILLS, Promise.GOES_ON, victim="1")
 def test_two_nodes_lose_a_trainer_each(tmp_path: Path) -> None:
     with Job(tmp_path, 4) as job:
         job.start("--quorum-wait-s=0.3", nodes=2)
@@ -409,6 +424,7 @@ def test_two_nodes_lose_a_trainer_each(tmp_path: Path) -> None:
         assert job.left(WAIT_S) == []
 
 
+@proves(Kind.NODE, Promise.GOES_ON)
 def test_of_two_nodes_the_lower_one_survives_the_loss_of_the_other(tmp_path: Path) -> None:
     with Job(tmp_path, 4) as job:
         job.start("--quorum-wait-s=0.3", nodes=2)
@@ -421,6 +437,7 @@ def test_of_two_nodes_the_lower_one_survives_the_loss_of_the_other(tmp_path: Pat
         assert job.left(WAIT_S) == []
 
 
+@proves(Kind.NODE, Promise.STOPS)
 def test_of_two_nodes_the_other_one_stops(tmp_path: Path) -> None:
     with Job(tmp_path, 4) as job:
         job.start("--quorum-wait-s=0.3", nodes=2)
@@ -430,6 +447,7 @@ def test_of_two_nodes_the_other_one_stops(tmp_path: Path) -> None:
     assert "only 1 of 2 nodes can be reached, which is no majority" in job.output(1)
 
 
+@proves(Kind.NODE, Promise.GOES_ON)
 @pytest.mark.parametrize("node", [0, 2])
 def test_of_three_nodes_two_go_on(tmp_path: Path, node: int) -> None:
     with Job(tmp_path, 6) as job:
@@ -476,6 +494,7 @@ def cable() -> Iterator[list[list[str]]]:
         yield enter
 
 
+@proves(Kind.NOTHING, Promise.GOES_ON, victim="1")
 def test_two_machines_reach_each_other(tmp_path: Path, cable: list[list[str]]) -> None:
     with Job(tmp_path, 2) as job:
         for node, enter in enumerate(cable):
@@ -500,6 +519,7 @@ def test_two_machines_reach_each_other(tmp_path: Path, cable: list[list[str]]) -
         assert job.finish([0]) == 0
 
 
+@proves(Kind.NODE, Promise.STOPS)
 @pytest.mark.parametrize("victim", [0, 1], ids=["where all meet", "on another node"])
 def test_a_supervisor_that_ends_before_the_nodes_have_met_keeps_nobody_waiting(
     tmp_path: Path, victim: int
@@ -521,6 +541,7 @@ def test_a_supervisor_that_ends_before_the_nodes_have_met_keeps_nobody_waiting(
         assert "ended before the job began" in job.output(victim)
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_a_limit_of_processes_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text("raise SystemExit('must not run')")
     code = (
@@ -548,6 +569,7 @@ def test_a_limit_of_processes_is_one_sentence(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_a_loopback_that_is_down_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text("raise SystemExit('must not run')")
     apart = ["unshare", "-n"] if not os.getuid() else ["unshare", "-rn"]

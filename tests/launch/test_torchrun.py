@@ -11,6 +11,7 @@ import pytest
 from elaswave_plugin.ipc.address_file import read_addresses
 from elaswave_plugin.launch.python_exec import worker_program
 from tests.ports import free_port
+from tests.proofs import Kind, Promise, proves
 from tests.supervisor import jobs
 from tests.supervisor.jobs import TRAINER, Job, environment
 
@@ -48,6 +49,7 @@ def wrapper(folder: Path) -> Path:
     return path
 
 
+@proves(Kind.KILL, Promise.GOES_ON, victim="0")
 @pytest.mark.parametrize("way", ["module", "python_exec"])
 def test_torchrun_does_not_see_the_loss_of_a_trainer(tmp_path: Path, way: str) -> None:
     run_dir = str(tmp_path / "job" / "run")
@@ -92,6 +94,7 @@ def test_mpiruns_variables_are_read(tmp_path: Path) -> None:
         job.launchers[1].terminate()
 
 
+@proves(Kind.JOIN, Promise.GOES_ON)
 @pytest.mark.slow
 def test_a_job_of_torchrun_grows(tmp_path: Path) -> None:
     run_dir = tmp_path / "job" / "run"
@@ -112,6 +115,7 @@ def test_a_job_of_torchrun_grows(tmp_path: Path) -> None:
         assert job.code(1) == 0
 
 
+@proves(Kind.SIGNAL, Promise.CLEAN)
 def test_nothing_is_left_when_torchrun_is_killed(tmp_path: Path) -> None:
     with Job(tmp_path / "job", 2, ELASWAVE_DIR=str(tmp_path / "job" / "run")) as job:
         words = ["-m", "elaswave_plugin.run", "-m", "tests.supervisor.tiny_trainer"]
@@ -121,6 +125,7 @@ def test_nothing_is_left_when_torchrun_is_killed(tmp_path: Path) -> None:
         assert job.left(60.0) == []
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_bad_input_under_torchrun_is_a_sentence(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "elaswave_plugin.run"]
     worker = {
@@ -175,6 +180,7 @@ def test_bad_input_under_torchrun_is_a_sentence(tmp_path: Path) -> None:
             assert complaint in done.stderr
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_one_node_number_in_two_containers_is_a_sentence(tmp_path: Path) -> None:
     """As `srun` has it that starts each worker in a container of its own."""
     enter = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.harness import JobSpec
+from tests.proofs import Kind, Promise, proves
 from tests.rehearsal.conftest import Rehearse, rehearsed
 
 pytestmark = pytest.mark.timeout(300)
@@ -28,6 +29,7 @@ def only_sentence(output: str) -> str:
     return lines[0]
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 @pytest.mark.parametrize(("words", "sentence"), NEVER_STARTED)
 def test_nothing_is_started(tmp_path: Path, words: list[str], sentence: str) -> None:
     ended = rehearsed(words, folder=tmp_path)
@@ -35,12 +37,14 @@ def test_nothing_is_started(tmp_path: Path, words: list[str], sentence: str) -> 
     assert sentence in only_sentence(ended.output)
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_a_script_that_is_no_file(tmp_path: Path) -> None:
     ended = rehearsed([*RUN, "--nproc-per-node", "2", "absent.py"], folder=tmp_path)
     assert ended.exit_code == 2, ended.output
     assert "script 'absent.py' is no file" in only_sentence(ended.output)
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_a_command_that_never_attaches(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(NEVER)
@@ -49,18 +53,21 @@ def test_a_command_that_never_attaches(tmp_path: Path) -> None:
     assert "the command never attached to elaswave_plugin" in only_sentence(ended.output)
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_a_script_that_ends_before_the_steps(rehearse: Rehearse) -> None:
     ended = rehearse(JobSpec(nproc=2, steps=3))
     assert ended.exit_code == 2, ended.output
     assert "ended by itself after 3 steps, wanted 6" in only_sentence(ended.output)
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_a_run_that_there_is_not(rehearse: Rehearse) -> None:
     ended = rehearse(JobSpec(nproc=2, steps=20), runs=("sideways",))
     assert ended.exit_code == 2, ended.output
     assert "--run is 'sideways', wanted one of dealt-otherwise, losses" in ended.output
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_two_rehearsals_in_one_directory(tmp_path: Path) -> None:
     here = tmp_path / "here"
     here.mkdir()
@@ -74,6 +81,7 @@ def test_two_rehearsals_in_one_directory(tmp_path: Path) -> None:
     assert "another rehearsal is running in" in only_sentence(ended.output)
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_a_file_of_the_users_is_refused(rehearse: Rehearse, tmp_path: Path) -> None:
     """The example's own log of losses, of a run before."""
     log = tmp_path / "losses.txt"
@@ -84,6 +92,7 @@ def test_a_file_of_the_users_is_refused(rehearse: Rehearse, tmp_path: Path) -> N
     assert log.read_text() == "of last week\n"
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_what_else_changed_is_named(rehearse: Rehearse) -> None:
     options = ("--log-losses=losses.txt",)
     ended = rehearse(JobSpec(nproc=2, steps=20, options=options), runs=("dealt-otherwise",))

@@ -3,11 +3,13 @@
 import pytest
 
 from tests.deepspeed.harness import EngineSpec
+from tests.proofs import Kind, Promise, proves
 from tests.rehearsal.conftest import Rehearse
 
 pytestmark = [pytest.mark.timeout(540), pytest.mark.slow]
 
 
+@proves(Kind.KILLS, Promise.PLANNED)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_example_is_equal(rehearse_engine: Rehearse, stage: int) -> None:
     """In ZeRO 0 a survivor completes a step that the others begin again without the lost one."""

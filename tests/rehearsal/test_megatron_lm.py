@@ -9,6 +9,7 @@ from tests.adapters.megatron_lm.conftest import script as script
 from tests.adapters.megatron_lm.conftest import zygote as zygote
 from tests.adapters.megatron_lm.harness import EVALUATION, ScriptSpec, needs_repository
 from tests.faults.harness import Zygote
+from tests.proofs import Kind, Promise, proves
 from tests.rehearsal.conftest import Rehearse, rehearsing
 
 pytestmark = [needs_repository, pytest.mark.timeout(540), pytest.mark.slow]
@@ -21,6 +22,7 @@ def rehearse_script(zygote: Zygote, script: Path, tmp_path: Path) -> Rehearse:
     return lambda spec, *options, **more: run(replace(spec, script=str(script)), *options, **more)
 
 
+@proves(Kind.KILLS, Promise.EQUAL)
 def test_the_script_is_equal_and_saves_elsewhere(rehearse_script: Rehearse, tmp_path: Path) -> None:
     save = tmp_path / "checkpoints"
     options = (*EVALUATION, "--save", str(save), "--save-interval", "2")

@@ -8,6 +8,7 @@ import pytest
 
 from tests.faults import own_scripts
 from tests.faults.harness import JobSpec
+from tests.proofs import Kind, Promise, proves
 from tests.rehearsal.conftest import Rehearse, Rehearsed
 from tests.rehearsal.sabotages import ENGINE_TABLE, TABLE, EngineSabotage, Sabotage
 
@@ -32,6 +33,7 @@ def noted(request: pytest.FixtureRequest) -> Iterator[Noted]:
             report.write_line(row)
 
 
+@proves(Kind.SABOTAGE, Promise.SEEN)
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.number)
 def test_it_is_found(rehearse: Rehearse, tmp_path: Path, noted: Noted, row: Sabotage) -> None:
     script = own_scripts.write(tmp_path, *row.changes)
@@ -42,6 +44,7 @@ def test_it_is_found(rehearse: Rehearse, tmp_path: Path, noted: Noted, row: Sabo
     assert row.names in found.named
 
 
+@proves(Kind.SABOTAGE, Promise.SEEN)
 @pytest.mark.parametrize("row", ENGINE_TABLE, ids=lambda row: row.number)
 def test_it_is_found_in_an_engine(
     rehearse_engine: Rehearse, noted: Noted, row: EngineSabotage

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.proofs import Kind, Promise, proves
 from tests.supervisor.jobs import LAUNCH, TRAINER, WAIT_S, Job
 
 AGREED_S = 0.015
@@ -22,6 +23,7 @@ def ranks_of(job: Job, slots: list[int], epoch: int) -> list[int]:
     return list(seen.pop())
 
 
+@proves(Kind.KILL, Promise.GOES_ON)
 @pytest.mark.parametrize("victim", [0, 1, 3])
 def test_a_killed_trainer_leaves_the_others_with_a_new_view(tmp_path: Path, victim: int) -> None:
     with Job(tmp_path, 4).start() as job:
@@ -43,6 +45,7 @@ def test_a_killed_trainer_leaves_the_others_with_a_new_view(tmp_path: Path, vict
     assert job.events("job_over")[0]["exit_code"] == 0
 
 
+@proves(Kind.KILLS, Promise.GOES_ON, victim="0 2")
 def test_two_trainers_killed_at_once(tmp_path: Path) -> None:
     with Job(tmp_path, 4).start() as job:
         job.kill(0, 2)
@@ -53,6 +56,7 @@ def test_two_trainers_killed_at_once(tmp_path: Path) -> None:
         assert job.finish([1, 3]) == 0
 
 
+@proves(Kind.NODE, Promise.GOES_ON, victim="2")
 def test_a_killed_supervisor_takes_its_trainer_along(tmp_path: Path) -> None:
     with Job(tmp_path, 4).start() as job:
         job.kill_supervisor(2)
@@ -62,6 +66,7 @@ def test_a_killed_supervisor_takes_its_trainer_along(tmp_path: Path) -> None:
     assert "worker 2 (node 0) was lost: its supervisor (pid" in job.output()
 
 
+@proves(Kind.NODE, Promise.GOES_ON, victim="1")
 def test_a_trainer_that_its_killed_supervisor_does_not_take_along_is_told(tmp_path: Path) -> None:
     """The kernel and the launcher kill the script; its child is in a session of its own."""
     script = tmp_path / "script.py"
@@ -82,6 +87,7 @@ def test_a_trainer_that_its_killed_supervisor_does_not_take_along_is_told(tmp_pa
         assert job.finish([0]) == 0
 
 
+@proves(Kind.NODE, Promise.GOES_ON, victim="0")
 def test_the_next_slot_leads_when_the_leader_is_killed(tmp_path: Path) -> None:
     with Job(tmp_path, 4).start() as job:
         job.kill_supervisor(0)
@@ -92,6 +98,7 @@ def test_the_next_slot_leads_when_the_leader_is_killed(tmp_path: Path) -> None:
     assert [event["by"] for event in job.events("view_committed")] == [0, 1, 1]
 
 
+@proves(Kind.KILL, Promise.GOES_ON)
 def test_a_trainer_killed_while_it_writes_a_control_message(tmp_path: Path) -> None:
     with Job(tmp_path, 3).start() as job:
         job.tell(1, "half")
@@ -101,6 +108,7 @@ def test_a_trainer_killed_while_it_writes_a_control_message(tmp_path: Path) -> N
         assert job.finish([0, 2]) == 0
 
 
+@proves(Kind.HANG, Promise.GOES_ON, victim="1")
 def test_a_trainer_that_does_not_answer_is_killed(tmp_path: Path) -> None:
     with Job(tmp_path, 3, "--quiesce-timeout-s=1").start() as job:
         job.tell(2, "deaf")
@@ -114,6 +122,7 @@ def test_a_trainer_that_does_not_answer_is_killed(tmp_path: Path) -> None:
     assert job.events("worker_exited")[1]["evidence"] == evidence
 
 
+@proves(Kind.NOISE, Promise.NOBODY_LOST, victim="1")
 def test_an_announced_phase_is_waited_for(tmp_path: Path) -> None:
     with Job(tmp_path, 3, "--quiesce-timeout-s=1").start() as job:
         job.tell(2, "work 3 evaluation")
@@ -127,6 +136,7 @@ def test_an_announced_phase_is_waited_for(tmp_path: Path) -> None:
     assert [e["announced_phase"] for e in job.events("awaited")] == ["evaluation"]
 
 
+@proves(Kind.HANG, Promise.GOES_ON, victim="1")
 @pytest.mark.parametrize("order", ["work 20", "wedge"])
 def test_silence_and_a_wedged_announced_phase_are_not(tmp_path: Path, order: str) -> None:
     with Job(tmp_path, 3, "--quiesce-timeout-s=1").start() as job:
@@ -139,6 +149,7 @@ def test_silence_and_a_wedged_announced_phase_are_not(tmp_path: Path, order: str
         assert job.finish([0]) == 0
 
 
+@proves(Kind.HANG, Promise.GOES_ON)
 def test_a_trainer_that_finishes_and_hangs_is_killed_as_done(tmp_path: Path) -> None:
     with Job(tmp_path, 2, "--finish-grace-s=0.5").start() as job:
         job.tell(0, "hang")
@@ -149,6 +160,7 @@ def test_a_trainer_that_finishes_and_hangs_is_killed_as_done(tmp_path: Path) -> 
     assert job.events("job_over")[0]["reason"] == "all workers have finished"
 
 
+@proves(Kind.HANG, Promise.GOES_ON)
 def test_a_supervisor_that_is_stopped_is_lost_and_killed(tmp_path: Path) -> None:
     with Job(tmp_path, 3, "--heartbeat-timeout-s=2").start() as job:
         job.stop_supervisor(0)
@@ -175,6 +187,7 @@ def test_a_supervisor_loads_nothing_heavy(tmp_path: Path) -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
+@proves(Kind.KILL, Promise.GOES_ON)
 @pytest.mark.slow
 def test_from_kill_to_commit_takes_milliseconds(tmp_path: Path) -> None:
     """SIGKILL -> pidfd -> leader -> doorbells -> quiesced -> commit at every trainer."""
@@ -193,6 +206,7 @@ def test_from_kill_to_commit_takes_milliseconds(tmp_path: Path) -> None:
     assert statistics.median(agreed_s) < (AGREED_S if idle else AGREED_LOADED_S)
 
 
+@proves(Kind.KILLS, Promise.STOPS, victim="1")
 def test_the_job_stops_when_no_trainer_is_left(tmp_path: Path) -> None:
     with Job(tmp_path, 2).start() as job:
         job.kill(1)
@@ -204,6 +218,7 @@ def test_the_job_stops_when_no_trainer_is_left(tmp_path: Path) -> None:
     assert job.events("job_over")[0]["exit_code"] == 1
 
 
+@proves(Kind.RAISE, Promise.STOPS)
 @pytest.mark.parametrize("at_once", [True, False])
 def test_workers_that_fail_alike_end_the_job_once(tmp_path: Path, at_once: bool) -> None:
     """Also where the second one fails only when it is on its own."""
@@ -221,6 +236,7 @@ def test_workers_that_fail_alike_end_the_job_once(tmp_path: Path, at_once: bool)
     assert {event["incarnation"] for event in job.events("worker_started")} == {0}
 
 
+@proves(Kind.RAISE, Promise.GOES_ON)
 def test_the_exception_of_one_worker_is_shown_once_and_is_its_loss(tmp_path: Path) -> None:
     with Job(tmp_path, 3).start() as job:
         job.tell(1, "raise")
@@ -234,6 +250,7 @@ def test_the_exception_of_one_worker_is_shown_once_and_is_its_loss(tmp_path: Pat
     assert "failed alike" not in job.output()
 
 
+@proves(Kind.KILL_AT_START, Promise.REQUEUE, victim="1")
 def test_a_loss_before_the_first_snapshots_stops_the_job_for_a_requeue(tmp_path: Path) -> None:
     with Job(tmp_path, 3).start(sealed=False) as job:
         job.kill(1)
@@ -245,6 +262,7 @@ def test_a_loss_before_the_first_snapshots_stops_the_job_for_a_requeue(tmp_path:
     assert job.output().count(sentence) == 1
 
 
+@proves(Kind.RAISE, Promise.STOPS)
 def test_exit_code_2_stops_the_whole_job_with_2(tmp_path: Path) -> None:
     with Job(tmp_path, 3).start() as job:
         job.tell(1, "exit 2")
@@ -252,6 +270,7 @@ def test_exit_code_2_stops_the_whole_job_with_2(tmp_path: Path) -> None:
         assert job.left(WAIT_S) == []
 
 
+@proves(Kind.RAISE, Promise.STOPS)
 def test_a_trainer_can_stop_a_job_that_cannot_go_on(tmp_path: Path) -> None:
     with Job(tmp_path, 3).start() as job:
         job.tell(1, "abandon")
@@ -259,6 +278,7 @@ def test_a_trainer_can_stop_a_job_that_cannot_go_on(tmp_path: Path) -> None:
     assert job.output().count("the job stops: worker 1: shards 3 and 4 are gone") == 1
 
 
+@proves(Kind.RAISE, Promise.GOES_ON)
 def test_an_exit_with_0_in_the_middle_is_a_loss(tmp_path: Path) -> None:
     with Job(tmp_path, 3).start() as job:
         job.tell(1, "exit 0")
@@ -269,6 +289,7 @@ def test_an_exit_with_0_in_the_middle_is_a_loss(tmp_path: Path) -> None:
         assert job.finish([0, 2]) == 0
 
 
+@proves(Kind.RAISE, Promise.GOES_ON)
 def test_what_a_trainer_has_started_ends_also_where_it_exits_with_0(tmp_path: Path) -> None:
     with Job(tmp_path, 3).start() as job:
         started = []
@@ -283,6 +304,7 @@ def test_what_a_trainer_has_started_ends_also_where_it_exits_with_0(tmp_path: Pa
         assert job.left(0) == []
 
 
+@proves(Kind.RAISE, Promise.GOES_ON)
 @pytest.mark.parametrize(
     ("frame", "flaw"),
     [
@@ -303,6 +325,7 @@ def test_a_trainer_of_another_version_is_lost_with_the_reason(
         assert job.finish([0, 2]) == 0
 
 
+@proves(Kind.LEAVE, Promise.GOES_ON)
 def test_a_planned_departure_is_no_death(tmp_path: Path) -> None:
     with Job(tmp_path, 3).start() as job:
         job.tell(0, "leave")
@@ -312,6 +335,7 @@ def test_a_planned_departure_is_no_death(tmp_path: Path) -> None:
         assert job.finish([1, 2]) == 0
 
 
+@proves(Kind.KILL, Promise.GOES_ON, victim="2")
 def test_a_loss_while_some_have_finished(tmp_path: Path) -> None:
     with Job(tmp_path, 4).start() as job:
         job.tell(0, "finish")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.proofs import Kind, Promise, proves
 from tests.supervisor.jobs import WAIT_S, Job
 
 PTRACE_SEIZE = 0x4206
@@ -38,6 +39,7 @@ def undead(pid: int) -> Iterator[None]:
         os.waitpid(thread, WAIT_FOR_THREADS)
 
 
+@proves(Kind.UNDEAD, Promise.GOES_ON, victim="1")
 def test_one_that_does_not_answer_and_does_not_die_counts_as_gone(tmp_path: Path) -> None:
     with Job(tmp_path, 3, "--quiesce-timeout-s=1").start() as job:
         with undead(job.pids[2]):
@@ -55,6 +57,7 @@ def test_one_that_does_not_answer_and_does_not_die_counts_as_gone(tmp_path: Path
     )
 
 
+@proves(Kind.SIGNAL, Promise.CLEAN)
 @pytest.mark.parametrize("option", ["--standalone", "--preload=json"], ids=["exec", "zygote"])
 def test_a_job_that_is_told_to_end_does_not_wait_for_it(tmp_path: Path, option: str) -> None:
     with Job(tmp_path, 2, option).start() as job:
@@ -65,6 +68,7 @@ def test_a_job_that_is_told_to_end_does_not_wait_for_it(tmp_path: Path, option: 
     assert "Traceback" not in job.output()
 
 
+@proves(Kind.UNDEAD, Promise.GOES_ON)
 def test_one_that_finishes_and_does_not_die_is_done(tmp_path: Path) -> None:
     with Job(tmp_path, 2, "--finish-grace-s=0.5").start() as job:
         with undead(job.pids[0]):
@@ -74,6 +78,7 @@ def test_one_that_finishes_and_does_not_die_is_done(tmp_path: Path) -> None:
     assert job.events("job_over")[0]["reason"] == "all workers have finished"
 
 
+@proves(Kind.UNDEAD, Promise.GOES_ON)
 def test_another_one_starts_once_it_has_ended_after_all(tmp_path: Path) -> None:
     with Job(tmp_path, 3, "--quiesce-timeout-s=1", TINY_RESPAWN="10").start() as job:
         with undead(job.pids[2]):

@@ -209,7 +209,6 @@ def parts() -> tuple[tuple[Path, str, Callable[[], str]], ...]:
         (LIMITS, "deepspeed", refused.deepspeed_table),
         (PROOFS, "matrices", proofs.matrix_table),
         (PROOFS, "matrix results", proofs.results_line),
-        (PROOFS, "files", proofs.files_table),
         *(
             (room_pages.page_of(room), "map", partial(room_pages.map_of, room))
             for room in room_pages.FOLDERS
@@ -219,7 +218,11 @@ def parts() -> tuple[tuple[Path, str, Callable[[], str]], ...]:
 
 def write_all() -> None:
     """Write every generated part again."""
-    for path, name, make in (*parts(), (LEDGER, "ledger", ledger_now)):
+    from tests.tidy.proofs import declared_table
+
+    # Two that take long to make: tests of the doctor and of the proofs compare them.
+    slow = ((LEDGER, "ledger", ledger_now), (PROOFS, "declared", declared_table))
+    for path, name, make in (*parts(), *slow):
         path.write_text(with_block(path.read_text("utf-8"), name, make()), "utf-8")
     TOML.write_text(toml_text(), "utf-8")
 

@@ -1,18 +1,21 @@
-"""Tables of what the fault tests prove: the cases of the matrices, and the files of fault tests."""
+"""Tables of what the fault tests prove: cases of the matrices, and what each test declares."""
 
-import ast
 import json
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from elaswave_plugin.config import parse_kill
+from tests.proofs import Kind, Promise
+from tests.tidy.collected import Case, declared
 
 ROOT = Path(__file__).resolve().parents[2]
-# Each with the folder of its tests.
+# The folders of tests, and the framework of their jobs.
 FRAMEWORKS = (
-    ("Megatron-Core", "tests/faults"),
-    ("DeepSpeed", "tests/deepspeed"),
-    ("Megatron-LM", "tests/adapters/megatron_lm"),
+    ("faults/", "Megatron-Core"),
+    ("demo/", "Megatron-Core"),
+    ("deepspeed/", "DeepSpeed"),
+    ("adapters/megatron_lm/", "Megatron-LM"),
+    ("rehearsal/", "rehearsals"),
 )
 
 
@@ -51,20 +54,32 @@ def results_line() -> str:
     return "\n".join(found)
 
 
-def files_table() -> str:
-    """Files of fault tests, with their number of tests and their first line."""
-    lines = ["| framework | file | tests | what they show |", "|---|---|---|---|"]
-    for framework, folder in FRAMEWORKS:
-        for path in sorted((ROOT / folder).glob("test_*.py")):
-            tree = ast.parse(path.read_text("utf-8"))
-            tests = sum(
-                isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-                for node in tree.body
-            )
-            said = (ast.get_docstring(tree) or "").splitlines()[0].replace("|", "\\|")
-            name = path.relative_to(ROOT / "tests")
-            lines.append(f"| {framework} | `{name}` | {tests} | {said} |")
+def declared_table() -> str:
+    """Declarations of all fault tests, by fault, promise and framework."""
+    rows: dict[tuple[int, int, str], list[Case]] = {}
+    kinds, promises = [str(one) for one in Kind], [str(one) for one in Promise]
+    for case in declared():
+        if case.proof is not None:
+            place = kinds.index(case.proof.kind), promises.index(case.proof.promise)
+            rows.setdefault((*place, framework_of(case.file)), []).append(case)
+    lines = [
+        "| fault | promise | of | slots | moments | cases | in |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (kind, promise, framework), cases in sorted(rows.items()):
+        proofs = [case.proof for case in cases if case.proof is not None]
+        slots = {word for proof in proofs for word in proof.victim.split()}
+        moments = {word.split(":")[-1] for proof in proofs for word in proof.moment.split()}
+        files = {PurePath(case.file).stem.removeprefix("test_") for case in cases}
+        found = (", ".join(sorted(one)) for one in (slots, moments))
+        cells = (kinds[kind], promises[promise], framework, *found, str(len(cases)))
+        lines.append("| " + " | ".join((*cells, ", ".join(sorted(files)))) + " |")
     return "\n".join(lines)
+
+
+def framework_of(file: str) -> str:
+    """Return the framework that the jobs of a file train with."""
+    return next((name for folder, name in FRAMEWORKS if file.startswith(folder)), "none")
 
 
 def _lost(spec: Any) -> tuple[str, tuple[int, ...], tuple[str, ...]]:

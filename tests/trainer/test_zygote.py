@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.ports import free_port
+from tests.proofs import Kind, Promise, proves
 from tests.supervisor.jobs import LAUNCH, WAIT_S, Job, environment
 
 START_S = 30.0
@@ -127,6 +128,7 @@ def look(
     return json.loads(seen.read_text()), done.returncode, done.stdout, stderr
 
 
+@proves(Kind.NOTHING, Promise.SAME)
 @pytest.mark.parametrize("module", [False, True], ids=["script", "module"])
 def test_a_forked_trainer_sees_what_a_fresh_one_sees(
     tmp_path: Path, zygote: Path, module: bool
@@ -141,6 +143,7 @@ def test_a_forked_trainer_sees_what_a_fresh_one_sees(
         assert forked[1:] == fresh[1:]
 
 
+@proves(Kind.RAISE, Promise.SAME)
 @pytest.mark.parametrize(
     ("ending", "code"),
     [
@@ -162,6 +165,7 @@ def test_a_forked_trainer_ends_as_a_fresh_one_does(
     assert forked[1] == code
 
 
+@proves(Kind.KILL, Promise.GOES_ON, victim="0")
 def test_a_job_from_a_zygote_survives_a_loss(tmp_path: Path, zygote: Path) -> None:
     for attempt in range(2):
         with Job(tmp_path / str(attempt), 3, f"--zygote={zygote}").start() as job:
@@ -173,6 +177,7 @@ def test_a_job_from_a_zygote_survives_a_loss(tmp_path: Path, zygote: Path) -> No
             assert job.left(WAIT_S) == []
 
 
+@proves(Kind.NODE, Promise.CLEAN, victim="1")
 def test_a_forked_trainer_dies_with_its_supervisor(tmp_path: Path, zygote: Path) -> None:
     with Job(tmp_path, 3, f"--zygote={zygote}").start() as job:
         job.kill_supervisor(1)
@@ -181,6 +186,7 @@ def test_a_forked_trainer_dies_with_its_supervisor(tmp_path: Path, zygote: Path)
         assert job.finish([0, 2]) == 0
 
 
+@proves(Kind.SIGNAL, Promise.CLEAN)
 def test_nothing_is_left_when_the_launcher_is_killed(tmp_path: Path, zygote: Path) -> None:
     for name, option in (("z", f"--zygote={zygote}"), ("p", "--preload=json")):
         with Job(tmp_path / name, 3, option).start() as job:
@@ -188,6 +194,7 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path: Path, zygote: Pat
             assert job.left(WAIT_S) == []
 
 
+@proves(Kind.ZYGOTE, Promise.STOPS)
 def test_the_job_ends_when_its_zygote_is_killed(tmp_path: Path) -> None:
     process = start_zygote(tmp_path)
     with Job(tmp_path / "job", 2, f"--zygote={tmp_path / 'z.sock'}").start() as job:
@@ -198,6 +205,7 @@ def test_the_job_ends_when_its_zygote_is_killed(tmp_path: Path) -> None:
     assert "gone with its zygote" in job.output()
 
 
+@proves(Kind.ZYGOTE, Promise.STOPS)
 def test_how_a_zygote_of_the_job_ended_is_said(tmp_path: Path) -> None:
     """As the kernel would end it for lack of memory: its workers do not know how it ended."""
     with Job(tmp_path, 2, "--preload=json").start() as job:
@@ -207,6 +215,7 @@ def test_how_a_zygote_of_the_job_ended_is_said(tmp_path: Path) -> None:
     assert f"the zygote (pid {zygote}) ended: killed by SIGKILL; the workers" in job.output()
 
 
+@proves(Kind.ZYGOTE, Promise.GOES_ON, victim="1")
 def test_a_trainer_starts_without_its_zygote_when_that_is_gone(tmp_path: Path) -> None:
     """The zygote ends after a trainer of it has, and before the next one: nobody looks then."""
     with Job(tmp_path, 2, f"--master-port={free_port()}", TINY_RESPAWN="10") as job:
@@ -228,6 +237,7 @@ def test_a_trainer_starts_without_its_zygote_when_that_is_gone(tmp_path: Path) -
     assert "Traceback" not in job.outputs()
 
 
+@proves(Kind.ZYGOTE, Promise.GOES_ON)
 def test_a_zygote_that_cannot_fork_outlives_whoever_asked(tmp_path: Path) -> None:
     """The others' trainers live on with it."""
     code = (
@@ -253,6 +263,7 @@ def test_a_zygote_that_cannot_fork_outlives_whoever_asked(tmp_path: Path) -> Non
     assert (done.stdout, done.returncode) == ("None\n", 0), done.stderr
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_a_preload_that_does_not_exist_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
     with Job(tmp_path, 2) as job:
         job.launch("--nproc-per-node=2", "--preload=json,no_such_module")
@@ -262,6 +273,7 @@ def test_a_preload_that_does_not_exist_is_one_sentence_and_exit_code_2(tmp_path:
     assert "Traceback" not in job.output()
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_a_preload_that_starts_a_thread_is_refused(tmp_path: Path) -> None:
     (tmp_path / "threaded.py").write_text(
         "import threading\n"

@@ -9,6 +9,7 @@ import pytest
 from tests.adapters.megatron_lm.conftest import Launch
 from tests.adapters.megatron_lm.harness import EVALUATION, ScriptSpec, needs_repository, printed
 from tests.faults.harness import Outcome, Zygote, launch
+from tests.proofs import Kind, Promise, proves
 
 pytestmark = [needs_repository, pytest.mark.timeout(300)]
 
@@ -32,6 +33,7 @@ def external(
     return launched
 
 
+@proves(Kind.KILL, Promise.PLANNED)
 @pytest.mark.parametrize("phase", ["data", "backward", "optimizer", "snapshot"])
 @pytest.mark.parametrize("more", [(), TP2], ids=["dp", "tp"])
 def test_a_loss_equals_a_departure_at_the_same_step(
@@ -49,6 +51,7 @@ def test_a_loss_equals_a_departure_at_the_same_step(
     assert "--dataloader-type is external: after a loss other samples" in killed.output
 
 
+@proves(Kind.KILL, Promise.GOES_ON, victim="1", moment="3:backward")
 def test_until_a_loss_nothing_differs_and_after_it_other_samples_are_read(external: Launch) -> None:
     spec = ScriptSpec(options=EXTERNAL)
     killed, undisturbed = external(replace(spec, kills=("1@3:backward",))), external(spec)
@@ -57,12 +60,14 @@ def test_until_a_loss_nothing_differs_and_after_it_other_samples_are_read(extern
     assert printed(killed)[4:] != printed(undisturbed)[4:]
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_a_return_of_workers_is_refused_where_it_is_asked_for(external: Launch) -> None:
     refused = external(ScriptSpec(options=EXTERNAL, respawn=10))
     assert refused.returncode == 2
     assert "respawn is 10, and with --dataloader-type external" in refused.output
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_stages_are_refused(external: Launch) -> None:
     stages = ("--pipeline-model-parallel-size", "2")
     refused = external(ScriptSpec(options=(*EXTERNAL, *stages)))

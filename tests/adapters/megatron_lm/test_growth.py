@@ -18,6 +18,7 @@ from tests.faults.growth import grow
 from tests.faults.harness import Zygote, check_equal
 from tests.faults.test_join import LATER
 from tests.faults.test_stage_moves import stages_after
+from tests.proofs import Kind, Promise, proves
 
 pytestmark = [needs_repository, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -28,6 +29,7 @@ def saving(name: str) -> ScriptSpec:
     return ScriptSpec(steps=9, dump="last", options=(*EVALUATION, "--log-interval", "4", *save))
 
 
+@proves(Kind.JOIN, Promise.EQUAL)
 def test_a_fifth_worker_joins_pretrain_gpt(
     script: Path, zygote: Zygote, data: Path, reference: Launch, tmp_path: Path
 ) -> None:
@@ -44,6 +46,7 @@ def test_a_fifth_worker_joins_pretrain_gpt(
     assert "Traceback" not in grown.output
 
 
+@proves(Kind.JOIN, Promise.EQUAL)
 def test_a_tp_group_joins_pretrain_gpt(
     script: Path, zygote: Zygote, data: Path, reference: Launch, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from elaswave_plugin.adapters.megatron_lm.script_arguments import adjust, check_
 from elaswave_plugin.config import ElasticConfig, option_of
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.megatron_lm import _with_our_group
+from tests.proofs import Kind, Promise, proves
 
 # A package that looks like megatron.training to whoever imports it.
 PRETRAIN = """
@@ -66,6 +67,7 @@ def run_script(
     )
 
 
+@proves(Kind.NOTHING, Promise.SAME)
 @pytest.mark.parametrize("imports", ["import torch", "import megatron.training, torch"])
 def test_without_the_flag_the_arguments_are_theirs_and_nothing_is_imported(
     tmp_path: Path, imports: str
@@ -76,6 +78,7 @@ def test_without_the_flag_the_arguments_are_theirs_and_nothing_is_imported(
     assert "heavy []" in done.stdout
 
 
+@proves(Kind.NOTHING, Promise.SAME)
 def test_their_help_lists_our_group(tmp_path: Path) -> None:
     done = run_script(tmp_path, "import torch", "--help")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -84,6 +87,7 @@ def test_their_help_lists_our_group(tmp_path: Path) -> None:
         assert option_of(key) in done.stdout
 
 
+@proves(Kind.NOTHING, Promise.SAME)
 def test_a_hook_of_theirs_is_set_and_nothing_replaced(tmp_path: Path) -> None:
     imports = "import torch\nfrom megatron.training import training as module\n"
     asked = f"{imports}print('is theirs', module.pretrain is module.known)"
@@ -92,12 +96,14 @@ def test_a_hook_of_theirs_is_set_and_nothing_replaced(tmp_path: Path) -> None:
     assert "is theirs True" in done.stdout and "elaswave:" in done.stdout
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_an_option_without_the_flag_is_refused_and_not_ignored(tmp_path: Path) -> None:
     done = run_script(tmp_path, "import torch", "--elaswave-kill=1@2")
     assert done.returncode == 2
     assert "--elaswave-kill is given without --elaswave; add --elaswave" in done.stderr
 
 
+@proves(Kind.NOTHING, Promise.SAME)
 def test_a_provider_of_the_script_is_kept() -> None:
     def theirs(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser.add_argument("--more", default=7)
@@ -110,6 +116,7 @@ def test_a_provider_of_the_script_is_kept() -> None:
     assert vars(given) == {"more": 7, "elaswave": True, "elaswave_seed": "5"}
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -125,6 +132,7 @@ def test_an_argument_that_is_not_carried_is_named(name: str, value: object) -> N
         check_arguments(argparse.Namespace(**{name: value}))
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_all_arguments_that_are_not_carried_are_named_at_once() -> None:
     refused = argparse.Namespace(context_parallel_size=2, qk_clip=True, fp8="hybrid")
     with pytest.raises(ConfigurationError) as caught:
@@ -134,6 +142,7 @@ def test_all_arguments_that_are_not_carried_are_named_at_once() -> None:
         assert option in str(caught.value)
 
 
+@proves(Kind.NOTHING, Promise.SAME)
 def test_checkpoints_are_those_of_the_optimizer_that_the_script_named() -> None:
     args = argparse.Namespace(save="folder", use_distributed_optimizer=False)
     script = adjust(args)
@@ -143,6 +152,7 @@ def test_checkpoints_are_those_of_the_optimizer_that_the_script_named() -> None:
     assert args.use_distributed_optimizer is True
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 @pytest.mark.parametrize(
     ("name", "value"), [("iterations_to_skip", []), ("mtp_num_layers", 0), ("moe_latent_size", 8)]
 )
@@ -150,6 +160,7 @@ def test_what_switches_nothing_on_is_not_refused(name: str, value: object) -> No
     check_arguments(argparse.Namespace(**{name: value}))
 
 
+@proves(Kind.NOTHING, Promise.SAME)
 def test_what_is_adjusted_is_said_and_what_the_script_had_is_kept() -> None:
     args = argparse.Namespace(
         save="folder",

@@ -16,6 +16,7 @@ from tests.adapters.megatron_lm.harness import (
 )
 from tests.adapters.megatron_lm.test_pieces import check_checkpoints
 from tests.faults.harness import Outcome, check_equal
+from tests.proofs import Kind, Promise, proves
 
 pytestmark = [needs_repository, pytest.mark.timeout(300)]
 
@@ -44,6 +45,7 @@ def saving(name: str) -> ScriptSpec:
     return replace(BACK, options=(*options, "--save-interval", "4"))
 
 
+@proves(Kind.RETURN, Promise.EQUAL)
 @pytest.mark.parametrize(
     "slot", [0, *(pytest.param(slot, marks=pytest.mark.slow) for slot in (1, 2, 3))]
 )
@@ -58,6 +60,7 @@ def test_a_lost_worker_comes_back(run: Launch, reference: Launch, data: Path, sl
     check_checkpoints(data, f"back{slot}", "whole", 4, 8, 9)
 
 
+@proves(Kind.RETURN_LOSS, Promise.EQUAL, victim="0 1", moment="1:backward 4:forward")
 def test_who_has_come_back_is_interrupted_in_its_first_step(run: Launch, reference: Launch) -> None:
     """It goes back to what the others told it of Megatron-LM's rerun machine."""
     # One return is awaited: the second one who is lost asks for none.
@@ -71,6 +74,7 @@ def test_who_has_come_back_is_interrupted_in_its_first_step(run: Launch, referen
     assert entered == [(0, 4)]
 
 
+@proves(Kind.RETURN, Promise.EQUAL)
 @pytest.mark.slow
 @pytest.mark.parametrize("slot", range(8))
 def test_a_lost_worker_of_tp_pp_dp_comes_back(run: Launch, reference: Launch, slot: int) -> None:

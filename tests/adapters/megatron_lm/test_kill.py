@@ -8,6 +8,7 @@ import pytest
 from tests.adapters.megatron_lm.conftest import Launch
 from tests.adapters.megatron_lm.harness import TP2_PP2, ScriptSpec, needs_repository, printed
 from tests.faults.harness import Outcome, check_equal
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 pytestmark = needs_repository
@@ -27,6 +28,7 @@ def check_same(run: Launch, reference: Launch, spec: ScriptSpec, *, alive: int) 
     assert "Traceback" not in killed.output
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize(
     "kill", [f"{index % 4}@3:{phase}" for index, phase in enumerate(PHASES)], ids=str
 )
@@ -34,6 +36,7 @@ def test_any_phase_of_a_data_parallel_job(run: Launch, reference: Launch, kill: 
     check_same(run, reference, ScriptSpec(kills=(kill,)), alive=3)
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kill",
@@ -43,11 +46,13 @@ def test_any_worker_of_a_data_parallel_job(run: Launch, reference: Launch, kill:
     check_same(run, reference, ScriptSpec(kills=(kill,)), alive=3)
 
 
+@proves(Kind.KILLS, Promise.EQUAL, victim="0 3 1", moment="0:backward 2:reduce 4:gather")
 def test_down_to_one_worker(run: Launch, reference: Launch) -> None:
     kills = ("0@0:backward", "3@2:reduce", "1@4:gather")
     check_same(run, reference, ScriptSpec(kills=kills), alive=1)
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize(
     "kill", [f"{slot}@2:{('forward', 'backward')[slot % 2]}" for slot in (0, 3, 5, 6)]
 )
@@ -55,6 +60,7 @@ def test_a_worker_of_tp_pp_dp(run: Launch, reference: Launch, kill: str) -> None
     check_same(run, reference, replace(TP2_PP2_DP2, kills=(kill,)), alive=7)
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kill",
@@ -64,6 +70,7 @@ def test_any_worker_of_tp_pp_dp(run: Launch, reference: Launch, kill: str) -> No
     check_same(run, reference, replace(TP2_PP2_DP2, kills=(kill,)), alive=7)
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="2:backward")
 @pytest.mark.parametrize(
     "more",
     [
@@ -79,6 +86,7 @@ def test_settings_of_the_script(run: Launch, reference: Launch, more: tuple[str,
     check_same(run, reference, spec, alive=3)
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="5", moment="2:backward")
 @pytest.mark.parametrize("base", sampled([ScriptSpec(), TP2_PP2_DP2], share=1), ids=["dp", "tp_pp"])
 def test_fp16_with_steps_that_overflow(run: Launch, reference: Launch, base: ScriptSpec) -> None:
     """The first steps are skipped, one of them by free workers too, which are the last rank."""
@@ -91,6 +99,7 @@ def test_fp16_with_steps_that_overflow(run: Launch, reference: Launch, base: Scr
     assert 3 <= len(skipped) < spec.steps
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="2:backward")
 def test_cyclic_order(run: Launch, reference: Launch) -> None:
     """Each replica's samples are shuffled; whoever takes a micro-batch over reads the same ones."""
     options = (*ScriptSpec().options, "--dataloader-type", "cyclic")
@@ -109,6 +118,7 @@ def consumed(run: Outcome) -> dict[tuple[int, int], tuple[int, ...]]:
     return {(one["step"], one["k"]): tuple(one["samples"]) for one in run.files.ledger}
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="3", moment="2:backward")
 def test_interleaved_stages(run: Launch, reference: Launch) -> None:
     options = (
         *ScriptSpec().options,

@@ -9,6 +9,7 @@ from tests.adapters.megatron_lm.conftest import Launch
 from tests.adapters.megatron_lm.harness import NO_EVALUATION, ScriptSpec, needs_repository
 from tests.faults.harness import Outcome, Zygote
 from tests.faults.test_last_checkpoint import SAVE_S, completed_once, told_to_end
+from tests.proofs import Kind, Promise, proves
 
 pytestmark = needs_repository
 SPEC = ScriptSpec(
@@ -19,6 +20,7 @@ SPEC = ScriptSpec(
 )
 
 
+@proves(Kind.ALL_LEAVE, Promise.WHOLE)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_job_that_is_told_to_end_saves_first(

@@ -20,6 +20,7 @@ from tests.adapters.megatron_lm.harness import (
 from tests.adapters.megatron_lm.test_switched_on import UNNAMED, back_to_four, loading, saving
 from tests.adapters.megatron_lm.test_without_plugin import NO_DROPOUT, check_close, without_plugin
 from tests.faults.harness import check_equal
+from tests.proofs import Kind, Promise, proves
 
 pytestmark = [needs_repository, pytest.mark.timeout(400)]
 
@@ -28,6 +29,7 @@ SPEC = ScriptSpec(options=(*NO_EVALUATION, *TORCH))
 TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 
 
+@proves(Kind.KILL_IN_SAVE, Promise.WHOLE)
 @pytest.mark.parametrize(
     ("name", "more", "without", "kill"),
     [
@@ -94,6 +96,7 @@ def tensors(state: Any, name: str = "") -> Any:
             yield from tensors(value, f"{name}/{key}")
 
 
+@proves(Kind.KILL_IN_SAVE, Promise.WHOLE, victim="1", moment="2:backward")
 @pytest.mark.slow
 @pytest.mark.parametrize("without", [(), UNNAMED], ids=["named", "unnamed"])
 def test_the_script_without_the_plugin_reads_them_and_its_own_are_read(

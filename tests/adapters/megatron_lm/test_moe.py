@@ -10,6 +10,7 @@ from tests.adapters.megatron_lm.harness import TP2_PP2, ScriptSpec, needs_reposi
 from tests.adapters.megatron_lm.test_join import BACK, EVERY_FOURTH, check_back
 from tests.adapters.megatron_lm.test_kill import check_same
 from tests.adapters.megatron_lm.test_without_plugin import NO_DROPOUT, check_close, without_plugin
+from tests.proofs import Kind, Promise, proves
 
 pytestmark = needs_repository
 
@@ -23,6 +24,7 @@ DP4 = ScriptSpec(options=(*ScriptSpec().options, *EXPERTS))
 TP2_PP2_DP2 = replace(DP4, nproc=8, steps=5, options=(*DP4.options, *TP2_PP2))
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="3:backward")
 def test_a_worker_of_a_data_parallel_job(run: Launch, reference: Launch) -> None:
     spec = replace(DP4, kills=("1@3:backward",))
     check_same(run, reference, spec, alive=3)
@@ -30,6 +32,7 @@ def test_a_worker_of_a_data_parallel_job(run: Launch, reference: Launch) -> None
         assert "load_balancing_loss: " in line and "z_loss: " in line
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.slow
 @pytest.mark.parametrize("kill", ["0@2:forward", "7@2:backward", "6@3:optimizer"])
 def test_a_worker_of_tp_pp_dp(run: Launch, reference: Launch, kill: str) -> None:
@@ -37,6 +40,7 @@ def test_a_worker_of_tp_pp_dp(run: Launch, reference: Launch, kill: str) -> None
     check_same(run, reference, replace(TP2_PP2_DP2, kills=(kill,)), alive=7)
 
 
+@proves(Kind.RETURN, Promise.EQUAL, victim="2", moment="3:backward")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_lost_worker_comes_back(run: Launch, reference: Launch) -> None:
@@ -45,6 +49,7 @@ def test_a_lost_worker_comes_back(run: Launch, reference: Launch) -> None:
     check_back(run, reference, replace(BACK, options=options, kills=("2@3:backward",)), 2)
 
 
+@proves(Kind.NOTHING, Promise.SAME)
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("model_parallel", [(), TP2_PP2], ids=["dp", "tp_pp"])

@@ -27,6 +27,7 @@ from tests.adapters.megatron_lm.test_without_plugin import SPEC, without_plugin
 from tests.adapters.test_diffs import WITHOUT_HOOK, installed_core
 from tests.faults.harness import ROOT, Outcome, Zygote, check_equal, launch
 from tests.faults.test_hooks import places
+from tests.proofs import Kind, Promise, proves
 
 pytestmark = [needs_repository, pytest.mark.timeout(300)]
 
@@ -81,6 +82,7 @@ def saving(name: str) -> ScriptSpec:
     return ScriptSpec(options=(*EVALUATION, *save))
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="2 1", moment="3:backward 4:save")
 def test_a_kill_with_hooks_in_place_of_replaced_functions_changes_nothing(
     hooked: Launch, reference: Launch, data: Path
 ) -> None:
@@ -89,6 +91,7 @@ def test_a_kill_with_hooks_in_place_of_replaced_functions_changes_nothing(
     check_checkpoints(data, "hooked", "replaced", 4, 6)
 
 
+@proves(Kind.NOTHING, Promise.SAME)
 @pytest.mark.slow
 def test_the_patched_source_without_the_plugin_is_what_it_was(
     patched: Path, script: Path, data: Path, tmp_path: Path

@@ -18,6 +18,7 @@ from tests.adapters.megatron_lm.harness import (
 )
 from tests.faults.harness import Outcome, check_equal, check_survived
 from tests.faults.test_outside_a_step import saved_tensors
+from tests.proofs import Kind, Promise, proves
 
 # Two launches a test, whose checkpoint writers start processes of their own.
 pytestmark = [needs_repository, pytest.mark.timeout(300)]
@@ -40,6 +41,7 @@ def check_checkpoints(data: Path, left: str, right: str, *iterations: int) -> No
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="3:evaluation")
 def test_a_kill_during_an_evaluation_restarts_it(run: Launch, reference: Launch) -> None:
     killed = run(replace(EVALUATING, kills=("1@3:evaluation",)))
     undisturbed = reference(EVALUATING)
@@ -49,6 +51,7 @@ def test_a_kill_during_an_evaluation_restarts_it(run: Launch, reference: Launch)
     assert sum("loss at" in line for line in printed(killed)) == 4
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="2:backward")
 def test_a_free_worker_evaluates_and_saves_with_the_others(run: Launch, data: Path) -> None:
     """Worker 0 has no place after the loss of 1, and is rank 0, which says what is saved."""
 
@@ -77,6 +80,7 @@ def saved(run: Launch, data: Path) -> tuple[Outcome, Outcome]:
     return killed, undisturbed
 
 
+@proves(Kind.KILL_IN_SAVE, Promise.WHOLE)
 def test_a_kill_during_a_save_saves_again(saved: tuple[Outcome, Outcome], data: Path) -> None:
     killed, undisturbed = saved
     check_equal(killed, undisturbed)
@@ -84,6 +88,7 @@ def test_a_kill_during_a_save_saves_again(saved: tuple[Outcome, Outcome], data: 
     check_checkpoints(data, "killed", "undisturbed", 4, 6)
 
 
+@proves(Kind.KILL, Promise.WHOLE)
 @pytest.mark.parametrize(
     ("nproc", "kills"), [(4, ()), (4, ("0@4:reduce",)), (2, ("1@5:backward",))]
 )
@@ -125,6 +130,7 @@ def dying(call):
 TIMES = ("--log-timers-to-tensorboard", "--tensorboard-dir", "{data}/times")
 
 
+@proves(Kind.KILL, Promise.LOGGED)
 @pytest.mark.parametrize(
     ("nproc", "options", "owner", "name"),
     [
@@ -147,6 +153,7 @@ def test_a_kill_of_who_logs_logs_again(
     assert "Traceback" not in killed.output
 
 
+@proves(Kind.KILL_AT_START, Promise.REQUEUE, victim="1", moment="0:startup")
 def test_a_kill_during_the_start_stops_the_job_and_asks_for_a_requeue(run: Launch) -> None:
     stopped = run(ScriptSpec(kills=("1@0:startup",)))
     assert stopped.returncode == 75
@@ -155,6 +162,7 @@ def test_a_kill_during_the_start_stops_the_job_and_asks_for_a_requeue(run: Launc
     assert not stopped.orphans
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_an_argument_that_is_not_carried_is_one_sentence(run: Launch) -> None:
     more = ("--skip-train", "--data-parallel-random-init")
     refused = run(ScriptSpec(options=(*EVALUATION, *more)))
@@ -163,5 +171,6 @@ def test_an_argument_that_is_not_carried_is_one_sentence(run: Launch) -> None:
     assert refused.output.count("elaswave: ") == 1
 
 
+@proves(Kind.NOTHING, Promise.EQUAL)
 def test_survivors_of_an_undisturbed_run_are_all_of_it(reference: Launch) -> None:
     check_survived(reference(EVALUATING))

@@ -23,6 +23,7 @@ from tests.adapters.megatron_lm.test_without_plugin import (
     check_close,
     without_plugin,
 )
+from tests.proofs import Kind, Promise, proves
 
 pytestmark = [needs_repository, pytest.mark.timeout(300)]
 
@@ -31,6 +32,7 @@ SPEC = ScriptSpec(global_batch=12, ramp=(4, 4, 8, 12, 12, 12), options=(*EVALUAT
 TP2_PP2_DP2 = replace(SPEC, nproc=8, options=(*NO_EVALUATION, *RAMP, *TP2_PP2))
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize(
     "kill", ["0@1:backward", "3@2:data", "2@2:optimizer", "1@3:reduce", "0@3:evaluation"]
 )
@@ -38,6 +40,7 @@ def test_a_loss_around_the_growth_of_the_batch(run: Launch, reference: Launch, k
     check_same(run, reference, replace(SPEC, kills=(kill,)), alive=3)
 
 
+@proves(Kind.KILLS, Promise.EQUAL, victim="1 2", moment="1:forward 3:backward")
 def test_every_sample_is_read_once(run: Launch, reference: Launch) -> None:
     spec = replace(SPEC, kills=("1@1:forward", "2@3:backward"))
     killed = run(spec)
@@ -49,11 +52,13 @@ def test_every_sample_is_read_once(run: Launch, reference: Launch) -> None:
     assert tuple(map(int, sizes)) == SPEC.ramp
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize("kill", ["0@1:backward", "3@2:forward", "5@2:backward", "6@3:forward"])
 def test_a_loss_of_tp_pp_dp(run: Launch, reference: Launch, kill: str) -> None:
     check_same(run, reference, replace(TP2_PP2_DP2, kills=(kill,)), alive=7)
 
 
+@proves(Kind.RETURN, Promise.EQUAL, victim="1", moment="1:backward")
 def test_a_worker_comes_back_into_a_larger_batch(
     run: Launch, reference: Launch, data: Path
 ) -> None:
@@ -68,6 +73,7 @@ def test_a_worker_comes_back_into_a_larger_batch(
     check_checkpoints(data, "ramp-back", "ramp", 2, 3, 5, 6)
 
 
+@proves(Kind.NOTHING, Promise.SAME)
 @pytest.mark.slow
 def test_without_a_fault_the_losses_are_those_without_the_plugin(
     reference: Launch, script: Path, data: Path, tmp_path: Path

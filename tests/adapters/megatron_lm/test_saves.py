@@ -14,6 +14,7 @@ from tests.checkpoints.disks import mounted
 from tests.checkpoints.striker import SLOW_STORAGE, plan
 from tests.checkpoints.struck import check_saves, losses, struck
 from tests.faults.harness import Outcome, Zygote
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 pytestmark = needs_repository
@@ -55,6 +56,7 @@ def undisturbed(
     return Made()
 
 
+@proves(Kind.KILL_IN_SAVE, Promise.WHOLE)
 @pytest.mark.parametrize(
     ("layout", "seed"), sampled(list(itertools.product(LAYOUTS, (1, 2))), share=1)
 )
@@ -82,6 +84,7 @@ def test_a_kill_in_each_of_eight_saves_with_a_return(
     assert losses(run) == losses(reference)
 
 
+@proves(Kind.KILL_IN_SAVE, Promise.WHOLE)
 @pytest.mark.parametrize(
     ("layout", "iteration", "moment"),
     sampled(list(itertools.product(LAYOUTS, range(1, STEPS + 1), MOMENTS)), share=1),
@@ -133,6 +136,7 @@ def loading(folder: Path, nproc: int, *more: str) -> ScriptSpec:
     return ScriptSpec(nproc=nproc, steps=STEPS, options=options, dump="never")
 
 
+@proves(Kind.KILL_IN_SAVE, Promise.WHOLE)
 @pytest.mark.parametrize(
     ("layout", "nproc"), sampled(list(itertools.product(LAYOUTS, (4, 2, 8))), share=1)
 )
@@ -170,6 +174,7 @@ DAMAGES = {
 }
 
 
+@proves(Kind.BAD_CHECKPOINT, Promise.NAMED)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_checkpoint_that_cannot_be_read_is_named(
     run: Launch, undisturbed: dict[str, Saved], tmp_path: Path, damage: str
@@ -186,6 +191,7 @@ def test_a_checkpoint_that_cannot_be_read_is_named(
     assert "Traceback" not in refused.output and "queue it again" not in refused.output
 
 
+@proves(Kind.DISK, Promise.WHOLE)
 def test_a_full_disk_costs_a_checkpoint_and_no_worker(
     zygote: Zygote, script: Path, data: Path, undisturbed: dict[str, Saved], tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ from tests.adapters.megatron_lm.harness import (
 )
 from tests.adapters.megatron_lm.test_kill import check_same
 from tests.adapters.megatron_lm.test_without_plugin import NO_DROPOUT, check_close, without_plugin
+from tests.proofs import Kind, Promise, proves
 
 pytestmark = [needs_repository, pytest.mark.timeout(300)]
 
@@ -69,6 +70,7 @@ def spec(*more: str, **changes: object) -> ScriptSpec:
     return replace(ScriptSpec(options=(*NO_EVALUATION, *more)), **changes)  # type: ignore[arg-type]
 
 
+@proves(Kind.KILL, Promise.LOGGED, victim="2", moment="2:backward")
 @pytest.mark.parametrize("base", [(), ("--bf16",), TP2_PP2], ids=["fp32", "bf16", "tp_pp"])
 def test_logs_of_norm_energy_and_slow_workers_end_no_job(
     run: Launch, reference: Launch, base: tuple[str, ...]
@@ -81,6 +83,7 @@ def test_logs_of_norm_energy_and_slow_workers_end_no_job(
     assert len(norms) == 4 and all(found and float(found[1]) > 1 for found in norms)
 
 
+@proves(Kind.NOTHING, Promise.SAME)
 @pytest.mark.slow
 @pytest.mark.parametrize("base", [(), ("--bf16",), TP2_PP2], ids=["fp32", "bf16", "tp_pp"])
 def test_the_norm_is_that_of_the_script_without_the_plugin(
@@ -93,6 +96,7 @@ def test_the_norm_is_that_of_the_script_without_the_plugin(
     check_close(printed(reference(logging)), plain)
 
 
+@proves(Kind.KILL, Promise.LOGGED, victim="1", moment="3:backward")
 def test_energy_is_counted_once_though_a_line_is_logged_again(run: Launch) -> None:
     counting = spec("--log-energy", sabotage=COUNTS_ENERGY, kills=("1@3:backward",))
     done = run(counting)
@@ -101,11 +105,13 @@ def test_energy_is_counted_once_though_a_line_is_logged_again(run: Launch) -> No
     assert "Total training energy" in done.output
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="2:backward")
 def test_a_profiler_goes_on_with_its_worker(run: Launch, reference: Launch, data: Path) -> None:
     check_same(run, reference, spec(*PROFILE, kills=("1@2:backward",)), alive=3)
     assert list((data / "traces").glob("*.pt.trace.json"))
 
 
+@proves(Kind.NOTHING, Promise.SAME, victim="1", moment="2:backward")
 def test_what_is_switched_off_is_said_in_one_line(run: Launch, reference: Launch) -> None:
     off = spec(*OFF, kills=("1@2:backward",))
     check_same(run, reference, off, alive=3)

@@ -9,6 +9,7 @@ import pytest
 from tests.adapters.megatron_lm import simple_loop
 from tests.adapters.megatron_lm.harness import REPOSITORY, needs_repository
 from tests.faults.harness import JobSpec, Outcome, Zygote, check_equal, launch
+from tests.proofs import Kind, Promise, proves
 
 pytestmark = needs_repository
 CHANGED_LINES = 12
@@ -33,6 +34,7 @@ def test_so_many_lines_change() -> None:
     assert f"{CHANGED_LINES} changed lines" in PAGE.read_text()
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize("kill", ["1@3:backward", "2@1:forward", "0@4:optimizer"])
 def test_it_loses_a_worker_and_is_equal(
     zygote: Zygote, tmp_path: Path, simple_reference: Outcome, kill: str

@@ -16,6 +16,7 @@ from tests.adapters.megatron_lm.harness import (
 )
 from tests.adapters.megatron_lm.test_kill import check_same
 from tests.adapters.megatron_lm.test_without_plugin import NO_DROPOUT, check_close, without_plugin
+from tests.proofs import Kind, Promise, proves
 
 pytestmark = [needs_repository, pytest.mark.timeout(400)]
 
@@ -23,6 +24,7 @@ UNNAMED = ("--use-distributed-optimizer", "--overlap-param-gather")
 SPEC = ScriptSpec(options=(*NO_EVALUATION, *NO_DROPOUT), without=UNNAMED)
 
 
+@proves(Kind.NOTHING, Promise.SAME, victim="1", moment="2:backward")
 def test_the_optimizer_is_switched_on_and_that_is_said(run: Launch, reference: Launch) -> None:
     spec = replace(SPEC, options=NO_EVALUATION, kills=("1@2:backward",))
     check_same(run, reference, spec, alive=3)
@@ -31,6 +33,7 @@ def test_the_optimizer_is_switched_on_and_that_is_said(run: Launch, reference: L
     assert "--use-distributed-optimizer is False: switched on" in said[0]
 
 
+@proves(Kind.NOTHING, Promise.SAME)
 def test_control_what_is_named_is_not_said(reference: Launch) -> None:
     assert "--use-distributed-optimizer" not in reference(ScriptSpec()).output
 
@@ -38,6 +41,7 @@ def test_control_what_is_named_is_not_said(reference: Launch) -> None:
 BF16 = ("--accumulate-allreduce-grads-in-fp32", "--bf16")
 
 
+@proves(Kind.KILL, Promise.WHOLE, victim="1", moment="2:backward")
 @pytest.mark.parametrize("more", [(), BF16, TP2_PP2], ids=["fp32", "bf16", "tp_pp"])
 @pytest.mark.slow
 def test_a_run_without_the_plugin_reads_what_a_job_saved_after_a_loss_and_back(

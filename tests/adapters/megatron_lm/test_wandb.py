@@ -9,6 +9,7 @@ import pytest
 from tests.adapters.megatron_lm.conftest import Launch
 from tests.adapters.megatron_lm.harness import NO_EVALUATION, ScriptSpec, needs_repository
 from tests.faults.harness import Outcome, check_survived
+from tests.proofs import Kind, Promise, proves
 from tests.tracking.test_wandb_sink import history, run_ids
 
 pytestmark = needs_repository
@@ -33,6 +34,7 @@ def logged(run: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     return launched
 
 
+@proves(Kind.KILL, Promise.LOGGED)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_run_that_the_script_opens_goes_on_when_its_owner_is_lost(
@@ -55,6 +57,7 @@ def test_the_run_that_the_script_opens_goes_on_when_its_owner_is_lost(
     assert all(row["recovered/mttr_s"] > 0 for row in recovered)
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 @pytest.mark.slow
 def test_a_run_of_ours_beside_it_is_refused(run: Launch) -> None:
     options = (*NO_EVALUATION, *WANDB, "--elaswave-wandb=offline")
@@ -63,6 +66,7 @@ def test_a_run_of_ours_beside_it_is_refused(run: Launch) -> None:
     assert "the script's own run is logged to; leave --elaswave-wandb out" in refused.output
 
 
+@proves(Kind.RETURN, Promise.LOGGED)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_it_goes_back_to_the_worker_that_comes_back(

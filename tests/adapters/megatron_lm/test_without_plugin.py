@@ -22,6 +22,7 @@ from tests.adapters.megatron_lm.harness import (
     printed_in,
 )
 from tests.faults.harness import ROOT
+from tests.proofs import Kind, Promise, proves
 
 # A launch by torchrun imports Megatron-LM in each process.
 pytestmark = [needs_repository, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -88,12 +89,14 @@ def check_close(ours: list[str], theirs: list[str], *, within: float = 1e-6) -> 
             assert abs(float(one) - float(other)) <= bound
 
 
+@proves(Kind.NOTHING, Promise.SAME)
 def test_without_a_fault_the_losses_are_those_without_the_plugin(
     reference: Launch, plain: list[str]
 ) -> None:
     check_close(printed_in(reference(SPEC).output), plain)
 
 
+@proves(Kind.KILL, Promise.WHOLE, victim="1", moment="2:backward")
 def test_a_run_without_the_plugin_goes_on_from_a_checkpoint_after_a_loss(
     run: Launch, script: Path, data: Path, tmp_path: Path
 ) -> None:

@@ -1,0 +1,49 @@
+"""Declarations of the fault tests: every job declares, nothing is lost, CI has each promise."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+
+from tests.proofs import Kind, Promise, Proof
+from tests.tidy.collected import ROOT, declared
+from tests.tidy.documents import PROOFS, block_of
+from tests.tidy.proofs import declared_table
+
+BEFORE = ROOT / "tests" / "proofs_before.json"
+# Left to `make matrix`: times of steps, which another load on the machine changes.
+OF_TIME = {(Kind.KILL, Promise.SHORTER)}
+
+
+def lost(before: Mapping[Proof, int], now: Mapping[Proof, int]) -> dict[Proof, int]:
+    """Count the cases that were there before and are not any more."""
+    missing = {proof: count - now.get(proof, 0) for proof, count in before.items()}
+    return {proof: count for proof, count in missing.items() if count > 0}
+
+
+def test_every_test_of_a_job_declares_what_it_proves() -> None:
+    jobs = [case for case in declared() if case.has_job]
+    assert len(jobs) > 1000
+    assert {f"{case.file}::{case.test}" for case in jobs if case.proof is None} == set()
+
+
+def test_nothing_that_was_proven_is_lost() -> None:
+    before = {Proof(*row[:4]): row[4] for row in json.loads(BEFORE.read_text())}
+    now = Counter(case.proof for case in declared() if case.proof is not None)
+    assert sum(before.values()) == 1918
+    assert lost(before, now) == {}
+    # The comparison sees a proof that is gone.
+    some = next(iter(before))
+    assert lost(before, now - Counter({some: now[some]})) == {some: before[some]}
+
+
+def test_each_fault_with_each_promise_is_in_every_sample() -> None:
+    """Of a family at least one case is drawn; of tests that are slow by themselves, none."""
+    found = [(case.proof, case.is_slow) for case in declared() if case.proof is not None]
+    pairs = {(proof.kind, proof.promise) for proof, _ in found}
+    quick = {(proof.kind, proof.promise) for proof, is_slow in found if not is_slow}
+    assert len(pairs) > 100
+    assert pairs - quick == OF_TIME
+
+
+def test_the_page_has_the_declarations() -> None:
+    assert block_of(PROOFS.read_text("utf-8"), "declared") == declared_table()

@@ -1,0 +1,84 @@
+"""Prints the declarations of all fault tests, as JSON: python -m tests.tidy.collected
+
+One row a case: the file and name of the test, its declaration, whether it starts a job, and whether
+`make matrix` alone runs it. Nothing is run.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.proofs import Proof, proof_of
+from tests.tiers import FAULTS
+
+ROOT = Path(__file__).resolve().parents[2]
+# Losses that need no process.
+FOLDERS = (*FAULTS, "tests/core/test_losses.py")
+LIMIT_S = 110
+# The fixture that all jobs with a framework start from.
+ZYGOTE = "zygote"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One collected case."""
+
+    file: str
+    test: str
+    proof: Proof | None
+    has_job: bool
+    is_slow: bool
+
+
+class Declarations:
+    """A plugin of pytest that keeps what is collected."""
+
+    def __init__(self) -> None:
+        self.cases: list[Case] = []
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Read the cases off, once everything is collected."""
+        for item in session.items:
+            self.cases.append(
+                Case(
+                    file=str(item.path.relative_to(ROOT / "tests")),
+                    test=item.nodeid.partition("::")[2].partition("[")[0],
+                    proof=proof_of(item),
+                    has_job=ZYGOTE in getattr(item, "fixturenames", ()),
+                    is_slow=item.get_closest_marker("slow") is not None,
+                )
+            )
+
+
+@cache
+def declared() -> tuple[Case, ...]:
+    """Collect in a process of its own."""
+    command = [sys.executable, "-m", "tests.tidy.collected"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=True
+    )
+    return tuple(map(_case, json.loads(done.stdout.splitlines()[-1])))
+
+
+def _case(row: dict[str, Any]) -> Case:
+    proof = row.pop("proof")
+    return Case(**row, proof=Proof(**proof) if proof else None)
+
+
+def main() -> int:
+    """Collect with the marks of all tiers, and print."""
+    found = Declarations()
+    options = ["--collect-only", "-qq", "-m", "", "-p", "no:cacheprovider"]
+    code = pytest.main([*options, *(str(ROOT / one) for one in FOLDERS)], plugins=[found])
+    print(json.dumps([asdict(case) for case in found.cases]))
+    return int(code)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
