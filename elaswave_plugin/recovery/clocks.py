@@ -10,7 +10,7 @@ import select
 import subprocess
 import sys
 import time
-from typing import Any, Protocol
+from typing import Any
 
 from elaswave_plugin.config import ElasticConfig, parse_clocks
 from elaswave_plugin.errors import ConfigurationError
@@ -19,15 +19,14 @@ GUARD = "elaswave_plugin.recovery.clock_guard"
 GUARD_READY_S = 20.0
 
 
-class Clocks(Protocol):
-    """The clock of one worker's device."""
+class Clocks:
+    """The clock of one worker's device; this one is left alone."""
 
-    @property
-    def clock(self) -> float:
-        """The present one."""
+    clock = 1.0
 
     def set(self, clock: float) -> None:
-        """Run at ``clock`` from now on, one of the table."""
+        """Run at ``clock`` from now on, one of the table; here no plan asks for another one."""
+        assert clock == 1.0, clock
 
     def stretch(self, elapsed_s: float) -> None:
         """A pass through layers took so long: wait for as long as it would have taken longer."""
@@ -36,28 +35,11 @@ class Clocks(Protocol):
         """Give the device its own clocks back."""
 
 
-class FixedClocks:
-    """Clocks that are left alone."""
-
-    clock = 1.0
-
-    def set(self, clock: float) -> None:
-        """Nothing: no plan asks for another clock."""
-        assert clock == 1.0, clock
-
-    def stretch(self, elapsed_s: float) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
-
-
-class EmulatedClocks:
+class EmulatedClocks(Clocks):
     """A processor whose passes take 1 / clock of their time: at the highest clock, as they are."""
 
     def __init__(self, highest: float) -> None:
         self._highest = highest
-        self.clock = 1.0
 
     def set(self, clock: float) -> None:
         """Passes take highest / clock of their time from now on."""
@@ -67,22 +49,18 @@ class EmulatedClocks:
         """Sleep off the rest."""
         time.sleep(elapsed_s * (self._highest / self.clock - 1))
 
-    def close(self) -> None:
-        """Nothing is left behind."""
 
-
-class NvmlClocks:
+class NvmlClocks(Clocks):
     """The graphics clock of one GPU, locked through NVML.
 
     Another process gives the clocks back when this one is gone, however it ended: NVML keeps them
     locked. Where that process is killed as well, they stay, until `nvidia-smi -rgc` or the end of
-    the next job.
+    the next job. Passes take longer by themselves, and are not stretched.
     """
 
     def __init__(self, uuid: str, *, lowest: float, highest: float) -> None:
         """Lock at clock 1. Raises ConfigurationError without NVML, permission or such clocks."""
         self._nvml = _nvml()
-        self.clock = 1.0
         try:
             self._nvml.nvmlInit()
             self._gpu = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
@@ -120,9 +98,6 @@ class NvmlClocks:
         self._nvml.nvmlDeviceSetGpuLockedClocks(self._gpu, self._mhz(clock), self._mhz(clock))
         self.clock = clock
 
-    def stretch(self, elapsed_s: float) -> None:
-        """Nothing: the device does."""
-
     def close(self) -> None:
         """Unlock, once; the guard does so again when this process is gone, and goes itself."""
         atexit.unregister(self.close)
@@ -136,7 +111,7 @@ def clocks_for(config: ElasticConfig, gpu: str | None) -> Clocks:
     """
     table = parse_clocks(config.clock_table)
     if config.clocks == "off":
-        return FixedClocks()
+        return Clocks()
     if config.clocks == "nvml" and gpu is not None:
         return NvmlClocks(gpu, lowest=table[0], highest=table[-1])
     if config.clocks == "emulated" and gpu is None:

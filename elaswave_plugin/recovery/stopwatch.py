@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from elaswave_plugin.core.planner.layer_times import BACKWARD, INPUTS, LAYER, PassTimes
-from elaswave_plugin.recovery.clocks import Clocks, FixedClocks
+from elaswave_plugin.recovery.clocks import Clocks
 from elaswave_plugin.recovery.held_bytes import HeldBytes
 
 # A point in time: seconds of the clock, or an event of the device's stream.
@@ -81,7 +81,7 @@ class Stopwatch:
         ``is_followed()``: whether optimizer state is on its way to it.
         ``is_split``: whether layers leave the weight gradients out of their backward passes.
         """
-        self.clocks: Clocks = FixedClocks()
+        self.clocks = Clocks()
         self.operations = Operations(waited)
         self.is_split = False
         self._is_followed = is_followed

@@ -16,10 +16,10 @@ import xxhash
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.kept import accessors, kept_objects
 from elaswave_plugin.step_state.changing import Changing, average, why_no_average
-from elaswave_plugin.step_state.step_state import Plain, copied, digest_of
+from elaswave_plugin.step_state.step_state import Part, copied, digest_of
 
 
-class Generators(Plain):
+class Generators(Part):
     """Torch's generators of the host and the device, NumPy's and Python's."""
 
     name = "the random generators"
@@ -39,7 +39,7 @@ class Generators(Plain):
         random.setstate(python)
 
 
-class Buffers(Plain):
+class Buffers(Part):
     """Tensors of the modules that are no parameters; running statistics are averaged."""
 
     name = "the model's buffers"
@@ -80,7 +80,7 @@ class Buffers(Plain):
         return digest.intdigest() >> 1
 
 
-class Settings(Plain):
+class Settings(Part):
     """All that is set in the optimizer's groups, by the scheduler or by the loop's body."""
 
     name = "the settings of the optimizer's groups"
@@ -106,7 +106,7 @@ class Settings(Plain):
         return xxhash.xxh3_64_intdigest(repr(self.keep()).encode()) >> 1
 
 
-class Weights(Plain):
+class Weights(Part):
     """Trained weights that the body of the loop has changed since they were sealed."""
 
     name = "the trained weights"
@@ -155,7 +155,7 @@ class Weights(Plain):
         return digest.intdigest() >> 1
 
 
-class Frozen(Plain):
+class Frozen(Part):
     """Weights that are not trained, which may change only as an object that is kept.
 
     The engine broadcasts them at the start, and a survivor gives them to a later worker, once that

@@ -6,9 +6,10 @@ worker gets it from a worker of the same part of the model, and proves by digest
 """
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,42 +30,47 @@ _STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)
 _ROW = 1 << 20
 
 
-class Part(Protocol):
-    """One kind of state."""
+class Part(ABC):
+    """One kind of state; by default shared as it is kept, of no layer, and changed as one likes."""
 
     name: str
     """The name that messages use for it."""
-    of_passes: bool
+    of_passes = False
     """True if forward and backward passes may change it."""
 
+    @abstractmethod
     def keep(self) -> Any:
         """A copy of it: tensors on the host and plain values, in dicts, lists and tuples."""
 
+    @abstractmethod
     def put_back(self, kept: Any) -> None:
         """Make it as it was kept; any number of times."""
 
     def shared(self, kept: Any) -> Any:
         """Return the part of it that a later worker takes."""
+        return kept
 
     def missing(self, kept: Any) -> Mapping[str, bool]:
         """The names of what this worker has now, as layers have moved to it, and did not keep.
 
         With each: whether the job cannot go on if no other worker has it.
         """
+        return {}
 
     def part_of(self, kept: Any, names: Sequence[str], *, is_current: bool) -> Mapping[str, Any]:
         """Those of another worker's missing ones that are here.
 
         ``is_current``: whether it was kept just now, and the loop can have changed nothing since.
         """
+        return {}
 
-    def take_in(self, kept: Any, more: Mapping[str, Any]) -> None:
+    def take_in(self, kept: Any, more: Mapping[str, Any]) -> None:  # noqa: B027, most miss nothing
         """Install what was missing, and keep it as well."""
 
-    def sealed(self) -> None:
+    def sealed(self) -> None:  # noqa: B027, most are compared with nothing
         """A step was sealed: what is changed from here on, the loop's body has changed."""
 
-    def check(self, kept: Any) -> None:
+    def check(self, kept: Any) -> None:  # noqa: B027, passes may change most
         """Raise ConfigurationError for what the passes of a step have changed and may not change.
 
         Comes before the update; ``kept`` before the step.
@@ -72,40 +78,10 @@ class Part(Protocol):
 
     def proof(self) -> int:
         """A 63-bit digest of what has to be alike on all workers of a part of the model."""
-
-
-class Plain:
-    """A part that is shared as it is kept, and watches nothing."""
-
-    of_passes = False
-
-    def shared(self, kept: Any) -> Any:
-        """All of it."""
-        return kept
-
-    def missing(self, kept: Any) -> Mapping[str, bool]:
-        """Nothing belongs to a layer."""
-        return {}
-
-    def part_of(self, kept: Any, names: Sequence[str], *, is_current: bool) -> Mapping[str, Any]:
-        """Return nothing, as nothing belongs to a layer."""
-        return {}
-
-    def take_in(self, kept: Any, more: Mapping[str, Any]) -> None:
-        """Nothing comes."""
-
-    def sealed(self) -> None:
-        """Nothing is compared with it."""
-
-    def check(self, kept: Any) -> None:
-        """Passes may change it."""
-
-    def proof(self) -> int:
-        """Nothing is proved by it."""
         return 0
 
 
-class KeptObjects(Plain):
+class KeptObjects(Part):
     """The objects that the script keeps by ``elaswave_plugin.keep``."""
 
     name = "what the script keeps"

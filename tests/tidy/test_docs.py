@@ -249,7 +249,7 @@ def test_each_part_of_a_steps_state_is_on_the_list() -> None:
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.ClassDef) and any(
-                isinstance(base, ast.Name) and base.id == "Plain" for base in node.bases
+                isinstance(base, ast.Name) and base.id == "Part" for base in node.bases
             ):
                 name = next(one for one in node.body if isinstance(one, ast.Assign))
                 assert isinstance(name.value, ast.Constant), node.name

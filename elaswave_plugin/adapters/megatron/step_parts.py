@@ -18,7 +18,7 @@ from elaswave_plugin.adapters.megatron.state.frozen import Frozen
 from elaswave_plugin.adapters.megatron.state.model_buffers import ModelBuffers
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.recovery.worker import Worker
-from elaswave_plugin.step_state.step_state import Part, Plain, StepState, copied, digest_of
+from elaswave_plugin.step_state.step_state import Part, StepState, copied, digest_of
 
 
 def step_state(
@@ -37,7 +37,7 @@ def step_state(
     return StepState(worker, (*parts, *beside))
 
 
-class Settings(Plain):
+class Settings(Part):
     """Scheduler, loss scaler, and all that is set in the optimizer's groups."""
 
     name = "the settings of the optimizer's groups"
@@ -65,7 +65,7 @@ class Settings(Plain):
         return xxhash.xxh3_64_intdigest(pickle.dumps(self.keep()[1])) >> 1
 
 
-class Weights(Plain):
+class Weights(Part):
     """Trained weights that the body of the loop has changed since they were sealed."""
 
     name = "the trained weights"

@@ -14,7 +14,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from elaswave_plugin.adapters.megatron_lm.batch_size import go_back_to, present_batch
 from elaswave_plugin.adapters.megatron_lm.external_loader import ExternalLoader
 from elaswave_plugin.adapters.megatron_lm.loader import MicrobatchLoader
-from elaswave_plugin.step_state.step_state import Plain
+from elaswave_plugin.step_state.step_state import Part
 
 _COUNTERS = (
     "consumed_train_samples",
@@ -45,7 +45,7 @@ class Kept(NamedTuple):
     energy: dict[str, Any]
 
 
-class SideState(Plain):
+class SideState(Part):
     """All of it, as a part of the state of a step."""
 
     name = "the counters of Megatron-LM's loop"

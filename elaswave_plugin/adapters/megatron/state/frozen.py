@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from elaswave_plugin.adapters.megatron.state.global_names import global_names
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.step_state.step_state import Plain, copied, digest_of
+from elaswave_plugin.step_state.step_state import Part, copied, digest_of
 
 
 def frozen_names(chunks: Sequence[DistributedDataParallel]) -> tuple[str, ...]:
@@ -63,7 +63,7 @@ def why_layers_stay(chunks: Sequence[DistributedDataParallel]) -> str | None:
     return None
 
 
-class Frozen(Plain):
+class Frozen(Part):
     """Weights that are in no buffer of Megatron-Core's, and which weights are trained now.
 
     The host has one copy of them, which lasts until they change.

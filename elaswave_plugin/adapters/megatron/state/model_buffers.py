@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from elaswave_plugin.adapters.megatron.state.recomputed_buffers import RecomputedBuffers
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.step_state.changing import Changing, average, why_no_average
-from elaswave_plugin.step_state.step_state import Plain, copied, digest_of
+from elaswave_plugin.step_state.step_state import Part, copied, digest_of
 
 # Buffers that the capsule has, and counts of a step that are dropped with it (expert_bias.py).
 _OF_ROUTERS = ("expert_bias", "local_tokens_per_expert")
@@ -27,7 +27,7 @@ _OF_ROUTERS = ("expert_bias", "local_tokens_per_expert")
 Values = dict[str, torch.Tensor]
 
 
-class ModelBuffers(Plain):
+class ModelBuffers(Part):
     """Tensors of the modules that are no parameters."""
 
     name = "the model's buffers"

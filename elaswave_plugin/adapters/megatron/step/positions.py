@@ -6,10 +6,10 @@ from typing import Any
 
 from elaswave_plugin.adapters.megatron.step.data import KeyedBatches, served
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.step_state.step_state import Plain
+from elaswave_plugin.step_state.step_state import Part
 
 
-class Positions(Plain):
+class Positions(Part):
     """The global batch that each iterator reads next in training; a part of a step's state.
 
     Evaluations, and other work between steps, read from the first one on, each time.
