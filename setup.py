@@ -37,7 +37,7 @@ setup(
     package_data={"elaswave_plugin": ["py.typed"], PATCHES: ["series", "**/*.diff"]},
     install_requires=[
         # The private c10d tables that we edit are known for these versions only.
-        "torch>=2.13,<2.16",
+        "torch>=2.11,<2.16",
         "numpy",
         "matplotlib",
         "packaging",

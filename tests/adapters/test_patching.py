@@ -1,13 +1,15 @@
 """Patch records: checked before anything changes, applied together, undone completely."""
 
 import argparse
+import importlib
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elaswave_plugin.adapters import megatron
-from elaswave_plugin.adapters.patching import Hook, PatchRecord, PatchSet
+from elaswave_plugin.adapters.patching import Hook, PatchRecord, PatchSet, installed_version
 from elaswave_plugin.errors import PatchMismatchError
 from elaswave_plugin.ipc.environment import CONTROL_FD
 
@@ -165,3 +167,21 @@ def test_a_target_that_somebody_else_has_replaced_is_told_with_their_module(
     stub.__module__ = "some_framework.parts"
     with pytest.raises(PatchMismatchError, match="upstream change of this function"):
         record("function", parameters=("first", "second")).check("9")
+
+
+def test_the_version_is_that_of_the_code_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkout on the path comes before the wheel, whose metadata stays there."""
+    (tmp_path / "metadata_only-1.0.dist-info").mkdir()
+    (tmp_path / "metadata_only-1.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: metadata-only\nVersion: 1.0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert installed_version("metadata-only") == "1.0"
+    (tmp_path / "metadata").mkdir()
+    (tmp_path / "metadata" / "__init__.py").touch()
+    (tmp_path / "metadata" / "only.py").write_text("__version__ = '2.5'\n")
+    importlib.invalidate_caches()
+    assert installed_version("metadata-only") == "2.5"
+    assert installed_version("no-such-thing") is None

@@ -1,5 +1,6 @@
 """Every operation of ElasticProcessGroup, against native gloo and against an explicit fold."""
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -559,15 +560,25 @@ def test_a_group_of_one_does_not_communicate() -> None:
         workers.join()
 
 
-@pytest.mark.parametrize("version", ["2.12.1", "2.16.0", "3.0.0", "unknown"])
+@pytest.mark.parametrize("version", ["2.10.1", "2.16.0", "3.0.0", "unknown"])
 def test_an_unknown_torch_is_refused_in_one_sentence(version: str) -> None:
     with pytest.raises(ConfigurationError, match=version):
         c10d_tables.check_torch(version)
 
 
-@pytest.mark.parametrize("version", ["2.13.0+cpu", "2.14.2", "2.15.0"])
+@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.13.0+cpu", "2.14.2", "2.15.0"])
 def test_a_known_torch_is_accepted(version: str) -> None:
     c10d_tables.check_torch(version)
+
+
+@pytest.mark.parametrize(("place", "wanted"), c10d_tables._KNOWN)
+def test_a_torch_whose_tables_are_other_ones_is_refused_in_one_sentence(
+    place: str, wanted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = c10d_tables._found
+    monkeypatch.setattr(c10d_tables, "_found", lambda one: 7 if one == place else found(one))
+    with pytest.raises(ConfigurationError, match=f"{re.escape(place)} of torch .* is 7, wanted"):
+        c10d_tables.check_torch("2.13.0")
 
 
 def test_no_flight_recorder_is_attached_to_our_groups(monkeypatch: pytest.MonkeyPatch) -> None:

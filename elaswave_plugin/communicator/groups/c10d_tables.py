@@ -14,18 +14,53 @@ from torch.distributed import distributed_c10d as c10d
 from elaswave_plugin.errors import ConfigurationError
 
 BACKEND = "elaswave"
-_LOWEST = (2, 13)
+_LOWEST = (2, 11)
 _HIGHEST = (2, 15)
+# Each private place that we read or edit, and its type: torch may move any of them.
+_KNOWN: tuple[tuple[str, Any], ...] = (
+    ("torch.distributed:Backend._plugins", dict),
+    ("torch.distributed:Backend.backend_list", list),
+    ("torch.distributed:Backend.backend_type_map", dict),
+    ("torch.distributed:Backend.backend_capability", dict),
+    ("torch.distributed:Backend.register_backend", Callable),
+    ("torch.distributed:ProcessGroup._register_backend", Callable),
+    ("torch.distributed:ProcessGroup._set_default_backend", Callable),
+    ("torch.distributed.distributed_c10d:_world.pg_group_ranks", dict),
+    ("torch.distributed.distributed_c10d:_world.pg_coalesce_state", dict),
+    ("torch.distributed.distributed_c10d:_get_default_group", Callable),
+    ("torch.distributed.distributed_c10d:_check_p2p_op_list", Callable),
+    ("torch.distributed.distributed_c10d:batch_isend_irecv", Callable),
+    ("torch._C._distributed_c10d:_set_global_rank", Callable),
+    ("torch._C._distributed_c10d:HashStore", Callable),
+    ("torch._C:Future._set_unwrap_func", Callable),
+)
 
 
 def check_torch(version: str = torch.__version__) -> None:
-    """Raise ConfigurationError when the tables of this torch are not known to us."""
+    """Raise ConfigurationError when this torch, or one of its tables, is not as we know it."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None or not _LOWEST <= (int(found[1]), int(found[2])) <= _HIGHEST:
         raise ConfigurationError(
             f"torch is {version}, but the process groups of elaswave_plugin know the tables of "
-            "torch 2.13 to 2.15 only: install one of these"
+            "torch 2.11 to 2.15 only: install one of these"
         )
+    for place, wanted in _KNOWN:
+        there = _found(place)
+        if not isinstance(there, wanted):
+            raise ConfigurationError(
+                f"{place} of torch {version} is {there!r}, wanted {wanted.__name__}: what the "
+                "process groups of elaswave_plugin edit is not as they know it; install "
+                "torch 2.13.0, which the tests run"
+            )
+
+
+def _found(place: str) -> Any:
+    """Return what stands at "module:name.name"; None where nothing does."""
+    module, _, path = place.partition(":")
+    there: Any = import_module(module)
+    for name in path.split("."):
+        there = getattr(there, name, None)
+    return there
 
 
 def register_backend(create: Callable[[Any, Any], Any]) -> None:

@@ -1,4 +1,4 @@
-"""The c10d calls of a process group, each under every name that torch 2.13 to 2.15 use."""
+"""The c10d calls of a process group, each under every name that torch 2.11 to 2.15 use."""
 
 from __future__ import annotations
 

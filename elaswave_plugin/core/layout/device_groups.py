@@ -100,7 +100,7 @@ def _disagreement(held: Mapping[int, CommunicatorFacts]) -> str:
 
 
 def shrink_is_safe(version: tuple[int, ...]) -> bool:
-    """Return whether shrink with abort returns in this NCCL, as torch 2.13 to 2.15 call it."""
+    """Return whether shrink with abort returns in this NCCL, as torch 2.11 to 2.15 call it."""
     return SHRINKS_FROM <= version[:2] < SHRINKS_BELOW
 
 

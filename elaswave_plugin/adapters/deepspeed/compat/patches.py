@@ -247,7 +247,7 @@ def destruction_patches(leaving_first: Callable[[Any], Any] | None) -> PatchSet:
                 target="torch.distributed:destroy_process_group",
                 reason="leaving the job takes its groups, and a script may destroy them first",
                 distribution="torch",
-                valid=">=2.13,<2.16",
+                valid=">=2.11,<2.16",
                 parameters=("group",),
                 make=leaving_first or _builds_nothing,
             ),

@@ -16,7 +16,7 @@ from elaswave_plugin.adapters.patching import Hook, PatchRecord
 VALID = ">=0.16.1,<0.20"
 # The records of what a script of Megatron-LM calls.
 SCRIPTS = ">=0.16.1,<0.18"
-TORCH = ">=2.13,<2.16"
+TORCH = ">=2.11,<2.16"
 
 
 def record(
