@@ -15,7 +15,7 @@ EXTRAS := megatron$(call named,deepspeed)$(call named,wandb)
 DEMO_STAMP := $(VENV)/.installed-$(subst $(COMMA),-,$(EXTRAS))
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: demo check test faults matrix chaos gpu lint docs clean
+.PHONY: demo check test faults matrix chaos gpu gpu-bundle lint docs clean
 
 demo: $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP))
 	$(VENV)/bin/elaswave demo $(ARGS)
@@ -41,6 +41,10 @@ chaos: $(STAMP)
 # The kit for a machine with GPUs, in at most 25 minutes; ARGS=--stand-ins for the CPU. docs/gpu.md
 gpu: $(STAMP)
 	$(VENV)/bin/python -m benchmarks.gpu $(ARGS)
+
+# The kit for a machine without a network: wheels for Python 3.12 and the commit, without torch.
+gpu-bundle: $(STAMP)
+	$(VENV)/bin/python -m benchmarks.gpu.bundle $(ARGS)
 
 lint: $(STAMP)
 	$(VENV)/bin/python -m pytest -q tests/tidy $(ARGS)
