@@ -242,11 +242,11 @@ _CHANGED = (
         "a worker that is profiled when training begins goes on, others are never",
     ),
 )
+# Scripts that are carried without pipeline stages.
+_ONE_STAGE = ("pretrain_bert", "pretrain_t5")
 # Scripts of Megatron-LM that are not carried, by the beginning of their names.
 _SCRIPTS = (
     ("pretrain_mamba", _MAMBA),
-    ("pretrain_bert", "it reports means of losses over replicas; use pretrain_gpt.py"),
-    ("pretrain_t5", "it reports means of losses over replicas; use pretrain_gpt.py"),
     ("pretrain_retro", "nobody has run it with the plugin"),
     ("pretrain_vision", "its model is not of Megatron-Core's Transformer layers alone"),
     ("pretrain_ict", "nobody has run it with the plugin"),
@@ -350,9 +350,11 @@ def _cuts_experts_otherwise(values: Values) -> bool:
     return _has_experts(values) and values["expert_tensor_parallel_size"] != width
 
 
-def why_not(script: str) -> str | None:
+def why_not(script: str, values: Values) -> str | None:
     """Return the sentence that refuses a script by its name; None where it is carried."""
-    for begins, says in _SCRIPTS:
-        if script.startswith(begins):
-            return f"the script is {script}, and elaswave_plugin carries pretrain_gpt.py: {says}"
-    return None
+    says = next((says for begins, says in _SCRIPTS if script.startswith(begins)), None)
+    if says is None and script.startswith(_ONE_STAGE) and _has_stages(values):
+        says = "its stages are no row of like layers; use data and tensor parallelism"
+    if says is None:
+        return None
+    return f"the script is {script}, and elaswave_plugin does not carry it so: {says}"

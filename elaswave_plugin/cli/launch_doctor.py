@@ -45,7 +45,7 @@ def answers_of(launch: Launch) -> tuple[Said, ...]:
         Said(setting=reply.setting.option, answer=reply.answer, sentence=reply.sentence)
         for reply in replies(settings(), launch.arguments)
     ]
-    reason = why_not(launch.script)
+    reason = why_not(launch.script, launch.arguments)
     if reason is not None:
         said.append(Said(setting=launch.script, answer=Answer.REFUSED, sentence=reason))
     return tuple(said)

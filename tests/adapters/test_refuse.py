@@ -91,6 +91,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 def made_model() -> Any:
     """A DDP model without its groups and buffers, only with what is looked at."""
     model = object.__new__(DistributedDataParallel)
+    vars(model)["_modules"] = {}
     vars(model)["ddp_config"] = DistributedDataParallelConfig(use_distributed_optimizer=True)
     vars(model)["config"] = TransformerConfig(
         num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True

@@ -50,6 +50,21 @@ def test_a_launch_script_is_answered_setting_by_setting(
     assert all(word in said for word in words), said
 
 
+@pytest.mark.parametrize(
+    ("script", "stages", "refused"),
+    [
+        ("pretrain_bert.py", 1, False),
+        ("pretrain_t5.py", 1, False),
+        ("pretrain_bert.py", 2, True),
+        ("pretrain_mamba.py", 1, True),
+    ],
+)
+def test_a_script_may_be_refused_by_its_name(script: str, stages: int, refused: bool) -> None:
+    flags = {"--pipeline-model-parallel-size": stages}
+    said = answers_of(of_record({"script": script, "flags": flags}))
+    assert (worst(one.answer for one in said) is Answer.REFUSED) == refused
+
+
 @pytest.mark.parametrize("setting", settings(), ids=lambda one: one.name)
 def test_a_job_refuses_what_the_doctor_refuses_and_nothing_else(setting: Any) -> None:
     # With experts and a profile, so that every row of the table matters.

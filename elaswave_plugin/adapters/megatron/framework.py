@@ -396,6 +396,8 @@ class MegatronFramework:
         self, chunk: DistributedDataParallel, part: int, span: tuple[int, int], *, num_parts: int
     ) -> bool:
         """Make a chunk that of virtual stage ``part`` with layers ``span``; whether it was not."""
+        if chunk.config.pipeline_model_parallel_size == 1:
+            return False  # one stage has all of the model, whatever its parts are
         gathers_in_forward = bool(chunk.remove_forward_pre_hook_handles)
         if gathers_in_forward:
             chunk.disable_forward_pre_hook(param_sync=False)

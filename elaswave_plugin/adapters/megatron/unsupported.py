@@ -20,6 +20,9 @@ from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.core.layout.reserve import grown_replicas
 from elaswave_plugin.errors import ConfigurationError
 
+# Models whose stages are not those of a row of like layers, and layers that nobody has run.
+_WITHOUT_STAGES = ("BertModel", "T5Model")
+_OF_MAMBA = ("MambaLayer",)
 # How a router may be balanced: by nothing, or by what one micro-batch tells.
 _BALANCING = ("none", "aux_loss", "seq_aux_loss", "sinkhorn")
 
@@ -126,6 +129,12 @@ def _model_problems(model: Any, overlaps_param_gather: bool) -> Iterator[str]:
     if interleaved and config.pipeline_model_parallel_size == 2 and not config.overlap_p2p_comm:
         # Megatron-LM's own rule: two messages between the same two workers in one batch mix up.
         yield _unsupported("overlap_p2p_comm with 2 interleaved stages", False, True)
+    kinds = {type(module).__name__ for module in model.modules()}
+    if config.pipeline_model_parallel_size > 1 and kinds & {*_WITHOUT_STAGES}:
+        named = " and ".join(sorted(kinds & {*_WITHOUT_STAGES}))
+        yield _unsupported(f"the number of pipeline stages of a {named}", "more than 1", 1)
+    if kinds & {*_OF_MAMBA}:
+        yield _unsupported("a layer", " and ".join(sorted(kinds & {*_OF_MAMBA})), "Transformer layers")
     dtypes = sorted({str(buffer.param_dtype) for buffer in model.buffers})
     if len(dtypes) != 1:
         yield _unsupported("the dtype of the parameters", " and ".join(dtypes), "one dtype")

@@ -9,6 +9,7 @@ import torch
 from elaswave_plugin.adapters.megatron.compat.cpu_patches import cpu_patches
 from elaswave_plugin.adapters.megatron.compat.patches import elastic_patches
 from elaswave_plugin.adapters.megatron_lm.hooks import Hooks
+from elaswave_plugin.adapters.megatron_lm.own_means import without_averages
 from elaswave_plugin.adapters.megatron_lm.patches import lm_patches
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.config import ElasticConfig
@@ -35,6 +36,7 @@ def run(train: Callable[[], Any]) -> Any:
         if not torch.cuda.is_available():
             apply(cpu_patches(scripts=True))
         apply(lm_patches(hooks))
+        stack.enter_context(without_averages())
         try:
             result = train()
         except SystemExit:

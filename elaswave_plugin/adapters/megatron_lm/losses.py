@@ -19,6 +19,8 @@ class LossTotals:
     Megatron-LM adds a worker's reports and all-reduces the sums over its data-parallel group
     (megatron/training/training.py, ``train_step`` and ``evaluate``). It gets one report a worker
     here, whose sum over any such group is the total: the first worker's holds it, the others' 0.
+    A loss that is reported as one number counts as one a micro-batch, and is not summed over
+    groups there: everyone holds its mean.
     """
 
     def __init__(self, microbatches: Microbatches, *, num_replicas: int) -> None:
@@ -44,21 +46,32 @@ class LossTotals:
     ) -> list[Report]:
         """The reports that Megatron-LM is to see; collective over WORLD, which tells all paces.
 
-        Raises ConfigurationError for a report that is no pair of sum and count.
+        Raises ConfigurationError for a report that is neither a mean nor a pair of sum and count.
         """
         mine: dict[int, dict[str, list[float]]] = {}
         if self._microbatches.reports_losses:
             pairs = zip(self._microbatches.reports, reports, strict=True)
-            mine = {k: {name: _pair(name, value) for name, value in r.items()} for k, r in pairs}
+            mine = {k: {name: _numbers(name, v) for name, v in r.items()} for k, r in pairs}
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (mine, pace))
         rows = {k: row for rows, _ in everyone for k, row in rows.items()}
         self.paces = {rank: one for rank, (_, one) in enumerate(everyone) if one is not None}
         totals = {name: self._total([rows[k][name] for k in sorted(rows)]) for name in rows[0]}
-        self.means = {name: total[0] / total[1] for name, total in totals.items()}
-        self.count = int(next(iter(totals.values()))[1])
-        held = totals if group.rank() == 0 else {n: torch.zeros_like(t) for n, t in totals.items()}
-        return [held]
+        count = len(rows)
+        self.means = {
+            name: total[0] / (total[1] if total.numel() == 2 else count)
+            for name, total in totals.items()
+        }
+        first = next(iter(totals.values()))
+        # Tokens, where they are reported.
+        self.count = int(first[1]) if first.numel() == 2 else 0
+        holds = group.rank() == 0
+        return [{name: self._held(name, total, holds=holds) for name, total in totals.items()}]
+
+    def _held(self, name: str, total: torch.Tensor, *, holds: bool) -> torch.Tensor:
+        if total.numel() == 1:
+            return self.means[name].view(1)
+        return total if holds else torch.zeros_like(total)
 
     def _total(self, rows: Sequence[Sequence[float]]) -> torch.Tensor:
         device = torch.cuda.current_device()
@@ -83,10 +96,10 @@ def told_everyone(losses: Report) -> Report:
     return losses or {name: torch.tensor(loss) for name, loss in known.items()}
 
 
-def _pair(name: str, value: torch.Tensor) -> list[float]:
-    if value.numel() != 2:
+def _numbers(name: str, value: torch.Tensor) -> list[float]:
+    if value.numel() not in (1, 2):
         raise ConfigurationError(
-            f"the forward step reports {name!r} as {value.numel()} numbers, wanted two: its sum and"
-            " the number of tokens, as pretrain_gpt.py reports them"
+            f"the forward step reports {name!r} as {value.numel()} numbers, wanted one, or two: its"
+            " sum and the number of tokens, as pretrain_gpt.py reports them"
         )
     return [float(one) for one in value.view(-1).tolist()]

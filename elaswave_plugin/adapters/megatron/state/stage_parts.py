@@ -21,7 +21,12 @@ from elaswave_plugin.adapters.megatron.compat.rng import undone_draws
 
 
 def why_fixed(chunks: Sequence[DistributedDataParallel]) -> str | None:
-    """The reason why no worker can change its stage in this job; None where they can."""
+    """The reason why no worker can change its stage in this job; None where they can.
+
+    Where there is one stage only, any model is that of all workers.
+    """
+    if chunks[0].config.pipeline_model_parallel_size == 1:
+        return None
     models = [module for module in chunks[0].modules() if isinstance(module, GPTModel)]
     if len(models) != 1 or type(models[0]) is not GPTModel:
         names = ", ".join(type(model).__name__ for model in models) or "no GPTModel"

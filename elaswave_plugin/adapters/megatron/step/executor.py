@@ -28,7 +28,8 @@ _CARRIED = ("forward_step_func", "data_iterator", "model", "seq_length", "micro_
 def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Raise ConfigurationError for an argument that is not carried through a loss."""
     for name, value in arguments.items():
-        if name not in _CARRIED and value:
+        # The length of decoders matters between stages, and models with one have none.
+        if name not in (*_CARRIED, "decoder_seq_length") and value:
             raise ConfigurationError(
                 f"forward_backward got {name}={value!r}, and elaswave_plugin carries only "
                 f"{', '.join(_CARRIED)} and forward_only; leave it out"
