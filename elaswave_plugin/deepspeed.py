@@ -5,6 +5,7 @@ engine, optimizer, loader, scheduler = elaswave_plugin.deepspeed.initialize(mode
 
 import functools
 import os
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -93,10 +94,14 @@ def _without_compiler(native: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(native)
     def init_distributed(*args: Any, **kwargs: Any) -> Any:
-        if _SUPERVISED in os.environ:
-            import_module(f"{_ADAPTER}.compat.patches").launch_patches().apply()
-            import_module(f"{_ADAPTER}.engine.newcomer").meet_nobody()
-        return native(*args, **kwargs)
+        if _SUPERVISED not in os.environ:
+            return native(*args, **kwargs)
+        import_module(f"{_ADAPTER}.compat.patches").launch_patches().apply()
+        import_module(f"{_ADAPTER}.engine.newcomer").meet_nobody()
+        made = native(*args, **kwargs)
+        if "accelerate" in sys.modules:
+            import_module(f"{_ADAPTER}.accelerate.cpu").count_processes()
+        return made
 
     init_distributed.__dict__[_MARK] = True
     return init_distributed

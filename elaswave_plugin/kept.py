@@ -59,7 +59,7 @@ def accessors(name: str, value: Any) -> tuple[Callable[[], Any], Callable[[Any],
         return lambda: bits.state, lambda state: setattr(bits, "state", state)
     if hasattr(value, "copy_"):  # a tensor
         return value.detach, lambda state: value.detach().copy_(state)
-    if isinstance(value, dict | list) and _is_plain(value):
+    if isinstance(value, dict | list) and is_plain(value):
         return lambda: value, partial(_refill, value)
     raise ConfigurationError(
         f"keep({name!r}, ...) got a {type(value).__name__}, wanted an object with state_dict and "
@@ -76,9 +76,10 @@ def _refill(value: dict[Any, Any] | list[Any], state: Any) -> None:
         value.extend(copy.deepcopy(state))
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Return whether a value consists of numbers, strings, dicts, lists and tuples."""
     if isinstance(value, dict):
-        return all(map(_is_plain, (*value.keys(), *value.values())))
+        return all(map(is_plain, (*value.keys(), *value.values())))
     if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
+        return all(map(is_plain, value))
     return value is None or isinstance(value, bool | int | float | complex | str | bytes)

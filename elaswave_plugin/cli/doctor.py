@@ -244,6 +244,8 @@ def _of_deepspeed() -> Iterable[Entry]:
         (of_deepspeed.detached_patches(), "elastic, started again, ZeRO-3"),
         (of_deepspeed.stage_patches(None), "elastic, beyond the launch"),
         (of_deepspeed.accelerate_patches(None), "elastic, Accelerate"),
+        (of_deepspeed.processor_patches(None), "no GPU, Accelerate"),
+        (of_deepspeed.trainer_patches(None), "elastic, transformers.Trainer"),
     ):
         yield from (Entry(record, applied) for record in patches.records)
 

@@ -24,7 +24,6 @@ from tests.sample import sampled
 from tests.supervisor.jobs import LAUNCH
 
 EXAMPLE = str(ROOT / "examples" / "train_hf.py")
-TRAINER = str(SCRIPTS / "hf_trainer.py")
 EVALUATING = str(SCRIPTS / "hf_evaluating.py")
 OWN_OPTIMIZER = {"optimizer": None, "scheduler": None}
 COLD = (sys.executable, "-W", "ignore", "-c", LAUNCH)
@@ -200,29 +199,6 @@ def test_loaders_that_nobody_could_read_again_are_refused(
     assert not refused.orphans
 
 
-def check_trainer_refused(refused: Outcome) -> None:
-    assert refused.returncode == 2
-    assert refused.output.count("the script trains with transformers.Trainer") == 1
-    assert "examples/train_hf.py" in refused.output
-    assert "Traceback" not in refused.output and not refused.orphans
-
-
-@proves(Kind.WRONG_SCRIPT, Promise.REFUSED)
-def test_the_trainer_is_refused_by_name(run: Launch) -> None:
-    settings = json.dumps({**SIZES, **OWN_OPTIMIZER})
-    check_trainer_refused(run(EngineSpec(script=TRAINER, settings=settings)))
-
-
-@proves(Kind.WRONG_SCRIPT, Promise.REFUSED)
-def test_the_trainer_is_refused_in_interpreters_that_import_all_anew(tmp_path: Path) -> None:
-    """With use_cpu, too, by which it trained without a word that it was not protected."""
-    settings = json.dumps({**SIZES, **OWN_OPTIMIZER})
-    spec = EngineSpec(nproc=2, script=TRAINER, options=("--use-cpu",), settings=settings)
-    command = (*COLD, "--nproc-per-node=2", f"--dir={tmp_path / 'run'}")
-    check_trainer_refused(run_under(command, spec, data=tmp_path, directory=tmp_path / "run"))
-
-
-@proves(Kind.KILL, Promise.NAMED)
 def test_a_lost_worker_stays_away_and_more_is_refused(
     run: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

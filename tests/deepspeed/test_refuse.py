@@ -27,21 +27,7 @@ from tests.proofs import Kind, Promise, proves
 MODEL = torch.nn.Linear(2, 2)
 
 
-def test_what_switches_nothing_on_is_not_refused() -> None:
-    off: dict[str, Any] = {"shared_parameters": {"enabled": False}, "different_groups": {"a": {}}}
-    parts = {"weight_quantization": off, "layer_reduction": {"enabled": False}}
-    check_configuration({"compression_training": parts}, model=MODEL, mpu=None)
-
-
-@proves(Kind.WRONG_INPUT, Promise.REFUSED)
-def test_all_refusals_are_said_at_once() -> None:
-    config = {"comet": {"enabled": True}, "sequence_parallel_size": 2}
-    with pytest.raises(ConfigurationError, match=r"2 settings are refused: \(1\).*\(2\) comet"):
-        check_configuration(config, model=MODEL, mpu=None)
-
-
-@proves(Kind.WRONG_INPUT, Promise.REFUSED)
-@pytest.mark.parametrize("option", ["fused", "amsgrad", "capturable"])
+@pytest.mark.parametrize("option", ["amsgrad", "capturable"])
 def test_a_variant_of_adam_is_refused(option: str) -> None:
     engine = SimpleNamespace(basic_optimizer=torch.optim.Adam(MODEL.parameters(), **{option: True}))
     with pytest.raises(ConfigurationError, match=f"^{option} is set in Adam"):

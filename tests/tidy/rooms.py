@@ -65,6 +65,8 @@ adapters/deepspeed/pipeline: adapters adapters/deepspeed/compat adapters/deepspe
     core/recovery_plan core/step errors framework loops recovery step_state tracking
 adapters/deepspeed/accelerate: adapters/deepspeed/compat adapters/deepspeed/engine config errors
     trainer
+adapters/deepspeed/hf_trainer: adapters/deepspeed/accelerate adapters/deepspeed/compat
+    adapters/deepspeed/engine errors kept loops step_state trainer
 adapters/megatron_lm: adapters adapters/megatron adapters/megatron/compat adapters/megatron/state
     adapters/megatron/step checkpoints config core/layout core/step errors framework ipc loops
     recovery step_state tracking trainer

@@ -43,6 +43,7 @@ from elaswave_plugin.trainer.fatal import ends_in_a_sentence
 
 # Where the engine keeps its job.
 _JOB = "elaswave"
+_TRAINER = "elaswave_plugin.adapters.deepspeed.hf_trainer"
 _RUN = "run(engine, evaluate)"
 
 
@@ -92,8 +93,8 @@ def _attach(
     settings.check_slots(workers + reserve)
     check_sinks(settings)
     accelerate = _accelerate()
+    by_trainer = accelerate is not None and accelerate.drives_trainer()
     if accelerate is not None:
-        accelerate.check_script()
         settings = accelerate.without_newcomers(settings, reserve)
     cut = module is not None and is_cut(module)
     if cut:
@@ -119,11 +120,15 @@ def _attach(
     engine, optimizer, _, scheduler = native(**arguments)
     if beside is not None:
         beside.undo()
+    trainer = import_module(f"{_TRAINER}.hooks") if by_trainer else None
     kind = PipelineJob if is_pipeline else EngineJob
+    if trainer is not None:
+        kind = import_module(f"{_TRAINER}.job").TrainerJob
     job = kind(worker, engine, patches=patches, seed=seed)
     object.__setattr__(engine, _JOB, job)
-    if accelerate is not None:
-        accelerate.attach(job, engine)
+    accelerated = None if accelerate is None else accelerate.attach(job, engine)
+    if trainer is not None:
+        trainer.attach(job, accelerated)
     leave_at_exit(job.leave, abandon=job.abandon)
     _leave_with_the_groups(job)
     if training_data is not None:

@@ -138,6 +138,14 @@ _ROWS: tuple[tuple[str, ...], ...] = (
         "iteration and pass over the data before every update",
     ),
     (
+        "counters, metrics, log, schedule and stateful callbacks of transformers.Trainer",
+        _DEEPSPEED,
+        "put back",
+        _GIVEN,
+        "-",
+        "the Trainer's state",
+    ),
+    (
         "what the script gives to elaswave_plugin.keep",
         _BOTH,
         "put back",

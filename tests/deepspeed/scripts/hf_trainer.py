@@ -1,45 +1,115 @@
-"""A stock script of transformers.Trainer, which owns the loop."""
+"""A stock script of transformers.Trainer, which owns the loop.
+
+Each process writes what its callbacks saw to DIR/tape-PID.json: [event, global_step, logged] each.
+"""
 
 import argparse
+import json
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
 from train_deepspeed import TextDataset
 from train_hf import build_model, collate
 
+EVENTS = (
+    *("on_train_begin", "on_epoch_begin", "on_step_begin", "on_substep_end"),
+    *("on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_log", "on_evaluate"),
+    *("on_save", "on_epoch_end", "on_train_end"),
+)
+# How long something took, and not what it was.
+TIMES = ("_runtime", "_per_second")
 
-def main() -> None:
-    """Train."""
+
+class Tape(TrainerCallback):
+    """Records all events of one process."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.events: list[Any] = []
+
+    def record(self, event: str, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """One event."""
+        logs = given.get("logs") if event == "on_log" else given.get("metrics")
+        seen = {k: v for k, v in (logs or {}).items() if not k.endswith(TIMES)}
+        self.events.append([event, state.global_step, seen])
+        if event == "on_train_end":
+            self.place.write_text(json.dumps(self.events))
+
+
+def add(event: str) -> None:
+    """Have the tape record an event."""
+    setattr(Tape, event, lambda self, *args, **given: self.record(event, *args, **given))
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Arguments of the run."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--deepspeed_config")
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--limit", type=int)
     parser.add_argument("--use-cpu", action="store_true")
     parser.add_argument("--without-deepspeed", action="store_true")
+    parser.add_argument("--evaluate", type=int)
+    parser.add_argument("--save", type=int)
+    parser.add_argument("--resume")
+    parser.add_argument("--accumulation", type=int, default=2)
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--logging-steps", type=int, default=1)
+    parser.add_argument("--per-batch", action="store_true", help="losses that are means of batches")
     args, _ = parser.parse_known_args()
-    trainer = Trainer(
-        model=build_model(argparse.Namespace(num_layers=2, hidden_size=64, seq_length=32)),
-        args=TrainingArguments(
-            output_dir=str(Path(args.deepspeed_config).parent / "trainer"),
-            deepspeed=None if args.without_deepspeed else args.deepspeed_config,
-            use_cpu=args.use_cpu,
-            max_steps=args.steps,
-            per_device_train_batch_size=1,
-            gradient_accumulation_steps=2,
-            learning_rate=1e-3,
-            logging_steps=1,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            ddp_backend="gloo",
-            remove_unused_columns=False,
-        ),
-        train_dataset=TextDataset(None, 32),
-        data_collator=collate,
+    return args
+
+
+def training_arguments(args: argparse.Namespace, folder: Path) -> TrainingArguments:
+    """As a user writes them."""
+    return TrainingArguments(
+        output_dir=str(folder),
+        deepspeed=None if args.without_deepspeed else args.deepspeed_config,
+        use_cpu=args.use_cpu,
+        max_steps=args.steps,
+        per_device_train_batch_size=1,
+        per_device_eval_batch_size=2,
+        gradient_accumulation_steps=args.accumulation,
+        average_tokens_across_devices=not args.per_batch,
+        learning_rate=1e-3,
+        logging_steps=args.logging_steps,
+        report_to=[],
+        eval_strategy="steps" if args.evaluate else "no",
+        eval_steps=args.evaluate,
+        save_strategy="steps" if args.save else "no",
+        save_steps=args.save or 500,
+        save_total_limit=2,
+        load_best_model_at_end=bool(args.save and args.evaluate),
+        include_num_input_tokens_seen="all",
+        disable_tqdm=True,
+        ddp_backend="gloo",
+        remove_unused_columns=False,
     )
-    trainer.train()
+
+
+def main() -> None:
+    """Train."""
+    args = parse_arguments()
+    for event in EVENTS:
+        add(event)
+    place = Path(args.deepspeed_config).parent
+    set_seed(7)
+    model = build_model(argparse.Namespace(num_layers=2, hidden_size=64, seq_length=32))
+    model.config.attention_dropout = args.dropout
+    trainer = Trainer(
+        model=model,
+        args=training_arguments(args, place / "trainer"),
+        train_dataset=TextDataset(None, 32, args.limit),
+        eval_dataset=TextDataset(None, 32, 21),
+        data_collator=collate,
+        callbacks=[Tape(place / f"tape-{os.getpid()}.json")],
+    )
+    trainer.train(resume_from_checkpoint=args.resume)
     print(f"trained {trainer.state.global_step} steps", flush=True)
 
 

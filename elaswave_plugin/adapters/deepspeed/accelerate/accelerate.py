@@ -100,7 +100,8 @@ class AcceleratedJob:
         )
 
     @ends_in_a_sentence
-    def _elastic(self, loader: Any) -> ElasticLoader:
+    def elastic(self, loader: Any) -> ElasticLoader:
+        """The job's loader for the training loader that Accelerate has prepared."""
         if self._loader is not None and self._prepared is loader:
             return self._loader
         sampler, batch_size, drop_last = sampler_of(loader, self._width)
@@ -121,7 +122,7 @@ class AcceleratedJob:
         return self._loader
 
     def _train(self, loader: Any) -> Iterator[Any]:
-        elastic = self._elastic(loader)
+        elastic = self.elastic(loader)
         loader.begin()
         elastic.set_epoch(loader.iteration)
         for batch in elastic:
@@ -216,16 +217,13 @@ class AcceleratedJob:
             shared["num_processes"], shared["process_index"] = width, rank
 
 
-def check_script() -> None:
-    """Raise ConfigurationError for a script whose loop is the Trainer's."""
+def drives_trainer() -> bool:
+    """Return whether transformers.Trainer has made the configuration of the engine."""
     plugins = AcceleratorState._shared_state.get("deepspeed_plugins")
-    for plugin in plugins.values() if isinstance(plugins, dict) else [plugins]:
-        if plugin is not None and type(plugin.hf_ds_config).__name__ == "HfTrainerDeepSpeedConfig":
-            raise ConfigurationError(
-                "the script trains with transformers.Trainer, which counts a step that is lost as "
-                "one it has made; wanted a loop of its own on Accelerate, as in "
-                "examples/train_hf.py, or no section elaswave"
-            )
+    return any(
+        type(getattr(plugin, "hf_ds_config", None)).__name__ == "HfTrainerDeepSpeedConfig"
+        for plugin in (plugins.values() if isinstance(plugins, dict) else [plugins])
+    )
 
 
 def _drives() -> bool:
@@ -247,10 +245,12 @@ def without_newcomers(settings: ElasticConfig, reserve: int) -> ElasticConfig:
     )
 
 
-def attach(job: EngineJob, engine: Any) -> None:
+def attach(job: EngineJob, engine: Any) -> AcceleratedJob | None:
     """Carry Accelerate too, where it drives the engine."""
     if not _drives():
-        return
-    patches = accelerate_patches(AcceleratedJob(job, engine))
+        return None
+    accelerated = AcceleratedJob(job, engine)
+    patches = accelerate_patches(accelerated)
     patches.apply()
     job.at_leave.append(patches.undo)
+    return accelerated

@@ -14,6 +14,7 @@ from elaswave_plugin.errors import ConfigurationError
 _DEEPSPEED = "deepspeed"
 _VALID = ">=0.19.8,<0.20"
 _ACCELERATE = ">=1.15,<1.16"
+_TRANSFORMERS = ">=5.20,<6"
 _A_LOSS_ENDS_IT = "a loss must end it everywhere, and the script runs on"
 # (target, method of accelerate.py, AcceleratedJob, fingerprint, reason)
 _ACCELERATE_SEAMS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
@@ -297,6 +298,59 @@ def accelerate_patches(part: Any) -> PatchSet:
             for target, name, parameters, reason in _ACCELERATE_SEAMS
         ]
     )
+
+
+def processor_patches(finding: Callable[..., Any] | None) -> PatchSet:
+    """``finding`` wraps Accelerate's choice of a backend where there is no GPU; never undone.
+
+    None lists the records only.
+    """
+    return PatchSet(
+        [
+            PatchRecord(
+                target="accelerate.state:PartialState._prepare_backend",
+                reason="without a GPU it finds no backend, and takes each worker for the only one",
+                distribution="accelerate",
+                valid=_ACCELERATE,
+                parameters=("self", "cpu", "sagemaker_dp", "backend"),
+                make=finding or _builds_nothing,
+            ),
+        ]
+    )
+
+
+def trainer_patches(hooks: Any) -> PatchSet:
+    """Lead transformers.Trainer through ``hooks``; None to list the records only."""
+    return PatchSet(
+        [
+            PatchRecord(
+                target="transformers.trainer:Trainer._run_epoch",
+                reason="the first call gives the Trainer, whose steps a loss has made again",
+                distribution="transformers",
+                valid=_TRANSFORMERS,
+                parameters=(
+                    *("self", "model", "epoch", "train_dataloader", "steps_in_epoch"),
+                    *("num_update_steps_per_epoch", "trial", "ignore_keys_for_eval", "start_time"),
+                    *("resume_from_checkpoint", "epochs_trained"),
+                    "steps_trained_in_current_epoch",
+                ),
+                make=functools.partial(_routed, hooks, "run_epoch"),
+            ),
+            PatchRecord(
+                # As bound in trainer.py, which gathers the loss that it logs, and nothing else.
+                target="transformers.trainer:nested_gather",
+                reason="every worker has the mean loss over all of them, also of those it has lost",
+                distribution="transformers",
+                valid=_TRANSFORMERS,
+                parameters=("tensors", "parallel_mode", "name"),
+                make=_gathers_nothing,
+            ),
+        ]
+    )
+
+
+def _gathers_nothing(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda tensors, parallel_mode, name=None: tensors
 
 
 def _routed(part: Any, name: str, native: Callable[..., Any]) -> Callable[..., Any]:

@@ -160,7 +160,7 @@ def _engine_problems(engine: Any) -> Iterator[str]:
             f"the optimizer is {kind.__name__} of {kind.__module__}, wanted Adam or AdamW of torch,"
             " or DeepSpeed's FusedAdam or DeepSpeedCPUAdam"
         )
-    for name in ("fused", "amsgrad", "capturable"):
+    for name in ("amsgrad", "capturable"):
         if any(group.get(name) for group in inner.param_groups):
             yield f"{name} is set in {type(inner).__name__}, which is not carried; unset it"
     outer = engine.optimizer

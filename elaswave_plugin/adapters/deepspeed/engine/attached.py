@@ -75,12 +75,19 @@ class AttachedEngine:
         if worker.config.last_checkpoint_dir is not None:
             worker.member.saves_last()
 
+    @property
+    def engine(self) -> Any:
+        """The engine."""
+        return self._engine
+
     def _take_over(self, methods: Mapping[str, Callable[..., Any]]) -> None:
         """Each of the engine's ``methods`` goes through ours, which gets the native one first."""
         sizes = ("set_train_batch_size", "set_train_micro_batch_size")
         methods = {**methods, **dict.fromkeys(sizes, self._refuse_another_size)}
         for name, take in methods.items():
-            setattr(self._engine, name, partial(abandoning(take), getattr(self._engine, name)))
+            native = getattr(self._engine, name)
+            # Callers look at its signature, as HF's Trainer does before it saves.
+            setattr(self._engine, name, wraps(native)(partial(abandoning(take), native)))
 
     def _refuse_another_size(self, native: Callable[..., Any], size: int) -> NoReturn:
         raise ConfigurationError(
@@ -167,7 +174,8 @@ class AttachedEngine:
         modes = [(module, module.training) for module in self._engine.module.modules()]
 
         def whole() -> Result:
-            self._working = True
+            # A save inside of a save is a part of it.
+            before, self._working = self._working, True
             try:
                 return work()
             except EpochChanged:
@@ -175,7 +183,7 @@ class AttachedEngine:
                     module.training = training
                 raise
             finally:
-                self._working = False
+                self._working = before
 
         return whole
 

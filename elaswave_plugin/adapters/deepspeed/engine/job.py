@@ -3,7 +3,7 @@
 The engine object stays the user's; three of its methods, and the loader, go through ``UserLoop``.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -42,11 +42,15 @@ from elaswave_plugin.step_state.engine_parts import (
     Settings,
     Weights,
 )
-from elaswave_plugin.step_state.step_state import StepState
+from elaswave_plugin.step_state.step_state import Part, StepState
 
 
 class EngineJob(AttachedEngine):
     """One worker's engine in an elastic job."""
+
+    # The loop that drives the engine, and whether what is between two of its steps runs again.
+    _loop_kind: type[UserLoop] = UserLoop
+    _repeats_bodies = True
 
     def __init__(self, worker: Worker, engine: Any, *, patches: PatchSet, seed: int) -> None:
         """Take the engine into care and seal its state; raises ConfigurationError."""
@@ -58,14 +62,15 @@ class EngineJob(AttachedEngine):
         num_samples = self._micro_batch_size * self._width
         worker.bind(framework, deal=partial(share, num_samples=num_samples))
         self._buffers = Buffers(engine.module)
-        parts = (
+        parts: Sequence[Part] = (
             Settings(engine.basic_optimizer),
             Weights(engine.module, whole=int(engine.zero_optimization_stage()) < 3),
             Generators(),
             self._buffers,
             Frozen(engine.module),
+            *self._own_parts(),
         )
-        self._state = StepState(worker, parts, repeats_bodies=True)
+        self._state = StepState(worker, parts, repeats_bodies=self._repeats_bodies)
         steps = GuardedSteps(
             worker,
             self._framework,
@@ -74,7 +79,7 @@ class EngineJob(AttachedEngine):
             state=self._state,
         )
         self._drafts = steps.drafts
-        self._loop = UserLoop(steps, after_recovery=self._recovered)
+        self._loop = self._loop_kind(steps, after_recovery=self._recovered)
         # Whether what counts the micro-batches of a step knows where a redone one begins.
         self.boundaries_follow = False
         # Called on every worker after each recovery.
@@ -108,6 +113,10 @@ class EngineJob(AttachedEngine):
             }
         )
         self._attached()
+
+    def _own_parts(self) -> Sequence[Part]:
+        """Return what belongs to the state of a step beside the engine's own."""
+        return ()
 
     @property
     def loop(self) -> UserLoop:

@@ -7,7 +7,7 @@ samples are cut into fewer and larger shares.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -258,6 +258,11 @@ class ElasticLoader:
     def take_up(self, told: tuple[int, dict[int, int]]) -> None:
         """Be where the others are; for a script that passes over every step by itself."""
         self._epoch, self._left_at = told
+
+    def seek(self, epoch: int, iteration: int) -> None:
+        """Be at this iteration; for a loop that says itself where it is."""
+        self._epoch = epoch
+        self.position = replace(self.position, epoch=epoch, iteration=iteration)
 
     # ---- the samples ----------------------------------------------------------------------------
 

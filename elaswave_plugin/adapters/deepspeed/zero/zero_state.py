@@ -79,9 +79,13 @@ class ZeroState(ABC):
 
 
 def _make_moments(inner: Any, master: torch.Tensor) -> None:
+    # torch's fused kernels read the count on the device.
+    place = master.device if inner.defaults.get("fused") else "cpu"
     inner.state[master] = {
         # torch counts in a tensor, DeepSpeed's own Adam in an integer.
-        "step": torch.tensor(0.0) if type(inner).__module__.startswith("torch.") else 0,
+        "step": torch.tensor(0.0, device=place)
+        if type(inner).__module__.startswith("torch.")
+        else 0,
         **{name: torch.zeros_like(master, requires_grad=False) for name in MOMENTS},
     }
 
@@ -116,4 +120,5 @@ def applied_steps(inner: Any) -> int:
 def set_applied_steps(inner: Any, count: int) -> None:
     """Set Adam's step count of every master."""
     for state in inner.state.values():
-        state["step"] = torch.tensor(float(count)) if torch.is_tensor(state["step"]) else count
+        step = state["step"]
+        state["step"] = torch.full_like(step, count) if torch.is_tensor(step) else count

@@ -1,0 +1,184 @@
+"""The methods of transformers.Trainer that ask the job: batches, steps, evaluations, saves.
+
+The Trainer's own loop runs. Its ``get_batch_samples`` opens a step, its first ``training_step`` of
+an update makes all of it, and those that follow return the losses: by then the update is complete,
+or was made again. So callbacks, counters, the schedule and the log see each step once.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers.trainer_callback import TrainerCallback
+
+from elaswave_plugin.adapters.deepspeed.accelerate.accelerate import AcceleratedJob
+from elaswave_plugin.adapters.deepspeed.compat.patches import trainer_patches
+from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
+from elaswave_plugin.adapters.deepspeed.hf_trainer.job import TrainerJob
+from elaswave_plugin.adapters.deepspeed.hf_trainer.update import Update
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.trainer.fatal import ends_in_a_sentence
+
+
+class TrainerHooks:
+    """Methods that the Trainer of one process calls instead of its own."""
+
+    def __init__(self, job: TrainerJob, accelerated: AcceleratedJob) -> None:
+        self._job = job
+        self._accelerated = accelerated
+        self._trainer: Any = None
+        # The methods that were there, by name; also those of subclasses.
+        self._native = SimpleNamespace()
+        self._loader: ElasticLoader | None = None
+        self._prepared: Any = None
+        self._update: Update | None = None
+        # Micro-batches of the update that were returned, and the operations of each.
+        self._made = 0
+        self._operations: list[float] = []
+
+    def run_epoch(self, native: Callable[..., None], trainer: Any, **given: Any) -> None:
+        """One pass over the data; the first one takes the Trainer's methods over."""
+        if self._trainer is None:
+            self._take(trainer, given["train_dataloader"])
+        first = 0
+        if given["epoch"] == given["epochs_trained"] and not trainer.args.ignore_data_skip:
+            first = given["steps_trained_in_current_epoch"]
+        self._job.trainer_state.place = given["epoch"], first
+        self._prepared.begin()
+        native(trainer, **given)
+        self._prepared.end()
+
+    @ends_in_a_sentence
+    def _take(self, trainer: Any, prepared: Any) -> None:
+        if trainer.args.auto_find_batch_size:
+            raise ConfigurationError(
+                "auto_find_batch_size is True in the TrainingArguments, which builds another engine"
+                " where memory is short; set it to False"
+            )
+        self._trainer, self._prepared = trainer, prepared
+        self._loader = self._accelerated.elastic(prepared)
+        self._job.trainer_state.trainer = trainer
+        taken = {
+            "get_batch_samples": self._get_batch_samples,
+            "training_step": self._training_step,
+            "evaluation_loop": partial(self._again, "evaluation"),
+            "_save_checkpoint": partial(self._again, "save"),
+            "save_model": partial(self._again, "save"),
+            "_load_best_model": partial(self._again, "load"),
+            "floating_point_ops": self._floating_point_ops,
+            "store_flos": self._store_flos,
+            "_track_num_input_tokens": lambda inputs: None,
+        }
+        for name, ours in taken.items():
+            native = getattr(trainer, name)
+            setattr(self._native, name, native)
+            if isinstance(ours, partial):
+                ours = partial(ours, native)
+            setattr(trainer, name, ours)
+            self._job.at_leave.append(partial(setattr, trainer, name, native))
+        self._job.reactions.append(self._find_main_process)
+
+    # ---- an update ------------------------------------------------------------------------------
+
+    def _get_batch_samples(
+        self, epoch_iterator: Any, num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """``Trainer.get_batch_samples``: the batches are the job's, so the iterator is left."""
+        assert self._loader is not None
+        epoch, first = self._job.trainer_state.place
+        native = self._native.get_batch_samples
+        update = Update(
+            self._job,
+            self._loader,
+            epoch=epoch,
+            first=first,
+            count=num_batches,
+            collect=lambda batches: self._count(native(iter(batches), len(batches), device)),
+        )
+        self._update, self._made = update, 0
+        self._job.open()
+        self._job.called.open(update)
+        self._prepared.end_of_dataloader = first + num_batches >= len(self._loader)
+        return update.batches, update.num_items
+
+    def _count(self, read: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
+        """Count tokens and operations of all workers, where the step is redone with others."""
+        for inputs in read[0]:
+            self._native._track_num_input_tokens(inputs)
+        own = [float(self._native.floating_point_ops(inputs)) for inputs in read[0]]
+        operations = torch.tensor(own, dtype=torch.float64, device=self._job.engine.device)
+        dist.all_reduce(operations)
+        self._operations = operations.tolist()
+        return read
+
+    def _training_step(
+        self, model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """``Trainer.training_step``: the first one of an update makes all of them."""
+        update = self._update
+        assert update is not None
+        if self._made == 0:
+            update.step, update.model = self._native.training_step, model
+            self._job.sums_tokens = self._sums_tokens(num_items_in_batch)
+            self._job.called.make()
+        self._made += 1
+        return update.loss(self._made - 1)
+
+    def _sums_tokens(self, num_items: Any) -> bool:
+        """Return whether the Trainer divides by all workers' tokens (in compute_loss)."""
+        trainer = self._trainer
+        divides = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+        return bool(
+            divides and num_items is not None and trainer.args.average_tokens_across_devices
+        )
+
+    # ---- between two steps ----------------------------------------------------------------------
+
+    def _again(self, phase: str, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Work of all workers, which starts again after a loss."""
+        return self._job.run(partial(native, *args, **kwargs), phase=phase)
+
+    def _floating_point_ops(self, inputs: Any) -> float:
+        """``Trainer.floating_point_ops`` of all workers, for the micro-batch that was returned."""
+        return self._operations[self._made - 1]
+
+    def _store_flos(self) -> None:
+        """``Trainer.store_flos`` without the others, who have counted the same."""
+        trainer = self._trainer
+        trainer.state.total_flos += trainer.current_flos
+        trainer.current_flos = 0
+
+    # ---- after a loss ---------------------------------------------------------------------------
+
+    def _find_main_process(self) -> None:
+        """Another worker may be the main process now; its own callbacks begin there."""
+        trainer = self._trainer
+        state, was_main = trainer.state, trainer.state.is_world_process_zero
+        state.is_local_process_zero = trainer.is_local_process_zero()
+        state.is_world_process_zero = trainer.is_world_process_zero()
+        if state.is_world_process_zero and not was_main:
+            for one in trainer.callback_handler.callbacks:
+                if _is_of_transformers(one):
+                    one.on_train_begin(
+                        trainer.args,
+                        state,
+                        trainer.control,
+                        model=trainer.model,
+                        processing_class=trainer.processing_class,
+                    )
+
+
+def _is_of_transformers(callback: TrainerCallback) -> bool:
+    """Return whether a callback opens bars and files of the main process when training begins."""
+    return type(callback).__module__.startswith("transformers.")
+
+
+def attach(job: TrainerJob, accelerated: AcceleratedJob) -> None:
+    """Lead the Trainer of this process to the job, from its first epoch on."""
+    hooks = TrainerHooks(job, accelerated)
+    patches = trainer_patches(hooks)
+    patches.apply()
+    job.at_leave.append(patches.undo)

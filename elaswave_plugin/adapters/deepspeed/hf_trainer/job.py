@@ -1,0 +1,88 @@
+"""An engine that transformers.Trainer drives: each update is a step that is ours to call again."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elaswave_plugin.adapters.deepspeed.engine.job import EngineJob
+from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
+from elaswave_plugin.adapters.deepspeed.engine.monitor import Holders
+from elaswave_plugin.adapters.deepspeed.hf_trainer.state import TrainerState
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.loops.called import CalledLoop
+from elaswave_plugin.step_state.step_state import Part
+
+
+class TrainerJob(EngineJob):
+    """One worker's engine in a job whose loop is the Trainer's."""
+
+    _loop: CalledLoop
+    _loop_kind = CalledLoop
+    # The Trainer logs, evaluates and steps its schedule once, whatever is redone.
+    _repeats_bodies = False
+
+    def _own_parts(self) -> Sequence[Part]:
+        self.trainer_state = TrainerState()
+        # Weight and seed of each micro-batch that was read for the step.
+        self._drawn: list[tuple[float, int]] = []
+        # The losses of the last step's micro-batches, each the mean over all workers.
+        self.losses: list[float] = []
+        # Whether each loss is a part of the sum over all tokens of the step.
+        self.sums_tokens = False
+        return (self.trainer_state,)
+
+    @property
+    def called(self) -> CalledLoop:
+        """The loop, with the calls that the Trainer's own loop is led to."""
+        return self._loop
+
+    # ---- a step ---------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Be about to begin a step: the first one is preceded by the first seal."""
+        if not self._sealed:
+            self._framework.begin()
+            self._loop.start()
+            self._sealed = True
+
+    def read(self, loader: ElasticLoader, *, epoch: int, first: int, count: int) -> list[Any]:
+        """Read ``count`` batches of this worker's share, from iteration ``first`` of an epoch."""
+        loader.seek(epoch, first)
+        self._drawn = []
+        batches = [self._next(loader) for _ in range(count)]
+        self.trainer_state.place = epoch, first + count
+        return batches
+
+    def _next(self, loader: ElasticLoader) -> Any:
+        batch = self._loop.next_batch(partial(self._serve, loader))
+        self._drawn.append((self._weight, torch.initial_seed()))
+        return batch
+
+    def begin_micro_batch(self, number: int) -> None:
+        """Weigh the losses and seed the draws of a micro-batch that was read."""
+        self._weight, seed = self._drawn[number]
+        torch.manual_seed(seed)
+        if self.sums_tokens:
+            # A share's part of the sum over all tokens is as large as the share already.
+            self._weight = 1.0
+
+    def _mean_loss(self) -> tuple[float, int, Holders]:
+        if len(self._losses) != len(self._drawn):
+            raise ConfigurationError(
+                f"a step of {len(self._drawn)} micro-batches called accelerator.backward"
+                f" {len(self._losses)} times, wanted once in each call of training_step"
+            )
+        losses = torch.stack(self._losses).to(self._engine.device)
+        dist.all_reduce(losses)
+        self.losses = (losses / dist.get_world_size()).tolist()
+        _, tokens, holders = super()._mean_loss()
+        # The Trainer has divided each by the micro-batches, or by all tokens of the step.
+        return sum(self.losses), tokens, holders
+
+    # ---- after a loss ---------------------------------------------------------------------------
+
+    def _learn_output(self) -> None:
+        """Nothing stands in for an output: what is interrupted is called again."""

@@ -1,0 +1,86 @@
+"""The state of a Trainer's step outside of the engine: counters, metrics, schedule."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from transformers.trainer_callback import ExportableState
+
+from elaswave_plugin.kept import is_plain
+from elaswave_plugin.step_state.step_state import Plain
+
+# What each worker says of itself.
+_OWN = ("is_world_process_zero", "is_local_process_zero")
+_HISTORY = "log_history"
+
+
+class TrainerState(Plain):
+    """The part of a step's state that the Trainer holds; nothing until there is a Trainer."""
+
+    name = "the Trainer's state"
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        # The epoch that the Trainer is in, and the iteration of it that comes next.
+        self.place = (0, 0)
+
+    def keep(self) -> dict[str, Any]:
+        """Copies of counters and metrics, by what holds them; the log by its length only."""
+        trainer = self.trainer
+        if trainer is None:
+            return {}
+        schedule = trainer.lr_scheduler
+        return {
+            "place": self.place,
+            "trainer": {
+                name: copy.deepcopy(value)
+                for name, value in vars(trainer).items()
+                if value is not None and is_plain(value)
+            },
+            "tr_loss": trainer._tr_loss.item(),
+            "state": {
+                name: copy.deepcopy(value)
+                for name, value in vars(trainer.state).items()
+                if name not in (*_OWN, _HISTORY)
+            },
+            "logged": len(trainer.state.log_history),
+            "control": dict(vars(trainer.control)),
+            "callbacks": [copy.deepcopy(one.state()["attributes"]) for one in self._callbacks()],
+            "schedule": copy.deepcopy(schedule.state_dict())
+            if isinstance(schedule, LRScheduler)
+            else None,
+        }
+
+    def shared(self, kept: dict[str, Any]) -> dict[str, Any]:
+        """All of it, and the log."""
+        if not kept:
+            return kept
+        return {**kept, _HISTORY: self.trainer.state.log_history[: kept["logged"]]}
+
+    @torch.no_grad()
+    def put_back(self, kept: dict[str, Any]) -> None:
+        """Install it, without what was logged since."""
+        if not kept:
+            return
+        trainer = self.trainer
+        self.place = kept["place"]
+        kept = copy.deepcopy(kept)
+        vars(trainer).update(kept["trainer"])
+        trainer._tr_loss.fill_(kept["tr_loss"])
+        vars(trainer.state).update(kept["state"])
+        trainer.state.log_history[:] = kept.get(_HISTORY, trainer.state.log_history)[
+            : kept["logged"]
+        ]
+        vars(trainer.control).update(kept["control"])
+        for callback, attributes in zip(self._callbacks(), kept["callbacks"], strict=True):
+            vars(callback).update(attributes)
+        if kept["schedule"] is not None:
+            trainer.lr_scheduler.load_state_dict(kept["schedule"])
+
+    def _callbacks(self) -> Iterator[Any]:
+        """Yield the callbacks that can tell their state."""
+        for one in self.trainer.callback_handler.callbacks:
+            if isinstance(one, ExportableState):
+                yield one

@@ -1,0 +1,69 @@
+"""One update of a Trainer, which can be made again: its batches, and their training steps."""
+
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import torch
+from accelerate.state import GradientState
+from accelerate.utils import send_to_device
+
+from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
+from elaswave_plugin.adapters.deepspeed.hf_trainer.job import TrainerJob
+
+
+class Update:
+    """The micro-batches of one update, from an iteration of an epoch on."""
+
+    def __init__(
+        self,
+        job: TrainerJob,
+        loader: ElasticLoader,
+        *,
+        epoch: int,
+        first: int,
+        count: int,
+        collect: Callable[[list[Any]], tuple[list[Any], Any]],
+    ) -> None:
+        """``collect(batches)`` gives the Trainer's list of them and the items in it."""
+        self._job = job
+        self._loader = loader
+        self._epoch, self._first, self._count = epoch, first, count
+        self._collect = collect
+        # The list over which the Trainer iterates: a redo changes what is in it.
+        self.batches: list[Any] = []
+        self.num_items: Any = None
+        self.losses: list[float] = []
+        # The Trainer's own step: (model, inputs, num_items) -> loss.
+        self.step: Callable[..., Any] | None = None
+        self.model: Any = None
+
+    def read(self) -> None:
+        """Read this worker's share of each batch, and count the items of all workers."""
+        read = self._job.read(self._loader, epoch=self._epoch, first=self._first, count=self._count)
+        device = self._job.engine.device
+        batches, self.num_items = self._collect([send_to_device(one, device) for one in read])
+        for old, new in zip(self.batches, batches, strict=False):
+            _replace(old, new)
+        self.batches[:] = [*self.batches, *batches[len(self.batches) :]]
+
+    def train(self) -> None:
+        """Call the Trainer's step for each micro-batch; the last one makes the update."""
+        assert self.step is not None
+        boundary = GradientState().sync_gradients
+        for number, inputs in enumerate(self.batches):
+            GradientState()._set_sync_gradients(number == len(self.batches) - 1)
+            self._job.begin_micro_batch(number)
+            self.step(self.model, inputs, self.num_items)
+        GradientState()._set_sync_gradients(boundary)
+        self.losses = self._job.losses
+
+    def loss(self, number: int) -> torch.Tensor:
+        """Return the loss of a micro-batch, the mean over all workers."""
+        return torch.tensor(self.losses[number], device=self._job.engine.device)
+
+
+def _replace(old: Any, new: Any) -> None:
+    """Have the batch that the Trainer holds already be another one."""
+    if isinstance(old, MutableMapping):
+        old.clear()
+        old.update(new)

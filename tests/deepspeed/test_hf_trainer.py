@@ -1,0 +1,134 @@
+"""transformers.Trainer: a stock script, whose callbacks, counters and logs see each step once."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
+from tests.deepspeed.conftest import Launch, Twin
+from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
+from tests.faults.foreign_launchers import run_under
+from tests.faults.harness import Outcome, check_survived, max_relative_difference
+from tests.sample import sampled
+from tests.supervisor.jobs import LAUNCH
+
+COLD = (sys.executable, "-W", "ignore", "-c", LAUNCH)
+TRAINER = str(SCRIPTS / "hf_trainer.py")
+AUTO = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    # The Trainer makes both, as most scripts have it.
+    "optimizer": None,
+    "scheduler": None,
+}
+# The Trainer writes its log with so many digits.
+LOGGED = 1e-4
+
+
+def spec_of(*kills: str, stage: int = 2, **changes: Any) -> EngineSpec:
+    """A stock script with "auto" values."""
+    settings = json.dumps({**AUTO, **changes.pop("settings", {})})
+    return EngineSpec(script=TRAINER, stage=stage, kills=kills, settings=settings, **changes)
+
+
+def tapes(run: Outcome) -> list[list[tuple[str, int, dict[str, float]]]]:
+    """Return the callbacks' record of each process that came to the end."""
+    return [json.loads(path.read_text()) for path in sorted(run.directory.glob("tape-*"))]
+
+
+def check_tapes(run: Outcome, reference: Outcome, *, survivors: int) -> None:
+    """Every survivor's callbacks saw what those of the undisturbed run have seen."""
+    assert isinstance(run.spec, EngineSpec)
+    wanted = tapes(reference)[0]
+    seen = tapes(run)
+    assert len(seen) == survivors
+    for tape in seen:
+        assert [one[:2] for one in tape] == [one[:2] for one in wanted]
+        for (event, step, logged), (_, _, expected) in zip(tape, wanted, strict=True):
+            # The Trainer counts the operations of parameters that ZeRO-3 has gathered just then.
+            if run.spec.stage == 3 and "total_flos" in logged:
+                expected["total_flos"] = logged["total_flos"]
+            assert logged == pytest.approx(expected, rel=LOGGED), (event, step)
+
+
+@pytest.mark.parametrize(
+    ("stage", "kill"),
+    sampled(
+        [
+            (0, "3@2:backward"),
+            (1, "0@3:backward"),
+            (1, "2@1:optimizer"),
+            (2, "1@3:forward"),
+            (2, "0@2:reduce"),
+            # Some have seen that the step is complete, and it is rolled back.
+            (2, "1@3:snapshot"),
+            (3, "0@3:snapshot"),
+            (3, "3@3:data"),
+            (3, "0@0:forward"),
+            (3, "2@4:gather"),
+        ],
+        share=2,
+    ),
+)
+def test_a_kill_is_absorbed_and_each_step_counts_once(
+    run: Launch, twin: Twin, reference: Launch, stage: int, kill: str
+) -> None:
+    spec = spec_of(kill, stage=stage)
+    killed = run(spec)
+    assert killed.returncode == 0, killed.output[-4000:]
+    check_recovered(killed, twin=twin(killed), reference=reference(spec))
+    check_tapes(killed, reference(spec), survivors=3)
+    assert "trained 6 steps" in killed.output
+
+
+@pytest.mark.parametrize(
+    "options",
+    sampled(
+        [
+            # The Trainer's losses are means of batches, which the shares weigh; draws are keyed.
+            (("--per-batch", "--dropout=0.1"),),
+            # Epochs of five iterations: their last update has one micro-batch of two.
+            (("--limit=20", "--logging-steps=2"),),
+        ],
+        share=1,
+    ),
+    ids=["means", "epochs"],
+)
+def test_weights_draws_and_epochs_follow_the_job(
+    run: Launch, twin: Twin, reference: Launch, options: tuple[str, ...]
+) -> None:
+    spec = spec_of("1@2:backward", stage=2, options=options)
+    killed = run(spec)
+    assert killed.returncode == 0, killed.output[-4000:]
+    assert killed.trace() == twin(killed).trace()
+    # A share of one worker's own draws differs from that of two.
+    if "--dropout=0.1" not in options:
+        check_tapes(killed, reference(spec), survivors=3)
+
+
+@pytest.mark.slow
+def test_two_losses_in_one_run(run: Launch, twin: Twin, reference: Launch) -> None:
+    spec = spec_of("0@1:backward", "3@3:forward", stage=2)
+    check_recovered(killed := run(spec), twin=twin(killed), reference=reference(spec))
+    check_tapes(killed, reference(spec), survivors=2)
+
+
+@pytest.mark.parametrize("options", sampled([((),), (("--use-cpu",),)], share=1), ids=["", "cpu"])
+def test_a_kill_is_survived_in_interpreters_that_import_all_anew(
+    tmp_path: Path, reference: Launch, options: tuple[str, ...]
+) -> None:
+    """With use_cpu, too, by which Accelerate leaves DeepSpeed out."""
+    spec = spec_of("1@2:backward", nproc=2, global_batch=4, options=options)
+    command = (*COLD, "--nproc-per-node=2", f"--dir={tmp_path / 'run'}")
+    killed = run_under(command, spec, data=tmp_path, directory=tmp_path / "run")
+    check_survived(killed)
+    assert max_relative_difference(killed, reference(spec_of(nproc=2, global_batch=4))) <= 1e-6
+    assert len(tapes(killed)) == 1
