@@ -28,7 +28,7 @@ class BenchMember:
     def __init__(self, out: Path) -> None:
         self.member = Member.from_environment(os.environ)
         self.slot = self.member.slot
-        self.links = LinkTable(self.slot, host=self.member.host)
+        self.links = LinkTable(self.slot, secret=self.member.secret, host=self.member.host)
         self.groups = GroupTable(self.links)
         self._out = out / f"{self.slot}.jsonl"
         self.member.start(self.links.interrupt)

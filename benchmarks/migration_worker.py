@@ -217,6 +217,7 @@ class Migrations:
             parts,
             slot=self._slot,
             pool=self._pool,
+            secret=self._member.member.secret,
             timeout_s=READ_LIMIT_S,
             check=self._member.member.check,
         )

@@ -203,6 +203,12 @@ class ElasticConfig(BaseModel):
         " shard in a recovery, may make no progress; after them the worker counts as lost,"
         " however long a slow transfer takes as a whole",
     )
+    require_secret: bool = Field(
+        False,
+        description="a job on several nodes starts only where ELASWAVE_SECRET_FILE names the"
+        " file with its secret; else a node without one is given the secret by node 0"
+        " (docs/security.md)",
+    )
     quiesce_timeout_s: _Seconds = Field(
         30.0,
         description="seconds that a survivor may take to stop its step after a proposed view; a"
@@ -485,6 +491,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     schema = ElasticConfig.model_json_schema()["properties"]
     for key, field in ElasticConfig.model_fields.items():
         repeated = field.default == ()
+        # A switch that is off needs no word behind it.
+        switch: dict[str, Any] = {"nargs": "?", "const": "on"} if field.default is False else {}
         default = "none" if field.default in (None, ()) else _shown(field.default)
         text = f"{field.description} (default: {default})".replace("%", "%%")
         group.add_argument(
@@ -493,6 +501,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             metavar=_metavar(key, schema[key]),
             default=None,
             action="append" if repeated else "store",
+            **switch,
             help=text + ("; may be repeated" if repeated else ""),
         )
     return parser

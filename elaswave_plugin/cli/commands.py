@@ -92,6 +92,9 @@ def make_command() -> Any:
     app.command("plan")(plan)
     app.command("doctor")(doctor)
     app.command("checkpoint")(checkpoint)
+    secret = typer.Typer(help="Make the secret by which processes of a job know each other.")
+    secret.command("new")(secret_new)
+    app.add_typer(secret, name="secret")
     patch = typer.Typer(help="Apply or revert diffs that add hooks to upstream's source.")
     patch.command("list")(patch_list)
     patch.command("check")(patch_check)
@@ -248,6 +251,23 @@ def status(
         typer.echo(json.dumps(found, indent=2))
     else:
         Console().print(draw_status(found))
+    return 0
+
+
+def secret_new(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="New file, with mode 0600.")],
+) -> int:
+    """Write a new secret; every node of the job names its copy as ELASWAVE_SECRET_FILE."""
+    from elaswave_plugin.errors import ConfigurationError
+    from elaswave_plugin.ipc.secret import SECRET_FILE, Secret, write_secret
+
+    try:
+        write_secret(file, Secret.new())
+    except FileExistsError:
+        raise ConfigurationError(f"{str(file)!r} exists; name a new file") from None
+    except OSError as error:
+        raise ConfigurationError(f"{str(file)!r} cannot be written: {error.strerror}") from None
+    typer.echo(f"{file}: set {SECRET_FILE} to it on every node")
     return 0
 
 

@@ -1,43 +1,41 @@
 """Asks a running job for a change between two steps: a worker leaves, or layers move."""
 
 import re
-from collections.abc import Sequence
 
-from elaswave_plugin.cli.status import ask_job, ask_worker
+from elaswave_plugin.cli.status import Contacts, ask_job, ask_worker
 from elaswave_plugin.core.layout.layout import ParallelLayout
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.ipc.address_file import Address
 
 
-def drain_worker(known: Sequence[Address], *, slot: int, reason: str, timeout_s: float) -> str:
+def drain_worker(contacts: Contacts, *, slot: int, reason: str, timeout_s: float) -> str:
     """Give the worker of `slot` notice; returns what will happen, in a sentence.
 
-    `known`: some supervisors of the job. It does not wait for the worker to have left.
+    `contacts`: some supervisors of the job. It does not wait for the worker to have left.
     Raises ConfigurationError where there is no such worker, or its supervisor refuses or is silent.
     """
-    status = ask_job(known, timeout_s)
+    status = ask_job(contacts, timeout_s)
     live = status["view"]["ranks"]
     if slot not in live:
         raise ConfigurationError(
             f"worker {slot} is not in the job, wanted one of {' '.join(map(str, sorted(live)))}"
         )
-    answer = ask_worker(status, slot, {"t": "drain", "reason": reason}, timeout_s)
+    answer = ask_worker(contacts, status, slot, {"t": "drain", "reason": reason}, timeout_s)
     if answer["refused"] is not None:
         raise ConfigurationError(f"worker {slot} stays: {answer['refused']}")
     return f"worker {slot} leaves between two steps; `elaswave status` shows when it has"
 
 
 def migrate_layers(
-    known: Sequence[Address], *, layers: str, stage: int, reason: str, timeout_s: float
+    contacts: Contacts, *, layers: str, stage: int, reason: str, timeout_s: float
 ) -> str:
     """Ask for ``layers`` ("4" or "4-5") at ``stage``; returns what will happen, in a sentence.
 
-    `known`: some supervisors of the job. It does not wait for the layers to have moved. They stay
-    until the next loss or arrival, whose plan may move them again. Raises ConfigurationError where
-    the job has no stages or its layers stay, for layers that cannot be there, and for silence.
+    `contacts`: some supervisors of the job. It does not wait for the layers to have moved. They
+    stay until the next loss or arrival, whose plan may move them again. Raises ConfigurationError
+    where the job has no stages or its layers stay, for layers that cannot be there and for silence.
     """
     first, last = _parse(layers)
-    status = ask_job(known, timeout_s)
+    status = ask_job(contacts, timeout_s)
     if status["layout"] is None:
         raise ConfigurationError("the job has no pipeline stages that layers could come to")
     layout = ParallelLayout.from_json(status["layout"])
@@ -47,7 +45,8 @@ def migrate_layers(
     # One that holds a part of the model: a free worker may leave at any time.
     slot = min(slot for groups in layout.stages for group in groups for slot in group.slots)
     words = f"layers {layers} move to stage {stage}: {reason}"
-    answer = ask_worker(status, slot, {"t": "migrate", "cuts": cuts, "reason": words}, timeout_s)
+    asked = {"t": "migrate", "cuts": cuts, "reason": words}
+    answer = ask_worker(contacts, status, slot, asked, timeout_s)
     if answer["refused"] is not None:
         raise ConfigurationError(f"nothing moves: {answer['refused']}")
     return (

@@ -1,8 +1,10 @@
 """The status of a running job: its supervisors are asked, and their answers make one document."""
 
+import os
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ from elaswave_plugin.core.agreement.hang import (
 from elaswave_plugin.core.codec import from_json
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.address_file import Address, read_addresses
+from elaswave_plugin.ipc.handshake import secret_at
 from elaswave_plugin.ipc.requests import request
+from elaswave_plugin.ipc.secret import Secret, named_secrets
 from elaswave_plugin.supervisor.status_board import RECENT_VIEWS
 
 Record = dict[str, Any]
@@ -26,7 +30,19 @@ MOST_AT_ONCE = 64
 UNKNOWN = -1
 
 
-def find_job(directory: Path | None, connect: str | None) -> list[Address]:
+@dataclass(frozen=True, slots=True)
+class Contacts:
+    """Supervisors of a running job, and its secret, which they want to be proved."""
+
+    addresses: tuple[Address, ...]
+    secrets: tuple[Secret, ...]
+
+    def secret_at(self, address: str, timeout_s: float) -> Secret:
+        """Return which of the secrets is that of the job; raises OSError."""
+        return secret_at(address, self.secrets, timeout_s)
+
+
+def find_job(directory: Path | None, connect: str | None) -> Contacts:
     """Supervisors of the job in a run directory, or the one at host:port (slot -1: unknown).
 
     Raises ConfigurationError.
@@ -37,20 +53,22 @@ def find_job(directory: Path | None, connect: str | None) -> list[Address]:
             f"wanted a run directory or --connect HOST:PORT, and {given} given"
         )
     if connect is not None:
-        return [Address(slot=UNKNOWN, node=UNKNOWN, pid=UNKNOWN, address=_checked(connect))]
+        one = Address(slot=UNKNOWN, node=UNKNOWN, pid=UNKNOWN, address=_checked(connect))
+        return Contacts((one,), tuple(named_secrets(os.environ, None)))
     assert directory is not None
     return addresses_in(directory)
 
 
-def ask_job(known: Sequence[Address], timeout_s: float) -> Record:
+def ask_job(contacts: Contacts, timeout_s: float) -> Record:
     """The status of the job, as `merge` tells it; each supervisor has `timeout_s` to answer.
 
-    Those that are not among `known` are named by the others.
-    Raises ConfigurationError where none answers.
+    Those that are not among the contacts are named by the others.
+    Raises ConfigurationError where nobody answers.
     """
     if not 0 < timeout_s < float("inf"):
         raise ConfigurationError(f"--timeout-s is {timeout_s:g}, wanted more than 0 seconds")
-    answers, silent = _ask_all(known, timeout_s)
+    known = contacts.addresses
+    answers, silent = _ask_all(contacts, known, timeout_s)
     if not answers:
         one, why = next(iter(silent.items()))
         raise ConfigurationError(
@@ -58,27 +76,29 @@ def ask_job(known: Sequence[Address], timeout_s: float) -> Record:
             " cannot be reached from this machine"
         )
     asked = {answer["slot"] for answer in answers} | {one.slot for one in known}
-    others, more_silent = _ask_all(_unasked(answers, asked), timeout_s)
+    others, more_silent = _ask_all(contacts, _unasked(answers, asked), timeout_s)
     why_silent = {one.slot: why for one, why in {**silent, **more_silent}.items()}
     return merge([*answers, *others], silent=why_silent, now_s=time.time())
 
 
-def ask_worker(status: Record, slot: int, asked: Record, timeout_s: float) -> Record:
+def ask_worker(
+    contacts: Contacts, status: Record, slot: int, asked: Record, timeout_s: float
+) -> Record:
     """The answer of one worker's supervisor; `status`: the job's, which names it.
 
     Raises ConfigurationError where it is silent.
     """
     (address,) = [one["address"] for one in status["workers"] if one["slot"] == slot]
     try:
-        return request(address, asked, timeout_s)
+        return request(address, asked, timeout_s, contacts.secret_at(address, timeout_s))
     except OSError as error:
         raise ConfigurationError(
             f"the supervisor of worker {slot} does not answer: {error}"
         ) from error
 
 
-def addresses_in(directory: Path) -> list[Address]:
-    """The addresses in a run directory; raises ConfigurationError where there are none."""
+def addresses_in(directory: Path) -> Contacts:
+    """The job in a run directory; raises ConfigurationError where there is none."""
     if not directory.is_dir():
         raise ConfigurationError(
             f"{directory} is no directory; give the run directory of a job (--elaswave-dir)"
@@ -94,7 +114,7 @@ def addresses_in(directory: Path) -> list[Address]:
             f"no job is running in {directory}: there is no supervisor-*.json; give the run"
             " directory of a running job, or --connect HOST:PORT"
         )
-    return known
+    return Contacts(tuple(known), tuple(named_secrets(os.environ, directory)))
 
 
 def addresses_of(status: Record) -> list[Address]:
@@ -171,13 +191,14 @@ def _checked(connect: str) -> str:
 
 
 def _ask_all(
-    addresses: Sequence[Address], timeout_s: float
+    contacts: Contacts, addresses: Sequence[Address], timeout_s: float
 ) -> tuple[list[Record], dict[Address, str]]:
     """All answers, and why there is none of the others."""
 
     def ask(one: Address) -> Record | str:
         try:
-            answer = request(one.address, {"t": "status"}, timeout_s)
+            secret = contacts.secret_at(one.address, timeout_s)
+            answer = request(one.address, {"t": "status"}, timeout_s, secret)
         except OSError as error:
             return error.strerror or str(error)
         # The port may belong to somebody else by now.

@@ -1,7 +1,7 @@
 """Draws the status of a job as tables for a terminal."""
 
 import time
-from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -12,10 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from elaswave_plugin.cli.status import addresses_of, ask_job
+from elaswave_plugin.cli.status import Contacts, addresses_of, ask_job
 from elaswave_plugin.core.layout.layout import ParallelLayout
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.ipc.address_file import Address
 from elaswave_plugin.observer.layout_change import layout_lines
 
 Record = dict[str, Any]
@@ -35,17 +34,19 @@ COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (
 _FOLDED = ("pids", "phase", "held by")
 
 
-def watch(known: Sequence[Address], timeout_s: float, console: Console) -> None:
+def watch(contacts: Contacts, timeout_s: float, console: Console) -> None:
     """Draw the status every REFRESH_S, until no supervisor answers any more.
 
     Raises ConfigurationError where none does from the start.
     """
-    status = ask_job(known, timeout_s)
+    status = ask_job(contacts, timeout_s)
     with Live(draw_status(status), console=console, auto_refresh=False) as live:
         while True:
             time.sleep(REFRESH_S)
             try:
-                status = ask_job(addresses_of(status), timeout_s)
+                status = ask_job(
+                    replace(contacts, addresses=tuple(addresses_of(status))), timeout_s
+                )
             except ConfigurationError as over:
                 live.console.print(str(over), markup=False)
                 return

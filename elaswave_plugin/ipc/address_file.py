@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from elaswave_plugin.ipc.secret import secret_in
+
 _NAME = "supervisor-{slot}.json"
 
 
@@ -56,6 +58,9 @@ def published(
             with contextlib.suppress(OSError):
                 if (found := _read(path)) is not None and found.pid == pid:
                     path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            if not read_addresses(run_dir):  # the last one of the job
+                secret_in(run_dir).unlink(missing_ok=True)
 
 
 def clear_addresses(run_dir: str | None) -> None:

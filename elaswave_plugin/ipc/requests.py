@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
+from elaswave_plugin.ipc.handshake import Kind, prove
 from elaswave_plugin.ipc.reactor import Reactor
+from elaswave_plugin.ipc.secret import Secret
 from elaswave_plugin.ipc.wire import Frame, receive_frame, send_frame
 
 Answer = Callable[[Frame], Frame]
@@ -54,11 +56,12 @@ def in_loop(reactor: Reactor, answer: Answer) -> Answer:
     return ask
 
 
-def request(address: str, frame: Frame, timeout_s: float) -> Frame:
+def request(address: str, frame: Frame, timeout_s: float, secret: Secret) -> Frame:
     """Return what a supervisor answers at "host:port"; raises OSError with the reason."""
     host, _, port = address.rpartition(":")
     deadline_s = time.monotonic() + timeout_s
     with socket.create_connection((host, int(port)), timeout=timeout_s) as sock:
+        prove(sock, secret, Kind.SERVER, timeout_s=timeout_s)
         send_frame(sock, frame)
         try:
             answer = receive_frame(sock, deadline_s - time.monotonic())

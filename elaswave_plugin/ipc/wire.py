@@ -9,7 +9,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -36,25 +36,23 @@ def encode(frame: Frame | WireMessage) -> bytes:
 class FrameBuffer:
     """Cuts a stream into frames; what is left of an unfinished one stays inside."""
 
-    def __init__(self) -> None:
+    def __init__(self, longest_bytes: int = LONGEST_FRAME_BYTES) -> None:
         self._data = bytearray()
+        self._longest_bytes = longest_bytes
 
-    def feed(self, data: bytes) -> list[Frame]:
-        """The frames that are complete now. Raises ValueError on bytes that are no frame."""
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """Yield the frames that are complete now; raises ValueError at bytes that are no frame."""
         self._data += data
-        frames: list[Frame] = []
-        start = 0
-        while len(self._data) - start >= LENGTH.size:
-            (length,) = LENGTH.unpack_from(self._data, start)
-            if length > LONGEST_FRAME_BYTES:
-                raise ValueError(f"frame of {length} bytes on a control connection")
-            end = start + LENGTH.size + length
+        while len(self._data) >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._data)
+            if length > self._longest_bytes:
+                raise ValueError(f"frame of {length} bytes, wanted at most {self._longest_bytes}")
+            end = LENGTH.size + length
             if len(self._data) < end:
-                break
-            frames.append(json.loads(self._data[start + LENGTH.size : end]))
-            start = end
-        del self._data[:start]
-        return frames
+                return
+            body = self._data[LENGTH.size : end]
+            del self._data[:end]
+            yield _object(body)
 
 
 class Channel:
@@ -156,9 +154,7 @@ class Channel:
             self._lose("its connection closed")
             return
         self._on_bytes()
-        for frame in self._buffer.feed(data):
-            if not self.closed:
-                self._on_frame(frame)
+        self._take(data)
 
     def _write(self) -> None:
         try:
@@ -178,9 +174,23 @@ class Channel:
         self._waits_to_write = bool(self._unsent)
         self._reactor.watch(self._sock.fileno(), self._read, self._write if self._unsent else None)
 
+    def _take(self, data: bytes) -> None:
+        frames = self._buffer.feed(data)
+        while not self.closed:
+            try:
+                frame = next(frames, None)
+            except ValueError as error:
+                self.close()
+                self._on_close(f"it sent what is no frame ({error})")
+                return
+            if frame is None:
+                return
+            self._on_frame(frame)
+
     def _lose(self, evidence: str) -> None:
         if not self.closed:
             self._deliver_rest()
+        if not self.closed:
             self.close()
             self._on_close(evidence)
 
@@ -191,10 +201,9 @@ class Channel:
                 data = self._sock.recv(_READ_BYTES)
             except OSError:
                 return
-            if not data:
+            if not data or self.closed:
                 return
-            for frame in self._buffer.feed(data):
-                self._on_frame(frame)
+            self._take(data)
 
 
 def send_frame(sock: socket.socket, frame: Frame) -> None:
@@ -218,10 +227,7 @@ def receive_frame(
     (length,) = LENGTH.unpack(_receive(sock, LENGTH.size, deadline_s, check))
     if length > longest_bytes:
         raise ConnectionError(f"frame of {length} bytes on a control connection")
-    frame = json.loads(_receive(sock, length, deadline_s, check))
-    if not isinstance(frame, dict):
-        raise ValueError(f"a frame is an object, not {frame!r:.100}")
-    return frame
+    return _object(_receive(sock, length, deadline_s, check))
 
 
 def receive_into(
@@ -294,6 +300,16 @@ def has_ended(sock: socket.socket) -> bool:
         return True
 
 
+def _object(data: bytearray) -> Frame:
+    try:
+        frame = json.loads(data)
+    except RecursionError as error:  # brackets in brackets
+        raise ValueError("a frame that is nested too deep") from error
+    if not isinstance(frame, dict):
+        raise ValueError(f"a frame is an object, not {frame!r:.100}")
+    return frame
+
+
 def _await_writable(sock: socket.socket, deadline_s: float, check: Check | None) -> None:
     poll = select.poll()
     poll.register(sock, select.POLLOUT)
@@ -307,6 +323,11 @@ def _await_writable(sock: socket.socket, deadline_s: float, check: Check | None)
 
 
 def _receive(sock: socket.socket, length: int, deadline_s: float, check: Check | None) -> bytearray:
-    data = bytearray(length)
+    """Memory grows with what comes: a length alone costs its receiver nothing."""
+    data = bytearray(min(length, _READ_BYTES))
     receive_into(sock, memoryview(data), deadline_s, check)
+    while len(data) < length:
+        piece = bytearray(min(length - len(data), len(data)))
+        receive_into(sock, memoryview(piece), deadline_s, check)
+        data += piece
     return data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -9,10 +10,14 @@ from typing import NamedTuple
 from elaswave_plugin.core.agreement.timeouts import Heartbeat, Timeouts
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.environment import RESERVE, Program
+from elaswave_plugin.ipc.handshake import secret_at
 from elaswave_plugin.ipc.peer import own_machine
+from elaswave_plugin.ipc.secret import Secret, named_secrets
 from elaswave_plugin.launch.options import LaunchSpec
 from elaswave_plugin.supervisor.peers.join_client import Roster, ask_roster
 from elaswave_plugin.supervisor.peers.same_program import describe_program, difference
+
+_ANSWER_S = 5.0
 
 
 class Vacancy(NamedTuple):
@@ -23,6 +28,7 @@ class Vacancy(NamedTuple):
     world_size: int
     contacts: tuple[str, ...]
     spec: LaunchSpec
+    secret: Secret
 
 
 def find_vacancy(spec: LaunchSpec) -> Vacancy:
@@ -30,8 +36,10 @@ def find_vacancy(spec: LaunchSpec) -> Vacancy:
     assert spec.join is not None
     host, _, port = spec.join.rpartition(":")
     contact = f"{host.removeprefix('[').removesuffix(']')}:{port}"
+    secrets = named_secrets(os.environ, spec.run_dir)
     try:
-        roster = ask_roster([contact])
+        secret = secret_at(contact, secrets, _ANSWER_S)
+        roster = ask_roster([contact], secret)
     except OSError as error:
         raise ConfigurationError(
             f"--join is {spec.join}, where no supervisor of a job answers "
@@ -54,6 +62,7 @@ def find_vacancy(spec: LaunchSpec) -> Vacancy:
         node=roster.node_for(own_machine()),
         world_size=world_size,
         contacts=tuple(peer.data for peer in roster.living),
+        secret=secret,
         spec=replace(
             spec,
             run_dir=run_dir,

@@ -16,6 +16,8 @@ from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.environment import QUIESCE, RESERVE, Program, variable
 from elaswave_plugin.ipc.process_limit import explained_process_limit
 from elaswave_plugin.ipc.reactor import Reactor
+from elaswave_plugin.ipc.secret import SECRET_FILE, Secret, left_to_user
+from elaswave_plugin.launch.job_secret import agreed_secret, check_required, first_secret
 from elaswave_plugin.launch.join import Vacancy, find_vacancy
 from elaswave_plugin.launch.options import LaunchSpec, parse_run_args
 from elaswave_plugin.launch.preflight import allow_descriptors, open_run_dir, refuse_second_job
@@ -63,6 +65,8 @@ def run_job(spec: LaunchSpec) -> int:
     """
     if spec.join is not None:
         return _join_job(spec)
+    alone = spec.nnodes == 1
+    check_required(os.environ, alone=alone, required=spec.require_secret)
     allow_descriptors(spec.nnodes * spec.nproc_per_node + spec.reserve)
     open_run_dir(spec.run_dir)
     if spec.node_rank == 0:
@@ -76,14 +80,26 @@ def run_job(spec: LaunchSpec) -> int:
         timeout_s=spec.start_timeout_s,
         several=spec.nnodes > 1,
     )
+    if spec.node_rank == 0:
+        secret = first_secret(os.environ, spec.run_dir)
+    else:
+        secret = agreed_secret(
+            os.environ,
+            spec.run_dir,
+            host=spec.master_addr,
+            ports=(port,),
+            job=_job_name(port),
+            timeout_s=spec.start_timeout_s,
+        )
     zygotes = _connect_zygotes(spec)
     if spec.nnodes == 2 and spec.node_rank == 0:
         say("with 2 nodes the loss of node 0 cannot be survived: it is the half that goes on")
     with (
         EventLog(spec.run_dir / "events.jsonl" if spec.run_dir else None) as events,
+        left_to_user(secret),
         relayed_output(),
     ):
-        return _NodeJob(spec, events, host).run(listener, port, zygotes)
+        return _NodeJob(spec, events, host, secret).run(listener, port, zygotes)
 
 
 def _join_job(spec: LaunchSpec) -> int:
@@ -98,14 +114,15 @@ def _join_job(spec: LaunchSpec) -> int:
         EventLog(spec.run_dir / "events.jsonl" if spec.run_dir else None) as events,
         relayed_output(),
     ):
-        return _NodeJob(spec, events, host).run_newcomers(vacancy, zygotes)
+        return _NodeJob(spec, events, host, vacancy.secret).run_newcomers(vacancy, zygotes)
 
 
 class _NodeJob:
     """The processes of one node: all are children of this one, and end with it."""
 
-    def __init__(self, spec: LaunchSpec, events: EventLog, host: str) -> None:
+    def __init__(self, spec: LaunchSpec, events: EventLog, host: str, secret: Secret) -> None:
         self._spec = spec
+        self._secret = secret
         self._host = host
         self._events = events
         self._reactor = Reactor()
@@ -243,6 +260,8 @@ class _NodeJob:
             ports=(port,),
             job=_job_name(port),
             timeout_s=spec.start_timeout_s,
+            secret=self._secret,
+            hands_out=_hands_out(spec),
             reserve=spec.reserve,
             width=spec.nproc_per_node,
         )
@@ -269,6 +288,7 @@ class _NodeJob:
             ports=(),
             job="",
             timeout_s=self._spec.start_timeout_s,
+            secret=self._secret,
         )
         env = {
             **_job_env(self._spec),
@@ -412,6 +432,11 @@ class _NodeJob:
                 say(f"no supervisor of node {node} lived to the end of the job")
             return EXIT_FAILED
         return next((code for code in told if code), 0)
+
+
+def _hands_out(spec: LaunchSpec) -> bool:
+    """Return whether another node may be given the secret, which has no file for it."""
+    return spec.nnodes > 1 and not os.environ.get(SECRET_FILE) and not spec.require_secret
 
 
 def _listen(spec: LaunchSpec) -> socket.socket:

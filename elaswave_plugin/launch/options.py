@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from elaswave_plugin.core.agreement.timeouts import Heartbeat, Timeouts
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.environment import QUIESCE, RESERVE, read_reserve, variable
+from elaswave_plugin.launch.job_secret import REQUIRE
 from elaswave_plugin.launch.preflight import check_run_dir
 from elaswave_plugin.launch.script_options import check_script_options, hint_for
 from elaswave_plugin.rehearsed import rehearsed_settings
@@ -96,6 +97,7 @@ class LaunchSpec:
     start_timeout_s: float = START_S
     timeouts: Timeouts = field(default_factory=Timeouts)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    require_secret: bool = False
 
     def __post_init__(self) -> None:
         _require(
@@ -167,6 +169,7 @@ def parse_run_args(argv: Sequence[str]) -> LaunchSpec:
         start_timeout_s=timeouts.start_s,
         timeouts=timeouts.agreement,
         heartbeat=timeouts.heartbeat,
+        require_secret=shared.require_secret,
     )
 
 
@@ -183,6 +186,7 @@ class ScriptSettings:
 
     run_dir: Path | None
     quiesce_timeout_s: float | None
+    require_secret: bool
 
 
 def script_settings(args: Sequence[str], env: Mapping[str, str]) -> ScriptSettings:
@@ -209,8 +213,20 @@ def script_settings(args: Sequence[str], env: Mapping[str, str]) -> ScriptSettin
     except argparse.ArgumentTypeError as error:
         raise ConfigurationError(f"{source}: {error}") from error
     return ScriptSettings(
-        run_dir=Path(run_dir).absolute() if run_dir else None, quiesce_timeout_s=quiesce_s
+        run_dir=Path(run_dir).absolute() if run_dir else None,
+        quiesce_timeout_s=quiesce_s,
+        require_secret=_requires_secret(args, section, origin),
     )
+
+
+def _requires_secret(args: Sequence[str], section: Mapping[str, Any], origin: str) -> bool:
+    value = section.get("require_secret", False)
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{origin}: key 'require_secret' is {value!r}, wanted a boolean")
+    given = [word.partition("=")[0].replace("_", "-") for word in args]
+    if REQUIRE not in given:
+        return value
+    return str(_peek(args, REQUIRE)).lower() not in ("off", "false", "0", "no")
 
 
 def _deepspeed_section(args: Sequence[str]) -> dict[str, Any]:

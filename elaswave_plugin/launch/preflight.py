@@ -6,11 +6,14 @@ import contextlib
 import os
 import resource
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.address_file import Address, read_addresses
+from elaswave_plugin.ipc.handshake import secret_at
 from elaswave_plugin.ipc.requests import request
+from elaswave_plugin.ipc.secret import Secret, named_secrets
 from elaswave_plugin.tracking.events import EVENTS_FILE, LEDGER_FILE, STEPS_FILE
 
 # As many as the smallest file takes on a disk.
@@ -66,7 +69,8 @@ def refuse_second_job(folder: Path | None) -> None:
     """
     known = [] if folder is None else read_addresses(folder)
     with ThreadPoolExecutor(max(1, min(MOST_AT_ONCE, len(known)))) as pool:
-        for one, answers in zip(known, pool.map(_answers, known), strict=True):
+        ask = partial(_answers, secrets=named_secrets(os.environ, folder))
+        for one, answers in zip(known, pool.map(ask, known), strict=True):
             if answers:
                 raise ConfigurationError(
                     f"a job is running in {str(folder)!r}: its supervisor of worker {one.slot} (pid"
@@ -75,9 +79,10 @@ def refuse_second_job(folder: Path | None) -> None:
                 )
 
 
-def _answers(one: Address) -> bool:
+def _answers(one: Address, *, secrets: list[Secret]) -> bool:
     try:
-        answer = request(one.address, {"t": "status"}, ANSWER_S)
+        secret = secret_at(one.address, secrets, ANSWER_S)
+        answer = request(one.address, {"t": "status"}, ANSWER_S, secret)
     except OSError:
         return False
     # The port may belong to somebody else by now.

@@ -14,6 +14,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,8 +22,15 @@ from elaswave_plugin.errors import EXIT_FAILED, EXIT_LEFT_OUT, ConfigurationErro
 from elaswave_plugin.ipc.environment import QUIESCE, RESERVE, Program, read_reserve, variable
 from elaswave_plugin.ipc.process_limit import explained_process_limit
 from elaswave_plugin.ipc.process_tree import die_with_parent
+from elaswave_plugin.ipc.secret import SECRET_FILE, Secret, left_to_user
+from elaswave_plugin.launch.job_secret import agreed_secret, check_required, first_secret
 from elaswave_plugin.launch.launch import connect_zygote
-from elaswave_plugin.launch.options import add_timeouts, read_timeouts, script_settings
+from elaswave_plugin.launch.options import (
+    ScriptSettings,
+    add_timeouts,
+    read_timeouts,
+    script_settings,
+)
 from elaswave_plugin.launch.preflight import (
     allow_descriptors,
     check_run_dir,
@@ -90,14 +98,12 @@ def supervise(
     env = {**{ours: env[name] for ours, name in _OF_OPEN_MPI if name in env}, **env}
     settings = script_settings(program.args, env)
     timeouts = read_timeouts(options, env, quiesce_timeout_s=settings.quiesce_timeout_s)
-    rendezvous = _rendezvous(env, getattr(options, "elaswave_control_port", None), timeouts.start_s)
+    port = getattr(options, "elaswave_control_port", None)
+    rendezvous = _rendezvous(env, port, timeouts.start_s, settings)
     allow_descriptors(rendezvous.world_size + rendezvous.reserve)
-    if not program.module and not Path(program.script).is_file():
-        raise ConfigurationError(
-            f"script {program.script!r} is no file; give the path of a script, or -m and a module"
-        )
-    check_run_dir(settings.run_dir)
-    open_run_dir(settings.run_dir)
+    _check(program, settings)
+    several = env.get("LOCAL_WORLD_SIZE") != env["WORLD_SIZE"]
+    check_required(env, alone=not several, required=settings.require_secret)
     if rendezvous.slot == 0:
         refuse_second_job(settings.run_dir)
     if notice_file := env.get(NOTICE_FILE):
@@ -109,7 +115,6 @@ def supervise(
     }
     if settings.run_dir is not None:
         trainer_env["ELASWAVE_DIR"] = str(settings.run_dir)
-    several = env.get("LOCAL_WORLD_SIZE") != env["WORLD_SIZE"]
     listener = _listen(rendezvous, several=several) if rendezvous.slot == 0 else None
     host = own_host(
         rendezvous.host,
@@ -118,11 +123,12 @@ def supervise(
         timeout_s=rendezvous.timeout_s,
         several=several,
     )
+    rendezvous = replace(rendezvous, secret=_secret(rendezvous, env, settings.run_dir))
     zygote = getattr(options, "elaswave_zygote", None) or env.get("ELASWAVE_ZYGOTE")
     connection = connect_zygote(zygote, trainer_env) if zygote else None
     die_with_parent(os.getppid())
     try:
-        with explained_process_limit():
+        with left_to_user(rendezvous.secret), explained_process_limit():
             supervisor = Supervisor(
                 SupervisorSpec(
                     rendezvous=rendezvous,
@@ -145,6 +151,16 @@ def supervise(
         return EXIT_CRASHED
 
 
+def _check(program: Program, settings: ScriptSettings) -> None:
+    """Raise ConfigurationError where there is no such script, or no run directory can be made."""
+    if not program.module and not Path(program.script).is_file():
+        raise ConfigurationError(
+            f"script {program.script!r} is no file; give the path of a script, or -m and a module"
+        )
+    check_run_dir(settings.run_dir)
+    open_run_dir(settings.run_dir)
+
+
 def _parser() -> _Parser:
     parser = _Parser(
         prog="elaswave_plugin.run",
@@ -165,7 +181,23 @@ def _parser() -> _Parser:
     return parser
 
 
-def _rendezvous(env: Mapping[str, str], control_port: int | None, start_s: float) -> RendezvousSpec:
+def _secret(rendezvous: RendezvousSpec, env: Mapping[str, str], run_dir: Path | None) -> Secret:
+    if rendezvous.slot == 0:
+        return first_secret(env, run_dir)
+    return agreed_secret(
+        env,
+        run_dir,
+        host=rendezvous.host,
+        ports=rendezvous.ports,
+        job=rendezvous.job,
+        timeout_s=rendezvous.timeout_s,
+    )
+
+
+def _rendezvous(
+    env: Mapping[str, str], control_port: int | None, start_s: float, settings: ScriptSettings
+) -> RendezvousSpec:
+    """Describe the meeting; its secret is to be replaced by the job's."""
     missing = [name for name in _WANTED if name not in env]
     if missing:
         raise ConfigurationError(
@@ -192,6 +224,8 @@ def _rendezvous(env: Mapping[str, str], control_port: int | None, start_s: float
             ports=(port,) if port else tuple(range(first, min(first + _PORTS_TRIED, 1 << 16))),
             job="/".join([str(os.getuid()), *(env.get(name, "") for name in _NAMES_OF_A_JOB)]),
             timeout_s=start_s,
+            secret=Secret.new(),
+            hands_out=not env.get(SECRET_FILE) and not settings.require_secret,
             reserve=reserve,
             width=int(env.get("LOCAL_WORLD_SIZE", 0)),
         )

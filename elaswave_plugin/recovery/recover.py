@@ -54,6 +54,7 @@ def take_state(
             state = restore(
                 slot=worker.slot,
                 pool=worker.state.pool,
+                secret=worker.member.secret,
                 make_plan=make_plan,
                 timeout_s=worker.config.transfer_timeout_s,
                 check=worker.member.check,

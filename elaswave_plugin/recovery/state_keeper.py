@@ -195,6 +195,7 @@ class StateKeeper:
             plan,
             slot=self._member.slot,
             pool=self.pool,
+            secret=self._member.secret,
             timeout_s=self._config.transfer_timeout_s,
             check=self._member.check,
             write=framework.write_moments,

@@ -73,6 +73,7 @@ class Worker:
         self.links = LinkTable(
             self.slot,
             host=self.member.host,
+            secret=self.member.secret,
             on_link_lost=lambda slot, why: broken_links.report(
                 slot, why, epoch=self.view.epoch, step=self.completed
             ),

@@ -11,6 +11,7 @@ import torch
 from elaswave_plugin.core.layout.shards import MOMENTS
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan
 from elaswave_plugin.errors import EpochChanged, LinkError
+from elaswave_plugin.ipc.secret import Secret
 from elaswave_plugin.snapshot.restore import read_parts
 from elaswave_plugin.snapshot.snapshot_pool import SnapshotPool
 
@@ -34,6 +35,7 @@ class DeferredMoments:
         *,
         slot: int,
         pool: SnapshotPool,
+        secret: Secret,
         timeout_s: float,
         check: Callable[[], None],
         write: Callable[[torch.Tensor], None],
@@ -52,7 +54,13 @@ class DeferredMoments:
 
         def read() -> tuple[torch.Tensor, int, float]:
             moments, fetched_bytes = read_parts(
-                plan, MOMENTS, slot=slot, pool=pool, timeout_s=timeout_s, check=still_wanted
+                plan,
+                MOMENTS,
+                slot=slot,
+                pool=pool,
+                secret=secret,
+                timeout_s=timeout_s,
+                check=still_wanted,
             )
             return moments, fetched_bytes, time.monotonic() - started_s
 

@@ -7,6 +7,8 @@ import time
 from types import TracebackType
 
 from elaswave_plugin.errors import LinkError
+from elaswave_plugin.ipc.handshake import Kind, prove
+from elaswave_plugin.ipc.secret import Secret
 from elaswave_plugin.ipc.wire import Check, connect, receive_frame, receive_into, send_frame
 
 
@@ -18,11 +20,18 @@ class Fetcher:
     Raises LinkError where the supervisor cannot be reached.
     """
 
-    def __init__(self, address: str, *, timeout_s: float, check: Check | None = None) -> None:
+    def __init__(
+        self, address: str, *, secret: Secret, timeout_s: float, check: Check | None = None
+    ) -> None:
         self.address = address
         self._check = check
         try:
             self._sock: socket.socket = connect(address, timeout_s, check)
+            try:
+                prove(self._sock, secret, Kind.SERVER, timeout_s=timeout_s, check=check)
+            except BaseException:
+                self._sock.close()
+                raise
         except OSError as error:
             raise LinkError(f"supervisor at {address} cannot be reached: {error}") from error
 

@@ -17,6 +17,7 @@ from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.core.layout.shards import ELEMENT_BYTES, PARTS, WEIGHTS, ShardPiece
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan
 from elaswave_plugin.errors import LinkError, PlanDigestError, SnapshotUnreadableError
+from elaswave_plugin.ipc.secret import Secret
 from elaswave_plugin.snapshot.fetch import Fetcher
 from elaswave_plugin.snapshot.snapshot_pool import SnapshotPool, VerifiedReader
 
@@ -35,6 +36,7 @@ def restore(
     *,
     slot: int,
     pool: SnapshotPool,
+    secret: Secret,
     make_plan: Callable[..., RecoveryPlan],
     timeout_s: float,
     check: Callable[[], None] | None = None,
@@ -42,9 +44,10 @@ def restore(
 ) -> RestoredState:
     """Read and verify the weights of ``slot``; collective over WORLD.
 
-    ``make_plan(rejected=...)`` makes the plan that avoids those snapshots. ``check`` is called all
-    the time while bytes are awaited; it may raise EpochChanged. ``reading`` is entered around that,
-    which may take ``timeout_s`` for each source.
+    ``make_plan(rejected=...)`` makes the plan that avoids those snapshots. Other supervisors are
+    asked with the job's ``secret``. ``check`` is called all the time while bytes are awaited; it
+    may raise EpochChanged. ``reading`` is entered around that, which may take ``timeout_s`` for
+    each source.
     Raises PlanDigestError, SnapshotGapError.
     """
     rejected: frozenset[SealedShard] = frozenset()
@@ -55,7 +58,9 @@ def restore(
         state = None
         try:
             with reading():
-                state = _read(plan, slot=slot, pool=pool, timeout_s=timeout_s, check=check)
+                state = _read(
+                    plan, slot=slot, pool=pool, secret=secret, timeout_s=timeout_s, check=check
+                )
         except SnapshotUnreadableError as error:
             found = error.sealed
         everyone = _exchange(found)
@@ -84,14 +89,17 @@ def _read(
     *,
     slot: int,
     pool: SnapshotPool,
+    secret: Secret,
     timeout_s: float,
     check: Callable[[], None] | None,
 ) -> RestoredState:
     (masters,), fetched_bytes = read_parts(
-        plan, WEIGHTS, slot=slot, pool=pool, timeout_s=timeout_s, check=check
+        plan, WEIGHTS, slot=slot, pool=pool, secret=secret, timeout_s=timeout_s, check=check
     )
     nearest = _nearest_capsule(plan, slot)
-    with _open(nearest, slot=slot, pool=pool, timeout_s=timeout_s, check=check) as reader:
+    with _open(
+        nearest, slot=slot, pool=pool, secret=secret, timeout_s=timeout_s, check=check
+    ) as reader:
         capsule = reader.read_capsule()
     return RestoredState(plan=plan, masters=masters, capsule=capsule, fetched_bytes=fetched_bytes)
 
@@ -111,6 +119,7 @@ def read_parts(
     *,
     slot: int,
     pool: SnapshotPool,
+    secret: Secret,
     timeout_s: float,
     check: Callable[[], None] | None,
 ) -> tuple[torch.Tensor, int]:
@@ -125,7 +134,9 @@ def read_parts(
     target = memoryview(payload.view(torch.uint8).view(-1).numpy())  # type: ignore[arg-type]
     fetched_bytes = 0
     for source, pieces in plan.pieces(slot):
-        with _open(source, slot=slot, pool=pool, timeout_s=timeout_s, check=check) as reader:
+        with _open(
+            source, slot=slot, pool=pool, secret=secret, timeout_s=timeout_s, check=check
+        ) as reader:
             before = plan.before(source).shard_numel
             num_bytes = reader.read_ranges(_ranges(parts, pieces, before, numel, target))
             fetched_bytes += 0 if source.holder == slot else num_bytes
@@ -138,6 +149,7 @@ def _open(
     *,
     slot: int,
     pool: SnapshotPool,
+    secret: Secret,
     timeout_s: float,
     check: Callable[[], None] | None,
 ) -> Iterator[VerifiedReader]:
@@ -152,7 +164,9 @@ def _open(
         yield VerifiedReader(source, read_own)
         return
     try:
-        with Fetcher(source.holder_address, timeout_s=timeout_s, check=check) as fetcher:
+        with Fetcher(
+            source.holder_address, secret=secret, timeout_s=timeout_s, check=check
+        ) as fetcher:
 
             def read(offset: int, into: memoryview) -> None:
                 fetcher.fetch(

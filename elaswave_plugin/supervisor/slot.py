@@ -63,7 +63,7 @@ def slot_in_job(rendezvous: RendezvousSpec, contacts: Sequence[str], data: str) 
         data=data,
         machine=own_machine(),
     )
-    meeting, kept = seek_admission(own, contacts, timeout_s=rendezvous.timeout_s)
+    meeting, kept = seek_admission(own, contacts, rendezvous.secret, timeout_s=rendezvous.timeout_s)
     assert meeting.welcome is not None
     gone = {rendezvous.slot, *meeting.welcome.lost}
     beside = [one for one in meeting.peers if one.node == rendezvous.node and one.slot not in gone]

@@ -12,6 +12,7 @@ from elaswave_plugin.core.codec import WireMessage
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.ipc.frames import Copied, Copying
 from elaswave_plugin.ipc.peer import Peer
+from elaswave_plugin.supervisor.peers.rendezvous import RendezvousSpec
 from elaswave_plugin.supervisor.snapshot_server import SnapshotCopier
 from elaswave_plugin.supervisor.snapshot_store import SnapshotStore
 from elaswave_plugin.tracking.events import EventLog
@@ -25,14 +26,14 @@ class Copies:
         store: SnapshotStore,
         peers: Sequence[Peer],
         *,
-        node: int,
+        rendezvous: RendezvousSpec,
         tell: Callable[[WireMessage], None],
         events: EventLog,
     ) -> None:
-        """`node`: the own one; `tell(message)`, from any thread, is for the trainer."""
+        """`rendezvous`: the own one; `tell(message)`, from any thread, is for the trainer."""
         self._store = store
         self._peers = peers
-        self._node = node
+        self._rendezvous = rendezvous
         self._tell = tell
         self._events = events
         self._copiers: dict[int, SnapshotCopier] = {}
@@ -55,7 +56,8 @@ class Copies:
         return SnapshotCopier(
             self._store,
             peer.data,
-            same_node=peer.node == self._node,
+            secret=self._rendezvous.secret,
+            same_node=peer.node == self._rendezvous.node,
             on_copied=partial(self._copied, target),
             on_broken=partial(self._broken, target),
             on_moving=partial(self._moving, target),

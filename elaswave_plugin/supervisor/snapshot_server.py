@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import socket
+import stat
 import struct
 import threading
 import time
@@ -13,9 +14,11 @@ from queue import SimpleQueue
 
 from elaswave_plugin.core.codec import UnreadableMessageError, from_json
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
-from elaswave_plugin.ipc.console import say
+from elaswave_plugin.ipc.handshake import HandshakeError, Kind, admit, is_same_user, prove
 from elaswave_plugin.ipc.requests import Answer
+from elaswave_plugin.ipc.secret import Secret
 from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET
+from elaswave_plugin.ipc.strangers import Strangers
 from elaswave_plugin.ipc.wire import (
     Frame,
     probe_when_silent,
@@ -34,13 +37,16 @@ COPY_AGAIN_S = 0.2
 _REQUEST_BYTES = 1 << 20
 TELL_EVERY_S = 0.2
 _PIECE_BYTES = 1 << 20
+# A worker seals into two buffers in turn.
+_BUFFERS = 2
 
 
 class SnapshotServer:
     """Accepts bulk connections on `host`; `address` is "host:port".
 
-    `others` answer the requests of other kinds, by the name of the kind; `takers` are given the
-    connection itself together with the request.
+    Everybody proves `secret` first. Processes of this machine may come by a Unix socket of the
+    abstract namespace, by which they hand over descriptors. `others` answer the requests of other
+    kinds, by the name of the kind; `takers` are given the connection itself with the request.
     """
 
     def __init__(
@@ -49,29 +55,41 @@ class SnapshotServer:
         host: str,
         others: Mapping[str, Answer] | None = None,
         takers: Mapping[str, Taker] | None = None,
+        *,
+        secret: Secret,
     ) -> None:
         self._store = store
+        self._secret = secret
         self._others = dict(others or {})
         self._takers = dict(takers or {})
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=256)
+        far = socket.create_server((host, 0), family=family, backlog=256)
+        self.address = f"{host}:{far.getsockname()[1]}"
+        near = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        near.bind(_near_name(self.address))
+        near.listen(256)
+        self._listeners = (far, near)
         self._closed = threading.Event()
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self._strangers = Strangers(self.address)
 
     def start(self) -> None:
         """Serve in daemon threads, one a connection."""
-        threading.Thread(target=self._accept, name="snapshot-server", daemon=True).start()
+        for listener in self._listeners:
+            threading.Thread(
+                target=self._accept, args=(listener,), name="snapshot-server", daemon=True
+            ).start()
 
     def close(self) -> None:
         """Accept no more connections."""
         # In this order: once it is told, the accepting thread closes the socket.
-        self._listener.shutdown(socket.SHUT_RDWR)
+        for listener in self._listeners:
+            listener.shutdown(socket.SHUT_RDWR)
         self._closed.set()
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         while not self._closed.is_set():
             try:
-                sock, _ = self._listener.accept()
+                sock, _ = listener.accept()
             except OSError:
                 # Not only where it is closed: a process may be out of descriptors for a moment.
                 self._closed.wait(ACCEPT_AGAIN_S)
@@ -83,13 +101,18 @@ class SnapshotServer:
                 peer.start()
             except RuntimeError:  # no more threads: the peer asks again
                 sock.close()
-        self._listener.close()
+        listener.close()
 
     def _serve(self, sock: socket.socket) -> None:
         with sock:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            probe_when_silent(sock)
             try:
+                with self._strangers.one(sock):
+                    if sock.family is socket.AF_UNIX and not is_same_user(sock):
+                        raise HandshakeError("who dials is another user of this machine")
+                    admit(sock, self._secret, Kind.SERVER)
+                if sock.family is not socket.AF_UNIX:
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                probe_when_silent(sock)
                 while True:
                     request = receive_frame(sock, IDLE_S, longest_bytes=_REQUEST_BYTES)
                     if request["t"] == "fetch":
@@ -105,11 +128,12 @@ class SnapshotServer:
                         return
                     else:
                         raise UnreadableMessageError(request["t"])
+            except HandshakeError as error:
+                self._strangers.refuse(error)
             except OSError:
                 return  # the peer is gone or stuck; an unfinished copy has never become a record
             except _MALFORMED as error:
-                # A stranger (a port scan, another program): no supervisor says such a thing.
-                say(f"what came to {self.address} is no request: {error!r:.200}")
+                self._strangers.refuse(f"no request: {error!r:.200}")
 
     def _answer_fetch(self, sock: socket.socket, request: Frame) -> None:
         found = self._store.open(**{name: request[name] for name in ("owner", "step", "epoch")})
@@ -129,15 +153,16 @@ class SnapshotServer:
             os.close(fd)
 
     def _hold(self, sock: socket.socket, request: Frame) -> None:
-        fds: list[int] = []
-        try:
-            for path in request["memory"]:
-                fds.append(os.open(str(path), os.O_RDONLY | os.O_CLOEXEC))
-        except OSError:
+        owner = int(request["owner"])
+        sock.settimeout(STALL_S)
+        _, fds, _, _ = socket.recv_fds(sock, 1, _BUFFERS)
+        if len(fds) != _BUFFERS or not all(stat.S_ISREG(os.fstat(fd).st_mode) for fd in fds):
             for fd in fds:
                 os.close(fd)
-            raise
-        self._store.hold(int(request["owner"]), fds)
+            raise UnreadableMessageError(f"{len(fds)} descriptors, wanted {_BUFFERS} of memory")
+        for fd in fds:
+            os.set_inheritable(fd, False)
+        self._store.hold(owner, fds)
         send_frame(sock, {"t": "held"})
 
     def _take_copy(self, sock: socket.socket, request: Frame) -> None:
@@ -181,6 +206,7 @@ class SnapshotCopier:
         store: SnapshotStore,
         address: str,
         *,
+        secret: Secret,
         same_node: bool = False,
         on_copied: Callable[[int, int], None],
         on_broken: Callable[[str], None],
@@ -188,6 +214,7 @@ class SnapshotCopier:
     ) -> None:
         self._store = store
         self._address = address
+        self._secret = secret
         self._same_node = same_node
         self._on_copied = on_copied
         self._on_broken = on_broken
@@ -232,9 +259,21 @@ class SnapshotCopier:
                 return
 
     def _connect(self) -> socket.socket:
-        host, _, port = self._address.rpartition(":")
-        sock = socket.create_connection((host, int(port)), timeout=STALL_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        """By the Unix socket on the same node, where descriptors are handed over."""
+        if self._same_node:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        else:
+            host, _, port = self._address.rpartition(":")
+            sock = socket.create_connection((host, int(port)), timeout=STALL_S)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            if self._same_node:
+                sock.settimeout(STALL_S)
+                sock.connect(_near_name(self._address))
+            prove(sock, self._secret, Kind.SERVER, timeout_s=STALL_S)
+        except BaseException:
+            sock.close()
+            raise
         return sock
 
     def _disconnect(self) -> None:
@@ -245,8 +284,8 @@ class SnapshotCopier:
     def _hand_over(self, sock: socket.socket, record: SealedShard) -> None:
         sock.settimeout(STALL_S)
         if self._same_node:
-            memory = [f"/proc/{os.getpid()}/fd/{fd}" for fd in self._store.fds]
-            send_frame(sock, {"t": "hold", "owner": self._store.slot, "memory": memory})
+            send_frame(sock, {"t": "hold", "owner": self._store.slot})
+            socket.send_fds(sock, [b"\0"], list(self._store.fds))
             receive_frame(sock, STALL_S)
         elif not self._copy(sock, record):
             return
@@ -271,6 +310,10 @@ class SnapshotCopier:
         if now_s - self._told_s >= TELL_EVERY_S:
             self._told_s = now_s
             self._on_moving()
+
+
+def _near_name(address: str) -> str:
+    return f"\0elaswave supervisor {address}"
 
 
 def send_memory(

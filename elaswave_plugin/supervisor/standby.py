@@ -40,7 +40,7 @@ def serve(
     while True:
         slot = spec.rendezvous.slot
         try:
-            roster = ask_roster(spec.joins)
+            roster = ask_roster(spec.joins, spec.rendezvous.secret)
         except OSError as error:
             say(f"worker {slot} does not join: no supervisor of the job answers ({error})")
             return EXIT_CONFIGURATION
@@ -69,7 +69,12 @@ def _stand_by(
     # Each contact may take its whole time to be silent, and name a leader that is.
     while time.monotonic() - heard_s < (2 + 2 * len(contacts)) * spec.heartbeat.timeout_s:
         try:
-            roster = ask_roster(contacts, standby=who, timeout_s=spec.heartbeat.timeout_s)
+            roster = ask_roster(
+                contacts,
+                spec.rendezvous.secret,
+                standby=who,
+                timeout_s=spec.heartbeat.timeout_s,
+            )
         except ConnectionRefusedError:
             return EXIT_UNUSED
         except OSError:

@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import partial
 
 import elaswave_plugin.ipc.frames as said
@@ -139,6 +139,7 @@ class Supervisor:
             own.meeting,
             own.register,
             slot=self._slot,
+            secret=self._spec.rendezvous.secret,
             timeouts=self._spec.timeouts,
             heartbeat=self._spec.heartbeat,
             trainer_side=self,
@@ -149,7 +150,7 @@ class Supervisor:
         self._copies = Copies(
             self._store,
             self._coordinator.peers,
-            node=self._spec.rendezvous.node,
+            rendezvous=self._spec.rendezvous,
             tell=lambda message: self._reactor.post(lambda: self._trainer.send(message)),
             events=self._events,
         )
@@ -180,6 +181,7 @@ class Supervisor:
             env=env,
             snapshot_fds=self._store.fds,
             zygote=self._zygote,
+            secret=self._spec.rendezvous.secret,
         )
 
     def _attach(self, trainer: TrainerSession) -> None:
@@ -192,12 +194,12 @@ class Supervisor:
         )
 
     def _meet(self) -> OwnSlot:
-        rendezvous, host = self._spec.rendezvous, self._spec.host
-        if self._listener is None:
-            return slot_at_launch(rendezvous, host, None, self._data_address)
-        clear_addresses(self._spec.run_dir)
-        with self._listener:  # closed after the meeting: the port is the script's to use
-            return slot_at_launch(rendezvous, host, self._listener, self._data_address)
+        spec = self._spec
+        if self._listener is not None:
+            clear_addresses(spec.run_dir)
+        # Closed after the meeting: the port is the script's to use.
+        with self._listener or nullcontext():
+            return slot_at_launch(spec.rendezvous, spec.host, self._listener, self._data_address)
 
     def _take_slot(self) -> OwnSlot:
         """Become a supervisor of a job that runs, and start the slot's next trainer."""
@@ -240,13 +242,12 @@ class Supervisor:
             self._spec.host,
             {**in_turn, "where": self._answer_where},
             {"link": partial(take_link, self._reactor, lambda: self._reception)},
+            secret=self._spec.rendezvous.secret,
         )
 
     def _address(self) -> Address:
-        rendezvous = self._spec.rendezvous
-        return Address(
-            slot=rendezvous.slot, node=rendezvous.node, pid=os.getpid(), address=self._data_address
-        )
+        node, address = self._spec.rendezvous.node, self._data_address
+        return Address(slot=self._slot, node=node, pid=os.getpid(), address=address)
 
     def _lost_supervisors(self) -> Iterable[tuple[int, int]]:
         """Slots and process ids; nothing where it is this one that the others have lost."""
@@ -504,8 +505,8 @@ class Supervisor:
 
     def _on_late_exit(self, trainer: TrainerSession, status: str, exit_code: int | None) -> None:
         """One that did not die, and counts as gone, has ended after all."""
-        fields = {"slot": self._slot, "incarnation": trainer.incarnation}
-        self._events.emit("worker_exited_late", status=status, **fields)
+        who = {"slot": self._slot, "incarnation": trainer.incarnation}
+        self._events.emit("worker_exited_late", status=status, **who)
         self._orphans.end_now(trainer.process.pid)
         if trainer.returns:
             self._start_again()
@@ -536,8 +537,8 @@ class Supervisor:
 
     def _give_slot_back(self, exit_code: int | None) -> None:
         """A supervisor that came later, and has brought no worker in, leaves the slot to others."""
-        view = self._agreement.committed
-        if self._spec.joins and self._exit_code is None and self._slot not in view.ranks:
+        is_member = self._slot in self._agreement.committed.ranks
+        if self._spec.joins and self._exit_code is None and not is_member:
             say(f"worker {self._slot} could not join: its supervisor leaves the job")
             self._exit_code = exit_code or EXIT_FAILED
             self._agreement.leave("its worker could not join", time.monotonic())
@@ -574,17 +575,16 @@ class Supervisor:
             self._told = True
             if self._trainer.works:  # else it is about to end by itself
                 self.drain(reason)
-            limit_s = self._spec.timeouts.notice_timeout_s
-            self._reactor.after(limit_s, partial(self._leave, number, reason))
+            leave = partial(self._leave, number, reason)
+            self._reactor.after(self._spec.timeouts.notice_timeout_s, leave)
 
     def drain(self, reason: str, *, asked: bool = False) -> None:
         """Have the trainer leave between two steps, with nothing lost and nothing done twice.
 
         `asked`: it stays where the job would end without it and nothing is saved.
         """
-        trainer = self._trainer
-        trainer.send(said.Notice())  # before the change of the view that it leads to
-        saves = trainer.saves_last
+        self._trainer.send(said.Notice())  # before the change of the view that it leads to
+        saves = self._trainer.saves_last
         self._agreement.give_notice(reason, time.monotonic(), saves_last=saves, asked=asked)
 
     def _leave(self, number: int, reason: str) -> None:

@@ -20,7 +20,8 @@ from elaswave_plugin.ipc.environment import INCARNATION, Program
 from elaswave_plugin.ipc.process_tree import is_stopped
 from elaswave_plugin.ipc.progress_page import BETWEEN_STEPS, ProgressPage, create_page
 from elaswave_plugin.ipc.reactor import Reactor
-from elaswave_plugin.ipc.wire import Channel, Frame
+from elaswave_plugin.ipc.secret import Secret
+from elaswave_plugin.ipc.wire import Channel, Frame, send_frame
 from elaswave_plugin.supervisor.trainer_process import ExecTrainer, Given, ZygoteTrainer
 
 # Of a script that never imported torch, or does not let torch import us.
@@ -241,9 +242,14 @@ def start_session(
     env: Mapping[str, str],
     snapshot_fds: Sequence[int],
     zygote: socket.socket | None,
+    secret: Secret,
 ) -> TrainerSession:
-    """Start a trainer, from the zygote where there is one still."""
+    """Start a trainer, from the zygote where there is one still; the first it hears is the secret.
+
+    No variable of its environment has that: what it starts would inherit it.
+    """
     own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    send_frame(own, {"secret": secret.value.decode()})
     page_fd = create_page()
     env = {**env, INCARNATION: str(incarnation)}
     given = Given(env=env, control=theirs, snapshot_fds=snapshot_fds, progress_fd=page_fd)

@@ -29,8 +29,9 @@ from elaswave_plugin.ipc.environment import (
 )
 from elaswave_plugin.ipc.job_constants import JobConstants
 from elaswave_plugin.ipc.progress_page import ANNOUNCED_LIMIT_S, ProgressPage, page_fd
+from elaswave_plugin.ipc.secret import Secret
 from elaswave_plugin.ipc.title import set_title
-from elaswave_plugin.ipc.wire import Frame
+from elaswave_plugin.ipc.wire import Frame, receive_frame
 from elaswave_plugin.trainer.control_link import ControlLink
 from elaswave_plugin.trainer.lease import await_lease, guard_continuing
 from elaswave_plugin.trainer.signals import outlive_shared_signals
@@ -41,6 +42,8 @@ PLANNED_ARRIVAL_S = 60.0
 _SIGNS_OF_LIFE = 4
 # Beyond the announced phase and the time to answer: finding lost supervisors, a new leader.
 _COMMIT_SLACK_S = 60.0
+# The supervisor has sent it before it started this process.
+_SECRET_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +70,7 @@ class Member:
         slot: int,
         incarnation: int,
         snapshot_fds: tuple[int, int],
+        secret: Secret,
         host: str = LOOPBACK,
         progress_fd: int | None = None,
     ) -> None:
@@ -74,6 +78,7 @@ class Member:
         self.slot = slot
         self.incarnation = incarnation
         self.snapshot_fds = snapshot_fds
+        self.secret = secret
         self.host = host
         self.progress_page = ProgressPage(progress_fd)
         self.progress_page.begin(incarnation)
@@ -113,8 +118,11 @@ class Member:
             )
         first, second = env[SNAPSHOT_FDS].split(",")
         set_title(f"worker {env[SLOT]}")
+        sock = socket.socket(fileno=int(env[CONTROL_FD]))
+        secret = receive_frame(sock, _SECRET_S)["secret"]
         return cls(
-            sock=socket.socket(fileno=int(env[CONTROL_FD])),
+            sock=sock,
+            secret=Secret(secret.encode()),
             slot=int(env[SLOT]),
             incarnation=int(env[INCARNATION]),
             snapshot_fds=(int(first), int(second)),

@@ -17,7 +17,6 @@ import os
 import selectors
 import signal
 import socket
-import struct
 import sys
 import threading
 import traceback
@@ -28,6 +27,7 @@ from typing import Any, NoReturn
 
 from elaswave_plugin.errors import EXIT_CONFIGURATION
 from elaswave_plugin.ipc.environment import CONTROL_FD, SNAPSHOT_FDS
+from elaswave_plugin.ipc.handshake import is_same_user
 from elaswave_plugin.ipc.process_tree import die_with_parent, exit_at_once, lead_group
 from elaswave_plugin.ipc.progress_page import PROGRESS_FD
 from elaswave_plugin.ipc.title import set_title
@@ -100,11 +100,10 @@ class Zygote:
     def _accept(self) -> None:
         assert self._listener is not None
         sock, _ = self._listener.accept()
-        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        if struct.unpack("3i", credentials)[1] != os.getuid():
-            sock.close()
-        else:
+        if is_same_user(sock):
             self._add(sock)
+        else:
+            sock.close()
 
     def _add(self, sock: socket.socket) -> None:
         supervisor = _Supervisor(sock)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from elaswave_plugin.cli.requests import drain_worker
-from elaswave_plugin.ipc.address_file import read_addresses
+from elaswave_plugin.cli.status import addresses_in
 from elaswave_plugin.tracking.events import EVENTS_FILE, Tail
 from tests.chaos.draws import Scenario, undisturbed
 from tests.chaos.twins import ranks_by_step, twin_of
@@ -115,12 +115,12 @@ def _attend(
         for event in log.new():
             if event["kind"] != "fault_fired" or event["how"] not in ("drain", "grow", "join"):
                 continue
-            known = read_addresses(directory)
+            known = addresses_in(directory)
             if event["how"] == "drain":
                 drain_worker(known, slot=event["slot"], reason="drawn", timeout_s=DRAIN_LIMIT_S)
             else:
                 width = scenario.grows_by if event["how"] == "grow" else 1
-                place = [f"--join={known[0]}", f"--nproc-per-node={width}"]
+                place = [f"--join={known.addresses[0]}", f"--nproc-per-node={width}"]
                 launchers.append(open_launcher(spec, place, **where))
             (directory / f"done-{event['number']}").touch()
         time.sleep(0.02)  # the file is all that a running job shows

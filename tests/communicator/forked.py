@@ -17,6 +17,7 @@ import torch
 from elaswave_plugin.communicator.links.connection import State
 from elaswave_plugin.communicator.links.link_table import LinkTable
 from elaswave_plugin.communicator.process_group import GroupTable
+from tests.job_secret import SECRET
 
 LIMIT_S = 60.0
 
@@ -32,7 +33,7 @@ class Peer:
 
     def __init__(self, slot: int, commands: Connection, bell: Connection) -> None:
         self.slot = slot
-        self.links = LinkTable(slot)
+        self.links = LinkTable(slot, secret=SECRET)
         self.groups = GroupTable(self.links)
         self._commands = commands
         threading.Thread(target=self._ring, args=(bell,), daemon=True).start()

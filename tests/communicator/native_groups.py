@@ -17,6 +17,7 @@ from elaswave_plugin.communicator.groups import c10d_tables
 from elaswave_plugin.communicator.links.link_table import LinkTable
 from elaswave_plugin.communicator.process_group import GroupTable
 from elaswave_plugin.core.layout.device_groups import CommunicatorFacts
+from tests.job_secret import SECRET
 
 
 class RecordedWork:
@@ -142,7 +143,7 @@ class StartDetached:
     """Slot 0 of a job of three whose other members are only made up."""
 
     def __init__(self, **maker: Any) -> None:
-        self.links = LinkTable(0)
+        self.links = LinkTable(0, secret=SECRET)
         self.maker = RecordingMaker(**maker)
         self.table = GroupTable(self.links, maker=self.maker)
         self.open(1, (0, 1, 2))

@@ -22,7 +22,10 @@ from elaswave_plugin.communicator.links.frames import (
 from elaswave_plugin.communicator.links.link_table import LinkTable
 from elaswave_plugin.communicator.links.operation import Group, Operation
 from elaswave_plugin.errors import EpochChanged, LinkError
+from elaswave_plugin.ipc.handshake import Dialling
+from elaswave_plugin.ipc.handshake import Kind as Purpose
 from tests.communicator.forked import connected
+from tests.job_secret import SECRET, dialled
 
 LIMIT_S = 10.0
 
@@ -30,7 +33,7 @@ LIMIT_S = 10.0
 @pytest.fixture
 def pair() -> Iterator[tuple[LinkTable, LinkTable]]:
     """Two tables in one process, epoch 1 open."""
-    tables = LinkTable(0), LinkTable(1)
+    tables = LinkTable(0, secret=SECRET), LinkTable(1, secret=SECRET)
     _open(tables, 1)
     yield tables
     for table in tables:
@@ -83,7 +86,7 @@ def test_a_unix_socket_on_one_host_and_tcp_otherwise(
     size: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tables = LinkTable(0, hosts[0]), LinkTable(1, hosts[1])
+    tables = LinkTable(0, hosts[0], secret=SECRET), LinkTable(1, hosts[1], secret=SECRET)
     if not near_open:
         monkeypatch.setattr(listeners, "_name", lambda address: f"\0nobody at {address}")
     _open(tables, 1)
@@ -144,7 +147,7 @@ def test_messages_match_by_tag_and_keep_their_order(pair: tuple[LinkTable, LinkT
 
 def test_both_may_dial_at_once() -> None:
     for _ in range(30):
-        tables = LinkTable(0), LinkTable(1)
+        tables = LinkTable(0, secret=SECRET), LinkTable(1, secret=SECRET)
         _open(tables, 1)
         start = threading.Barrier(2)
         errors: list[BaseException] = []
@@ -310,8 +313,8 @@ def test_the_receiver_of_a_cut_message_sees_true_bytes_only(
 
 
 def _hello(table: LinkTable, hello: Hello) -> socket.socket:
-    host, port = table.address.split(":")
-    sock = socket.create_connection((host, int(port)), timeout=LIMIT_S)
+    sock = dialled(table.address, Purpose.LINK)
+    sock.settimeout(LIMIT_S)
     sock.sendall(hello.pack())
     return sock
 
@@ -370,8 +373,10 @@ def test_frames_of_an_older_epoch_are_dropped(pair: tuple[LinkTable, LinkTable])
 
 def test_a_broken_link_is_a_hint_and_the_operation_waits() -> None:
     lost: list[tuple[int, str]] = []
-    left = LinkTable(0, on_link_lost=lambda slot, reason: lost.append((slot, reason)))
-    right = LinkTable(1)
+    left = LinkTable(
+        0, secret=SECRET, on_link_lost=lambda slot, reason: lost.append((slot, reason))
+    )
+    right = LinkTable(1, secret=SECRET)
     _open((left, right), 1)
     got, _ = _receive(left, 1)
     right.wait(_send(right, b"x"))
@@ -395,7 +400,7 @@ def test_a_broken_link_is_a_hint_and_the_operation_waits() -> None:
 
 def test_an_address_where_nobody_listens_is_a_hint_too() -> None:
     lost: list[int] = []
-    table = LinkTable(0, on_link_lost=lambda slot, reason: lost.append(slot))
+    table = LinkTable(0, on_link_lost=lambda slot, reason: lost.append(slot), secret=SECRET)
     with socket.create_server(("127.0.0.1", 0)) as gone:
         address = f"127.0.0.1:{gone.getsockname()[1]}"
     table.open_epoch(1, {0: table.address, 1: address})
@@ -408,7 +413,7 @@ def test_an_address_where_nobody_listens_is_a_hint_too() -> None:
 
 
 def test_no_operation_before_an_epoch_or_to_a_stranger() -> None:
-    table = LinkTable(0)
+    table = LinkTable(0, secret=SECRET)
     with pytest.raises(LinkError, match="no view is open"):
         table.run(
             Operation(table, _group(table), "send", timeout_s=1, tag=0),
@@ -431,7 +436,11 @@ def test_close_joins_the_thread_and_leaks_no_descriptor() -> None:
     assert link_threads() == []
     before = descriptors()
     for _ in range(20):
-        tables = LinkTable(0), LinkTable(1), LinkTable(2)
+        tables = (
+            LinkTable(0, secret=SECRET),
+            LinkTable(1, secret=SECRET),
+            LinkTable(2, secret=SECRET),
+        )
         _open(tables, 1)
         got, _ = _receive(tables[1], 5)
         tables[0].wait(_send(tables[0], b"hello"))
@@ -458,7 +467,7 @@ def test_a_table_that_cannot_be_closed_says_where_it_is_held_up(
         told.set()
         go_on.wait(LIMIT_S)
 
-    tables = LinkTable(0, on_link_lost=hold_up), LinkTable(1)
+    tables = LinkTable(0, on_link_lost=hold_up, secret=SECRET), LinkTable(1, secret=SECRET)
     _open(tables, 1)
     got, _ = _receive(tables[1], 5)
     tables[0].wait(_send(tables[0], b"hello"))
@@ -484,7 +493,8 @@ def test_last_words_arrive_though_their_sender_has_not_read_everything(
         ours.setblocking(False)
         theirs.sendall(b"unread")
         ours.send(b"last words")
-        Connection(pair[0].connections, pair[0], ours, State.OPEN).close("the worker ends")
+        proof = Dialling(SECRET, Purpose.LINK)
+        Connection(pair[0].connections, pair[0], ours, State.OPEN, proof).close("the worker ends")
         theirs.settimeout(LIMIT_S)
         assert theirs.recv(64) == b"last words"
         assert theirs.recv(64) == b""

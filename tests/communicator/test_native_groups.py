@@ -19,6 +19,7 @@ from elaswave_plugin.core.layout.group_rules import GroupEdit
 from elaswave_plugin.errors import ConfigurationError, EpochChanged
 from tests.communicator.forked import Peer, Workers
 from tests.communicator.native_groups import GlooMaker
+from tests.job_secret import SECRET
 
 
 def _native(peer: Peer) -> GlooMaker:
@@ -292,7 +293,7 @@ def _choice_alone(
     available: bool = True,
 ) -> Any:
     """Return the choice of slot 1, which builds beside the job and asks no other."""
-    links = LinkTable(1)
+    links = LinkTable(1, secret=SECRET)
     links.detached = True
     patch.setattr(dist, "is_nccl_available", lambda: available)
     patch.setattr(nccl, "local_device", lambda: device)

@@ -18,6 +18,7 @@ from elaswave_plugin.communicator.links.link_table import LinkTable
 from elaswave_plugin.communicator.process_group import GroupTable
 from elaswave_plugin.errors import ConfigurationError, EpochChanged, LinkError
 from tests.communicator.native_groups import RecordedGroup, RecordingMaker, StartDetached, reduce
+from tests.job_secret import SECRET
 
 LIMIT_S = 20.0
 
@@ -109,7 +110,7 @@ def test_a_group_of_others_is_refused(detached: StartDetached) -> None:
 
 
 def test_who_builds_beside_the_job_answers_itself_until_it_enters() -> None:
-    links, maker = LinkTable(0), RecordingMaker()
+    links, maker = LinkTable(0, secret=SECRET), RecordingMaker()
     links.detached = True
     group = GroupTable(links, maker=maker).create("dp", (0, 1, 2))
     assert isinstance(group, DeviceProcessGroup)

@@ -7,7 +7,7 @@ import pytest
 
 from elaswave_plugin.cli.main import run_command
 from elaswave_plugin.cli.requests import migrate_layers
-from elaswave_plugin.cli.status import ask_job
+from elaswave_plugin.cli.status import addresses_in, ask_job
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.address_file import read_addresses
 from elaswave_plugin.observer.run import read_run
@@ -116,7 +116,7 @@ def test_layers_move_between_two_steps_and_come_back(
             assert run_command([*command, f"--layers={layers}", f"--to={stage}"]) == 2, name
             said = capsys.readouterr()
             assert said.out == "" and said.err.count("\n") == 1 and words in said.err, said
-        status = ask_job(read_addresses(tmp_path), 5)
+        status = ask_job(addresses_in(tmp_path), 5)
         assert (status["view"]["epoch"], status["layout"]["cuts"]) == (1, [0, 2, 4])
         assert run_command([*command, "--layers", "2", "--to", "0", "--reason", "a trial"]) == 0
         (tmp_path / TOLD).touch()

@@ -24,6 +24,7 @@ from elaswave_plugin.ipc.progress_page import (
     page_of,
 )
 from elaswave_plugin.supervisor.trainer_session import TrainerSession
+from tests.job_secret import SECRET
 
 
 @pytest.fixture
@@ -255,7 +256,7 @@ def barrier(table: LinkTable, rank: int) -> Operation:
 def test_a_link_table_says_for_whom_it_waits(pages: tuple[ProgressPage, ProgressPage]) -> None:
     trainer, supervisor = pages
     trainer.begin(incarnation=0)
-    left, right = LinkTable(0, progress=trainer), LinkTable(1)
+    left, right = LinkTable(0, progress=trainer, secret=SECRET), LinkTable(1, secret=SECRET)
     for table in (left, right):
         table.open_epoch(1, {0: left.address, 1: right.address})
     operation = barrier(left, 0)

@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 
 from elaswave_plugin.communicator.links.listeners import Listeners
+from elaswave_plugin.ipc.handshake import ANSWER_BYTES, Dialling, Kind
 from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.ipc.wire import Channel, receive_frame, send_frame
 from elaswave_plugin.launch.preflight import OWN_DESCRIPTORS
 from elaswave_plugin.supervisor.snapshot_server import SnapshotServer
 from elaswave_plugin.supervisor.snapshot_store import SnapshotStore
+from tests.job_secret import SECRET
 from tests.supervisor.jobs import LAUNCH, environment
 
 BEYOND_SELECT = 1100
@@ -61,7 +63,9 @@ def test_a_channel_with_a_high_number_is_drained() -> None:
 
 
 def test_a_server_without_descriptors_serves_again_once_there_are_some() -> None:
-    server = SnapshotServer(SnapshotStore(3), "127.0.0.1", {"ask": lambda request: {"t": "told"}})
+    server = SnapshotServer(
+        SnapshotStore(3), "127.0.0.1", {"ask": lambda request: {"t": "told"}}, secret=SECRET
+    )
     server.start()
     host, _, port = server.address.rpartition(":")
     # An accept that waits has its descriptor already: the first one may still be let in.
@@ -69,9 +73,14 @@ def test_a_server_without_descriptors_serves_again_once_there_are_some() -> None
         with none_left():
             for sock in (first, second):
                 sock.connect((host, int(port)))
-                send_frame(sock, {"t": "ask"})
+            opening = Dialling(SECRET, Kind.SERVER)
+            second.sendall(opening.opening)
+            second.settimeout(SHORT_S)
             with pytest.raises(TimeoutError):
-                receive_frame(second, SHORT_S)
+                second.recv(1)
+        second.settimeout(LONG_S)
+        second.sendall(opening.answered(second.recv(ANSWER_BYTES, socket.MSG_WAITALL)))
+        send_frame(second, {"t": "ask"})
         assert receive_frame(second, LONG_S) == {"t": "told"}
     server.close()
 

@@ -26,7 +26,9 @@ def _worker() -> Any:
         slot=0,
         phases=_Phases(),
         config=SimpleNamespace(transfer_timeout_s=1.0),
-        member=SimpleNamespace(check=None, progress_page=SimpleNamespace(waiting=lambda _: None)),
+        member=SimpleNamespace(
+            check=None, secret=None, progress_page=SimpleNamespace(waiting=lambda _: None)
+        ),
         state=SimpleNamespace(pool=None, leave_seal=lambda: None),
     )
 

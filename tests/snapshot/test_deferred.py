@@ -9,6 +9,7 @@ import pytest
 from elaswave_plugin.errors import LinkError
 from elaswave_plugin.snapshot import deferred
 from elaswave_plugin.snapshot.deferred import DeferredMoments
+from tests.job_secret import SECRET
 
 
 def test_a_read_that_does_not_heed_that_it_is_dropped_is_said(
@@ -24,7 +25,13 @@ def test_a_read_that_does_not_heed_that_it_is_dropped_is_said(
     plan: Any = SimpleNamespace(epoch=3)
     pool: Any = None
     moments = DeferredMoments(
-        plan, slot=0, pool=pool, timeout_s=0.1, check=lambda: None, write=lambda moments: None
+        plan,
+        slot=0,
+        pool=pool,
+        secret=SECRET,
+        timeout_s=0.1,
+        check=lambda: None,
+        write=lambda moments: None,
     )
     try:
         assert reads.wait(10)

@@ -12,6 +12,7 @@ from elaswave_plugin.core.step.dataflow import deal
 from elaswave_plugin.errors import EpochChanged
 from elaswave_plugin.snapshot import restore
 from tests.core.sealed import sealed
+from tests.job_secret import SECRET
 
 LONG_S = 10.0
 
@@ -50,6 +51,7 @@ def test_a_proposal_ends_the_wait_for_a_supervisor(monkeypatch: pytest.MonkeyPat
                 slot=0,
                 pool=None,  # type: ignore[arg-type]  # nothing is read from own memory
                 make_plan=make,
+                secret=SECRET,
                 timeout_s=LONG_S,
                 check=check,
             )

@@ -22,6 +22,7 @@ from elaswave_plugin.supervisor.peers.coordinator import Coordinator
 from elaswave_plugin.supervisor.peers.node_register import NodeRegister
 from elaswave_plugin.supervisor.peers.rendezvous import Meeting
 from elaswave_plugin.tracking.events import EventLog
+from tests.job_secret import SECRET
 
 # A node of eight, and two of one worker each.
 NODES = (0, 0, 0, 0, 0, 0, 0, 0, 1, 2)
@@ -87,6 +88,7 @@ class Member:
             Meeting(peers=peers, links=self._links),
             register,
             slot=self.slot,
+            secret=SECRET,
             timeouts=Timeouts(),
             heartbeat=BEAT,
             trainer_side=trainer,

@@ -22,6 +22,7 @@ from elaswave_plugin.supervisor.peers.rendezvous import (
     listen_at,
     tell_of_end,
 )
+from tests.job_secret import SECRET
 
 HOST = "127.0.0.1"
 
@@ -30,7 +31,14 @@ def place(
     slot: int, ports: tuple[int, ...], *, job: str = "ours", wait_s: float = 20.0, size: int = 2
 ) -> RendezvousSpec:
     return RendezvousSpec(
-        slot=slot, node=0, world_size=size, host=HOST, ports=ports, job=job, timeout_s=wait_s
+        slot=slot,
+        node=0,
+        world_size=size,
+        host=HOST,
+        ports=ports,
+        job=job,
+        timeout_s=wait_s,
+        secret=SECRET,
     )
 
 
@@ -187,7 +195,7 @@ def test_one_that_ends_before_all_have_met_ends_the_meeting_at_once(
             threads.submit(join_meeting, places[1], HOST, ""),
         ]
         if comes:
-            with rendezvous._dial(HOST, port, "ours") as sock:
+            with rendezvous._dial(places[2], port) as sock:
                 own = Peer(slot=2, node=0, pid=1, control="", data="", machine=own_machine())
                 send_frame(sock, {"slot": 2, "peer": own, "world_size": 4, "reserve": 0})
                 assert not any(one.done() for one in waiting)

@@ -175,7 +175,8 @@ def test_a_supervisor_loads_nothing_heavy(tmp_path: Path) -> None:
         for pid in job.supervisors.values():
             pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
             resident_mib = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-            assert resident_mib < 20
+            # 3.7 of them are OpenSSL's, which Python takes SHA-256 from: the handshakes need it.
+            assert resident_mib < 24
             mapped = Path(f"/proc/{pid}/maps").read_text()
             assert not any(name in mapped for name in ("torch", "numpy", "pydantic_core"))
         assert job.finish([0, 1]) == 0

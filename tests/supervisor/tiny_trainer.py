@@ -177,7 +177,7 @@ class Trainer:
                 view = memoryview(into)
                 at = LENGTH // 3
                 what = {"owner": owner, "step": step, "epoch": epoch}
-                with Fetcher(address, timeout_s=WAIT_S) as fetcher:
+                with Fetcher(address, secret=self.member.secret, timeout_s=WAIT_S) as fetcher:
                     for start, end in ((at, LENGTH), (0, at)):
                         into_part = view[start:end]
                         fetcher.fetch(**what, offset=start, into=into_part, timeout_s=WAIT_S)

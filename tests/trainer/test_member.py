@@ -27,6 +27,7 @@ from elaswave_plugin.trainer.control_link import ControlLink
 from elaswave_plugin.trainer.member import ANNOUNCED_LIMIT_S, Member
 from tests.core.over_the_wire import as_json
 from tests.core.sealed import sealed
+from tests.job_secret import SECRET
 from tests.supervisor.jobs import environment
 
 LONG_S = 10.0
@@ -45,7 +46,9 @@ class Supervisor:
     def __init__(self) -> None:
         self.within_s = LONG_S
         self.sock, theirs = socket.socketpair()
-        self.member = Member(sock=theirs, slot=1, incarnation=0, snapshot_fds=(-1, -1))
+        self.member = Member(
+            sock=theirs, secret=SECRET, slot=1, incarnation=0, snapshot_fds=(-1, -1)
+        )
         self.heard: list[dict[str, Any]] = []
         self.rings: list[tuple[int, str]] = []
         self.rang = threading.Event()

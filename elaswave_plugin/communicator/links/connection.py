@@ -17,6 +17,13 @@ from elaswave_plugin.communicator.links.frames import (
 )
 from elaswave_plugin.communicator.links.transfers import Inbound, Send
 from elaswave_plugin.errors import LinkError
+from elaswave_plugin.ipc.handshake import (
+    ANSWER_BYTES,
+    OPENING_BYTES,
+    PROOF_BYTES,
+    Accepting,
+    Dialling,
+)
 
 _STAGING_BYTES = 64 << 10
 _DIRECT_BYTES = 16 << 10
@@ -30,8 +37,10 @@ class State(Enum):
     """The life of a connection; only an OPEN one carries messages."""
 
     DIALLING = "dialling"
+    PROVING = "proving"
     GREETING = "greeting"
     INCOMING = "incoming"
+    PROVED = "proved"
     PARKED = "parked"
     OPEN = "open"
     CLOSED = "closed"
@@ -40,6 +49,8 @@ class State(Enum):
 class HandshakeSide(Protocol):
     """The side that decides whether a connection becomes the link to its peer."""
 
+    def proved(self, connection: Connection) -> None: ...
+    def answered(self, connection: Connection) -> None: ...
     def greeted(self, connection: Connection, hello: Hello) -> None: ...
     def accepted(self, connection: Connection) -> None: ...
 
@@ -61,8 +72,10 @@ class Connection:
         messages: MessageSide,
         sock: socket.socket,
         state: State,
+        proof: Accepting | Dialling,
         peer: int = -1,
     ) -> None:
+        """``proof``: its side of the handshake."""
         self.sock = sock
         self.descriptor = sock.fileno()
         self.state = state
@@ -76,6 +89,8 @@ class Connection:
         self.outgoing: deque[Send] = deque()
         self.inbound: Inbound | None = None
         self._handshake = handshake
+        self._proof = proof
+        self._proof_left = OPENING_BYTES if isinstance(proof, Accepting) else ANSWER_BYTES
         self._messages = messages
         self._frame_left = 0
         self._greeting: FrameHeader | None = None
@@ -84,11 +99,17 @@ class Connection:
         self._start = 0
         self._end = 0
 
-    def greet(self, hello: Hello) -> None:
-        """Send the greeting once the connection stands. Raises OSError when it does not."""
+    def open(self) -> None:
+        """Begin the handshake, as soon as the connection stands; raises OSError if it does not."""
+        assert isinstance(self._proof, Dialling)
         error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             raise OSError(error, "connect failed")
+        self._say(self._proof.opening)
+        self.state = State.PROVING
+
+    def greet(self, hello: Hello) -> None:
+        """Say who dials."""
         self._say(hello.pack())
         self.state = State.GREETING
 
@@ -182,7 +203,11 @@ class Connection:
         """Work through the staged bytes."""
         while self.state not in (State.CLOSED, State.PARKED):
             available = self._end - self._start
-            if self._greeting is not None:
+            if self._proof_left:
+                if available < self._proof_left:
+                    break
+                self._take_proof()
+            elif self._greeting is not None:
                 if available < self._greeting.size:
                     break
                 self._control(self._greeting)
@@ -197,6 +222,23 @@ class Connection:
                 self._start += HEADER_BYTES
                 self._begin(header)
         self._compact()
+
+    def _take_proof(self) -> None:
+        """The next part of the handshake is there. Raises HandshakeError."""
+        part = self._staged[self._start : self._start + self._proof_left]
+        self._start += self._proof_left
+        if isinstance(self._proof, Dialling):
+            self._proof_left = 0
+            self._say(self._proof.answered(part))
+            self._handshake.answered(self)
+        elif self._proof_left == OPENING_BYTES:
+            self._proof_left = PROOF_BYTES
+            self._say(self._proof.opened(part))
+        else:
+            self._proof_left = 0
+            self._proof.proved(part)
+            self.state = State.PROVED
+            self._handshake.proved(self)
 
     def _compact(self) -> None:
         rest = self._end - self._start
@@ -244,7 +286,7 @@ class Connection:
         self._greeting = None
         if header.kind == Kind.ACCEPT and self.state is State.GREETING:
             self._handshake.accepted(self)
-        elif header.kind == Kind.HELLO and self.state is State.INCOMING:
+        elif header.kind == Kind.HELLO and self.state is State.PROVED:
             self._handshake.greeted(self, Hello.unpack(payload))
         else:
             raise LinkError(f"control frame {header.kind} while {self.state.value}")

@@ -10,6 +10,9 @@ from elaswave_plugin.communicator.links.connection import Connection, MessageSid
 from elaswave_plugin.communicator.links.frames import Hello
 from elaswave_plugin.communicator.links.listeners import Listeners
 from elaswave_plugin.errors import LinkError
+from elaswave_plugin.ipc.handshake import Accepting, Dialling, HandshakeError, Kind
+from elaswave_plugin.ipc.secret import Secret
+from elaswave_plugin.ipc.strangers import Strangers
 
 _READ = select.EPOLLIN
 _WRITE = select.EPOLLOUT
@@ -27,11 +30,13 @@ class Connections:
         slot: int,
         host: str,
         *,
+        secret: Secret,
         messages: MessageSide,
         on_broken: Callable[[Connection], None],
     ) -> None:
         """Listen on an ephemeral port of `host`; `on_broken(link)`: one that stood is no more."""
         self._slot = slot
+        self._secret = secret
         self._messages = messages
         self._on_broken = on_broken
         self._epoch = 0
@@ -43,6 +48,7 @@ class Connections:
         self._last_link: dict[int, int] = {}
         self._listeners = Listeners(host)
         self.address = self._listeners.address
+        self._strangers = Strangers(self.address)
         self.sockets = select.epoll()
         for descriptor in self._listeners.descriptors:
             self.sockets.register(descriptor, _READ)
@@ -90,7 +96,10 @@ class Connections:
             self._serve(connection, event)
         elif descriptor in self._listeners.descriptors:
             for sock in self._listeners.accept_all():
-                self._admit(Connection(self, self._messages, sock, State.INCOMING), _READ)
+                self._strangers.came(sock)
+                accepting = Accepting(self._secret, Kind.LINK)
+                connection = Connection(self, self._messages, sock, State.INCOMING, accepting)
+                self._admit(connection, _READ)
 
     def close(self) -> None:
         """Close everything."""
@@ -101,6 +110,13 @@ class Connections:
         self._parked.clear()
         self._listeners.close()
         self.sockets.close()
+
+    def end_strangers(self) -> float | None:
+        """End those that did not prove the secret in time; seconds until the next is late."""
+        if not len(self._strangers):
+            return None
+        self._strangers.end_late()
+        return self._strangers.next_end_s()
 
     # ---- what connections call ---------------------------------------------------------------
 
@@ -135,6 +151,15 @@ class Connections:
         except (OSError, LinkError) as error:
             self._lost(connection, error)
 
+    def proved(self, connection: Connection) -> None:
+        """The dialling side has proved the secret."""
+        self._strangers.is_known(connection.sock)
+
+    def answered(self, connection: Connection) -> None:
+        """The dialled side has proved the secret: send the greeting."""
+        replaces = self._last_link.get(connection.peer, 0)
+        connection.greet(Hello(self._slot, self.address, self._epoch, connection.number, replaces))
+
     def accepted(self, connection: Connection) -> None:
         """The peer took our connection as the link."""
         connection.state = State.OPEN
@@ -151,7 +176,8 @@ class Connections:
                 f"(members {sorted(self.addresses)})"
             )
         sock, error = self._listeners.dial(address)
-        link = Connection(self, self._messages, sock, State.DIALLING, slot)
+        dialling = Dialling(self._secret, Kind.LINK)
+        link = Connection(self, self._messages, sock, State.DIALLING, dialling, slot)
         link.address = address
         link.number = secrets.randbits(62) | 1
         self.links[slot] = link
@@ -170,11 +196,9 @@ class Connections:
             self.sockets.modify(connection.descriptor, events)
             connection.watched = events
 
-    def _greet(self, link: Connection) -> None:
-        replaces = self._last_link.get(link.peer, 0)
-        hello = Hello(self._slot, self.address, self._epoch, link.number, replaces)
+    def _open(self, link: Connection) -> None:
         try:
-            link.greet(hello)
+            link.open()
         except BlockingIOError:
             return  # an old event of another socket with this descriptor: not connected yet
         self._watch(link, _READ)
@@ -188,12 +212,13 @@ class Connections:
     def _retire(self, connection: Connection, why: str) -> None:
         if connection.state is not State.CLOSED:
             self._by_descriptor.pop(connection.descriptor, None)
+            self._strangers.is_known(connection.sock)
             self.sockets.unregister(connection.descriptor)
             connection.close(why)
 
     def _lost(self, connection: Connection, error: Exception) -> None:
         # A connection that ends while it greets may merely have crossed with the peer's own.
-        broken = connection.state in (State.DIALLING, State.OPEN)
+        broken = connection.state in (State.DIALLING, State.PROVING, State.OPEN)
         self._retire(connection, f"broken: {error}")
         if broken and self.links.get(connection.peer) is connection:
             self._on_broken(connection)
@@ -201,7 +226,7 @@ class Connections:
     def _serve(self, connection: Connection, event: int) -> None:
         try:
             if connection.state is State.DIALLING:
-                self._greet(connection)
+                self._open(connection)
             elif event & ~_WRITE:
                 if connection.state is State.PARKED:
                     self._retire(connection, "gone before its view")
@@ -210,4 +235,6 @@ class Connections:
             if event & _WRITE and connection.state is State.OPEN:
                 self.write(connection)
         except (OSError, LinkError) as error:
+            if isinstance(error, HandshakeError) and connection.state is State.INCOMING:
+                self._strangers.refuse(error)
             self._lost(connection, error)

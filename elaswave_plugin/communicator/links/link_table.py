@@ -22,6 +22,7 @@ from elaswave_plugin.communicator.links.transfers import Inbound, Receive, Send
 from elaswave_plugin.core.agreement.hang import NOBODY, OUTSIDE
 from elaswave_plugin.errors import EpochChanged, LinkError, PeerError
 from elaswave_plugin.ipc.progress_page import ProgressPage
+from elaswave_plugin.ipc.secret import Secret
 
 _LONGEST_POLL_S = 3600.0
 _CLOSE_LIMIT_S = 30.0
@@ -38,11 +39,14 @@ class LinkTable:
         self,
         slot: int,
         host: str = "127.0.0.1",
+        *,
+        secret: Secret,
         on_link_lost: Callable[[int, str], None] | None = None,
         progress: ProgressPage | None = None,
     ) -> None:
         """Listen on an ephemeral port of `host`, and note the awaited workers in `progress`.
 
+        Both ends of a link prove `secret` before a message is read.
         `on_link_lost(slot, reason)` is a hint that a link broke which an operation needs; it is
         called outside the lock, once a link. The operation goes on waiting.
         """
@@ -70,7 +74,11 @@ class LinkTable:
         self._interrupted: tuple[int, str] | None = None
         self._closed = False
         self._poller = 0
-        self.connections = Connections(slot, host, messages=self, on_broken=self._broke)
+        # How long the sockets may be left to themselves.
+        self._strangers_late_s = _LONGEST_POLL_S
+        self.connections = Connections(
+            slot, host, secret=secret, messages=self, on_broken=self._broke
+        )
         self.address = self.connections.address
         # The sockets sit in an epoll set of their own, which sits in the progress thread's set, so
         # that a waiting caller takes all of them over with a single system call.
@@ -278,7 +286,7 @@ class LinkTable:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0 or self._closed:
                 return
-            events = self._sockets.poll(min(left_s, _LONGEST_POLL_S))
+            events = self._sockets.poll(min(left_s, self._strangers_late_s))
             with self._locked():
                 self._handle(events)
 
@@ -445,7 +453,7 @@ class LinkTable:
 
     def _progress_until_closed(self) -> None:
         while True:
-            self._top.poll()
+            self._top.poll(self._strangers_late_s)
             with self._locked():
                 if self._closed:
                     if not self._poller:
@@ -460,6 +468,8 @@ class LinkTable:
                 os.eventfd_read(self._kick)
             else:
                 self.connections.serve(descriptor, event)
+        late_s = self.connections.end_strangers()
+        self._strangers_late_s = _LONGEST_POLL_S if late_s is None else late_s
         if self._awaited:
             self._tell_whom_we_await()
 

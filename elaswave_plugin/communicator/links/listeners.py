@@ -7,6 +7,8 @@ import socket
 import time
 from collections.abc import Iterator
 
+from elaswave_plugin.ipc.handshake import is_same_user
+
 _BACKLOG = 1024
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _NO_ROOM_PAUSE_S = 0.001
@@ -51,6 +53,9 @@ class Listeners:
                     # They go on waiting, and the door stays readable: not at a core's full speed.
                     time.sleep(_NO_ROOM_PAUSE_S)
                     break
+                if listener is self._near and not is_same_user(sock):
+                    sock.close()
+                    continue
                 yield _ready(sock)
 
     def dial(self, address: str) -> tuple[socket.socket, OSError | None]:

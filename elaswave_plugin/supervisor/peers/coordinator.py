@@ -33,6 +33,7 @@ from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.frames import Ask, Beat, FromPeer, Goodbye, Here
 from elaswave_plugin.ipc.peer import Peer
 from elaswave_plugin.ipc.reactor import Reactor
+from elaswave_plugin.ipc.secret import Secret
 from elaswave_plugin.ipc.wire import Channel, Frame, encode, has_ended
 from elaswave_plugin.supervisor.peers.hang_watch import HangWatch
 from elaswave_plugin.supervisor.peers.job_summary import Changes
@@ -81,6 +82,7 @@ class Coordinator:
         register: NodeRegister,
         *,
         slot: int,
+        secret: Secret,
         timeouts: Timeouts,
         heartbeat: Heartbeat,
         trainer_side: TrainerSide,
@@ -114,7 +116,7 @@ class Coordinator:
             events=events,
             every_s=heartbeat.every_s,
         )
-        self._waits = WaitWatch(self.agreement, self.peers, events)
+        self._waits = WaitWatch(self.agreement, self.peers, events, secret)
         self._lease = Lease(lasts_s=heartbeat.timeout_s)
         # The newest beat of each one, and when it came.
         self._last_beats: dict[int, tuple[int, float]] = {}

@@ -17,8 +17,10 @@ from elaswave_plugin.core.agreement.messages import Welcome
 from elaswave_plugin.core.codec import UnreadableMessageError, from_json
 from elaswave_plugin.core.layout.reserve import vacant
 from elaswave_plugin.errors import AgreementError
+from elaswave_plugin.ipc.handshake import Kind, prove
 from elaswave_plugin.ipc.peer import Peer
 from elaswave_plugin.ipc.requests import request
+from elaswave_plugin.ipc.secret import Secret
 from elaswave_plugin.ipc.wire import Frame, receive_frame, send_frame
 from elaswave_plugin.supervisor.peers.rendezvous import Meeting
 
@@ -71,7 +73,11 @@ class Roster:
 
 
 def ask_roster(
-    contacts: Sequence[str], *, standby: dict[str, Any] | None = None, timeout_s: float = _ANSWER_S
+    contacts: Sequence[str],
+    secret: Secret,
+    *,
+    standby: dict[str, Any] | None = None,
+    timeout_s: float = _ANSWER_S,
 ) -> Roster:
     """Ask the leader of the job, found by way of any of the contacts, "host:port" each.
 
@@ -81,28 +87,30 @@ def ask_roster(
     failure: OSError = ConnectionRefusedError("no supervisor is there")
     for contact in contacts:
         try:
-            found = _roster_at(contact, None, timeout_s)
+            found = _roster_at(contact, None, timeout_s, secret)
         except OSError as error:
             if isinstance(failure, ConnectionRefusedError):
                 failure = error
             continue
         try:
             # The first one asked may not have heard of the latest losses.
-            return _roster_at(found.leader.data, standby, timeout_s)
+            return _roster_at(found.leader.data, standby, timeout_s, secret)
         except OSError as error:
             failure = TimeoutError(f"the leader does not answer: {error}")
     raise failure
 
 
-def _roster_at(address: str, standby: dict[str, Any] | None, timeout_s: float) -> Roster:
-    answer = request(address, {"t": "roster", "standby": standby}, timeout_s)
+def _roster_at(
+    address: str, standby: dict[str, Any] | None, timeout_s: float, secret: Secret
+) -> Roster:
+    answer = request(address, {"t": "roster", "standby": standby}, timeout_s, secret)
     if answer.get("t") != "roster":
         raise ConnectionError("another program answers there, not a supervisor of a job")
     return Roster(record=answer)
 
 
 def seek_admission(
-    own: Peer, contacts: Sequence[str], *, timeout_s: float
+    own: Peer, contacts: Sequence[str], secret: Secret, *, timeout_s: float
 ) -> tuple[Meeting, Frame]:
     """Take the slot `own.slot`; returns the links to the others, and what was kept for newcomers.
 
@@ -113,7 +121,7 @@ def seek_admission(
     while time.monotonic() < deadline_s:
         links: dict[tuple[int, int], socket.socket] = {}
         try:
-            return _attempt(own, contacts, links, deadline_s)
+            return _attempt(own, contacts, secret, links, deadline_s)
         except OSError as error:
             # A supervisor has gone meanwhile, and may not be lost for sure: begin again.
             why = str(error)
@@ -127,19 +135,20 @@ def seek_admission(
 def _attempt(
     own: Peer,
     contacts: Sequence[str],
+    secret: Secret,
     links: dict[tuple[int, int], socket.socket],
     deadline_s: float,
 ) -> tuple[Meeting, Frame]:
     while True:
-        roster = ask_roster(contacts)
+        roster = ask_roster(contacts, secret)
         if own.slot not in roster.free:
             raise SlotRefusedError(f"worker {own.slot} has a supervisor again")
         for peer in roster.living:
             if (peer.slot, peer.pid) not in links:
-                links[peer.slot, peer.pid] = _link(own, peer)
+                links[peer.slot, peer.pid] = _link(own, peer, secret)
         by_slot = {peer.slot: links[peer.slot, peer.pid] for peer in roster.living}
         asked = {"t": "admit", "peer": own, "linked": list(by_slot)}
-        answer = request(roster.leader.data, asked, _ANSWER_S)
+        answer = request(roster.leader.data, asked, _ANSWER_S, secret)
         if answer["reason"] is None:
             break
         if not answer["later"]:
@@ -151,15 +160,16 @@ def _attempt(
     welcome = _welcome(roster, own, by_slot)
     # The view may be older than the losses, and name our predecessor.
     first = next(slot for slot in roster.record["ranks"] if slot in by_slot)
-    kept = request(roster.peers[first].data, {"t": "kept"}, _ANSWER_S)
+    kept = request(roster.peers[first].data, {"t": "kept"}, _ANSWER_S, secret)
     peers = tuple(own if peer.slot == own.slot else peer for peer in roster.peers)
     return Meeting(peers=peers, links=by_slot, welcome=welcome), kept
 
 
-def _link(own: Peer, peer: Peer) -> socket.socket:
+def _link(own: Peer, peer: Peer, secret: Secret) -> socket.socket:
     host, _, port = peer.data.rpartition(":")
     sock = socket.create_connection((host, int(port)), timeout=_ANSWER_S)
     try:
+        prove(sock, secret, Kind.SERVER, node=own.node)
         send_frame(sock, {"t": "link", "peer": own})
         answer = receive_frame(sock, _ANSWER_S)
         if answer.get("t") != "linked":

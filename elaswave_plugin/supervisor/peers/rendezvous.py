@@ -7,7 +7,6 @@ import ipaddress
 import itertools
 import os
 import select
-import selectors
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -19,11 +18,15 @@ from elaswave_plugin.core.codec import from_json
 from elaswave_plugin.core.layout.reserve import NOWHERE
 from elaswave_plugin.errors import AgreementError, ConfigurationError
 from elaswave_plugin.ipc.console import say
+from elaswave_plugin.ipc.handshake import Kind, prove
 from elaswave_plugin.ipc.peer import Peer, own_machine
+from elaswave_plugin.ipc.secret import SECRET_FILE, Secret
 from elaswave_plugin.ipc.wire import receive_frame, send_frame
+from elaswave_plugin.supervisor.peers.arrivals import Arrivals
 
 _FIRST_FRAME_S = 5.0
 _REDIAL_S = 0.05
+_LONGEST_OPENING_BYTES = 4096
 _FIRST_TOLD_S, _TOLD_EVERY_S = 10.0, 30.0
 _MOST_NODES = 8
 _ANY = ("", "0.0.0.0", "::")
@@ -37,7 +40,8 @@ class RendezvousSpec:
 
     Slot 0 listens at the first of `ports` that is free; the others look for it at all of them, and
     know by `job` that it is theirs and no stranger's. `reserve`: slots beyond those that meet.
-    `width`: workers of each node, 0 where that was not said.
+    `width`: workers of each node, 0 where nobody has said so. `hands_out`: slot 0 gives the secret
+    to who asks for it before all have met.
     """
 
     slot: int
@@ -47,6 +51,8 @@ class RendezvousSpec:
     ports: tuple[int, ...]
     job: str
     timeout_s: float
+    secret: Secret
+    hands_out: bool = False
     reserve: int = 0
     width: int = 0
 
@@ -77,6 +83,8 @@ class Meeting:
 
 class EndedEarlyError(AgreementError):
     """A supervisor ended before all had met; what it died of it would die of again."""
+
+    early = True
 
     def __init__(self, slot: int | str, why: str = "") -> None:
         """``slot``: whose it was, or what another supervisor has said of it."""
@@ -214,17 +222,26 @@ def host_meeting(rendezvous: RendezvousSpec, listener: socket.socket, data: str)
     peers = {0: own}
     links: dict[int, socket.socket] = {}
     waiting = MeetingWait(rendezvous)
-    with _Arrivals(listener, rendezvous.job) as arrivals:
+    opening = _opening(rendezvous)
+    with Arrivals(
+        listener,
+        rendezvous.secret,
+        Kind.MEETING,
+        opening=opening,
+        hands_out=rendezvous.hands_out,
+    ) as arrivals:
         while len(peers) < rendezvous.world_size:
             missing = sorted(set(range(rendezvous.world_size)) - set(peers))
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise AgreementError(
                     f"{name_slots(rendezvous, missing)} did not come"
-                    f" within {rendezvous.timeout_s:g} s"
+                    f" within {rendezvous.timeout_s:g} s{arrivals.refused_text}"
                 )
             waiting.tell(f"{name_slots(rendezvous, missing)} to come to {rendezvous.where}")
             for sock, greeting in arrivals.greetings(min(left_s, waiting.left_s)):
+                if not greeting:
+                    raise EndedEarlyError(arrivals.watched[sock])
                 if "gone" in greeting:
                     raise EndedEarlyError(greeting["slot"], greeting["gone"])
                 refused = _why_not(greeting, rendezvous, taken=greeting["slot"] in peers)
@@ -232,7 +249,7 @@ def host_meeting(rendezvous: RendezvousSpec, listener: socket.socket, data: str)
                     send_frame(sock, {"error": refused})
                     sock.close()
                     continue
-                peer: Peer = from_json(Peer, greeting["peer"])
+                peer: Peer = from_json(Peer, greeting.get("peer"))
                 peers[peer.slot] = peer
                 links[peer.slot] = sock
                 arrivals.watch(peer.slot, sock)
@@ -262,6 +279,15 @@ def _check_nodes(peers: tuple[Peer, ...]) -> None:
             )
 
 
+def _opening(rendezvous: RendezvousSpec) -> dict[str, Any]:
+    """Return the first frame of slot 0 to every connection, before any proof."""
+    return {
+        "job": rendezvous.job,
+        "fingerprint": rendezvous.secret.fingerprint,
+        "hands_out": rendezvous.hands_out,
+    }
+
+
 def _why_not(greeting: dict[str, Any], rendezvous: RendezvousSpec, *, taken: bool) -> str | None:
     """Say why a supervisor has no place in the meeting; None for one that is awaited."""
     if greeting.get("world_size") != rendezvous.world_size:
@@ -283,64 +309,6 @@ def _nobody(rendezvous: RendezvousSpec) -> Iterator[Peer]:
     """Yield an empty entry for each slot of the reserve, which has no supervisor."""
     for slot in range(rendezvous.world_size, rendezvous.world_size + rendezvous.reserve):
         yield Peer(slot=slot, node=NOWHERE, pid=0, control="", data="", machine="")
-
-
-class _Arrivals:
-    """Tells every caller which job this is, and hears all of them at the same time.
-
-    A stranger (a port scan, another job) that says nothing keeps none waiting.
-    """
-
-    def __init__(self, listener: socket.socket, job: str) -> None:
-        self._listener, self._job = listener, job
-        self._knocking = selectors.DefaultSelector()
-        self._knocking.register(listener, selectors.EVENT_READ)
-
-    def greetings(self, timeout_s: float) -> Iterator[tuple[socket.socket, dict[str, Any]]]:
-        """Yield the greetings that have come, with their sockets, after at most `timeout_s`.
-
-        Raises EndedEarlyError where a supervisor that has come ends before all have.
-        """
-        for key, _ in self._knocking.select(timeout_s):
-            sock = key.fileobj
-            assert isinstance(sock, socket.socket)
-            if sock is self._listener:
-                self._let_in(sock.accept()[0])
-                continue
-            if key.data is not None:  # it has nothing to say before all have come
-                raise EndedEarlyError(key.data)
-            self._knocking.unregister(sock)
-            greeting = _greeting(sock)
-            if greeting is not None:
-                yield sock, greeting
-
-    def watch(self, slot: int, sock: socket.socket) -> None:
-        """Find out where the supervisor of `slot`, which has come, ends before all have."""
-        self._knocking.register(sock, selectors.EVENT_READ, slot)
-
-    def _let_in(self, sock: socket.socket) -> None:
-        try:
-            send_frame(sock, {"job": self._job})
-        except OSError:
-            sock.close()
-        else:
-            self._knocking.register(sock, selectors.EVENT_READ)
-
-    def __enter__(self) -> _Arrivals:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        for key in list(self._knocking.get_map().values()):
-            sock = key.fileobj
-            if not isinstance(sock, socket.socket) or sock is self._listener:
-                continue
-            if isinstance(error, AgreementError):
-                over = {"over": str(error), "early": isinstance(error, EndedEarlyError)}
-                with contextlib.suppress(OSError):
-                    send_frame(sock, over)
-            if error is not None or key.data is None:  # the others have met
-                sock.close()
-        self._knocking.close()
 
 
 def join_meeting(rendezvous: RendezvousSpec, host: str, data: str) -> Meeting:
@@ -405,7 +373,7 @@ def tell_of_end(rendezvous: RendezvousSpec, why: str) -> None:
     for port in rendezvous.ports:
         with (
             contextlib.suppress(OSError, ValueError),
-            _dial(rendezvous.host, port, rendezvous.job) as sock,
+            _dial(rendezvous, port) as sock,
         ):
             send_frame(sock, {"slot": rendezvous.slot, "gone": why})
             return
@@ -424,38 +392,24 @@ def _link_up(
         address, _, port = peer.control.rpartition(":")
         try:
             sock = socket.create_connection((address, int(port)), timeout=_FIRST_FRAME_S)
+            prove(sock, rendezvous.secret, Kind.PEER, node=rendezvous.node)
             send_frame(sock, {"slot": rendezvous.slot, "token": token})
         except OSError as error:
             raise AgreementError(f"worker {peer.slot} cannot be reached: {error}") from error
         links[peer.slot] = sock
-    while len(links) < rendezvous.world_size - 2:
-        sock = _accept(listener, deadline_s, rendezvous, "not every worker linked up")
-        greeting = _greeting(sock)
-        if greeting is not None and greeting.get("token") == token:
-            links[greeting["slot"]] = sock
-        else:
-            sock.close()
+    with Arrivals(listener, rendezvous.secret, Kind.PEER) as arrivals:
+        while len(links) < rendezvous.world_size - 2:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise AgreementError(
+                    f"not every worker linked up within {rendezvous.timeout_s:g} s"
+                )
+            for sock, greeting in arrivals.greetings(left_s):
+                if greeting.get("token") == token:
+                    links[greeting["slot"]] = sock
+                else:
+                    sock.close()
     return links
-
-
-def _accept(
-    listener: socket.socket, deadline_s: float, rendezvous: RendezvousSpec, complaint: str
-) -> socket.socket:
-    listener.settimeout(max(0.001, deadline_s - time.monotonic()))
-    try:
-        return listener.accept()[0]
-    except TimeoutError:
-        raise AgreementError(f"{complaint} within {rendezvous.timeout_s:g} s") from None
-
-
-def _greeting(sock: socket.socket) -> dict[str, Any] | None:
-    """The first frame of a new connection; None from a stranger (a port scan, another job)."""
-    try:
-        greeting = receive_frame(sock, _FIRST_FRAME_S)
-    except (OSError, ValueError):
-        sock.close()
-        return None
-    return greeting if "slot" in greeting else None
 
 
 def listen_at(host: str, port: int, *, several: bool = False) -> socket.socket:
@@ -482,7 +436,7 @@ def _look_for_first(rendezvous: RendezvousSpec, deadline_s: float) -> socket.soc
     for port in itertools.cycle(in_turn):
         waiting.tell(f"node 0 to answer at {rendezvous.where}")
         try:
-            return _dial(rendezvous.host, port, rendezvous.job)
+            return _dial(rendezvous, port)
         except (OSError, ValueError) as error:
             if time.monotonic() + _REDIAL_S > deadline_s:
                 raise AgreementError(
@@ -495,17 +449,37 @@ def _look_for_first(rendezvous: RendezvousSpec, deadline_s: float) -> socket.soc
     raise AssertionError("unreachable")
 
 
-def _dial(host: str, port: int, job: str) -> socket.socket:
-    """A connection to the supervisor of this job that listens there.
+def _dial(rendezvous: RendezvousSpec, port: int) -> socket.socket:
+    """Connect to the supervisor of this job that listens there, and prove the secret.
+
+    Raises OSError where nobody listens or speaks, ValueError where a stranger does, and
+    ConfigurationError where the job there has another secret.
+    """
+    sock, opening = open_to_first(rendezvous.host, port, rendezvous.job)
+    try:
+        if opening.get("fingerprint") != rendezvous.secret.fingerprint:
+            raise ConfigurationError(
+                f"the job's secret on node {rendezvous.node} is not that of node 0: give every"
+                f" node the same file as {SECRET_FILE}"
+            )
+        prove(sock, rendezvous.secret, Kind.MEETING, node=rendezvous.node)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def open_to_first(host: str, port: int, job: str) -> tuple[socket.socket, dict[str, Any]]:
+    """Connect to slot 0's listener, and return what it says to everybody.
 
     Raises OSError where none listens or speaks, ValueError where a stranger does.
     """
     sock = socket.create_connection((host, port), timeout=_FIRST_FRAME_S)
     try:
-        found = receive_frame(sock, _FIRST_FRAME_S).get("job")
-        if found != job:
-            raise ValueError(f"job {found!r} is at port {port}, not {job!r}")
+        opening = receive_frame(sock, _FIRST_FRAME_S, longest_bytes=_LONGEST_OPENING_BYTES)
+        if opening.get("job") != job:
+            raise ValueError(f"job {opening.get('job')!r} is at port {port}, not {job!r}")
     except BaseException:
         sock.close()
         raise
-    return sock
+    return sock, opening

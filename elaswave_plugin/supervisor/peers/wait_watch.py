@@ -17,6 +17,7 @@ from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.peer import Peer
 from elaswave_plugin.ipc.progress_page import BETWEEN_STEPS
 from elaswave_plugin.ipc.requests import request
+from elaswave_plugin.ipc.secret import Secret
 from elaswave_plugin.tracking.events import EventLog
 
 _ASK_S = 8.0
@@ -26,10 +27,13 @@ _MOST_NAMED = 4
 class WaitWatch:
     """One supervisor's; only the one that leads hears of all workers."""
 
-    def __init__(self, agreement: Agreement, peers: Sequence[Peer], events: EventLog) -> None:
+    def __init__(
+        self, agreement: Agreement, peers: Sequence[Peer], events: EventLog, secret: Secret
+    ) -> None:
         self._agreement = agreement
         self._peers = peers
         self._events = events
+        self._secret = secret
         self._said = Said()
 
     def look(self, pages: Mapping[int, Sample]) -> None:
@@ -64,7 +68,7 @@ class WaitWatch:
 
     def _tell(self, found: AllWait, first: Peer, what: str) -> None:
         try:
-            line = request(first.data, {"t": "where"}, _ASK_S)["line"]
+            line = request(first.data, {"t": "where"}, _ASK_S, self._secret)["line"]
         except OSError:
             line = None
         say(what if line is None else f"{what}, in {line}")
