@@ -9,7 +9,6 @@ import pytest
 pytest.importorskip("megatron.core")
 
 import torch
-from elaswave_plugin.adapters.megatron.unsupported_growth import check_growth
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,

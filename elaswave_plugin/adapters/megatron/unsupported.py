@@ -134,7 +134,9 @@ def _model_problems(model: Any, overlaps_param_gather: bool) -> Iterator[str]:
         named = " and ".join(sorted(kinds & {*_WITHOUT_STAGES}))
         yield _unsupported(f"the number of pipeline stages of a {named}", "more than 1", 1)
     if kinds & {*_OF_MAMBA}:
-        yield _unsupported("a layer", " and ".join(sorted(kinds & {*_OF_MAMBA})), "Transformer layers")
+        yield _unsupported(
+            "a layer", " and ".join(sorted(kinds & {*_OF_MAMBA})), "Transformer layers"
+        )
     dtypes = sorted({str(buffer.param_dtype) for buffer in model.buffers})
     if len(dtypes) != 1:
         yield _unsupported("the dtype of the parameters", " and ".join(dtypes), "one dtype")

@@ -9,14 +9,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers.trainer_callback import ExportableState
 
 from elaswave_plugin.kept import is_plain
-from elaswave_plugin.step_state.step_state import Plain
+from elaswave_plugin.step_state.step_state import Part
 
 # What each worker says of itself.
 _OWN = ("is_world_process_zero", "is_local_process_zero")
 _HISTORY = "log_history"
 
 
-class TrainerState(Plain):
+class TrainerState(Part):
     """The part of a step's state that the Trainer holds; nothing until there is a Trainer."""
 
     name = "the Trainer's state"
