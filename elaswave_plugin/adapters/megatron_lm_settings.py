@@ -79,7 +79,11 @@ _REFUSED = (
     ),
     ("hybrid_context_parallel", (False,), _LATER),
     ("perform_rl_step", (False,), "rollouts are no samples of a dataset; train by pretraining"),
-    ("sft", (False,), "leave it out"),
+    (
+        "sft",
+        (False,),
+        "packed sequences need attention kernels of a GPU, with which nobody has run it yet",
+    ),
     ("skip_train", (False,), "nothing is trained; start it without --elaswave"),
     ("inprocess_restart", (False,), "it restarts the processes that the plugin keeps; unset it"),
     ("adlr_autoresume", (False,), _LATER),

@@ -78,6 +78,7 @@ def test_any_worker_of_tp_pp_dp(run: Launch, reference: Launch, kill: str) -> No
         (*FULL_RECOMPUTATION, "--recompute-num-layers", "1"),
         ("--calculate-per-token-loss",),
         ("--exit-signal-handler",),
+        ("--reset-attention-mask", "--eod-mask-loss", "--reset-position-ids"),
     ],
     ids=lambda more: more[-1].strip("-"),
 )
