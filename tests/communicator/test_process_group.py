@@ -118,6 +118,11 @@ def _options(kind: Any, **fields: Any) -> Any:
     return options
 
 
+def _either(owner: Any, now: str, before: str) -> Any:
+    """The call by its present name, or by the one that it has in torch 2.11."""
+    return getattr(owner, now, None) or getattr(owner, before)
+
+
 def _operations(rank: int, numel: int, dtype: torch.dtype) -> dict[str, Callable[[Any], Any]]:
     """Calls that answer the tensors to compare; every one makes its own inputs."""
     total = numel * WORLD
@@ -153,19 +158,37 @@ def _operations(rank: int, numel: int, dtype: torch.dtype) -> dict[str, Callable
     calls |= {
         "allgather": partial(out_of, lambda pg, o: pg.allgather([o], [mine()]), WORLD, numel),
         "all_gather_single": partial(
-            out_of, lambda pg, o: pg.all_gather_single(o[0], mine()), 1, total
+            out_of,
+            lambda pg, o: _either(pg, "all_gather_single", "_allgather_base")(o[0], mine()),
+            1,
+            total,
         ),
         "all_gather_single_coalesced": partial(
-            out_of, lambda pg, o: pg.all_gather_single_coalesced(o, [mine(), mine()]), 2, total
+            out_of,
+            lambda pg, o: _either(
+                pg, "all_gather_single_coalesced", "allgather_into_tensor_coalesced"
+            )(o, [mine(), mine()]),
+            2,
+            total,
         ),
         "reduce_scatter": partial(
             out_of, lambda pg, o: pg.reduce_scatter(o, [[*mine(total).chunk(WORLD)]]), 1, numel
         ),
         "reduce_scatter_single": partial(
-            out_of, lambda pg, o: pg.reduce_scatter_single(o[0], mine(total)), 1, numel
+            out_of,
+            lambda pg, o: _either(pg, "reduce_scatter_single", "_reduce_scatter_base")(
+                o[0], mine(total)
+            ),
+            1,
+            numel,
         ),
         "all_to_all_single": partial(
-            out_of, lambda pg, o: pg.all_to_all_single(o[0], mine(total), [], []), 1, total
+            out_of,
+            lambda pg, o: _either(pg, "all_to_all_single", "alltoall_base")(
+                o[0], mine(total), [], []
+            ),
+            1,
+            total,
         ),
         "gather": partial(
             out_of,
@@ -390,9 +413,17 @@ def _coalesced_and_functional(peer: Peer) -> None:
     assert world is not None
     total = funcol.wait_tensor(funcol.all_reduce(torch.ones(3), "avg", world))
     assert torch.all(total == 1.0)
-    gathered = funcol.wait_tensor(funcol.all_gather_single(torch.full((2,), 1.0 * rank), 0, world))
+    gathered = funcol.wait_tensor(
+        _either(funcol, "all_gather_single", "all_gather_tensor")(
+            torch.full((2,), 1.0 * rank), 0, world
+        )
+    )
     assert gathered.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    piece = funcol.wait_tensor(funcol.reduce_scatter_single(torch.ones(8), "sum", 0, world))
+    piece = funcol.wait_tensor(
+        _either(funcol, "reduce_scatter_single", "reduce_scatter_tensor")(
+            torch.ones(8), "sum", 0, world
+        )
+    )
     assert piece.tolist() == [4.0, 4.0]
     swapped = funcol.wait_tensor(
         funcol.all_to_all_single(torch.full((4,), 1.0 * rank), None, None, world)
