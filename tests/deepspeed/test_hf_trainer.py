@@ -132,3 +132,49 @@ def test_a_kill_is_survived_in_interpreters_that_import_all_anew(
     check_survived(killed)
     assert max_relative_difference(killed, reference(spec_of(nproc=2, global_batch=4))) <= 1e-6
     assert len(tapes(killed)) == 1
+
+
+def checkpoints(run: Outcome) -> dict[str, dict[str, Any]]:
+    """Return the state that each checkpoint of the Trainer has, by its folder."""
+    folders = sorted((run.directory / "trainer").glob("checkpoint-*"))
+    assert all((one / "latest").is_file() for one in folders)
+    return {one.name: json.loads((one / "trainer_state.json").read_text()) for one in folders}
+
+
+SAVING = ("--evaluate=2", "--save=2")
+
+
+@pytest.mark.parametrize(
+    ("stage", "kill"),
+    sampled(
+        [
+            (2, "0@4:evaluation"),
+            (3, "2@4:evaluation"),
+            (2, "1@4:save"),
+            (3, "0@4:save"),
+            (1, "3@3:snapshot"),
+        ],
+        share=1,
+    ),
+)
+def test_evaluations_and_saves_are_made_as_without_the_loss(
+    run: Launch, reference: Launch, stage: int, kill: str
+) -> None:
+    spec = spec_of(kill, stage=stage, options=SAVING)
+    killed = run(spec)
+    assert killed.returncode == 0, killed.output[-4000:]
+    check_survived(killed)
+    check_tapes(killed, reference(spec), survivors=3)
+    ours, wanted = checkpoints(killed), checkpoints(reference(spec))
+    # The last two of three.
+    assert list(ours) == list(wanted) == ["checkpoint-4", "checkpoint-6"]
+    for name, state in ours.items():
+        assert state["global_step"] == wanted[name]["global_step"]
+        assert len(state["log_history"]) == len(wanted[name]["log_history"])
+
+
+def test_loading_the_best_model_is_refused_before_the_first_step(run: Launch) -> None:
+    refused = run(spec_of(options=(*SAVING, "--best")))
+    assert refused.returncode == 2 and "Traceback" not in refused.output
+    assert "load_best_model_at_end is True" in refused.output
+    assert not refused.events("step") and not refused.orphans

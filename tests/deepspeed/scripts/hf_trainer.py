@@ -56,6 +56,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--without-deepspeed", action="store_true")
     parser.add_argument("--evaluate", type=int)
     parser.add_argument("--save", type=int)
+    parser.add_argument("--best", action="store_true")
     parser.add_argument("--resume")
     parser.add_argument("--accumulation", type=int, default=2)
     parser.add_argument("--dropout", type=float, default=0.0)
@@ -84,7 +85,7 @@ def training_arguments(args: argparse.Namespace, folder: Path) -> TrainingArgume
         save_strategy="steps" if args.save else "no",
         save_steps=args.save or 500,
         save_total_limit=2,
-        load_best_model_at_end=bool(args.save and args.evaluate),
+        load_best_model_at_end=args.best,
         include_num_input_tokens_seen="all",
         disable_tqdm=True,
         ddp_backend="gloo",

@@ -58,6 +58,12 @@ class TrainerHooks:
                 "auto_find_batch_size is True in the TrainingArguments, which builds another engine"
                 " where memory is short; set it to False"
             )
+        if trainer.args.load_best_model_at_end:
+            raise ConfigurationError(
+                "load_best_model_at_end is True in the TrainingArguments, and a checkpoint may have"
+                " been written by another number of workers than are left at the end; set it to"
+                " False, and load trainer.state.best_model_checkpoint after the job"
+            )
         self._trainer, self._prepared = trainer, prepared
         self._loader = self._accelerated.elastic(prepared)
         self._job.trainer_state.trainer = trainer
@@ -67,7 +73,6 @@ class TrainerHooks:
             "evaluation_loop": partial(self._again, "evaluation"),
             "_save_checkpoint": partial(self._again, "save"),
             "save_model": partial(self._again, "save"),
-            "_load_best_model": partial(self._again, "load"),
             "floating_point_ops": self._floating_point_ops,
             "store_flos": self._store_flos,
             "_track_num_input_tokens": lambda inputs: None,

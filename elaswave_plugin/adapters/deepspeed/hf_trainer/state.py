@@ -27,7 +27,7 @@ class TrainerState(Part):
         self.place = (0, 0)
 
     def keep(self) -> dict[str, Any]:
-        """Copies of counters and metrics, by what holds them; the log by its length only."""
+        """Copies of counters and metrics, by what holds them."""
         trainer = self.trainer
         if trainer is None:
             return {}
@@ -45,7 +45,8 @@ class TrainerState(Part):
                 for name, value in vars(trainer.state).items()
                 if name not in (*_OWN, _HISTORY)
             },
-            "logged": len(trainer.state.log_history),
+            # Lines are added and never changed.
+            _HISTORY: [*trainer.state.log_history],
             "control": dict(vars(trainer.control)),
             "callbacks": [copy.deepcopy(one.state()["attributes"]) for one in self._callbacks()],
             "schedule": copy.deepcopy(schedule.state_dict())
@@ -53,15 +54,9 @@ class TrainerState(Part):
             else None,
         }
 
-    def shared(self, kept: dict[str, Any]) -> dict[str, Any]:
-        """All of it, and the log."""
-        if not kept:
-            return kept
-        return {**kept, _HISTORY: self.trainer.state.log_history[: kept["logged"]]}
-
     @torch.no_grad()
     def put_back(self, kept: dict[str, Any]) -> None:
-        """Install it, without what was logged since."""
+        """Install it; any number of times."""
         if not kept:
             return
         trainer = self.trainer
@@ -70,9 +65,7 @@ class TrainerState(Part):
         vars(trainer).update(kept["trainer"])
         trainer._tr_loss.fill_(kept["tr_loss"])
         vars(trainer.state).update(kept["state"])
-        trainer.state.log_history[:] = kept.get(_HISTORY, trainer.state.log_history)[
-            : kept["logged"]
-        ]
+        trainer.state.log_history[:] = kept[_HISTORY]
         vars(trainer.control).update(kept["control"])
         for callback, attributes in zip(self._callbacks(), kept["callbacks"], strict=True):
             vars(callback).update(attributes)
