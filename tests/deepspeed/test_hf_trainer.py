@@ -178,3 +178,20 @@ def test_loading_the_best_model_is_refused_before_the_first_step(run: Launch) ->
     assert refused.returncode == 2 and "Traceback" not in refused.output
     assert "load_best_model_at_end is True" in refused.output
     assert not refused.events("step") and not refused.orphans
+
+
+def test_a_checkpoint_of_the_trainer_is_resumed_in_the_middle_of_an_epoch(
+    run: Launch, reference: Launch
+) -> None:
+    options = ("--save=3", "--limit=20")
+    whole = reference(spec_of(options=options))
+    folder = whole.directory / "trainer" / "checkpoint-3"
+    resumed = run(spec_of("2@1:backward", options=(*options, f"--resume={folder}")))
+    assert resumed.returncode == 0 and len(resumed.events("fault_fired")) == 1
+    wanted = {step: loss for step, _, loss in logs(whole) if step > 3}
+    assert {step: loss for step, _, loss in logs(resumed)} == pytest.approx(wanted, rel=LOGGED)
+
+
+def logs(run: Outcome) -> list[tuple[int, str, float]]:
+    """Return step, event and loss of the logged steps of one process."""
+    return [(step, event, seen["loss"]) for event, step, seen in tapes(run)[0] if "loss" in seen]
