@@ -15,10 +15,10 @@ from torch.distributed import ReduceOp
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.distributed_c10d import _coalescing_manager as coalescing
 
-from elaswave_plugin.communicator.groups import c10d_tables
 from elaswave_plugin.communicator.groups.group_calls import ElasticProcessGroup
 from elaswave_plugin.errors import ConfigurationError, EpochChanged, LinkError
 from tests.communicator.forked import LIMIT_S, Peer, Workers, connected, run
+from tests.communicator.operations import either, operations, options
 from tests.communicator.samples import FOLDS, WORLD, folded, made, sample
 
 SIZES = (0, 1, 3, 1000, 40_003, 600_011)
@@ -110,112 +110,11 @@ def test_average_and_bitwise_reductions() -> None:
     run(WORLD, _average)
 
 
-def _options(kind: Any, **fields: Any) -> Any:
-    options = kind()
-    for name, value in fields.items():
-        setattr(options, name, value)
-    return options
-
-
-def _either(owner: Any, now: str, before: str) -> Any:
-    """The call by its present name, or by the one that it has in torch 2.11."""
-    return getattr(owner, now, None) or getattr(owner, before)
-
-
-def _operations(rank: int, numel: int, dtype: torch.dtype) -> dict[str, Callable[[Any], Any]]:
-    """Calls that answer the tensors to compare; every one makes its own inputs."""
-    total = numel * WORLD
-
-    def mine(count: int = numel) -> torch.Tensor:
-        return sample(rank, count, dtype, numel)
-
-    def empty(count: int = numel) -> torch.Tensor:
-        return torch.zeros(count, dtype=dtype)
-
-    def in_place(call: Callable[[Any, torch.Tensor], Any], pg: Any) -> list[torch.Tensor]:
-        data = mine()
-        call(pg, data).wait()
-        return [data]
-
-    def out_of(
-        call: Callable[[Any, list[torch.Tensor]], Any], outs: int, count: int, pg: Any
-    ) -> list[torch.Tensor]:
-        outputs = [empty(count) for _ in range(outs)]
-        call(pg, outputs).wait()
-        return outputs
-
-    calls: dict[str, Callable[[Any], Any]] = {
-        f"all_reduce {name}": partial(
-            in_place,
-            lambda pg, x, op=op: pg.allreduce([x], _options(dist.AllreduceOptions, reduceOp=op)),
-        )
-        for name, (op, _) in FOLDS.items()
-    }
-    calls["broadcast"] = partial(
-        in_place, lambda pg, x: pg.broadcast([x], _options(dist.BroadcastOptions, rootRank=1))
-    )
-    calls |= {
-        "allgather": partial(out_of, lambda pg, o: pg.allgather([o], [mine()]), WORLD, numel),
-        "all_gather_single": partial(
-            out_of,
-            lambda pg, o: _either(pg, "all_gather_single", "_allgather_base")(o[0], mine()),
-            1,
-            total,
-        ),
-        "all_gather_single_coalesced": partial(
-            out_of,
-            lambda pg, o: _either(
-                pg, "all_gather_single_coalesced", "allgather_into_tensor_coalesced"
-            )(o, [mine(), mine()]),
-            2,
-            total,
-        ),
-        "reduce_scatter": partial(
-            out_of, lambda pg, o: pg.reduce_scatter(o, [[*mine(total).chunk(WORLD)]]), 1, numel
-        ),
-        "reduce_scatter_single": partial(
-            out_of,
-            lambda pg, o: _either(pg, "reduce_scatter_single", "_reduce_scatter_base")(
-                o[0], mine(total)
-            ),
-            1,
-            numel,
-        ),
-        "all_to_all_single": partial(
-            out_of,
-            lambda pg, o: _either(pg, "all_to_all_single", "alltoall_base")(
-                o[0], mine(total), [], []
-            ),
-            1,
-            total,
-        ),
-        "gather": partial(
-            out_of,
-            lambda pg, o: pg.gather(
-                [o] if rank == 3 else [], [mine()], _options(dist.GatherOptions, rootRank=3)
-            ),
-            WORLD,
-            numel,
-        ),
-        "scatter": partial(
-            out_of,
-            lambda pg, o: pg.scatter(
-                o,
-                [[sample(r, numel, dtype) for r in range(WORLD)]] if rank == 0 else [],
-                _options(dist.ScatterOptions, rootRank=0),
-            ),
-            1,
-            numel,
-        ),
-    }
-    return calls
-
-
 def _against_gloo(path: Path, peer: Peer) -> None:
     ours, gloo = dist.group.WORLD, native_gloo(path, peer.slot)
     for numel in (1, 17, 40_000):
         for dtype in (torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8):
-            for name, call in _operations(peer.slot, numel, dtype).items():
+            for name, call in operations(peer.slot, numel, dtype).items():
                 for got, wanted in zip(call(ours), call(gloo), strict=True):
                     message = f"{name} of {numel} {dtype}"
                     if dtype.is_floating_point:
@@ -233,7 +132,7 @@ def _newer_calls(peer: Peer) -> None:
     """Make the calls that torch makes from 2.15 on, as torch makes them."""
     rank, world = peer.slot, dist.group.WORLD
     assert isinstance(world, ElasticProcessGroup)
-    to_2 = _options(dist.GatherOptions, rootRank=2)
+    to_2 = options(dist.GatherOptions, rootRank=2)
     out = torch.zeros(WORLD * 3, 2) if rank == 2 else torch.empty(0)
     world.gather_single(out, torch.full((3, 2), float(rank)), to_2).wait()
     if rank == 2:
@@ -413,13 +312,13 @@ def _coalesced_and_functional(peer: Peer) -> None:
     total = funcol.wait_tensor(funcol.all_reduce(torch.ones(3), "avg", world))
     assert torch.all(total == 1.0)
     gathered = funcol.wait_tensor(
-        _either(funcol, "all_gather_single", "all_gather_tensor")(
+        either(funcol, "all_gather_single", "all_gather_tensor")(
             torch.full((2,), 1.0 * rank), 0, world
         )
     )
     assert gathered.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     piece = funcol.wait_tensor(
-        _either(funcol, "reduce_scatter_single", "reduce_scatter_tensor")(
+        either(funcol, "reduce_scatter_single", "reduce_scatter_tensor")(
             torch.ones(8), "sum", 0, world
         )
     )
@@ -588,12 +487,6 @@ def test_a_group_of_one_does_not_communicate() -> None:
     with Workers(1, _detached) as workers:
         workers.commit(1, (0,))
         workers.join()
-
-
-@pytest.mark.parametrize("version", ["2.10.1", "2.16.0", "3.0.0", "unknown"])
-def test_an_unknown_torch_is_refused_in_one_sentence(version: str) -> None:
-    with pytest.raises(ConfigurationError, match=version):
-        c10d_tables.check_torch(version)
 
 
 def _name_again(peer: Peer) -> None:

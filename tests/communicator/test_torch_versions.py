@@ -24,6 +24,12 @@ def test_a_torch_whose_tables_are_other_ones_is_refused_in_one_sentence(
         c10d_tables.check_torch("2.13.0")
 
 
+@pytest.mark.parametrize("version", ["2.10.1", "2.16.0", "3.0.0", "unknown"])
+def test_an_unknown_torch_is_refused_in_one_sentence(version: str) -> None:
+    with pytest.raises(ConfigurationError, match=version):
+        c10d_tables.check_torch(version)
+
+
 def test_no_flight_recorder_is_attached_to_our_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch 2.15 attaches one to each group of a backend that this set does not name."""
     named = {"gloo"}
