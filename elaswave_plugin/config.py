@@ -4,7 +4,6 @@ import argparse
 import difflib
 import os
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +21,7 @@ from pydantic import (
 
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.rehearsed import rehearsed_settings
+from elaswave_plugin.toml_file import toml_section
 
 STEP_PHASES = ("data", "forward", "backward", "reduce", "optimizer", "gather", "snapshot")
 RECOVERY_PHASES = ("detect", "agree", "edit", "move", "rebind", "verify", "replay")
@@ -524,7 +524,7 @@ def from_namespace(args: argparse.Namespace) -> ElasticConfig | None:
             name = option_of(next(iter(given))) if given else f"--{_PREFIX}-config"
             raise ConfigurationError(f"{name} is given without --{_PREFIX}; add --{_PREFIX}")
         return None
-    section = {} if toml is None else _toml_section(toml)
+    section = {} if toml is None else toml_section(toml)
     if section:
         from_section(section, source=str(toml))  # blame the file for its own mistakes
     return in_the_launch_dir(from_section({**section, **given}, source="command line"))
@@ -541,23 +541,6 @@ def in_the_launch_dir(settings: ElasticConfig) -> ElasticConfig:
 def option_of(key: str) -> str:
     """The command line option of a key: snapshot_copies -> --elaswave-snapshot-copies."""
     return f"--{_PREFIX}-{key.replace('_', '-')}"
-
-
-def _toml_section(path: str | Path) -> dict[str, Any]:
-    try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ConfigurationError(
-            f"configuration file {str(path)!r} cannot be read: {reason}; give a readable TOML file"
-        ) from None
-    except ValueError as error:
-        raise ConfigurationError(
-            f"configuration file {str(path)!r} is no TOML: {error}; correct that line"
-        ) from None
-    if set(table) == {_PREFIX} and isinstance(table[_PREFIX], dict):
-        return dict(table[_PREFIX])
-    return table
 
 
 def _sentence(error: ValidationError, source: str) -> str:

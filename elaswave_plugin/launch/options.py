@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from elaswave_plugin.launch.preflight import check_run_dir
 from elaswave_plugin.launch.script_options import check_script_options, hint_for
 from elaswave_plugin.rehearsed import rehearsed_settings
 from elaswave_plugin.supervisor.notice_file import NOTICE_FILE, check_notice_file
+from elaswave_plugin.toml_file import toml_section
 
 # Fixed at the launch of a job.
 _OF_THE_JOB = (
@@ -197,7 +197,7 @@ def script_settings(args: Sequence[str], env: Mapping[str, str]) -> ScriptSettin
     """
     config = _peek(args, "--elaswave-config")
     origin = config or 'section "elaswave" of --deepspeed_config'
-    section = _deepspeed_section(args) if config is None else _section(config)
+    section = _deepspeed_section(args) if config is None else toml_section(config)
     rehearsed = rehearsed_settings(env).get("dir")
     given = _peek(args, "--elaswave-dir") or section.get("dir") or env.get("ELASWAVE_DIR")
     run_dir = rehearsed or given
@@ -238,26 +238,6 @@ def _deepspeed_section(args: Sequence[str]) -> dict[str, Any]:
         return {}
     section = config.get("elaswave") if isinstance(config, dict) else None
     return section if isinstance(section, dict) else {}
-
-
-def _section(path: str) -> dict[str, Any]:
-    """The keys of a TOML file, at its top or in its only table [elaswave].
-
-    As `--elaswave-config` in `elaswave_plugin.config`, which needs more than the standard library.
-    """
-    try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ConfigurationError(
-            f"configuration file {path!r} cannot be read: {reason}; give a readable TOML file"
-        ) from error
-    except ValueError as error:
-        raise ConfigurationError(
-            f"configuration file {path!r} is no TOML: {error}; correct that line"
-        ) from error
-    section = table.get("elaswave")
-    return section if len(table) == 1 and isinstance(section, dict) else table
 
 
 def _parser() -> _Parser:

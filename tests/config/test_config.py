@@ -38,6 +38,7 @@ KEYS = (
     "power_cap_w",
     "quiesce_timeout_s",
     "rehearse_first_step",
+    "require_secret",
     "respawn",
     "run_id",
     "seed",

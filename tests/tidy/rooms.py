@@ -15,6 +15,7 @@ errors:
 autoload:
 core:
 rehearsed:
+toml_file: errors
 megatron_lm:
 deepspeed:
 version:
@@ -22,7 +23,7 @@ kept: errors
 core/step: errors
 checkpoints: errors
 core/layout: errors
-config: errors rehearsed
+config: errors rehearsed toml_file
 core/agreement: core core/layout errors
 core/planner: core/layout core/step errors
 testing: core core/agreement core/layout
@@ -37,7 +38,7 @@ framework: core/recovery_plan
 snapshot: core/layout core/recovery_plan errors ipc
 supervisor: core core/agreement core/layout errors ipc supervisor/peers tracking
 communicator/groups: communicator/links errors
-launch: core/agreement errors ipc rehearsed supervisor supervisor/peers tracking
+launch: core/agreement errors ipc rehearsed supervisor supervisor/peers toml_file tracking
 communicator/device: communicator/groups communicator/links core/layout errors
 run: launch
 communicator: communicator/device communicator/groups communicator/links core/agreement core/layout
