@@ -1,6 +1,7 @@
 """The end of a trainer that cannot go on: one sentence, said once for the whole job."""
 
 import os
+import socket
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -18,7 +19,8 @@ from elaswave_plugin.errors import (
     WeightsDifferError,
 )
 from elaswave_plugin.ipc.environment import CONTROL_FD, INCARNATION, SLOT
-from elaswave_plugin.trainer.member import Member
+from elaswave_plugin.ipc.frames import Abandon
+from elaswave_plugin.trainer.control_link import ControlLink
 
 EXIT_CONFIGURATION = 2
 EXIT_FAILURE = 1
@@ -68,6 +70,10 @@ def explained(error: BaseException) -> ConfigurationError | None:
     return _EXPLAIN.get()(error)
 
 
+def _unheard(what: object) -> None:
+    """Nothing is awaited: this process ends."""
+
+
 def end_in_a_sentence(error: ElasWaveError) -> NoReturn:
     """End this process, or the job, as ``ends_in_a_sentence`` does."""
     code = EXIT_CONFIGURATION if isinstance(error, ConfigurationError) else EXIT_FAILURE
@@ -79,7 +85,7 @@ def end_in_a_sentence(error: ElasWaveError) -> NoReturn:
         print(f"elaswave: worker {os.environ[SLOT]}, started again: {error}", file=sys.stderr)
     elif isinstance(error, _OF_THE_JOB):
         # A copy of the descriptor: the worker's own member may hold the original.
-        copy = str(os.dup(int(os.environ[CONTROL_FD])))
-        member = Member.from_environment({**os.environ, CONTROL_FD: copy})
-        member.abandon(str(error), exit_code=code)
+        with socket.socket(fileno=os.dup(int(os.environ[CONTROL_FD]))) as sock:
+            link = ControlLink(sock, slot=int(os.environ[SLOT]), on_frame=_unheard, on_end=_unheard)
+            link.send(Abandon(reason=str(error), exit_code=code))
     raise SystemExit(code) from error

@@ -14,6 +14,7 @@ from elaswave_plugin.communicator.device.nccl import NcclGroup
 from elaswave_plugin.communicator.links.link_table import LinkTable
 from elaswave_plugin.communicator.process_group import GroupTable
 from tests.gpu import streams
+from tests.job_secret import SECRET
 
 MEMBERS = (0, 1, 2)
 # Longer than the kernels beside it: who does not wait for it comes first every time.
@@ -144,7 +145,7 @@ class Worker:
 
     def __init__(self, cuda: streams.Cuda, *, exact: bool) -> None:
         self.cuda = cuda
-        self.links = LinkTable(0)
+        self.links = LinkTable(0, secret=SECRET)
         self.maker = LaterMaker()
         self.table = GroupTable(self.links, maker=self.maker, exact=exact)
         self.open(1, MEMBERS)

@@ -1,6 +1,6 @@
 """A recovery in which replicas do not hold the same weights, and the end of its job."""
 
-import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from elaswave_plugin.errors import WeightsDifferError
-from elaswave_plugin.ipc.environment import CONTROL_FD, INCARNATION
+from elaswave_plugin.ipc.environment import CONTROL_FD, INCARNATION, SLOT
+from elaswave_plugin.ipc.wire import receive_frame
 from elaswave_plugin.recovery import recover
 from elaswave_plugin.trainer import fatal
 
@@ -66,23 +67,19 @@ def test_weights_that_differ_are_read_anew_and_then_end_the_job(
 
 def test_they_stop_the_whole_job_with_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every worker meets them alike: none of them is a lost worker."""
-    told: list[tuple[str, int]] = []
-
-    class Abandoned:
-        def abandon(self, reason: str, *, exit_code: int) -> None:
-            told.append((reason, exit_code))
-
-    monkeypatch.setattr(fatal.Member, "from_environment", lambda environ: Abandoned())
-    reader, writer = os.pipe()
-    monkeypatch.setenv(CONTROL_FD, str(reader))
+    own, supervisor = socket.socketpair()
+    monkeypatch.setenv(CONTROL_FD, str(own.fileno()))
     monkeypatch.setenv(INCARNATION, "0")
+    monkeypatch.setenv(SLOT, "1")
 
     @fatal.ends_in_a_sentence
     def fails() -> None:
         raise WeightsDifferError("replicas hold different weights")
 
-    with pytest.raises(SystemExit) as end:
-        fails()
-    os.close(reader)
-    os.close(writer)
-    assert (told, end.value.code) == ([("replicas hold different weights", 1)], 1)
+    with own, supervisor:
+        # The secret was the first frame, and whoever joined before has read it.
+        with pytest.raises(SystemExit) as end:
+            fails()
+        told = receive_frame(supervisor, 5.0)
+    assert (told["reason"], told["exit_code"]) == ("replicas hold different weights", 1)
+    assert end.value.code == 1

@@ -292,7 +292,7 @@ def test_an_answer_that_is_none_ends_no_copier() -> None:
     """Another program may have the port of a supervisor that is gone."""
     owner = SnapshotStore(8)
     told: SimpleQueue[str] = SimpleQueue()
-    with socket.create_server(("127.0.0.1", 0)) as stranger:
+    with contextlib.ExitStack() as open_ones, socket.create_server(("127.0.0.1", 0)) as stranger:
         copier = SnapshotCopier(
             owner,
             f"127.0.0.1:{stranger.getsockname()[1]}",
@@ -303,10 +303,10 @@ def test_an_answer_that_is_none_ends_no_copier() -> None:
         )
         copier.send(seal(owner, b"x"))
         for _ in range(2):  # it is tried again
-            with accepted(stranger, Kind.SERVER) as sock:
-                sock.sendall(LENGTH.pack(1) + b"1")
-                receive_frame(sock, LONG_S)
-    assert "not 1" in told.get(timeout=LONG_S)
+            sock = open_ones.enter_context(accepted(stranger, Kind.SERVER))
+            sock.sendall(LENGTH.pack(1) + b"1")
+            receive_frame(sock, LONG_S)
+        assert "not 1" in told.get(timeout=LONG_S)
     copier.close()
 
 
