@@ -339,10 +339,6 @@ class Member:
         """A link to another worker broke in this epoch while it was needed."""
         self._link.send(Severed(epoch=epoch, evidence=evidence))
 
-    def abandon(self, reason: str, exit_code: int = 1) -> None:
-        """The job cannot go on: have all of it stopped, with this reason."""
-        self._link.send(said.Abandon(reason=reason, exit_code=exit_code))
-
     def leave(self, reason: str, *, returns: bool = False) -> None:
         """This worker goes, as planned: the others go on without it, and it may exit.
 

@@ -20,10 +20,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from elaswave_plugin.core.layout.worker_facts import WorkerFacts
-from elaswave_plugin.errors import EpochChanged, JobStopped
+from elaswave_plugin.errors import EpochChanged, JobStopped, SnapshotGapError
 from elaswave_plugin.ipc.frames import StartDetached
 from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET, clear_record, write_record
 from elaswave_plugin.snapshot.fetch import Fetcher
+from elaswave_plugin.trainer.fatal import end_in_a_sentence
 from elaswave_plugin.trainer.member import Commit, Member
 from tests.core.sealed import sealed
 
@@ -170,7 +171,7 @@ class Trainer:
                 self.member.announce("evaluation")
                 sum(range(1 << 60))  # never lets another thread run
             case "abandon":
-                self.member.abandon("shards 3 and 4 are gone", 1)
+                end_in_a_sentence(SnapshotGapError("shards 3 and 4 are gone"))
             case "fetch":
                 address, owner, step, epoch = words[0], *map(int, words[1:])
                 into = bytearray(LENGTH)
