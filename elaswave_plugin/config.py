@@ -225,8 +225,9 @@ class ElasticConfig(BaseModel):
         2.0,
         description="a worker that makes no progress while others wait for it is killed early"
         " enough that they work again within these seconds, or three times the median of the"
-        " phase if that is longer (0.4 s, at most a fifth, are left for the recovery); a"
-        " lower value finds hangs sooner, a higher one spares slow workers",
+        " phase if that is longer (0.4 s, at most a fifth, are left for the recovery); one that a"
+        " signal has stopped after 2 s in any phase; a lower value finds hangs sooner, a higher one"
+        " spares slow workers",
     )
     data_timeout_s: _Seconds = Field(
         30.0,

@@ -292,7 +292,7 @@ def _hangs(answers: Iterable[Record], ranks: Sequence[int]) -> dict[int, str]:
         evidence = verdict(sample, waiting.get(slot, Waiting()))
         if evidence is not None:
             found[slot] = evidence
-        elif sample.stopped:
+        elif sample.is_stopped:
             found[slot] = "stopped by a signal"
         elif sample.is_late and sample.waits_for == NOBODY:
             limit = f"(limit {sample.limit_s:.3g} s with a recovery)"

@@ -65,13 +65,13 @@ def describe_status(status: int) -> tuple[str, int | None]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a signal or a debugger has stopped a process; false where there is none."""
+    """Return whether a signal has stopped a process; false where there is none."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             state = file.read().rpartition(b")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return state in (b"T", b"t")
+    return state == b"T"
 
 
 class Orphans:

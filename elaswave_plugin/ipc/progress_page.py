@@ -183,7 +183,12 @@ class ProgressPage:
         return self._words[_SINCE_NS] / _NS
 
     def sample(
-        self, *, slot: int, awake_s: float = 0.0, waited_s: float = 0.0, stopped: bool = False
+        self,
+        *,
+        slot: int,
+        awake_s: float = 0.0,
+        waited_s: float = 0.0,
+        stopped_s: float | None = None,
     ) -> Sample | None:
         """Return what the page says now, None before the trainer began.
 
@@ -208,7 +213,7 @@ class ProgressPage:
             stalled_s=max(0.0, time.monotonic() - max(since_s, awake_s) - waited_s),
             limit_s=ANNOUNCED_LIMIT_S if announced else limit_s,
             waits_for=waits_for,
-            stopped=stopped,
+            stopped_s=stopped_s,
             waited_s=waited_s,
             waits_in=words[_WAITS_IN],
             floor_s=words[_FLOOR_NS] / _NS or UNKNOWN_LIMIT_S,

@@ -112,6 +112,8 @@ class TrainerSession:
     raised: Raised | None = None
     missing: str = _UNKNOWN
     waits: ProcessorWaits = field(default_factory=ProcessorWaits)
+    # When it was first seen stopped by a signal, if it still is.
+    seen_stopped_s: float | None = None
     _reactor: Reactor = field(init=False)
     _on_exit: OnExit = field(init=False)
     _on_late_exit: OnExit = field(init=False)
@@ -133,10 +135,15 @@ class TrainerSession:
         """
         if not self.works:
             return None
-        pid = self.process.pid
+        pid, now_s = self.process.pid, time.monotonic()
         waited_s = self.waits.since(self.page.since_s, pid)
+        since_s = self.seen_stopped_s or now_s
+        self.seen_stopped_s = max(since_s, awake_s) if is_stopped(pid) else None
         return self.page.sample(
-            slot=slot, awake_s=awake_s, waited_s=waited_s, stopped=is_stopped(pid)
+            slot=slot,
+            awake_s=awake_s,
+            waited_s=waited_s,
+            stopped_s=None if self.seen_stopped_s is None else now_s - self.seen_stopped_s,
         )
 
     def reached(self, sealed: int) -> int:

@@ -43,10 +43,21 @@ def test_the_one_that_waits_for_nobody_is_the_culprit() -> None:
 
 
 def test_a_stopped_worker_that_blocks_another_is_named_as_stopped() -> None:
-    assert verdicts(page(0, 1), page(1, stopped=True, phase="data")) == {
-        1: "no progress for 2.5 s in data of step 7, stopped by a signal"
+    assert verdicts(page(0, 1), page(1, stopped_s=2.2, phase="data")) == {
+        1: "no progress for 2.5 s in data of step 7, stopped by a signal for 2.2 s"
         " (limit 2 s with a recovery); worker 0 waits for it"
     }
+
+
+def test_a_stopped_worker_has_the_same_limit_in_every_phase() -> None:
+    """A save may take half an hour, but no save is made by a process that does not run."""
+    save = {"phase": "save", "limit_s": 1800.0, "announced": True}
+    assert list(verdicts(page(0, 1), page(1, stopped_s=2.0, **save))) == [1]
+    assert verdicts(page(0, 1), page(1, stopped_s=1.9, **save)) == {}
+    assert verdicts(page(0, 1), page(1, **save)) == {}
+    # It waited for somebody when it was stopped: it will not go on when that one does.
+    assert list(verdicts(page(0, 1), page(1, 2, stopped_s=2.0, **save))) == [1]
+    assert verdicts(page(0), page(1, stopped_s=2.0, **save)) == {}
 
 
 def test_a_worker_for_which_nobody_waits_may_take_its_time() -> None:
@@ -71,7 +82,7 @@ def test_whoever_waits_for_a_worker_that_is_at_work_waits_for_nobody_guilty() ->
 
 
 def test_a_job_that_is_stopped_as_a_whole_does_not_hang() -> None:
-    assert verdicts(page(0, 1, stopped=True), page(1, stopped=True)) == {}
+    assert verdicts(page(0, 1, stopped_s=9.0), page(1, stopped_s=9.0)) == {}
 
 
 def circle(**newcomer: object) -> list[Sample]:
@@ -97,7 +108,7 @@ def test_a_circle_of_different_operations_ends_by_the_shortest_limit() -> None:
     assert list(verdicts(*circle(), members=3)) == [1]
 
 
-@pytest.mark.parametrize("newcomer", [{"waits_in": 5}, {"stalled_s": 1.5}, {"stopped": True}])
+@pytest.mark.parametrize("newcomer", [{"waits_in": 5}, {"stalled_s": 1.5}, {"stopped_s": 0.5}])
 def test_a_circle_of_one_operation_may_take_as_long_as_its_phase(newcomer: object) -> None:
     assert verdicts(*circle(**newcomer), members=3) == {}  # type: ignore[arg-type]
 
@@ -127,7 +138,7 @@ def test_a_wait_for_a_supervisor_blames_no_trainer() -> None:
 
 
 def test_a_page_survives_its_way_over_the_wire() -> None:
-    sample = page(3, COMMIT, stopped=True)
+    sample = page(3, COMMIT, stopped_s=1.5)
     assert again(sample) == sample
 
 
@@ -141,7 +152,7 @@ samples = st.integers(2, 6).flatmap(
                 stalled_s=st.sampled_from([0.5, 2.5, 30.0]),
                 limit_s=st.sampled_from([2.0, 20.0]),
                 operations=st.integers(0, 3),
-                stopped=st.booleans(),
+                stopped_s=st.sampled_from([None, 0.0, 1.0, 2.5]),
             )
             for slot in range(size)
         )
@@ -157,8 +168,9 @@ def test_the_guilty_are_late_and_awaited(pages: tuple[Sample, ...]) -> None:
         assert one.is_late
         assert awaited.slots
         assert slot not in awaited.slots
-        assert not any(pages[waiter].stopped for waiter in awaited.slots)
-        assert one.waits_for == NOBODY or (one.waits_for >= 0 and awaited.in_circle)
+        assert not any(pages[waiter].is_stopped for waiter in awaited.slots)
+        in_circle = one.waits_for >= 0 and awaited.in_circle
+        assert one.waits_for == NOBODY or in_circle or one.is_stopped
 
 
 @given(samples)
@@ -166,7 +178,7 @@ def test_who_waits_for_a_worker_outside_of_a_circle_is_innocent(pages: tuple[Sam
     waiting = who_waits(range(len(pages)), {one.slot: one for one in pages})
     circles = {slot for slot, one in waiting.items() if one.in_circle}
     for slot in set(verdicts(*pages, members=len(pages))) - circles:
-        assert pages[slot].waits_for == NOBODY
+        assert pages[slot].waits_for == NOBODY or pages[slot].is_stopped
 
 
 @given(samples)
@@ -175,9 +187,9 @@ def test_late_workers_that_wait_without_an_end_have_one_guilty_among_them(
 ) -> None:
     """A deadlock of everyone, in any shape, is always broken."""
     late = tuple(
-        replace(one, stalled_s=99.0, stopped=False, waits_for=(one.slot + 1) % len(pages))
+        replace(one, stalled_s=99.0, stopped_s=None, waits_for=(one.slot + 1) % len(pages))
         if one.waits_for < 0
-        else replace(one, stalled_s=99.0, stopped=False)
+        else replace(one, stalled_s=99.0, stopped_s=None)
         for one in pages
     )
     assert verdicts(*late, members=len(late))

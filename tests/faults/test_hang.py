@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from elaswave_plugin.core.agreement.hang import STOPPED_LIMIT_S
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived, hang_of
 from tests.proofs import Kind, Promise, proves
@@ -33,6 +34,24 @@ def test_a_hang_of_any_worker_changes_nothing(
     assert (found["slot"], found["phase"], found["step"]) == (slot, phase, STEP)
     assert found["stopped"] == (how == "stop")
     assert set(found["waiting"]) <= set(range(4)) - {slot}
+
+
+# Before any phase has a median, and where an announced phase may take half an hour.
+EVALUATES = ("--eval-interval=2", "--eval-iters=2")
+ANYWHERE = [(0, 0, "forward"), (1, 1, "backward"), (2, 4, "evaluation"), (3, 2, "snapshot")]
+
+
+@proves(Kind.HANG, Promise.EQUAL)
+@pytest.mark.parametrize(("slot", "step", "phase"), sampled(ANYWHERE, share=2))
+def test_a_stopped_worker_is_found_in_any_phase(
+    run: Launch, reference: Reference, slot: int, step: int, phase: str
+) -> None:
+    spec = JobSpec(options=EVALUATES, kills=(f"{slot}@{step}:{phase}:stop",))
+    hung = run(spec)
+    check_equal(hung, reference(spec))
+    (found,) = hung.events("hang_found")
+    assert (found["slot"], found["phase"], found["step"]) == (slot, phase, step)
+    assert found["stopped"] and found["limit_s"] == STOPPED_LIMIT_S
 
 
 @proves(Kind.HANG_IN_RECOVERY, Promise.EQUAL)

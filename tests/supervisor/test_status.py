@@ -400,7 +400,7 @@ def test_a_slow_worker_is_suspected_unless_something_is_worse() -> None:
             "no progress for 4.0 s in backward (limit 2 s with a recovery); no worker waits for it",
         ),
         (sample(1, waits_for=OUTSIDE), None),
-        (sample(1, stalled_s=0.1, stopped=True), "stopped by a signal"),
+        (sample(1, stalled_s=0.1, stopped_s=0.5), "stopped by a signal"),
     ],
 )
 def test_who_stands_still_and_keeps_nobody_waiting(page: Record, words: str | None) -> None:

@@ -39,6 +39,8 @@ _NOT_ALIKE = (
     "; the scripts do different things: every worker has to make the same calls, run and evaluate"
     " too, and not rank 0 alone"
 )
+STOPPED_LIMIT_S = 2.0
+"""A signal may stop a worker for which others wait for so long, in whichever phase."""
 UNKNOWN_LIMIT_S = 600.0
 """The limit of a phase without a median: compilation in the first steps, scripts between steps."""
 
@@ -84,9 +86,10 @@ class Sample:
 
     `waited_s`: further seconds in which it waited for a processor, and could not go on.
     `operations`: how many operations with others it has begun. `waits_for`: the slot without which
-    its operation cannot go on, or one of NOBODY, COMMIT, OUTSIDE. `stopped`: by a signal.
-    `waits_in`: which operation that is, alike on all members of its group. `floor_s`: the shortest
-    limit that a phase may have. `announced`: the phase is work between steps, as a save.
+    its operation cannot go on, or one of NOBODY, COMMIT, OUTSIDE. `waits_in`: which
+    operation that is, alike on all members of its group. `stopped_s`: for how long a signal has
+    stopped it; None: it has not. `floor_s`: the shortest limit that a phase may have. `announced`:
+    the phase is work between steps, as a save.
     """
 
     slot: int
@@ -98,7 +101,7 @@ class Sample:
     stalled_s: float
     limit_s: float
     waits_for: int = NOBODY
-    stopped: bool = False
+    stopped_s: float | None = None
     waited_s: float = 0.0
     waits_in: int = 0
     floor_s: float = UNKNOWN_LIMIT_S
@@ -115,14 +118,19 @@ class Sample:
         return min(self.may_stall_s, _without_recovery(self.floor_s))
 
     @property
+    def is_stopped(self) -> bool:
+        """True if a signal has stopped it."""
+        return self.stopped_s is not None
+
+    @property
     def is_late(self) -> bool:
-        """True if it has stood still for longer than it may."""
-        return self.stalled_s >= self.may_stall_s
+        """True if it has stood still, or was stopped, for longer than it may."""
+        return self.stalled_s >= self.may_stall_s or (self.stopped_s or 0.0) >= STOPPED_LIMIT_S
 
     @property
     def is_late_in_circle(self) -> bool:
         """The same where it waits in another operation than those that wait for it."""
-        return self.stalled_s >= self.may_stall_in_circle_s
+        return self.is_late or self.stalled_s >= self.may_stall_in_circle_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,12 +161,13 @@ def who_waits(members: Iterable[int], samples: Mapping[int, Sample]) -> dict[int
     """Find the workers at the end of each chain of waiting, by slot.
 
     `samples` are of the members that stand still; the others are at work. A stopped worker does
-    not count as one that waits: stopping all of a job does not make it hang.
+    not count as one that waits: stopping all of a job does not make it hang, and of whatever it
+    waited, it goes on no more.
     """
     waiters: dict[int, set[int]] = {}
     circles: dict[int, list[Sample]] = {}
     for slot, sample in samples.items():
-        if sample.stopped or sample.waits_for in (NOBODY, OUTSIDE):
+        if sample.is_stopped or sample.waits_for in (NOBODY, OUTSIDE):
             continue
         if sample.waits_for == COMMIT:
             ends = [one for one in members if not _awaits_commit(samples.get(one))]
@@ -183,19 +192,26 @@ def who_waits(members: Iterable[int], samples: Mapping[int, Sample]) -> dict[int
 
 def verdict(sample: Sample, waiting: Waiting) -> str | None:
     """Say why this worker has to go, as evidence; None if it may stay."""
-    waits = sample.waits_for != NOBODY and not waiting.in_circle
+    waits = sample.waits_for != NOBODY and not waiting.in_circle and not sample.is_stopped
     is_late = sample.is_late_in_circle if waiting.differs else sample.is_late
     if not is_late or not waiting.slots or waits:
         return None
-    stopped = ", stopped by a signal" if sample.stopped else ""
+    stopped = ""
+    if sample.stopped_s is not None:
+        stopped = f", stopped by a signal for {sample.stopped_s:.1f} s"
     if sample.waited_s >= 0.1:
         stopped += f", and {sample.waited_s:.1f} s in which it waited for a processor"
-    limit_s = min(sample.limit_s, sample.floor_s) if waiting.differs else sample.limit_s
     why = (_CAME_LATER if sample.incarnation else _NOT_ALIKE) if waiting.differs else ""
     return (
         f"no progress for {sample.stalled_s:.1f} s in {sample.phase} of step {sample.step}"
-        f"{stopped} (limit {limit_s:.3g} s with a recovery); {waiting}{why}"
+        f"{stopped} (limit {limit_of(sample, waiting):.3g} s with a recovery); {waiting}{why}"
     )
+
+
+def limit_of(sample: Sample, waiting: Waiting) -> float:
+    """Return the seconds after which others go on without this worker, recovery included."""
+    limit_s = min(sample.limit_s, sample.floor_s) if waiting.differs else sample.limit_s
+    return min(limit_s, STOPPED_LIMIT_S) if sample.is_stopped else limit_s
 
 
 def _awaits_commit(sample: Sample | None) -> bool:
@@ -208,7 +224,7 @@ def _without_recovery(limit_s: float) -> float:
 
 def _differ(circle: Sequence[Sample]) -> bool:
     """Return whether none of them ever goes on; a stopped one might do anything once it goes on."""
-    return len({one.waits_in for one in circle}) > 1 and not any(one.stopped for one in circle)
+    return len({one.waits_in for one in circle}) > 1 and not any(one.is_stopped for one in circle)
 
 
 def _end_of_chain(slot: int, samples: Mapping[int, Sample]) -> tuple[int | None, list[Sample]]:
@@ -218,7 +234,7 @@ def _end_of_chain(slot: int, samples: Mapping[int, Sample]) -> tuple[int | None,
     while here not in path:
         path.append(here)
         sample = samples.get(here)
-        if sample is None or sample.waits_for == NOBODY:
+        if sample is None or sample.waits_for == NOBODY or sample.is_stopped:
             return here, []
         if sample.waits_for < 0:
             return None, []

@@ -11,7 +11,14 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from elaswave_plugin.core.agreement.hang import Sample, Waiting, verdict, who_waits
+from elaswave_plugin.core.agreement.hang import (
+    STOPPED_LIMIT_S,
+    Sample,
+    Waiting,
+    limit_of,
+    verdict,
+    who_waits,
+)
 from elaswave_plugin.core.agreement.leader import Agreement
 from elaswave_plugin.errors import EXIT_CONFIGURATION
 from elaswave_plugin.ipc.frames import Beat
@@ -124,7 +131,10 @@ class HangWatch:
             if own.is_late_in_circle:
                 self._judge(own)
             may_stall_s = own.may_stall_s if own.is_late_in_circle else own.may_stall_in_circle_s
-            pause_s = max(_SHORTEST_PAUSE_S, min(pause_s, may_stall_s - own.stalled_s))
+            left_s = may_stall_s - own.stalled_s
+            if own.stopped_s is not None:
+                left_s = min(left_s, STOPPED_LIMIT_S - own.stopped_s)
+            pause_s = max(_SHORTEST_PAUSE_S, min(pause_s, left_s))
         self._due_s = self._clock() + pause_s
         self._reactor.after(pause_s, self._check)
 
@@ -144,9 +154,9 @@ class HangWatch:
             step=own.step,
             phase=own.phase,
             stalled_s=own.stalled_s,
-            limit_s=min(own.limit_s, own.floor_s) if waiting.differs else own.limit_s,
+            limit_s=limit_of(own, waiting),
             waited_s=own.waited_s,
-            stopped=own.stopped,
+            stopped=own.is_stopped,
             waiting=list(waiting.slots),
             in_circle=waiting.in_circle,
             differs=waiting.differs,
