@@ -57,6 +57,7 @@ class Kind(StrEnum):
     NOT_ATTACHED = "nothing attaches in a script"
     WRONG_INPUT = "a setting or option is wrong"
     WRONG_SCRIPT = "a line of a script is wrong"
+    STRANGERS = "processes that do not belong to the job come to its ports"
     SABOTAGE = "a part of the product is switched off"
     NOTHING = "no fault"
 

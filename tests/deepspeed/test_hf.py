@@ -199,6 +199,7 @@ def test_loaders_that_nobody_could_read_again_are_refused(
     assert not refused.orphans
 
 
+@proves(Kind.KILL, Promise.NAMED)
 def test_a_lost_worker_stays_away_and_more_is_refused(
     run: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

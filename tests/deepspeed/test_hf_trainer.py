@@ -14,6 +14,7 @@ from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
 from tests.faults.foreign_launchers import run_under
 from tests.faults.harness import Outcome, check_survived, max_relative_difference
+from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 from tests.supervisor.jobs import LAUNCH
 
@@ -59,6 +60,7 @@ def check_tapes(run: Outcome, reference: Outcome, *, survivors: int) -> None:
             assert logged == pytest.approx(expected, rel=LOGGED), (event, step)
 
 
+@proves(Kind.KILL, Promise.PLANNED)
 @pytest.mark.parametrize(
     ("stage", "kill"),
     sampled(
@@ -89,6 +91,7 @@ def test_a_kill_is_absorbed_and_each_step_counts_once(
     assert "trained 6 steps" in killed.output
 
 
+@proves(Kind.KILL, Promise.PLANNED)
 @pytest.mark.parametrize(
     "options",
     sampled(
@@ -114,6 +117,7 @@ def test_weights_draws_and_epochs_follow_the_job(
         check_tapes(killed, reference(spec), survivors=3)
 
 
+@proves(Kind.KILLS, Promise.PLANNED)
 @pytest.mark.slow
 def test_two_losses_in_one_run(run: Launch, twin: Twin, reference: Launch) -> None:
     spec = spec_of("0@1:backward", "3@3:forward", stage=2)
@@ -121,6 +125,7 @@ def test_two_losses_in_one_run(run: Launch, twin: Twin, reference: Launch) -> No
     check_tapes(killed, reference(spec), survivors=2)
 
 
+@proves(Kind.KILL, Promise.PLANNED)
 @pytest.mark.parametrize("options", sampled([((),), (("--use-cpu",),)], share=1), ids=["", "cpu"])
 def test_a_kill_is_survived_in_interpreters_that_import_all_anew(
     tmp_path: Path, reference: Launch, options: tuple[str, ...]
@@ -144,6 +149,7 @@ def checkpoints(run: Outcome) -> dict[str, dict[str, Any]]:
 SAVING = ("--evaluate=2", "--save=2")
 
 
+@proves(Kind.KILL, Promise.LOGGED)
 @pytest.mark.parametrize(
     ("stage", "kill"),
     sampled(
@@ -173,6 +179,7 @@ def test_evaluations_and_saves_are_made_as_without_the_loss(
         assert len(state["log_history"]) == len(wanted[name]["log_history"])
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_loading_the_best_model_is_refused_before_the_first_step(run: Launch) -> None:
     refused = run(spec_of(options=(*SAVING, "--best")))
     assert refused.returncode == 2 and "Traceback" not in refused.output
@@ -180,6 +187,7 @@ def test_loading_the_best_model_is_refused_before_the_first_step(run: Launch) ->
     assert not refused.events("step") and not refused.orphans
 
 
+@proves(Kind.RESUME, Promise.PLANNED)
 def test_a_checkpoint_of_the_trainer_is_resumed_in_the_middle_of_an_epoch(
     run: Launch, reference: Launch
 ) -> None:

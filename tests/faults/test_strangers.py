@@ -16,6 +16,7 @@ import pytest
 
 from elaswave_plugin.tracking.events import EVENTS_FILE, STEPS_FILE, read_lines
 from tests.faults.harness import ROOT, JobSpec, Outcome, Zygote, check_equal, started
+from tests.proofs import Kind, Promise, proves
 
 STEPS, KILL, STORM_ENDS = 460, 200, 420
 SPEC = JobSpec(
@@ -108,6 +109,7 @@ def healthy_steps(run: Outcome) -> list[float]:
     return [*seconds[30 : KILL - 5], *seconds[KILL + 40 : STORM_ENDS - 10]]
 
 
+@proves(Kind.STRANGERS, Promise.EQUAL)
 @pytest.mark.timeout(2 * LIMIT_S)
 def test_strangers_change_nothing_and_leave_nothing(
     zygote: Zygote, data: Path, tmp_path: Path

@@ -12,6 +12,7 @@ from tests.adapters.megatron_lm.sentences import write_sentences
 from tests.adapters.megatron_lm.test_switched_on import UNNAMED
 from tests.adapters.megatron_lm.test_without_plugin import NO_DROPOUT, check_close, without_plugin
 from tests.faults.harness import Outcome, Zygote, check_equal, launch
+from tests.proofs import Kind, Promise, proves
 
 pytestmark = [needs_repository, pytest.mark.timeout(300)]
 
@@ -64,6 +65,7 @@ def spec_of(script: str, *more: str) -> ScriptSpec:
 SCRIPTS = pytest.mark.parametrize("script_name", ["pretrain_bert.py", "pretrain_t5.py"])
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 @SCRIPTS
 @pytest.mark.parametrize("more", [(), TP2, ("--bf16",)], ids=["dp", "tp", "bf16"])
 def test_a_kill_leaves_every_number_as_it_is(
@@ -76,6 +78,7 @@ def test_a_kill_leaves_every_number_as_it_is(
     assert "Traceback" not in killed.output
 
 
+@proves(Kind.NOTHING, Promise.SAME)
 @SCRIPTS
 @pytest.mark.slow
 def test_the_losses_are_those_without_the_plugin(
@@ -87,6 +90,7 @@ def test_the_losses_are_those_without_the_plugin(
     check_close(printed(run_script(spec)), plain)
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_stages_are_refused(run_script: Launch) -> None:
     refused = run_script(spec_of("pretrain_bert.py", "--pipeline-model-parallel-size", "2"))
     assert refused.returncode == 2, refused.output[-3000:]

@@ -122,6 +122,7 @@ def test_what_is_switched_off_is_said_in_one_line(run: Launch, reference: Launch
     assert reference(off).trace() == reference(spec()).trace()
 
 
+@proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize("name", SWITCHED_OFF)
 def test_a_job_whose_setting_is_switched_off_survives_a_loss(
     run: Launch, reference: Launch, name: str
