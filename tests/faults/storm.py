@@ -53,15 +53,14 @@ class Storm:
             self.wrong_secret,
             self.frames_without_proof,
         )
-        turns = itertools.product(itertools.count(), kinds)
-        for number, kind in turns:
+        for number, kind in enumerate(itertools.cycle(kinds)):
             if select.select([sys.stdin], [], [], PAUSE_S)[0]:
                 break
             ports = self._listening()
             if not ports:
                 continue
             try:
-                kind(ports[number % len(ports)])
+                kind(ports[number // len(kinds) % len(ports)])
                 self.done[kind.__name__] += 1
             except OSError:
                 self.done["refused or gone"] += 1
