@@ -39,20 +39,28 @@ def training_words(text: str, environment: Mapping[str, str] | None = None) -> l
 
     It is the command of a Python script with the most options.
     """
+    return training_command(text, environment)[1]
+
+
+def training_command(
+    text: str, environment: Mapping[str, str] | None = None
+) -> tuple[list[str], list[str]]:
+    """Return the words of the same command, those before the script's name apart."""
     shell = _Shell(dict(environment or {}))
+    launcher: list[str] = []
     found: list[str] = []
     for command in commands_of(text):
-        words = _from_script(shell.run(command))
+        before, words = _at_script(shell.run(command))
         if words and _num_options(words) >= _num_options(found):
-            found = words
-    return found
+            launcher, found = before, words
+    return launcher, found
 
 
 def _num_options(words: Sequence[str]) -> int:
     return sum(word.startswith("--") for word in words)
 
 
-def _from_script(words: Sequence[str]) -> list[str]:
+def _at_script(words: Sequence[str]) -> tuple[list[str], list[str]]:
     flat: list[str] = []
     for word in words:
         if re.search(r"\.py\b.*\s|\s.*\.py\b", word):  # of bash -c "..."
@@ -63,11 +71,11 @@ def _from_script(words: Sequence[str]) -> list[str]:
         else:
             flat.append(word)
     if not flat or flat[0] in ("echo", "printf", "cat", "cp", "sed", "ls", "rm", "export"):
-        return []
+        return [], []
     for at, word in enumerate(flat):
         if word.endswith(".py") and not word.startswith("-"):
-            return flat[at:]
-    return []
+            return flat[:at], flat[at:]
+    return [], []
 
 
 class _Shell:

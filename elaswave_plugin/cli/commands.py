@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -381,6 +382,15 @@ def doctor(
             metavar="PATH", help="Checkout of Megatron-LM.", show_default="$MEGATRON_LM_PATH"
         ),
     ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Workers of all nodes, for the memory that LAUNCH takes.",
+            show_default="as LAUNCH has it",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> int:
     """Say what a job answers to each setting of a launch, or check every patch record.
@@ -391,7 +401,7 @@ def doctor(
     from rich.console import Console
 
     if launch is not None or corpus is not None:
-        return _examine_launch(launch, corpus, as_json)
+        return _examine_launch(launch, corpus, workers, as_json)
 
     from elaswave_plugin.cli import doctor as examination
     from elaswave_plugin.errors import PatchMismatchError
@@ -407,7 +417,9 @@ def doctor(
     return 0
 
 
-def _examine_launch(launch: Path | None, corpus: Path | None, as_json: bool) -> int:
+def _examine_launch(
+    launch: Path | None, corpus: Path | None, workers: int | None, as_json: bool
+) -> int:
     from rich.console import Console
 
     from elaswave_plugin.cli import launch_doctor
@@ -420,6 +432,8 @@ def _examine_launch(launch: Path | None, corpus: Path | None, as_json: bool) -> 
         return launch_doctor.show_corpus(launch_doctor.read_corpus(corpus), Console())
     assert launch is not None
     read = read_launch(launch)
+    if workers is not None:
+        read = replace(read, workers=workers)
     if not as_json:
         return launch_doctor.show(read, Console())
     typer.echo(json.dumps(launch_doctor.as_json(read), indent=2))

@@ -6,7 +6,7 @@ Nothing is run or imported of a framework. The tables are those that a job obeys
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from elaswave_plugin.adapters import deepspeed_settings
 from elaswave_plugin.adapters.answers import Answer, replies, worst
 from elaswave_plugin.adapters.megatron_lm_settings import settings, why_not
 from elaswave_plugin.cli.launch_files import Launch, of_record
+from elaswave_plugin.cli.launch_memory import Memory, memory_of
 from elaswave_plugin.errors import ConfigurationError
 
 # Drivers that have a training loop of their own, which no argument of Megatron-LM starts.
@@ -70,6 +71,10 @@ def show(launch: Launch, console: Console) -> int:
         console.print(table)
     if launch.unknown:
         console.print(f"not known without a run: {', '.join(launch.unknown)}")
+    if launch.deepspeed is None:
+        memory = _memory(launch)
+        lines = memory.lines() if isinstance(memory, Memory) else (memory,)
+        console.print("\n".join(lines), highlight=False)
     answer = worst(one.answer for one in said)
     number = sum(one.answer is answer for one in said)
     verdict = {
@@ -82,6 +87,10 @@ def show(launch: Launch, console: Console) -> int:
     return exit_code_of(answer)
 
 
+def _memory(launch: Launch) -> Memory | str:
+    return memory_of(launch.arguments, workers=launch.workers, nodes=launch.nodes)
+
+
 def answer_of(launch: Launch) -> Answer:
     """Return the answer to the whole launch."""
     return worst(one.answer for one in answers_of(launch))
@@ -89,10 +98,11 @@ def answer_of(launch: Launch) -> Answer:
 
 def as_json(launch: Launch) -> dict[str, Any]:
     """Return the answers, for programs."""
-    said = answers_of(launch)
+    said, memory = answers_of(launch), _memory(launch)
     return {
         "script": launch.script,
         "answer": str(worst(one.answer for one in said)),
+        "memory_bytes": asdict(memory) if isinstance(memory, Memory) else None,
         "unknown": list(launch.unknown),
         "settings": [
             {"setting": one.setting, "answer": str(one.answer), "sentence": one.sentence}

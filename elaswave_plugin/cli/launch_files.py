@@ -3,14 +3,14 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from elaswave_plugin.adapters.megatron_lm_settings import settings
-from elaswave_plugin.cli.bash_words import UNKNOWN, training_words
+from elaswave_plugin.cli.bash_words import UNKNOWN, training_command
 from elaswave_plugin.errors import ConfigurationError
 
 # Keys by which a mapping is known to be for DeepSpeed.
@@ -36,6 +36,9 @@ class Launch:
     """The configuration of DeepSpeed; None for a launch of Megatron-LM."""
     unknown: tuple[str, ...] = ()
     """Options whose value only a run tells."""
+    workers: int = 0
+    """Workers of all nodes, by the options of torchrun; 0 where these do not tell."""
+    nodes: int = 1
 
 
 def read_launch(path: Path) -> Launch:
@@ -46,13 +49,25 @@ def read_launch(path: Path) -> Launch:
         raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from error
     if path.suffix in (".json", ".yaml", ".yml"):
         return _of_mapping(_parsed(text, path), path)
-    words = training_words(text)
+    launcher, words = training_command(text)
     if not words:
         raise ConfigurationError(
             f"{path} has no command that runs a Python script; give a launch script of bash, a YAML"
             " recipe, or a configuration of DeepSpeed or Accelerate"
         )
-    return of_words(words[0], words[1:])
+    nodes, width = (_option(launcher, name) for name in ("nnodes", "nproc-per-node"))
+    launch = of_words(words[0], words[1:])
+    return replace(launch, workers=(nodes or 1) * width, nodes=nodes or 1)
+
+
+def _option(words: Sequence[str], name: str) -> int:
+    """Return a number among the words of a launcher; 0 where there is none."""
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        option, _, value = word.replace("_", "-").partition("=")
+        if option == f"--{name}":
+            number = value or after
+            return int(number) if number.isdecimal() else 0
+    return 0
 
 
 def of_words(script: str, words: Sequence[str]) -> Launch:
