@@ -247,7 +247,7 @@ _CHANGED = (
     ),
 )
 # Scripts that are carried without pipeline stages.
-_ONE_STAGE = ("pretrain_bert", "pretrain_t5")
+_ONE_STAGE = ("pretrain_t5",)
 # Scripts of Megatron-LM that are not carried, by the beginning of their names.
 _SCRIPTS = (
     ("pretrain_mamba", _MAMBA),
@@ -358,7 +358,7 @@ def why_not(script: str, values: Values) -> str | None:
     """Return the sentence that refuses a script by its name; None where it is carried."""
     says = next((says for begins, says in _SCRIPTS if script.startswith(begins)), None)
     if says is None and script.startswith(_ONE_STAGE) and _has_stages(values):
-        says = "its stages are no row of like layers; use data and tensor parallelism"
+        says = "Megatron-LM has no stages of T5 itself; use data and tensor parallelism"
     if says is None:
         return None
     return f"the script is {script}, and elaswave_plugin does not carry it so: {says}"

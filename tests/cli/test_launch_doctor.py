@@ -55,7 +55,8 @@ def test_a_launch_script_is_answered_setting_by_setting(
     [
         ("pretrain_bert.py", 1, False),
         ("pretrain_t5.py", 1, False),
-        ("pretrain_bert.py", 2, True),
+        ("pretrain_bert.py", 16, False),
+        ("pretrain_t5.py", 2, True),
         ("pretrain_mamba.py", 1, True),
     ],
 )

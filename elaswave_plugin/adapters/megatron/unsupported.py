@@ -20,8 +20,7 @@ from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.core.layout.reserve import grown_replicas
 from elaswave_plugin.errors import ConfigurationError
 
-# Models whose stages are not those of a row of like layers, and layers that nobody has run.
-_WITHOUT_STAGES = ("BertModel", "T5Model")
+# Layers that nobody has run.
 _OF_MAMBA = ("MambaLayer",)
 # How a router may be balanced: by nothing, or by what one micro-batch tells.
 _BALANCING = ("none", "aux_loss", "seq_aux_loss", "sinkhorn")
@@ -130,9 +129,9 @@ def _model_problems(model: Any, overlaps_param_gather: bool) -> Iterator[str]:
         # Megatron-LM's own rule: two messages between the same two workers in one batch mix up.
         yield _unsupported("overlap_p2p_comm with 2 interleaved stages", False, True)
     kinds = {type(module).__name__ for module in model.modules()}
-    if config.pipeline_model_parallel_size > 1 and kinds & {*_WITHOUT_STAGES}:
-        named = " and ".join(sorted(kinds & {*_WITHOUT_STAGES}))
-        yield _unsupported(f"the number of pipeline stages of a {named}", "more than 1", 1)
+    if config.pipeline_model_parallel_size > 1 and "T5Model" in kinds:
+        # Megatron-Core itself has no stages of one.
+        yield _unsupported("the number of pipeline stages of a T5Model", "more than 1", 1)
     if kinds & {*_OF_MAMBA}:
         yield _unsupported(
             "a layer", " and ".join(sorted(kinds & {*_OF_MAMBA})), "Transformer layers"

@@ -26,6 +26,9 @@ DATA = (
 BERT = (*DATA, "--spec", "local", "--mask-prob", "0.5")
 T5 = (*DATA, "--vocab-extra-ids", "100", "--decoder-num-layers", "2", "--decoder-seq-length", "32")
 TP2 = ("--tensor-model-parallel-size", "2")
+PP2 = ("--pipeline-model-parallel-size", "2")
+INTERLEAVED = (*PP2, "--num-virtual-stages-per-pipeline-rank", "2")
+FP16 = ("--fp16", "--initial-loss-scale", "65536")
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +93,50 @@ def test_the_losses_are_those_without_the_plugin(
     check_close(printed(run_script(spec)), plain)
 
 
-@proves(Kind.WRONG_INPUT, Promise.REFUSED)
-def test_stages_are_refused(run_script: Launch) -> None:
-    refused = run_script(spec_of("pretrain_bert.py", "--pipeline-model-parallel-size", "2"))
-    assert refused.returncode == 2, refused.output[-3000:]
-    assert "pipeline stages of a BertModel" in refused.output
+# The stages of a launch, workers, and who is lost; a stage that is lost whole is built again by
+# workers of others, with an embedding or with a head of BERT's.
+STAGES = {
+    "dp2-first": (PP2, 4, ("0@2:backward",)),
+    "dp2-last": (PP2, 4, ("3@2:forward",)),
+    "first-whole": (PP2, 4, ("0@1:backward", "1@2:forward")),
+    "last-whole": (PP2, 4, ("2@1:forward", "3@2:backward")),
+    "tp-fp16": ((*TP2, *PP2, "--sequence-parallel", *FP16), 8, ("5@2:backward",)),
+    "interleaved": (INTERLEAVED, 4, ("1@2:backward",)),
+    "untied": ((*PP2, "--untie-embeddings-and-output-weights"), 4, ("2@1:forward", "3@2:reduce")),
+}
+
+
+@proves(Kind.KILL, Promise.EQUAL)
+@pytest.mark.parametrize("named", STAGES)
+def test_a_stage_of_bert_loses_workers(run_script: Launch, named: str) -> None:
+    more, workers, kills = STAGES[named]
+    spec = replace(spec_of("pretrain_bert.py", *more), nproc=workers)
+    killed, undisturbed = run_script(replace(spec, kills=kills)), run_script(spec)
+    check_equal(killed, undisturbed)
+    assert printed(killed) == printed(undisturbed)
+    assert len(killed.events("view_committed")[-1]["ranks"]) == workers - len(kills)
+    assert "Traceback" not in killed.output
+
+
+@proves(Kind.RETURN, Promise.EQUAL)
+@pytest.mark.parametrize("slot", [0, 3])
+def test_a_worker_of_berts_stages_comes_back(run_script: Launch, slot: int) -> None:
+    spec = replace(spec_of("pretrain_bert.py", *PP2), steps=7)
+    undisturbed = run_script(spec)
+    back = run_script(
+        replace(spec, kills=(f"{slot}@2:backward",), respawn=10, awaits=((4, 1),), dump="every")
+    )
+    check_equal(back, undisturbed)
+    assert printed(back) == printed(undisturbed)
+    assert [(one["slot"], one["incarnation"]) for one in back.events("entered")] == [(slot, 1)]
+    assert "Traceback" not in back.output
+
+
+@pytest.mark.slow
+def test_the_losses_of_stages_are_those_without_the_plugin(
+    run_script: Launch, folder: Path, data: Path, tmp_path: Path
+) -> None:
+    spec = spec_of("pretrain_bert.py", *NO_DROPOUT, *PP2)
+    script = folder / "pretrain_bert.py"
+    plain = without_plugin(spec, script=script, data=data, folder=tmp_path / "plain")
+    check_close(printed(run_script(spec)), plain)

@@ -79,7 +79,7 @@ def elastic_patches(*, exact: bool, saves: WholeSaves | None = None) -> PatchSet
     ``saves`` is told of the job's loop later on.
     """
     saves = saves or WholeSaves()
-    records = [_group_record(), *_checkpoint_records(), *saves.records(), _model_record()]
+    records = [_group_record(), *_checkpoint_records(), *saves.records(), *_model_records()]
     return PatchSet([*records, _norm_record()] if exact else records)
 
 
@@ -118,14 +118,16 @@ def _checkpoint_records() -> list[PatchRecord]:
     ]
 
 
-def _model_record() -> PatchRecord:
-    module = "megatron.core.models.gpt.gpt_model"
-    return record(
-        f"{module}:GPTModel.__init__",
-        remembering,
-        "a worker that changes stage runs the constructor of the same model again",
-        hook=Hook(f"{module}:constructed_hook", lambda constructor: remember),
-    )
+def _model_records() -> list[PatchRecord]:
+    return [
+        record(
+            f"megatron.core.models.{module}:{model}.__init__",
+            remembering,
+            "a worker that changes stage runs the constructor of the same model again",
+            hook=Hook(f"megatron.core.models.{module}:constructed_hook", lambda made: remember),
+        )
+        for module, model in (("gpt.gpt_model", "GPTModel"), ("bert.bert_model", "BertModel"))
+    ]
 
 
 def _norm_record() -> PatchRecord:
