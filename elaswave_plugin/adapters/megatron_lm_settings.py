@@ -82,7 +82,8 @@ _REFUSED = (
     (
         "sft",
         (False,),
-        "packed sequences need attention kernels of a GPU, with which nobody has run it yet",
+        "Megatron-LM itself sends the lengths of packed sequences to no other worker of a TP group;"
+        " use data and pipeline parallelism",
     ),
     ("skip_train", (False,), "nothing is trained; start it without --elaswave"),
     ("inprocess_restart", (False,), "it restarts the processes that the plugin keeps; unset it"),
@@ -303,6 +304,7 @@ def _of_core() -> Iterator[Setting]:
             since=one.since,
         )
 
+        "sft": lambda values: bool(values.get("tensor_model_parallel_size", 1) != 1),
 
 def _where(name: str) -> Callable[[Values], bool] | None:
     """Return among which arguments this one matters; None where it always does."""

@@ -334,7 +334,8 @@ class LmJob:
             loader.advance(samples)
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         pace = None if forward_only else self.worker.stopwatch.times.told_pace()
-        agreed = list(self._losses.agree(reports, group, pace=pace))
+        by_microbatch = forward_only and bool(self._args.sft)
+        agreed = list(self._losses.agree(reports, group, pace=pace, by_microbatch=by_microbatch))
         ranks = self.worker.ranks
         self.worker.slow_workers.compare(
             {ranks[rank]: one for rank, one in self._losses.paces.items()}

@@ -43,9 +43,12 @@ class LossTotals:
         group: dist.ProcessGroup,
         *,
         pace: tuple[float, int] | None = None,
+        by_microbatch: bool = False,
     ) -> list[Report]:
         """The reports that Megatron-LM is to see; collective over WORLD, which tells all paces.
 
+        ``by_microbatch``: whether each micro-batch counts alike, however many tokens it has; as
+        evaluations with --sft have it, which average what workers report.
         Raises ConfigurationError for a report that is neither a mean nor a pair of sum and count.
         """
         mine: dict[int, dict[str, list[float]]] = {}
@@ -55,6 +58,9 @@ class LossTotals:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (mine, pace))
         rows = {k: row for rows, _ in everyone for k, row in rows.items()}
+        averaged = {name for name, v in rows[0].items() if by_microbatch and len(v) == 2}
+        for row in rows.values():
+            row |= {name: _mean(*row[name]) for name in averaged}
         self.paces = {rank: one for rank, (_, one) in enumerate(everyone) if one is not None}
         totals = {name: self._total([rows[k][name] for k in sorted(rows)]) for name in rows[0]}
         count = len(rows)
@@ -66,7 +72,8 @@ class LossTotals:
         # Tokens, where they are reported.
         self.count = int(first[1]) if first.numel() == 2 else 0
         holds = group.rank() == 0
-        return [{name: self._held(name, total, holds=holds) for name, total in totals.items()}]
+        held = {name: self._held(name, total, holds=holds) for name, total in totals.items()}
+        return [held | {name: _averaged(self.means[name], group) for name in averaged}]
 
     def _held(self, name: str, total: torch.Tensor, *, holds: bool) -> torch.Tensor:
         if total.numel() == 1:
@@ -94,6 +101,21 @@ def told_everyone(losses: Report) -> Report:
     dist.all_gather_object(everyone, {name: float(loss) for name, loss in losses.items()})
     known: dict[str, float] = next(filter(None, everyone), {})
     return losses or {name: torch.tensor(loss) for name, loss in known.items()}
+
+
+def _mean(total: float, count: float) -> list[float]:
+    """Return the mean of a micro-batch in float32, as Megatron-LM computes it."""
+    of_total, of_count = torch.tensor([total, count], dtype=torch.float32)
+    return [float(of_total / of_count)]
+
+
+def _averaged(mean: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return a report whose average over a group is ``mean``, to the bit.
+
+    In float64, where a float32 times a number of workers, and that divided by it, are exact.
+    """
+    share = mean.double() * (group.size() if group.rank() == 0 else 0)
+    return torch.stack([share, torch.ones_like(share)])
 
 
 def _numbers(name: str, value: torch.Tensor) -> list[float]:
