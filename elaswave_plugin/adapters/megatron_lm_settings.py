@@ -66,12 +66,6 @@ _REFUSED = (
         (None, "global"),
         "local checkpoints are lost with their node, and the plugin has copies itself; use global",
     ),
-    ("iterations_to_skip", (None,), "the steps of a job are counted without gaps; leave it out"),
-    (
-        "phase_transition_iterations",
-        (None,),
-        "start each phase as a launch of its own, with --load",
-    ),
     (
         "dataloader_type",
         ("single", "cyclic", None),

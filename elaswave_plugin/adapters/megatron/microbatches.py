@@ -213,6 +213,17 @@ class Microbatches:
             compare_losses(worker, flow, told, again)
         return reports
 
+    def pass_over(self, read: Callable[[int], object], *, num_microbatches: int) -> None:
+        """Have this worker's micro-batches of a step that is skipped read, by ``read(number)``."""
+        self._in_step = self._enters = True
+        flow, size = self._dealt(num_microbatches), self._micro_batch_size
+        if self.coordinate is not None:
+            order = executor.order_of(flow, self._worker.slot, micro_batch_size=size)
+            self.executed = order.pieces
+            for piece in order.pieces:
+                for row in piece.rows(size=size):
+                    read(row.microbatch)
+
     def _numbered(self, reports: list[Any]) -> Mapping[int, Any]:
         """Return the losses reported here, by their numbers in the step."""
         return dict(zip(self.reports, reports, strict=True)) if self.reports_losses else {}

@@ -176,11 +176,13 @@ class Hooks:
             model: Any,
             optimizer: Any,
             opt_param_scheduler: Any,
+            train_data_iterator: Any,
             *args: Any,
             **kwargs: Any,
         ) -> Any:
-            self._joined.bind(model, optimizer, opt_param_scheduler, patched=self.places)
-            return native(forward_step_func, model, optimizer, opt_param_scheduler, *args, **kwargs)
+            built = (model, optimizer, opt_param_scheduler, train_data_iterator)
+            self._joined.bind(*built, patched=self.places)
+            return native(forward_step_func, *built, *args, **kwargs)
 
         return train
 
@@ -193,6 +195,10 @@ class Hooks:
             return self._joined.step(lambda iteration: step(iteration=iteration))
 
         return train_step
+
+    def pass_over(self, native: Native) -> Native:
+        """An iteration that the script skips is a step without an update."""
+        return lambda data_iterator: self._joined.pass_over()
 
     def forward_backward(self, native: Native) -> Native:
         """Replace the schedule by one that runs this worker's micro-batches."""

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.rerun_state_machine import RerunDataIterator, get_rerun_state_machine
 
 from elaswave_plugin.adapters.megatron.bound_models import BoundModels
 from elaswave_plugin.adapters.megatron.compat import rng
@@ -100,6 +101,9 @@ class LmJob:
         # What the last training step has read: so many samples of each of these.
         self._trained_from: list[Loader] = []
         self._trained_samples = 0
+        # The last step that was trained, and the iterators of them all.
+        self._attempt: Callable[[int], StepReport] | None = None
+        self._train_data: Any = None
         # Megatron-LM's iterators of the present call, which can replay a step's batches.
         self._replays: list[RerunDataIterator] = []
         self.variables = LoopVariables(args)
@@ -179,15 +183,23 @@ class LmJob:
         self._microbatches.consume(self.worker.completed, microbatch, tuple(ids))
 
     def bind(
-        self, chunks: list[Any], optimizer: Any, scheduler: Any, *, patched: Sequence[str]
+        self,
+        chunks: list[Any],
+        optimizer: Any,
+        scheduler: Any,
+        train_data: Any,
+        *,
+        patched: Sequence[str],
     ) -> None:
         """Take what was built into care and seal it: training begins.
 
         A worker that comes later enters here, and gets the state of the others.
-        ``patched``: what the patch records have set, for the events.
+        ``train_data``: the iterator of the training, or one a model chunk; ``patched``: what the
+        patch records have set, for the events.
         Raises ConfigurationError for a model that it could not get.
         """
         args, worker = self._args, self.worker
+        self._train_data = train_data
         assert self._shard is not None
         # As Megatron-LM's train() sets it a moment later.
         chunks[0].config.finalize_model_grads_func = finalize_model_grads
@@ -271,6 +283,8 @@ class LmJob:
         def attempt(iteration: int) -> StepReport:
             self._args.curr_iteration = iteration
             rng.settle(self._seed, rng.STEP, iteration)
+            if iteration in self._args.iterations_to_skip:
+                return self._pass_over()
             with self._framework.modes_kept():
                 losses, *others = train_step(iteration)
             # The last rank logs them, and need not be in the last stage after a loss.
@@ -287,8 +301,46 @@ class LmJob:
 
         assert self._loop is not None
         self.variables.first_step()
+        self._attempt = attempt
         self._loop.step(attempt)
         return results[-1]
+
+    def pass_over(self) -> None:
+        """Complete a step that the script skips: its samples are read, and nothing is trained."""
+
+        def attempt(iteration: int) -> StepReport:
+            if iteration in self._args.iterations_to_skip:
+                self._args.curr_iteration = iteration
+                return self._pass_over()
+            # The step before it, after a roll-back.
+            assert self._attempt is not None
+            return self._attempt(iteration)
+
+        assert self._loop is not None
+        self.variables.first_step()
+        self._loop.step(attempt)
+
+    def _pass_over(self) -> StepReport:
+        machine, count = get_rerun_state_machine(), self.width * get_num_microbatches()
+        iterators = self._train_data if isinstance(self._train_data, list) else [self._train_data]
+        loaders = [_loader_of(one) for one in iterators]
+
+        def read(microbatch: int) -> None:
+            for loader in loaders:
+                loader.deliver(microbatch)
+                next(loader)
+
+        while machine.should_run_forward_backward(self._train_data):
+            for loader in loaders:
+                loader.begin(count)
+            self._microbatches.pass_over(read, num_microbatches=count)
+        for loader in loaders:
+            loader.advance(count * self._args.micro_batch_size)
+        # No grad norm proves that all workers have come here, before a snapshot is overwritten.
+        self.worker.state.begin_update()
+        dist.barrier()
+        nan, lr = float("nan"), self._framework.learning_rate()
+        return StepReport(loss=nan, grad_norm=nan, lr=lr, tokens=0)
 
     def forward_backward(self, native: Callable[..., Any], **kwargs: Any) -> list[Any]:
         """Megatron-Core's forward-backward function, for whatever this worker runs now."""

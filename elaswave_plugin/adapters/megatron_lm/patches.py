@@ -127,6 +127,12 @@ def _steps(hooks: Hooks) -> list[PatchRecord]:
             *(*_LOOP, "config", "forward_backward_func", "iteration"),
         ),
         _record(
+            f"{_TRAINING}:dummy_train_step",
+            hooks.pass_over,
+            "an iteration that is skipped is a step of the job, and is redone as one",
+            "data_iterator",
+        ),
+        _record(
             f"{_TRAINING}:get_forward_backward_func",
             hooks.forward_backward,
             "the flow of the view says which micro-batches a worker runs",

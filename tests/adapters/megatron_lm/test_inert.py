@@ -120,7 +120,7 @@ def test_a_provider_of_the_script_is_kept() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("iterations_to_skip", [3]),
+        ("adlr_autoresume", True),
         ("skip_train", True),
         ("context_parallel_size", 2),
         ("qk_clip", True),
@@ -154,7 +154,12 @@ def test_checkpoints_are_those_of_the_optimizer_that_the_script_named() -> None:
 
 @proves(Kind.WRONG_INPUT, Promise.REFUSED)
 @pytest.mark.parametrize(
-    ("name", "value"), [("iterations_to_skip", []), ("mtp_num_layers", 0), ("moe_latent_size", 8)]
+    ("name", "value"),
+    [
+        ("param_name_patterns_for_fp32_local_accumulation", []),
+        ("mtp_num_layers", 0),
+        ("moe_latent_size", 8),
+    ],
 )
 def test_what_switches_nothing_on_is_not_refused(name: str, value: object) -> None:
     check_arguments(argparse.Namespace(**{name: value}))
