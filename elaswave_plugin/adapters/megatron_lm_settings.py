@@ -76,8 +76,7 @@ _REFUSED = (
     (
         "sft",
         (False,),
-        "Megatron-LM itself sends the lengths of packed sequences to no other worker of a TP group;"
-        " use data and pipeline parallelism",
+        "packed sequences need attention kernels of a GPU, with which they are not run",
     ),
     ("skip_train", (False,), "nothing is trained; start it without --elaswave"),
     ("inprocess_restart", (False,), "it restarts the processes that the plugin keeps; unset it"),
