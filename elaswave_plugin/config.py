@@ -158,9 +158,10 @@ class ElasticConfig(BaseModel):
     rehearse_first_step: Literal["stop", "continue", "off"] = Field(
         "stop",
         description="exact mode: the job's first step is run once more before, each micro-batch"
-        " by another replica, and losses and gradients are compared before the update; if"
-        " they differ, stop: the job ends and names what differs; continue: the job goes on"
-        " in fast mode; off: the step is run once",
+        " by another replica, and losses and gradients are compared before the update; on"
+        " GPUs one layer is run twice alike as well; if bits differ, stop: the job ends and"
+        " names what differs and which switch helps; continue: the job goes on in fast mode;"
+        " off: the step is run once",
     )
     snapshots: bool = Field(
         True,

@@ -221,6 +221,32 @@ UNSTEADY_GRADIENT = (
     ),
     (_BUILD, "unsteady(build_chunk(args, config, number)), disable_bucketing"),
 )
+# A kernel as of a GPU: its bits are other ones in each call, unless torch asks for a better one.
+_KERNEL = """class Unsteady(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden):
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if torch.are_deterministic_algorithms_enabled():
+            return gradient
+        return gradient * (1 + 1e-6 * torch.rand((), generator=DRAWS))
+
+
+def unsteady(chunk):
+    for name, module in chunk.named_modules():
+        if name.endswith("input_layernorm"):
+            module.register_forward_hook(lambda module, inputs, output: Unsteady.apply(output))
+    return chunk
+
+
+"""
+UNSTEADY_KERNEL = (before_model(_GENERATOR + _KERNEL), UNSTEADY_GRADIENT[1])
+REPEATING_KERNEL = (
+    before_model(_GENERATOR + "torch.use_deterministic_algorithms(True)\n\n\n" + _KERNEL),
+    UNSTEADY_GRADIENT[1],
+)
 AVERAGE = '''class Average:
     """An exponential moving average of the weights, beside the model."""
 

@@ -15,6 +15,11 @@ from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 THREE = JobSpec(nproc=3, steps=4, global_batch=6)
+# A device whose kernels may not repeat: a CPU stands in for a GPU.
+ON_GPU = (
+    "from elaswave_plugin.adapters import repeated_layer; "
+    "repeated_layer.may_differ = lambda module: True"
+)
 OFF = ("--elaswave-rehearse-first-step=off",)
 CONTINUE = ("--elaswave-rehearse-first-step=continue",)
 
@@ -153,3 +158,49 @@ def test_fast_mode_has_no_bits_to_rehearse(run: Launch) -> None:
     refused = run(replace(THREE, consistency="fast", options=CONTINUE))
     assert refused.returncode == 2, refused.output[-4000:]
     assert "rehearse_first_step is continue and consistency is fast" in refused.output
+
+
+def repeated(run: Outcome) -> list[tuple[int, bool]]:
+    """Step and verdict of the layer that every worker has run twice alike."""
+    told = run.events("layer_repeated")
+    assert sorted({e["slot"] for e in told}) == ([*range(run.spec.nproc)] if told else [])
+    return sorted({(e["step"], e["equal"]) for e in told})
+
+
+@proves(Kind.NOTHING, Promise.EQUAL)
+@pytest.mark.parametrize("spec", sampled([THREE, TP2_PP2_DP2], share=2))
+def test_a_layer_that_is_run_twice_leaves_no_trace(
+    run: Launch, reference: Reference, tmp_path: Path, spec: JobSpec
+) -> None:
+    script = own_scripts.write(tmp_path, *own_scripts.REPEATING_KERNEL)
+    spec = replace(spec, script=script, steps=4)
+    on_cpu, on_gpu = reference(spec), run(replace(spec, sabotage=ON_GPU))
+    assert on_gpu.returncode == 0, on_gpu.output[-4000:]
+    assert on_gpu.trace() == on_cpu.trace()
+    assert (repeated(on_gpu), repeated(on_cpu)) == ([(0, True)], [])
+
+
+@proves(Kind.WRONG_SCRIPT, Promise.TOLD)
+@pytest.mark.parametrize("spec", sampled([THREE, TP2_PP2_DP2], share=2))
+def test_a_layer_that_does_not_repeat_ends_the_job_and_names_the_switch(
+    run: Launch, tmp_path: Path, spec: JobSpec
+) -> None:
+    script = own_scripts.write(tmp_path, *own_scripts.UNSTEADY_KERNEL)
+    stopped = run(replace(spec, script=script, sabotage=ON_GPU))
+    assert stopped.returncode == 2, stopped.output[-4000:]
+    (line,) = [line for line in stopped.output.splitlines() if "the job stops" in line]
+    assert "the first of this job, worker 0 ran twice, on the same input, layer " in line
+    assert "with torch.use_deterministic_algorithms(True) they do repeat: set it, and" in line
+    assert "Traceback" not in stopped.output
+    assert repeated(stopped) == [(0, False)]
+    assert not stopped.files.steps and not stopped.orphans
+
+
+@proves(Kind.KILL, Promise.CLOSE, victim="1", moment="2:backward")
+def test_a_job_whose_layers_do_not_repeat_goes_on_in_fast_mode(run: Launch, tmp_path: Path) -> None:
+    script = own_scripts.write(tmp_path, *own_scripts.UNSTEADY_KERNEL)
+    spec = replace(THREE, script=script, sabotage=ON_GPU, options=CONTINUE)
+    survived = run(replace(spec, kills=("1@2:backward",)))
+    check_survived(survived)
+    assert (repeated(survived), rehearsed(survived)) == ([(0, False)], [])
+    assert survived.output.count("the job goes on in fast mode: bits are not promised") == 1

@@ -18,6 +18,7 @@ from elaswave_plugin.adapters.megatron.state.stage_parts import move_to_tp_posit
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, Zygote, check_equal, launch
 from tests.faults.hybrid_matrix import PP2_DP2, TP2_PP2_DP2
+from tests.faults.test_first_step import ON_GPU, repeated
 from tests.faults.test_fused_adam import MOVED, STAND_INS, why_not
 from tests.faults.test_outside_a_step import saved_tensors
 from tests.proofs import Kind, Promise, proves
@@ -100,6 +101,20 @@ def test_a_loss_with_fused_weight_gradients_changes_nothing(
 ) -> None:
     """Megatron-Core's own layers: the sums are those of the unfused gradients."""
     check_equal(with_te(replace(spec, sabotage=FUSES)), reference(spec))
+
+
+@proves(Kind.NOTHING, Promise.EQUAL)
+@pytest.mark.parametrize("layers", [USES, FUSES], ids=["stand-ins", "fused"])
+@pytest.mark.parametrize("spec", sampled([JobSpec(), TP2_PP2_DP2], share=2))
+def test_a_layer_that_is_run_twice_leaves_no_trace(
+    with_te: Launch, spec: JobSpec, layers: str
+) -> None:
+    """On a GPU: both add to gradient buffers in the backward pass itself."""
+    once = with_te(replace(spec, sabotage=layers))
+    twice = with_te(replace(spec, sabotage=f"{layers}\n{ON_GPU}"))
+    assert (once.returncode, twice.returncode) == (0, 0), twice.output[-4000:]
+    assert twice.trace() == once.trace()
+    assert (repeated(once), repeated(twice)) == ([], [(0, True)])
 
 
 @proves(Kind.KILL, Promise.WHOLE, victim="1", moment="2:backward")

@@ -3,17 +3,19 @@
 Where a worker is lost another one runs its micro-batches, and the bits are the same only where they
 follow from the micro-batch. Whatever else they follow from, as a variable of the script or kernels
 that do not repeat their bits, shows before anything is updated: what the first run leaves is put
-back, and what both have computed is compared by digests.
+back, and what both have computed is compared by digests. On a GPU one layer is run twice alike
+then, which tells kernels from the rest.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from elaswave_plugin.adapters import repeated_layer
 from elaswave_plugin.adapters.megatron.bound_models import BoundModels
 from elaswave_plugin.adapters.megatron.compat import rng
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
@@ -97,6 +99,8 @@ class FirstStep:
         before = self._computed_before(model, other, flow, run, losses_of, trains=trains)
         seconds = time.monotonic() - self._began_s
         reports = run(flow)
+        if not self._is_wanted:
+            return reports  # the job goes on in fast mode, as kernels do not repeat
         exchanged = self._exchanged(before, _computed(model, losses_of(reports), trains=trains))
         self._judge(exchanged, in_place=other is flow, seconds=seconds)
         return reports
@@ -128,12 +132,18 @@ class FirstStep:
         trains: bool,
     ) -> Computed:
         """Compute ``other`` and undo its traces, so that ``flow`` comes next."""
+        on_gpu = trains and repeated_layer.may_differ(model.chunks[0])
         try:
-            with self._undone(model, other, trains=trains):
+            with ExitStack() as inside:
+                inside.enter_context(self._undone(model, other, trains=trains))
+                layer = repeated_layer.first_call(model.middle_layer)
+                calls = inside.enter_context(layer) if on_gpu else []
                 losses = losses_of(run(other))
                 if trains and not _is_reduced(model):
                     model.finish_reduction()
                 found = _computed(model, losses, trains=trains)
+                if on_gpu:
+                    self._compare_kernels(calls)
         except torch.OutOfMemoryError as error:
             raise ConfigurationError(
                 "the first step, dealt otherwise as after a loss, does not fit into the device's "
@@ -159,13 +169,51 @@ class FirstStep:
         finally:
             self.is_running = False
 
+    def _compare_kernels(self, calls: Sequence[repeated_layer.LayerCall]) -> None:
+        """Run the first of these calls twice alike (collective over WORLD and in the layer).
+
+        Raises ConfigurationError, alike on all workers, where bits differ and that ends the job.
+        """
+        worker, call = self._worker, next(iter(calls), None)
+        began_s = time.monotonic()
+        found = None if call is None else call.difference(_undone_draws)
+        mine = None if call is None or found is None else f"{_name(call.layer)}, and {found}"
+        different = {slot: one for slot, one in self._of_all(mine).items() if one is not None}
+        helps: list[str] = []
+        if different:
+            # All try, as layers of a TP group compute together; what helps has to help everywhere.
+            tried = self._of_all(None if call is None else call.repeating(_undone_draws))
+            lists = [one for one in tried.values() if one is not None]
+            helps = [switch for switch in lists[0] if all(switch in one for one in lists)]
+        worker.events.emit(
+            "layer_repeated",
+            slot=worker.slot,
+            step=worker.completed,
+            equal=not different,
+            difference=mine,
+            helps=helps,
+            seconds=time.monotonic() - began_s,
+        )
+        if different:
+            slot, what = min(different.items())
+            advice = repeated_layer.advice(None if call is None else call.layer, helps)
+            self._end_or_go_on(
+                f"before step {worker.completed}, the first of this job, worker {slot} ran twice, "
+                f"on the same input, {what} differs: its kernels do not repeat their bits, so a "
+                f"loss would change results: {advice}"
+            )
+
+    def _of_all(self, mine: Any) -> dict[int, Any]:
+        """Gather what every worker has found, by slot (collective over WORLD)."""
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        return dict(zip(self._worker.ranks, everyone, strict=True))
+
     def _exchanged(self, first: Computed, second: Computed) -> dict[int, FirstStepReport]:
         """Gather every worker's results, by slot (collective over WORLD)."""
         differing = (name for name, one in second.gradients.items() if one != first.gradients[name])
         mine = FirstStepReport(first.losses, second.losses, next(differing, None))
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        return dict(zip(self._worker.ranks, everyone, strict=True))
+        return self._of_all(mine)
 
     def _judge(
         self, exchanged: Mapping[int, FirstStepReport], *, in_place: bool, seconds: float
@@ -183,11 +231,18 @@ class FirstStep:
         )
         if difference is None:
             return
-        sentence = _sentence(difference, worker.completed, in_place=in_place)
+        self._end_or_go_on(
+            f"{_sentence(difference, worker.completed, in_place=in_place)}; `elaswave rehearse "
+            "COMMAND` compares all of it"
+        )
+
+    def _end_or_go_on(self, sentence: str) -> None:
+        """End the job with the sentence, or go on in fast mode: as the setting says."""
+        worker = self._worker
         if worker.config.rehearse_first_step == "stop":
             raise ConfigurationError(
-                f"{sentence}; `elaswave rehearse COMMAND` compares all of it, and with "
-                "rehearse_first_step continue the job goes on in fast mode"
+                f"{sentence}, or set rehearse_first_step to continue, with which the job goes on "
+                "in fast mode"
             )
         worker.remember(inexact=True)
         for model in self._models.models:
@@ -195,6 +250,18 @@ class FirstStep:
         self._is_wanted = False
         if worker.owns_rank_0:
             say(f"{sentence}; the job goes on in fast mode: bits are not promised")
+
+
+@contextmanager
+def _undone_draws() -> Iterator[None]:
+    """Put every generator back after the draws inside."""
+    with rng.undone_draws(), rng.undone_numbers():
+        yield
+
+
+def _name(layer: torch.nn.Module) -> str:
+    number = getattr(layer, "layer_number", None)
+    return "the model" if number is None else f"layer {number}"
 
 
 def _computed(model: MegatronFramework, losses: Losses, *, trains: bool) -> Computed:

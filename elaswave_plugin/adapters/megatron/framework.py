@@ -171,7 +171,7 @@ class MegatronFramework:
         self._modules = modules
         layers = [module for module in modules if isinstance(module, TransformerLayer)]
         layers = layers or [chunk.module for chunk in self.chunks]
-        middle = layers[len(layers) // 2]
+        self.middle_layer = middle = layers[len(layers) // 2]
         for hook in self._watched:
             hook.remove()
         self._watched = [

@@ -100,7 +100,9 @@ def undone_draws() -> Iterator[None]:
         name: kept.clone_state() if isinstance(kept, torch.Generator) else kept
         for name, kept in tracker.get_states().items()
     }
-    with torch.random.fork_rng():
+    # By default it asks every GPU of the node, and so makes a process's state on each.
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
         yield
     tracker.set_states(states)
 
