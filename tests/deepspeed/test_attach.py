@@ -12,6 +12,7 @@ import pytest
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
 from tests.faults.harness import max_relative_difference
+from tests.faults.test_upstream_sources import OTHER, SAID
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
@@ -173,3 +174,26 @@ def test_installing_by_hand_is_the_same(run: Launch, reference: Launch) -> None:
     spec = EngineSpec(steps=3)
     by_hand = run(replace(spec, sabotage=code))
     assert by_hand.trace() == reference(spec).trace()
+
+
+@proves(Kind.NOTHING, Promise.SAME)
+@pytest.mark.parametrize(
+    ("stage", "table", "name"),
+    sampled(
+        [
+            (1, "ZERO_12", "DeepSpeedZeroOptimizer.__init__"),
+            (3, "ZERO_3", "DeepSpeedZeroOptimizer_Stage3.__init__"),
+        ],
+        share=2,
+    ),
+)
+def test_another_source_of_what_is_re_implemented_is_said_once(
+    run: Launch, reference: Launch, stage: int, table: str, name: str
+) -> None:
+    spec = EngineSpec(stage=stage, steps=3)
+    known, other = reference(spec), run(replace(spec, sabotage=OTHER.format(table=table)))
+    assert (known.returncode, other.returncode) == (0, 0), other.output[-4000:]
+    assert (known.output.count(SAID), other.output.count(SAID)) == (0, 1)
+    (line,) = [line for line in other.output.splitlines() if SAID in line]
+    assert f"{name} (re-implemented in adapters/deepspeed/zero/" in line
+    assert other.trace() == known.trace()

@@ -45,7 +45,7 @@ communicator: communicator/device communicator/groups communicator/links core/ag
     errors
 recovery: checkpoints communicator communicator/links config core/agreement core/layout core/planner
     core/recovery_plan core/step errors framework ipc snapshot tracking trainer version
-adapters: config errors framework recovery tracking trainer
+adapters: config errors framework ipc recovery tracking trainer
 step_state: errors kept recovery
 adapters/megatron/compat: adapters checkpoints core/step errors recovery
 adapters/deepspeed/compat: adapters config errors

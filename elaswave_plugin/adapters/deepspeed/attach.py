@@ -12,6 +12,7 @@ import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.dataloader import RepeatingLoader
 
+from elaswave_plugin.adapters import reimplemented
 from elaswave_plugin.adapters.deepspeed.compat.patches import (
     deepspeed_patches,
     destruction_patches,
@@ -32,6 +33,7 @@ from elaswave_plugin.adapters.deepspeed.pipeline.job import PipelineJob
 from elaswave_plugin.adapters.deepspeed.zero.zero3 import is_cut, take_world
 from elaswave_plugin.adapters.growth import check_reserve
 from elaswave_plugin.adapters.torch_loader import Batches, batches_of
+from elaswave_plugin.adapters.upstream_sources import Row, say_unknown
 from elaswave_plugin.communicator.groups.c10d_tables import BACKEND
 from elaswave_plugin.config import ElasticConfig, from_section, in_the_launch_dir
 from elaswave_plugin.errors import ConfigurationError
@@ -125,6 +127,8 @@ def _attach(
     if trainer is not None:
         kind = import_module(f"{_TRAINER}.job").TrainerJob
     job = kind(worker, engine, patches=patches, seed=seed)
+    if worker.owns_rank_0:
+        say_unknown(_reimplemented(engine, is_pipeline=is_pipeline, accelerates=bool(accelerate)))
     object.__setattr__(engine, _JOB, job)
     accelerated = None if accelerate is None else accelerate.attach(job, engine)
     if trainer is not None:
@@ -139,6 +143,20 @@ def _attach(
         else:
             engine.training_dataloader = loader_of(engine, training_data, collate_fn=collate_fn)
     return engine, optimizer, engine.training_dataloader, scheduler
+
+
+def _reimplemented(engine: Any, *, is_pipeline: bool, accelerates: bool) -> list[Row]:
+    """List what a job of this engine uses of the functions that are re-implemented."""
+    stage = int(engine.zero_optimization_stage())
+    rows = [*reimplemented.DEEPSPEED]
+    if stage == 0:
+        # An engine of float32 weights has torch's optimizer itself.
+        has_masters = engine.optimizer is not engine.basic_optimizer
+        rows += reimplemented.ZERO_0 if has_masters else ()
+    else:
+        rows += reimplemented.ZERO_3 if stage == 3 else reimplemented.ZERO_12
+    rows += reimplemented.PIPELINE if is_pipeline else ()
+    return [*rows, *(reimplemented.ACCELERATE if accelerates else ())]
 
 
 def _say_detached(config: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.core import parallel_state
 
+from elaswave_plugin.adapters import reimplemented
 from elaswave_plugin.adapters.megatron.bound_models import BoundModels
 from elaswave_plugin.adapters.megatron.contract import ForwardBackward
 from elaswave_plugin.adapters.megatron.first_step import FirstStep
@@ -20,6 +21,7 @@ from elaswave_plugin.adapters.megatron.step.entry_proof import compare_losses, t
 from elaswave_plugin.adapters.megatron.step.ragged_pipeline import RaggedPipeline
 from elaswave_plugin.adapters.megatron.step.tied_embeddings import TiedWeight
 from elaswave_plugin.adapters.megatron.step.weight_gradients import WeightGradients
+from elaswave_plugin.adapters.upstream_sources import Row, say_unknown
 from elaswave_plugin.core.layout.layout import Coordinate
 from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.recovery_plan.placement import FlatPlacement
@@ -68,6 +70,8 @@ class Microbatches:
         self._tied: dict[int, TiedWeight] = {}
         self._in_step = False
         self._enters = True
+        if worker.owns_rank_0:
+            say_unknown(_reimplemented(models))
         tp = parallel_state.get_tensor_model_parallel_world_size()
         if (tp, parallel_state.get_pipeline_model_parallel_world_size()) == (1, 1):
             worker.config.check_without_stages()
@@ -303,3 +307,14 @@ class Microbatches:
             micro_batch_size=micro_batch_size,
         )
         return pipeline.run(forward_step_func, data_iterator, forward_only=forward_only)
+
+
+def _reimplemented(models: BoundModels) -> list[Row]:
+    """List what a job of these models uses of the functions that are re-implemented."""
+    config = models.chunks[0].config
+    rows = [*reimplemented.MEGATRON]
+    if config.tensor_model_parallel_size > 1 or config.pipeline_model_parallel_size > 1:
+        rows += reimplemented.MEGATRON_STAGES
+    if config.num_moe_experts is not None:
+        rows += reimplemented.MEGATRON_EXPERTS
+    return rows

@@ -95,7 +95,7 @@ class Hooks:
     def signal_device(self, native: Native) -> Native:
         """Return the device on which workers tell each other, at each step, of a signal to one."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return lambda local_rank=None: device
+        return wraps(native)(lambda local_rank=None: device)
 
     def make_optimizer(self, native: Native) -> Native:
         """Room for every width, before a checkpoint is loaded."""
@@ -163,7 +163,7 @@ class Hooks:
 
     def cycle(self, native: Native) -> Native:
         """Our loader goes on with the next epoch by itself."""
-        return lambda loader: loader
+        return wraps(native)(lambda loader: loader)
 
     # ---- the loop -------------------------------------------------------------------------------
 
@@ -270,6 +270,7 @@ class Hooks:
     def params_norm(self, native: Native) -> Native:
         """From shards: replicas of unequally wide stages have no group of their own."""
 
+        @wraps(native)
         def calc_params_l2_norm(model: Any, force_create_fp32_copy: bool = False) -> Any:
             return self._joined.run(self._joined.params_norm)
 

@@ -12,6 +12,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.rerun_state_machine import RerunDataIterator, get_rerun_state_machine
 
+from elaswave_plugin.adapters import reimplemented
 from elaswave_plugin.adapters.megatron.bound_models import BoundModels
 from elaswave_plugin.adapters.megatron.compat import rng
 from elaswave_plugin.adapters.megatron.compat.whole_saves import WholeSaves
@@ -36,6 +37,7 @@ from elaswave_plugin.adapters.megatron_lm.script_arguments import ScriptArgument
 from elaswave_plugin.adapters.megatron_lm.script_writers import ScriptWriters
 from elaswave_plugin.adapters.megatron_lm.side_state import SideState
 from elaswave_plugin.adapters.recording import Recording, tracker_of
+from elaswave_plugin.adapters.upstream_sources import say_unknown
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.core.layout.layout import sizes_of
 from elaswave_plugin.core.step.dataflow import Samples
@@ -213,6 +215,8 @@ class LmJob:
             shard=self._shard,
         )
         self._framework = BoundModels([model])
+        if worker.owns_rank_0:
+            say_unknown(reimplemented.MEGATRON_LM)
         worker.completed = args.iteration
         self.variables.bind(chunks)
         self._state = step_state(
