@@ -76,7 +76,8 @@ _REFUSED = (
     (
         "sft",
         (False,),
-        "packed sequences need attention kernels of a GPU, with which they are not run",
+        "Megatron-LM itself sends the lengths of packed sequences to no other worker of a TP group;"
+        " use data and pipeline parallelism",
     ),
     ("skip_train", (False,), "nothing is trained; start it without --elaswave"),
     ("inprocess_restart", (False,), "it restarts the processes that the plugin keeps; unset it"),
@@ -297,7 +298,6 @@ def _of_core() -> Iterator[Setting]:
             since=one.since,
         )
 
-        "sft": lambda values: bool(values.get("tensor_model_parallel_size", 1) != 1),
 
 def _where(name: str) -> Callable[[Values], bool] | None:
     """Return among which arguments this one matters; None where it always does."""
@@ -309,6 +309,7 @@ def _where(name: str) -> Callable[[Values], bool] | None:
         "moe_token_dispatcher_type": _has_experts,
         "moe_router_load_balancing_type": _balances_otherwise,
         "use_pytorch_profiler": lambda values: bool(values.get("profile")),
+        "sft": lambda values: bool(values.get("tensor_model_parallel_size", 1) != 1),
     }.get(name)
 
 

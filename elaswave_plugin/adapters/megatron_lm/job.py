@@ -138,7 +138,6 @@ class LmJob:
 
     def take_optimizer(self, chunks: Sequence[Any], optimizer: Any, overrides: Any) -> None:
         """Cut the state again before a checkpoint is loaded into it."""
-        distributed = check_supported(chunks, optimizer, overlaps_param_gather=True)
         PlainCheckpoints(optimizer, distributed)
         self._legacy = LegacyOptimizer(
             optimizer, distributed, is_named=self._script.names_distributed_optimizer
@@ -248,14 +247,18 @@ class LmJob:
         if args.save:
             worker.member.saves_last()
         self._loop.start()
-        args.rank, args.world_size = dist.get_rank(), dist.get_world_size()
-        # Who is not profiled from the first step has no profiler.
-        args.profile = args.profile and dist.get_rank() in args.profile_ranks
-        args.profile = args.profile and not self.comes_later
+        self._tell_rank()
         self._recording.patched(patched)
         self._recording.attached(
             num_microbatches=self._num_microbatches, micro_batch_size=args.micro_batch_size
         )
+
+    def _tell_rank(self) -> None:
+        """Tell Megatron-LM of the rank in this view; who came later has no profiler begun."""
+        args = self._args
+        args.rank, args.world_size = dist.get_rank(), dist.get_world_size()
+        is_profiled = args.rank in args.profile_ranks and not self.comes_later
+        args.profile = args.profile and is_profiled
 
     def _prepare(self, module: Any) -> None:
         """A chunk of the model, or a layer that has come to it, is about to train."""
