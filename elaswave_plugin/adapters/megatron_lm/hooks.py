@@ -319,9 +319,7 @@ class Hooks:
         def disable_forward_pre_hook(model_chunks: Any, param_sync: bool = True) -> None:
             native(model_chunks, param_sync=False)
             if param_sync:
-                self._joined.run(
-                    lambda: [c.start_param_sync(force_sync=True) for c in model_chunks]
-                )
+                self._joined.gather_weights(model_chunks)
 
         return disable_forward_pre_hook
 

@@ -422,6 +422,16 @@ class LmJob:
         if self._saves.drafts is None:
             write()
         else:
+    def gather_weights(self, chunks: Sequence[Any]) -> None:
+        """Gather the weights that the next forward pass would have gathered; no change of them."""
+
+        def gather() -> None:
+            for chunk in chunks:
+                chunk.start_param_sync(force_sync=True)
+            self._state.sealed()
+
+        self.run(gather)
+
             saves.write(self._saves.drafts, place, write)
 
     def params_norm(self) -> float | None:

@@ -17,6 +17,7 @@ from tests.adapters.megatron_lm.harness import (
     printed,
 )
 from tests.faults.harness import Outcome, check_equal, check_survived
+from tests.faults.test_layer_moves import cuts_after
 from tests.faults.test_outside_a_step import saved_tensors
 from tests.proofs import Kind, Promise, proves
 
@@ -49,6 +50,19 @@ def test_a_kill_during_an_evaluation_restarts_it(run: Launch, reference: Launch)
     assert printed(killed) == printed(undisturbed)
     # After 3 and 6 iterations, and of the validation and the test set at the end.
     assert sum("loss at" in line for line in printed(killed)) == 4
+
+
+@proves(Kind.KILL, Promise.EQUAL)
+@pytest.mark.parametrize("kill", ["3@3:backward", "0@3:forward"])
+def test_a_loss_in_the_step_after_an_evaluation_may_move_layers(
+    run: Launch, reference: Launch, kill: str
+) -> None:
+    """Weights that the evaluation gathers, since a forward pass had not yet, have not changed."""
+    spec = replace(EVALUATING, options=(*EVALUATION, "--pipeline-model-parallel-size", "2"))
+    killed, undisturbed = run(replace(spec, kills=(kill,))), reference(spec)
+    check_equal(killed, undisturbed)
+    assert printed(killed) == printed(undisturbed)
+    assert cuts_after(killed) != [[0, 2, 4]]
 
 
 @proves(Kind.KILL, Promise.EQUAL, victim="1", moment="2:backward")
