@@ -66,11 +66,6 @@ _REFUSED = (
         (None, "global"),
         "local checkpoints are lost with their node, and the plugin has copies itself; use global",
     ),
-    (
-        "dataloader_type",
-        ("single", "cyclic", None),
-        "stages would read other samples after a loss; use it without pipeline parallelism",
-    ),
     ("hybrid_context_parallel", (False,), _LATER),
     ("perform_rl_step", (False,), "rollouts are no samples of a dataset; train by pretraining"),
     (
@@ -274,7 +269,8 @@ def settings() -> tuple[Setting, ...]:
             name=name,
             carried=carried,
             says=says,
-            where=_refused_where(name),
+            # Carried with less, and refused where it is neither.
+            where=None if name == "ckpt_format" else _where(name),
         )
         for name, carried, says in _REFUSED
     ]
@@ -304,7 +300,6 @@ def _where(name: str) -> Callable[[Values], bool] | None:
     return {
         "dist_ckpt_optim_fully_reshardable": _saves_shards,
         "ckpt_format": _saves_stages,
-        "dataloader_type": lambda values: not _has_stages(values),
         "expert_tensor_parallel_size": _cuts_experts_otherwise,
         "moe_token_dispatcher_type": _has_experts,
         "moe_router_load_balancing_type": _balances_otherwise,
@@ -316,13 +311,6 @@ def _where(name: str) -> Callable[[Values], bool] | None:
 def _saves_shards(values: Values) -> bool:
     """Return whether checkpoints hold shards of a distributed optimizer that the script named."""
     return bool(values.get("save") and values.get("use_distributed_optimizer"))
-
-
-def _refused_where(name: str) -> Callable[[Values], bool] | None:
-    """The same for what is refused, of arguments that are carried with less elsewhere."""
-    if name in ("ckpt_format", "dataloader_type"):
-        return _has_stages if name == "dataloader_type" else None
-    return _where(name)
 
 
 def _has_stages(values: Values) -> bool:

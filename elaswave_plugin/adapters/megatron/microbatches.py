@@ -217,6 +217,22 @@ class Microbatches:
             compare_losses(worker, flow, told, again)
         return reports
 
+    def uneven_runs(self, num_microbatches: int) -> tuple[tuple[int, int], ...]:
+        """List (micro-batch, slot) of the workers that read it, one a TP group.
+
+        Of a job with model parallelism whose stages are not as at launch; else nothing.
+        """
+        flow = self._dealt(num_microbatches)
+        if not isinstance(flow, PipelineFlow) or flow.is_healthy:
+            return ()
+        places = ((slot, flow.coordinate(slot)) for slot in self._worker.ranks)
+        return tuple(
+            (microbatch, slot)
+            for slot, place in places
+            if place is not None and place.tp == 0
+            for microbatch in flow.microbatches(slot)
+        )
+
     def pass_over(self, read: Callable[[int], object], *, num_microbatches: int) -> None:
         """Have this worker's micro-batches of a step that is skipped read, by ``read(number)``."""
         self._in_step = self._enters = True

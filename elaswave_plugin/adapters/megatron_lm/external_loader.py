@@ -2,8 +2,8 @@
 
 Such a loader is a stream that nobody can read at a place: each replica has its own, and what a lost
 replica would have read next is not known. A micro-batch of it is read from the stream of whoever
-runs it. What was read for a step is kept until the one after it is done, so that a redone step has
-the same batches.
+runs it, or where stages run it, of one worker (stage_batches.py). What was read for a step is kept
+until the one after it is done, so that a redone step has the same batches.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,14 +33,20 @@ class ExternalLoader:
         """
         self._stream = stream
         self.position = position
-        self._replica = replica
-        self._num_replicas = num_replicas
+        self.replica = replica
+        self.num_replicas = num_replicas
+        self.was_read = False
         self._size = micro_batch_size
         self._on_batch = on_batch
         # By position and micro-batch: of the present batch, and of the one before.
         self._read: dict[int, dict[int, Any]] = {}
         self._num_microbatches = 0
         self._queue: Iterator[int] = iter(())
+
+    @property
+    def has_stream(self) -> bool:
+        """Return whether the script made a loader here."""
+        return self._stream is not None
 
     def __iter__(self) -> "ExternalLoader":
         return self
@@ -68,19 +74,38 @@ class ExternalLoader:
     def __next__(self) -> Any:
         """The micro-batch that was asked for; raises ConfigurationError where nothing is read."""
         microbatch = next(self._queue)
+        first = self.position + microbatch * self._size
+        self._on_batch(microbatch, range(first, first + self._size))
+        return self.read(microbatch)
+
+    def read(self, microbatch: int) -> Any:
+        """Read a micro-batch of the present batch, or find what was read of it."""
+        self.keep_pace()
+        read = self._read.setdefault(self.position, {})
+        if microbatch not in read:
+            read[microbatch] = next(self._present_stream())
+        return read[microbatch]
+
+    def keep_pace(self) -> None:
+        """Read the own micro-batches of the present batch, in order, whether they are run or not.
+
+        What comes from where so does not depend on when a loss struck.
+        """
+        if self._stream is None or self.position in self._read:
+            return
+        own = range(self.replica, self._num_microbatches, self.num_replicas)
+        self.was_read = True
+        self._read[self.position] = {microbatch: next(self._stream) for microbatch in own}
+
+    def take(self, microbatch: int, batch: Any) -> None:
+        """Have what another worker has read of the present batch, in place of what is here."""
+        self._read.setdefault(self.position, {})[microbatch] = batch
+
+    def _present_stream(self) -> Any:
         if self._stream is None:
             raise ConfigurationError(
                 "a worker that has no loader of the script's was to read a micro-batch after a "
                 "loss: have the datasets provider return its loaders on every worker whose "
                 "tensor-parallel rank is 0"
             )
-        first = self.position + microbatch * self._size
-        self._on_batch(microbatch, range(first, first + self._size))
-        read = self._read.setdefault(self.position, {})
-        if not read:
-            # First its own, in order: what comes from where does not depend on when a loss struck.
-            for own in range(self._replica, self._num_microbatches, self._num_replicas):
-                read[own] = next(self._stream)
-        if microbatch not in read:
-            read[microbatch] = next(self._stream)
-        return read[microbatch]
+        return self._stream

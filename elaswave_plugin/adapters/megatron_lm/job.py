@@ -36,6 +36,7 @@ from elaswave_plugin.adapters.megatron_lm.router_losses import RouterLosses
 from elaswave_plugin.adapters.megatron_lm.script_arguments import ScriptArguments
 from elaswave_plugin.adapters.megatron_lm.script_writers import ScriptWriters
 from elaswave_plugin.adapters.megatron_lm.side_state import SideState
+from elaswave_plugin.adapters.megatron_lm.stage_batches import share_batches
 from elaswave_plugin.adapters.recording import Recording, tracker_of
 from elaswave_plugin.adapters.upstream_sources import say_unknown
 from elaswave_plugin.config import ElasticConfig
@@ -360,6 +361,12 @@ class LmJob:
         loaders = [_loader_of(one) for one in iterators]
         for loader in loaders:
             loader.begin(num_microbatches)
+        external = [one for one in loaders if isinstance(one, ExternalLoader)]
+        uneven = self._microbatches.uneven_runs(num_microbatches) if external else ()
+        if uneven:
+            if not forward_only:
+                self.worker.phases.enter("data")
+            share_batches(external, uneven, self.worker)
         self._replays = [one for one in iterators if isinstance(one, RerunDataIterator)]
         if not forward_only:
             self._trained_from, self._trained_samples = loaders, samples
@@ -415,13 +422,6 @@ class LmJob:
 
         return self._loop.run(whole, phase=phase)
 
-    def save_legacy(self, saves: LegacySaves, place: Path, write: Callable[[], None]) -> None:
-        """Save in the format torch, whose files are those of the launch's stages."""
-        if self.has_place:
-            self._legacy.gather()
-        if self._saves.drafts is None:
-            write()
-        else:
     def gather_weights(self, chunks: Sequence[Any]) -> None:
         """Gather the weights that the next forward pass would have gathered; no change of them."""
 
@@ -432,6 +432,13 @@ class LmJob:
 
         self.run(gather)
 
+    def save_legacy(self, saves: LegacySaves, place: Path, write: Callable[[], None]) -> None:
+        """Save in the format torch, whose files are those of the launch's stages."""
+        if self.has_place:
+            self._legacy.gather()
+        if self._saves.drafts is None:
+            write()
+        else:
             saves.write(self._saves.drafts, place, write)
 
     def params_norm(self) -> float | None:

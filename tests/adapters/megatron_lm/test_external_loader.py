@@ -1,13 +1,21 @@
 """--dataloader-type external: a loss ends no job, and equals a departure at the same step."""
 
+import json
 import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.adapters.megatron_lm.conftest import Launch
-from tests.adapters.megatron_lm.harness import EVALUATION, ScriptSpec, needs_repository, printed
+from tests.adapters.megatron_lm.harness import (
+    EVALUATION,
+    NO_EVALUATION,
+    ScriptSpec,
+    needs_repository,
+    printed,
+)
 from tests.faults.harness import Outcome, Zygote, launch
 from tests.proofs import Kind, Promise, proves
 
@@ -67,10 +75,45 @@ def test_a_return_of_workers_is_refused_where_it_is_asked_for(external: Launch) 
     assert "respawn is 10, and with --dataloader-type external" in refused.output
 
 
-@proves(Kind.WRONG_INPUT, Promise.REFUSED)
-def test_stages_are_refused(external: Launch) -> None:
-    stages = ("--pipeline-model-parallel-size", "2")
-    refused = external(ScriptSpec(options=(*EXTERNAL, *stages)))
-    assert refused.returncode == 2
-    assert "--dataloader-type is external" in refused.output
-    assert "without pipeline parallelism" in refused.output
+PP2 = ("--pipeline-model-parallel-size", "2")
+
+
+@proves(Kind.KILL, Promise.PLANNED)
+@pytest.mark.parametrize("lost", [0, 1, 2, 3])
+def test_stages_read_the_same_after_a_loss(external: Launch, lost: int) -> None:
+    spec = ScriptSpec(options=(*EXTERNAL, *PP2))
+    killed = external(replace(spec, kills=(f"{lost}@3:backward",)))
+    left = external(replace(spec, changes=(f"{lost}@3",)))
+    assert killed.returncode == left.returncode == 0, killed.output[-4000:]
+    assert len(killed.events("fault_fired")) == 1
+    assert killed.trace() == left.trace()
+    assert printed(killed)[1:] == printed(left)[1:]
+
+
+# Tells the digest of each micro-batch of a training step that a stage is given.
+TELLS = """
+import json, os
+import xxhash
+from elaswave_plugin.adapters.megatron_lm.external_loader import ExternalLoader
+native = ExternalLoader.__next__
+def told(self):
+    batch = native(self)
+    digest = xxhash.xxh3_64_hexdigest(batch["tokens"].numpy().tobytes())
+    with open(os.path.join(os.environ["ELASWAVE_DIR"], "read"), "a") as lines:
+        lines.write(json.dumps([self.position, digest]) + "\\n")
+    return batch
+ExternalLoader.__next__ = told
+"""
+
+
+@proves(Kind.KILLS, Promise.GOES_ON, victim="0 2", moment="2:backward 4:forward")
+def test_tokens_and_labels_of_a_micro_batch_are_those_of_one_reading(external: Launch) -> None:
+    """Each batch is read by both stages: an even number of times, also where it was redone."""
+    spec = ScriptSpec(options=(*NO_EVALUATION, *EXTERNAL[-2:], *PP2), sabotage=TELLS)
+    killed = external(replace(spec, kills=("0@2:backward", "2@4:forward")))
+    assert killed.returncode == 0, killed.output[-4000:]
+    assert len(killed.events("fault_fired")) == 2
+    lines = (killed.directory / "read").read_text().splitlines()
+    of_last = [digest for place, digest in map(json.loads, lines) if place == 5 * 8]
+    # Eight micro-batches, of which each is read at both stages.
+    assert sorted(Counter(of_last).values()) == 8 * [2]
