@@ -79,6 +79,16 @@ class Stream:
 
         self._work.put(late)
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Nothing that is put on it inside is done before the end."""
+        over = threading.Event()
+        self.put(lambda: wait_for(over), pause_s=0.0)
+        try:
+            yield
+        finally:
+            over.set()
+
     def wait_event(self, event: Event) -> None:
         event.wait(self)
 

@@ -59,13 +59,14 @@ def test_work_is_done_later_and_the_host_sees_it_when_it_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with streams.installed(monkeypatch) as cuda:
-        made = computed()
-        assert made.device.type == "cuda"
-        assert made.host.tolist() != [3.0] * 4
-        assert made.cpu().tolist() == [3.0] * 4
         target = torch.zeros(4)
-        target.copy_(computed(), non_blocking=True)
-        assert target.tolist() == [0.0] * 4
+        with cuda.current_stream().held():
+            made = computed()
+            assert made.device.type == "cuda"
+            assert made.host.tolist() != [3.0] * 4
+            target.copy_(computed(), non_blocking=True)
+            assert target.tolist() == [0.0] * 4
+        assert made.cpu().tolist() == [3.0] * 4
         cuda.synchronize()
         assert target.tolist() == [3.0] * 4
 
@@ -76,12 +77,16 @@ def test_two_streams_know_nothing_of_each_other_without_an_event(
     with streams.installed(monkeypatch) as cuda:
         for waits in (False, True):
             other = cuda.make_stream()
-            slow = computed() * 2.0 * 2.0  # three kernels
-            if waits:
-                other.wait_stream(cuda.current_stream())
-            with cuda.stream(other):
-                seen = slow + 0.0
-                assert (seen.cpu().tolist() == [12.0] * 4) == waits
+            with cuda.current_stream().held():
+                made = computed()
+                if waits:
+                    other.wait_stream(cuda.current_stream())
+                with cuda.stream(other):
+                    seen = made + 0.0
+                if not waits:
+                    other.synchronize()
+            other.synchronize()
+            assert (seen.host.tolist() == [3.0] * 4) == waits
 
 
 # ---- wait(), events, aborts ----------------------------------------------------------------------
@@ -105,9 +110,11 @@ def test_without_the_wait_of_the_stream_other_bytes_are_seen(
     fast: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sabotage(monkeypatch, DeviceWork, "wait", "self._inner.wait)")
+    fast.maker.others.clear()
     data = computed()
     fast.group.allreduce([data]).wait()
     assert (data + 1.0).cpu().tolist() != [10.0] * 4
+    fast.maker.others.set()
 
 
 def test_a_call_on_the_current_stream_is_in_flight_until_its_mark(fast: Worker) -> None:

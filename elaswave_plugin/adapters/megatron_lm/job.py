@@ -139,6 +139,7 @@ class LmJob:
 
     def take_optimizer(self, chunks: Sequence[Any], optimizer: Any, overrides: Any) -> None:
         """Cut the state again before a checkpoint is loaded into it."""
+        distributed = check_supported(chunks, optimizer, overlaps_param_gather=True)
         PlainCheckpoints(optimizer, distributed)
         self._legacy = LegacyOptimizer(
             optimizer, distributed, is_named=self._script.names_distributed_optimizer
