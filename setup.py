@@ -13,6 +13,7 @@ TEST = (
     "accelerate>=1.15,<1.16",
     "hypothesis>=6",
     "mypy>=1.11",
+    "peft>=0.18",
     "py-spy>=0.4",
     "pytest>=8",
     "pytest-timeout>=2.3",

@@ -6,6 +6,7 @@ put back with the step that is redone, and runs again with it.
 
 import copy
 import random
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -159,7 +160,7 @@ class Frozen(Part):
     """Weights that are not trained, which may change only as an object that is kept.
 
     The engine broadcasts them at the start, and a survivor gives them to a later worker, once that
-    one is in.
+    one is in. Of those that ZeRO-3 has cut, each worker looks at its own part.
     """
 
     name = "weights that are not trained"
@@ -167,11 +168,17 @@ class Frozen(Part):
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._digests: dict[str, int] = {}
+        # The parts that the digests are of, as a recovery cuts them again.
+        self._parts: dict[str, weakref.ref[torch.Tensor]] = {}
 
     def keep(self) -> None:
         """Raise ConfigurationError where one was changed since the last step."""
         for name, param in self._unkept():
-            digest = digest_of(param)
+            part = getattr(param, "ds_tensor", None)
+            digest = digest_of(param if part is None else part)
+            if part is not None and (name not in self._parts or self._parts[name]() is not part):
+                self._parts[name] = weakref.ref(part)
+                self._digests.pop(name, None)
             if self._digests.setdefault(name, digest) != digest:
                 raise ConfigurationError(
                     f"the weight {name!r} is not trained, and was changed between two steps, which "

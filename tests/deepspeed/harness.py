@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ PRELOAD = (
     "elaswave_plugin.adapters.deepspeed.accelerate.accelerate",
     "accelerate",
     "transformers.models.llama.modeling_llama",
+    *(name for name in ("peft",) if find_spec(name)),
 )
 # Largest relative difference of a loss after a loss of workers: sums in another order.
 FP32_BOUND, BITS_16_BOUND = 1e-6, 1e-3

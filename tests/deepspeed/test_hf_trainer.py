@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
+from safetensors.torch import load_file
+
+from elaswave_plugin.tracking.state_dump import hash_state
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
 from tests.faults.foreign_launchers import run_under
@@ -115,6 +119,49 @@ def test_weights_draws_and_epochs_follow_the_job(
     # A share of one worker's own draws differs from that of two.
     if "--dropout=0.1" not in options:
         check_tapes(killed, reference(spec), survivors=3)
+
+
+LORA = ("--lora", "--save=4")
+
+
+@proves(Kind.KILL, Promise.PLANNED)
+@pytest.mark.parametrize(
+    ("stage", "kill", "options"),
+    sampled(
+        [
+            (2, "1@2:backward", LORA),
+            (2, "0@4:save", LORA),
+            (3, "0@3:forward", LORA),
+            (3, "2@4:save", LORA),
+            (3, "3@2:optimizer", (*LORA, "--evaluate=2")),
+        ],
+        share=2,
+    ),
+)
+def test_adapters_of_peft_are_all_that_is_sealed(
+    run: Launch, twin: Twin, reference: Launch, stage: int, kill: str, options: tuple[str, ...]
+) -> None:
+    pytest.importorskip("peft")
+    spec = spec_of(kill, stage=stage, options=options)
+    killed = run(spec)
+    assert killed.returncode == 0, killed.output[-4000:]
+    if kill.endswith("save"):
+        check_survived(killed)
+    else:
+        check_recovered(killed, twin=twin(killed), reference=reference(spec))
+    check_tapes(killed, reference(spec), survivors=3)
+    assert all(".lora_" in name for name, _ in hash_state(killed.directory).by_name)
+    (saved,) = adapters(killed)
+    (wanted,) = adapters(reference(spec))
+    assert saved.keys() == wanted.keys()
+    for name, weight in saved.items():
+        torch.testing.assert_close(weight, wanted[name], rtol=1e-4, atol=1e-7)
+
+
+def adapters(run: Outcome) -> list[dict[str, torch.Tensor]]:
+    """Return the adapters of each checkpoint that the run has written."""
+    files = sorted((run.directory / "trainer").glob("checkpoint-4/adapter_model.safetensors"))
+    return [load_file(file) for file in files]
 
 
 @proves(Kind.KILLS, Promise.PLANNED)

@@ -51,7 +51,7 @@ adapters/megatron/compat: adapters checkpoints core/step errors recovery
 adapters/deepspeed/compat: adapters config errors
 loops: config core/agreement errors framework ipc recovery step_state trainer
 adapters/megatron/state: adapters adapters/megatron/compat core/layout errors step_state
-adapters/deepspeed/zero: adapters/deepspeed/compat core/layout tracking
+adapters/deepspeed/zero: adapters/deepspeed/compat core/layout errors ipc snapshot tracking
 demo: config core/layout errors ipc observer recovery tracking
 adapters/megatron/step: adapters adapters/megatron/compat adapters/megatron/state
     communicator/groups communicator/links core/layout core/planner core/recovery_plan core/step

@@ -30,7 +30,7 @@ from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
 from elaswave_plugin.adapters.deepspeed.engine.monitor import name_wandb_run
 from elaswave_plugin.adapters.deepspeed.pipeline.grid import make_groups_again
 from elaswave_plugin.adapters.deepspeed.pipeline.job import PipelineJob
-from elaswave_plugin.adapters.deepspeed.zero.zero3 import is_cut, take_world
+from elaswave_plugin.adapters.deepspeed.zero.zero3_partitions import is_cut, take_world
 from elaswave_plugin.adapters.growth import check_reserve
 from elaswave_plugin.adapters.torch_loader import Batches, batches_of
 from elaswave_plugin.adapters.upstream_sources import Row, say_unknown

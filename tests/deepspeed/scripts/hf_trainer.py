@@ -58,6 +58,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--save", type=int)
     parser.add_argument("--best", action="store_true")
     parser.add_argument("--resume")
+    parser.add_argument("--lora", action="store_true")
     parser.add_argument("--accumulation", type=int, default=2)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--logging-steps", type=int, default=1)
@@ -93,6 +94,14 @@ def training_arguments(args: argparse.Namespace, folder: Path) -> TrainingArgume
     )
 
 
+def with_adapters(model: Any, dropout: float) -> Any:
+    """Freeze a model, and have PEFT put adapters beside its attention layers."""
+    from peft import LoraConfig, get_peft_model
+
+    layers = ["q_proj", "v_proj"]
+    return get_peft_model(model, LoraConfig(r=4, target_modules=layers, lora_dropout=dropout))
+
+
 def main() -> None:
     """Train."""
     args = parse_arguments()
@@ -102,6 +111,8 @@ def main() -> None:
     set_seed(7)
     model = build_model(argparse.Namespace(num_layers=2, hidden_size=64, seq_length=32))
     model.config.attention_dropout = args.dropout
+    if args.lora:
+        model = with_adapters(model, args.dropout)
     trainer = Trainer(
         model=model,
         args=training_arguments(args, place / "trainer"),

@@ -178,14 +178,6 @@ def _engine_problems(engine: Any) -> Iterator[str]:
         )
     if engine.has_moe_layers:
         yield "the model has MoE layers, and elaswave_plugin carries dense models only"
-    if int(engine.zero_optimization_stage()) == 3:
-        owned = {id(p) for group in engine.optimizer.fp16_groups for p in group}
-        for name, param in engine.module.named_parameters():
-            if id(param) not in owned:
-                yield (
-                    f"{name} is not trained, and ZeRO-3 cuts it over the workers without a "
-                    "snapshot; train it, or use stage 2"
-                )
 
 
 def has_other_axes(module: Any) -> bool:

@@ -206,6 +206,10 @@ class DeepSpeedFramework:
         """The state is final, loaded or fresh: have a place for each of its parts."""
         self._state.prepare()
 
+    def share(self) -> None:
+        """Have what no snapshot will hold (collective over WORLD); before the first seal."""
+        self._state.share()
+
     def learning_rate(self) -> float:
         """The learning rate of the first group."""
         return float(self._inner.param_groups[0]["lr"])
@@ -222,7 +226,12 @@ class DeepSpeedFramework:
         """
         module = self._engine.module
         sealed = {id(param) for param in self._state.params}
-        yield from (param.data for param in module.parameters() if id(param) not in sealed)
+        # Those that ZeRO-3 has cut lie in the memory of each node.
+        yield from (
+            param.data
+            for param in module.parameters()
+            if id(param) not in sealed and not hasattr(param, "ds_tensor")
+        )
         yield from module.buffers() if told is None else buffers_like(module, told)
 
     @property

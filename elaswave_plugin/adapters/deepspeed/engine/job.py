@@ -399,9 +399,7 @@ class EngineJob(AttachedEngine):
         self._check_no_work("next(loader)")
         if not self._sealed:
             check_schedules(self._engine)
-            self._framework.begin()
-            self._loop.start()
-            self._sealed = True
+            self._begin()
         if not loader.lagging:
             self._loop.enter()
         self._loop.set_lagging(loader.lagging)
@@ -415,6 +413,14 @@ class EngineJob(AttachedEngine):
             raise
         loader.took(BATCH)
         return batch
+
+    def _begin(self) -> None:
+        """Before its first step, have the state whole, and the first seal of it."""
+        self._framework.begin()
+        if not self._worker.detached:
+            self._loop.call(self._framework.share, instead=lambda: None)
+        self._loop.start()
+        self._sealed = True
 
     def _void(self, loader: ElasticLoader) -> Any:
         """Return a void batch for a call that others made before a loss; None if there is none."""

@@ -44,9 +44,7 @@ class TrainerJob(EngineJob):
     def open(self) -> None:
         """Be about to begin a step: the first one is preceded by the first seal."""
         if not self._sealed:
-            self._framework.begin()
-            self._loop.start()
-            self._sealed = True
+            self._begin()
 
     def read(self, loader: ElasticLoader, *, epoch: int, first: int, count: int) -> list[Any]:
         """Read ``count`` batches of this worker's share, from iteration ``first`` of an epoch."""

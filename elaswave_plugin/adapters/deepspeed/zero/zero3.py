@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 import xxhash
 from deepspeed.runtime.zero import parameter_offload
-from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus, free_param
+from deepspeed.runtime.zero.partition_parameters import free_param
 
 from elaswave_plugin.adapters.deepspeed.compat.patches import constructor_arguments
 from elaswave_plugin.adapters.deepspeed.zero import zero_state
 from elaswave_plugin.adapters.deepspeed.zero.zero3_external import agree_on_external
-from elaswave_plugin.core.layout.shards import padded_size
+from elaswave_plugin.adapters.deepspeed.zero.zero3_frozen import FrozenWeights
+from elaswave_plugin.adapters.deepspeed.zero.zero3_partitions import cut_again
 from elaswave_plugin.tracking.state_dump import NamedPiece
 
 # Autograd functions and counters that DeepSpeed keeps on modules and makes only where absent: those
@@ -45,6 +46,10 @@ class PartitionedWeightsState(zero_state.ZeroState):
         for order, params in enumerate(self._zero.fp16_groups):
             self._groups[self._zero.sub_group_to_group_id[order]].extend(params)
         super().__init__(engine, inner, [param for group in self._groups for param in group])
+        trained = {id(param) for param in self.params}
+        self._frozen = FrozenWeights(
+            param for param in engine.module.parameters() if id(param) not in trained
+        )
         self._order = FetchOrder()
         self._hooks = {
             name: getattr(self._zero, name) for name in _HOOKS if hasattr(self._zero, name)
@@ -77,7 +82,8 @@ class PartitionedWeightsState(zero_state.ZeroState):
         if "parameter_offload" in optimizer.__dict__:
             optimizer.parameter_offload.destroy()
         self._forget_modules()
-        self._recut_params()
+        cut_again(self.params)
+        self._frozen.recut()
         inner.state.clear()
         for group, params in zip(inner.param_groups, self._groups, strict=True):
             group["params"] = list(params)
@@ -99,26 +105,6 @@ class PartitionedWeightsState(zero_state.ZeroState):
                 module.__dict__.pop(name, None)
             module._parameters = module.__dict__.get("_original_parameters", module._parameters)
 
-    @torch.no_grad()
-    def _recut_params(self) -> None:
-        """Give every parameter a partition of the new size, all in one buffer; values undefined."""
-        params = self.params
-        width, rank = dist.get_world_size(), dist.get_rank()
-        sizes = [padded_size(param.ds_numel, width, self.alignment) // width for param in params]
-        flat = torch.zeros(sum(sizes), dtype=params[0].dtype, device=params[0].ds_tensor.device)
-        for param, size, piece in zip(params, sizes, flat.split(sizes), strict=True):
-            old = param.ds_tensor
-            new: Any = torch.empty(0, dtype=flat.dtype, device=flat.device)
-            new.data = piece
-            new.ds_numel, new.status, new.final_location = size, old.status, old.final_location
-            param.ds_tensor, param.ds_numel_aligned = new, size * width
-            param.ds_zero_partition_rank, param.ds_zero_partition_world_size = rank, width
-            param.ds_secondary_tensor_group_size = width
-            param.ds_status = ZeroParamStatus.NOT_AVAILABLE
-            init = _init_of(param)
-            init.rank = init.rank_in_group = rank
-            init.dp_world_size = init.num_ranks_in_param_group = width
-
     def write_weights(self, masters: torch.Tensor) -> None:
         """Install the masters; the 16-bit partitions follow them."""
         zero_state.write_masters(self._inner, self._masters, masters)
@@ -134,6 +120,10 @@ class PartitionedWeightsState(zero_state.ZeroState):
             persistent[0].all_gather(persistent)
         for param in persistent:
             yield param.detach().reshape(-1)
+
+    def share(self) -> None:
+        """Have the weights that are not trained, whole, on each node."""
+        self._frozen.share()
 
     def resume(self) -> None:
         """Fetch what the passes before the change have used, ahead and in their order."""
@@ -159,27 +149,6 @@ class PartitionedWeightsState(zero_state.ZeroState):
                             data=data[offset : offset + real],
                         )
                 offset += size
-
-
-def is_cut(model: Any) -> bool:
-    """Return whether ``deepspeed.zero.Init`` has cut the model's parameters already."""
-    return any(hasattr(param, "ds_process_group") for param in model.parameters())
-
-
-def take_world(model: Any) -> None:
-    """Parameters that ``deepspeed.zero.Init`` has cut over a WORLD that is gone are of this one.
-
-    The owners of partitions stay: ranks of the launch are the same in both.
-    """
-    for param in model.parameters():
-        if hasattr(param, "ds_process_group"):
-            param.ds_process_group = _init_of(param).ds_process_group = dist.group.WORLD
-
-
-def _init_of(param: Any) -> Init:
-    """The object that the parameter's own functions close over: it holds sizes and ranks."""
-    cells = [cell.cell_contents for cell in param.all_gather.__closure__]
-    return next(cell for cell in cells if isinstance(cell, Init))
 
 
 # Private to their class: that a record is complete, and what it consists of.

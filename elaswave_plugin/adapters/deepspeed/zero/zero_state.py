@@ -38,6 +38,9 @@ class ZeroState(ABC):
             if not self._inner.state[master]:
                 _make_moments(self._inner, master)
 
+    def share(self) -> None:  # noqa: B027, other stages cut only what is sealed
+        """Before the first seal, have what no snapshot will hold (collective over WORLD)."""
+
     def parts(self) -> list[torch.Tensor]:
         """Masters, exp_avg, exp_avg_sq of this worker's shard, bucket after bucket."""
         masters = self._masters

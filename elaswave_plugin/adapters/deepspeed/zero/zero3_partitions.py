@@ -1,0 +1,63 @@
+"""The partitions of ZeRO-3's parameters: whether there are any, of which group, and cut again."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
+
+from elaswave_plugin.core.layout.shards import padded_size
+
+
+def is_cut(model: Any) -> bool:
+    """Return whether ``deepspeed.zero.Init`` has cut the model's parameters already."""
+    return any(hasattr(param, "ds_process_group") for param in model.parameters())
+
+
+def take_world(model: Any) -> None:
+    """Parameters that ``deepspeed.zero.Init`` has cut over a WORLD that is gone are of this one.
+
+    The owners of partitions stay: ranks of the launch are the same in both.
+    """
+    for param in model.parameters():
+        if hasattr(param, "ds_process_group"):
+            param.ds_process_group = _init_of(param).ds_process_group = dist.group.WORLD
+
+
+@torch.no_grad()
+def cut_again(params: Iterable[Any]) -> None:
+    """Give every parameter a partition of the present size; values undefined.
+
+    Those of one dtype lie in one buffer.
+    """
+    of_kind: dict[torch.dtype, list[Any]] = {}
+    for param in params:
+        of_kind.setdefault(param.ds_tensor.dtype, []).append(param)
+    width = dist.get_world_size()
+    for dtype, alike in of_kind.items():
+        sizes = [padded_size(param.ds_numel, width, 1) // width for param in alike]
+        flat = torch.zeros(sum(sizes), dtype=dtype, device=alike[0].ds_tensor.device)
+        for param, size, piece in zip(alike, sizes, flat.split(sizes), strict=True):
+            _cut(param, size, piece)
+
+
+def _cut(param: Any, size: int, piece: torch.Tensor) -> None:
+    width, rank = dist.get_world_size(), dist.get_rank()
+    old = param.ds_tensor
+    new: Any = torch.empty(0, dtype=piece.dtype, device=piece.device)
+    new.data = piece
+    new.ds_numel, new.status, new.final_location = size, old.status, old.final_location
+    param.ds_tensor, param.ds_numel_aligned = new, size * width
+    param.ds_zero_partition_rank, param.ds_zero_partition_world_size = rank, width
+    param.ds_secondary_tensor_group_size = width
+    param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+    init = _init_of(param)
+    init.rank = init.rank_in_group = rank
+    init.dp_world_size = init.num_ranks_in_param_group = width
+
+
+def _init_of(param: Any) -> Init:
+    """The object that the parameter's own functions close over: it holds sizes and ranks."""
+    cells = [cell.cell_contents for cell in param.all_gather.__closure__]
+    return next(cell for cell in cells if isinstance(cell, Init))
