@@ -34,6 +34,7 @@ AUTO = {
     "optimizer": None,
     "scheduler": None,
 }
+SAVING = ("--evaluate=2", "--save=2")
 # The Trainer writes its log with so many digits.
 LOGGED = 1e-4
 
@@ -44,24 +45,34 @@ def spec_of(*kills: str, stage: int = 2, **changes: Any) -> EngineSpec:
     return EngineSpec(script=TRAINER, stage=stage, kills=kills, settings=settings, **changes)
 
 
-def tapes(run: Outcome) -> list[list[tuple[str, int, dict[str, float]]]]:
+Tape = list[tuple[str, int, dict[str, float]]]
+
+
+def tapes(run: Outcome, *, incarnation: int = 0) -> list[Tape]:
     """Return the callbacks' record of each process that came to the end."""
-    return [json.loads(path.read_text()) for path in sorted(run.directory.glob("tape-*"))]
+    started = run.events("worker_started")
+    pids = [one["pid"] for one in started if one["incarnation"] == incarnation]
+    paths = [run.directory / f"tape-{pid}.json" for pid in sorted(pids)]
+    return [json.loads(path.read_text()) for path in paths if path.exists()]
 
 
 def check_tapes(run: Outcome, reference: Outcome, *, survivors: int) -> None:
     """Every survivor's callbacks saw what those of the undisturbed run have seen."""
     assert isinstance(run.spec, EngineSpec)
-    wanted = tapes(reference)[0]
     seen = tapes(run)
     assert len(seen) == survivors
     for tape in seen:
-        assert [one[:2] for one in tape] == [one[:2] for one in wanted]
-        for (event, step, logged), (_, _, expected) in zip(tape, wanted, strict=True):
-            # The Trainer counts the operations of parameters that ZeRO-3 has gathered just then.
-            if run.spec.stage == 3 and "total_flos" in logged:
-                expected["total_flos"] = logged["total_flos"]
-            assert logged == pytest.approx(expected, rel=LOGGED), (event, step)
+        check_tape(tape, tapes(reference)[0], stage=run.spec.stage)
+
+
+def check_tape(tape: Tape, wanted: Tape, *, stage: int) -> None:
+    """Two callbacks saw the same events, with the same numbers."""
+    assert [one[:2] for one in tape] == [one[:2] for one in wanted]
+    for (event, step, logged), (_, _, expected) in zip(tape, wanted, strict=True):
+        # The Trainer counts the operations of parameters that ZeRO-3 has gathered just then.
+        if stage == 3 and "total_flos" in logged:
+            expected["total_flos"] = logged["total_flos"]
+        assert logged == pytest.approx(expected, rel=LOGGED), (event, step)
 
 
 @proves(Kind.KILL, Promise.PLANNED)
@@ -164,6 +175,18 @@ def adapters(run: Outcome) -> list[dict[str, torch.Tensor]]:
     return [load_file(file) for file in files]
 
 
+@proves(Kind.KILL, Promise.PLANNED, victim="1", moment="2:backward")
+@pytest.mark.parametrize("loss", sampled(["mean", "sum", "function"], share=1))
+def test_a_loss_of_its_own_weighs_as_at_the_launch(
+    run: Launch, twin: Twin, reference: Launch, loss: str
+) -> None:
+    """One that ignores the items of the step, or forgets the processes."""
+    spec = spec_of("1@2:backward", stage=2, options=(f"--loss={loss}",))
+    killed = run(spec)
+    check_recovered(killed, twin=twin(killed), reference=reference(spec))
+    check_tapes(killed, reference(spec), survivors=3)
+
+
 @proves(Kind.KILLS, Promise.PLANNED)
 @pytest.mark.slow
 def test_two_losses_in_one_run(run: Launch, twin: Twin, reference: Launch) -> None:
@@ -191,9 +214,6 @@ def checkpoints(run: Outcome) -> dict[str, dict[str, Any]]:
     folders = sorted((run.directory / "trainer").glob("checkpoint-*"))
     assert all((one / "latest").is_file() for one in folders)
     return {one.name: json.loads((one / "trainer_state.json").read_text()) for one in folders}
-
-
-SAVING = ("--evaluate=2", "--save=2")
 
 
 @proves(Kind.KILL, Promise.LOGGED)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
@@ -59,7 +60,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--best", action="store_true")
     parser.add_argument("--resume")
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--loss", choices=("mean", "sum", "function"))
     parser.add_argument("--accumulation", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--logging-steps", type=int, default=1)
     parser.add_argument("--per-batch", action="store_true", help="losses that are means of batches")
@@ -74,7 +77,7 @@ def training_arguments(args: argparse.Namespace, folder: Path) -> TrainingArgume
         deepspeed=None if args.without_deepspeed else args.deepspeed_config,
         use_cpu=args.use_cpu,
         max_steps=args.steps,
-        per_device_train_batch_size=1,
+        per_device_train_batch_size=args.batch_size,
         per_device_eval_batch_size=2,
         gradient_accumulation_steps=args.accumulation,
         average_tokens_across_devices=not args.per_batch,
@@ -102,6 +105,35 @@ def with_adapters(model: Any, dropout: float) -> Any:
     return get_peft_model(model, LoraConfig(r=4, target_modules=layers, lora_dropout=dropout))
 
 
+class OwnLoss(Trainer):
+    """Has a loss of its own: the mean of a batch, or its part of all items of the step."""
+
+    sums = False
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        labels = inputs.pop("labels")
+        loss = cross_entropy_of(model(**inputs), labels, "sum" if self.sums else "mean")
+        return loss / num_items_in_batch if self.sums else loss
+
+
+class OwnSum(OwnLoss):
+    """As above, and forgets the number of processes."""
+
+    sums = True
+
+
+def cross_entropy_of(outputs: Any, labels: Any, reduction: str = "mean", **ignored: Any) -> Any:
+    """The loss of the tokens after the first."""
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    return cross_entropy(logits, labels[:, 1:].flatten(), reduction=reduction)
+
+
 def main() -> None:
     """Train."""
     args = parse_arguments()
@@ -113,12 +145,13 @@ def main() -> None:
     model.config.attention_dropout = args.dropout
     if args.lora:
         model = with_adapters(model, args.dropout)
-    trainer = Trainer(
+    trainer = {"mean": OwnLoss, "sum": OwnSum}.get(args.loss, Trainer)(
         model=model,
         args=training_arguments(args, place / "trainer"),
         train_dataset=TextDataset(None, 32, args.limit),
         eval_dataset=TextDataset(None, 32, 21),
         data_collator=collate,
+        compute_loss_func=cross_entropy_of if args.loss == "function" else None,
         callbacks=[Tape(place / f"tape-{os.getpid()}.json")],
     )
     trainer.train(resume_from_checkpoint=args.resume)

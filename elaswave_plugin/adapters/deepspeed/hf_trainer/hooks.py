@@ -18,6 +18,7 @@ from elaswave_plugin.adapters.deepspeed.accelerate.accelerate import Accelerated
 from elaswave_plugin.adapters.deepspeed.compat.patches import trainer_patches
 from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
 from elaswave_plugin.adapters.deepspeed.hf_trainer.job import TrainerJob
+from elaswave_plugin.adapters.deepspeed.hf_trainer.loss_kind import LossKind, ask
 from elaswave_plugin.adapters.deepspeed.hf_trainer.update import Update
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
@@ -127,18 +128,27 @@ class TrainerHooks:
         assert update is not None
         if self._made == 0:
             update.step, update.model = self._native.training_step, model
-            self._job.sums_tokens = self._sums_tokens(num_items_in_batch)
+            update.kind = self._kind
             self._job.called.make()
         self._made += 1
         return update.loss(self._made - 1)
 
-    def _sums_tokens(self, num_items: Any) -> bool:
-        """Return whether the Trainer divides by all workers' tokens (in compute_loss)."""
+    def _kind(self, model: Any, inputs: Any, num_items: Any) -> LossKind:
+        """Return the kind of the losses, asked for once shares are unequal and it matters."""
         trainer = self._trainer
         divides = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-        return bool(
-            divides and num_items is not None and trainer.args.average_tokens_across_devices
-        )
+        if not divides or num_items is None or not trainer.args.average_tokens_across_devices:
+            return LossKind()
+        if not self._job.has_unequal_shares:
+            return LossKind(sums_items=True, times_processes=True)
+        state = self._job.trainer_state
+        if state.loss_kind is None:
+            # Subclasses keep metrics of each loss.
+            before = state.keep()
+            kind = ask(trainer, model, inputs, num_items)
+            state.put_back(before)
+            state.loss_kind = kind
+        return state.loss_kind
 
     # ---- between two steps ----------------------------------------------------------------------
 

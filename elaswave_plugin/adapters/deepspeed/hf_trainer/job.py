@@ -10,6 +10,7 @@ import torch.distributed as dist
 from elaswave_plugin.adapters.deepspeed.engine.job import EngineJob
 from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
 from elaswave_plugin.adapters.deepspeed.engine.monitor import Holders
+from elaswave_plugin.adapters.deepspeed.hf_trainer.loss_kind import LossKind
 from elaswave_plugin.adapters.deepspeed.hf_trainer.state import TrainerState
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.loops.called import CalledLoop
@@ -30,8 +31,7 @@ class TrainerJob(EngineJob):
         self._drawn: list[tuple[float, int]] = []
         # The losses of the last step's micro-batches, each the mean over all workers.
         self.losses: list[float] = []
-        # Whether each loss is a part of the sum over all tokens of the step.
-        self.sums_tokens = False
+        self.loss_kind = LossKind()
         return (self.trainer_state,)
 
     @property
@@ -59,13 +59,18 @@ class TrainerJob(EngineJob):
         self._drawn.append((self._weight, torch.initial_seed()))
         return batch
 
+    @property
+    def has_unequal_shares(self) -> bool:
+        """True if the workers are not those of the launch, alike on all of them."""
+        return dist.get_world_size() != self._width
+
     def begin_micro_batch(self, number: int) -> None:
         """Weigh the losses and seed the draws of a micro-batch that was read."""
-        self._weight, seed = self._drawn[number]
+        share, seed = self._drawn[number]
         torch.manual_seed(seed)
-        if self.sums_tokens:
-            # A share's part of the sum over all tokens is as large as the share already.
-            self._weight = 1.0
+        self._weight = self.loss_kind.weight(
+            share, launched=self._width, live=dist.get_world_size()
+        )
 
     def _mean_loss(self) -> tuple[float, int, Holders]:
         if len(self._losses) != len(self._drawn):

@@ -8,6 +8,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.trainer_callback import ExportableState
 
+from elaswave_plugin.adapters.deepspeed.hf_trainer.loss_kind import LossKind
 from elaswave_plugin.kept import is_plain
 from elaswave_plugin.step_state.step_state import Part
 
@@ -25,6 +26,8 @@ class TrainerState(Part):
         self.trainer: Any = None
         # The epoch that the Trainer is in, and the iteration of it that comes next.
         self.place = (0, 0)
+        # The kind of the Trainer's loss; None until it has mattered.
+        self.loss_kind: LossKind | None = None
 
     def keep(self) -> dict[str, Any]:
         """Copies of counters and metrics, by what holds them."""
@@ -34,6 +37,7 @@ class TrainerState(Part):
         schedule = trainer.lr_scheduler
         return {
             "place": self.place,
+            "loss_kind": self.loss_kind,
             "trainer": {
                 name: copy.deepcopy(value)
                 for name, value in vars(trainer).items()
@@ -60,7 +64,7 @@ class TrainerState(Part):
         if not kept:
             return
         trainer = self.trainer
-        self.place = kept["place"]
+        self.place, self.loss_kind = kept["place"], kept["loss_kind"]
         kept = copy.deepcopy(kept)
         vars(trainer).update(kept["trainer"])
         trainer._tr_loss.fill_(kept["tr_loss"])

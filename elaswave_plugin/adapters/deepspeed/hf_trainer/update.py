@@ -9,6 +9,7 @@ from accelerate.utils import send_to_device
 
 from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
 from elaswave_plugin.adapters.deepspeed.hf_trainer.job import TrainerJob
+from elaswave_plugin.adapters.deepspeed.hf_trainer.loss_kind import LossKind
 
 
 class Update:
@@ -36,6 +37,8 @@ class Update:
         # The Trainer's own step: (model, inputs, num_items) -> loss.
         self.step: Callable[..., Any] | None = None
         self.model: Any = None
+        # (model, inputs, num_items) -> the kind of its losses.
+        self.kind: Callable[..., LossKind] | None = None
 
     def read(self) -> None:
         """Read this worker's share of each batch, and count the items of all workers."""
@@ -48,7 +51,8 @@ class Update:
 
     def train(self) -> None:
         """Call the Trainer's step for each micro-batch; the last one makes the update."""
-        assert self.step is not None
+        assert self.step is not None and self.kind is not None
+        self._job.loss_kind = self.kind(self.model, self.batches[0], self.num_items)
         boundary = GradientState().sync_gradients
         for number, inputs in enumerate(self.batches):
             GradientState()._set_sync_gradients(number == len(self.batches) - 1)
