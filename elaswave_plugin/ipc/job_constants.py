@@ -15,7 +15,7 @@ class JobConstants(TypedDict, total=False):
     ``stages``: the fields of each pipeline stage; ``loads``: what the script's loads of checkpoints
     gave, pickled; ``data_epoch``: of the last completed step; ``begins``: the first step, and the
     global batch that it reads; ``inexact``: the first step, run twice, gave other bits, and the job
-    goes on in fast mode.
+    goes on in fast mode; ``sampler``: seed and generator of HF Accelerate's training loader.
     """
 
     started_s: float
@@ -28,3 +28,4 @@ class JobConstants(TypedDict, total=False):
     data_epoch: int
     begins: list[int]
     inexact: bool
+    sampler: str

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 from elaswave_plugin.tracking.state_dump import hash_state
 from tests.deepspeed.conftest import Launch, Twin
-from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
+from tests.deepspeed.harness import FP32_BOUND, SCRIPTS, EngineSpec, check_recovered
+from tests.deepspeed.test_join import entered
 from tests.faults.foreign_launchers import run_under
 from tests.faults.harness import Outcome, check_survived, max_relative_difference
 from tests.proofs import Kind, Promise, proves
@@ -173,6 +174,63 @@ def adapters(run: Outcome) -> list[dict[str, torch.Tensor]]:
     """Return the adapters of each checkpoint that the run has written."""
     files = sorted((run.directory / "trainer").glob("checkpoint-4/adapter_model.safetensors"))
     return [load_file(file) for file in files]
+
+
+@proves(Kind.RETURN, Promise.PLANNED)
+@pytest.mark.parametrize(
+    ("stage", "kill", "back", "options"),
+    sampled(
+        [
+            (0, "2@1:backward", 4, SAVING),
+            (1, "1@1:forward", 3, ("--evaluate=2",)),
+            # Epochs of three updates: it enters in the second one, at its begin or within.
+            (2, "1@1:backward", 4, ("--limit=24",)),
+            (2, "3@2:backward", 6, ("--limit=24",)),
+            (3, "0@1:gather", 4, ()),
+        ],
+        share=2,
+    ),
+)
+def test_a_lost_worker_comes_back(
+    run: Launch, twin: Twin, reference: Launch, stage: int, kill: str, back: int, options: Any
+) -> None:
+    slot = int(kill[0])
+    more = {"steps": 8, "respawn": 5, "changes": (f"+{slot}@{back}",)}
+    spec = spec_of(kill, stage=stage, options=options, **more)
+    killed = run(spec)
+    assert killed.returncode == 0, killed.output[-4000:]
+    check_recovered(killed, twin=twin(killed), reference=reference(spec))
+    assert entered(killed) == [(slot, 1, back)]
+    check_tapes(killed, reference(spec), survivors=3)
+    check_newcomer(killed, reference(spec), first=back)
+
+
+@proves(Kind.JOIN, Promise.CLOSE)
+def test_a_worker_joins_beyond_the_launch(run: Launch, reference: Launch) -> None:
+    spec = spec_of(
+        stage=2,
+        steps=8,
+        global_batch=16,
+        options=("--batch-size=2",),
+        launcher=("--reserve=1",),
+        joiners=1,
+        changes=("+4@4",),
+    )
+    grown = run(spec)
+    check_survived(grown)
+    assert entered(grown) == [(4, 1, 4)]
+    assert max_relative_difference(grown, reference(spec)) <= FP32_BOUND
+    check_tapes(grown, reference(spec), survivors=4)
+    check_newcomer(grown, reference(spec), first=4)
+
+
+def check_newcomer(run: Outcome, reference: Outcome, *, first: int) -> None:
+    """The callbacks of the only one that came later saw all from its first step on."""
+    assert isinstance(run.spec, EngineSpec)
+    (tape,) = tapes(run, incarnation=1)
+    wanted = tapes(reference)[0]
+    place = [one[:2] for one in wanted].index(["on_step_begin", first])
+    check_tape(tape[place - len(wanted) :], wanted[place:], stage=run.spec.stage)
 
 
 @proves(Kind.KILL, Promise.PLANNED, victim="1", moment="2:backward")

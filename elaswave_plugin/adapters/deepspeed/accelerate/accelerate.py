@@ -113,7 +113,9 @@ class AcceleratedJob:
             )
 
         def order() -> SamplerOrder:
-            agree_on(sampler)
+            worker = self._loop.worker
+            told = worker.job_constants["sampler"] if worker.detached else None
+            worker.remember(sampler=agree_on(sampler, told))
             num_samples = batch_size * self._width
             return SamplerOrder(sampler, num_samples=num_samples, drop_last=drop_last)
 

@@ -1,5 +1,6 @@
 """The order of samples of a loader that HF Accelerate has prepared, alike on every worker."""
 
+import base64
 from itertools import cycle, islice
 from typing import Any
 
@@ -94,16 +95,24 @@ def sampler_of(loader: Any, num_processes: int) -> tuple[Any, int, bool]:
     return sampler, int(batches.batch_size), bool(batches.drop_last)
 
 
-def agree_on(sampler: Any) -> None:
-    """Have every worker draw what the first one draws."""
+def agree_on(sampler: Any, told: str | None = None) -> str:
+    """Have every worker draw what the first one draws; return that, for one that comes later.
+
+    ``told``: what it was when the job began; None asks the others, which are all there.
+    """
     if not isinstance(sampler, RandomSampler):
-        return
+        return ""
     if sampler.generator is None:
         sampler.generator = torch.Generator().manual_seed(torch.initial_seed())
     seed = torch.tensor([getattr(sampler, "initial_seed", 0)])
     state = sampler.generator.get_state()
-    dist.broadcast(seed, src=0)
-    dist.broadcast(state, src=0)
+    if told is None:
+        dist.broadcast(seed, src=0)
+        dist.broadcast(state, src=0)
+    else:
+        number, _, encoded = told.partition(" ")
+        seed, state = torch.tensor([int(number)]), torch.tensor([*base64.b64decode(encoded)]).byte()
     sampler.generator.set_state(state)
     if hasattr(sampler, "initial_seed"):
         sampler.initial_seed = int(seed)
+    return f"{int(seed)} {base64.b64encode(bytes(state.tolist())).decode()}"

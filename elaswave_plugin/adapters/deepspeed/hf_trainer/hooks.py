@@ -5,6 +5,7 @@ an update makes all of it, and those that follow return the losses: by then the 
 or was made again. So callbacks, counters, the schedule and the log see each step once.
 """
 
+import os
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -36,6 +37,8 @@ class TrainerHooks:
         self._loader: ElasticLoader | None = None
         self._prepared: Any = None
         self._update: Update | None = None
+        # On a worker that came later: the epoch and iteration where it goes on with the others.
+        self._joins: tuple[int, int] | None = None
         # Micro-batches of the update that were returned, and the operations of each.
         self._made = 0
         self._operations: list[float] = []
@@ -44,6 +47,11 @@ class TrainerHooks:
         """One pass over the data; the first one takes the Trainer's methods over."""
         if self._trainer is None:
             self._take(trainer, given["train_dataloader"])
+            self._joins = self._job.enter()
+        if self._joins is not None:
+            if given["epoch"] < self._joins[0]:
+                return
+            given |= self._take_up(*self._joins)
         first = 0
         if given["epoch"] == given["epochs_trained"] and not trainer.args.ignore_data_skip:
             first = given["steps_trained_in_current_epoch"]
@@ -51,6 +59,19 @@ class TrainerHooks:
         self._prepared.begin()
         native(trainer, **given)
         self._prepared.end()
+
+    def _take_up(self, epoch: int, first: int) -> dict[str, Any]:
+        """Be in the epoch of the others, as if the job were resumed there from a checkpoint."""
+        self._joins = None
+        # Callbacks have seen the epochs that went by.
+        self._job.put_back()
+        self._trainer.args.ignore_data_skip = False
+        return {
+            "epochs_trained": epoch,
+            "steps_trained_in_current_epoch": first,
+            # There is none: the state came from the others.
+            "resume_from_checkpoint": os.devnull if first else None,
+        }
 
     @ends_in_a_sentence
     def _take(self, trainer: Any, prepared: Any) -> None:

@@ -46,6 +46,21 @@ class TrainerJob(EngineJob):
         if not self._sealed:
             self._begin()
 
+    def enter(self) -> tuple[int, int] | None:
+        """Have a worker that comes later enter the job, before a step of the others.
+
+        Return the epoch and the iteration of that step; None on the workers of the launch.
+        """
+        if not self._worker.detached:
+            return None
+        self._begin()
+        self._loop.enter()
+        return self.trainer_state.place
+
+    def put_back(self) -> None:
+        """Have all state as it was before the step that comes next."""
+        self._state.put_back(self._state.before(self._worker.completed))
+
     def read(self, loader: ElasticLoader, *, epoch: int, first: int, count: int) -> list[Any]:
         """Read ``count`` batches of this worker's share, from iteration ``first`` of an epoch."""
         loader.seek(epoch, first)
