@@ -6,7 +6,6 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_COMPRESSION = "compression_training"
 # (path of the key, value that is carried, what to do)
 CARRIED: tuple[tuple[str, Any, str], ...] = (
     ("zero_optimization.offload_optimizer.device", "none", "keep the optimizer on the device"),
@@ -17,7 +16,6 @@ CARRIED: tuple[tuple[str, Any, str], ...] = (
     ("zero_optimization.zero_quantized_weights", False, "use plain ZeRO-3, without ZeRO++"),
     ("zero_optimization.zero_quantized_gradients", False, "use plain ZeRO-3, without ZeRO++"),
     ("zero_optimization.zero_quantized_nontrainable_weights", False, "leave ZeRO++ out"),
-    ("zero_optimization.mics_shard_size", -1, "use plain ZeRO-3, without MiCS"),
     ("zero_optimization.round_robin_gradients", False, "its order depends on the workers"),
     ("zero_optimization.zenflow", None, "leave ZenFlow out"),
     ("gradient_allreduce_op", "mean", "a sum of gradients changes with the number of workers"),
@@ -25,14 +23,9 @@ CARRIED: tuple[tuple[str, Any, str], ...] = (
     ("sequence_parallel_size", 1, "sequence parallelism is not carried"),
     ("tensor_parallel.autotp_size", 0, "tensor parallelism is not carried"),
     ("expert_parallel.enabled", False, "mixtures of experts are not carried"),
-    ("sparse_gradients", False, "sparse gradients are not carried"),
-    ("curriculum_learning.enabled", False, "curriculum learning changes the batch"),
     ("data_efficiency.enabled", False, "data efficiency changes the batch"),
-    ("progressive_layer_drop.enabled", False, "its draws are not keyed"),
-    (_COMPRESSION, None, "compression is not carried"),
     ("hybrid_engine.enabled", False, "the hybrid engine is not carried"),
     ("autotuning.enabled", False, "tune first, then train"),
-    ("amp.enabled", False, "use bf16"),
     ("torch_autocast.enabled", False, "use bf16"),
     ("compile.deepcompile", False, "DeepCompile is not carried"),
     ("comet.enabled", False, "use W&B, TensorBoard or CSV, which another worker can open again"),
@@ -41,7 +34,13 @@ CARRIED: tuple[tuple[str, Any, str], ...] = (
     ("datastates_ckpt", False, "let torch write checkpoints: every save has ended when it returns"),
     ("elaswave.dataflow", "auto", "every worker takes a share of each micro-batch"),
     ("elaswave.clocks", "off", "all workers have the same to do"),
-    ("elasticity", None, "DeepSpeed removed it; the section elaswave takes its place"),
+)
+# DeepSpeed 0.19.8 refuses them with any value (deepspeed/runtime/config.py, `_REMOVED_...`).
+REMOVED = (
+    *("amp", "compression_training", "curriculum_learning", "eigenvalue", "elasticity"),
+    *("graph_harvesting", "nebula", "progressive_layer_drop", "quantize_training"),
+    *("sparse_attention", "sparse_gradients", "zero_optimization.mics_hierarchical_params_gather"),
+    *("zero_optimization.mics_shard_size", "zero_optimization.zeropp_loco_param"),
 )
 OPTIMIZERS = ("adam", "adamw")
 
@@ -62,21 +61,15 @@ def problems(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each key that is not carried; what switches nothing on is carried."""
     for path, carried, advice in CARRIED:
         seen = lookup(config, path, carried)
-        if seen != carried and (path != _COMPRESSION or _compresses(seen)):
+        if seen != carried:
             yield f"{path} is {seen!r}, and elaswave_plugin carries {carried!r}: {advice}"
+    for path in REMOVED:
+        section, _, key = path.rpartition(".")
+        if key in (lookup(config, section, {}) if section else config):
+            yield f"{path} was removed from DeepSpeed, which refuses it with any value; take it out"
     optimizer = config.get("optimizer")
     if optimizer and str(optimizer.get("type", "")).lower() not in OPTIMIZERS:
         yield (
             f"optimizer.type is {optimizer.get('type')!r}, and elaswave_plugin carries Adam and "
             "AdamW; 1-bit and other optimizers keep state of another shape"
         )
-
-
-def _compresses(section: Any) -> bool:
-    """Return whether any part of a section compression_training is enabled."""
-    if not isinstance(section, Mapping):
-        return True
-    return any(
-        part.get("enabled") or (part.get("shared_parameters") or {}).get("enabled")
-        for part in section.values()
-    )

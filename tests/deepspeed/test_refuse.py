@@ -17,6 +17,7 @@ from elaswave_plugin.adapters.deepspeed.compat.unsupported import (
     check_shares,
     check_stages,
 )
+from elaswave_plugin.adapters.deepspeed_settings import REMOVED
 from elaswave_plugin.errors import ConfigurationError
 from tests.deepspeed.conftest import Launch
 from tests.deepspeed.harness import SCRIPTS, EngineSpec
@@ -58,17 +59,33 @@ def test_a_variant_of_adam_is_refused(option: str) -> None:
                     "weight_quantization": {"shared_parameters": {"enabled": 1}}
                 }
             },
-            "compression",
+            "compression_training was removed from DeepSpeed",
         ),
+        # Of these two DeepSpeed takes none, and says so whatever they switch off.
+        ({"compression_training": {}}, "compression_training was removed from DeepSpeed"),
+        ({"amp": {"enabled": False}}, "amp was removed from DeepSpeed"),
+        ({"zero_optimization": {"mics_shard_size": 4}}, "mics_shard_size was removed"),
         ({"checkpoint": {"use_node_local_storage": True}}, "use_node_local_storage"),
         ({"checkpoint": {"writer": {"type": "fast"}}}, "checkpoint.writer"),
         ({"datastates_ckpt": {}}, "datastates_ckpt"),
-        ({"elasticity": {"enabled": False}}, "elasticity"),
+        ({"elasticity": {"enabled": False}}, "elasticity was removed"),
+        ({"expert_parallel": {"enabled": True}}, "expert_parallel"),
+        ({"zero_optimization": {"zero_quantized_gradients": True}}, "zero_quantized_gradients"),
+        # What DeepSpeed makes of names that it had before.
+        ({"zero_optimization": {"stage": 3, "cpu_offload_param": True}}, "offload_param.device is"),
+        ({"zero_optimization": {"stage": 3, "cpu_offload": True}}, "offload_optimizer.device is"),
     ],
 )
 def test_a_setting_that_is_not_carried_is_named(config: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):
         check_configuration(config, model=MODEL, mpu=None)
+
+
+def test_what_was_removed_is_what_deepspeed_refuses() -> None:
+    from deepspeed.runtime import config
+
+    of_zero = (f"zero_optimization.{key}" for key in config._REMOVED_ZERO_CONFIG_KEYS)
+    assert {*REMOVED} == {*config._REMOVED_TOP_LEVEL_CONFIG_KEYS, *of_zero}
 
 
 def pipeline(*axes: str) -> Any:
@@ -177,6 +194,9 @@ def test_what_is_carried_passes() -> None:
         "bf16": {"enabled": True},
     }
     check_configuration(config, model=MODEL, mpu=None)
+    # As DeepSpeed reads it, which is off.
+    check_configuration({"zero_optimization": {"cpu_offload": "false"}}, model=MODEL, mpu=None)
+    check_configuration({"zero_optimization": True}, model=MODEL, mpu=None)
 
 
 class Engine:
@@ -190,6 +210,14 @@ class Engine:
 
     def zero_optimization_stage(self) -> int:
         return 1
+
+
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
+def test_mixtures_of_experts_are_refused_by_name() -> None:
+    engine = Engine(torch.optim.AdamW(MODEL.parameters()))
+    engine.has_moe_layers = True
+    with pytest.raises(ConfigurationError, match="the model has MoE layers"):
+        check_engine(engine)
 
 
 @proves(Kind.WRONG_INPUT, Promise.REFUSED)

@@ -10,12 +10,16 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.tensor_parallel import init_utils
+from deepspeed.runtime.zero.config import get_zero_config
+from pydantic import ValidationError
 
 from elaswave_plugin.adapters.answers import refuse
 from elaswave_plugin.adapters.deepspeed_settings import lookup, problems
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
 
+# Names of ZeRO's offload that stand for others.
+_FORMER = ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory")
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW, FusedAdam, DeepSpeedCPUAdam)
 
 
@@ -117,7 +121,25 @@ def _problems(config: Mapping[str, Any], model: Any, mpu: Any, mesh_param: Any) 
             "deepspeed.tp_model_init was called, and elaswave_plugin carries no tensor parallelism"
             " of DeepSpeed's; leave it out"
         )
-    yield from problems(config)
+    yield from problems(_parsed(config))
+
+
+def _parsed(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the configuration with its ZeRO section as DeepSpeed reads it, former names included.
+
+    As it is where DeepSpeed is going to complain.
+    """
+    try:
+        zero = get_zero_config(dict(config)).model_dump(mode="json", exclude=set(_FORMER))
+    except (ValidationError, TypeError):
+        return config
+    given = config.get("zero_optimization")
+    unknown = {
+        key: value
+        for key, value in (given.items() if isinstance(given, Mapping) else ())
+        if key not in (*zero, *_FORMER)
+    }
+    return {**config, "zero_optimization": {**unknown, **zero}}
 
 
 def check_engine(engine: Any) -> None:
