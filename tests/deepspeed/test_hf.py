@@ -23,7 +23,7 @@ from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 from tests.supervisor.jobs import LAUNCH
 
-EXAMPLE = str(ROOT / "examples" / "train_hf.py")
+EXAMPLE = str(ROOT / "examples" / "train_accelerate.py")
 EVALUATING = str(SCRIPTS / "hf_evaluating.py")
 OWN_OPTIMIZER = {"optimizer": None, "scheduler": None}
 COLD = (sys.executable, "-W", "ignore", "-c", LAUNCH)

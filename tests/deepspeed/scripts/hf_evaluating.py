@@ -15,8 +15,8 @@ from accelerate.utils import DummyOptim, DummyScheduler, InitProcessGroupKwargs,
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
+from train_accelerate import build_model, collate
 from train_deepspeed import TextDataset
-from train_hf import build_model, collate
 
 
 def main() -> None:

@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
+from train_accelerate import build_model, collate
 from train_deepspeed import TextDataset
-from train_hf import build_model, collate
 
 EVENTS = (
     *("on_train_begin", "on_epoch_begin", "on_step_begin", "on_substep_end"),
