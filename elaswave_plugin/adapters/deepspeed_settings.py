@@ -6,34 +6,39 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# (path of the key, value that is carried, what to do)
-CARRIED: tuple[tuple[str, Any, str], ...] = (
-    ("zero_optimization.offload_optimizer.device", "none", "keep the optimizer on the device"),
-    ("zero_optimization.offload_param.device", "none", "keep the parameters on the device"),
-    ("zero_optimization.cpu_offload", False, "keep the optimizer on the device"),
-    ("zero_optimization.cpu_offload_param", False, "keep the parameters on the device"),
-    ("zero_optimization.zero_hpz_partition_size", 1, "use plain ZeRO-3, without hpZ"),
-    ("zero_optimization.zero_quantized_weights", False, "use plain ZeRO-3, without ZeRO++"),
-    ("zero_optimization.zero_quantized_gradients", False, "use plain ZeRO-3, without ZeRO++"),
-    ("zero_optimization.zero_quantized_nontrainable_weights", False, "leave ZeRO++ out"),
-    ("zero_optimization.round_robin_gradients", False, "its order depends on the workers"),
-    ("zero_optimization.zenflow", None, "leave ZenFlow out"),
-    ("gradient_allreduce_op", "mean", "a sum of gradients changes with the number of workers"),
-    ("managed_gradient_accumulation", True, "let DeepSpeed count the micro-batches"),
-    ("sequence_parallel_size", 1, "sequence parallelism is not carried"),
-    ("tensor_parallel.autotp_size", 0, "tensor parallelism is not carried"),
-    ("expert_parallel.enabled", False, "mixtures of experts are not carried"),
-    ("data_efficiency.enabled", False, "data efficiency changes the batch"),
-    ("hybrid_engine.enabled", False, "the hybrid engine is not carried"),
-    ("autotuning.enabled", False, "tune first, then train"),
-    ("torch_autocast.enabled", False, "use bf16"),
-    ("compile.deepcompile", False, "DeepCompile is not carried"),
-    ("comet.enabled", False, "use W&B, TensorBoard or CSV, which another worker can open again"),
-    ("checkpoint.use_node_local_storage", False, "a lost node takes its part with it"),
-    ("checkpoint.writer", None, "let torch write checkpoints"),
-    ("datastates_ckpt", False, "let torch write checkpoints: every save has ended when it returns"),
-    ("elaswave.dataflow", "auto", "every worker takes a share of each micro-batch"),
-    ("elaswave.clocks", "off", "all workers have the same to do"),
+# (path of the key, the values that are carried, what to do); without the key it is the first one.
+CARRIED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("zero_optimization.offload_optimizer.device", ("none", "cpu"), "offload to the CPU, or not"),
+    ("zero_optimization.offload_optimizer.ratio", (1.0,), "offload all of the optimizer, or none"),
+    ("zero_optimization.offload_optimizer.super_offload", (False,), "leave it out"),
+    ("zero_optimization.offload_param.device", ("none",), "keep the parameters on the device"),
+    ("zero_optimization.cpu_offload_param", (False,), "keep the parameters on the device"),
+    ("zero_optimization.zero_hpz_partition_size", (1,), "use plain ZeRO-3, without hpZ"),
+    ("zero_optimization.zero_quantized_weights", (False,), "use plain ZeRO-3, without ZeRO++"),
+    ("zero_optimization.zero_quantized_gradients", (False,), "use plain ZeRO-3, without ZeRO++"),
+    ("zero_optimization.zero_quantized_nontrainable_weights", (False,), "leave ZeRO++ out"),
+    ("zero_optimization.round_robin_gradients", (False,), "its order depends on the workers"),
+    ("zero_optimization.zenflow", (None,), "leave ZenFlow out"),
+    ("gradient_allreduce_op", ("mean",), "a sum of gradients changes with the number of workers"),
+    ("managed_gradient_accumulation", (True,), "let DeepSpeed count the micro-batches"),
+    ("sequence_parallel_size", (1,), "sequence parallelism is not carried"),
+    ("tensor_parallel.autotp_size", (0,), "tensor parallelism is not carried"),
+    ("expert_parallel.enabled", (False,), "mixtures of experts are not carried"),
+    ("data_efficiency.enabled", (False,), "data efficiency changes the batch"),
+    ("hybrid_engine.enabled", (False,), "the hybrid engine is not carried"),
+    ("autotuning.enabled", (False,), "tune first, then train"),
+    ("torch_autocast.enabled", (False,), "use bf16"),
+    ("compile.deepcompile", (False,), "DeepCompile is not carried"),
+    ("comet.enabled", (False,), "use W&B, TensorBoard or CSV, which another worker can open again"),
+    ("checkpoint.use_node_local_storage", (False,), "a lost node takes its part with it"),
+    ("checkpoint.writer", (None,), "let torch write checkpoints"),
+    (
+        "datastates_ckpt",
+        (False,),
+        "let torch write checkpoints: a save has ended when it returns",
+    ),
+    ("elaswave.dataflow", ("auto",), "every worker takes a share of each micro-batch"),
+    ("elaswave.clocks", ("off",), "all workers have the same to do"),
 )
 # DeepSpeed 0.19.8 refuses them with any value (deepspeed/runtime/config.py, `_REMOVED_...`).
 REMOVED = (
@@ -60,9 +65,10 @@ def lookup(config: Mapping[str, Any], path: str, default: Any) -> Any:
 def problems(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each key that is not carried; what switches nothing on is carried."""
     for path, carried, advice in CARRIED:
-        seen = lookup(config, path, carried)
-        if seen != carried:
-            yield f"{path} is {seen!r}, and elaswave_plugin carries {carried!r}: {advice}"
+        seen = lookup(config, path, carried[0])
+        if seen not in carried:
+            wanted = " or ".join(map(repr, carried))
+            yield f"{path} is {seen!r}, and elaswave_plugin carries {wanted}: {advice}"
     for path in REMOVED:
         section, _, key = path.rpartition(".")
         if key in (lookup(config, section, {}) if section else config):

@@ -38,7 +38,8 @@ def megatron_lm_table() -> str:
 def deepspeed_table() -> str:
     """Keys of a DeepSpeed configuration."""
     rows = (
-        (f"`{key}`", f"`{value!r}`", advice) for key, value, advice in deepspeed_settings.CARRIED
+        (f"`{key}`", " or ".join(f"`{value!r}`" for value in values), advice)
+        for key, values, advice in deepspeed_settings.CARRIED
     )
     return _table(("key", "supported", "what to do"), rows)
 
