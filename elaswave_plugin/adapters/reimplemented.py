@@ -306,7 +306,7 @@ ZERO_3 = (
     ),
     (
         "deepspeed.runtime.zero.partition_parameters:Init._convert_to_deepspeed_param",
-        "deepspeed/zero/zero3.py",
+        "deepspeed/zero/zero3_partitions.py",
         (("76f1ea6191d12e61", "0.19.8"),),
     ),
     (
