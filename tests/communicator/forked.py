@@ -82,7 +82,9 @@ Body = Callable[[Peer], Any]
 class Workers:
     """The parent's side; leaving the block ends every child that is still there."""
 
-    def __init__(self, count: int, body: Body) -> None:
+    def __init__(self, count: int, body: Body, limit_s: float = LIMIT_S) -> None:
+        """``limit_s``: of a worker's whole life, and of the wait for a word of it."""
+        self._limit_s = limit_s
         self.pids: dict[int, int] = {}
         self.commands: dict[int, Connection] = {}
         self.bells: dict[int, Connection] = {}
@@ -110,13 +112,14 @@ class Workers:
         if pid == 0:
             for pipe in (ours, bell, *self.commands.values(), *self.bells.values()):
                 pipe.close()
-            _child(slot, theirs, ear, body)
+            _child(slot, theirs, ear, body, self._limit_s)
         theirs.close()
         ear.close()
         self.pids[slot], self.commands[slot], self.bells[slot] = pid, ours, bell
 
-    def hear(self, slot: int, limit_s: float = LIMIT_S) -> Any:
+    def hear(self, slot: int, limit_s: float | None = None) -> Any:
         """The next message of a worker. Fails the test with its traceback if it raised."""
+        limit_s = self._limit_s if limit_s is None else limit_s
         limit = time.monotonic() + limit_s
         while not self._said[slot]:
             live = {self.commands[s]: s for s in self.pids}
@@ -186,9 +189,9 @@ class Workers:
                 os.waitpid(pid, 0)
 
 
-def _child(slot: int, commands: Connection, bell: Connection, body: Body) -> None:
+def _child(slot: int, commands: Connection, bell: Connection, body: Body, limit_s: float) -> None:
     faulthandler.enable()
-    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+    faulthandler.dump_traceback_later(limit_s, exit=True)
     torch.set_num_threads(1)
     code = 1
     try:
@@ -203,7 +206,7 @@ def _child(slot: int, commands: Connection, bell: Connection, body: Body) -> Non
         os._exit(code)
 
 
-def run(count: int, body: Body) -> None:
+def run(count: int, body: Body, *, limit_s: float = LIMIT_S) -> None:
     """Run `body` in `count` workers in epoch 1, with torch's default group over all of them."""
 
     def whole(peer: Peer) -> None:
@@ -211,6 +214,6 @@ def run(count: int, body: Body) -> None:
         body(peer)
         torch.distributed.barrier()
 
-    with Workers(count, whole) as workers:
+    with Workers(count, whole, limit_s) as workers:
         workers.commit(1, range(count))
         workers.join()
