@@ -27,6 +27,7 @@ CITES = re.compile(
 # Files that name such a path for what they call, set or read, and re-implement nothing of.
 CALLS = {
     "deepspeed/compat/unsupported.py": "refuses batches of two shapes, which it cannot receive",
+    "deepspeed_settings.py": "refuses the keys that it has removed",
     "megatron/compat/rng.py": "sets the states that recomputation restores",
     "megatron/state/adam.py": "carries the Adams that it makes",
     "megatron/state/layer_units.py": "orders units as its buffers are filled",

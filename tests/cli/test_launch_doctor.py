@@ -110,7 +110,13 @@ def is_refused(args: argparse.Namespace) -> bool:
             "accelerate.yaml",
             "distributed_type: DEEPSPEED\n"
             "deepspeed_config: {zero_stage: 3, offload_optimizer_device: cpu}\n",
-            "zero_optimization.offload_optimizer.device",
+            None,
+        ),
+        (
+            "accelerate.yaml",
+            "distributed_type: DEEPSPEED\n"
+            "deepspeed_config: {zero_stage: 3, offload_param_device: cpu}\n",
+            "zero_optimization.offload_param.device",
         ),
         ("recipe.yaml", "train:\n  use_distributed_optimizer: true\n  fp8_format: e4m3\n", "--fp8"),
     ],
