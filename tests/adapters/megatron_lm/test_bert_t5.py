@@ -132,6 +132,7 @@ def test_a_worker_of_berts_stages_comes_back(run_script: Launch, slot: int) -> N
     assert "Traceback" not in back.output
 
 
+@proves(Kind.NOTHING, Promise.SAME)
 @pytest.mark.slow
 def test_the_losses_of_stages_are_those_without_the_plugin(
     run_script: Launch, folder: Path, data: Path, tmp_path: Path
