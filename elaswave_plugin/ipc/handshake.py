@@ -1,8 +1,9 @@
 """The opening of every connection between processes of a job: each side proves the job's secret.
 
-Who dials sends its nonce; who accepts answers with its own nonce and an HMAC-SHA256 over what both
-have said; who dials answers with another one. The keys of the two differ by a label, so that no
-answer can be sent back. What follows on the connection is neither encrypted nor signed.
+The dialling side sends its nonce; the accepting side answers with its own nonce and an HMAC-SHA256
+over what both have said; the dialling side answers with another one. The keys of the two differ by
+a label, so that no answer can be sent back. What follows on the connection is neither encrypted nor
+signed.
 
 The two sides are without sockets (`Dialling`, `Accepting`); `prove` and `admit` run them on a
 blocking one. Standard library only.
@@ -28,7 +29,7 @@ WITHIN_S = 5.0
 ANY_NODE = -1
 _MAGIC = b"EWav"
 _NONCE_BYTES = _PROOF_BYTES = 32
-# Magic, version, kind of connection, node of who dials.
+# Magic, version, kind of connection, node of the dialling side.
 _HEAD = struct.Struct("!4sBBi")
 OPENING_BYTES = _HEAD.size + _NONCE_BYTES
 ANSWER_BYTES = _HEAD.size + _NONCE_BYTES + _PROOF_BYTES
@@ -53,7 +54,7 @@ class HandshakeError(ElasWaveError, ConnectionError):
 class Dialling:
     """The side that dials: `opening` is sent first, then what `answered` returns.
 
-    Of several secrets it takes the one that who answers has; `secret` is that one then.
+    Of several secrets it takes the one that the other side has; `secret` is that one then.
     """
 
     def __init__(self, secret: Secret, kind: Kind, node: int = ANY_NODE, *others: Secret) -> None:
@@ -65,20 +66,21 @@ class Dialling:
     def answered(self, answer: bytes | memoryview) -> bytes:
         """Check the answer (ANSWER_BYTES), and return the proof; raises HandshakeError."""
         answer = bytes(answer)
-        _check_head(answer, "who answers")
+        _check_head(answer, "the process that answers")
         said, proof = self.opening + answer[:-_PROOF_BYTES], answer[-_PROOF_BYTES:]
         for secret in self._secrets:
             if hmac.compare_digest(proof, _proof(secret, b"accepts", said)):
                 self.secret = secret
                 return _proof(secret, b"dials", said + proof)
         raise HandshakeError(
-            f"who answers has another secret than this process: set {SECRET_FILE} to the file that"
-            " the job was started with, or name the job's run directory"
+            "the process that answers has another secret than this one: set"
+            f" {SECRET_FILE} to the file that the job was started with, or name the job's run"
+            " directory"
         )
 
 
 class Accepting:
-    """The side that is dialled; `node` is that of who dials, once it has said so."""
+    """The side that is dialled; `node` is that of the dialling side, once it has said so."""
 
     def __init__(self, secret: Secret, kind: Kind) -> None:
         self._secret, self._kind = secret, kind
@@ -92,9 +94,9 @@ class Accepting:
         """
         opening = bytes(opening)
         head = _HEAD.pack(_MAGIC, VERSION, self._kind, ANY_NODE)
-        version, kind, self.node = _check_magic(opening, "who dials")
+        version, kind, self.node = _check_magic(opening, "the process that dials")
         if kind != self._kind and version == VERSION:
-            raise HandshakeError(f"who dials wants a connection of kind {kind}")
+            raise HandshakeError(f"the process that dials wants a connection of kind {kind}")
         said = opening + head + os.urandom(_NONCE_BYTES)
         answer = _proof(self._secret, b"accepts", said)
         self._wanted = _proof(self._secret, b"dials", said + answer)
@@ -103,7 +105,7 @@ class Accepting:
     def proved(self, proof: bytes | memoryview) -> None:
         """Check the proof (PROOF_BYTES); raises HandshakeError."""
         if not hmac.compare_digest(bytes(proof), self._wanted):
-            raise HandshakeError("who dials does not have this job's secret")
+            raise HandshakeError("the process that dials does not have this job's secret")
 
 
 def prove(
@@ -147,7 +149,7 @@ def admit(sock: socket.socket, secret: Secret, kind: Kind, *, timeout_s: float =
 
 def asks_for_secret(opening: bytes) -> bool:
     """Return whether an opening is that of `Kind.SECRET`; raises HandshakeError."""
-    version, kind, _ = _check_magic(opening, "who dials")
+    version, kind, _ = _check_magic(opening, "the process that dials")
     return (version, kind) == (VERSION, Kind.SECRET)
 
 

@@ -108,7 +108,9 @@ class SnapshotServer:
             try:
                 with self._strangers.one(sock):
                     if sock.family is socket.AF_UNIX and not is_same_user(sock):
-                        raise HandshakeError("who dials is another user of this machine")
+                        raise HandshakeError(
+                            "the process that dials is of another user of this machine"
+                        )
                     admit(sock, self._secret, Kind.SERVER)
                 if sock.family is not socket.AF_UNIX:
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

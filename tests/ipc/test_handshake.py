@@ -62,8 +62,8 @@ def test_both_sides_prove_the_secret_and_the_bytes_behind_it_stay(
 def test_another_secret_is_seen_by_the_side_that_dials_first(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
-    """So who dials a stranger says nothing of its own secret."""
-    with pytest.raises(HandshakeError, match="another secret than this process: set ELASWAVE_SECR"):
+    """A process that dials a stranger so says nothing of its own secret."""
+    with pytest.raises(HandshakeError, match="another secret than this one: set ELASWAVE_SECR"):
         shake(pair, OTHER, SECRET)
 
 

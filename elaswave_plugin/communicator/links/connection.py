@@ -109,7 +109,7 @@ class Connection:
         self.state = State.PROVING
 
     def greet(self, hello: Hello) -> None:
-        """Say who dials."""
+        """Say which worker dials."""
         self._say(hello.pack())
         self.state = State.GREETING
 

@@ -37,19 +37,18 @@ def check_skipped(run: Outcome) -> None:
 
 
 @proves(Kind.KILL, Promise.EQUAL)
-@pytest.mark.parametrize("kill", ["1@1:optimizer", "2@2:data", "0@3:snapshot", "3@4:forward"])
-def test_a_kill_around_a_skipped_step(run: Launch, reference: Launch, kill: str) -> None:
-    spec = replace(SPEC, kills=(kill,))
-    killed, undisturbed = run(spec), reference(spec)
-    check_equal(killed, undisturbed)
-    assert printed(killed) == printed(undisturbed)
-    check_skipped(undisturbed)
-
-
-@proves(Kind.KILL, Promise.EQUAL)
-@pytest.mark.parametrize("kill", ["5@2:data", "0@4:backward"])
-def test_a_kill_around_a_skipped_step_of_stages(run: Launch, reference: Launch, kill: str) -> None:
-    spec = replace(STAGES, kills=(kill,))
+@pytest.mark.parametrize(
+    ("spec", "kill"),
+    [
+        *((SPEC, kill) for kill in ("1@1:optimizer", "2@2:data", "0@3:snapshot", "3@4:forward")),
+        *((STAGES, kill) for kill in ("5@2:data", "0@4:backward")),
+    ],
+    ids=lambda one: one if isinstance(one, str) else f"{one.nproc} workers",
+)
+def test_a_kill_around_a_skipped_step(
+    run: Launch, reference: Launch, spec: ScriptSpec, kill: str
+) -> None:
+    spec = replace(spec, kills=(kill,))
     killed, undisturbed = run(spec), reference(spec)
     check_equal(killed, undisturbed)
     assert printed(killed) == printed(undisturbed)
