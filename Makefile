@@ -22,7 +22,7 @@ demo: $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP))
 
 # Which tests are in which tier: tests/tiers.py.
 check: $(STAMP)
-	$(VENV)/bin/python -m pytest -q tests/tidy tests/core tests/config $(ARGS)
+	$(VENV)/bin/python -m pytest -q -m "not slow and not long" tests/tidy tests/core tests/config $(ARGS)
 
 test: $(STAMP)
 	$(VENV)/bin/python -m pytest -q -m "not slow and not fault" $(ARGS)

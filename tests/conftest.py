@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests import sample
-from tests.tiers import REPRESENTATIVES, unknown_representatives, waits_for_faults
+from tests.tiers import REPRESENTATIVES, is_long, unknown_representatives, waits_for_faults
 
 FIRST = ("tidy", "core", "config")
 # One process, then groups of worker processes and whole jobs without a framework.
@@ -58,6 +58,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if waits_for_faults(item.nodeid):
             item.add_marker(pytest.mark.fault)
+        if is_long(item.nodeid):
+            item.add_marker(pytest.mark.long)
     if not any("::" in argument for argument in config.args):
         unknown = unknown_representatives([item.nodeid for item in items])
         if unknown:

@@ -1,14 +1,31 @@
 """The tiers of the tests: `make check`, `make test`, `make faults`, and `make matrix` for the rest.
 
 Tests in what FAULTS names are marked `fault`, but for the representatives. `make check` runs the
-folders of CHECK, `make test` what is not marked, `make faults` what is. Of large families a sample
-is run (`tests/sample.py`); the rest, and tests marked `slow`, wait for `make matrix`.
+folders of CHECK but for LONG, `make test` what is not marked, `make faults` what is. Of large
+families a sample is run (`tests/sample.py`); the rest, and tests marked `slow`, wait for
+`make matrix`.
 """
 
 from collections.abc import Collection
 from pathlib import PurePath
 
 CHECK = ("tests/tidy", "tests/core", "tests/config")
+# Simulations and searches that compute for seconds, and what imports the frameworks.
+LONG = (
+    "tests/core/test_agreement_cuts.py",
+    "tests/core/test_agreement_mixed.py",
+    "tests/core/test_agreement_random.py",
+    "tests/core/test_docstrings.py",
+    "tests/core/test_long_jobs.py",
+    "tests/core/test_pipeline_flow.py",
+    "tests/core/test_planner_joint.py",
+    "tests/core/test_planner_microbatch_split.py",
+    "tests/core/test_schedule.py",
+    "tests/core/test_schedule_exhaustive.py",
+    "tests/core/test_slow.py",
+    "tests/core/test_state_bytes.py",
+    "tests/tidy/test_docs.py",
+)
 FAULTS = (
     "tests/faults",
     "tests/deepspeed",
@@ -22,6 +39,7 @@ FAULTS = (
     "tests/launch/test_launch.py",
     "tests/supervisor/test_supervision.py",
     "tests/launch/test_torchrun.py",
+    "tests/supervisor/test_all_wait.py",
     "tests/supervisor/test_undead.py",
     "tests/trainer/test_zygote.py",
     "tests/demo/test_demo.py",
@@ -50,6 +68,11 @@ REPRESENTATIVES = (
     # Megatron-LM, where a checkout is given.
     "tests/adapters/megatron_lm/test_kill.py::test_any_phase_of_a_data_parallel_job[2@3:backward]",
 )
+
+
+def is_long(nodeid: str) -> bool:
+    """Tell whether `make check` leaves a test to `make test`."""
+    return nodeid.partition("::")[0] in LONG
 
 
 def waits_for_faults(nodeid: str) -> bool:

@@ -214,7 +214,8 @@ def summarize(
         "samples_lost": lost,
         "samples_repeated": repeated,
         "median_step_s": median_step_s(run),
-        "first_step_rehearsal": first_step_rehearsal(run),
+        "first_step_rehearsal": run_twice(run, "first_step_rehearsed"),
+        "layer_repetition": run_twice(run, "layer_repeated"),
         "throughput": throughput(run),
         **layout_change_of(run),
         "snapshot_overhead_ratio": snapshot_overhead_ratio,
@@ -230,12 +231,12 @@ def ended_with(run: RunFiles) -> Record | None:
     return {name: over[-1][name] for name in ("exit_code", "reason")} if over else None
 
 
-def first_step_rehearsal(run: RunFiles) -> Record | None:
-    """Return what running the first step once more found and took, seconds of the slowest worker.
+def run_twice(run: RunFiles, kind: str) -> Record | None:
+    """Return what running something once more found and took, seconds of the slowest worker.
 
-    None if the job did not rehearse its first step.
+    None if the job left it out, as it tells by no event of this kind.
     """
-    told = run.of_kind("first_step_rehearsed")
+    told = run.of_kind(kind)
     if not told:
         return None
     slots = {one["slot"] for one in told}

@@ -55,10 +55,11 @@ def _steps(summary: Record) -> Table:
         if times[name] is not None:
             change = "first" if name == "before" else "last"
             table.add_row(f"median step {name} the {change} change, ms", _ms(times[name]), "")
-    rehearsal = summary["first_step_rehearsal"]
-    if rehearsal is not None:
-        found = "equal" if rehearsal["equal"] else "differs"
-        table.add_row(f"first step run once more ({found}), ms", _ms(rehearsal["seconds"]), "")
+    for name, what in (("first_step_rehearsal", "first step"), ("layer_repetition", "one layer")):
+        rehearsal = summary[name]
+        if rehearsal is not None:
+            found = "equal" if rehearsal["equal"] else "differs"
+            table.add_row(f"{what} run once more ({found}), ms", _ms(rehearsal["seconds"]), "")
     return table
 
 

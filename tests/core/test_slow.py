@@ -1,5 +1,6 @@
 """A slow worker is named within eight steps, and nobody is where all are as slow."""
 
+import itertools
 import random
 from pathlib import Path
 from statistics import median
@@ -15,6 +16,7 @@ from elaswave_plugin.core.planner.slow import (
     reason_of_view,
     slowness_of,
 )
+from tests.sample import sampled
 
 STAGES = [(0, 1, 2, 3), (4, 5, 6, 7)]
 LEVEL = dict.fromkeys(range(8), 1e-6)
@@ -241,14 +243,7 @@ def watched(
 
 # Thousands of steps take seconds each.
 @pytest.mark.parametrize(
-    ("number", "peers"),
-    [
-        pytest.param(
-            number, peers, marks=() if (number, peers) in ((1, 3), (8, 1)) else pytest.mark.slow
-        )
-        for number in (1, 2, 4, 8)
-        for peers in (1, 3)
-    ],
+    ("number", "peers"), sampled(itertools.product((1, 2, 4, 8), (1, 3)), share=1)
 )
 def test_no_false_alarm_however_few_micro_batches_of_varying_lengths(
     number: int, peers: int

@@ -195,14 +195,22 @@ def test_report_prints_a_table_and_what_is_wrong_first(
 
 
 @pytest.mark.parametrize(("equal", "word"), [(True, "equal"), (False, "differs")])
-def test_report_says_what_the_rehearsal_of_the_first_step_took(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], equal: bool, word: str
+@pytest.mark.parametrize(
+    ("kind", "what"), [("first_step_rehearsed", "first step"), ("layer_repeated", "one layer")]
+)
+def test_report_says_what_running_once_more_found_and_took(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+    what: str,
+    equal: bool,
+    word: str,
 ) -> None:
     run = make_run(tmp_path / "run", killed=False)
     assert run_command(["report", str(run), "--global-batch", "12"]) == 0
-    assert "first step run once more" not in capsys.readouterr().out
+    assert f"{what} run once more" not in capsys.readouterr().out
     with EventLog(run / "events.jsonl") as events:
         for slot, seconds in ((0, 0.125), (1, 0.25), (1, 0.125)):  # worker 1 made two calls
-            events.emit("first_step_rehearsed", slot=slot, seconds=seconds, equal=equal or slot > 0)
+            events.emit(kind, slot=slot, seconds=seconds, equal=equal or slot > 0)
     assert run_command(["report", str(run), "--global-batch", "12"]) == 0
-    assert re.search(rf"first step run once more \({word}\), ms\W+375\b", capsys.readouterr().out)
+    assert re.search(rf"{what} run once more \({word}\), ms\W+375\b", capsys.readouterr().out)

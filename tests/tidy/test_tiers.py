@@ -9,7 +9,9 @@ from tests.tidy.documents import ROOT
 from tests.tiers import (
     CHECK,
     FAULTS,
+    LONG,
     REPRESENTATIVES,
+    is_long,
     unknown_representatives,
     waits_for_faults,
 )
@@ -34,8 +36,11 @@ def test_a_target_runs_the_folders_of_its_tier(target: str, folders: tuple[str, 
 
 def test_what_is_left_to_the_faults_is_what_they_run() -> None:
     found = re.findall(r'pytest -q -m "(.*)"', (ROOT / "Makefile").read_text())
-    assert found == ["not slow and not fault", "fault and not slow", "fault or slow"]
-    assert all((ROOT / one).exists() for one in FAULTS)
+    in_check, *others = found
+    assert in_check == "not slow and not long"
+    assert others == ["not slow and not fault", "fault and not slow", "fault or slow"]
+    assert all((ROOT / one).exists() for one in (*FAULTS, *LONG))
+    assert not any(map(waits_for_faults, LONG)) and is_long(f"{LONG[0]}::test_a[0]")
     assert waits_for_faults("tests/faults/test_kill.py::test_a[0]")
     assert waits_for_faults("tests/adapters/megatron_lm/test_kill.py::test_a")
     assert waits_for_faults("tests/trainer/test_zygote.py::test_a")
