@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import secrets
@@ -135,20 +136,41 @@ def left_to_user(secret: Secret) -> Iterator[None]:
 
     Where the folder is another user's, it is not left: the commands say what they want then.
     """
-    for path in _left_secrets():
-        if not os.path.exists(f"/proc/{path.name.partition('-')[0]}"):
-            path.unlink(missing_ok=True)  # its launcher was killed
+    _remove_unheld()
     own = user_folder() / f"{os.getpid()}-{secret.fingerprint}"
-    with contextlib.suppress(OSError):
-        user_folder().mkdir(mode=0o700, exist_ok=True)
-        if _is_private(user_folder()):
-            write_secret(own, secret, replace=True)
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError):
-            own.unlink(missing_ok=True)
-            user_folder().rmdir()  # where no other job has left one
+            user_folder().mkdir(mode=0o700, exist_ok=True)
+            if _is_private(user_folder()):
+                held.callback(os.close, _write_held(own, secret))
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                own.unlink(missing_ok=True)
+                user_folder().rmdir()  # where no other job has left one
+
+
+def _write_held(path: Path, secret: Secret) -> int:
+    """Write a secret under a lock, which lasts as long as the returned descriptor is open."""
+    while True:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if path.exists():
+            os.write(fd, secret.value + b"\n")
+            return fd
+        os.close(fd)  # another launcher removed it before it was locked
+
+
+def _remove_unheld() -> None:
+    """Remove what killed launchers have left.
+
+    A process id would not tell: where containers share the folder, each has numbers of its own.
+    """
+    for path in _left_secrets():
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
 
 
 def _left_secrets() -> list[Path]:

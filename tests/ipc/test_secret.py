@@ -1,7 +1,9 @@
 """The files of a job's secret: those that are taken, and those that are refused with what to do."""
 
+import fcntl
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from elaswave_plugin.ipc.secret import (
     named_secrets,
     read_secret,
     secret_in,
+    secrets_of_user,
     write_secret,
 )
 from elaswave_plugin.launch.job_secret import check_required, first_secret
@@ -103,6 +106,28 @@ def test_what_a_killed_launcher_has_left_is_removed(user: Path) -> None:
     write_secret(user / f"{2**22 + 1}-0123", Secret.new())  # no process has that number
     with left_to_user(Secret.new()):
         assert [name.partition("-")[0] for name in os.listdir(user)] == [str(os.getpid())]
+
+
+def test_what_a_living_launcher_has_left_stays_whatever_its_process_id(user: Path) -> None:
+    user.mkdir(mode=0o700)
+    other = user / f"{2**22 + 1}-0123"  # of a container with process ids of its own
+    with other.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with left_to_user(Secret.new()):
+            assert other.exists()
+
+
+def test_launchers_that_start_at_once_remove_nothing_of_each_other(user: Path) -> None:
+    def leave(_: int) -> bool:
+        secret = Secret.new()
+        with left_to_user(secret):
+            return secret in secrets_of_user()
+
+    user.mkdir(mode=0o700)
+    (user / "stays").mkdir()  # so that the folder does
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(leave, range(400)))
+    assert os.listdir(user) == ["stays"]
 
 
 def test_each_job_has_another_and_leaves_it_in_its_run_directory(tmp_path: Path) -> None:
