@@ -41,6 +41,7 @@ setup(
         "torch>=2.11,<2.16",
         "numpy",
         "matplotlib",
+        "msgpack>=1",
         "packaging",
         "psutil",
         "pydantic>=2",

@@ -10,6 +10,7 @@ ElasWaveError                      anything that can happen in a run
 ├── SnapshotGapError               state is lost with all its copies; the missing shards are named
 ├── CheckpointUnreadableError      what the tracker of a directory names cannot be loaded
 ├── SnapshotUnreadableError        sealed bytes do not arrive, or not as they were sealed
+├── UnreadableValueError           bytes of another worker are no plain value, or of another version
 ├── LinkError                      a link to a live worker failed or timed out
 │   ├── MismatchError              members of a group do not call the same collective
 │   └── PeerError                  another member's part of a collective failed; says whose and why
@@ -63,6 +64,10 @@ class SnapshotGapError(ElasWaveError):
 
 class CheckpointUnreadableError(ElasWaveError):
     """A checkpoint to load cannot be read; the message names the file and the newest whole one."""
+
+
+class UnreadableValueError(ElasWaveError):
+    """Bytes of another worker are no plain value, or one of another version of the package."""
 
 
 class LinkError(ElasWaveError):

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.values.plain import check
 
 Kept = TypeVar("Kept")
 # Pairs of name and object, replaced at each call: a process has one script, and no job to hold them
@@ -26,9 +27,11 @@ def keep(name: str, value: Kept) -> Kept:
     this, under the same name, before its first step. Taken are: what has ``state_dict`` and
     ``load_state_dict`` (modules, averages, optimizers, schedulers), generators of torch, NumPy and
     Python, tensors, and dicts and lists of plain values. Without a job it does nothing.
-    Raises ConfigurationError for any other object, and for a second one of that name.
+    Raises ConfigurationError for any other object, for one whose state has objects of other
+    classes, which do not go to other workers, and for a second one of that name.
     """
     accessors(name, value)
+    check_state(name, value)
     known = kept_objects()
     if known.get(name, value) is not value:
         raise ConfigurationError(
@@ -59,13 +62,18 @@ def accessors(name: str, value: Any) -> tuple[Callable[[], Any], Callable[[Any],
         return lambda: bits.state, lambda state: setattr(bits, "state", state)
     if hasattr(value, "copy_"):  # a tensor
         return value.detach, lambda state: value.detach().copy_(state)
-    if isinstance(value, dict | list) and is_plain(value):
+    if isinstance(value, dict | list):
         return lambda: value, partial(_refill, value)
     raise ConfigurationError(
         f"keep({name!r}, ...) got a {type(value).__name__}, wanted an object with state_dict and "
         "load_state_dict, a generator of torch, NumPy or Python, a tensor, or a dict or list of "
         "plain values: give it these two methods, or keep its parts"
     )
+
+
+def check_state(name: str, value: Any) -> None:
+    """Raise ConfigurationError where the state of a kept object is not plain."""
+    check(accessors(name, value)[0](), f"the state of keep({name!r}, ...)")
 
 
 def _refill(value: dict[Any, Any] | list[Any], state: Any) -> None:
@@ -82,4 +90,4 @@ def is_plain(value: Any) -> bool:
         return all(map(is_plain, (*value.keys(), *value.values())))
     if isinstance(value, list | tuple):
         return all(map(is_plain, value))
-    return value is None or isinstance(value, bool | int | float | complex | str | bytes)
+    return type(value) in (type(None), bool, int, float, complex, str, bytes)

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from elaswave_plugin.checkpoints.directory import CheckpointDirectory, read_directory
 from elaswave_plugin.errors import CheckpointUnreadableError
+from elaswave_plugin.values.gathered import told_by
 
 
 def check_loadable(
@@ -36,15 +37,15 @@ def check_everywhere(check: Callable[[], None]) -> None:
     """Have rank 0 check and tell all (collective where torch.distributed is initialized)."""
     if not dist.is_initialized():
         return check()
-    said: list[str | None] = [None]
+    said: str | None = None
     if dist.get_rank() == 0:
         try:
             check()
         except CheckpointUnreadableError as error:
-            said = [str(error)]
-    dist.broadcast_object_list(said, src=0)
-    if said[0] is not None:
-        raise CheckpointUnreadableError(said[0])
+            said = str(error)
+    said = told_by(0, said)
+    if said is not None:
+        raise CheckpointUnreadableError(said)
 
 
 def _flaw_of_none(found: CheckpointDirectory) -> str | None:

@@ -45,6 +45,7 @@ class Kind(IntEnum):
     LINK = 4
     # No proof: it asks for the secret, where the launcher's rendezvous is trusted with it.
     SECRET = 5
+    MEMORY = 6
 
 
 class HandshakeError(ElasWaveError, ConnectionError):

@@ -13,9 +13,10 @@ class JobConstants(TypedDict, total=False):
     ``started_s``: when the job began, by the wall clock; ``given``: version and settings;
     ``devices``: slot and device of each worker of the launch; ``seed``: of the random draws;
     ``stages``: the fields of each pipeline stage; ``loads``: what the script's loads of checkpoints
-    gave, pickled; ``data_epoch``: of the last completed step; ``begins``: the first step, and the
-    global batch that it reads; ``inexact``: the first step, run twice, gave other bits, and the job
-    goes on in fast mode; ``sampler``: seed and generator of HF Accelerate's training loader.
+    gave, as values/plain.py writes it; ``data_epoch``: of the last completed step; ``begins``: the
+    first step, and the global batch that it reads; ``inexact``: the first step, run twice, gave
+    other bits, and the job goes on in fast mode; ``sampler``: seed and generator of HF Accelerate's
+    training loader.
     """
 
     started_s: float

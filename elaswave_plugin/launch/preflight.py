@@ -41,12 +41,15 @@ def check_run_dir(folder: Path | None) -> None:
 
 
 def open_run_dir(folder: Path | None) -> None:
-    """Make a run directory and try all that a job does there; raises ConfigurationError."""
+    """Make a run directory and try all that a job does there; raises ConfigurationError.
+
+    A new one is its user's alone; one that is there keeps the mode that it was given.
+    """
     if folder is None:
         return
     trial = folder / f"trial-{os.getpid()}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name in (EVENTS_FILE, STEPS_FILE, LEDGER_FILE):
             with contextlib.suppress(FileNotFoundError):
                 os.close(os.open(folder / name, os.O_WRONLY | os.O_APPEND))

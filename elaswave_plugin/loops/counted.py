@@ -25,7 +25,7 @@ class Knowledge(Protocol):
     """The knowledge that a later worker needs, except the state and the loop's position."""
 
     def tell(self) -> Any:
-        """Return what goes to every worker; picklable."""
+        """Return what goes to every worker; a plain value."""
         ...
 
     def follow(self, states: Sequence[Any | None]) -> None:

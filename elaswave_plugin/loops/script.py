@@ -26,7 +26,7 @@ class LoopVariables(Protocol):
     """The loop's own variables, which only workers that have run the loop know."""
 
     def tell(self) -> Any:
-        """Return what a worker that comes later has to learn, alike on all; picklable."""
+        """Return what a worker that comes later has to learn, alike on all; a plain value."""
         ...
 
     def follow(self, step: int, states: Any) -> None:

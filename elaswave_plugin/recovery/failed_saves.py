@@ -15,6 +15,7 @@ from elaswave_plugin.checkpoints.failures import storage_failure
 from elaswave_plugin.config import SAVE_PHASE
 from elaswave_plugin.recovery.drafts import Drafts
 from elaswave_plugin.recovery.worker import Worker
+from elaswave_plugin.values.gathered import gathered
 
 Result = TypeVar("Result")
 
@@ -71,9 +72,8 @@ class FailedSaves:
 
     def agree(self) -> None:
         """Learn why a save failed (collective over WORLD)."""
-        everyone: list[FailedSave | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, self._own)
-        failed = [one for one in everyone if one is not None]
+        everyone = gathered(None if self._own is None else tuple(self._own))
+        failed = [FailedSave(*one) for one in everyone if one is not None]
         # Of torch's coordinated failures only one worker knows why.
         self._agreed = max(failed, key=lambda one: (one.work, bool(one.words), -one.slot))
         self._own = None

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from elaswave_plugin.errors import ElasWaveError
+from elaswave_plugin.values.gathered import gathered
 
 
 class Handshake:
@@ -15,7 +16,7 @@ class Handshake:
     def __init__(
         self, *, knows: bool, tell: Callable[[], Any], follow: Callable[[Sequence[Any]], None]
     ) -> None:
-        """``tell()`` is what this worker knows: picklable, and not None.
+        """``tell()`` is what this worker knows: a plain value, and not None.
 
         ``follow(told)`` is called on every worker where one has come; ``told``: by rank, None for
         those. It may communicate, and is called again after the next recovery if interrupted.
@@ -31,8 +32,7 @@ class Handshake:
         asked = torch.tensor([not self._knows, *flags], dtype=torch.int64)
         dist.all_reduce(asked, op=dist.ReduceOp.MAX)
         if int(asked[0]):
-            told: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(told, self._tell() if self._knows else None)
+            told = gathered(self._tell() if self._knows else None)
             if all(one is None for one in told):
                 raise ElasWaveError(
                     "all workers that knew where the script's loop was were lost before this one"

@@ -4,7 +4,6 @@ Looked into are modules, optimizers, containers, and objects of classes that the
 what a framework keeps for itself is its adapter's business.
 """
 
-import pickle
 import random
 import sys
 import sysconfig
@@ -21,6 +20,7 @@ import xxhash
 
 from elaswave_plugin.adapters.closure import nonlocals_of
 from elaswave_plugin.step_state.step_state import digest_of
+from elaswave_plugin.values.plain import encode
 
 _DEEPEST, _MOST, _LONGEST = 8, 20_000, 4096
 _FRAMEWORKS = ("torch", "megatron", "deepspeed", "numpy", "elaswave_plugin", "transformer_engine")
@@ -58,7 +58,7 @@ class Found:
         if isinstance(value, torch.Tensor):
             self.tensors[name] = digested(value)
         elif (state := _state_of(value)) is not None:
-            self.tensors[name] = xxhash.xxh3_64_intdigest(pickle.dumps(state)) >> 1
+            self.tensors[name] = xxhash.xxh3_64_intdigest(encode(state)) >> 1
         elif isinstance(value, np.ndarray) and value.dtype != object:
             self.tensors[name] = xxhash.xxh3_64_intdigest(value.tobytes()) >> 1
         else:

@@ -5,7 +5,6 @@ One file a process: lines of JSON, each of which says worker, view and step.
 
 import hashlib
 import json
-import pickle
 import random
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -24,6 +23,7 @@ from elaswave_plugin.rehearsal.reach import (
     modules_of_the_script,
 )
 from elaswave_plugin.step_state.step_state import copied, digest_of
+from elaswave_plugin.values.plain import encode
 
 STATE, PASS, LOSSES, FACTS = "state", "pass", "losses", "facts"
 
@@ -165,8 +165,8 @@ def generators() -> dict[str, str]:
     """A digest of each generator that a script draws from without having made it."""
     states = {
         "torch": torch.get_rng_state().numpy().tobytes(),
-        "numpy.random": pickle.dumps(np.random.get_state()),
-        "random": pickle.dumps(random.getstate()),
+        "numpy.random": encode(np.random.get_state()),
+        "random": encode(random.getstate()),
     }
     if torch.cuda.is_available():
         states["torch.cuda"] = torch.cuda.get_rng_state().numpy().tobytes()

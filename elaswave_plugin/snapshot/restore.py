@@ -8,7 +8,7 @@ then an older step, then the job stops with the gap named.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from elaswave_plugin.errors import LinkError, PlanDigestError, SnapshotUnreadabl
 from elaswave_plugin.ipc.secret import Secret
 from elaswave_plugin.snapshot.fetch import Fetcher
 from elaswave_plugin.snapshot.snapshot_pool import SnapshotPool, VerifiedReader
+from elaswave_plugin.values.gathered import gathered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +70,9 @@ def restore(
         rejected |= {one for one in everyone if one is not None}
 
 
-def _exchange(value: object) -> list[SealedShard | None]:
-    gathered: list[SealedShard | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
+def _exchange(found: SealedShard | None) -> list[SealedShard | None]:
+    everyone = gathered(None if found is None else asdict(found))
+    return [None if one is None else SealedShard(**one) for one in everyone]
 
 
 def _compare_digests(plan: RecoveryPlan) -> None:

@@ -1,13 +1,13 @@
 """The buffers of a model that passes of a step change, and the average of running statistics."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.step_state.step_state import copied
+from elaswave_plugin.values.gathered import gathered
 
 # What torch.nn.BatchNorm1d and its like have: averages over batches, and how many there were.
 _AVERAGES, _COUNTS = ("running_mean", "running_var"), ("num_batches_tracked",)
@@ -58,8 +58,7 @@ class Changing:
     def settle(self) -> tuple[str, ...]:
         """The passes of a step are done; returns what they may change (collective over WORLD)."""
         if self.names is None:
-            everyone: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, sorted(self._found))
+            everyone = gathered(sorted(self._found))
             self.names = tuple(sorted({name for names in everyone for name in names}))
         return self.names
 

@@ -1,62 +1,37 @@
-"""Hands state that is in no snapshot to another worker: its plain values, then its tensors.
+"""Hands state that is in no snapshot to another worker: its plain values, then its tensors."""
 
-Pickled are values that one worker of the job made, for another one of it.
-"""
-
-import io
-import pickle
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from elaswave_plugin.errors import UnreadableValueError
+from elaswave_plugin.values.plain import LONGEST_BYTES, decode, encode
 
-class _Pickler(pickle.Pickler):
-    """Leaves tensors out, and lists them."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.tensors: list[torch.Tensor] = []
-
-    def persistent_id(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return None
-        self.tensors.append(value)
-        return tuple(value.shape), value.dtype
-
-
-class _Unpickler(pickle.Unpickler):
-    """Makes room for the tensors, which are met in the order in which they were listed."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.tensors: list[torch.Tensor] = []
-
-    def persistent_load(self, told: Any) -> torch.Tensor:
-        shape, dtype = told
-        self.tensors.append(torch.empty(shape, dtype=dtype))
-        return self.tensors[-1]
+_WHAT = "the state of a step"
 
 
 def send(value: Any, rank: int) -> None:
-    """Send plain values and host tensors, nested in any way, to a rank of WORLD."""
-    file = io.BytesIO()
-    pickler = _Pickler(file)
-    pickler.dump(value)
-    plain = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-    dist.send(torch.tensor(len(plain)), rank)
-    for tensor in (plain, *pickler.tensors):
+    """Send a plain value with host tensors in it to a rank of WORLD."""
+    tensors: list[torch.Tensor] = []
+    plain = torch.frombuffer(bytearray(encode(value, _WHAT, beside=tensors)), dtype=torch.uint8)
+    num_bytes = sum(one.numel() * one.element_size() for one in tensors)
+    dist.send(torch.tensor([len(plain), num_bytes]), rank)
+    for tensor in (plain, *tensors):
         dist.send(tensor.contiguous(), rank)
 
 
 def receive(rank: int) -> Any:
-    """Receive what a rank of WORLD sends."""
-    length = torch.tensor(0)
-    dist.recv(length, rank)
-    plain = torch.empty(int(length), dtype=torch.uint8)
+    """Receive what a rank of WORLD sends; raises UnreadableValueError."""
+    lengths = torch.zeros(2, dtype=torch.int64)
+    dist.recv(lengths, rank)
+    length, beside_bytes = lengths.tolist()
+    if not 0 < length <= 2 * LONGEST_BYTES:
+        raise UnreadableValueError(f"{_WHAT} has {length} bytes, wanted at most {LONGEST_BYTES}")
+    plain = torch.empty(length, dtype=torch.uint8)
     dist.recv(plain, rank)
-    unpickler = _Unpickler(io.BytesIO(plain.numpy().tobytes()))
-    value = unpickler.load()
-    for tensor in unpickler.tensors:
+    tensors: list[torch.Tensor] = []
+    value = decode(plain.numpy().data, _WHAT, beside=tensors, beside_bytes=beside_bytes)
+    for tensor in tensors:
         dist.recv(tensor, rank)
     return value

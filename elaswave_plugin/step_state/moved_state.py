@@ -1,6 +1,5 @@
 """State of a step that belongs to layers: the new holder of a layer fetches it from the old one."""
 
-import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -9,6 +8,7 @@ import torch.distributed as dist
 
 from elaswave_plugin.errors import ElasWaveError
 from elaswave_plugin.step_state.hand_over import receive, send
+from elaswave_plugin.values.gathered import gathered
 
 # A part of the state, and a name in it.
 Key = tuple[str, str]
@@ -44,9 +44,9 @@ def fetch_missing(
     dist.all_reduce(anybody)
     if not int(anybody):
         return False
-    asked: list[dict[Key, bool]] = _gathered(missing)
+    asked: list[dict[Key, bool]] = gathered(missing)
     found = _found(parts, kept, {key for keys in asked for key in keys}, is_current=is_current)
-    holders: list[set[Key]] = _gathered(set(found))
+    holders: list[set[Key]] = gathered(set(found))
     for rank, keys in enumerate(asked):
         for giver, dealt in _dealt(keys, holders).items():
             if dist.get_rank() == giver:
@@ -81,15 +81,3 @@ def _dealt(keys: Mapping[Key, bool], holders: Sequence[set[Key]]) -> dict[int, l
                 f"all workers with {key[1]} ({key[0]}) are lost; restart from the last checkpoint"
             )
     return dealt
-
-
-def _gathered(mine: Any) -> list[Any]:
-    """Gather each worker's value, by rank; over host memory, whatever the groups have beside."""
-    told = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
-    longest = torch.tensor(len(told))
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-    row = torch.zeros(int(longest), dtype=torch.uint8)
-    row[: len(told)] = told
-    table = [torch.zeros_like(row) for _ in range(dist.get_world_size())]
-    dist.all_gather(table, row)
-    return [pickle.loads(one.numpy().tobytes()) for one in table]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import xxhash
 
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError
-from elaswave_plugin.kept import accessors, kept_objects
+from elaswave_plugin.kept import accessors, check_state, kept_objects
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.step_state.hand_over import receive, send
 from elaswave_plugin.step_state.moved_state import fetch_missing
@@ -88,8 +88,11 @@ class KeptObjects(Part):
     of_passes = True
 
     def keep(self) -> dict[str, Any]:
-        """The state of each object, by its name."""
-        return {name: copied(accessors(name, value)[0]()) for name, value in kept_objects().items()}
+        """The state of each object, by its name; raises ConfigurationError, as `keep`."""
+        objects = kept_objects()
+        for name, value in objects.items():
+            check_state(name, value)
+        return {name: copied(accessors(name, value)[0]()) for name, value in objects.items()}
 
     def put_back(self, kept: Any) -> None:
         """Install them; raises ConfigurationError where another worker keeps others."""

@@ -28,7 +28,7 @@ def test_bad_input_exits_with_2(option: str, refused: Refused) -> None:
 @pytest.mark.slow
 def test_keyed_draws_leave_no_distance(tmp_path: Path) -> None:
     file, picture = tmp_path / "convergence.json", tmp_path / "convergence.png"
-    options = ["--steps=12", "--seeds=1", "--nproc=3", f"--json={file}", f"--plot={picture}"]
+    options = ["--steps=12", "--seeds=1", "--nproc=4", f"--json={file}", f"--plot={picture}"]
     subprocess.run([*COMMAND, *options], check=True, timeout=300)
     result = json.loads(file.read_text())
     assert result["deviation"]["keyed"] == 0 < result["deviation"]["by worker"]

@@ -50,10 +50,10 @@ EngineJob._attached, parameter_offload.register_external_parameter = keep, found
 # One that comes later takes part in the exchange, and takes nothing from it.
 LEARNS_NOTHING = """
 import os
-import torch.distributed as dist
 from elaswave_plugin.adapters.deepspeed.zero import zero3
+from elaswave_plugin.values.gathered import gathered
 if os.environ["ELASWAVE_INCARNATION"] != "0":
-    zero3.agree_on_external = lambda model: dist.all_gather_object([None] * 3, [])
+    zero3.agree_on_external = lambda model: gathered([])
 """
 
 

@@ -110,13 +110,13 @@ def test_a_pipeline_skips_the_same_steps(
 
 
 FORGET_THE_SCALE = """
-import pickle
 from elaswave_plugin.adapters.deepspeed.engine.framework import DeepSpeedFramework
+from elaswave_plugin.values.plain import decode, encode
 write = DeepSpeedFramework.write_capsule
 def forget(self, capsule):
-    state = pickle.loads(capsule)
+    state = decode(capsule)
     state["loss_scaler"] = {}
-    write(self, pickle.dumps(state))
+    write(self, encode(state))
 DeepSpeedFramework.write_capsule = forget
 """
 

@@ -66,7 +66,6 @@ def test_overflow_steps_before_and_after_a_loss(
 
 
 FORGET_THE_SCALE = """
-import pickle
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
 write = MegatronFramework.write_capsule
 def forget(self, capsule):

@@ -1,40 +1,90 @@
-"""Memory that a process makes is found by another one of its node, and by nobody else."""
+"""Memory that a process makes is found by another one of its node that has the key."""
 
 import os
+import socket
 import subprocess
 import sys
+import threading
+from pathlib import Path
+
+import pytest
 
 from elaswave_plugin.ipc.shared_memory import Place, SharedMemory
 
 WRITE = """
 import sys
 from elaswave_plugin.ipc.shared_memory import Place, SharedMemory
-found = SharedMemory.find(Place(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))
+found = SharedMemory.find(Place(sys.argv[1], sys.argv[2]))
 found.data[:5] = b"there"
 """
 
 
+def _open() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
 def test_another_process_writes_what_this_one_reads() -> None:
+    before = _open()
     memory = SharedMemory.make("test", 1 << 20)
     assert len(memory.data) == 1 << 20 and memory.data[:5] == bytes(5)
-    arguments = [str(one) for one in memory.place]
-    subprocess.run([sys.executable, "-c", WRITE, *arguments], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", WRITE, *memory.place], check=True, timeout=60)
     assert memory.data[:5] == b"there"
     memory.close()
     assert SharedMemory.find(memory.place) is None
+    _await_threads()
+    assert _open() == before
 
 
-def test_what_is_not_that_memory_is_not_opened() -> None:
+def test_one_that_was_found_is_handed_on_when_its_maker_is_gone() -> None:
+    memory = SharedMemory.make("test", 4096)
+    memory.data[:5] = b"maker"
+    found = SharedMemory.find(memory.place)
+    assert found is not None and found.place != memory.place
+    memory.close()
+    third = SharedMemory.find(found.place)
+    assert third is not None and third.data[:5] == b"maker"
+    found.close()
+    third.close()
+
+
+def test_without_the_key_nothing_is_handed_over() -> None:
     memory = SharedMemory.make("test", 4096)
     other = SharedMemory.make("test", 4096)
-    pid, fd, name = memory.place
-    assert SharedMemory.find(Place(pid, fd, other.place.name)) is None
-    assert SharedMemory.find(Place(pid, other.place.fd, name)) is None
-    # A pipe, which an open would wait for.
+    assert SharedMemory.find(Place(memory.place.name, other.place.key)) is None
+    assert SharedMemory.find(Place("elaswave memory of none", memory.place.key)) is None
+    # A process that says nothing is left alone, and does not keep others out for long.
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+        silent.connect(f"\0{memory.place.name}")
+        silent.sendall(b"no handshake" * 10)
+        found = SharedMemory.find(memory.place)
+        assert found is not None
+        found.close()
+    memory.close()
+    other.close()
+
+
+def test_a_descriptor_of_no_memory_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a pipe, in place of the memory."""
+    before = _open()
+    memory = SharedMemory.make("test", 4096)
     reader, writer = os.pipe()
-    assert SharedMemory.find(Place(pid, reader, name)) is None
-    assert SharedMemory.find(Place(2**22 + 1, fd, name)) is None
+    send = socket.send_fds
+    monkeypatch.setattr(socket, "send_fds", lambda sock, data, _: send(sock, data, [reader]))
+    assert SharedMemory.find(memory.place) is None
     for one in (reader, writer):
         os.close(one)
     memory.close()
-    other.close()
+    _await_threads()
+    assert _open() == before
+
+
+def test_no_process_opens_memory_of_another_one_by_its_path() -> None:
+    source = Path("elaswave_plugin/ipc/shared_memory.py").read_text()
+    assert "/proc" not in source
+
+
+def _await_threads() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "shared-memory":
+            thread.join(10)
+            assert not thread.is_alive()

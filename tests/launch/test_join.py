@@ -16,6 +16,7 @@ from elaswave_plugin.ipc.address_file import read_addresses
 from elaswave_plugin.ipc.environment import Program
 from elaswave_plugin.supervisor.peers.same_program import describe_program, difference
 from elaswave_plugin.tracking.events import EVENTS_FILE, read_lines
+from elaswave_plugin.version import __version__
 from tests.ports import free_port
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
@@ -242,6 +243,27 @@ def test_what_cannot_join_is_refused_in_a_sentence(tmp_path: Path) -> None:
         said = refusal(job, f"--join={nowhere}", script)
         assert f"--join is {nowhere}, where no supervisor of a job answers" in said
         assert "wanted HOST:PORT of a supervisor" in refusal(job, "--join=there", script)
+
+
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
+def test_another_version_of_the_package_does_not_join(tmp_path: Path) -> None:
+    """It ends with one sentence before it starts anything, and the job goes on."""
+    with Job(tmp_path, 2).start(nodes=2) as job:
+        lose(job, 1, [0])
+        other = f"from elaswave_plugin import version; version.__version__ = '9.9'; {LAUNCH}"
+        there = [f"--dir={job.run_dir}", f"--join={address_of(job, 0)}", str(TRAINER)]
+        newcomer = job.launch(command=[sys.executable, "-c", other, *there])
+        assert newcomer.wait(WAIT_S) == EXIT_CONFIGURATION
+        said = (tmp_path / f"output-{len(job.launchers) - 1}").read_text().splitlines()
+        assert said == [
+            f"elaswave run: the job runs version {__version__} of elaswave_plugin, and this is"
+            " version 9.9: install the job's version here"
+        ]
+        # The slot is free as before: one of the job's version takes it.
+        number = join(job, 0)
+        job.one("detached", 1)
+        assert let_in(job, 1, [0], 3) == [0, 1]
+        assert job.finish([0, 1]) == 0 and job.code(number) == 0
 
 
 def test_the_first_difference_of_two_command_lines_is_named() -> None:

@@ -19,9 +19,10 @@ toml_file: errors
 megatron_lm:
 deepspeed:
 version:
-kept: errors
+values: errors version
+kept: errors values
 core/step: errors
-checkpoints: errors
+checkpoints: errors values
 core/layout: errors
 config: errors rehearsed toml_file
 core/agreement: core core/layout errors
@@ -32,10 +33,10 @@ ipc: core core/agreement core/layout errors
 core/recovery_plan: core/layout core/planner core/step errors
 observer: config core/agreement core/layout core/planner core/step errors tracking
 trainer: core core/agreement core/layout errors ipc rehearsed
-supervisor/peers: core core/agreement core/layout core/step errors ipc tracking
+supervisor/peers: core core/agreement core/layout core/step errors ipc tracking version
 communicator/links: core/agreement errors ipc
 framework: core/recovery_plan
-snapshot: core/layout core/recovery_plan errors ipc
+snapshot: core/layout core/recovery_plan errors ipc values
 supervisor: core core/agreement core/layout errors ipc supervisor/peers tracking
 communicator/groups: communicator/links errors
 launch: core/agreement errors ipc rehearsed supervisor supervisor/peers toml_file tracking
@@ -44,36 +45,37 @@ run: launch
 communicator: communicator/device communicator/groups communicator/links core/agreement core/layout
     errors
 recovery: checkpoints communicator communicator/links config core/agreement core/layout core/planner
-    core/recovery_plan core/step errors framework ipc snapshot tracking trainer version
+    core/recovery_plan core/step errors framework ipc snapshot tracking trainer values
+    version
 adapters: config errors framework ipc recovery tracking trainer
-step_state: errors kept recovery
+step_state: errors kept recovery values
 adapters/megatron/compat: adapters checkpoints core/step errors recovery
 adapters/deepspeed/compat: adapters config errors
 loops: config core/agreement errors framework ipc recovery step_state trainer
 adapters/megatron/state: adapters adapters/megatron/compat core/layout errors step_state
-adapters/deepspeed/zero: adapters/deepspeed/compat core/layout errors ipc snapshot tracking
+adapters/deepspeed/zero: adapters/deepspeed/compat core/layout errors ipc snapshot tracking values
 demo: config core/layout errors ipc observer recovery tracking
 adapters/megatron/step: adapters adapters/megatron/compat adapters/megatron/state
     communicator/groups communicator/links core/layout core/planner core/recovery_plan core/step
     errors recovery step_state trainer
 adapters/deepspeed/engine: adapters adapters/deepspeed/compat adapters/deepspeed/zero checkpoints
     communicator/groups config core/layout core/recovery_plan core/step errors framework ipc loops
-    recovery step_state tracking trainer
+    recovery step_state tracking trainer values
 adapters/megatron: adapters adapters/megatron/compat adapters/megatron/state adapters/megatron/step
     communicator config core/layout core/planner core/recovery_plan core/step errors framework ipc
-    loops recovery step_state tracking trainer
+    loops recovery step_state tracking trainer values
 adapters/deepspeed/pipeline: adapters adapters/deepspeed/compat adapters/deepspeed/engine
-    core/recovery_plan core/step errors framework loops recovery step_state tracking
+    core/recovery_plan core/step errors framework loops recovery step_state tracking values
 adapters/deepspeed/accelerate: adapters/deepspeed/compat adapters/deepspeed/engine config errors
     trainer
 adapters/deepspeed/hf_trainer: adapters/deepspeed/accelerate adapters/deepspeed/compat
     adapters/deepspeed/engine errors kept loops step_state trainer
 adapters/megatron_lm: adapters adapters/megatron adapters/megatron/compat adapters/megatron/state
     adapters/megatron/step checkpoints config core/layout core/step errors framework ipc loops
-    recovery step_state tracking trainer
+    recovery step_state tracking trainer values
 rehearsal: adapters adapters/deepspeed/engine adapters/megatron adapters/megatron/state
     adapters/megatron/step config core/step demo errors framework kept loops observer recovery
-    rehearsed step_state tracking trainer
+    rehearsed step_state tracking trainer values
 adapters/deepspeed: adapters adapters/deepspeed/compat adapters/deepspeed/engine
     adapters/deepspeed/pipeline adapters/deepspeed/zero communicator/groups config errors ipc loops
     recovery tracking trainer

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tidy import rooms, rules
+from tests.tidy import pickles, rooms, rules
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("elaswave_plugin", "tests", "examples", "benchmarks")
@@ -164,6 +164,35 @@ def test_names_use_no_forbidden_word() -> None:
 
 def test_modules_hold_no_state_and_do_no_work_at_import() -> None:
     check(sources("elaswave_plugin"), rules.state_findings)
+
+
+def test_nothing_is_unpickled_that_another_process_wrote() -> None:
+    found = pickles.findings()
+    assert sorted(found) == sorted(pickles.KNOWN), found
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import cloudpickle as plain",
+        "torch.load(file)",
+        "torch.load(file, weights_only=False)",
+        "np.load(file, allow_pickle=True)",
+        "dist.all_gather_object(all, one)",
+        "torch.distributed.broadcast_object_list(one, src=0)",
+        "dist.scatter_object_list(out, one)",
+        "send_object_list([one], 1)",
+    ],
+)
+def test_pickles_control_finds(bad: str) -> None:
+    assert pickles.pickle_findings(bad)
+
+
+@pytest.mark.parametrize("good", ["torch.load(f, weights_only=True)", "np.load(f)", "json.load(f)"])
+def test_pickles_control_passes(good: str) -> None:
+    assert pickles.pickle_findings(good) == []
 
 
 def test_public_names_are_exact_and_sorted() -> None:

@@ -4,7 +4,6 @@ Their buckets lie one model after the other in one flat state, which is cut, sea
 compared as a whole. A job with one model is the case of one.
 """
 
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -23,6 +22,7 @@ from elaswave_plugin.core.layout.shards import ALIGNMENT
 from elaswave_plugin.core.planner.pipeline_flow import Flow
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan
 from elaswave_plugin.tracking.state_dump import NamedPiece
+from elaswave_plugin.values.plain import decode, encode
 
 # The rank lists that parallel_state keeps beside its groups.
 _RANK_LISTS = (
@@ -181,11 +181,11 @@ class BoundModels:
 
     def read_capsule(self) -> bytes:
         """That of each."""
-        return pickle.dumps([model.read_capsule() for model in self.models])
+        return encode([model.read_capsule() for model in self.models])
 
     def write_capsule(self, capsule: bytes) -> None:
         """Install what ``read_capsule`` returned."""
-        for model, own in zip(self.models, pickle.loads(capsule), strict=True):
+        for model, own in zip(self.models, decode(capsule, "the capsule"), strict=True):
             model.write_capsule(own)
 
     def sync_weights(self) -> int:

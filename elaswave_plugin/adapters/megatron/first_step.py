@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from elaswave_plugin.adapters import repeated_layer
 from elaswave_plugin.adapters.megatron.bound_models import BoundModels
@@ -26,6 +25,7 @@ from elaswave_plugin.core.step.dataflow import Dataflow
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.recovery.worker import Worker
+from elaswave_plugin.values.gathered import gathered
 
 # The losses that this worker reports, by their number in the step.
 Losses = Mapping[int, Any]
@@ -205,15 +205,13 @@ class FirstStep:
 
     def _of_all(self, mine: Any) -> dict[int, Any]:
         """Gather what every worker has found, by slot (collective over WORLD)."""
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        return dict(zip(self._worker.ranks, everyone, strict=True))
+        return dict(zip(self._worker.ranks, gathered(mine), strict=True))
 
     def _exchanged(self, first: Computed, second: Computed) -> dict[int, FirstStepReport]:
         """Gather every worker's results, by slot (collective over WORLD)."""
         differing = (name for name, one in second.gradients.items() if one != first.gradients[name])
-        mine = FirstStepReport(first.losses, second.losses, next(differing, None))
-        return self._of_all(mine)
+        everyone = self._of_all((first.losses, second.losses, next(differing, None)))
+        return {slot: FirstStepReport(*one) for slot, one in everyone.items()}
 
     def _judge(
         self, exchanged: Mapping[int, FirstStepReport], *, in_place: bool, seconds: float

@@ -1,7 +1,6 @@
 """One model of a job: its DDP chunks, their optimizer, and its scheduler; see `bound_models.py`."""
 
 import math
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -36,6 +35,7 @@ from elaswave_plugin.errors import ConfigurationError, EpochChanged
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.step_state.step_state import digest_of
 from elaswave_plugin.tracking.state_dump import NamedPiece
+from elaswave_plugin.values.plain import decode, encode
 
 # What schedules write into the optimizer's groups.
 _SCHEDULED = ("lr", "weight_decay")
@@ -456,7 +456,7 @@ class MegatronFramework:
     def read_capsule(self) -> bytes:
         """Scheduler, loss scaler, applied steps, biases of experts, what is set in the groups."""
         scaler = self._distributed.grad_scaler
-        return pickle.dumps(
+        return encode(
             {
                 "applied_steps": self._applied_steps,
                 "expert_biases": self._expert_biases.values,
@@ -466,12 +466,13 @@ class MegatronFramework:
                     {key: group[key] for key in _SCHEDULED if key in group}
                     for group in self._distributed.optimizer.param_groups
                 ],
-            }
+            },
+            "the capsule",
         )
 
     def write_capsule(self, capsule: bytes) -> None:
         """Install what ``read_capsule`` returned."""
-        state = pickle.loads(capsule)
+        state = decode(capsule, "the capsule")
         self._applied_steps = state["applied_steps"]
         self._shard.set_applied_steps(self._applied_steps)
         self._expert_biases.write(state["expert_biases"])

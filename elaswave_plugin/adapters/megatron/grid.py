@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
@@ -26,6 +25,7 @@ from elaswave_plugin.core.recovery_plan.placement import GridPlacement
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.recovery.clocks import clocks_for
 from elaswave_plugin.recovery.worker import Worker
+from elaswave_plugin.values.gathered import gathered
 
 
 class Stage(NamedTuple):
@@ -137,8 +137,8 @@ def _stages(worker: Worker, framework: MegatronFramework) -> list[Stage]:
         framework.why_layers_stay(),
         framework.why_workers_stay(),
     )
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    told = mine._asdict() | {"tied": mine.tied and tuple(mine.tied)}
+    everyone = [_job_constants(Stage(**one)) for one in gathered(told)]
     if worker.detached:
         return [_job_constants(Stage(*one)) for one in worker.job_constants["stages"]]
     least = min(one.device_bytes for one in everyone)

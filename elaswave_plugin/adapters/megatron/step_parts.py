@@ -5,7 +5,6 @@ Trained weights, moments and the capsule are sealed in shards (`framework.py`), 
 """
 
 import copy
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from elaswave_plugin.adapters.megatron.state.model_buffers import ModelBuffers
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.step_state.step_state import Part, StepState, copied, digest_of
+from elaswave_plugin.values.plain import encode
 
 
 def step_state(
@@ -62,7 +62,7 @@ class Settings(Part):
 
     def proof(self) -> int:
         """Of the groups."""
-        return xxhash.xxh3_64_intdigest(pickle.dumps(self.keep()[1])) >> 1
+        return xxhash.xxh3_64_intdigest(encode(self.keep()[1])) >> 1
 
 
 class Weights(Part):

@@ -140,7 +140,7 @@ class LegacyOptimizer:
         assert self._shard is not None
         # The other file has brought tensors in the place of the shard's.
         self._shard.adopt()
-        state = torch.load(filename, map_location="cpu", mmap=True)
+        state = torch.load(filename, map_location="cpu", mmap=True, weights_only=True)
         found: dict[torch.nn.Parameter, Whole] = {}
         for number, (kind, positions, numel) in enumerate(self._layout):
             flat = state[number][kind]

@@ -1,7 +1,6 @@
 """The losses that a forward step reports, summed alike whichever worker ran which micro-batch."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,6 +8,7 @@ import torch.distributed as dist
 from elaswave_plugin.adapters.megatron.microbatches import Microbatches
 from elaswave_plugin.core.step.sum_order import replica_microbatches
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.values.gathered import gathered
 
 Report = Mapping[str, torch.Tensor]
 
@@ -55,8 +55,7 @@ class LossTotals:
         if self._microbatches.reports_losses:
             pairs = zip(self._microbatches.reports, reports, strict=True)
             mine = {k: {name: _numbers(name, v) for name, v in r.items()} for k, r in pairs}
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (mine, pace))
+        everyone = gathered((mine, pace))
         rows = {k: row for rows, _ in everyone for k, row in rows.items()}
         averaged = {name for name, v in rows[0].items() if by_microbatch and len(v) == 2}
         for row in rows.values():
@@ -97,8 +96,7 @@ class LossTotals:
 
 def told_everyone(losses: Report) -> Report:
     """Give the losses of an evaluation to all stages (collective over WORLD)."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, {name: float(loss) for name, loss in losses.items()})
+    everyone = gathered({name: float(loss) for name, loss in losses.items()})
     known: dict[str, float] = next(filter(None, everyone), {})
     return losses or {name: torch.tensor(loss) for name, loss in known.items()}
 

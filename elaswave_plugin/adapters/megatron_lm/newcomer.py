@@ -53,13 +53,13 @@ class LoopVariables:
         """A step was logged: the sums since the last line are ``interval`` now."""
         self._interval, self._reports_memory = interval, reports_memory
 
-    def tell(self) -> JobState:
+    def tell(self) -> dict[str, Any]:
         """All of it, alike on all workers; tensors on the host."""
         args, interval = self._args, self._interval
         count = self._num_floating_point_operations
         if count is None:
             count = float(args.num_floating_point_operations_so_far)
-        return JobState(
+        told = JobState(
             loaded={name: getattr(args, name) for name in _LOADED},
             began={name: vars(import_module(_TRAINING))[name] for name in _BEGAN},
             num_floating_point_operations=count,
@@ -67,11 +67,13 @@ class LoopVariables:
             reports_memory=self._reports_memory,
             gathers_in_forward=any(c.remove_forward_pre_hook_handles for c in self._chunks),
         )
+        return told._asdict()
 
     # ---- on a worker that came later ------------------------------------------------------------
 
-    def follow(self, step: int, state: JobState) -> None:
+    def follow(self, step: int, told: dict[str, Any]) -> None:
         """Have train() begin with this step."""
+        state = JobState(**told)
         self._begins = self._logs = state
         vars(import_module(_TRAINING)).update(state.began)
         self._args.iteration = step

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
@@ -18,6 +17,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from elaswave_plugin.adapters.megatron.compat import rng
 from elaswave_plugin.core.step.sum_order import replica_microbatches
+from elaswave_plugin.values.gathered import gathered
 
 # By tp position and micro-batch: float32 of shape [layers].
 Rows = dict[tuple[int, int], torch.Tensor]
@@ -58,8 +58,7 @@ class RouterLosses:
 
     def agree(self, num_microbatches: int) -> None:
         """Have those of all workers; collective over WORLD, at the end of a step."""
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (self._mine, self._averaged))
+        everyone = gathered((self._mine, self._averaged))
         rows: dict[str, Rows] = {}
         for theirs, averaged in everyone:
             self._averaged |= averaged

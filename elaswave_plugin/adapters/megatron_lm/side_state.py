@@ -7,7 +7,7 @@ data loaders: a piece that is interrupted and run again must find them as they w
 import copy
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, TypedDict
 
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
@@ -24,17 +24,19 @@ _COUNTERS = (
 )
 _ENERGY = ("_total_energy", "_lap_energy", "_last_energy")
 _TIMER = ("_elapsed", "_active_time", "_started", "_start_time")
-# Of the rerun state machine: what it saves to rerun a step is made anew at the step's beginning.
+# Of the rerun state machine: an enumeration, kept by its name.
+_STATE = "state"
+# Of it: what it saves to rerun a step is made anew at the step's beginning.
 _NOT_KEPT = ("saved_state", "error_injector", "state_save_func", "state_restore_func")
 # Of it, what decides over reruns, and that no step runs; its other fields are about results of one
 # worker. Who comes later has nothing else to go back to where its first step is interrupted.
 _SHARED = (
-    *("state", "current_iteration", "first_iteration_complete"),
+    *(_STATE, "current_iteration", "first_iteration_complete"),
     *("large_value_counts", "max_values"),
 )
 
 
-class Kept(NamedTuple):
+class Kept(TypedDict):
     """A copy of the counters, the batch, the timers, the rerun machine and the data positions."""
 
     counters: dict[str, Any]
@@ -69,7 +71,8 @@ class SideState(Part):
                 name: copy.deepcopy(value)
                 for name, value in vars(machine).items()
                 if name not in _NOT_KEPT
-            },
+            }
+            | {_STATE: machine.state.name},
             positions=[loader.position for loader in self._loaders],
             energy={name: getattr(_energy_monitor(), name) for name in _ENERGY},
         )
@@ -77,21 +80,23 @@ class SideState(Part):
     def put_back(self, kept: Kept) -> None:
         """Make it as it was kept."""
         training = import_module("megatron.training")
-        vars(training.get_args()).update(kept.counters)
-        go_back_to(kept.batch)
+        vars(training.get_args()).update(kept["counters"])
+        go_back_to(kept["batch"])
         timers = training.get_timers()._timers
-        for name, fields in kept.timers.items():
+        for name, fields in kept["timers"].items():
             if name in timers:
                 vars(timers[name]).update(fields)
-        vars(get_rerun_state_machine()).update(copy.deepcopy(kept.reruns))
-        vars(_energy_monitor()).update(kept.energy)
-        for loader, position in zip(self._loaders, kept.positions, strict=True):
+        machine = get_rerun_state_machine()
+        state = type(machine.state)[kept["reruns"][_STATE]]
+        vars(machine).update(copy.deepcopy(kept["reruns"]) | {_STATE: state})
+        vars(_energy_monitor()).update(kept["energy"])
+        for loader, position in zip(self._loaders, kept["positions"], strict=True):
             loader.position = position
 
     def shared(self, kept: Kept) -> Kept:
         """Return the part that holds for every worker."""
-        reruns = {name: kept.reruns[name] for name in _SHARED}
-        return kept._replace(reruns=reruns, energy={})
+        reruns = {name: kept["reruns"][name] for name in _SHARED}
+        return {**kept, "reruns": reruns, "energy": {}}
 
 
 def _energy_monitor() -> Any:

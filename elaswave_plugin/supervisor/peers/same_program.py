@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from elaswave_plugin.ipc.environment import Program
+from elaswave_plugin.version import __version__
 
 # What each node has a place of its own for.
 _OF_THE_NODE = "--elaswave-dir"
@@ -22,6 +23,7 @@ def describe_program(program: Program) -> dict[str, Any]:
         with contextlib.suppress(OSError):
             digest = zlib.crc32(Path(program.script).read_bytes())
     return {
+        "version": __version__,
         "name": program.script if program.module else Path(program.script).name,
         "module": program.module,
         "args": list(_of_the_job(program.args)),
@@ -31,6 +33,11 @@ def describe_program(program: Program) -> dict[str, Any]:
 
 def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
     """Say where two descriptions first differ, and what to give; None where they are alike."""
+    if ours["version"] != theirs.get("version"):
+        return (
+            f"the job runs version {theirs.get('version')} of elaswave_plugin, and this is version"
+            f" {ours['version']}: install the job's version here"
+        )
     if any(ours[key] != theirs[key] for key in ("name", "module", "digest")):
         return (
             f"the job runs {theirs['name']}, and the {ours['name']} here differs from it: give the"

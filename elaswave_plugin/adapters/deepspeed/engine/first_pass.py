@@ -33,6 +33,16 @@ class Structure(NamedTuple):
     parameters: tuple[tuple[str, str], ...]
     buffers: tuple[Buffer, ...]
 
+    def told(self) -> tuple[Any, ...]:
+        """Return it as a plain value."""
+        return self.modules, self.parameters, tuple(map(tuple, self.buffers))
+
+    @classmethod
+    def of(cls, told: tuple[Any, ...]) -> "Structure":
+        """Return the one that was told."""
+        modules, parameters, buffers = told
+        return cls(modules, parameters, tuple(Buffer(*one) for one in buffers))
+
 
 def structure_of(model: torch.nn.Module) -> Structure:
     """Return what the model consists of now."""

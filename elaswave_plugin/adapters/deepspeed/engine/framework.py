@@ -1,6 +1,5 @@
 """DeepSpeed behind the verbs of ``framework.py``: one engine, its optimizer, scheduler."""
 
-import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from elaswave_plugin.adapters.deepspeed.zero.zero12 import PartitionedState
 from elaswave_plugin.adapters.deepspeed.zero.zero_state import ZeroState
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan
 from elaswave_plugin.tracking.state_dump import NamedPiece
+from elaswave_plugin.values.plain import decode, encode
 
 # Counters of the engine that belong to a step (deepspeed/runtime/engine.py).
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
@@ -121,7 +121,7 @@ class DeepSpeedFramework:
         """Counters, scheduler, loss scaler, what schedules set in the groups, place in the data."""
         engine = self._engine
         scheduler, scaler = engine.lr_scheduler, _loss_scaler_of(engine.optimizer)
-        return pickle.dumps(
+        return encode(
             {
                 "applied_steps": zero_state.applied_steps(self._inner),
                 "counters": {name: getattr(engine, name) for name in COUNTERS},
@@ -137,12 +137,13 @@ class DeepSpeedFramework:
                     for group in self._inner.param_groups
                 ],
                 "data": None if self.loader is None else asdict(self.loader.position),
-            }
+            },
+            "the capsule",
         )
 
     def write_capsule(self, capsule: bytes) -> None:
         """Install what ``read_capsule`` returned."""
-        engine, state = self._engine, pickle.loads(capsule)
+        engine, state = self._engine, decode(capsule, "the capsule")
         self._write_progress(state)
         scaler = _loss_scaler_of(engine.optimizer)
         if scaler is not None:

@@ -85,7 +85,7 @@ class EngineJob(AttachedEngine):
         # Called on every worker after each recovery.
         self.reactions: list[Callable[[], None]] = []
         self.own_loops = OwnLoops(worker, width=self._width)
-        self._stand_in = StandIn()
+        self._stand_in = StandIn(engine.module)
         self._inputs: Any = None
         self._weight = 1.0
         self._losses: list[torch.Tensor] = []
@@ -214,7 +214,11 @@ class EngineJob(AttachedEngine):
         """Learn the form of an output in ZeRO-3's first step, which no worker may know yet."""
         inputs, self._inputs = self._inputs, None
         if self._needs_others_to_compute and self._worker.completed == 0:
-            self._stand_in.learn(inputs, lambda both: self._compute(*both[0], **both[1]))
+            self._stand_in.learn(
+                inputs,
+                lambda both: self._compute(*both[0], **both[1]),
+                device=self._engine.device,
+            )
 
     def _compute(self, *inputs: Any, **kwargs: Any) -> Any:
         """A pass of ZeRO-3 that the script did not ask the engine for."""

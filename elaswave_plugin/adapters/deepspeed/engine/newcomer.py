@@ -7,7 +7,6 @@ outputs, and tensors that every worker holds alike and no step changes.
 
 import base64
 import os
-import pickle
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from elaswave_plugin.adapters.deepspeed.compat.patches import stage_patches
+from elaswave_plugin.adapters.deepspeed.engine.first_pass import Structure
 from elaswave_plugin.adapters.deepspeed.engine.framework import COUNTERS, DeepSpeedFramework
 from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
 from elaswave_plugin.adapters.deepspeed.engine.monitor import ElasticMonitor
@@ -26,6 +26,8 @@ from elaswave_plugin.ipc.environment import INCARNATION, SLOT
 from elaswave_plugin.recovery.handshake import Handshake
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
+from elaswave_plugin.values.gathered import told_by
+from elaswave_plugin.values.plain import decode, encode
 
 
 def meet_nobody() -> None:
@@ -97,26 +99,27 @@ class News:
         (somebody_holds,) = self._handshake.exchange(self._monitor.holds)
         self._monitor.recovered(somebody_holds=somebody_holds)
 
-    def _tell(self) -> _JobState:
+    def _tell(self) -> tuple[Any, ...]:
         loader, monitor = self._framework.loader, self._monitor
         assert loader is not None
-        return _JobState(loader.tell(), self._stand_in.shapes, monitor.tell(), monitor.was_first)
+        shapes = self._stand_in.tell()
+        return tuple(_JobState(loader.tell(), shapes, monitor.tell(), monitor.was_first))
 
-    def _follow(self, everyone: Sequence[_JobState | None]) -> None:
+    def _follow(self, everyone: Sequence[tuple[Any, ...] | None]) -> None:
         loader = self._framework.loader
         assert loader is not None
-        state = {rank: one for rank, one in enumerate(everyone) if one is not None}
+        state = {rank: _JobState(*one) for rank, one in enumerate(everyone) if one is not None}
         comes = dist.get_rank() not in state
         source = next((rank for rank, one in state.items() if one.was_first), min(state))
-        structure = [self._framework.structure]
-        dist.broadcast_object_list(structure, src=source)
+        structure = Structure.of(told_by(source, self._framework.structure.told()))
         if comes:
-            self._framework.fit(structure[0])
-        for tensor in self._framework.unsealed(structure[0]):
+            self._framework.fit(structure)
+        for tensor in self._framework.unsealed(structure):
             dist.broadcast(tensor, src=source)
         if comes:
             loader.follow(state[source].loader)
-            self._stand_in.shapes = state[source].shapes
+            self._stand_in.shapes = {}
+            self._stand_in.follow(state[source].shapes)
             self._monitor.events = state[source].events
             # Where it does not get there, the next one need not begin before.
             self.remember_epoch(loader.epoch_of_others)
@@ -157,13 +160,17 @@ class Loads:
         """Return what ``native()`` does, or on a later worker what it returned at the start."""
         if not self._worker.detached:
             loaded = native(), {name: getattr(engine, name) for name in COUNTERS}
-            self._loads.append(base64.b64encode(pickle.dumps(loaded)).decode())
-            self._worker.remember(loads=self._loads)
+            if self._worker.config.respawn or self._worker.reserve:
+                told = encode(loaded, "what engine.load_checkpoint returns")
+                self._loads.append(base64.b64encode(told).decode())
+                self._worker.remember(loads=self._loads)
             return loaded[0]
         if not self._loads:
             # A checkpoint of this job: there was none when it began, and the others began without.
             return None, _NothingLoaded()
-        result, values = pickle.loads(base64.b64decode(self._loads.pop(0)))
+        result, values = decode(
+            base64.b64decode(self._loads.pop(0)), "what engine.load_checkpoint returned"
+        )
         for name, value in values.items():
             setattr(engine, name, value)
         return result

@@ -8,26 +8,48 @@ whose result counts, everything is NaN. In the first step all compute one output
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from elaswave_plugin.adapters.deepspeed.engine.output_forms import Forms
+from elaswave_plugin.values.gathered import gathered, told_by
+
+_INPUT, _OUTPUT = "the batch that the engine is called with", "the output of the engine"
 Signature = tuple[tuple[int, ...], ...]
 
 
 class StandIn:
     """Remembers the outputs of the forward pass by the sizes of its inputs."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         self.shapes: dict[Signature, Any] = {}
+        self._forms = Forms(model)
 
     def remember(self, inputs: Any, output: Any) -> None:
-        """Keep the structure of an output, without its memory."""
-        signature = _signature(inputs)
-        self.shapes[signature] = _map(output, _kept)
+        """Keep the structure of an output, without its memory.
+
+        Raises ConfigurationError at the first pass whose classes could not be told.
+        """
+        kept = _map(output, _kept)
+        if not self.shapes:
+            self._forms.told(inputs, _INPUT)
+            self._forms.told(kept, _OUTPUT, lossy=True)
+        self.shapes[_signature(inputs)] = kept
+
+    def tell(self) -> list[tuple[Signature, Any]]:
+        """Return the structures that a later worker takes, as a plain value."""
+        return [
+            (signature, self._forms.told(one, _OUTPUT, lossy=True))
+            for signature, one in self.shapes.items()
+        ]
+
+    def follow(self, told: Sequence[tuple[Signature, Any]]) -> None:
+        """Have the structures that another worker told beside those of this one."""
+        self.shapes = {signature: self._forms.made(one) for signature, one in told} | self.shapes
 
     def make(self, inputs: Any, device: torch.device, *, counts: bool) -> Any:
         """Return an output for these inputs; ``counts``: whether its values matter."""
@@ -45,23 +67,23 @@ class StandIn:
 
         return _map(known, fill)
 
-    def learn(self, inputs: Any, forward: Callable[[Any], Any]) -> None:
+    def learn(self, inputs: Any, forward: Callable[[Any], Any], *, device: torch.device) -> None:
         """Have an output where any worker may need one and has seen none (collective over WORLD).
 
         ``inputs``: of this worker's forward pass, None where it was in none; ``forward(inputs)``
         is the pass, which all make together.
         """
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (inputs is not None, self.shapes))
-        for _, shapes in everyone:
-            self.shapes = {**shapes, **self.shapes}
+        everyone = gathered((inputs is not None, self.tell()))
+        for _, told in everyone:
+            self.follow(told)
         waiting = [rank for rank, (has_inputs, _) in enumerate(everyone) if has_inputs]
         if self.shapes or not waiting:
             return
-        shared = [inputs]
-        dist.broadcast_object_list(shared, src=waiting[0])
-        mine = shared[0] if inputs is None else inputs
-        self.remember(mine, forward(mine))
+        gives = dist.get_rank() == waiting[0]
+        shared = told_by(waiting[0], self._forms.told(inputs, _INPUT) if gives else None)
+        if inputs is None:
+            inputs = _map(self._forms.made(shared), lambda one: one.to(device))
+        self.remember(inputs, forward(inputs))
 
     def _resized(self, signature: Signature) -> Any:
         """The last output, with the batch dimension of its inputs replaced."""

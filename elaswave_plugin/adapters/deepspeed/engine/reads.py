@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from elaswave_plugin.values.gathered import gathered
+
 # What a call was: an iterator, a batch, the end of an epoch.
 ITERATOR, BATCH, END = "i", "b", "e"
 _NOTHING = -1
@@ -67,9 +69,8 @@ class Reads:
         most, fewest = int(ends[0]), -int(ends[1])
         if most in (fewest, _NOTHING):
             return
-        everyone: list[Any] = [None] * dist.get_world_size()
         mine = self._counts and self._made == most
-        dist.all_gather_object(everyone, (self._recent, place) if mine else None)
+        everyone = gathered((self._recent, place) if mine else None)
         if self._counts:
             self._catch_up(most, everyone)
 

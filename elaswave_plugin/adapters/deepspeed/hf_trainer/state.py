@@ -37,7 +37,7 @@ class TrainerState(Part):
         schedule = trainer.lr_scheduler
         return {
             "place": self.place,
-            "loss_kind": self.loss_kind,
+            "loss_kind": None if self.loss_kind is None else tuple(self.loss_kind),
             "trainer": {
                 name: copy.deepcopy(value)
                 for name, value in vars(trainer).items()
@@ -64,7 +64,8 @@ class TrainerState(Part):
         if not kept:
             return
         trainer = self.trainer
-        self.place, self.loss_kind = kept["place"], kept["loss_kind"]
+        self.place, kind = kept["place"], kept["loss_kind"]
+        self.loss_kind = None if kind is None else LossKind(*kind)
         kept = copy.deepcopy(kept)
         vars(trainer).update(kept["trainer"])
         trainer._tr_loss.fill_(kept["tr_loss"])

@@ -4,7 +4,6 @@ A worker without a pipeline keeps its modules and knows nothing: what it needs c
 snapshots when it is in one again.
 """
 
-import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ from elaswave_plugin.core.recovery_plan.replica_placement import ReplicaPlacemen
 from elaswave_plugin.core.step.dataflow import Dataflow
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.tracking.state_dump import NamedPiece
+from elaswave_plugin.values.plain import decode
 
 
 class PipelineFramework(DeepSpeedFramework):
@@ -87,7 +87,7 @@ class PipelineFramework(DeepSpeedFramework):
         if self.is_busy:
             super().write_capsule(capsule)
             return
-        state = pickle.loads(capsule)
+        state = decode(capsule, "the capsule")
         self._write_progress(state)
         # Some schedulers go on from the rate of the last step. Another stage may have more groups.
         groups = self._inner.param_groups

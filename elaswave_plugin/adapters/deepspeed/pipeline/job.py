@@ -47,6 +47,7 @@ from elaswave_plugin.step_state.engine_parts import (
     Weights,
 )
 from elaswave_plugin.step_state.step_state import StepState
+from elaswave_plugin.values.gathered import gathered
 
 _GIVE_DATA = (
     "give the dataset to deepspeed.initialize as training_data, or take the batches from "
@@ -152,10 +153,9 @@ class PipelineJob(AttachedEngine):
     def _buckets_by_stage(self) -> list[tuple[int, ...]]:
         worker = self._worker
         if not worker.detached:
-            everyone: list[Any] = [None] * dist.get_world_size()
             mine = self._engine.stage_id, self._framework.bucket_lengths()
-            dist.all_gather_object(everyone, mine)
-            worker.remember(stages=[list(lengths) for _, lengths in sorted(dict(everyone).items())])
+            stages = sorted(dict(gathered(mine)).items())
+            worker.remember(stages=[list(lengths) for _, lengths in stages])
         return [tuple(lengths) for lengths in worker.job_constants["stages"]]
 
     @property

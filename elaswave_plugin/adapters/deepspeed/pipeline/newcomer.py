@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from elaswave_plugin.adapters.deepspeed.engine.first_pass import Structure
 from elaswave_plugin.adapters.deepspeed.pipeline.framework import PipelineFramework
 from elaswave_plugin.errors import ElasWaveError
 from elaswave_plugin.recovery.worker import Worker
@@ -24,7 +25,7 @@ class PipelineKnowledge:
     def tell(self) -> Any:
         """Return the loader's place, and the structure of this worker's part of the model."""
         assert self._framework.loader is not None
-        return self._framework.loader.tell(), self._framework.structure
+        return self._framework.loader.tell(), self._framework.structure.told()
 
     def follow(self, told: Sequence[Any | None]) -> None:
         """Send each stage's tensors from a worker that knows them (called on every worker).
@@ -36,7 +37,7 @@ class PipelineKnowledge:
         mine = next(stage for stage in stages if self._worker.slot in stage)
         peers = [rank for rank, slot in enumerate(ranks) if slot in mine]
         source = next((rank for rank in peers if told[rank] is not None), None)
-        structure = None if source is None else told[source][1]  # type: ignore[index]
+        structure = None if source is None else Structure.of(told[source][1])  # type: ignore[index]
         if told[dist.get_rank()] is None:
             self._learn_place(next(one for one in told if one is not None)[0])
             if structure is not None:

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
 from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
 from deepspeed.runtime.zero.partition_parameters import register_external_parameter
+
+from elaswave_plugin.values.gathered import gathered
 
 # Of a module, of the parameter, and whether it left its module as an output.
 _Use = tuple[str, str, bool]
@@ -34,8 +35,7 @@ def agree_on_external(model: Any) -> None:
     Those that a loss interrupts in the first pass have come to different places in it, and a
     newcomer has run none.
     """
-    everyone: list[list[_Use]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, _found(model))
+    everyone: list[list[_Use]] = gathered(_found(model))
     modules, params = dict(model.named_modules()), dict(model.named_parameters())
     for module, param, is_output in sorted({use for one in everyone for use in one}):
         register_external_parameter(modules[module], params[param])

@@ -17,6 +17,7 @@ from elaswave_plugin.core.layout.shards import padded_size
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.shared_memory import Place, SharedMemory
 from elaswave_plugin.snapshot.free_memory import available_bytes
+from elaswave_plugin.values.gathered import gathered
 
 _ALIGNMENT_BYTES = 16
 
@@ -48,8 +49,8 @@ class FrozenWeights:
         mine = dist.get_rank()
         if self._memory is None:
             self._memory = SharedMemory.make("frozen", self._num_bytes)
-        offers: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(offers, _Offer(self._memory.place, self._is_whole))
+        everyone = gathered((tuple(self._memory.place), self._is_whole))
+        offers = [_Offer(Place(*place), is_whole) for place, is_whole in everyone]
         rank, memory = self._choose(offers)
         writes = rank == mine and not self._is_whole
         self._check_room(writes)

@@ -1,0 +1,1 @@
+"""The values that travel between workers, beside the tensors of the state."""
