@@ -40,6 +40,10 @@ python=${1:-python3}
     echo "this Python has no torch; name one that has: sh install.sh PYTHON" >&2; exit 2; }
 tar -xzf "$here/checkout.tar.gz" -C "$here"
 "$python" -m venv --system-site-packages "$here/venv"
+# Where the torch of a virtual environment is, since that shows its own packages to no other one.
+packages=$("$here/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+"$python" -c 'import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)))' \\
+    >"$packages/torch_there.pth"
 # Without what torch asks for itself: it is there, by whatever way.
 install() {
     "$here/venv/bin/python" -m pip install --quiet --no-deps --no-index \\
@@ -47,6 +51,7 @@ install() {
 }
 install --requirement "$here/requirements.txt"
 install --no-build-isolation --editable "$here/checkout"
+"$here/venv/bin/python" -c 'import elaswave_plugin.run, torch'
 echo "installed; now: sh $here/gpu.sh"
 """
 KIT = """#!/bin/sh

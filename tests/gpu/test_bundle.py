@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,19 @@ def test_its_scripts_are_scripts(script: str, tmp_path: Path) -> None:
     path = tmp_path / "script.sh"
     path.write_text(script)
     assert subprocess.run(["sh", "-n", str(path)], timeout=20).returncode == 0
+
+
+def test_the_torch_of_a_virtual_environment_is_seen(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "other"], timeout=60)
+    (packages,) = (tmp_path / "other" / "lib").glob("python*/site-packages")
+    torch = packages / "torch" / "__init__.py"
+    torch.parent.mkdir()
+    torch.touch()
+    with tarfile.open(tmp_path / "checkout.tar.gz", "w:gz"):
+        pass
+    before, _, _ = bundle.INSTALL.partition("\ninstall() {")
+    script = tmp_path / "install.sh"
+    script.write_text(f'{before}\n"$here/venv/bin/python" -c "import torch; print(torch.__file__)"')
+    command = ["sh", str(script), str(tmp_path / "other" / "bin" / "python")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, f"{torch}\n"), done.stderr
