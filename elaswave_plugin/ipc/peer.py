@@ -18,6 +18,11 @@ class Peer:
     machine: str
 
 
+def near_name(address: str) -> str:
+    """Return the name of the Unix socket that a supervisor has beside its data address."""
+    return f"\0elaswave supervisor {address}"
+
+
 def own_machine() -> str:
     """Return what is equal for two processes that see each other by process id, and no others."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

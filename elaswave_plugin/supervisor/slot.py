@@ -1,7 +1,7 @@
 """The two ways to a slot for a supervisor: at the launch, with all others, or in a running job.
 
-With the slot it gets the register of its node, which all supervisors there share. The first of
-them makes the register; each of the others opens it by way of one that is there before it.
+With the slot it gets the register of its node, which all supervisors there share: that of the first
+of them. Each of the others is handed it by one that is there before it.
 """
 
 from __future__ import annotations
@@ -26,34 +26,36 @@ from elaswave_plugin.supervisor.peers.rendezvous import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnSlot:
-    """A supervisor's links, its node's register, and what was kept for one that comes later."""
+    """A supervisor's links, and what was kept for one that comes later."""
 
     meeting: Meeting
-    register: NodeRegister
     kept: Frame | None = None
 
 
 def slot_at_launch(
-    rendezvous: RendezvousSpec, host: str, listener: socket.socket | None, data: str
+    rendezvous: RendezvousSpec,
+    host: str,
+    listener: socket.socket | None,
+    data: str,
+    register: NodeRegister,
 ) -> OwnSlot:
     """Meet the others: at `listener` those that come, else at `host`.
 
     Raises AgreementError, ConfigurationError as `host_meeting` and `join_meeting` do.
     """
-    # The others look for it as soon as they have met.
-    own = NodeRegister.create()
     if listener is not None:
         meeting = host_meeting(rendezvous, listener, data)
     else:
         meeting = join_meeting(rendezvous, host, data)
     first = next(peer for peer in meeting.peers if peer.node == rendezvous.node)
-    if first.slot == rendezvous.slot:
-        return OwnSlot(meeting=meeting, register=own)
-    own.close()
-    return OwnSlot(meeting=meeting, register=_register_of(first, rendezvous))
+    if first.slot != rendezvous.slot:
+        _share(register, first, rendezvous)
+    return OwnSlot(meeting=meeting)
 
 
-def slot_in_job(rendezvous: RendezvousSpec, contacts: Sequence[str], data: str) -> OwnSlot:
+def slot_in_job(
+    rendezvous: RendezvousSpec, contacts: Sequence[str], data: str, register: NodeRegister
+) -> OwnSlot:
     """Take the place of a lost supervisor. Raises SlotRefusedError."""
     own = Peer(
         slot=rendezvous.slot,
@@ -67,17 +69,17 @@ def slot_in_job(rendezvous: RendezvousSpec, contacts: Sequence[str], data: str) 
     assert meeting.welcome is not None
     gone = {rendezvous.slot, *meeting.welcome.lost}
     beside = [one for one in meeting.peers if one.node == rendezvous.node and one.slot not in gone]
-    if not beside:
-        return OwnSlot(meeting=meeting, register=NodeRegister.create(), kept=kept)
-    try:
-        return OwnSlot(meeting=meeting, register=_register_of(beside[0], rendezvous), kept=kept)
-    except AgreementError as error:
-        raise SlotRefusedError(str(error)) from error
+    if beside:
+        try:
+            _share(register, beside[0], rendezvous)
+        except AgreementError as error:
+            raise SlotRefusedError(str(error)) from error
+    return OwnSlot(meeting=meeting, kept=kept)
 
 
-def _register_of(peer: Peer, rendezvous: RendezvousSpec) -> NodeRegister:
+def _share(register: NodeRegister, peer: Peer, rendezvous: RendezvousSpec) -> None:
     try:
-        return NodeRegister.of_process(peer.pid)
+        register.take_from(peer.data, rendezvous.secret)
     except AgreementError as error:
         raise AgreementError(
             f"worker {rendezvous.slot} cannot share the votes of node {rendezvous.node}"

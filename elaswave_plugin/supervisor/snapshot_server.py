@@ -15,6 +15,7 @@ from queue import SimpleQueue
 from elaswave_plugin.core.codec import UnreadableMessageError, from_json
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.ipc.handshake import HandshakeError, Kind, admit, is_same_user, prove
+from elaswave_plugin.ipc.peer import near_name
 from elaswave_plugin.ipc.requests import Answer
 from elaswave_plugin.ipc.secret import Secret
 from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET
@@ -66,7 +67,7 @@ class SnapshotServer:
         far = socket.create_server((host, 0), family=family, backlog=256)
         self.address = f"{host}:{far.getsockname()[1]}"
         near = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        near.bind(_near_name(self.address))
+        near.bind(near_name(self.address))
         near.listen(256)
         self._listeners = (far, near)
         self._closed = threading.Event()
@@ -271,7 +272,7 @@ class SnapshotCopier:
         try:
             if self._same_node:
                 sock.settimeout(STALL_S)
-                sock.connect(_near_name(self._address))
+                sock.connect(near_name(self._address))
             prove(sock, self._secret, Kind.SERVER, timeout_s=STALL_S)
         except BaseException:
             sock.close()
@@ -312,10 +313,6 @@ class SnapshotCopier:
         if now_s - self._told_s >= TELL_EVERY_S:
             self._told_s = now_s
             self._on_moving()
-
-
-def _near_name(address: str) -> str:
-    return f"\0elaswave supervisor {address}"
 
 
 def send_memory(

@@ -51,6 +51,7 @@ from elaswave_plugin.supervisor.peers.coordinator import Coordinator
 from elaswave_plugin.supervisor.peers.job_summary import job_summary, sums_up
 from elaswave_plugin.supervisor.peers.join_client import SlotRefusedError
 from elaswave_plugin.supervisor.peers.join_server import Reception, take_link
+from elaswave_plugin.supervisor.peers.node_register import REGISTER, NodeRegister
 from elaswave_plugin.supervisor.peers.rendezvous import EndedEarlyError
 from elaswave_plugin.supervisor.refused_requests import why_it_stays, why_layers_stay
 from elaswave_plugin.supervisor.slot import OwnSlot, slot_at_launch, slot_in_job
@@ -92,12 +93,12 @@ class Supervisor:
         self._awaited_epoch = 0
         self._orphans = Orphans(self._reactor, grace_s=GRACE_S)
         self._exit_code: int | None = None
-        self._told = False
         self._signalled_s: float | None = None
         self._zygote = zygote
         self._deaths: Deaths | None = None
         self._job_constants: JobConstants = {"started_s": time.time()}
-        self._completed, self._sums_up = 0, False
+        self._completed, self._sums_up, self._told = 0, False, False
+        self._register = NodeRegister.create()
         self._server = self._make_server()
         self._data_address = self._server.address
         if not spec.joins:
@@ -123,9 +124,8 @@ class Supervisor:
         try:
             own = self._take_slot() if self._spec.joins else self._meet()
         except SlotRefusedError:
-            self._server.close()
-            self._store.close()
-            self._reactor.close()
+            for part in (self._server, self._store, self._reactor):
+                part.close()
             raise
         except (AgreementError, ConfigurationError) as error:
             say(f"the job does not start: {error}")
@@ -137,7 +137,7 @@ class Supervisor:
         self._coordinator = Coordinator(
             self._reactor,
             own.meeting,
-            own.register,
+            self._register,
             slot=self._slot,
             secret=self._spec.rendezvous.secret,
             timeouts=self._spec.timeouts,
@@ -194,20 +194,20 @@ class Supervisor:
         )
 
     def _meet(self) -> OwnSlot:
-        spec = self._spec
+        spec, data = self._spec, self._data_address
         if self._listener is not None:
             clear_addresses(spec.run_dir)
         # Closed after the meeting: the port is the script's to use.
-        with self._listener or nullcontext():
-            return slot_at_launch(spec.rendezvous, spec.host, self._listener, self._data_address)
+        with self._listener or nullcontext() as listener:
+            return slot_at_launch(spec.rendezvous, spec.host, listener, data, self._register)
 
     def _take_slot(self) -> OwnSlot:
         """Become a supervisor of a job that runs, and start the slot's next trainer."""
-        own = slot_in_job(self._spec.rendezvous, self._spec.joins, self._data_address)
+        spec, data = self._spec, self._data_address
+        own = slot_in_job(spec.rendezvous, spec.joins, data, self._register)
         assert own.kept is not None and own.meeting.welcome is not None
         self._job_constants = own.kept["job_constants"]
-        limit = int(own.kept["respawn"])
-        self._deaths = Deaths(limit=limit) if limit else None
+        self._deaths = Deaths(limit=limit) if (limit := int(own.kept["respawn"])) else None
         self._trainer = self._start_trainer(own.meeting.welcome.worker.incarnation)
         return own
 
@@ -236,12 +236,13 @@ class Supervisor:
             "kept": lambda request: self._reception.answer_kept(request),
             "admit": lambda request: self._reception.answer_admit(request),
         }
+        take = partial(take_link, self._reactor, lambda: self._reception)
         in_turn = {name: in_loop(self._reactor, answer) for name, answer in answers.items()}
         return SnapshotServer(
             self._store,
             self._spec.host,
             {**in_turn, "where": self._answer_where},
-            {"link": partial(take_link, self._reactor, lambda: self._reception)},
+            {"link": take, REGISTER: self._register.hand},
             secret=self._spec.rendezvous.secret,
         )
 
@@ -251,9 +252,8 @@ class Supervisor:
 
     def _lost_supervisors(self) -> Iterable[tuple[int, int]]:
         """Slots and process ids; nothing where it is this one that the others have lost."""
-        if not self._agreement.has_majority:
-            return []
-        return [(slot, self._coordinator.peers[slot].pid) for slot in self._coordinator.lost]
+        lost = self._coordinator.lost if self._agreement.has_majority else ()
+        return [(slot, self._coordinator.peers[slot].pid) for slot in lost]
 
     def _answer_status(self, request: Frame) -> Frame:
         return self._board.report(

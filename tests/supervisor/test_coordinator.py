@@ -60,11 +60,14 @@ class Member:
         nodes: tuple[int, ...],
         *,
         beside: int | None = None,
+        register: NodeRegister | None = None,
     ) -> None:
-        """`beside`: the process of another one, whose register it shares."""
+        """`beside`: the process of another one, with which it shares the register."""
         self.slot = slot
         self._nodes = nodes
         self._beside = beside
+        # No two of those that are started here are on one node.
+        self._register = register or NodeRegister.create()
         self.says_goodbye = True
         self.lost_s: dict[int, float] = {}
         self._reactor = Reactor()
@@ -80,13 +83,10 @@ class Member:
             for slot, node in enumerate(self._nodes)
         )
         trainer: Any = NoTrainer()
-        # No two of those that are started here are on one node.
-        create, share = NodeRegister.create, NodeRegister.of_process
-        register = create() if self._beside is None else share(self._beside)
         coordinator = Coordinator(
             self._reactor,
             Meeting(peers=peers, links=self._links),
-            register,
+            self._register,
             slot=self.slot,
             secret=SECRET,
             timeouts=Timeouts(),
@@ -112,7 +112,7 @@ class Member:
         for _, sock in sorted(self._links.items(), reverse=True):
             sock.close()
         self._reactor.close()
-        register.close()
+        self._register.close()
 
     def until_it_lost(self, slots: set[int]) -> float:
         """Wait until it has lost all of them; returns when, on the monotonic clock."""
@@ -269,8 +269,7 @@ def test_a_leader_and_the_next_that_die_together_are_lost_at_once(
 # ---- a supervisor that is stopped while it votes -------------------------------------------------
 
 
-def stop_at_its_vote(holds: Event) -> None:
-    register = NodeRegister.create()
+def stop_at_its_vote(register: NodeRegister, holds: Event) -> None:
     agreement = Agreement(slot=1, nodes=(0, 0), timeouts=Timeouts())
     with register.turn(agreement, limit_s=LONG_S, on_stuck=lambda pid: None):
         holds.set()
@@ -282,14 +281,14 @@ def test_who_is_stopped_at_its_vote_does_not_keep_its_node_from_voting(
 ) -> None:
     """Else those beside it would wait until they are lost too."""
     with ExitStack() as stack:
-        holds = FORK.Event()
-        stopped = FORK.Process(target=stop_at_its_vote, args=(holds,))
+        holds, register = FORK.Event(), NodeRegister.create()
+        stopped = FORK.Process(target=stop_at_its_vote, args=(register, holds))
         stopped.start()
         stack.callback(stopped.join, LONG_S)
         stack.callback(stopped.kill)
         assert holds.wait(LONG_S)
         began_s = time.monotonic()
-        member = Member(0, Links(stack, 2).of[0], (0, 0), beside=stopped.pid)
+        member = Member(0, Links(stack, 2).of[0], (0, 0), beside=stopped.pid, register=register)
         stack.callback(member.end)
         took_s = time.monotonic() - began_s
         assert took_s > BEAT.timeout_s / 2

@@ -18,11 +18,15 @@ from elaswave_plugin.core.agreement.messages import Ballot, Prepare, Proposal
 from elaswave_plugin.core.agreement.timeouts import Timeouts
 from elaswave_plugin.core.agreement.view import first_view
 from elaswave_plugin.errors import AgreementError
+from elaswave_plugin.ipc.secret import Secret
 from elaswave_plugin.supervisor.peers import node_register
-from elaswave_plugin.supervisor.peers.node_register import NodeRegister
+from elaswave_plugin.supervisor.peers.node_register import REGISTER, NodeRegister
+from elaswave_plugin.supervisor.snapshot_server import SnapshotServer
+from elaswave_plugin.supervisor.snapshot_store import SnapshotStore
 
 NODES = (0, 1, 2, 2)
 FORK = multiprocessing.get_context("fork")
+HOST, SECRET = "127.0.0.1", Secret.new()
 LONG_S = 10.0
 WAIT_S = 1.0
 
@@ -52,7 +56,7 @@ def register() -> Iterator[NodeRegister]:
 
 
 def test_what_one_supervisor_promises_the_other_one_recalls(register: NodeRegister) -> None:
-    with closing(NodeRegister.of_process(os.getpid())) as beside:
+    with closing(NodeRegister(os.dup(register._fd))) as beside:
         one, other = supervisor(2), supervisor(3)
         one.lost(0, "its connection closed")
         with turn(register, one):
@@ -62,7 +66,7 @@ def test_what_one_supervisor_promises_the_other_one_recalls(register: NodeRegist
 
 
 def test_what_is_accepted_is_kept_whole_however_often_it_changes(register: NodeRegister) -> None:
-    with closing(NodeRegister.of_process(os.getpid())) as beside:
+    with closing(NodeRegister(os.dup(register._fd))) as beside:
         for epoch in range(1, 200):
             one, other = supervisor(2), supervisor(3)
             # Records get longer and shorter again, and take each other's place.
@@ -90,23 +94,21 @@ def test_who_is_killed_while_it_writes_leaves_what_was_there(
         raise AssertionError("unreachable")
 
     def promise() -> None:
-        own = NodeRegister.of_process(os.getppid())
         monkeypatch.setattr(node_register.os, "pwrite", killed)
-        with turn(own, one):
+        with turn(register, one):
             one.memory = one.memory.promising(ballot(5, 1))
 
     process = FORK.Process(target=promise)
     process.start()
     process.join(LONG_S)
     assert process.exitcode == -signal.SIGKILL
-    with closing(NodeRegister.of_process(os.getpid())) as beside:
+    with closing(NodeRegister(os.dup(register._fd))) as beside:
         other = supervisor(3)
         with turn(beside, other):
             assert other.memory == whole
 
 
-def hold(holds: Event, *, stops: bool) -> None:
-    register = NodeRegister.of_process(os.getppid())
+def hold(register: NodeRegister, holds: Event, *, stops: bool) -> None:
     with turn(register, supervisor(3)):
         holds.set()
         if stops:
@@ -121,7 +123,7 @@ def holder(register: NodeRegister) -> Iterator[Callable[..., BaseProcess]]:
 
         def start(*, stops: bool) -> BaseProcess:
             holds = FORK.Event()
-            process = FORK.Process(target=hold, args=(holds,), kwargs={"stops": stops})
+            process = FORK.Process(target=hold, args=(register, holds), kwargs={"stops": stops})
             process.start()
             stack.callback(process.join, LONG_S)
             stack.callback(process.kill)
@@ -160,8 +162,7 @@ def test_a_turn_is_not_waited_for_without_end(
     assert stuck == [process.pid]
 
 
-def wait_for_it(found: Connection) -> None:
-    register = NodeRegister.of_process(os.getppid())
+def wait_for_it(register: NodeRegister, found: Connection) -> None:
     stuck: list[int] = []
     found.send("waits")
     with turn(register, supervisor(3), limit_s=WAIT_S, on_stuck=stuck.append):
@@ -171,7 +172,7 @@ def wait_for_it(found: Connection) -> None:
 def test_that_it_was_stopped_itself_is_nobody_elses_fault(register: NodeRegister) -> None:
     """A job that is stopped as a whole goes on as it was, whoever is continued first."""
     found, theirs = FORK.Pipe(duplex=False)
-    waiter = FORK.Process(target=wait_for_it, args=(theirs,))
+    waiter = FORK.Process(target=wait_for_it, args=(register, theirs))
     with turn(register, supervisor(2)):
         waiter.start()
         assert found.poll(LONG_S) and found.recv() == "waits"
@@ -184,13 +185,42 @@ def test_that_it_was_stopped_itself_is_nobody_elses_fault(register: NodeRegister
     waiter.join(LONG_S)
 
 
-def test_it_is_gone_with_those_who_have_it_open() -> None:
+@pytest.fixture
+def server(register: NodeRegister) -> Iterator[SnapshotServer]:
+    """The server of the supervisor that has the register."""
+    store = SnapshotStore(0)
+    takers = {REGISTER: register.hand}
+    with closing(store), closing(SnapshotServer(store, HOST, None, takers, secret=SECRET)) as one:
+        one.start()
+        yield one
+
+
+def test_a_supervisor_is_handed_the_memory_of_its_node(
+    register: NodeRegister, server: SnapshotServer
+) -> None:
     before = set(os.listdir("/dev/shm"))
-    register = NodeRegister.create()
+    with closing(NodeRegister.create()) as own:
+        own.take_from(server.address, SECRET)
+        one, other = supervisor(2), supervisor(3)
+        with turn(register, one):
+            one.memory = one.memory.promising(ballot(4, 1))
+        with turn(own, other):
+            assert other.memory.promised == ballot(4, 1)
+        assert not os.get_inheritable(own._fd)
     assert set(os.listdir("/dev/shm")) == before
-    register.close()
-    with pytest.raises(AgreementError, match=f"process {os.getpid()}"):
-        NodeRegister.of_process(os.getpid())
+
+
+def test_a_stranger_is_handed_nothing(server: SnapshotServer) -> None:
+    with closing(NodeRegister.create()) as own:
+        with pytest.raises(AgreementError, match="it cannot be asked for them here"):
+            own.take_from(server.address, Secret.new())
+        with turn(own, supervisor(2)):
+            pass  # its own is still there
+
+
+def test_a_supervisor_that_is_gone_hands_nothing(register: NodeRegister) -> None:
+    with pytest.raises(AgreementError, match=r"it cannot be asked for them here: .*refused"):
+        register.take_from("127.0.0.1:1", SECRET)
 
 
 def test_who_remembers_less_learns_and_forgets_nothing() -> None:

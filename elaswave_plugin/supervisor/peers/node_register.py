@@ -1,6 +1,6 @@
 """The memory in which the supervisors of a node keep what it has promised and accepted.
 
-It is a file in memory without a name. A supervisor that comes later opens it by way of another one
+It is a file in memory without a name. A supervisor that comes later is handed its descriptor by one
 that has it open. With the last of them it is gone, however they end (standard library only).
 """
 
@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import json
 import os
+import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -18,8 +19,14 @@ from elaswave_plugin.core.agreement.acceptor_state import NodeMemory
 from elaswave_plugin.core.agreement.leader import Agreement
 from elaswave_plugin.core.codec import from_json, to_json
 from elaswave_plugin.errors import AgreementError
+from elaswave_plugin.ipc.handshake import Kind, prove
+from elaswave_plugin.ipc.peer import near_name
+from elaswave_plugin.ipc.secret import Secret
+from elaswave_plugin.ipc.wire import Frame, send_frame
 
-_NAME = "elaswave-node"
+# The request of a supervisor that wants the memory of its node.
+REGISTER = "register"
+_HAND_S = 30.0
 # Version, and where the record is: written at once, after the record, so that a process killed in
 # between leaves the one before.
 _HEADER = struct.Struct("<QQQ")
@@ -41,21 +48,35 @@ class NodeRegister:
     @classmethod
     def create(cls) -> NodeRegister:
         """That of a node that remembers nothing yet."""
-        fd = os.memfd_create(_NAME)
+        fd = os.memfd_create("elaswave-node")
         os.pwrite(fd, _HEADER.pack(0, _HEADER.size, 0), 0)
         return cls(fd)
 
-    @classmethod
-    def of_process(cls, pid: int) -> NodeRegister:
-        """That of another supervisor on this machine. Raises AgreementError where it has none."""
-        folder = f"/proc/{pid}/fd"
-        with contextlib.suppress(OSError):
-            for number in os.listdir(folder):
-                path = f"{folder}/{number}"
-                with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-                    if os.readlink(path).startswith(f"/memfd:{_NAME} "):
-                        return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
-        raise AgreementError(f"process {pid} is gone, or its open files cannot be read by this one")
+    def hand(self, request: Frame, sock: socket.socket) -> None:
+        """Hand the descriptor to a supervisor of the node that has asked for it."""
+        with sock, contextlib.suppress(OSError):  # it has gone meanwhile, and asks no more
+            sock.settimeout(_HAND_S)
+            socket.send_fds(sock, [b"\0"], [self._fd])
+
+    def take_from(self, address: str, secret: Secret) -> None:
+        """Have the memory of another supervisor on this machine in the place of this one.
+
+        ``address``: of its server, whose Unix socket is asked. Raises AgreementError.
+        """
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+                sock.settimeout(_HAND_S)
+                sock.connect(near_name(address))
+                prove(sock, secret, Kind.SERVER, timeout_s=_HAND_S)
+                send_frame(sock, {"t": REGISTER})
+                _, fds, _, _ = socket.recv_fds(sock, 1, 1)
+        except OSError as error:
+            raise AgreementError(f"it cannot be asked for them here: {error}") from error
+        if not fds:
+            raise AgreementError("it ended when it was asked for them")
+        os.set_inheritable(fds[0], False)
+        os.close(self._fd)
+        self._fd = fds[0]
 
     @contextlib.contextmanager
     def turn(
