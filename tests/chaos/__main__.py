@@ -9,6 +9,7 @@ all kinds writes its result file, benchmarks/chaos.json.
 import argparse
 import json
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,13 +19,14 @@ from typing import Any
 from benchmarks.circumstances import circumstances
 from elaswave_plugin.tracking.events import EVENTS_FILE, read_lines
 from tests.chaos.draws import draw, kinds
-from tests.chaos.runs import Played, Stage
+from tests.chaos.runs import LIMIT_S, Played, Stage
 from tests.chaos.verdict import judge, judge_by_twin
 from tests.deepspeed.harness import PRELOAD as ENGINE_PRELOAD
 from tests.faults.harness import PRELOAD, ROOT, Zygote
 from tests.faults.matrix import write_text
 
 RESULT = ROOT / "benchmarks" / "chaos.json"
+_STUCK = f"it has not ended within {LIMIT_S:g} s, nor by SIGTERM"
 
 
 @contextmanager
@@ -46,10 +48,13 @@ def run_seed(stage: Stage, name: str, seed: int) -> dict[str, Any]:
     scenario = draw(name, seed)
     print(f"{name} seed {seed}: {scenario}", flush=True)
     reference = stage.reference(scenario.spec)
-    played = stage.play(scenario)
-    seconds = round(played.outcome.seconds, 1)
-    events = [str(event) for event in scenario.events]
-    row = {"job": name, "seed": seed, "events": events, "seconds": seconds}
+    row: dict[str, Any] = {"job": name, "seed": seed, "events": list(map(str, scenario.events))}
+    try:
+        played = stage.play(scenario)
+    except subprocess.TimeoutExpired:
+        print(f"{name} seed {seed}: FAILED: {_STUCK}; again: {again(name, seed)}", flush=True)
+        return {**row, "seconds": LIMIT_S, "failure": _STUCK}
+    seconds = row["seconds"] = round(played.outcome.seconds, 1)
     try:
         judge(played, reference)
         twin = stage.twin(played)

@@ -316,7 +316,14 @@ def started(
         for process in processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
+        try:
+            for process in processes:
                 process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            for process in processes:
+                process.send_signal(signal.SIGKILL)
+                process.wait(timeout=20)
+            raise
 
 
 def launch(spec: JobSpec, *, zygote: Zygote, data: Path, directory: Path) -> Outcome:
