@@ -5,8 +5,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elaswave_plugin.errors import UnreadableValueError
-from elaswave_plugin.values.plain import LONGEST_BYTES, decode, encode
+from elaswave_plugin.values.gathered import checked
+from elaswave_plugin.values.plain import decode, encode
 
 _WHAT = "the state of a step"
 
@@ -26,9 +26,7 @@ def receive(rank: int) -> Any:
     lengths = torch.zeros(2, dtype=torch.int64)
     dist.recv(lengths, rank)
     length, beside_bytes = lengths.tolist()
-    if not 0 < length <= 2 * LONGEST_BYTES:
-        raise UnreadableValueError(f"{_WHAT} has {length} bytes, wanted at most {LONGEST_BYTES}")
-    plain = torch.empty(length, dtype=torch.uint8)
+    plain = torch.empty(checked(length, _WHAT), dtype=torch.uint8)
     dist.recv(plain, rank)
     tensors: list[torch.Tensor] = []
     value = decode(plain.numpy().data, _WHAT, beside=tensors, beside_bytes=beside_bytes)

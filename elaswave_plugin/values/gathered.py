@@ -21,7 +21,7 @@ def gathered(mine: Any, what: str = "what a worker tells the others") -> list[An
     count = torch.tensor(len(told))
     counts = [torch.zeros_like(count) for _ in range(dist.get_world_size())]
     dist.all_gather(counts, count)
-    lengths = [_checked(int(one), what) for one in counts]
+    lengths = [checked(int(one), what) for one in counts]
     row = torch.zeros(max(lengths), dtype=torch.uint8)
     row[: len(told)] = told
     rows = [torch.zeros_like(row) for _ in lengths]
@@ -38,7 +38,7 @@ def told_by(rank: int, mine: Any, what: str = "what a worker tells the others") 
     told = _bytes_of(mine if is_source else None, what)
     count = torch.tensor(len(told))
     dist.broadcast(count, src=rank)
-    length = _checked(int(count), what)
+    length = checked(int(count), what)
     if not is_source:
         told = torch.zeros(length, dtype=torch.uint8)
     dist.broadcast(told, src=rank)
@@ -49,7 +49,8 @@ def _bytes_of(value: Any, what: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(encode(value, what)), dtype=torch.uint8)
 
 
-def _checked(length: int, what: str) -> int:
+def checked(length: int, what: str) -> int:
+    """Return a length that another worker has told; raises UnreadableValueError for no such one."""
     if not 0 < length <= _LONGEST:
         raise UnreadableValueError(f"{what} has {length} bytes, wanted at most {_LONGEST}")
     return length

@@ -3,9 +3,11 @@
 import os
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from elaswave_plugin.errors import ConfigurationError, UnreadableValueError
+from elaswave_plugin.step_state.hand_over import receive, send
 from elaswave_plugin.values import gathered as module
 from elaswave_plugin.values import plain
 from elaswave_plugin.values.gathered import gathered, told_by
@@ -30,6 +32,20 @@ def _of_several_lengths(peer: Peer) -> None:
 
 def test_values_of_several_lengths() -> None:
     run(WORLD, _of_several_lengths)
+
+
+def _handed_over(peer: Peer) -> None:
+    state = {"scale": torch.tensor(3.5), ("a", 1): [torch.ones(5)[::2], (None, 1 << 70)]}
+    if peer.slot == 0:
+        send(state, 2)
+    elif peer.slot == 2:
+        told = receive(0)
+        assert list(told) == list(state) and told["scale"] == 3.5
+        assert torch.equal(told["a", 1][0], torch.ones(3)) and told["a", 1][1] == (None, 1 << 70)
+
+
+def test_a_state_with_tensors_is_handed_over() -> None:
+    run(WORLD, _handed_over)
 
 
 def _of_another_version(peer: Peer) -> None:
