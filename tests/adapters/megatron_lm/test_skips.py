@@ -77,9 +77,9 @@ def test_the_losses_are_those_without_the_plugin(
 
 def phase(name: str, **more: object) -> ScriptSpec:
     """A launch of the phases, the first of which ends after 3 steps."""
-    phases = ("--phase-transition-iterations", "3", "--save", "{data}/" + name)
-    saves = ("--save-interval", "100")
-    options = (*EVALUATION, *phases, *saves, "--load", "{data}/" + name)
+    folder = "{data}/phases-" + name  # no other test saves there
+    phases = ("--phase-transition-iterations", "3", "--save", folder)
+    options = (*EVALUATION, *phases, "--save-interval", "100", "--load", folder)
     return replace(ScriptSpec(options=options, ramp=6 * (8,)), **more)  # type: ignore[arg-type]
 
 
