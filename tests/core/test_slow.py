@@ -263,7 +263,7 @@ def test_no_false_alarm_however_few_micro_batches_of_varying_lengths(
 @pytest.mark.parametrize(
     ("seen", "slow", "typical", "most"),
     # A job whose lengths are known names as soon as one of equal lengths, or a little later.
-    [(0, 2.0, 12, 24), (20, 2.0, SHORTEST, 16), (100, 1.5, SHORTEST, LONGEST)],
+    sampled([(0, 2.0, 12, 24), (20, 2.0, SHORTEST, 16), (100, 1.5, SHORTEST, LONGEST)], share=1),
 )
 def test_who_is_slow_among_varying_lengths_is_named_soon(
     seen: int, slow: float, typical: int, most: int, number: int, peers: int

@@ -84,7 +84,9 @@ def test_a_kill_is_absorbed_and_the_script_counts_each_step_once(
 
 
 @proves(Kind.KILL, Promise.PLANNED, victim="1", moment="2:backward")
-@pytest.mark.parametrize("script", [EXAMPLE, EVALUATING], ids=["example", "no deepspeed first"])
+@pytest.mark.parametrize(
+    "script", sampled([EXAMPLE, EVALUATING], share=1), ids=["example", "no deepspeed first"]
+)
 def test_a_kill_is_survived_in_interpreters_that_import_all_anew(
     tmp_path: Path, reference: Launch, script: str
 ) -> None:

@@ -120,7 +120,7 @@ def test_a_kill_in_each_of_eight_saves_with_a_return(
 @proves(Kind.KILL_IN_SAVE, Promise.WHOLE)
 @pytest.mark.parametrize(
     ("stage", "step", "moment"),
-    sampled(list(itertools.product(STAGES, STRUCK, MOMENTS)), share=3),
+    sampled(list(itertools.product(STAGES, STRUCK, MOMENTS)), share=2),
 )
 def test_a_kill_in_a_save_without_a_return(
     planned: Saved, strike: Saved, tmp_path: Path, stage: int, step: int, moment: str

@@ -65,7 +65,7 @@ def undisturbed(
 
 @proves(Kind.KILL_IN_SAVE, Promise.WHOLE)
 @pytest.mark.parametrize(
-    ("layout", "seed"), sampled(list(itertools.product(LAYOUTS, (1, 2))), share=3)
+    ("layout", "seed"), sampled(list(itertools.product(LAYOUTS, (1, 2))), share=2)
 )
 @pytest.mark.timeout(300)
 def test_a_kill_in_each_of_eight_saves_with_a_return(
