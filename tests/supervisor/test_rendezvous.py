@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -11,6 +12,7 @@ import pytest
 
 from elaswave_plugin.errors import AgreementError, ConfigurationError
 from elaswave_plugin.ipc.peer import Peer, own_machine
+from elaswave_plugin.ipc.secret import Secret
 from elaswave_plugin.ipc.wire import encode, send_frame
 from elaswave_plugin.supervisor.peers import rendezvous
 from elaswave_plugin.supervisor.peers.rendezvous import (
@@ -137,6 +139,20 @@ def test_who_is_not_wanted_is_told_why(listeners: list[socket.socket]) -> None:
         ):
             with pytest.raises(ConfigurationError, match=why):
                 join_meeting(stranger, HOST, "")
+        for meeting in (join_meeting(place(1, (port,)), HOST, ""), ours.result(20.0)):
+            close(meeting)
+
+
+def test_another_secret_than_that_of_node_0_is_told_at_once(
+    listeners: list[socket.socket],
+) -> None:
+    port = listeners[0].getsockname()[1]
+    with ThreadPoolExecutor(1) as threads:
+        ours = threads.submit(host_meeting, place(0, (port,)), listeners[0], "")
+        began_s = time.monotonic()
+        with pytest.raises(ConfigurationError, match="is not that of node 0: give every"):
+            join_meeting(replace(place(1, (port,)), secret=Secret.new()), HOST, "")
+        assert time.monotonic() - began_s < 1.0
         for meeting in (join_meeting(place(1, (port,)), HOST, ""), ours.result(20.0)):
             close(meeting)
 

@@ -437,6 +437,8 @@ def _look_for_first(rendezvous: RendezvousSpec, deadline_s: float) -> socket.soc
         waiting.tell(f"node 0 to answer at {rendezvous.where}")
         try:
             return _dial(rendezvous, port)
+        except ConfigurationError:
+            raise  # it is a ValueError, and no stranger's
         except (OSError, ValueError) as error:
             if time.monotonic() + _REDIAL_S > deadline_s:
                 raise AgreementError(
