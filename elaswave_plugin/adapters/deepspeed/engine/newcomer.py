@@ -149,6 +149,9 @@ class _NothingLoaded(dict[str, Any]):
         )
 
 
+_RESULT = "what engine.load_checkpoint returns"
+
+
 class Loads:
     """The results of the script's loads of checkpoints at the start of the job."""
 
@@ -157,23 +160,34 @@ class Loads:
         self._loads = list(worker.job_constants.get("loads", ()))
 
     def load(self, engine: Any, native: Callable[[], Any]) -> Any:
-        """Return what ``native()`` does, or on a later worker what it returned at the start."""
+        """Return what ``native()`` does, or on a later worker what it returned at the start.
+
+        Raises ConfigurationError for a result that is not plain: where the job itself starts
+        workers again, else on a worker that joins, which is the first to need it.
+        """
         if not self._worker.detached:
             loaded = native(), {name: getattr(engine, name) for name in COUNTERS}
-            if self._worker.config.respawn or self._worker.reserve:
-                told = encode(loaded, "what engine.load_checkpoint returns")
-                self._loads.append(base64.b64encode(told).decode())
-                self._worker.remember(loads=self._loads)
+            self._loads.append(base64.b64encode(self._told(loaded)).decode())
+            self._worker.remember(loads=self._loads)
             return loaded[0]
         if not self._loads:
             # A checkpoint of this job: there was none when it began, and the others began without.
             return None, _NothingLoaded()
-        result, values = decode(
-            base64.b64decode(self._loads.pop(0)), "what engine.load_checkpoint returned"
-        )
+        loaded, refusal = decode(base64.b64decode(self._loads.pop(0)), _RESULT)
+        if refusal is not None:
+            raise ConfigurationError(refusal)
+        result, values = loaded
         for name, value in values.items():
             setattr(engine, name, value)
         return result
+
+    def _told(self, loaded: Any) -> bytes:
+        try:
+            return encode((loaded, None), _RESULT)
+        except ConfigurationError as error:
+            if self._worker.config.respawn or self._worker.reserve:
+                raise
+            return encode((None, str(error)), _RESULT)
 
 
 def check_together(worker: Worker, mine: tuple[int, int], sums: tuple[float, float]) -> None:
