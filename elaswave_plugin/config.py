@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from elaswave_plugin.core.agreement.hang import EVALUATION, SAVE
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.rehearsed import rehearsed_settings
 from elaswave_plugin.toml_file import toml_section
@@ -26,8 +27,8 @@ from elaswave_plugin.toml_file import toml_section
 STEP_PHASES = ("data", "forward", "backward", "reduce", "optimizer", "gather", "snapshot")
 RECOVERY_PHASES = ("detect", "agree", "edit", "move", "rebind", "verify", "replay")
 # A checkpoint is written, from its first byte on; all of it is written, and not named yet.
-SAVE_PHASE, FINALIZE_PHASE = "save", "finalize"
-OUTSIDE_PHASES = ("startup", "body", "evaluation", SAVE_PHASE, FINALIZE_PHASE)
+SAVE_PHASE, FINALIZE_PHASE = SAVE, "finalize"
+OUTSIDE_PHASES = ("startup", "body", EVALUATION, SAVE_PHASE, FINALIZE_PHASE)
 KILL_PHASES = STEP_PHASES + RECOVERY_PHASES + OUTSIDE_PHASES
 
 _PREFIX = "elaswave"
@@ -229,6 +230,19 @@ class ElasticConfig(BaseModel):
         " phase if that is longer (0.4 s, at most a fifth, are left for the recovery); one that a"
         " signal has stopped after 2 s in any phase; a lower value finds hangs sooner, a higher one"
         " spares slow workers",
+    )
+    hang_start_timeout_s: _Seconds = Field(
+        60.0,
+        description="the same in seconds for what was not measured yet: the phases of the first"
+        " three steps, the first passes of an evaluation, and its work between two passes, if"
+        " hang_timeout_s is lower; while torch.compile compiles, up to half an hour, and the time"
+        " in which a compiler works for a worker does not count",
+    )
+    uninterruptible_timeout_s: _Seconds | None = Field(
+        None,
+        description="seconds after which a worker is given up that hangs in a call of the kernel's"
+        " which no signal ends (state D), as on a file system that does not answer; none: it is"
+        " named in the log, and the others wait for it",
     )
     data_timeout_s: _Seconds = Field(
         30.0,

@@ -15,6 +15,8 @@ from typing import NoReturn
 from elaswave_plugin.ipc.reactor import Reactor
 
 _PR_SET_PDEATHSIG = 1
+STOPPED, IN_KERNEL = "T", "D"
+"""States of a process: a signal has stopped it; it sleeps in the kernel, and no signal wakes it."""
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -64,14 +66,30 @@ def describe_status(status: int) -> tuple[str, int | None]:
     return f"exit code {code}", code
 
 
-def is_stopped(pid: int) -> bool:
-    """Return whether a signal has stopped a process; false where there is none."""
+def state_of(pid: int) -> str:
+    """Return the kernel's letter for the state of a process; "" where there is none.
+
+    Source: Linux, proc(5).
+    """
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            state = file.read().rpartition(b")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0].decode()
     except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state == b"T"
+        return ""
+
+
+def group_members(leader_pid: int) -> Iterator[int]:
+    """Yield the processes of a group, as far as they live: a trainer and what it has started."""
+    for entry in os.scandir("/proc"):
+        # One that is somebody else's may end meanwhile.
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and os.getpgid(int(entry.name)) == leader_pid:
+                yield int(entry.name)
+
+
+def _is_resource_tracker(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 class Orphans:
@@ -91,9 +109,10 @@ class Orphans:
         writes nothing, and frees shared memory: it has its time.
         """
         if leader_pid and signal_group(leader_pid, signal.SIGSTOP):
-            for pid in _group(leader_pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            for pid in group_members(leader_pid):
+                if not _is_resource_tracker(pid):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
             signal_group(leader_pid, signal.SIGCONT)
             self.end(leader_pid)
 
@@ -121,14 +140,3 @@ class Orphans:
         """SIGKILL to all that are left, at once."""
         while self._leaders:
             signal_group(self._leaders.pop(), signal.SIGKILL)
-
-
-def _group(leader_pid: int) -> Iterator[int]:
-    """The members of a group that is stopped, except for resource trackers."""
-    for entry in os.scandir("/proc"):
-        # One that is somebody else's may end meanwhile.
-        with contextlib.suppress(OSError):
-            is_member = entry.name.isdigit() and os.getpgid(int(entry.name)) == leader_pid
-            command = Path(entry.path, "cmdline").read_bytes() if is_member else b""
-            if is_member and b"resource_tracker" not in command:
-                yield int(entry.name)

@@ -13,14 +13,23 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from elaswave_plugin.core.agreement.hang import NOBODY, UNKNOWN_LIMIT_S, PhaseLimits, Sample
+from elaswave_plugin.core.agreement.hang import (
+    EVALUATION,
+    NOBODY,
+    SAVE,
+    UNKNOWN_LIMIT_S,
+    Sample,
+)
 from elaswave_plugin.errors import ConfigurationError
 
 PROGRESS_FD = "ELASWAVE_PROGRESS_FD"
 # How long an announced phase is waited for. Long enough for the save of a large model on slow
 # storage; after it a phase counts as stuck and its worker is fenced.
 ANNOUNCED_LIMIT_S = 1800.0
+# How long a save may neither write nor compute.
+SAVE_LIMIT_S = 60.0
 BETWEEN_STEPS = "between steps"
+COMPILATION = "compilation"
 
 _PAGE_BYTES = 4096
 PAGE_NAME = "elaswave-progress"
@@ -39,6 +48,8 @@ _TOLD_TO_END = 10
 _WAITS_IN = 11
 _FLOOR_NS = 12
 _STACK_FD = 13
+_COMPILES = 14
+_IN_KERNEL_LIMIT_NS = 15
 # Texts: the phase, then the announced ones, which may be nested.
 _TEXTS = 1024
 _TEXT_BYTES = 64
@@ -85,9 +96,10 @@ class ProgressPage:
         self._words[_LIMIT_NS] = int(limit_s * _NS)
         self._write_text(0, phase.encode())
 
-    def set_floor(self, floor_s: float) -> None:
-        """No phase is late before."""
+    def set_floor(self, floor_s: float, *, in_kernel_s: float | None = None) -> None:
+        """No phase is late before; ``in_kernel_s``: the limit of a sleep that no signal ends."""
         self._words[_FLOOR_NS] = int(floor_s * _NS)
+        self._words[_IN_KERNEL_LIMIT_NS] = int((in_kernel_s or 0.0) * _NS)
 
     def set_place(self, *, epoch: int | None = None, step: int | None = None) -> None:
         """The view and the step of the work."""
@@ -134,6 +146,11 @@ class ProgressPage:
         self.touch()
         self._words[_DEPTH] = max(0, self._words[_DEPTH] - 1)
 
+    def set_compiles(self, compiles: bool) -> None:
+        """A compiler of torch's works in this process, or no longer does."""
+        self.touch()
+        self._words[_COMPILES] = compiles
+
     def offer_stack(self, fd: int) -> None:
         """This process writes its stack to its descriptor ``fd`` when it is asked for."""
         self._words[_STACK_FD] = fd
@@ -174,8 +191,15 @@ class ProgressPage:
     @property
     def announced(self) -> str | None:
         """The announced phase in which the trainer is."""
+        if self._words[_COMPILES]:
+            return COMPILATION
         depth = self._words[_DEPTH]
         return self._text(min(depth, _MOST_ANNOUNCED)) if depth else None
+
+    @property
+    def is_save(self) -> bool:
+        """True if the trainer, or what it has started for that, writes a checkpoint."""
+        return self.announced == SAVE
 
     @property
     def since_s(self) -> float:
@@ -188,18 +212,30 @@ class ProgressPage:
         slot: int,
         awake_s: float = 0.0,
         waited_s: float = 0.0,
+        worked_s: float = 0.0,
+        held_s: float = 0.0,
         stopped_s: float | None = None,
+        in_kernel_s: float | None = None,
     ) -> Sample | None:
         """Return what the page says now, None before the trainer began.
 
         Only time after `awake_s` counts, when the reader began to run (on the monotonic clock). The
-        `waited_s` in which the trainer waited for a processor do not count.
+        `waited_s` in which the trainer waited for a processor do not count, nor do the `held_s` in
+        which the kernel held it, nor the first `worked_s`, in which it was seen at work that the
+        page does not tell of, within the limit of announced work.
         """
         words = self._words
         if not words[_SINCE_NS]:
             return None
         announced = self.announced
         phase, limit_s = announced or self._text(0), words[_LIMIT_NS] / _NS
+        floor_s = words[_FLOOR_NS] / _NS
+        if announced == SAVE:
+            limit_s = max(floor_s, SAVE_LIMIT_S)
+        elif announced not in (None, EVALUATION):
+            limit_s = ANNOUNCED_LIMIT_S
+        worked_s = min(worked_s, max(0.0, ANNOUNCED_LIMIT_S - limit_s))
+        idle_s = waited_s + held_s
         waits_for, operations = words[_WAITS_FOR], words[_OPERATIONS]
         # The time comes last, as it comes first for the writer: what was read above is no newer.
         since_s = words[_SINCE_NS] / _NS
@@ -210,14 +246,16 @@ class ProgressPage:
             step=words[_STEP],
             phase=phase,
             operations=operations,
-            stalled_s=max(0.0, time.monotonic() - max(since_s, awake_s) - waited_s),
-            limit_s=ANNOUNCED_LIMIT_S if announced else limit_s,
+            stalled_s=max(0.0, time.monotonic() - max(since_s + worked_s, awake_s) - idle_s),
+            limit_s=limit_s,
             waits_for=waits_for,
             stopped_s=stopped_s,
             waited_s=waited_s,
             waits_in=words[_WAITS_IN],
-            floor_s=words[_FLOOR_NS] / _NS or UNKNOWN_LIMIT_S,
+            floor_s=floor_s or UNKNOWN_LIMIT_S,
             announced=bool(announced),
+            in_kernel_s=in_kernel_s,
+            in_kernel_limit_s=words[_IN_KERNEL_LIMIT_NS] / _NS or None,
         )
 
     def _write_text(self, index: int, text: bytes) -> None:
@@ -271,59 +309,3 @@ def phase(name: str) -> Iterator[None]:
             page.end_announced()
     finally:
         page.close()
-
-
-class PhaseClock:
-    """Times the phases of a trainer, and tells its page how long each may take."""
-
-    def __init__(
-        self,
-        page: ProgressPage,
-        *,
-        floor_s: float,
-        recovery_s: float,
-        data_floor_s: float | None = None,
-    ) -> None:
-        """No phase is late before `floor_s`, no phase of a recovery before `recovery_s`.
-
-        ``data_floor_s``: nor is the reading of data before this.
-        """
-        self._page = page
-        page.set_floor(floor_s)
-        self._limits = PhaseLimits(floor_s, data_floor_s=data_floor_s)
-        self._recovery_s = max(floor_s, recovery_s)
-        self._phase: str | None = None
-        self._entered_ns = 0
-
-    def enter(self, phase: str) -> None:
-        """A phase of a step begins."""
-        self._leave()
-        if self._page.announced is not None:
-            # In an evaluation: what it took is no measure of a step, and it is waited for anyway.
-            self._phase = None
-            return self._page.touch()
-        self._phase = phase
-        self._page.enter(phase, self._limits.of(phase))
-
-    def step_over(self) -> None:
-        """A step is complete: what follows is the script's."""
-        self._leave()
-        self._limits.step_over()
-        self.outside(BETWEEN_STEPS)
-
-    def outside(self, phase: str) -> None:
-        """Announce work that is no part of a step, and of unknown length."""
-        self._phase = None
-        self._page.enter(phase, UNKNOWN_LIMIT_S)
-
-    def recover(self, phase: str) -> None:
-        """A phase of a recovery begins; the interrupted step will be redone."""
-        self._phase = None
-        self._limits.drop_step()
-        self._page.enter(phase, self._recovery_s)
-
-    def _leave(self) -> None:
-        now_ns = time.monotonic_ns()
-        if self._phase is not None:
-            self._limits.note(self._phase, (now_ns - self._entered_ns) / _NS)
-        self._entered_ns = now_ns

@@ -7,7 +7,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from elaswave_plugin.config import FINALIZE_PHASE, SAVE_PHASE, STEP_PHASES, Kill
-from elaswave_plugin.ipc.progress_page import BETWEEN_STEPS, PhaseClock, ProgressPage
+from elaswave_plugin.ipc.phase_clock import PhaseClock
+from elaswave_plugin.ipc.progress_page import BETWEEN_STEPS, ProgressPage
+from elaswave_plugin.recovery.compilations import Compilations
 from elaswave_plugin.recovery.faults import bytes_in, once_written, strike
 from elaswave_plugin.tracking.events import EventLog
 
@@ -34,6 +36,7 @@ class Phases:
         self._check = check
         self._page = page
         self._clock = clock
+        self._compilations = Compilations(page)
         self._step = 0
         # The folder of the checkpoint that is being written.
         self._draft: Path | None = None
@@ -65,6 +68,7 @@ class Phases:
 
     def enter(self, phase: str) -> None:
         """Announce a phase of a step; leaves by EpochChanged when a view is proposed."""
+        self._compilations.watch()
         if phase in STEP_PHASES:
             self._clock.enter(phase)
         else:
@@ -75,6 +79,14 @@ class Phases:
         if self.replaying and phase == "backward":
             self.fire("replay")
         self._check()
+
+    def begin_pass(self) -> None:
+        """Announce a forward pass that has no backward, as of an evaluation."""
+        self._clock.begin_pass()
+
+    def end_pass(self) -> None:
+        """Announce the end of that pass."""
+        self._clock.end_pass()
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:

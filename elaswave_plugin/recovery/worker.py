@@ -25,7 +25,7 @@ from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.environment import read_reserve
 from elaswave_plugin.ipc.frames import StartDetached
 from elaswave_plugin.ipc.job_constants import JobConstants
-from elaswave_plugin.ipc.progress_page import PhaseClock
+from elaswave_plugin.ipc.phase_clock import PhaseClock
 from elaswave_plugin.recovery.phases import Phases
 from elaswave_plugin.recovery.record import RecoveryRecord
 from elaswave_plugin.recovery.slow_workers import SlowWorkers
@@ -120,6 +120,8 @@ class Worker:
                 floor_s=config.hang_timeout_s,
                 recovery_s=config.transfer_timeout_s,
                 data_floor_s=config.data_timeout_s,
+                start_s=config.hang_start_timeout_s,
+                in_kernel_s=config.uninterruptible_timeout_s,
             ),
         )
 

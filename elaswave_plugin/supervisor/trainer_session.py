@@ -17,11 +17,12 @@ from elaswave_plugin.core.codec import WireMessage
 from elaswave_plugin.errors import EXIT_CONFIGURATION
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.environment import INCARNATION, Program
-from elaswave_plugin.ipc.process_tree import is_stopped
+from elaswave_plugin.ipc.process_work import WorkWatch
 from elaswave_plugin.ipc.progress_page import BETWEEN_STEPS, ProgressPage, create_page
 from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.ipc.secret import Secret
 from elaswave_plugin.ipc.wire import Channel, Frame, send_frame
+from elaswave_plugin.supervisor.process_states import ProcessStates
 from elaswave_plugin.supervisor.trainer_process import ExecTrainer, Given, ZygoteTrainer
 
 # Of a script that never imported torch, or does not let torch import us.
@@ -112,8 +113,8 @@ class TrainerSession:
     raised: Raised | None = None
     missing: str = _UNKNOWN
     waits: ProcessorWaits = field(default_factory=ProcessorWaits)
-    # When it was first seen stopped by a signal, if it still is.
-    seen_stopped_s: float | None = None
+    work: WorkWatch = field(default_factory=WorkWatch)
+    states: ProcessStates = field(default_factory=ProcessStates)
     _reactor: Reactor = field(init=False)
     _on_exit: OnExit = field(init=False)
     _on_late_exit: OnExit = field(init=False)
@@ -135,15 +136,16 @@ class TrainerSession:
         """
         if not self.works:
             return None
-        pid, now_s = self.process.pid, time.monotonic()
-        waited_s = self.waits.since(self.page.since_s, pid)
-        since_s = self.seen_stopped_s or now_s
-        self.seen_stopped_s = max(since_s, awake_s) if is_stopped(pid) else None
+        pid, since_s = self.process.pid, self.page.since_s
+        self.states.look(pid, progress_s=since_s, awake_s=awake_s)
         return self.page.sample(
             slot=slot,
             awake_s=awake_s,
-            waited_s=waited_s,
-            stopped_s=None if self.seen_stopped_s is None else now_s - self.seen_stopped_s,
+            waited_s=self.waits.since(since_s, pid),
+            worked_s=self.work.last_s(pid, since_s, any_work=self.page.is_save) - since_s,
+            held_s=self.states.held_s,
+            stopped_s=self.states.stopped_s,
+            in_kernel_s=self.states.in_kernel_s,
         )
 
     def reached(self, sealed: int) -> int:

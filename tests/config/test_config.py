@@ -30,6 +30,7 @@ KEYS = (
     "dir",
     "dump_state",
     "gpu_engine",
+    "hang_start_timeout_s",
     "hang_timeout_s",
     "kill",
     "last_checkpoint_dir",
@@ -49,6 +50,7 @@ KEYS = (
     "stop_after",
     "tensorboard",
     "transfer_timeout_s",
+    "uninterruptible_timeout_s",
     "wandb",
     "wandb_project",
 )

@@ -11,6 +11,7 @@ from elaswave_plugin.core.agreement.hang import (
     FACTOR,
     NOBODY,
     OUTSIDE,
+    START_LIMIT_S,
     STEPS_FOR_A_MEDIAN,
     UNKNOWN_LIMIT_S,
     PhaseLimits,
@@ -198,14 +199,14 @@ def test_late_workers_that_wait_without_an_end_have_one_guilty_among_them(
 def test_a_phase_has_a_limit_once_it_is_known() -> None:
     limits = PhaseLimits(2.0)
     for _ in range(STEPS_FOR_A_MEDIAN):
-        assert limits.of("forward") == UNKNOWN_LIMIT_S
+        assert limits.of("forward") == START_LIMIT_S
         limits.note("forward", 1.5)
         limits.note("forward", 0.1)
         limits.note("data", 0.1)
         limits.step_over()
     assert limits.of("forward") == pytest.approx(FACTOR * 1.5)
     assert limits.of("data") == 2.0
-    assert limits.of("optimizer") == UNKNOWN_LIMIT_S
+    assert limits.of("optimizer") == START_LIMIT_S
 
 
 def test_reading_data_may_stall_for_longer() -> None:
@@ -233,7 +234,7 @@ def test_an_interrupted_step_counts_for_nothing() -> None:
         limits.note("reduce", 30.0)
         limits.drop_step()
     limits.step_over()
-    assert limits.of("reduce") == UNKNOWN_LIMIT_S
+    assert limits.of("reduce") == START_LIMIT_S
 
 
 def test_a_phase_of_a_few_steps_only_does_not_forget_what_it_took() -> None:
@@ -252,3 +253,15 @@ def test_the_median_is_of_the_recent_steps() -> None:
         limits.note("forward", seconds)
         limits.step_over()
     assert limits.of("forward") == pytest.approx(FACTOR)
+
+
+def test_what_the_kernel_holds_is_given_up_only_where_a_limit_was_set() -> None:
+    """SIGKILL would not end it, and what it holds would not be free."""
+    held = {"stalled_s": 0.1, "in_kernel_s": 1000.0}
+    assert page(1, **held).is_held and not page(1).is_held
+    assert verdicts(page(0, 1), page(1, **held)) == {}
+    assert verdicts(page(0, 1), page(1, in_kernel_limit_s=1001.0, **held)) == {}
+    assert verdicts(page(0, 1), page(1, in_kernel_limit_s=900.0, **held)) == {
+        1: "no progress for 0.1 s in backward of step 7, in a call of the kernel's that no signal"
+        " ends for 1000.0 s (limit 900 s with a recovery); worker 0 waits for it"
+    }

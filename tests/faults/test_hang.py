@@ -1,10 +1,14 @@
 """Workers that hang: found, killed by their supervisors, and the run goes on bit for bit."""
 
 import itertools
+import os
+from pathlib import Path
 
 import pytest
 
+from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.core.agreement.hang import STOPPED_LIMIT_S
+from elaswave_plugin.ipc.progress_page import SAVE_LIMIT_S
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived, hang_of
 from tests.proofs import Kind, Promise, proves
@@ -52,6 +56,128 @@ def test_a_stopped_worker_is_found_in_any_phase(
     (found,) = hung.events("hang_found")
     assert (found["slot"], found["phase"], found["step"]) == (slot, phase, step)
     assert found["stopped"] and found["limit_s"] == STOPPED_LIMIT_S
+
+
+# A phase of a step that no three steps have measured yet.
+START_S = 4.0
+
+
+@proves(Kind.HANG, Promise.EQUAL)
+@pytest.mark.parametrize("how", ["loop", "gil"])
+def test_a_hang_in_the_first_steps_is_found(run: Launch, reference: Reference, how: str) -> None:
+    spec = JobSpec(
+        options=(f"--elaswave-hang-start-timeout-s={START_S:g}",), kills=(f"1@1:forward:{how}",)
+    )
+    hung = run(spec)
+    check_equal(hung, reference(spec))
+    found = hang_of(hung)
+    assert (found["slot"], found["phase"], found["step"]) == (1, "forward", 1)
+    assert found["limit_s"] == START_S
+
+
+# A loop in the fifth pass of an evaluation, whose passes have a limit by then.
+IN_A_PASS = """
+import os
+from elaswave_plugin.recovery.phases import Phases
+begin, passes = Phases.begin_pass, []
+def hang(self):
+    begin(self)
+    passes.append(self.step)
+    if self._slot == 1 and len(passes) == 5:
+        self._events.emit(
+            "fault_fired", slot=1, step=self.step, phase="evaluation", pid=os.getpid(), at_s=0.0
+        )
+        while True:
+            pass
+Phases.begin_pass = hang
+"""
+
+
+@proves(Kind.HANG, Promise.EQUAL)
+def test_a_hang_in_a_pass_of_an_evaluation_is_found(run: Launch, reference: Reference) -> None:
+    options = ("--eval-interval=3", "--eval-iters=8")
+    hung = run(JobSpec(options=options, sabotage=IN_A_PASS))
+    assert len(hung.events("fault_fired")) == 1
+    check_equal(hung, reference(JobSpec(options=options)))
+    (found,) = hung.events("hang_found")
+    assert (found["slot"], found["phase"]) == (1, "evaluation")
+    assert found["limit_s"] == ElasticConfig().hang_timeout_s
+
+
+@proves(Kind.HANG, Promise.EQUAL)
+@pytest.mark.slow
+def test_a_hang_in_a_save_is_found(run: Launch, reference: Reference, tmp_path: Path) -> None:
+    """It neither writes nor computes for a minute."""
+    options = (f"--save={tmp_path / 'saved'}", "--save-interval=2")
+    hung = run(JobSpec(options=options, kills=("1@2:save:gil",)))
+    check_survived(hung)
+    assert hung.trace() == reference(JobSpec()).trace()
+    (found,) = hung.events("hang_found")
+    assert (found["slot"], found["phase"], found["limit_s"]) == (1, "save", SAVE_LIMIT_S)
+
+
+@proves(Kind.HANG, Promise.EQUAL)
+def test_a_newcomer_that_is_stopped_is_found(run: Launch, reference: Reference) -> None:
+    """Nobody waits for it yet; its slot is for the next one."""
+    spec = JobSpec(
+        steps=14,
+        respawn=10,
+        dump="last",
+        kills=("2@2:forward", "2.1@0:startup:stop"),
+        awaits=((6, 1), (12, 1)),
+    )
+    hung = run(spec)
+    check_equal(hung, reference(spec))
+    assert len(hung.events("fault_fired")) == 2
+    (found,) = hung.events("hang_found")
+    assert found["slot"] == 2 and found["stopped"]
+    assert [event["incarnation"] for event in hung.events("entered")] == [2]
+
+
+# One worker sleeps in the kernel, where no signal wakes it, until its child has ended.
+HELD = """
+import ctypes, os, time
+from elaswave_plugin.recovery.phases import Phases
+fire, held = Phases.fire, []
+def hold(self, name):
+    if (self._slot, self.step, name) == (1, 4, "forward") and not held:
+        held.append(name)
+        self._events.emit(
+            "fault_fired", slot=1, step=4, phase=name, pid=os.getpid(), at_s=time.time()
+        )
+        CLONE_VFORK, SIGCHLD, SYS_CLONE = 0x4000, 17, 56
+        if ctypes.PyDLL(None).syscall(SYS_CLONE, CLONE_VFORK | SIGCHLD, 0, 0, 0, 0) == 0:
+            time.sleep({seconds})
+            os._exit(0)
+    fire(self, name)
+Phases.fire = hold
+"""
+only_x86 = pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of a system call")
+
+
+@only_x86
+@proves(Kind.HANG, Promise.NOBODY_LOST)
+def test_a_worker_that_the_kernel_holds_is_named_and_stays(run: Launch) -> None:
+    held = run(JobSpec(sabotage=HELD.format(seconds=6)))
+    check_nobody_was_lost(held)
+    assert len(held.events("fault_fired")) == 1
+    (named,) = held.events("held_in_kernel")
+    assert (named["slot"], named["step"], named["phase"]) == (1, 4, "forward")
+    assert held.output.count("no signal ends (state D)") == 1
+
+
+@only_x86
+@proves(Kind.HANG, Promise.EQUAL)
+def test_a_worker_that_the_kernel_holds_goes_after_the_users_limit(
+    run: Launch, reference: Reference
+) -> None:
+    options = ("--elaswave-uninterruptible-timeout-s=4",)
+    held = run(JobSpec(options=options, sabotage=HELD.format(seconds=300)))
+    assert len(held.events("fault_fired")) == 1
+    check_equal(held, reference(JobSpec(options=options)))
+    (found,) = held.events("hang_found")
+    assert (found["slot"], found["step"]) == (1, 4)
+    assert found["limit_s"] == 4.0
 
 
 @proves(Kind.HANG_IN_RECOVERY, Promise.EQUAL)
@@ -212,3 +338,28 @@ def test_the_first_steps_may_be_slow(run: Launch) -> None:
     slow = run(JobSpec(sabotage=COMPILING))
     check_nobody_was_lost(slow)
     assert {event["step"] for event in slow.events("slow")} == {0, 2}
+
+
+# One worker compiles in step 4, for longer than a hang may take, and nobody has announced it.
+COMPILER = """
+import time, torch
+from elaswave_plugin.recovery.phases import Phases
+fire, places = Phases.fire, [(4, "forward")]
+def compile_slowly(module, inputs):
+    time.sleep(6)
+    return module.forward
+def slowly(self, name):
+    if self._slot == 1 and (self.step, name) in places:
+        places.remove((self.step, name))
+        self._events.emit("slow", slot=1, step=self.step)
+        torch.compile(lambda x: x + 1, backend=compile_slowly)(torch.ones(1))
+    fire(self, name)
+Phases.fire = slowly
+"""
+
+
+@proves(Kind.NOISE, Promise.NOBODY_LOST)
+def test_a_compilation_in_any_step_is_waited_for(run: Launch) -> None:
+    slow = run(JobSpec(sabotage=COMPILER))
+    check_nobody_was_lost(slow)
+    assert len(slow.events("slow")) == 1

@@ -20,9 +20,12 @@ LOADED, COMPUTING = range(700, 760), 12
 COMPUTE = "import os\nwhile os.getppid() == {parent}: sum(range(10000))"
 # More than half of what a hang may take is what noise takes here; announced work takes longer.
 NOISE = """
-import os, random, subprocess, sys, time
+import os, random, subprocess, sys, time, torch
 from elaswave_plugin.recovery.phases import Phases
-fire, draw, load = Phases.fire, random.Random(), []
+fire, draw, load, compiled = Phases.fire, random.Random(), [], []
+def compile_slowly(module, inputs):
+    time.sleep({announced_s})
+    return module.forward
 def noisily(self, name):
     if self._slot == 0 and self.step in {loaded} and not load:
         compute = {compute!r}.format(parent=os.getpid())
@@ -33,7 +36,12 @@ def noisily(self, name):
             process.kill()
             process.wait()
         load.clear()
-    if name in ("evaluation", "save") and self._slot == self.step // 250 % 2:
+    if (self._slot, self.step, name) == (1, 400, "forward") and not compiled:
+        compiled.append(self.step)
+        self._events.emit("slow", slot=1, phase="compilation", step=self.step)
+        torch.compile(lambda x: x + 1, backend=compile_slowly)(torch.ones(1))
+        pause_s = 0.0
+    elif name in ("evaluation", "save") and self._slot == self.step // 250 % 2:
         pause_s = {announced_s}
     elif name == "data" and self.step % 100 == 50 and self._slot == self.step // 100 % 2:
         pause_s = {hiccup_s}
@@ -84,13 +92,13 @@ def noisy(steps: int, saved: Path) -> JobSpec:
 def test_no_false_alarm_in_a_thousand_noisy_steps(
     run: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With evaluations and saves of one slow worker, a loader that stutters and slows, and load."""
+    """With evaluations, saves and compilations of one worker, a loader that stutters, and load."""
     monkeypatch.setattr(harness, "RUN_LIMIT_S", 300.0)
     outcome = run(noisy(1000, tmp_path / "saved"))
     assert outcome.returncode == 0, outcome.output[-4000:]
     assert len(outcome.files.steps) == 2 * 1000
     slow = outcome.events("slow")
-    assert {event["phase"] for event in slow} >= {"data", "evaluation", "save"}
+    assert {event["phase"] for event in slow} >= {"data", "evaluation", "save", "compilation"}
     assert {event["slot"] for event in slow} == {0, 1}
     (loaded,) = outcome.events("loaded")
     assert loaded["step"] == LOADED.start

@@ -18,7 +18,6 @@ from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.progress_page import (
     ANNOUNCED_LIMIT_S,
     PROGRESS_FD,
-    PhaseClock,
     ProgressPage,
     create_page,
     page_of,
@@ -203,44 +202,6 @@ def test_the_page_needs_no_torch() -> None:
     assert done.stdout == "False\n", done.stderr
 
 
-def step(clock: PhaseClock) -> None:
-    clock.enter("begin")
-    clock.enter("forward")
-    clock.step_over()
-
-
-def test_a_phase_gets_its_limit_after_three_steps(
-    pages: tuple[ProgressPage, ProgressPage],
-) -> None:
-    trainer, supervisor = pages
-    clock = PhaseClock(trainer, floor_s=1.5, recovery_s=60.0)
-    for _ in range(3):
-        clock.enter("forward")
-        assert read(supervisor).limit_s == UNKNOWN_LIMIT_S
-        clock.step_over()
-        assert (read(supervisor).phase, read(supervisor).limit_s) == (
-            "between steps",
-            UNKNOWN_LIMIT_S,
-        )
-    clock.enter("forward")
-    assert read(supervisor).limit_s == 1.5
-    clock.recover("agree")
-    assert (read(supervisor).phase, read(supervisor).limit_s) == ("agree", 60.0)
-
-
-def test_what_happens_in_an_announced_phase_is_no_measure_of_a_step(
-    pages: tuple[ProgressPage, ProgressPage],
-) -> None:
-    trainer, supervisor = pages
-    clock = PhaseClock(trainer, floor_s=1.5, recovery_s=60.0)
-    for _ in range(3):
-        step(clock)
-    trainer.announce("evaluation")
-    clock.enter("forward")
-    trainer.end_announced()
-    assert (read(supervisor).phase, read(supervisor).limit_s) == ("between steps", UNKNOWN_LIMIT_S)
-
-
 def barrier(table: LinkTable, rank: int) -> Operation:
     group = Group(number=1, label="pair", members=(0, 1), rank=rank)
     operation = Operation(table, group, "barrier", timeout_s=20.0)
@@ -272,19 +233,6 @@ def test_a_link_table_says_for_whom_it_waits(pages: tuple[ProgressPage, Progress
     assert read(supervisor).waits_for == NOBODY
     left.close()
     right.close()
-
-
-def test_a_phase_costs_microseconds(pages: tuple[ProgressPage, ProgressPage]) -> None:
-    """The best of several rounds: the machine is shared, and the work is always the same."""
-    clock = PhaseClock(pages[0], floor_s=2.0, recovery_s=60.0)
-    best_s = float("inf")
-    for _ in range(20):
-        started_s = time.perf_counter()
-        for _ in range(500):
-            clock.enter("forward")
-            clock.enter("backward")
-        best_s = min(best_s, (time.perf_counter() - started_s) / 1000)
-    assert best_s < 20e-6
 
 
 def test_one_that_seals_nothing_is_known_to_have_come_further() -> None:

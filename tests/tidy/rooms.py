@@ -24,7 +24,7 @@ kept: errors values
 core/step: errors
 checkpoints: errors values
 core/layout: errors
-config: errors rehearsed toml_file
+config: core/agreement errors rehearsed toml_file
 core/agreement: core core/layout errors
 core/planner: core/layout core/step errors
 testing: core core/agreement core/layout

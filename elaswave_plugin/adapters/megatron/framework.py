@@ -12,6 +12,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from elaswave_plugin.adapters.evaluation_passes import watch_evaluation
 from elaswave_plugin.adapters.megatron.compat.versions import ask_again
 from elaswave_plugin.adapters.megatron.state import (
     buffers,
@@ -185,6 +186,8 @@ class MegatronFramework:
             middle.register_forward_hook(_announce_backward(self._announce)),
         ]
         self._watched += watch_passes(self.chunks, self._worker.stopwatch)
+        for chunk in self.chunks:
+            self._watched += watch_evaluation(chunk, self._worker.phases)
         for group in (group for chunk in self.chunks for group in chunk.bucket_groups):
             # Where gathers overlap, the forward's hooks start them, a bucket group at a time.
             if group.ddp_config.overlap_param_gather and "start_param_sync" not in vars(group):

@@ -107,6 +107,11 @@ class Acceptor(Reporter, ABC):
             self._accept(proposal, now_s)
 
     @property
+    def proposed(self) -> MembershipView | None:
+        """The view that was proposed last, as far as this supervisor has accepted one."""
+        return None if self._accepted is None else self._accepted.view
+
+    @property
     def _asked_epoch(self) -> int:
         """The highest epoch for which the own trainer was asked to stop."""
         return 0 if self._accepted is None else self._accepted.ballot.epoch

@@ -28,6 +28,8 @@ The others shall be at work again when the limit is over, except for the step th
 """
 DATA = "data"
 """The phase that waits for storage, whose stalls are nobody's hang."""
+EVALUATION, SAVE = "evaluation", "save"
+"""The work between steps of which more is known than that it may take long."""
 STEPS_FOR_A_MEDIAN = 3
 STEPS_REMEMBERED = 15
 _CAME_LATER = (
@@ -41,16 +43,28 @@ _NOT_ALIKE = (
 )
 STOPPED_LIMIT_S = 2.0
 """A signal may stop a worker for which others wait for so long, in whichever phase."""
+START_LIMIT_S = 60.0
+"""The limit of a phase of a step, or of an evaluation, that was not measured yet."""
 UNKNOWN_LIMIT_S = 600.0
-"""The limit of a phase without a median: compilation in the first steps, scripts between steps."""
+"""The limit of what nothing is known of: a script's own work between steps."""
 
 
 class PhaseLimits:
     """The limits of each phase of a step without progress, from how long it has taken so far."""
 
-    def __init__(self, floor_s: float, *, data_floor_s: float | None = None) -> None:
-        """Set the least limit, ``floor_s``; ``data_floor_s``: the least for reading data."""
+    def __init__(
+        self,
+        floor_s: float,
+        *,
+        data_floor_s: float | None = None,
+        start_s: float = START_LIMIT_S,
+    ) -> None:
+        """Set the least limit, ``floor_s``; ``data_floor_s``: the least for reading data.
+
+        ``start_s``: the limit of what has no median yet.
+        """
         self._floor_s = floor_s
+        self._start_s = max(floor_s, start_s)
         self._data_floor_s = floor_s if data_floor_s is None else max(floor_s, data_floor_s)
         self._this_step: dict[str, float] = {}
         self._longest: dict[str, deque[float]] = {}
@@ -77,7 +91,7 @@ class PhaseLimits:
 
     def of(self, phase: str) -> float:
         """The limit of a phase in seconds."""
-        return self._limits.get(phase) or max(self._floor_s, UNKNOWN_LIMIT_S)
+        return self._limits.get(phase) or self._start_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +103,9 @@ class Sample:
     its operation cannot go on, or one of NOBODY, COMMIT, OUTSIDE. `waits_in`: which
     operation that is, alike on all members of its group. `stopped_s`: for how long a signal has
     stopped it; None: it has not. `floor_s`: the shortest limit that a phase may have. `announced`:
-    the phase is work between steps, as a save.
+    the phase is work between steps, as a save. `in_kernel_s`: for how long it was found asleep in
+    the kernel where no signal wakes it; None: it is not. `in_kernel_limit_s`: the seconds of that
+    after which it is given up all the same; None: it is not.
     """
 
     slot: int
@@ -106,6 +122,8 @@ class Sample:
     waits_in: int = 0
     floor_s: float = UNKNOWN_LIMIT_S
     announced: bool = False
+    in_kernel_s: float | None = None
+    in_kernel_limit_s: float | None = None
 
     @property
     def may_stall_s(self) -> float:
@@ -123,8 +141,15 @@ class Sample:
         return self.stopped_s is not None
 
     @property
+    def is_held(self) -> bool:
+        """True if the kernel holds it, on a file system or a device, for longer than it may."""
+        return self.in_kernel_s is not None and self.in_kernel_s >= self.may_stall_s
+
+    @property
     def is_late(self) -> bool:
-        """True if it has stood still, or was stopped, for longer than it may."""
+        """True if it has stood still, or was stopped, or held, for longer than it may."""
+        if self.in_kernel_limit_s is not None and self.in_kernel_s is not None:
+            return self.in_kernel_s >= self.in_kernel_limit_s
         return self.stalled_s >= self.may_stall_s or (self.stopped_s or 0.0) >= STOPPED_LIMIT_S
 
     @property
@@ -199,6 +224,8 @@ def verdict(sample: Sample, waiting: Waiting) -> str | None:
     stopped = ""
     if sample.stopped_s is not None:
         stopped = f", stopped by a signal for {sample.stopped_s:.1f} s"
+    if sample.in_kernel_s is not None:
+        stopped = f", in a call of the kernel's that no signal ends for {sample.in_kernel_s:.1f} s"
     if sample.waited_s >= 0.1:
         stopped += f", and {sample.waited_s:.1f} s in which it waited for a processor"
     why = (_CAME_LATER if sample.incarnation else _NOT_ALIKE) if waiting.differs else ""
@@ -210,6 +237,8 @@ def verdict(sample: Sample, waiting: Waiting) -> str | None:
 
 def limit_of(sample: Sample, waiting: Waiting) -> float:
     """Return the seconds after which others go on without this worker, recovery included."""
+    if sample.in_kernel_s is not None and sample.in_kernel_limit_s is not None:
+        return sample.in_kernel_limit_s
     limit_s = min(sample.limit_s, sample.floor_s) if waiting.differs else sample.limit_s
     return min(limit_s, STOPPED_LIMIT_S) if sample.is_stopped else limit_s
 

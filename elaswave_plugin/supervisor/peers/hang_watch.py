@@ -20,7 +20,9 @@ from elaswave_plugin.core.agreement.hang import (
     who_waits,
 )
 from elaswave_plugin.core.agreement.leader import Agreement
+from elaswave_plugin.core.agreement.view import MembershipView
 from elaswave_plugin.errors import EXIT_CONFIGURATION
+from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.frames import Beat
 from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.tracking.events import EventLog
@@ -65,6 +67,7 @@ class HangWatch:
         self._waiting: dict[int, Waiting] = {}
         self._awake_s = self._due_s = clock()
         self._fenced: Sample | None = None
+        self._told_held = -1, -1, ""
         self._check()
 
     # ---- what the beats carry -----------------------------------------------------------------
@@ -104,31 +107,35 @@ class HangWatch:
     def _leads(self) -> bool:
         return self._agreement.leader == self._agreement.slot
 
-    def _own(self) -> Sample | None:
-        """The own trainer's page, where it works in the view."""
-        sample = self._trainer.progress(self._awake_s)
-        return sample if sample is not None and self._is_member(sample) else None
+    @property
+    def _views(self) -> tuple[MembershipView, ...]:
+        """The view, and the one that the others may wait for a newcomer to answer."""
+        proposed = self._agreement.proposed
+        return (self._agreement.committed, *(() if proposed is None else (proposed,)))
 
     def _is_member(self, sample: Sample) -> bool:
-        view = self._agreement.committed
-        if not self._agreement.started or sample.slot not in view.ranks:
-            return False
-        return view.incarnations[view.ranks.index(sample.slot)] == sample.incarnation
+        me = sample.slot, sample.incarnation
+        return self._agreement.started and any(
+            me in zip(view.ranks, view.incarnations, strict=True) for view in self._views
+        )
 
     def _who_waits(self, own: Sample | None) -> dict[int, Waiting]:
         known = [*self._others.values(), *([] if own is None else [own])]
         samples = {sample.slot: sample for sample in known if self._is_member(sample)}
-        return who_waits(self._agreement.committed.ranks, samples)
+        members = {slot for view in self._views for slot in view.ranks}
+        return who_waits(sorted(members), samples)
 
     def _check(self) -> None:
         now_s = self._clock()
         if now_s - self._due_s > self._every_s:
             # It is this process that did not run, and so maybe the whole machine or job.
             self._awake_s = now_s
-        own = self._own()
+        own = self._trainer.progress(self._awake_s)
         pause_s = self._every_s
-        if own is not None:
-            if own.is_late_in_circle:
+        if own is not None and not self._is_member(own):
+            self._judge_newcomer(own)
+        elif own is not None:
+            if own.is_late_in_circle or own.is_held:
                 self._judge(own)
             may_stall_s = own.may_stall_s if own.is_late_in_circle else own.may_stall_in_circle_s
             left_s = may_stall_s - own.stalled_s
@@ -138,6 +145,16 @@ class HangWatch:
         self._due_s = self._clock() + pause_s
         self._reactor.after(pause_s, self._check)
 
+    def _judge_newcomer(self, own: Sample) -> None:
+        """Give up one that a signal has stopped on its way in: nobody else would ask for it."""
+        is_late = (own.stopped_s or 0.0) >= STOPPED_LIMIT_S and self._agreement.started
+        if is_late and own.incarnation and not self._is_fenced(own):
+            self._found(own, Waiting())
+            self._trainer.fence(
+                f"stopped by a signal for {own.stopped_s:.1f} s (limit {STOPPED_LIMIT_S:g} s)"
+                " before it entered the job"
+            )
+
     def _judge(self, own: Sample) -> None:
         if self._leads:
             waiting = self._who_waits(own).get(own.slot, Waiting())
@@ -146,7 +163,18 @@ class HangWatch:
             waiting = self._told if fresh else Waiting()
         evidence = verdict(own, waiting)
         if evidence is None or self._is_fenced(own):
+            if own.is_held and waiting.slots:
+                self._tell_held(own, waiting)
             return
+        self._found(own, waiting)
+        came = any(self._agreement.committed.incarnations)
+        if waiting.differs and waiting.by_script and not came:
+            # Work that only some ask for: the next one to do so would be at fault, too.
+            self._agreement.abandon(f"worker {own.slot}: {evidence}", EXIT_CONFIGURATION)
+        else:
+            self._trainer.fence(evidence)
+
+    def _found(self, own: Sample, waiting: Waiting) -> None:
         self._fenced = own
         self._events.emit(
             "hang_found",
@@ -161,12 +189,26 @@ class HangWatch:
             in_circle=waiting.in_circle,
             differs=waiting.differs,
         )
-        came = any(self._agreement.committed.incarnations)
-        if waiting.differs and waiting.by_script and not came:
-            # Work that only some ask for: the next one to do so would be at fault, too.
-            self._agreement.abandon(f"worker {own.slot}: {evidence}", EXIT_CONFIGURATION)
-        else:
-            self._trainer.fence(evidence)
+
+    def _tell_held(self, own: Sample, waiting: Waiting) -> None:
+        """Say once a phase that it stays: SIGKILL would neither end it nor free its device."""
+        where = own.incarnation, own.step, own.phase
+        if where != self._told_held:
+            self._told_held = where
+            self._events.emit(
+                "held_in_kernel",
+                slot=own.slot,
+                step=own.step,
+                phase=own.phase,
+                held_s=own.in_kernel_s,
+                waiting=list(waiting.slots),
+            )
+            say(
+                f"worker {own.slot} has been in a call of the kernel's that no signal ends (state"
+                f" D) for {own.in_kernel_s:.1f} s, in {own.phase} of step {own.step}: a file system"
+                f" or a device does not answer; {waiting}, and the job with them; set"
+                " uninterruptible_timeout_s to give such a worker up"
+            )
 
     def _is_fenced(self, own: Sample) -> bool:
         """The signal is on its way."""

@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--loader", action="store_true")
+    parser.add_argument("--passes", type=int, default=1, help="over the same samples, of one call")
     args, _ = parser.parse_known_args()
     sizes = {"hidden_size": 64, "seq_length": 32, "num_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(1234)
@@ -55,7 +56,9 @@ def main() -> None:
         )
         tokens, labels = (torch.stack(column) for column in zip(*mine, strict=True))
         with torch.no_grad():
-            total = engine(tokens, labels).double() * len(mine)
+            for _ in range(args.passes):
+                loss = engine(tokens, labels)
+            total = loss.double() * len(mine)
         dist.all_reduce(total)
         engine.train()
         mean = float(total) / NUM_SAMPLES

@@ -27,6 +27,7 @@ from elaswave_plugin.adapters.deepspeed.engine.own_loops import OwnLoops
 from elaswave_plugin.adapters.deepspeed.engine.placeholder_output import StandIn, detached
 from elaswave_plugin.adapters.deepspeed.engine.reads import BATCH, END
 from elaswave_plugin.adapters.deepspeed.zero.zero3_external import finding_external
+from elaswave_plugin.adapters.evaluation_passes import watch_evaluation
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.core.step.dataflow import Shares, share
 from elaswave_plugin.core.step.rng import draw_key
@@ -98,6 +99,7 @@ class EngineJob(AttachedEngine):
         self._news = News(worker, self._framework, monitor=self._monitor, stand_in=self._stand_in)
         self._loads = Loads(worker)
         self._framework.watch(self._announce, self._check)
+        watch_evaluation(engine.module, worker.phases)
         self._take_over(
             {
                 "forward": self._forward,
