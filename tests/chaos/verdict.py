@@ -2,6 +2,7 @@
 
 import re
 
+from elaswave_plugin.errors import EXIT_REQUEUE
 from elaswave_plugin.observer.observer import audit_samples, disagreeing_steps, losses_of
 from elaswave_plugin.observer.observer import survivor_pids_unchanged as pids_unchanged
 from elaswave_plugin.observer.run import counted_steps
@@ -46,8 +47,8 @@ def judge_by_twin(played: Played, twin: Outcome | None) -> None:
 
 def _check_survived(played: Played, reference: Outcome) -> None:
     run = played.outcome
-    lost = _lost_nodes(played)
-    codes = [code for node, code in enumerate(played.codes) if node not in lost]
+    gone = _lost_nodes(played) | _came_too_late(played)
+    codes = [code for number, code in enumerate(played.codes) if number not in gone]
     assert not any(codes), f"exit codes {played.codes}: {run.output[-2000:]}"
     _check_losses(run)
     assert not disagreeing_steps(run.files), disagreeing_steps(run.files)
@@ -84,6 +85,14 @@ def _lost_nodes(played: Played) -> set[int]:
     if per_node > 1:
         return set()
     return {e["slot"] for e in run.events("fault_fired") if e["how"] == "supervisor"}
+
+
+def _came_too_late(played: Played) -> set[int]:
+    """Joiners that were sent away in words, since a standby had taken the place they asked for."""
+    run = played.outcome
+    joiners = range(run.spec.nodes, len(played.codes))
+    sent_away = [number for number in joiners if played.codes[number] == EXIT_REQUEUE]
+    return set(sent_away[: run.output.count("has a supervisor again")])
 
 
 def _check_ruined(played: Played, reference: Outcome) -> None:

@@ -109,7 +109,7 @@ def test_a_hang_in_a_pass_of_an_evaluation_is_found(run: Launch, reference: Refe
 def test_a_hang_in_a_save_is_found(run: Launch, reference: Reference, tmp_path: Path) -> None:
     """It neither writes nor computes for a minute."""
     options = (f"--save={tmp_path / 'saved'}", "--save-interval=2")
-    hung = run(JobSpec(options=options, kills=("1@2:save:gil",)))
+    hung = run(JobSpec(options=options, kills=("1@2:finalize:gil",)))
     check_survived(hung)
     assert hung.trace() == reference(JobSpec()).trace()
     (found,) = hung.events("hang_found")
