@@ -528,11 +528,12 @@ class Supervisor:
             self._reactor.after(verdict.after_s, self._start_again_when_past)
 
     def _start_again_when_past(self) -> None:
-        """After an exception only once the others are past it: they may have failed alike."""
-        wait = self._trainer.raised is not None and not self._agreement.others_went_on
+        """Not while the others may fail alike, nor in the place of one that was to leave."""
+        may_fail_alike = self._trainer.raised is not None and not self._agreement.others_went_on
+        wait = may_fail_alike or self._agreement.is_told_to_leave
         if wait and self._exit_code is None:
             self._reactor.after(LOOK_AGAIN_S, self._start_again_when_past)
-        else:
+        elif not self._trainer.left:
             self._start_again()
 
     def _give_slot_back(self, exit_code: int | None) -> None:
@@ -562,8 +563,7 @@ class Supervisor:
 
     def _take_signal(self, number: int, reason: str) -> None:
         now_s = time.monotonic()
-        if self._signalled_s is None:
-            self._signalled_s = now_s
+        self._signalled_s = self._signalled_s or now_s
         again = now_s - self._signalled_s >= AGAIN_S
         (self._leave if again or number == signal.SIGINT else self._heed)(number, reason)
 

@@ -75,3 +75,17 @@ def test_of_all_that_are_drained_the_last_one_stays(tmp_path: Path) -> None:
         assert job.finish([2]) == 0
         assert "worker 2 stays: all others leave; end the job instead" in job.output()
         assert [event["slot"] for event in job.events("notice_void")] == [2]
+
+
+def test_a_worker_that_dies_before_it_has_left_is_not_started_again(tmp_path: Path) -> None:
+    """It was to leave, and its node is to be free."""
+    with Job(tmp_path, 3, TINY_RESPAWN="5").start() as job:
+        assert run_command(["drain", "2", str(job.run_dir)]) == 0
+        job.kill(2)
+        job.all("commit", [0, 1], epoch=2)
+        job.listen(for_s=2.0)  # as long as the others take for the recovery
+        for slot in (0, 1):
+            job.tell(slot, "release")
+        assert job.ended(job.supervisors[2])
+        assert job.finish([0, 1]) == 0
+        assert [one["incarnation"] for one in job.events("worker_started")] == [0, 0, 0]

@@ -170,7 +170,7 @@ class Acceptor(Reporter, ABC):
         me = WorkerId(slot=self.slot, incarnation=self.incarnation)
         if me in proposal.view:
             self._effects.append(Deliver(committed=message, skipped=skipped))
-        elif self._was_told_to_leave(me):
+        elif self.is_told_to_leave:
             self._dismissed = True
             self._effects.append(Dismiss())
 

@@ -227,9 +227,11 @@ class Reporter:
         for news in filter(_is_drain_request, tuple(self._news)):
             self._learn_news(self.slot, news, now_s)
 
-    def _was_told_to_leave(self, worker: WorkerId) -> bool:
-        """Return whether a notice of the own trainer is in force, as far as is known."""
-        return any(isinstance(news, Notice) and news.worker == worker for news in self._news)
+    @property
+    def is_told_to_leave(self) -> bool:
+        """True if a notice of the own trainer is in force, as far as is known; it may have died."""
+        me = WorkerId(slot=self.slot, incarnation=self.incarnation)
+        return any(isinstance(news, Notice) and news.worker == me for news in self._news)
 
     def _forget_notice(self, worker: WorkerId) -> None:
         """Forget a void notice: the next leader is not told that the worker was to leave."""
