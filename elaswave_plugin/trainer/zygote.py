@@ -36,6 +36,7 @@ from elaswave_plugin.trainer.few_warnings import show_few_warnings
 from elaswave_plugin.trainer.script_run import Reporter, guarded, run
 
 _FDS_A_REQUEST = 7
+UNIFIED_MEMORY = "/dev/nvidia-uvm"
 _OWN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -272,17 +273,40 @@ def main(argv: Sequence[str]) -> int:
 def _preload(modules: Sequence[str]) -> str | None:
     """Import them; in words why trainers cannot be forked then, None where they can."""
     show_few_warnings(os.environ)
+    if modules:
+        # The threads of its linear algebra are started again in a child: they may be there.
+        importlib.import_module("numpy")
+    native = _native_threads()
     for name in modules:
         try:
             importlib.import_module(name)
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
             return f"--preload names {name!r}, which cannot be imported ({said}); leave it out"
-    if threading.active_count() > 1:
+    started = None
+    if _has_cuda():
+        started = "initialised CUDA, which no child can use then"
+    elif threading.active_count() > 1:
         names = ", ".join(thread.name for thread in threading.enumerate()[1:])
-        what = ",".join(modules)
-        return f"--preload is {what!r}: importing started threads ({names}); leave out what does"
-    return None
+        started = f"started threads ({names})"
+    elif _native_threads() > native:
+        started = f"started threads of C code ({_native_threads() - native}), which no child has"
+    what = ",".join(modules)
+    return started and f"--preload is {what!r}: importing {started}; leave out what does"
+
+
+def _native_threads() -> int:
+    """Count the threads of this process that Python does not know."""
+    return len(os.listdir("/proc/self/task")) - threading.active_count()
+
+
+def _has_cuda() -> bool:
+    """Return whether CUDA is initialised, by the device that it opens and NVML does not."""
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            if os.readlink(f"/proc/self/fd/{fd}") == UNIFIED_MEMORY:
+                return True
+    return False
 
 
 def _leave(code: int) -> NoReturn:

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from elaswave_plugin.trainer import zygote as zygote_module
 from tests.ports import free_port
 from tests.proofs import Kind, Promise, proves
 from tests.supervisor.jobs import LAUNCH, WAIT_S, Job, environment
@@ -273,12 +274,29 @@ def test_a_preload_that_does_not_exist_is_one_sentence_and_exit_code_2(tmp_path:
     assert "Traceback" not in job.output()
 
 
+PYTHON_THREAD = """
+import threading
+threading.Thread(target=threading.Event().wait, name="loader", daemon=True).start()
+"""
+# A child that computed in parallel itself would wait for ever for the threads of its parent.
+NATIVE_THREAD = """
+import torch
+torch.set_num_threads(2)
+torch.ones(2_000_000).add_(1)
+"""
+
+
 @proves(Kind.WRONG_INPUT, Promise.REFUSED)
-def test_a_preload_that_starts_a_thread_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "threaded.py").write_text(
-        "import threading\n"
-        "threading.Thread(target=threading.Event().wait, name='loader', daemon=True).start()\n"
-    )
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        (PYTHON_THREAD, "importing started threads (loader)"),
+        (NATIVE_THREAD, "importing started threads of C code ("),
+    ],
+    ids=["of Python", "of C code"],
+)
+def test_a_preload_that_starts_a_thread_is_refused(tmp_path: Path, code: str, why: str) -> None:
+    (tmp_path / "threaded.py").write_text(code)
     done = subprocess.run(
         [
             sys.executable,
@@ -294,5 +312,15 @@ def test_a_preload_that_starts_a_thread_is_refused(tmp_path: Path) -> None:
         timeout=60,
     )
     assert done.returncode == 2
-    assert "importing started threads (loader)" in done.stderr
+    assert why in done.stderr
     assert not (tmp_path / "z.sock").exists()
+
+
+def test_an_initialised_gpu_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the file that CUDA opens; a file of this machine stands in for it."""
+    assert not zygote_module._has_cuda()
+    with open(os.devnull) as file:
+        monkeypatch.setattr(
+            zygote_module, "UNIFIED_MEMORY", os.readlink(f"/proc/self/fd/{file.fileno()}")
+        )
+        assert zygote_module._has_cuda()
