@@ -10,7 +10,8 @@ from typing import Any, TypedDict
 class JobConstants(TypedDict, total=False):
     """The constants, alike on all workers, so that a newcomer gets those of any of them.
 
-    ``started_s``: when the job began, by the wall clock; ``given``: version and settings;
+    ``started_s``: when the job began, by the wall clock; ``run_id``: its name in every tracker;
+    ``launch_id``: of no other launch; ``given``: version and settings;
     ``devices``: slot and device of each worker of the launch; ``seed``: of the random draws;
     ``stages``: the fields of each pipeline stage; ``loads``: what the script's loads of checkpoints
     gave, as values/plain.py writes it; ``data_epoch``: of the last completed step; ``begins``: the
@@ -21,6 +22,7 @@ class JobConstants(TypedDict, total=False):
 
     started_s: float
     run_id: str
+    launch_id: str
     given: dict[str, Any]
     devices: list[tuple[int, str]]
     seed: int

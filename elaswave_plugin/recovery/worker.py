@@ -132,7 +132,8 @@ class Worker:
         respawn = config.respawn if config.snapshots else 0
         given = {"elaswave_plugin": __version__, **config.of_the_job()}
         run_id = config.run_id or uuid.uuid4().hex[:8]
-        facts = replace(self._facts(), run_id=run_id, given=given)
+        launch_id = uuid.uuid4().hex[:8]
+        facts = replace(self._facts(), run_id=run_id, launch_id=launch_id, given=given)
         welcome = self.member.join(facts, timeout_s=JOIN_TIMEOUT_S, respawn=respawn)
         self.launch_slots = welcome.view.ranks
         # One that came beyond the launch builds as one of the launch does.
@@ -148,6 +149,7 @@ class Worker:
             self.detached = self.links.detached = True
             self.job_constants = welcome.job_constants
             self.run_id = self.job_constants["run_id"]
+            self.launch_id = self.job_constants["launch_id"]
             self.groups.launched_on = dict(self.job_constants["devices"])
         else:
             self.detached = False
@@ -155,8 +157,9 @@ class Worker:
             check_given({f"worker {slot}": told.given for slot, told in facts_of})
             self._open_links(welcome)
             # One run id over the whole job: the one that the first owner of rank 0 proposed.
-            self.run_id = welcome.facts[self.launch_slots[0]].run_id
-            self.remember(run_id=self.run_id, given=given)
+            first = welcome.facts[self.launch_slots[0]]
+            self.run_id, self.launch_id = first.run_id, first.launch_id
+            self.remember(run_id=self.run_id, launch_id=self.launch_id, given=given)
 
     # ---- the view -----------------------------------------------------------------------------
 

@@ -9,7 +9,14 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter, save
 
 from elaswave_plugin.checkpoints.directory import MEGATRON_TRACKER, read_directory
-from elaswave_plugin.checkpoints.draft import begin_draft, discard_drafts, pointing_to, publish
+from elaswave_plugin.checkpoints.draft import (
+    Attempt,
+    begin_draft,
+    begin_pointer,
+    discard_drafts,
+    pointing_to,
+    publish,
+)
 from elaswave_plugin.checkpoints.failures import storage_failure
 from elaswave_plugin.checkpoints.listing import list_checkpoints
 from elaswave_plugin.checkpoints.loading import check_loadable
@@ -24,6 +31,10 @@ def write_iteration(folder: Path) -> None:
     save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
     torch.save({"iteration": 1}, folder / "common.pt")
     (folder / "metadata.json").write_text("{}")
+
+
+def attempt(epoch: int) -> Attempt:
+    return Attempt("ab", epoch, ask=lambda: None)
 
 
 @pytest.fixture
@@ -118,7 +129,7 @@ def test_a_first_save_that_was_cut_off_is_a_start_from_scratch(tmp_path: Path) -
 
 
 def test_the_command_lists_and_checks(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    begin_draft(saved / "iter_0000006", "ab-2")
+    begin_draft(saved / "iter_0000006", attempt(2))
     assert run_command(["checkpoint", str(saved)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "iter_0000002: whole",
@@ -185,10 +196,10 @@ def test_a_draft_takes_its_place_whatever_is_there(
         place.mkdir()
         for name, text in former.items():
             (place / name).write_text(text)
-    begin_draft(place, "first")
-    draft = begin_draft(place, "second")
+    begin_draft(place, attempt(1))
+    draft = begin_draft(place, attempt(2))
     (draft / "new").write_text("2")
-    publish(draft, place)
+    publish(place, attempt(2))
     assert [path.name for path in place.iterdir()] == ["new"]
     assert [path.name for path in tmp_path.iterdir()] == [place.name]
 
@@ -201,12 +212,12 @@ def test_without_an_exchange_of_names_the_former_one_is_put_aside(
 
 
 def test_what_is_discarded_leaves_an_earlier_checkpoint_alone(saved: Path) -> None:
-    begin_draft(saved / "iter_0000004", "again")
-    discard_drafts(saved / "iter_0000004")
+    begin_draft(saved / "iter_0000004", attempt(1))
+    discard_drafts(saved / "iter_0000004", attempt(1))
     check_loadable(saved)
     (saved / "iter_0000006").mkdir()
-    begin_draft(saved / "iter_0000006", "again")
-    discard_drafts(saved / "iter_0000006")
+    begin_draft(saved / "iter_0000006", attempt(1))
+    discard_drafts(saved / "iter_0000006", attempt(2))
     assert sorted(path.name for path in saved.iterdir()) == [
         *("iter_0000002", "iter_0000004"),
         MEGATRON_TRACKER,
@@ -218,7 +229,8 @@ def test_a_pointer_changes_at_the_end_or_not_at_all(tmp_path: Path) -> None:
     pointer.write_text("old")
 
     def fail() -> None:
-        with pointing_to(pointer) as file:
+        begin_pointer(pointer, attempt(1))
+        with pointing_to(pointer, attempt(1)) as file:
             file.write("half")
             file.flush()
             assert pointer.read_text() == "old"
@@ -227,7 +239,8 @@ def test_a_pointer_changes_at_the_end_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         fail()
     assert pointer.read_text() == "old"
-    with pointing_to(pointer) as file:
+    begin_pointer(pointer, attempt(1))
+    with pointing_to(pointer, attempt(1)) as file:
         file.write("new")
     assert [path.name for path in tmp_path.iterdir()] == ["latest"]
     assert pointer.read_text() == "new"

@@ -28,7 +28,7 @@ from elaswave_plugin.adapters.megatron_lm.script_arguments import (
     check_arguments,
     settings_for,
 )
-from elaswave_plugin.checkpoints.draft import pointing_to
+from elaswave_plugin.checkpoints.directory import MEGATRON_TRACKER
 from elaswave_plugin.checkpoints.loading import check_everywhere, check_loadable
 from elaswave_plugin.config import ElasticConfig, from_namespace
 from elaswave_plugin.errors import EpochChanged
@@ -51,7 +51,7 @@ class Hooks:
         """``on_join(config)`` is called before the job is joined."""
         self._on_join = on_join
         self.job: LmJob | None = None
-        self.saves = WholeSaves()
+        self.saves = WholeSaves(tracker=MEGATRON_TRACKER)
         self.script = ScriptArguments({}, ())
         self.legacy = LegacySaves()
         # What the patch records of the run have set.
@@ -376,15 +376,16 @@ class Hooks:
         return load_base_checkpoint
 
     def open_tracker(self, native: Native) -> Native:
-        """The tracker is never seen empty or half written."""
+        """The tracker is never seen half written, nor set by a worker that was given up."""
 
         @wraps(native)
         def open_file(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            if mode != "w" or "://" in str(path):
+            drafts = self.saves.drafts
+            if mode != "w" or "://" in str(path) or drafts is None:
                 return native(path, mode, *args, **kwargs)
             if self.legacy.is_open:
                 return self.legacy.hold(Path(path))
-            return pointing_to(Path(path))
+            return drafts.pointing_to(Path(path))
 
         return open_file
 

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 import torch.distributed as dist
 
-from elaswave_plugin.checkpoints.draft import pointing_to
+from elaswave_plugin.checkpoints.directory import MEGATRON_TRACKER
 from elaswave_plugin.checkpoints.legacy import flaw_of
 from elaswave_plugin.recovery.drafts import Drafts
 
@@ -44,9 +44,9 @@ class LegacySaves:
             finally:
                 self._is_open = False
 
-        drafts.write(place, write, flaw_of)
+        drafts.write(place, write, flaw_of, pointer=place.with_name(MEGATRON_TRACKER))
         for path, text in self._lines:
-            with pointing_to(path) as tracker:
+            with drafts.pointing_to(path) as tracker:
                 tracker.write(text)
         dist.barrier()
 

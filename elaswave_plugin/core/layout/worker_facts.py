@@ -35,8 +35,8 @@ class WorkerFacts:
     damaged. For the deal: ``placement`` as `Placement.state` in the view of ``placed_epoch``;
     ``times``: as `PassTimes.medians`; ``slow``: as `SlowWatch.reports`;
     ``slow_views``: as `Payback.asked`; ``cuts_wanted``: layers that it was asked for;
-    ``told_to_leave``: it is to go. At the launch: the ``run_id`` that it proposes, and the settings
-    that it was ``given``.
+    ``told_to_leave``: it is to go. At the launch: the ``run_id`` and ``launch_id`` that it
+    proposes, and the settings that it was ``given``.
     """
 
     address: str
@@ -52,6 +52,7 @@ class WorkerFacts:
     cuts_wanted: tuple[int, ...] | None = None
     told_to_leave: bool = False
     run_id: str = ""
+    launch_id: str = ""
     given: Mapping[str, Any] = field(default_factory=dict)
 
 

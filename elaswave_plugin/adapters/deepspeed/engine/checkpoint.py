@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from elaswave_plugin.checkpoints.deepspeed_tag import flaw_of, shards_of
 from elaswave_plugin.checkpoints.directory import DEEPSPEED_TRACKER
-from elaswave_plugin.checkpoints.draft import pointing_to
 from elaswave_plugin.checkpoints.loading import check_everywhere, check_loadable
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.recovery.drafts import Drafts
@@ -48,9 +47,10 @@ def save_whole(
         )
 
     shards = int(engine.dp_world_size) if engine.zero_optimization_stage() else None
-    drafts.write(Path(save_dir, name), write, partial(flaw_of, shards=shards))
-    if save_latest and dist.get_rank() == 0:
-        with pointing_to(Path(save_dir, DEEPSPEED_TRACKER)) as latest:
+    pointer = Path(save_dir, DEEPSPEED_TRACKER) if save_latest else None
+    drafts.write(Path(save_dir, name), write, partial(flaw_of, shards=shards), pointer=pointer)
+    if pointer is not None and dist.get_rank() == 0:
+        with drafts.pointing_to(pointer) as latest:
             latest.write(name)
     return True
 

@@ -35,7 +35,9 @@ from elaswave_plugin.recovery.drafts import Drafts
 class WholeSaves:
     """The replacement of ``dist_checkpointing.save`` while a job trains."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, tracker: str | None = None) -> None:
+        """``tracker``: the name of the file that the job's script opens once a save is done."""
+        self._tracker = tracker
         # None until the job has its loop: a save before that is Megatron-Core's own.
         self.drafts: Drafts | None = None
         self._inside = False
@@ -72,7 +74,8 @@ class WholeSaves:
                 finally:
                     self._inside = False
 
-            return self.drafts.write(Path(place), write, flaw_of)
+            pointer = None if self._tracker is None else Path(place).with_name(self._tracker)
+            return self.drafts.write(Path(place), write, flaw_of, pointer=pointer)
 
         return save
 
