@@ -21,6 +21,7 @@ from elaswave_plugin.core.agreement.hang import (
     Sample,
 )
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.ipc.lease_clock import lease_clock_s
 
 PROGRESS_FD = "ELASWAVE_PROGRESS_FD"
 # How long an announced phase is waited for. Long enough for the save of a large model on slow
@@ -158,7 +159,7 @@ class ProgressPage:
     # ---- what the supervisor writes -----------------------------------------------------------
 
     def lend(self, until_s: float) -> None:
-        """Let the trainer act for the job until then, on the monotonic clock."""
+        """Let the trainer act for the job until then, by the clock of leases."""
         self._words[_LENT_UNTIL_NS] = max(1, int(max(0.0, until_s) * _NS))
 
     def tell_to_end(self) -> None:
@@ -181,7 +182,7 @@ class ProgressPage:
     def may_act(self) -> bool:
         """True if the trainer may act for the job; also if no lease was ever set."""
         until_ns = self._words[_LENT_UNTIL_NS]
-        return not until_ns or time.monotonic_ns() < until_ns
+        return not until_ns or lease_clock_s() * _NS < until_ns
 
     @property
     def is_told_to_end(self) -> bool:

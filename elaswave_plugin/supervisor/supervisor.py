@@ -344,7 +344,7 @@ class Supervisor:
         return self._trainer.progress(self._slot, awake_s)
 
     def lend(self, until_s: float) -> None:
-        """The trainer may act for the job until then, on the monotonic clock."""
+        """The trainer may act for the job until then, by the clock of leases."""
         self._trainer.page.lend(until_s)
 
     def end(self, reason: str, exit_code: int) -> None:

@@ -15,9 +15,13 @@ import pytest
 
 from elaswave_plugin.core.agreement.leader import Agreement
 from elaswave_plugin.core.agreement.timeouts import Heartbeat, Timeouts
+from elaswave_plugin.ipc import progress_page
+from elaswave_plugin.ipc.lease_clock import lease_clock_s
 from elaswave_plugin.ipc.peer import Peer
+from elaswave_plugin.ipc.progress_page import ProgressPage
 from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.ipc.wire import LENGTH
+from elaswave_plugin.supervisor.peers import coordinator
 from elaswave_plugin.supervisor.peers.coordinator import Coordinator
 from elaswave_plugin.supervisor.peers.node_register import NodeRegister
 from elaswave_plugin.supervisor.peers.rendezvous import Meeting
@@ -34,6 +38,13 @@ FORK = multiprocessing.get_context("fork")
 
 class NoTrainer:
     """A supervisor whose trainer does nothing, and is asked for nothing."""
+
+    def __init__(self) -> None:
+        self.lent_s = 0.0
+
+    def lend(self, until_s: float) -> None:
+        """Note until when the trainer might act."""
+        self.lent_s = until_s
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: None
@@ -70,6 +81,7 @@ class Member:
         self._register = register or NodeRegister.create()
         self.says_goodbye = True
         self.lost_s: dict[int, float] = {}
+        self.trainer = NoTrainer()
         self._reactor = Reactor()
         self._links = links
         self._ready = threading.Event()
@@ -82,8 +94,8 @@ class Member:
             Peer(slot=slot, node=node, pid=self._beside or 1 << 22, control="", data="", machine="")
             for slot, node in enumerate(self._nodes)
         )
-        trainer: Any = NoTrainer()
-        coordinator = Coordinator(
+        trainer: Any = self.trainer
+        ours = Coordinator(
             self._reactor,
             Meeting(peers=peers, links=self._links),
             self._register,
@@ -94,20 +106,20 @@ class Member:
             trainer_side=trainer,
             events=EventLog(None),
         )
-        self.agreement, self.lost = coordinator.agreement, coordinator.lost
-        self._channels = coordinator._channels
+        self.agreement, self.lost = ours.agreement, ours.lost
+        self._channels = ours._channels
         settle = self._reactor.after_round
 
         def after_round() -> None:
             settle()
-            for slot in coordinator.lost:
+            for slot in ours.lost:
                 self.lost_s.setdefault(slot, time.monotonic())
 
         self._reactor.after_round = after_round
         self._ready.set()
         self._reactor.run()
         if self.says_goodbye:
-            coordinator.finish(0.0)
+            ours.finish(0.0)
         # The next to lead hears of it last.
         for _, sock in sorted(self._links.items(), reverse=True):
             sock.close()
@@ -141,6 +153,13 @@ class Member:
             return
         self._reactor.post(self._reactor.stop)
         self._thread.join(LONG_S)
+
+
+def await_true(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(BEAT.every_s / 10)
 
 
 @pytest.fixture
@@ -179,6 +198,33 @@ def test_who_answers_beside_a_silent_leader_is_not_lost(
     for member in members:
         assert set(member.lost_s) == {0, 1, 3, 4, 5, 6, 7}
         assert member.agreement.leader == 2
+
+
+def test_a_lease_runs_out_while_the_machine_is_suspended(
+    start: Callable[..., list[Member]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock of leases goes on by a minute, and the monotonic one stands still."""
+    suspended_s = 0.0
+    for module in (coordinator, progress_page):
+        monkeypatch.setattr(module, "lease_clock_s", lambda: lease_clock_s() + suspended_s)
+    members, page = start(0, 1, 2, nodes=APART[:3]), ProgressPage()
+
+    def may_act(member: Member) -> bool:
+        page.lend(member.trainer.lent_s)
+        return page.may_act
+
+    def all_may_act() -> bool:
+        return all(map(may_act, members))
+
+    await_true(all_may_act)
+    page.lend(max(member.trainer.lent_s for member in members))
+    assert page.may_act
+    suspended_s = 60.0
+    assert not page.may_act
+    # Nobody was lost meanwhile: those that hear each other may act again.
+    await_true(all_may_act)
+    assert not any(member.lost_s for member in members)
+    page.close()
 
 
 def test_who_sends_a_long_frame_slowly_is_not_silent() -> None:

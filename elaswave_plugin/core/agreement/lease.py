@@ -4,7 +4,7 @@ A supervisor that is silent for ``lasts_s`` is lost, and its worker with it. So 
 supervisor has heard is a promise: for ``lasts_s`` after it was *sent*, none gives its sender up.
 The leader tells each supervisor which of its beats it has heard, and for how long from then on it
 was sure to lead itself, which it is while most nodes of the view have heard it. Each reads its own
-clock.
+clock, which counts on while its machine is suspended (``ipc/lease_clock.py``).
 
 >>> leader, other = Lease(lasts_s=3.0), Lease(lasts_s=3.0)
 >>> number = other.send(now_s=10.0)

@@ -31,6 +31,7 @@ from elaswave_plugin.core.agreement.view import MembershipView
 from elaswave_plugin.core.codec import UnreadableMessageError, from_json
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.frames import Ask, Beat, FromPeer, Goodbye, Here
+from elaswave_plugin.ipc.lease_clock import lease_clock_s
 from elaswave_plugin.ipc.peer import Peer
 from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.ipc.secret import Secret
@@ -118,7 +119,7 @@ class Coordinator:
         )
         self._waits = WaitWatch(self.agreement, self.peers, events, secret)
         self._lease = Lease(lasts_s=heartbeat.timeout_s)
-        # The newest beat of each one, and when it came.
+        # The newest beat of each one, and when it came, by the clock of leases.
         self._last_beats: dict[int, tuple[int, float]] = {}
         self._neighbours: dict[int, int] = {}
         self._arriving: set[int] = set()
@@ -268,7 +269,7 @@ class Coordinator:
                     pass  # it has been heard: that is all
                 case Beat():
                     self._hangs.heard(peer, message)
-                    self._take_beat(peer, message, now_s)
+                    self._take_beat(peer, message)
                 case _:
                     with self._turn(message):
                         self.agreement.receive(peer, message, now_s)
@@ -389,10 +390,11 @@ class Coordinator:
         self._hangs.begin_beat()
         if leader == self._slot:
             self._waits.look(self._hangs.pages)
-        self._lend(now_s)
-        number = self._lease.send(now_s=now_s)
+        lease_s = lease_clock_s()
+        self._lend(lease_s)
+        number = self._lease.send(now_s=lease_s)
         for peer in watched:
-            heard, at_s = self._last_beats.get(peer, (0, now_s))
+            heard, at_s = self._last_beats.get(peer, (0, lease_s))
             # Its node speaks for another leader, and so not for this one's time.
             heard = heard if self.agreement.follows else 0
             beat = Beat(
@@ -437,11 +439,12 @@ class Coordinator:
         node = self.peers[leader].node
         return [slot for slot in links if slot != leader and self.peers[slot].node == node]
 
-    def _take_beat(self, peer: int, beat: Beat, now_s: float) -> None:
+    def _take_beat(self, peer: int, beat: Beat) -> None:
         """Note a beat, and extend the lease from the own beat that the sender has heard.
 
         The lease says for how long this supervisor may count on being in the job.
         """
+        now_s = lease_clock_s()
         self._last_beats[peer] = beat.n, now_s
         if peer == self.agreement.leader:
             self._lease.granted(beat.heard, left_s=beat.left, now_s=now_s)
@@ -450,7 +453,7 @@ class Coordinator:
         self._lend(now_s)
 
     def _lend(self, now_s: float) -> None:
-        """Tell the trainer until when it may act for the job."""
+        """Tell the trainer until when it may act for the job, both by the clock of leases."""
         own = self.peers[self._slot].node
         if self.agreement.leads:
             self._lease.lead(own=own, voters=set(self.agreement.committed.nodes), now_s=now_s)
