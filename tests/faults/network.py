@@ -1,0 +1,65 @@
+"""Nodes in network namespaces, joined by a switch that can stop forwarding for one of them."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+LIMIT_S = 10.0
+_HOLD = ["unshare", "-n", "sh", "-c", "echo ready; read line"]
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """A switch, and the words that enter each node's namespace."""
+
+    switch: tuple[str, ...]
+    nodes: tuple[tuple[str, ...], ...]
+
+    @staticmethod
+    def address(node: int) -> str:
+        """The address of a node."""
+        return f"10.97.0.{node + 1}"
+
+    def cut_off(self, node: int) -> None:
+        """Forward nothing from or to a node any more; its link stays up, and no peer answers."""
+        run(self.switch, f"ip link set port{node} nomaster")
+
+
+def run(enter: tuple[str, ...], command: str) -> None:
+    """Run a command in a namespace."""
+    subprocess.run([*enter, *command.split()], check=True, timeout=LIMIT_S)
+
+
+@contextlib.contextmanager
+def network_of(nodes: int) -> Iterator[Network]:
+    """Make the namespaces; the test is skipped, by what is missing, where none can be made."""
+    if os.geteuid() != 0 or not all(map(shutil.which, ("unshare", "nsenter", "ip"))):
+        pytest.skip("network namespaces need root, unshare, nsenter and ip")
+    with contextlib.ExitStack() as stack:
+        enters = []
+        for _ in range(nodes + 1):
+            holder = stack.enter_context(
+                subprocess.Popen(_HOLD, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            )
+            assert holder.stdout is not None
+            if holder.stdout.readline() != "ready\n":
+                pytest.skip("network namespaces are not permitted here")
+            enters.append(("nsenter", "-t", str(holder.pid), "-n"))
+        network = Network(switch=enters[nodes], nodes=tuple(enters[:nodes]))
+        bridge = [*network.switch, *["ip", "link", "add", "switch", "type", "bridge"]]
+        if subprocess.run(bridge, capture_output=True, timeout=LIMIT_S).returncode:
+            pytest.skip("this kernel has no bridge between network namespaces")
+        run(network.switch, "ip link set switch up")
+        for node, enter in enumerate(network.nodes):
+            cable = f"ip link add port{node} type veth peer name cable netns {enter[2]}"
+            run(network.switch, cable)
+            run(network.switch, f"ip link set port{node} master switch up")
+            run(enter, f"ip addr add {network.address(node)}/24 dev cable")
+            run(enter, "ip link set cable up")
+            run(enter, "ip link set lo up")
+        yield network
