@@ -31,6 +31,9 @@ ANNOUNCED_LIMIT_S = 1800.0
 SAVE_LIMIT_S = 60.0
 BETWEEN_STEPS = "between steps"
 COMPILATION = "compilation"
+CONNECTION = "connection"
+# How long the members of a native communicator may take to find each other.
+CONNECTION_LIMIT_S = 60.0
 
 _PAGE_BYTES = 4096
 PAGE_NAME = "elaswave-progress"
@@ -51,6 +54,9 @@ _FLOOR_NS = 12
 _STACK_FD = 13
 _COMPILES = 14
 _IN_KERNEL_LIMIT_NS = 15
+# Pairs of words: a native communicator, and the calls on it that were entered.
+_ENTERED = 16
+MOST_ENTERED = 56
 # Texts: the phase, then the announced ones, which may be nested.
 _TEXTS = 1024
 _TEXT_BYTES = 64
@@ -114,6 +120,14 @@ class ProgressPage:
         words = self._words
         words[_SINCE_NS] = time.monotonic_ns()
         words[_OPERATIONS] += 1
+
+    def set_entered(self, index: int, communicator: int, calls: int) -> None:
+        """So many calls on a native communicator have been entered; 0: it has ended."""
+        # A reader in between sees none, never those of another communicator.
+        at = _ENTERED + 2 * index
+        self._words[at] = 0
+        self._words[at + 1] = calls
+        self._words[at] = communicator
 
     def waits_for(self, slot: int, operation: int = 0) -> None:
         """A slot, or one of NOBODY, COMMIT and OUTSIDE; the number of the operation that waits."""
@@ -233,6 +247,8 @@ class ProgressPage:
         floor_s = words[_FLOOR_NS] / _NS
         if announced == SAVE:
             limit_s = max(floor_s, SAVE_LIMIT_S)
+        elif announced == CONNECTION:
+            limit_s = max(floor_s, CONNECTION_LIMIT_S)
         elif announced not in (None, EVALUATION):
             limit_s = ANNOUNCED_LIMIT_S
         worked_s = min(worked_s, max(0.0, ANNOUNCED_LIMIT_S - limit_s))
@@ -255,9 +271,16 @@ class ProgressPage:
             waits_in=words[_WAITS_IN],
             floor_s=floor_s or UNKNOWN_LIMIT_S,
             announced=bool(announced),
+            entered=self._entered(),
             in_kernel_s=in_kernel_s,
             in_kernel_limit_s=words[_IN_KERNEL_LIMIT_NS] / _NS or None,
         )
+
+    def _entered(self) -> tuple[tuple[int, int], ...]:
+        """The native communicators, and the calls on each that were entered."""
+        words = self._words[_ENTERED : _ENTERED + 2 * MOST_ENTERED].tolist()
+        pairs = zip(words[::2], words[1::2], strict=True)
+        return tuple((communicator, calls) for communicator, calls in pairs if communicator)
 
     def _write_text(self, index: int, text: bytes) -> None:
         start = _TEXTS + index * _TEXT_BYTES

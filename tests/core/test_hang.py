@@ -19,6 +19,7 @@ from elaswave_plugin.core.agreement.hang import (
     Waiting,
     verdict,
     who_waits,
+    with_native_waits,
 )
 from tests.core.over_the_wire import again
 
@@ -265,3 +266,44 @@ def test_what_the_kernel_holds_is_given_up_only_where_a_limit_was_set() -> None:
         1: "no progress for 0.1 s in backward of step 7, in a call of the kernel's that no signal"
         " ends for 1000.0 s (limit 900 s with a recovery); worker 0 waits for it"
     }
+
+
+def in_a_native_call(slot: int, *entered: int, stalled_s: float = 2.5, **more: object) -> Sample:
+    """A worker that has entered so many calls on communicators 7, 8, ...; None: it has none."""
+    counts = tuple((7 + index, calls) for index, calls in enumerate(entered) if calls)
+    return page(slot, stalled_s=stalled_s, entered=counts, operations=sum(entered), **more)
+
+
+def native_verdicts(*samples: Sample) -> list[int]:
+    known = with_native_waits(samples, still_s=0.1)
+    waiting = who_waits(range(len(samples)), known)
+    own = {sample.slot: sample for sample in samples}
+    return [slot for slot in known if verdict(own[slot], waiting.get(slot, Waiting()))]
+
+
+def test_who_has_not_entered_a_native_call_is_the_culprit() -> None:
+    hung = in_a_native_call(1, 4)
+    assert native_verdicts(*(in_a_native_call(slot, 5) for slot in (0, 2, 3)), hung) == [1]
+
+
+def test_who_is_blocked_natively_behind_another_is_not_guilty() -> None:
+    """Workers 0 and 1 share one communicator, 1 and 2 another; 2 has not entered its call."""
+    behind = in_a_native_call(0, 9, 0), in_a_native_call(1, 8, 5), in_a_native_call(2, 0, 4)
+    assert native_verdicts(*behind) == [2]
+
+
+def test_who_is_blocked_natively_behind_one_at_work_is_not_guilty() -> None:
+    works = in_a_native_call(2, 0, 4, stalled_s=0.01)
+    assert native_verdicts(in_a_native_call(0, 9, 0), in_a_native_call(1, 8, 5), works) == []
+
+
+def test_where_all_have_entered_a_native_call_nobody_is_guilty() -> None:
+    assert native_verdicts(*(in_a_native_call(slot, 5) for slot in range(4))) == []
+
+
+def test_a_stopped_one_is_found_behind_native_calls() -> None:
+    """Also if it had entered the call: the threads that carry it out are stopped with it."""
+    for calls in (5, 6):
+        stopped = in_a_native_call(1, 5, stopped_s=2.1)
+        others = in_a_native_call(0, calls), in_a_native_call(2, calls)
+        assert native_verdicts(others[0], stopped, others[1]) == [1]

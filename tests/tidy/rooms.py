@@ -40,7 +40,7 @@ snapshot: core/layout core/recovery_plan errors ipc values
 supervisor: core core/agreement core/layout errors ipc supervisor/peers tracking
 communicator/groups: communicator/links errors
 launch: core/agreement errors ipc rehearsed supervisor supervisor/peers toml_file tracking
-communicator/device: communicator/groups communicator/links core/layout errors
+communicator/device: communicator/groups communicator/links core/layout errors ipc
 run: launch
 communicator: communicator/device communicator/groups communicator/links core/agreement core/layout
     errors

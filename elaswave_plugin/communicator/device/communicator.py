@@ -76,7 +76,7 @@ class Communicator:
         self.members = members
         self.inner = inner
         self.store = store
-        self.connected = False
+        self.connected = self.is_used = False
         self._broken = False
         self._block: int | None = None
         self._shrinks = shrinks

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from elaswave_plugin.communicator.device.communicator import Communicator, Maker
 from elaswave_plugin.communicator.device.device_work import DeviceWork
+from elaswave_plugin.communicator.device.entered import Entered
 from elaswave_plugin.communicator.device.link_store import LinkStore
 from elaswave_plugin.communicator.groups.group_core import GroupCore
 from elaswave_plugin.communicator.links.link_table import LinkTable
@@ -18,6 +19,7 @@ from elaswave_plugin.communicator.links.operation import Group, Operation, Steps
 from elaswave_plugin.communicator.links.transfers import Receive
 from elaswave_plugin.core.layout.device_groups import CommunicatorFacts, Fate, Verdict, fate_of
 from elaswave_plugin.errors import EpochChanged, LinkError
+from elaswave_plugin.ipc.progress_page import CONNECTION
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +46,7 @@ class DeviceEngine:
         self.device_type = maker.device_type
         self.bell = threading.Event()
         self._links = links
+        self._entered = Entered(links.page)
         self._maker = maker
         # By the name that this member has for the group; a communicator's own is alike on all.
         self._live: dict[str, Communicator] = {}
@@ -87,6 +90,8 @@ class DeviceEngine:
         run = getattr(communicator.inner.calls, call)
 
         def make() -> Any:
+            name, members = communicator.name, communicator.members
+            self._entered.count(name, members, call, me=group.rank(), peer=peer)
             communicator.count(call, peer)
             inner = run(*args, **kwargs)
             if inner is None:
@@ -96,7 +101,7 @@ class DeviceEngine:
                 communicator.track(inner)
             return inner
 
-        with communicator.busy():
+        with communicator.busy(), self._connecting(communicator):
             inner = self.guard(communicator, make)
             communicator.connected |= peer is None
         return self._work(group, communicator, inner, call)
@@ -136,7 +141,8 @@ class DeviceEngine:
         with communicator.busy():
             if not communicator.connected:
                 # Where connecting fails within a block, torch has left it and counts it as open.
-                self.guard(communicator, communicator.inner.connect)
+                with self._connecting(communicator):
+                    self.guard(communicator, communicator.inner.connect)
                 communicator.connected = True
             self.check(communicator)
             communicator.inner.calls._start_coalescing(device)
@@ -205,6 +211,23 @@ class DeviceEngine:
         if change is not None:
             raise change
 
+    def _tell_entered(self) -> None:
+        self._entered.keep({one.name for one in list(self._live.values())})
+
+    @contextmanager
+    def _connecting(self, communicator: Communicator | None = None) -> Iterator[None]:
+        """Announce that a communicator is made, or used first: its members look for each other."""
+        if communicator is not None:
+            if communicator.is_used:
+                yield
+                return
+            communicator.is_used = True
+        self._links.page.announce(CONNECTION)
+        try:
+            yield
+        finally:
+            self._links.page.end_announced()
+
     def guard(self, communicator: Communicator, call: Callable[[], Result]) -> Result:
         """Make a native call. Raises EpochChanged for whatever an abort or a loss makes of it."""
         self.check(communicator)
@@ -261,6 +284,7 @@ class DeviceEngine:
                 if communicator is not None:
                     communicator.abort()
                     self._ended.append(communicator)
+            self._tell_entered()
 
     def _await_aborts(self) -> None:
         deadline_s = time.monotonic() + ABORT_TIMEOUT_S
@@ -298,6 +322,7 @@ class DeviceEngine:
             self._abort([n for n, verdict in verdicts.items() if verdict.fate is Fate.ABORT])
             self._shrinking = {n for n, verdict in verdicts.items() if verdict.fate is Fate.SHRINK}
         self._await_aborts()
+        self._tell_entered()
         self._listen()
         return verdicts
 
@@ -324,7 +349,8 @@ class DeviceEngine:
     def _make(self, group: GroupCore) -> Communicator:
         name = f"{group.identity}@{self._epoch}"
         store = LinkStore(self._links, name, group.members, timeout_s=group.timeout_s)
-        inner = self._maker.make(store, name, group.rank(), group.size())
+        with self._connecting():
+            inner = self._maker.make(store, name, group.rank(), group.size())
         return self._install(
             group, Communicator(name, group.members, inner, store, shrinks=self._maker.shrinks)
         )
@@ -336,7 +362,7 @@ class DeviceEngine:
             inner = self.guard(parent, lambda: parent.inner.shrink(excluded))
         name = f"{group.identity}@{self._epoch}"
         child = Communicator(name, group.members, inner, parent.store, shrinks=self._maker.shrinks)
-        child.connected = True
+        child.connected = child.is_used = True
         self._abort([group.group_name])
         return self._install(group, child)
 
@@ -351,6 +377,7 @@ class DeviceEngine:
             return
         if self._links.interrupted is None and communicator.idle:
             del self._live[name]
+            self._tell_entered()
             communicator.inner.close()
         else:
             self._abort([name])

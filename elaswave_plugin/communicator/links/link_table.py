@@ -64,7 +64,8 @@ class LinkTable:
         # How long operations have been waited for, by all threads together.
         self.waited_s = 0.0
         self._on_link_lost = on_link_lost
-        self._page = progress or ProgressPage()
+        self.page = progress or ProgressPage()
+        """Where this worker tells how far it is."""
         self._lock = threading.Lock()
         self._mailbox = Mailbox()
         self._live: set[Operation] = set()
@@ -195,7 +196,7 @@ class LinkTable:
                 self._sequences[group] = operation.sequence + (not self.detached)
             operation.deadline_s = time.monotonic() + operation.timeout_s
             self._live.add(operation)
-            self._page.count_operation()
+            self.page.count_operation()
             self._end_if_failed_elsewhere(operation)
             operation.begin(steps(operation))
 
@@ -275,11 +276,11 @@ class LinkTable:
     def _tell_whom_we_await(self) -> None:
         """Of several threads that wait the newest counts; every byte that moves is progress."""
         if not self._awaited:
-            return self._page.waits_for(NOBODY)
+            return self.page.waits_for(NOBODY)
         operation = self._awaited[-1]
         waiting = operation.waiting
         peer = OUTSIDE if waiting is None or waiting.peer < 0 else waiting.peer
-        self._page.waits_for(peer, operation.number)
+        self.page.waits_for(peer, operation.number)
 
     def _drive(self, operation: Operation, deadline_s: float) -> None:
         while not operation.done:

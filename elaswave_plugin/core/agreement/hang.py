@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 # Values of `Sample.waits_for` that are not a slot.
@@ -103,9 +103,10 @@ class Sample:
     its operation cannot go on, or one of NOBODY, COMMIT, OUTSIDE. `waits_in`: which
     operation that is, alike on all members of its group. `stopped_s`: for how long a signal has
     stopped it; None: it has not. `floor_s`: the shortest limit that a phase may have. `announced`:
-    the phase is work between steps, as a save. `in_kernel_s`: for how long it was found asleep in
-    the kernel where no signal wakes it; None: it is not. `in_kernel_limit_s`: the seconds of that
-    after which it is given up all the same; None: it is not.
+    the phase is work between steps, as a save. `entered`: native communicators, and how many calls
+    on each it has entered, in one order on all members. `in_kernel_s`: for how long it was found
+    asleep in the kernel where no signal wakes it; None: it is not. `in_kernel_limit_s`: the seconds
+    of that after which it is given up all the same; None: it is not.
     """
 
     slot: int
@@ -122,6 +123,7 @@ class Sample:
     waits_in: int = 0
     floor_s: float = UNKNOWN_LIMIT_S
     announced: bool = False
+    entered: tuple[tuple[int, int], ...] = ()
     in_kernel_s: float | None = None
     in_kernel_limit_s: float | None = None
 
@@ -180,6 +182,38 @@ class Waiting:
         if self.differs:
             return f"{text} in another operation than the one in which it waits for them"
         return f"{text} in a circle, in which it is the furthest behind" if self.in_circle else text
+
+
+def with_native_waits(samples: Iterable[Sample], *, still_s: float) -> dict[int, Sample]:
+    """Return the workers that stand still, by slot; of native calls too it is known who is awaited.
+
+    `samples` are of all workers that have native communicators, those at work among them, and of
+    those that stand still, for ``still_s`` or longer. One that has entered more calls than another
+    on a communicator of both waits for that one, or will: for the one that is furthest behind.
+    """
+    known = list(samples)
+    return {
+        one.slot: replace(one, waits_for=_awaited_natively(one, known))
+        if one.waits_for == NOBODY
+        else one
+        for one in known
+        if one.stalled_s >= still_s
+    }
+
+
+def _awaited_natively(sample: Sample, known: Sequence[Sample]) -> int:
+    entered = dict(sample.entered)
+    behind = [
+        one
+        for one in known
+        if any(_is_behind(one, calls, entered.get(key, 0)) for key, calls in one.entered)
+    ]
+    return min(behind, key=lambda one: _how_far(one, differs=False)).slot if behind else NOBODY
+
+
+def _is_behind(one: Sample, calls: int, entered: int) -> bool:
+    """Return whether one holds up another that has entered more; a stopped one its last, too."""
+    return calls < entered or (one.is_stopped and calls == entered > 0)
 
 
 def who_waits(members: Iterable[int], samples: Mapping[int, Sample]) -> dict[int, Waiting]:

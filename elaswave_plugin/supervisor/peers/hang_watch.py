@@ -18,6 +18,7 @@ from elaswave_plugin.core.agreement.hang import (
     limit_of,
     verdict,
     who_waits,
+    with_native_waits,
 )
 from elaswave_plugin.core.agreement.leader import Agreement
 from elaswave_plugin.core.agreement.view import MembershipView
@@ -60,6 +61,7 @@ class HangWatch:
         self._trainer = trainer
         self._events = events
         self._every_s = every_s
+        self._still_s = _STILL * every_s
         self._clock = clock
         self._others: dict[int, Sample] = {}
         self._told = Waiting()
@@ -75,13 +77,17 @@ class HangWatch:
     def begin_beat(self) -> None:
         """The beats that follow are of one moment."""
         own = self._trainer.progress(self._awake_s)
-        self._still = own if own is not None and own.stalled_s >= _STILL * self._every_s else None
-        self._waiting = self._who_waits(self._still) if self._leads else {}
+        is_told = own is not None and (own.entered or own.stalled_s >= self._still_s)
+        self._told_own = own if is_told else None
+        self._waiting = self._who_waits(self._told_own) if self._leads else {}
 
     @property
     def page(self) -> Sample | None:
-        """The own trainer's stall, for another supervisor that leads and has to know it."""
-        return None if self._leads else self._still
+        """The own trainer's stall, for another supervisor that leads and has to know it.
+
+        Where it has native communicators, at any time: others may wait for it in one.
+        """
+        return None if self._leads else self._told_own
 
     def waiting_for(self, peer: int) -> Waiting:
         """Return the workers that wait for another supervisor's, as far as the leader knows."""
@@ -98,8 +104,7 @@ class HangWatch:
     @property
     def pages(self) -> dict[int, Sample]:
         """Those of the workers that stand still, as this supervisor has heard of them."""
-        own = [] if self._still is None else [self._still]
-        return {sample.slot: sample for sample in (*self._others.values(), *own)}
+        return self._pages(self._told_own)
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -120,10 +125,12 @@ class HangWatch:
         )
 
     def _who_waits(self, own: Sample | None) -> dict[int, Waiting]:
-        known = [*self._others.values(), *([] if own is None else [own])]
-        samples = {sample.slot: sample for sample in known if self._is_member(sample)}
         members = {slot for view in self._views for slot in view.ranks}
-        return who_waits(sorted(members), samples)
+        return who_waits(sorted(members), self._pages(own))
+
+    def _pages(self, own: Sample | None) -> dict[int, Sample]:
+        known = [*self._others.values(), *([] if own is None else [own])]
+        return with_native_waits(filter(self._is_member, known), still_s=self._still_s)
 
     def _check(self) -> None:
         now_s = self._clock()
