@@ -260,7 +260,7 @@ def state_to_save(model, optimizer, scheduler):
     return state
 
 
-def save_checkpoint(folder, iteration, state):
+def save_checkpoint(job, folder, iteration, state):
     """Write DIR/iter_N in torch_dist format; the tracker file names it only when it is whole."""
     path = Path(folder) / f"iter_{iteration:07d}"
     if torch.distributed.get_rank() == 0:
@@ -268,10 +268,7 @@ def save_checkpoint(folder, iteration, state):
     torch.distributed.barrier()
     dist_checkpointing.save(state, str(path))
     torch.distributed.barrier()
-    if torch.distributed.get_rank() == 0:
-        tracker = Path(folder) / "latest_checkpointed_iteration.txt"
-        tracker.with_suffix(".tmp").write_text(str(iteration))
-        tracker.with_suffix(".tmp").replace(tracker)
+    job.name_newest(Path(folder) / "latest_checkpointed_iteration.txt", iteration)
 
 
 def forward_step(batches, model):
@@ -359,7 +356,7 @@ def main() -> None:
 
     def save():
         done = scheduler.num_steps // args.global_batch_size
-        save_checkpoint(args.save, done, state_to_save(model, optimizer, scheduler))
+        save_checkpoint(job, args.save, done, state_to_save(model, optimizer, scheduler))
 
     last = save if args.save else None
     for iteration, report in job.train(train_step, last_checkpoint=last):  # [elastic] 8

@@ -72,6 +72,17 @@ class Drafts:
             if self._pointer is not None:
                 discard_drafts(self._pointer, self._attempt)
 
+    def name(self, pointer: Path, text: str) -> None:
+        """Have a script's own small file name the newest checkpoint."""
+        self._pointer = pointer
+        writes = dist.get_rank() == 0
+        if writes:
+            begin_pointer(pointer, self._attempt)
+        dist.barrier()
+        if writes:
+            with self.pointing_to(pointer) as file:
+                file.write(text)
+
     def pointing_to(self, pointer: Path) -> AbstractContextManager[TextIO]:
         """Open the small file that names the checkpoint just written; on rank 0, for all."""
         return pointing_to(pointer, self._attempt)

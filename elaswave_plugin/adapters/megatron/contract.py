@@ -1,6 +1,7 @@
 """The calls that a training script makes of the plugin, with the plugin on and off."""
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from elaswave_plugin.errors import ConfigurationError
@@ -84,6 +85,13 @@ class Job(Protocol):
 
         Before training "load" is work that loads a checkpoint. None for a worker that comes later
         and is not in the job yet: it has no part in it, and no need to load.
+        """
+
+    def name_newest(self, tracker: str | Path, text: object) -> None:
+        """Have the small file ``tracker`` name the newest checkpoint, by ``text``.
+
+        Every worker calls it in the ``save`` of ``run``, when the checkpoint is written. The file
+        changes in one step, and never by a worker that the others have given up.
         """
 
 

@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -493,6 +494,13 @@ class ElasticJob:
         job yet: it has no part in it; and for a save that the storage has failed, which is told.
         """
         return self._between_steps(work, RUN, phase=phase, detached=None)
+
+    @ends_in_a_sentence
+    def name_newest(self, tracker: str | Path, text: object) -> None:
+        """Have a small file name the newest checkpoint, in the ``save`` of ``run``."""
+        self._turns.check_saves()
+        assert self._saves.drafts is not None
+        self._saves.drafts.name(Path(tracker), str(text))
 
     @ends_in_a_sentence
     def _between_steps(

@@ -4,6 +4,7 @@ import atexit
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -229,6 +230,15 @@ class PlainJob:
         """Call it."""
         with self._between(RUN, work, phase):
             return work()
+
+    @ends_in_a_sentence
+    def name_newest(self, tracker: str | Path, text: object) -> None:
+        """Write it beside its place, and rename it; on rank 0."""
+        self._turns.check_saves()
+        if dist.get_rank() == 0:
+            part = Path(f"{tracker}.part-plain")
+            part.write_text(str(text))
+            part.replace(tracker)
 
     @contextmanager
     def _between(self, verb: str, work: object, phase: object) -> Iterator[None]:

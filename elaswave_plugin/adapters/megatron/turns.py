@@ -95,6 +95,14 @@ class Turns:
             )
         self.trains = not forward_only
 
+    def check_saves(self) -> None:
+        """Raise ConfigurationError for a ``name_newest`` outside of the work of ``run``."""
+        if self._verb != RUN:
+            raise ConfigurationError(
+                'job.name_newest is called outside of job.run(save, phase="save"): call it in '
+                "`save`, behind dist_checkpointing.save, on every worker"
+            )
+
     def check_trained(self, model: Any) -> None:
         """Raise ConfigurationError for a model that a call is to train and that is not bound."""
         self._binds.check_trained(model)
