@@ -98,7 +98,7 @@ def is_refused(args: argparse.Namespace) -> bool:
         ("ds.json", '{"train_batch_size": 8, "zero_optimization": {"stage": 2}}', None),
         (
             "ds.json",
-            '{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}',
+            '{"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}',
             "zero_optimization.offload_param.device",
         ),
         (
@@ -115,7 +115,7 @@ def is_refused(args: argparse.Namespace) -> bool:
         (
             "accelerate.yaml",
             "distributed_type: DEEPSPEED\n"
-            "deepspeed_config: {zero_stage: 3, offload_param_device: cpu}\n",
+            "deepspeed_config: {zero_stage: 3, offload_param_device: nvme}\n",
             "zero_optimization.offload_param.device",
         ),
         ("recipe.yaml", "train:\n  use_distributed_optimizer: true\n  fp8_format: e4m3\n", "--fp8"),

@@ -1,4 +1,4 @@
-"""The optimizer's state in host memory, as offload has it: it is sealed and read back from there.
+"""Optimizer state and parameters in host memory, as offload has them: sealed and read back there.
 
 What DeepSpeedCPUAdam compiles at its first use is played by torch, as in test_adams.py.
 """
@@ -18,14 +18,19 @@ from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 LORA = str(SCRIPTS / "lora.py")
+PARAMETERS = {"offload_param": {"device": "cpu", "pin_memory": True}}
 
 
 def spec_of(stage: int, *kills: str, **changes: Any) -> EngineSpec:
-    """A configuration that offloads the optimizer, which DeepSpeed then makes itself."""
+    """A configuration that offloads the optimizer, which DeepSpeed then makes itself.
+
+    ``zero``: more keys of ZeRO.
+    """
     zero = {
         "stage": stage,
         "offload_optimizer": {"device": "cpu"},
         "stage3_param_persistence_threshold": 100,
+        **changes.pop("zero", {}),
     }
     adam = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}}
     settings = {"zero_optimization": zero, "optimizer": adam, **changes.pop("settings", {})}
@@ -53,6 +58,10 @@ def check_offloaded(run: Outcome, *, fewest: int | None = None) -> None:
             (3, "0@2:backward", {}),
             (3, "2@3:gather", {"bf16": True}),
             (3, "1@2:optimizer", {"script": LORA}),
+            (3, "1@2:backward", {"zero": PARAMETERS}),
+            (3, "3@3:gather", {"zero": {"cpu_offload_param": True}, "bf16": True}),
+            (3, "0@2:forward", {"zero": PARAMETERS, "script": LORA}),
+            (3, "2@2:optimizer", {"zero": {**PARAMETERS, "sub_group_size": 10_000}}),
         ],
         share=2,
     ),
@@ -76,9 +85,13 @@ def test_two_losses_in_one_run(run: Launch, twin: Twin, reference: Launch, stage
 
 
 @proves(Kind.RETURN, Promise.PLANNED, victim="1", moment="1:backward")
-@pytest.mark.parametrize("stage", sampled([2, 3], share=1))
-def test_a_lost_worker_comes_back(run: Launch, twin: Twin, reference: Launch, stage: int) -> None:
-    spec = spec_of(stage, "1@1:backward", steps=7, respawn=5, changes=("+1@4",))
+@pytest.mark.parametrize(
+    ("stage", "zero"), sampled([(2, {}), (3, {}), (3, PARAMETERS)], share=1), ids=str
+)
+def test_a_lost_worker_comes_back(
+    run: Launch, twin: Twin, reference: Launch, stage: int, zero: dict[str, Any]
+) -> None:
+    spec = spec_of(stage, "1@1:backward", zero=zero, steps=7, respawn=5, changes=("+1@4",))
     killed = run(spec)
     check_recovered(killed, twin=twin(killed), reference=reference(spec))
     assert entered(killed) == [(1, 1, 4)]
@@ -87,14 +100,25 @@ def test_a_lost_worker_comes_back(run: Launch, twin: Twin, reference: Launch, st
 
 @proves(Kind.KILL, Promise.PLANNED)
 @pytest.mark.parametrize(
-    ("stage", "kill", "options"),
+    ("stage", "kill", "options", "zero"),
     sampled(
-        [(1, "0@3:backward", ()), (2, "1@2:backward", ("--lora",)), (3, "2@2:optimizer", ())],
+        [
+            (1, "0@3:backward", (), {}),
+            (2, "1@2:backward", ("--lora",), {}),
+            (3, "2@2:optimizer", (), {}),
+            (3, "1@2:forward", ("--lora",), PARAMETERS),
+        ],
         share=1,
     ),
 )
 def test_a_trainer_offloads(
-    run: Launch, twin: Twin, reference: Launch, stage: int, kill: str, options: tuple[str, ...]
+    run: Launch,
+    twin: Twin,
+    reference: Launch,
+    stage: int,
+    kill: str,
+    options: tuple[str, ...],
+    zero: dict[str, Any],
 ) -> None:
     """With its own AdamW, in whose place Accelerate makes DeepSpeed's."""
     pytest.importorskip("transformers")
@@ -102,7 +126,7 @@ def test_a_trainer_offloads(
 
     if "--lora" in options:
         pytest.importorskip("peft")
-    spec = spec_of(stage, kill, settings=AUTO, script=TRAINER, options=options)
+    spec = spec_of(stage, kill, zero=zero, settings=AUTO, script=TRAINER, options=options)
     killed = run(spec)
     check_recovered(killed, twin=twin(killed), reference=reference(spec))
     check_tapes(killed, reference(spec), survivors=3)

@@ -18,8 +18,6 @@ from elaswave_plugin.adapters.deepspeed_settings import lookup, problems
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
 
-# Names of ZeRO's offload that stand for others.
-_FORMER = ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory")
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW, FusedAdam, DeepSpeedCPUAdam)
 
 
@@ -130,14 +128,14 @@ def _parsed(config: Mapping[str, Any]) -> Mapping[str, Any]:
     As it is where DeepSpeed is going to complain.
     """
     try:
-        zero = get_zero_config(dict(config)).model_dump(mode="json", exclude=set(_FORMER))
+        zero = get_zero_config(dict(config)).model_dump(mode="json")
     except (ValidationError, TypeError):
         return config
     given = config.get("zero_optimization")
     unknown = {
         key: value
         for key, value in (given.items() if isinstance(given, Mapping) else ())
-        if key not in (*zero, *_FORMER)
+        if key not in zero
     }
     return {**config, "zero_optimization": {**unknown, **zero}}
 

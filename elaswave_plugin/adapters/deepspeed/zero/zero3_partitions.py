@@ -29,15 +29,16 @@ def take_world(model: Any) -> None:
 def cut_again(params: Iterable[Any]) -> None:
     """Give every parameter a partition of the present size; values undefined.
 
-    Those of one dtype lie in one buffer.
+    Those of one dtype and device lie in one buffer; where parameters are offloaded, small ones stay
+    on the accelerator.
     """
-    of_kind: dict[torch.dtype, list[Any]] = {}
+    of_kind: dict[tuple[torch.dtype, torch.device], list[Any]] = {}
     for param in params:
-        of_kind.setdefault(param.ds_tensor.dtype, []).append(param)
+        of_kind.setdefault((param.ds_tensor.dtype, param.ds_tensor.device), []).append(param)
     width = dist.get_world_size()
-    for dtype, alike in of_kind.items():
+    for (dtype, device), alike in of_kind.items():
         sizes = [padded_size(param.ds_numel, width, 1) // width for param in alike]
-        flat = torch.zeros(sum(sizes), dtype=dtype, device=alike[0].ds_tensor.device)
+        flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
         for param, size, piece in zip(alike, sizes, flat.split(sizes), strict=True):
             _cut(param, size, piece)
 
