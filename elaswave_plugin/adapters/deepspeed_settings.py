@@ -16,7 +16,6 @@ CARRIED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("zero_optimization.zero_quantized_weights", (False,), "use plain ZeRO-3, without ZeRO++"),
     ("zero_optimization.zero_quantized_gradients", (False,), "use plain ZeRO-3, without ZeRO++"),
     ("zero_optimization.zero_quantized_nontrainable_weights", (False,), "leave ZeRO++ out"),
-    ("zero_optimization.round_robin_gradients", (False,), "its order depends on the workers"),
     ("zero_optimization.zenflow", (None,), "leave ZenFlow out"),
     ("gradient_allreduce_op", ("mean",), "a sum of gradients changes with the number of workers"),
     ("managed_gradient_accumulation", (True,), "let DeepSpeed count the micro-batches"),
@@ -68,6 +67,12 @@ def problems(config: Mapping[str, Any]) -> Iterator[str]:
         if seen not in carried:
             wanted = " or ".join(map(repr, carried))
             yield f"{path} is {seen!r}, and elaswave_plugin carries {wanted}: {advice}"
+    both = ("round_robin_gradients", "parameter_alignment")
+    if all(lookup(config, f"zero_optimization.{key}", False) for key in both):
+        yield (
+            "zero_optimization has round_robin_gradients and parameter_alignment, and "
+            "elaswave_plugin carries one of them: paddings would move with the order; set one"
+        )
     for path in REMOVED:
         section, _, key = path.rpartition(".")
         if key in (lookup(config, section, {}) if section else config):

@@ -44,7 +44,10 @@ def test_a_variant_of_adam_is_refused(option: str) -> None:
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "offload_param.device is"),
         ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "zero_hpz_partition_size"),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_quantized_weights"),
-        ({"zero_optimization": {"round_robin_gradients": True}}, "round_robin_gradients"),
+        (
+            {"zero_optimization": {"round_robin_gradients": True, "parameter_alignment": True}},
+            "round_robin_gradients and parameter_alignment",
+        ),
         ({"optimizer": {"type": "OneBitAdam"}}, "1-bit"),
         ({"optimizer": {"type": "Muon"}}, "Muon"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size"),

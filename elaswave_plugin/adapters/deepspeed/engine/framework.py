@@ -211,6 +211,11 @@ class DeepSpeedFramework:
         """Have what no snapshot will hold (collective over WORLD); before the first seal."""
         self._state.share()
 
+    def save(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the engine's ``save_checkpoint``, with the state as DeepSpeed would have it."""
+        with self._state.saving():
+            return native(*args, **kwargs)
+
     def learning_rate(self) -> float:
         """The learning rate of the first group."""
         return float(self._inner.param_groups[0]["lr"])

@@ -342,7 +342,8 @@ class EngineJob(AttachedEngine):
         )
 
     def _save_checkpoint(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._save(partial(save_whole, self._drafts, native, self._engine), *args, **kwargs)
+        write = partial(self._framework.save, native)
+        return self._save(partial(save_whole, self._drafts, write, self._engine), *args, **kwargs)
 
     def _save(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._run(lambda: native(*args, **kwargs), phase="save")

@@ -4,7 +4,7 @@ A worker without a pipeline keeps its modules and knows nothing: what it needs c
 snapshots when it is in one again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -71,6 +71,12 @@ class PipelineFramework(DeepSpeedFramework):
         engine.micro_batches = len(plan.dataflow.microbatches(self._worker.slot))
         engine.is_data_parallel = engine.grid.data_parallel_size > 1
         super().rebind(plan)
+
+    def save(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the engine's ``save_checkpoint``, which writes nothing without a pipeline."""
+        if not self.is_busy:
+            return native(*args, **kwargs)
+        return super().save(native, *args, **kwargs)
 
     def write_weights(self, masters: torch.Tensor) -> None:
         """Install the masters, where there are any."""

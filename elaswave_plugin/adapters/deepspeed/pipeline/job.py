@@ -447,7 +447,8 @@ class PipelineJob(AttachedEngine):
         return self._between_steps(work, phase=phase)
 
     def _save_checkpoint(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        save = partial(save_whole, self._drafts, native, self._engine, *args, **kwargs)
+        write = partial(self._framework.save, native)
+        save = partial(save_whole, self._drafts, write, self._engine, *args, **kwargs)
         return self._between_steps(save, phase="save")
 
     def _between_steps(self, work: Callable[[], Any], *, phase: str) -> Any:

@@ -5,6 +5,7 @@ DeepSpeed pads a group of L elements to a multiple of 2 n and cuts it into n equ
 """
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from deepspeed.runtime.utils import all_gather_dp_groups
 
 from elaswave_plugin.adapters.deepspeed.compat.patches import constructor_arguments
 from elaswave_plugin.adapters.deepspeed.zero import zero_state
+from elaswave_plugin.adapters.deepspeed.zero.zero12_round_robin import RoundRobin
 from elaswave_plugin.tracking.state_dump import NamedPiece
 
 
@@ -25,6 +27,7 @@ class PartitionedState(zero_state.ZeroState):
         params = [param for group in self._groups for param in group]
         super().__init__(engine, self._zero.optimizer, params)
         self.alignment = self._zero.nccl_start_alignment_factor
+        self._order = RoundRobin(self._zero)
 
     @property
     def _masters(self) -> list[torch.Tensor]:
@@ -59,6 +62,7 @@ class PartitionedState(zero_state.ZeroState):
         for group, params in zip(inner.param_groups, self._groups, strict=True):
             group["params"] = list(params)
         optimizer.__dict__.clear()
+        self._order.keep()
         optimizer.__init__(*args, **kwargs)
         if self._engine._support_torch_style_backward:
             optimizer.register_grad_acc_post_hook(self._engine._backward_post_hook)
@@ -83,6 +87,10 @@ class PartitionedState(zero_state.ZeroState):
         )
         for flat, length in zip(optimizer.bit16_groups_flat, self.lengths(), strict=True):
             yield flat[:length]
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Have the state in the order of DeepSpeed for the present workers."""
+        return self._order.in_native_order(self.parts_of)
 
     def named_pieces(self) -> Iterator[NamedPiece]:
         """Yield the pieces of parameters that this worker's partitions hold."""

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -75,6 +76,10 @@ class ZeroState(ABC):
 
     def resume(self) -> None:  # noqa: B027, only ZeRO-3 learns anything in its passes
         """Take up what was learnt in the passes before the change (collective over WORLD)."""
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Have the state as DeepSpeed writes it into a checkpoint (collective over WORLD)."""
+        return nullcontext()
 
     @abstractmethod
     def named_pieces(self) -> Iterator[NamedPiece]:
