@@ -171,7 +171,9 @@ def dump_state(
     arrays: dict[str, Any] = {}
     numel: dict[str, int] = {}
     for piece in pieces:
-        arrays[f"{piece.name}|{piece.part}|{piece.start}"] = piece.data.detach().cpu().numpy()
+        # Numpy has no bf16; it and float32 lie in float32 here, as in a snapshot.
+        data = piece.data.detach().float().cpu()
+        arrays[f"{piece.name}|{piece.part}|{piece.start}"] = data.numpy()
         numel[piece.name] = piece.numel
     stem = folder / f"slot-{slot}-epoch-{epoch}"
     partial = stem.with_suffix(".partial.npz")

@@ -6,12 +6,25 @@ from typing import Any
 import pytest
 
 from tests.deepspeed.conftest import Launch, Twin
-from tests.deepspeed.harness import EngineSpec, check_recovered
+from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 BF16 = {"bf16": True}
 PROFILER = {"flops_profiler": {"enabled": True, "profile_step": 2, "detailed": False}}
+# One buffer for the activations of all layers, of which a pass must not leave a part behind.
+CONTIGUOUS = {
+    "activation_checkpointing": {
+        "partition_activations": True,
+        "contiguous_memory_optimization": True,
+        "number_checkpoints": 2,
+    }
+}
+CHECKPOINTED = {"script": str(SCRIPTS / "checkpointing.py")}
+# Masters, gradients and moments of 16 bits.
+LOW = {
+    "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+}
 ALL_REDUCE = {"zero_optimization": {"stage": 2, "reduce_scatter": False}}
 # ZeRO stage, keys, dtype, kill.
 CARRIED: list[tuple[int, dict[str, Any], dict[str, Any], str]] = [
@@ -27,6 +40,12 @@ CARRIED: list[tuple[int, dict[str, Any], dict[str, Any], str]] = [
     # In the step that is profiled, and before it.
     (2, PROFILER, {}, "1@2:backward"),
     (3, PROFILER, {}, "0@1:forward"),
+    (1, CONTIGUOUS, CHECKPOINTED, "1@2:forward"),
+    (2, CONTIGUOUS, CHECKPOINTED, "0@1:backward"),
+    (3, CONTIGUOUS, CHECKPOINTED, "3@2:forward"),
+    (1, LOW, BF16, "1@2:backward"),
+    (2, LOW, BF16, "0@3:optimizer"),
+    (3, LOW, BF16, "2@2:gather"),
     (2, {"compile": {"deepcompile": False}, "wall_clock_breakdown": True}, {}, "2@3:optimizer"),
 ]
 

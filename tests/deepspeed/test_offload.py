@@ -18,6 +18,8 @@ from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 LORA = str(SCRIPTS / "lora.py")
+# Masters and gradients of 16 bits; moments stay in float32.
+LOW = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
 PARAMETERS = {"offload_param": {"device": "cpu", "pin_memory": True}}
 
 
@@ -61,6 +63,8 @@ def check_offloaded(run: Outcome, *, fewest: int | None = None) -> None:
             (3, "1@2:backward", {"zero": PARAMETERS}),
             (3, "3@3:gather", {"zero": {"cpu_offload_param": True}, "bf16": True}),
             (3, "0@2:forward", {"zero": PARAMETERS, "script": LORA}),
+            (2, "1@3:backward", {"settings": LOW, "bf16": True}),
+            (3, "2@2:gather", {"settings": LOW, "bf16": True}),
             (3, "2@2:optimizer", {"zero": {**PARAMETERS, "sub_group_size": 10_000}}),
         ],
         share=2,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 import xxhash
@@ -71,11 +72,16 @@ class DeepSpeedFramework:
         """Drop the interrupted step. Modes are left alone: the script goes on, and sets its own."""
         engine = self._engine
         self._state.drop()
+        self.drop_activations()
         engine._running_engine_step = False
         engine.inside_no_sync_ctxt = False
         for timer in engine.timers.timers.values():
             timer.started_ = False
         engine.tput_timer.started = False
+
+    def drop_activations(self) -> None:
+        """Forget the layers' inputs that DeepSpeed's checkpointing keeps for a backward pass."""
+        deepspeed.checkpointing.reset()
 
     def rebind(self, plan: RecoveryPlan) -> None:
         """Point everything DeepSpeed cached at the new layout.

@@ -108,6 +108,7 @@ class EngineJob(AttachedEngine):
                 "set_gradient_accumulation_boundary": self._set_boundary,
                 "no_sync": self._no_sync,
                 "coalesce_grad_reduction": self._coalesce,
+                "compile": self._refuse_compiling,
                 "save_checkpoint": self._save_checkpoint,
                 "save_16bit_model": self._save,
                 "load_checkpoint": self._load,
@@ -243,6 +244,7 @@ class EngineJob(AttachedEngine):
             with torch.enable_grad():
                 return self._stand_in.make((inputs, kwargs), self._engine.device, counts=counts)
         output = self._engine.module(*inputs, **kwargs)
+        self._framework.drop_activations()
         with torch.enable_grad():
             return detached(output)
 
@@ -339,6 +341,12 @@ class EngineJob(AttachedEngine):
             "engine.coalesce_grad_reduction() was called: it reduces where its block ends, which is"
             " no call that a loss could be absorbed in; leave it out, call engine.step() after each"
             " engine.backward(loss), and set gradient_accumulation_steps"
+        )
+
+    def _refuse_compiling(self, native: Callable[..., None], *args: Any, **kwargs: Any) -> NoReturn:
+        raise ConfigurationError(
+            "engine.compile() was called, as torch_compile in TrainingArguments has it done, and"
+            " compiled passes are not carried through the loss of a worker; leave it out"
         )
 
     def _save_checkpoint(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

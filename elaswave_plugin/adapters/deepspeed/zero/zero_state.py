@@ -89,12 +89,14 @@ class ZeroState(ABC):
 def _make_moments(inner: Any, master: torch.Tensor) -> None:
     # torch's fused kernels read the count on the device.
     place = master.device if inner.defaults.get("fused") else "cpu"
+    # DeepSpeedCPUAdam may keep moments of masters in bf16 in float32.
+    dtype = torch.float32 if getattr(inner, "fp32_optimizer_states", False) else master.dtype
     inner.state[master] = {
         # torch counts in a tensor, DeepSpeed's own Adam in an integer.
         "step": torch.tensor(0.0, device=place)
         if type(inner).__module__.startswith("torch.")
         else 0,
-        **{name: torch.zeros_like(master, requires_grad=False) for name in MOMENTS},
+        **{name: torch.zeros_like(master, dtype=dtype, requires_grad=False) for name in MOMENTS},
     }
 
 
