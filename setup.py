@@ -22,6 +22,7 @@ TEST = (
     "six",
     "tensorboard>=2.16",
     "transformers>=5.20,<6",
+    "trl>=1.16,<2",
 )
 
 setup(

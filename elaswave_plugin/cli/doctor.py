@@ -245,6 +245,7 @@ def _of_deepspeed() -> Iterable[Entry]:
         (of_deepspeed.stage_patches(None), "elastic, beyond the launch"),
         (of_deepspeed.accelerate_patches(None), "elastic, Accelerate"),
         (of_deepspeed.processor_patches(None), "no GPU, Accelerate"),
+        (of_deepspeed.asking_patches(), "elastic, a Trainer, after a loss"),
         (of_deepspeed.trainer_patches(None), "elastic, transformers.Trainer"),
     ):
         yield from (Entry(record, applied) for record in patches.records)

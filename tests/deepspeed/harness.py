@@ -16,6 +16,11 @@ from tests.faults.harness import (
     max_relative_difference,
 )
 
+
+def _is_there(module: str) -> bool:
+    return find_spec(module.partition(".")[0]) is not None
+
+
 EXAMPLE = ROOT / "examples" / "train_deepspeed.py"
 SCRIPTS = ROOT / "tests" / "deepspeed" / "scripts"
 PRELOAD = (
@@ -36,7 +41,7 @@ PRELOAD = (
     "elaswave_plugin.adapters.deepspeed.accelerate.accelerate",
     "accelerate",
     "transformers.models.llama.modeling_llama",
-    *(name for name in ("peft",) if find_spec(name)),
+    *(name for name in ("peft", "datasets", "trl.trainer.sft_trainer") if _is_there(name)),
 )
 # Largest relative difference of a loss after a loss of workers: sums in another order.
 FP32_BOUND, BITS_16_BOUND = 1e-6, 1e-3

@@ -319,6 +319,28 @@ def processor_patches(finding: Callable[..., Any] | None) -> PatchSet:
     )
 
 
+def asking_patches() -> PatchSet:
+    """Return the patches for asking a loss that is told of other processes; undone after it."""
+    return PatchSet(
+        [
+            PatchRecord(
+                # As bound in operations.py, whose collectives take their number of processes there.
+                target="accelerate.utils.operations:PartialState",
+                reason="a loss that gathers, as TRL's, has only the processes that there are",
+                distribution="accelerate",
+                valid=_ACCELERATE,
+                parameters=("cpu", "kwargs"),
+                make=_as_it_is,
+            ),
+        ]
+    )
+
+
+def _as_it_is(state: Any) -> Any:
+    """Return a class of the same state, which is not told what the original's is told now."""
+    return type(state.__name__, (state,), {"_shared_state": dict(state._shared_state)})
+
+
 def trainer_patches(hooks: Any) -> PatchSet:
     """Lead transformers.Trainer through ``hooks``; None to list the records only."""
     return PatchSet(

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 
+from elaswave_plugin.adapters.deepspeed.compat.patches import asking_patches
+
 
 class LossKind(NamedTuple):
     """``sums_items``: divided by the items of all; ``times_processes``: multiplied by these."""
@@ -61,6 +63,8 @@ def ask(trainer: Any, model: Any, inputs: Any, num_items: Any) -> LossKind:
 def _twice_the_processes() -> Iterator[None]:
     shared = [one._shared_state for one in (PartialState, AcceleratorState)]
     before = [one["num_processes"] for one in shared]
+    patches = asking_patches()
+    patches.apply()
     try:
         for one in shared:
             one["num_processes"] *= 2
@@ -68,3 +72,4 @@ def _twice_the_processes() -> Iterator[None]:
     finally:
         for one, number in zip(shared, before, strict=True):
             one["num_processes"] = number
+        patches.undo()

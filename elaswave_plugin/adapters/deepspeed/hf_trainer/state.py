@@ -39,7 +39,7 @@ class TrainerState(Part):
             "place": self.place,
             "loss_kind": None if self.loss_kind is None else tuple(self.loss_kind),
             "trainer": {
-                name: copy.deepcopy(value)
+                name: _plain(value)
                 for name, value in vars(trainer).items()
                 if value is not None and is_plain(value)
             },
@@ -67,7 +67,8 @@ class TrainerState(Part):
         self.place, kind = kept["place"], kept["loss_kind"]
         self.loss_kind = None if kind is None else LossKind(*kind)
         kept = copy.deepcopy(kept)
-        vars(trainer).update(kept["trainer"])
+        for name, value in kept["trainer"].items():
+            setattr(trainer, name, _like(vars(trainer).get(name), value))
         trainer._tr_loss.fill_(kept["tr_loss"])
         vars(trainer.state).update(kept["state"])
         trainer.state.log_history[:] = kept[_HISTORY]
@@ -82,3 +83,24 @@ class TrainerState(Part):
         for one in self.trainer.callback_handler.callbacks:
             if isinstance(one, ExportableState):
                 yield one
+
+
+def _plain(value: Any) -> Any:
+    """Return a copy in dicts, lists and tuples, which another worker can be given."""
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [*map(_plain, value)]
+    return tuple(map(_plain, value)) if isinstance(value, tuple) else value
+
+
+def _like(own: Any, value: Any) -> Any:
+    """Return a plain value in the kinds of containers that are there: TRL's make their keys."""
+    if isinstance(own, tuple) and hasattr(own, "_make"):
+        return own._make(value)
+    if not (isinstance(own, dict) and isinstance(value, dict)):
+        return value
+    made = copy.copy(own)
+    made.clear()
+    made.update((key, _like(own.get(key), one)) for key, one in value.items())
+    return made

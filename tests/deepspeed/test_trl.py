@@ -1,0 +1,89 @@
+"""TRL's SFTTrainer: it gathers within its loss, and keeps metrics of each micro-batch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl")
+
+from tests.deepspeed.conftest import Launch, Twin
+from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
+from tests.deepspeed.test_hf_example import ExampleSpec
+from tests.deepspeed.test_hf_trainer import AUTO, check_newcomer, check_tapes
+from tests.deepspeed.test_join import entered
+from tests.faults.harness import ROOT, check_survived
+from tests.proofs import Kind, Promise, proves
+from tests.sample import sampled
+
+
+def spec_of(*kills: str, stage: int, **changes: Any) -> EngineSpec:
+    """A stock script with "auto" values."""
+    script, settings = str(SCRIPTS / "trl_sft.py"), json.dumps(AUTO)
+    return EngineSpec(script=script, stage=stage, kills=kills, settings=settings, **changes)
+
+
+@proves(Kind.KILL, Promise.PLANNED)
+@pytest.mark.parametrize(
+    ("stage", "kill", "options"),
+    sampled(
+        [
+            (0, "3@2:forward", ()),
+            (1, "0@3:snapshot", ()),
+            (2, "1@2:backward", ("--lora",)),
+            (2, "2@3:reduce", ("--packing",)),
+            (3, "0@3:forward", ()),
+            (3, "2@2:backward", ("--lora",)),
+        ],
+        share=2,
+    ),
+)
+def test_a_kill_is_absorbed_and_each_step_counts_once(
+    run: Launch, twin: Twin, reference: Launch, stage: int, kill: str, options: tuple[str, ...]
+) -> None:
+    spec = spec_of(kill, stage=stage, options=options)
+    killed = run(spec)
+    check_recovered(killed, twin=twin(killed), reference=reference(spec))
+    check_tapes(killed, reference(spec), survivors=3, pads=True)
+    assert "trained 6 steps" in killed.output
+
+
+@proves(Kind.KILL, Promise.LOGGED)
+@pytest.mark.parametrize(
+    ("stage", "kill"), sampled([(2, "1@4:evaluation"), (3, "0@4:save")], share=1)
+)
+def test_an_evaluation_and_a_save_are_made_as_without_the_loss(
+    run: Launch, reference: Launch, stage: int, kill: str
+) -> None:
+    spec = spec_of(kill, stage=stage, options=("--evaluate=2", "--save=4"))
+    killed = run(spec)
+    check_survived(killed)
+    check_tapes(killed, reference(spec), survivors=3, pads=True)
+
+
+@proves(Kind.RETURN, Promise.PLANNED, victim="1", moment="1:backward")
+def test_a_lost_worker_comes_back(run: Launch, twin: Twin, reference: Launch) -> None:
+    spec = spec_of("1@1:backward", stage=2, steps=7, respawn=5, changes=("+1@4",))
+    killed = run(spec)
+    check_recovered(killed, twin=twin(killed), reference=reference(spec))
+    assert entered(killed) == [(1, 1, 4)]
+    check_tapes(killed, reference(spec), survivors=3, pads=True)
+    check_newcomer(killed, reference(spec), first=4, pads=True)
+
+
+class TrlSpec(ExampleSpec):
+    """One launch of the example."""
+
+    def arguments(self, data: Path, directory: Path) -> list[str]:
+        """TRL's default is bf16, which the Trainer refuses without a GPU."""
+        return [*ExampleSpec.arguments(self, data, directory), "--bf16=False"]
+
+
+@proves(Kind.KILL, Promise.PLANNED, victim="2", moment="2:backward")
+def test_the_example_survives_a_kill(run: Launch, twin: Twin, reference: Launch) -> None:
+    script = str(ROOT / "examples" / "train_trl.py")
+    spec = TrlSpec(script=script, stage=3, settings=json.dumps(AUTO), kills=("2@2:backward",))
+    killed = run(spec)
+    check_recovered(killed, twin=twin(killed), reference=reference(spec))
+    assert (killed.directory / "model" / "adapter_model.safetensors").is_file()
