@@ -38,6 +38,8 @@ AUTO = {
 SAVING = ("--evaluate=2", "--save=2")
 # The Trainer writes its log with so many digits.
 LOGGED = 1e-4
+# Two of the 250 tokens of a step: which one is likeliest may change where two are nearly equal.
+TOP = 0.008
 
 
 def spec_of(*kills: str, stage: int = 2, **changes: Any) -> EngineSpec:
@@ -79,6 +81,8 @@ def check_tape(tape: Tape, wanted: Tape, *, counts_flos: bool) -> None:
     for (event, step, logged), (_, _, expected) in zip(tape, wanted, strict=True):
         if not counts_flos and "total_flos" in logged:
             expected["total_flos"] = logged["total_flos"]
+        for key in [key for key in logged if key.endswith("token_accuracy")]:
+            assert logged.pop(key) == pytest.approx(expected.pop(key), abs=TOP), (event, step)
         assert logged == pytest.approx(expected, rel=LOGGED), (event, step)
 
 
