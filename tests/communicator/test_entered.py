@@ -1,4 +1,4 @@
-"""What a progress page tells of the native calls that a worker has entered."""
+"""The native calls that a worker has entered, as its progress page tells them."""
 
 from elaswave_plugin.communicator.device.entered import Entered
 from elaswave_plugin.ipc.progress_page import MOST_ENTERED, ProgressPage
