@@ -21,6 +21,8 @@ Check = Callable[[], None]
 CHECK_EVERY_S = 0.01
 LENGTH = struct.Struct("!I")
 LONGEST_FRAME_BYTES = 1 << 30
+# Behind a frame that the peer does not read, so many bytes may wait.
+MOST_UNSENT_BYTES = 1 << 26
 PROBE_AFTER_S = 30
 PROBE_EVERY_S = 10
 PROBES = 9
@@ -94,6 +96,10 @@ class Channel:
         if self.closed:
             return
         first = not self._unsent
+        if not first and len(self._unsent) + len(data) > MOST_UNSENT_BYTES:
+            waits = f"it does not read: {len(self._unsent) >> 20} MiB wait for it"
+            self._reactor.after(0, partial(self._lose, waits))
+            return
         self._unsent += data
         if first:
             self._write()

@@ -67,7 +67,7 @@ class Lease:
         return max(0.0, self.until_s - now_s)
 
     def _forget(self, now_s: float) -> None:
-        """Drop beats that are older than a lease."""
-        old = [n for n, sent_s in self._sent_s.items() if sent_s + self._lasts_s < now_s]
-        for number in old:
-            del self._sent_s[number]
+        """Drop beats that are older than a lease, and nodes that have heard no newer one."""
+        long_ago_s = now_s - self._lasts_s
+        self._sent_s = {n: sent_s for n, sent_s in self._sent_s.items() if sent_s >= long_ago_s}
+        self._heard_by = {n: sent_s for n, sent_s in self._heard_by.items() if sent_s >= long_ago_s}
