@@ -7,11 +7,14 @@ from elaswave_plugin.observer.observer import audit_samples, disagreeing_steps, 
 from elaswave_plugin.observer.observer import survivor_pids_unchanged as pids_unchanged
 from elaswave_plugin.observer.run import counted_steps
 from elaswave_plugin.tracking.events import STEPS_FILE
+from tests.chaos.draws import HANGS
 from tests.chaos.runs import Played
 from tests.chaos.strikes import DEADLY
 from tests.deepspeed.harness import FP32_BOUND, EngineSpec, rates
 from tests.faults.harness import Outcome, check_written, max_relative_difference
 
+# A stopped worker is found within 3 s: 2 s of standing still, and this.
+SLACK_S = 1.0
 STOPPED = re.compile(
     r"state was lost with all its copies|which is no majority|whole TP groups of \d+ are left"
     r"|no node with the training's state|has no worker left"
@@ -51,6 +54,7 @@ def _check_survived(played: Played, reference: Outcome) -> None:
     codes = [code for number, code in enumerate(played.codes) if number not in gone]
     assert not any(codes), f"exit codes {played.codes}: {run.output[-2000:]}"
     _check_losses(run)
+    _check_detections(run)
     assert not disagreeing_steps(run.files), disagreeing_steps(run.files)
     views = [set(event["ranks"]) for event in run.events("view_committed")]
     assert not set.intersection(*views) or pids_unchanged(run.files), "a survivor's pid changed"
@@ -76,6 +80,18 @@ def _check_losses(run: Outcome) -> None:
     ended = {e["pid"] for e in exits}
     alive = {e["pid"] for e in run.events("fault_fired") if e["how"] in DEADLY[:1]} - ended
     assert not alive, f"struck, and nobody saw it end: {alive}"
+
+
+def _check_detections(run: Outcome) -> None:
+    """Check that each hang was found within its limit, and what else the machine took besides."""
+    found = run.events("hang_found")
+    for hang in (e for e in run.events("fault_fired") if e["how"] in HANGS):
+        after_s = [(e["time_s"] - hang["at_s"], e) for e in found if e["slot"] == hang["slot"]]
+        seen = [(took_s, e) for took_s, e in after_s if took_s > 0]
+        assert seen, f"nobody saw it hang: {hang}"
+        took_s, first = min(seen, key=lambda one: one[0])
+        limit_s = first["limit_s"] + first["waited_s"] + SLACK_S
+        assert took_s <= limit_s, f"found after {took_s:.1f} s, limit {limit_s:.1f} s: {hang}"
 
 
 def _lost_nodes(played: Played) -> set[int]:

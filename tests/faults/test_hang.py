@@ -8,6 +8,7 @@ import pytest
 
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.core.agreement.hang import STOPPED_LIMIT_S
+from elaswave_plugin.errors import EXIT_REQUEUE
 from elaswave_plugin.ipc.progress_page import SAVE_LIMIT_S
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived, hang_of
@@ -73,6 +74,18 @@ def test_a_hang_in_the_first_steps_is_found(run: Launch, reference: Reference, h
     found = hang_of(hung)
     assert (found["slot"], found["phase"], found["step"]) == (1, "forward", 1)
     assert found["limit_s"] == START_S
+
+
+@proves(Kind.HANG, Promise.REQUEUE, victim="0", moment="0:snapshot")
+@pytest.mark.parametrize("how", sampled(["loop", "stop"], share=1))
+def test_a_hang_before_the_first_seal_ends_the_job(run: Launch, how: str) -> None:
+    """Nobody could take its place yet, and all others would wait for ever."""
+    options = (f"--elaswave-hang-start-timeout-s={START_S:g}",)
+    hung = run(JobSpec(options=options, kills=(f"0@0:snapshot:{how}",)))
+    assert hung.returncode == EXIT_REQUEUE
+    (found,) = hung.events("hang_found")
+    assert (found["slot"], found["phase"]) == (0, "snapshot")
+    assert "queue it again" in hung.output, hung.output[-2000:]
 
 
 # A loop in the fifth pass of an evaluation, whose passes have a limit by then.

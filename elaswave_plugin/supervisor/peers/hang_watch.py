@@ -25,6 +25,7 @@ from elaswave_plugin.core.agreement.view import MembershipView
 from elaswave_plugin.errors import EXIT_CONFIGURATION
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.frames import Beat
+from elaswave_plugin.ipc.progress_page import BETWEEN_STEPS
 from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.tracking.events import EventLog
 
@@ -119,8 +120,10 @@ class HangWatch:
         return (self._agreement.committed, *(() if proposed is None else (proposed,)))
 
     def _is_member(self, sample: Sample) -> bool:
+        """Return whether others may wait for it; what a script does at first may take hours."""
         me = sample.slot, sample.incarnation
-        return self._agreement.started and any(
+        has_begun = self._agreement.started or sample.is_stopped or sample.phase != BETWEEN_STEPS
+        return has_begun and any(
             me in zip(view.ranks, view.incarnations, strict=True) for view in self._views
         )
 
