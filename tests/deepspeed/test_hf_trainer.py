@@ -35,6 +35,7 @@ AUTO = {
     "optimizer": None,
     "scheduler": None,
 }
+FIRST = ("--evaluate=4", "--evaluate-first")
 SAVING = ("--evaluate=2", "--save=2")
 # The Trainer writes its log with so many digits.
 LOGGED = 1e-4
@@ -197,6 +198,8 @@ def adapters(run: Outcome) -> list[dict[str, torch.Tensor]]:
             (2, "1@1:backward", 4, ("--limit=24",)),
             (2, "3@2:backward", 6, ("--limit=24",)),
             (3, "0@1:gather", 4, ()),
+            (1, "2@2:backward", 5, FIRST),
+            (3, "1@1:forward", 4, FIRST),
         ],
         share=2,
     ),

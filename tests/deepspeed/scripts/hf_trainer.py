@@ -56,6 +56,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--use-cpu", action="store_true")
     parser.add_argument("--without-deepspeed", action="store_true")
     parser.add_argument("--evaluate", type=int)
+    parser.add_argument("--evaluate-first", action="store_true")
     parser.add_argument("--save", type=int)
     parser.add_argument("--best", action="store_true")
     parser.add_argument("--resume")
@@ -86,6 +87,7 @@ def training_arguments(args: argparse.Namespace, folder: Path) -> TrainingArgume
         report_to=[],
         eval_strategy="steps" if args.evaluate else "no",
         eval_steps=args.evaluate,
+        eval_on_start=args.evaluate_first,
         save_strategy="steps" if args.save else "no",
         save_steps=args.save or 500,
         save_total_limit=2,

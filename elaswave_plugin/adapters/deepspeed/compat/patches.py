@@ -359,6 +359,14 @@ def trainer_patches(hooks: Any) -> PatchSet:
                 make=functools.partial(_routed, hooks, "run_epoch"),
             ),
             PatchRecord(
+                target="transformers.trainer:Trainer._evaluate",
+                reason="a worker that comes later has nobody to evaluate with before it enters",
+                distribution="transformers",
+                valid=_TRANSFORMERS,
+                parameters=("self", "trial", "ignore_keys_for_eval", "skip_scheduler"),
+                make=functools.partial(_routed, hooks, "evaluate"),
+            ),
+            PatchRecord(
                 # As bound in trainer.py, which gathers the loss that it logs, and nothing else.
                 target="transformers.trainer:nested_gather",
                 reason="every worker has the mean loss over all of them, also of those it has lost",

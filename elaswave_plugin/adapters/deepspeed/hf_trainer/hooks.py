@@ -43,6 +43,12 @@ class TrainerHooks:
         self._made = 0
         self._operations: list[float] = []
 
+    def evaluate(self, native: Callable[..., Any], trainer: Any, *args: Any, **given: Any) -> Any:
+        """``Trainer._evaluate``; what ``eval_on_start`` asks for the others have made already."""
+        if self._trainer is None and self._job.has_to_enter:
+            return None
+        return native(trainer, *args, **given)
+
     def run_epoch(self, native: Callable[..., None], trainer: Any, **given: Any) -> None:
         """One pass over the data; the first one takes the Trainer's methods over."""
         if self._trainer is None:

@@ -57,6 +57,11 @@ class TrainerJob(EngineJob):
         self._loop.enter()
         return self.trainer_state.place
 
+    @property
+    def has_to_enter(self) -> bool:
+        """True on a worker that came later, until it has a part in the steps of the others."""
+        return self._worker.detached
+
     def put_back(self) -> None:
         """Have all state as it was before the step that comes next."""
         self._state.put_back(self._state.before(self._worker.completed))
