@@ -6,6 +6,7 @@ A job keeps the launch's, and a checkpoint has the one in which DeepSpeed loads 
 import contextlib
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.deepspeed.checkpoints import State, parts
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
 from tests.deepspeed.test_join import entered
+from tests.deepspeed.test_pipeline import PP2_DP2, check_pipeline
 from tests.faults.harness import check_survived
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
@@ -58,6 +60,15 @@ def test_a_lost_worker_comes_back(run: Launch, twin: Twin, reference: Launch) ->
     killed = run(spec)
     check_recovered(killed, twin=twin(killed), reference=reference(spec))
     assert entered(killed) == [(1, 1, 4)]
+
+
+@proves(Kind.KILL, Promise.PLANNED, victim="1", moment="3:backward")
+def test_a_pipeline_keeps_the_order_of_its_launch(
+    run: Launch, twin: Twin, reference: Launch
+) -> None:
+    settings = spec_of(1).settings
+    killed = run(replace(PP2_DP2, stage=1, kills=("1@3:backward",), settings=settings))
+    check_pipeline(killed, twin, reference)
 
 
 @proves(Kind.SABOTAGE, Promise.SEEN, victim="1", moment="2:backward")
