@@ -21,7 +21,7 @@ Check = Callable[[], None]
 CHECK_EVERY_S = 0.01
 LENGTH = struct.Struct("!I")
 LONGEST_FRAME_BYTES = 1 << 30
-# Behind a frame that the peer does not read, so many bytes may wait.
+# The bytes that may wait behind a frame which the peer does not read.
 MOST_UNSENT_BYTES = 1 << 26
 PROBE_AFTER_S = 30
 PROBE_EVERY_S = 10
