@@ -1,55 +1,40 @@
 """Runs in which a worker hangs, one after the other: what it took until all were back at work.
 
-python -m benchmarks.hangs [--framework deepspeed --zero N] [--runs 30] [--nproc 4] [--json FILE]
+python -m benchmarks.hangs [--moment step] [--framework deepspeed --zero N] [--runs 30]
+                           [--nproc 4] [--json FILE]
 
 Every slot hangs in the data load, in the forward pass and in the backward pass, where the others
 wait for it in a collective; each in Python, in C with the interpreter's lock, and by SIGSTOP, in
-turn. The limit is the default one: 2 s, or three times the median of the phase.
+turn. The limit is the default one: 2 s, or three times the median of the phase. Other moments are
+the first steps and an evaluation (with a limit of 5 s), a save, and a wait in native collectives.
 """
 
 import argparse
-import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.circumstances import circumstances
+from benchmarks.hang_moments import Moment, moments
 from benchmarks.measurement import bench, options_parser, run_benchmark
 from benchmarks.recovery import (
-    KILL_STEP,
     STEPS,
     References,
     median_and_max,
     one_run,
 )
-from elaswave_plugin.config import KILL_WAYS, Kill
+from elaswave_plugin.config import Kill
 from elaswave_plugin.demo.options import SCRIPTS
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.observer.run import RunFiles, read_run
 
-PHASES = ("forward", "backward", "data")
-WAYS = tuple(way for way in KILL_WAYS if way != "kill")
 
-
-def hangs(runs: int, workers: int) -> list[Kill]:
-    """Every slot in every phase, over and over, each time in another way."""
-    places = itertools.cycle(enumerate(itertools.product(PHASES, range(workers))))
-    return [
-        Kill(
-            slot=slot,
-            step=KILL_STEP,
-            phase=phase,
-            how=WAYS[(place + run // (len(PHASES) * workers)) % len(WAYS)],
-        )
-        for run, (place, (phase, slot)) in zip(range(runs), places, strict=False)
-    ]
-
-
-def with_hang(row: dict[str, Any], run: RunFiles, hang: Kill) -> dict[str, Any]:
+def with_hang(row: dict[str, Any], run: RunFiles, hang: Kill, moment: Moment) -> dict[str, Any]:
     """The row of a run with what was seen of the hang; it fails where that was another one."""
     found = run.of_kind("hang_found")
     same = [(one["slot"], one["step"], one["phase"]) for one in found] == [
-        (hang.slot, hang.step, hang.phase)
+        (hang.slot, hang.step, moment.phase_of(hang))
     ]
     fields: dict[str, Any] = {"limit_s": None, "stalled_s": None, "beyond_limit_and_step_s": None}
     if same:
@@ -97,20 +82,29 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run them all; raises ConfigurationError, JobFailed if a reference fails."""
     if options.runs < 1:
         raise ConfigurationError(f"--runs is {options.runs}, wanted at least 1")
+    if options.moment != "step" and options.framework != "megatron":
+        raise ConfigurationError(
+            f"--moment is {options.moment}, which jobs of --framework {options.framework} do not"
+            " have here: leave one of them out"
+        )
+    moment = moments()[options.moment]
     result = circumstances("benchmarks.hangs")
     print(f"load average before: {result['load_average_before']}", flush=True)
     rows = []
     with bench(
         nproc=options.nproc, steps=STEPS, framework=options.framework, zero=options.zero
-    ) as running:
+    ) as shared:
+        job = replace(shared.options, script=moment.script or shared.options.script)
+        running = replace(shared, options=job, arguments=moment.arguments)
         references = References(running)
-        for number, hang in enumerate(hangs(options.runs, options.nproc)):
+        for number, hang in enumerate(moment.hangs(options.runs, options.nproc)):
             name = f"run-{number}"
             row = one_run(running, name, hang, references.of(hang))
-            rows.append(with_hang(row, read_run(running.folder / name), hang))
+            rows.append(with_hang(row, read_run(running.folder / name), hang, moment))
             show(number, rows[-1])
     return {
         **result,
+        "moment": options.moment,
         "framework": options.framework,
         "zero": options.zero,
         "workers": options.nproc,
@@ -125,6 +119,7 @@ def main() -> int:
     parser = options_parser(__doc__)
     parser.add_argument("--framework", choices=dict(SCRIPTS), default="megatron")
     parser.add_argument("--zero", type=int, metavar="N", help="DeepSpeed's stage")
+    parser.add_argument("--moment", choices=moments(), default="step", help="when it hangs")
     parser.add_argument("--runs", type=int, default=30, help="runs with a hang")
     options = parser.parse_args()
     result_file: Path | None = options.json

@@ -19,11 +19,15 @@ RUN_LIMIT_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """A zygote and a dataset that serve any number of runs, in a folder that goes away."""
+    """A zygote and a dataset that serve any number of runs, in a folder that goes away.
+
+    ``arguments``: of the script beside the demo's, in which {directory} is that of the run.
+    """
 
     options: DemoOptions
     folder: Path
     socket_path: Path
+    arguments: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.options.nproc} workers, {self.options.steps} steps a run"
@@ -41,6 +45,7 @@ class Bench:
             directory=directory,
             **how,
         )
+        command += [one.format(directory=directory) for one in self.arguments]
         jobs.run_job(command, f"run {name}", self.folder / f"{name}.log", limit_s=RUN_LIMIT_S)
         return directory
 

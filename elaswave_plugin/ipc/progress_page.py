@@ -32,8 +32,8 @@ SAVE_LIMIT_S = 60.0
 BETWEEN_STEPS = "between steps"
 COMPILATION = "compilation"
 CONNECTION = "connection"
-# How long the members of a native communicator may take to find each other.
-CONNECTION_LIMIT_S = 60.0
+# How long the members of a native communicator may take to find each other: thousands take minutes.
+CONNECTION_LIMIT_S = 300.0
 
 _PAGE_BYTES = 4096
 PAGE_NAME = "elaswave-progress"
@@ -210,6 +210,11 @@ class ProgressPage:
             return COMPILATION
         depth = self._words[_DEPTH]
         return self._text(min(depth, _MOST_ANNOUNCED)) if depth else None
+
+    @property
+    def awaits_another(self) -> bool:
+        """True if the trainer cannot go on without something that others do."""
+        return self._words[_WAITS_FOR] != NOBODY
 
     @property
     def is_save(self) -> bool:

@@ -138,11 +138,14 @@ class TrainerSession:
             return None
         pid, since_s = self.process.pid, self.page.since_s
         self.states.look(pid, progress_s=since_s, awake_s=awake_s)
+        last_s = since_s
+        if not self.page.awaits_another:
+            last_s = self.work.last_s(pid, since_s, any_work=self.page.is_save)
         return self.page.sample(
             slot=slot,
             awake_s=awake_s,
             waited_s=self.waits.since(since_s, pid),
-            worked_s=self.work.last_s(pid, since_s, any_work=self.page.is_save) - since_s,
+            worked_s=last_s - since_s,
             held_s=self.states.held_s,
             stopped_s=self.states.stopped_s,
             in_kernel_s=self.states.in_kernel_s,

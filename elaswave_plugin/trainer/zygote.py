@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 from elaswave_plugin.errors import EXIT_CONFIGURATION
@@ -36,6 +37,8 @@ from elaswave_plugin.trainer.few_warnings import show_few_warnings
 from elaswave_plugin.trainer.script_run import Reporter, guarded, run
 
 _FDS_A_REQUEST = 7
+# The thread of jemalloc, as pyarrow has it, which is there again after a fork.
+_ALLOCATOR = "jemalloc_bg_thd"
 UNIFIED_MEMORY = "/dev/nvidia-uvm"
 _OWN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
@@ -296,8 +299,12 @@ def _preload(modules: Sequence[str]) -> str | None:
 
 
 def _native_threads() -> int:
-    """Count the threads of this process that Python does not know."""
-    return len(os.listdir("/proc/self/task")) - threading.active_count()
+    """Count the threads of this process that neither Python knows nor a child starts again."""
+    threads = 0
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it has ended meanwhile
+            threads += (task / "comm").read_text().strip() != _ALLOCATOR
+    return threads - threading.active_count()
 
 
 def _has_cuda() -> bool:

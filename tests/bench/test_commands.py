@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.hangs import PHASES, WAYS, hangs, with_hang
+from benchmarks.hang_moments import WAYS, moments
+from benchmarks.hangs import with_hang
 from benchmarks.hybrid_recovery import result_of
 from benchmarks.overhead import comparison, percentile_s
 from benchmarks.recovery import passed
@@ -64,9 +65,11 @@ def test_slices_of_the_hybrid_recovery_are_judged_together() -> None:
 
 
 def test_hangs_cover_every_slot_and_phase_and_each_of_them_in_every_way() -> None:
-    first, drawn = hangs(12, 4), hangs(36, 4)
-    assert {(one.slot, one.phase) for one in first} == {(s, p) for s in range(4) for p in PHASES}
-    assert len({(one.slot, one.phase, one.how) for one in drawn}) == 4 * len(PHASES) * len(WAYS)
+    moment = moments()["step"]
+    first, drawn = moment.hangs(12, 4), moment.hangs(36, 4)
+    places = {(slot, phase) for slot in range(4) for phase in moment.phases}
+    assert {(one.slot, one.phase) for one in first} == places
+    assert len({(one.slot, one.phase, one.how) for one in drawn}) == len(places) * len(WAYS)
 
 
 def test_a_run_passes_only_where_the_hang_was_the_wanted_one() -> None:
@@ -77,7 +80,7 @@ def test_a_run_passes_only_where_the_hang_was_the_wanted_one() -> None:
 
     def judge(*events: dict[str, Any]) -> dict[str, Any]:
         run = RunFiles(directory=Path(), events=events, steps=(), ledger=())
-        return with_hang(row, run, hang)
+        return with_hang(row, run, hang, moments()["step"])
 
     assert judge(found)["passed"]
     assert judge(found)["beyond_limit_and_step_s"] == pytest.approx(0.25)

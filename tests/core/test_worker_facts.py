@@ -34,6 +34,7 @@ ALL = WorkerFacts(
     cuts_wanted=(0, 1, 4),
     told_to_leave=True,
     run_id="r",
+    launch_id="l",
     given={"mode": "exact"},
 )
 FEWEST = WorkerFacts(address="a")

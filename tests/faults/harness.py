@@ -89,7 +89,9 @@ begin_now, ask_now = GuardedSteps.begin, Worker.ask_to_enter
 def ready(worker):
     return sum('"worker_ready"' in line for line in open(worker.events.path))
 def awaited(worker):
-    events = map(json.loads, open(worker.events.path))
+    lines = open(worker.events.path)
+    # The last one may still be written.
+    events = (json.loads(line) for line in lines if line.endswith("\\n"))
     return max((e["number"] for e in events if e["kind"] == "replacement_awaited"), default=0)
 def begin_when_ready(self):
     begin_now(self)
