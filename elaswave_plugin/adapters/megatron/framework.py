@@ -187,7 +187,7 @@ class MegatronFramework:
         ]
         self._watched += watch_passes(self.chunks, self._worker.stopwatch)
         for chunk in self.chunks:
-            self._watched += watch_evaluation(chunk, self._worker.phases)
+            self._watched += watch_evaluation(chunk.module, self._worker.phases)
         for group in (group for chunk in self.chunks for group in chunk.bucket_groups):
             # Where gathers overlap, the forward's hooks start them, a bucket group at a time.
             if group.ddp_config.overlap_param_gather and "start_param_sync" not in vars(group):

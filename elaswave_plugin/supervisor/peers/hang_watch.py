@@ -105,7 +105,7 @@ class HangWatch:
     @property
     def pages(self) -> dict[int, Sample]:
         """Those of the workers that stand still, as this supervisor has heard of them."""
-        return self._pages(self._told_own)
+        return with_native_waits(self._known(self._told_own), still_s=self._still_s)
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -129,11 +129,11 @@ class HangWatch:
 
     def _who_waits(self, own: Sample | None) -> dict[int, Waiting]:
         members = {slot for view in self._views for slot in view.ranks}
-        return who_waits(sorted(members), self._pages(own))
+        known = filter(self._is_member, self._known(own))
+        return who_waits(sorted(members), with_native_waits(known, still_s=self._still_s))
 
-    def _pages(self, own: Sample | None) -> dict[int, Sample]:
-        known = [*self._others.values(), *([] if own is None else [own])]
-        return with_native_waits(filter(self._is_member, known), still_s=self._still_s)
+    def _known(self, own: Sample | None) -> list[Sample]:
+        return [*self._others.values(), *([] if own is None else [own])]
 
     def _check(self) -> None:
         now_s = self._clock()

@@ -23,6 +23,7 @@ class RoundRobin:
 
     def __init__(self, optimizer: Any) -> None:
         self._zero = optimizer
+        self._is_set = bool(optimizer.round_robin_gradients)
         self._launched = self._width
 
     @property
@@ -31,6 +32,8 @@ class RoundRobin:
 
     def keep(self) -> None:
         """Have the constructor that runs next cut the order of the launch."""
+        if not self._is_set:
+            return
         native = type(self._zero)._round_robin_reorder
         vars(self._zero)["_round_robin_reorder"] = lambda tensors, partitions: native(
             self._zero, tensors, self._launched
@@ -43,7 +46,7 @@ class RoundRobin:
         ``parts_of(master)``: the master and its moments by name.
         """
         zero = self._zero
-        if not zero.round_robin_gradients or self._width == self._launched:
+        if not self._is_set or self._width == self._launched:
             yield
             return
         inner, masters = zero.optimizer, zero.single_partition_of_fp32_groups
