@@ -16,11 +16,12 @@ from elaswave_plugin.ipc.process_work import WorkWatch
 
 # Longer than between two looks.
 LOOK_S = 0.6
-LOOP = "while True: pass"
-SLEEP = "import time\nwhile True: time.sleep(1)"
+LOOP = "print('begins', flush=True)\nwhile True: pass"
+SLEEP = "import time\nprint('begins', flush=True)\nwhile True: time.sleep(1)"
 # As slow as a throttled disk, and waiting for it all the time.
 WRITE = """
 import sys, time
+print("begins", flush=True)
 with open(sys.argv[1], "wb", buffering=0) as file:
     while True:
         file.write(bytes(8192)); time.sleep(0.2)
@@ -29,16 +30,20 @@ with open(sys.argv[1], "wb", buffering=0) as file:
 
 @contextmanager
 def group(code: str, *args: str, python: str = sys.executable) -> Iterator[int]:
-    """A leader of a group that starts this program and waits for it."""
+    """A leader of a group that has started this program, which has begun, and waits for it."""
     # The variable: a copy of the interpreter looks for its library beside itself.
     leader = f"import subprocess, sys; subprocess.run({[python, '-c', code, *args]!r})"
     env = {**os.environ, "PYTHONHOME": sys.base_prefix}
-    process = subprocess.Popen([sys.executable, "-c", leader], process_group=0, env=env)
+    process = subprocess.Popen(
+        [sys.executable, "-c", leader], process_group=0, env=env, stdout=subprocess.PIPE, text=True
+    )
     try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begins\n"
         yield process.pid
     finally:
         os.killpg(process.pid, 9)
-        process.wait()
+        process.communicate()
 
 
 def works(watch: WorkWatch, pid: int, *, any_work: bool, looks: int = 4) -> bool:
@@ -65,7 +70,6 @@ def test_a_child_that_writes_slowly_counts_in_a_save(tmp_path: Path) -> None:
 
 def test_children_that_do_nothing_do_not_count() -> None:
     with group(SLEEP) as pid:
-        time.sleep(1.0)  # they start, which is work
         assert not works(WorkWatch(), pid, any_work=True)
 
 

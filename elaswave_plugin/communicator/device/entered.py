@@ -18,9 +18,9 @@ class Entered:
 
     def __init__(self, page: ProgressPage) -> None:
         self._page = page
-        # By communicator and channel: the place on the page, and the calls so far.
         # The doorbell's thread ends communicators.
         self._changing = threading.Lock()
+        # By communicator and channel: the place on the page, and the calls so far.
         self._counts: dict[tuple[str, str], list[int]] = {}
 
     def count(
