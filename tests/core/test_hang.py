@@ -1,5 +1,6 @@
 """The verdict on a hanging worker: examples, and what holds for any pages."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -307,3 +308,11 @@ def test_a_stopped_one_is_found_behind_native_calls() -> None:
         stopped = in_a_native_call(1, 5, stopped_s=2.1)
         others = in_a_native_call(0, calls), in_a_native_call(2, calls)
         assert native_verdicts(others[0], stopped, others[1]) == [1]
+
+
+def test_native_waits_of_many_workers_are_found_within_a_beat() -> None:
+    """All stand still, as in a save: the cost grows with the workers, not with their square."""
+    samples = [in_a_native_call(slot, *range(9, 29)) for slot in range(2000)]
+    started_s = time.process_time()
+    assert len(with_native_waits(samples, still_s=0.1)) == 2000
+    assert time.process_time() - started_s < 0.5

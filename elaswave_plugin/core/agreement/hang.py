@@ -189,11 +189,18 @@ def with_native_waits(samples: Iterable[Sample], *, still_s: float) -> dict[int,
 
     `samples` are of all workers that have native communicators, those at work among them, and of
     those that stand still, for ``still_s`` or longer. One that has entered more calls than another
-    on a communicator of both waits for that one, or will: for the one that is furthest behind.
+    on a communicator of both waits for that one, or will: for the one that is furthest behind. A
+    stopped one holds up its last call as well.
     """
     known = list(samples)
+    last: dict[int, tuple[int, Sample]] = {}
+    for one in known:
+        for communicator, calls in one.entered:
+            reached = calls - one.is_stopped
+            if communicator not in last or reached < last[communicator][0]:
+                last[communicator] = reached, one
     return {
-        one.slot: replace(one, waits_for=_awaited_natively(one, known))
+        one.slot: replace(one, waits_for=_awaited_natively(one, last))
         if one.waits_for == NOBODY
         else one
         for one in known
@@ -201,19 +208,11 @@ def with_native_waits(samples: Iterable[Sample], *, still_s: float) -> dict[int,
     }
 
 
-def _awaited_natively(sample: Sample, known: Sequence[Sample]) -> int:
-    entered = dict(sample.entered)
-    behind = [
-        one
-        for one in known
-        if any(_is_behind(one, calls, entered.get(key, 0)) for key, calls in one.entered)
-    ]
+def _awaited_natively(sample: Sample, last: Mapping[int, tuple[int, Sample]]) -> int:
+    """Return the slot that is furthest behind, of the last ones on each of its communicators."""
+    reached = ((calls, *last[communicator]) for communicator, calls in sample.entered)
+    behind = [one for calls, least, one in reached if least < calls and one is not sample]
     return min(behind, key=lambda one: _how_far(one, differs=False)).slot if behind else NOBODY
-
-
-def _is_behind(one: Sample, calls: int, entered: int) -> bool:
-    """Return whether one holds up another that has entered more; a stopped one its last, too."""
-    return calls < entered or (one.is_stopped and calls == entered > 0)
 
 
 def who_waits(members: Iterable[int], samples: Mapping[int, Sample]) -> dict[int, Waiting]:

@@ -8,7 +8,7 @@ decides, since it alone sees the page of its trainer as it is now.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Protocol
 
 from elaswave_plugin.core.agreement.hang import (
@@ -21,7 +21,6 @@ from elaswave_plugin.core.agreement.hang import (
     with_native_waits,
 )
 from elaswave_plugin.core.agreement.leader import Agreement
-from elaswave_plugin.core.agreement.view import MembershipView
 from elaswave_plugin.errors import EXIT_CONFIGURATION
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.frames import Beat
@@ -113,24 +112,25 @@ class HangWatch:
     def _leads(self) -> bool:
         return self._agreement.leader == self._agreement.slot
 
-    @property
-    def _views(self) -> tuple[MembershipView, ...]:
-        """The view, and the one that the others may wait for a newcomer to answer."""
-        proposed = self._agreement.proposed
-        return (self._agreement.committed, *(() if proposed is None else (proposed,)))
+    def _members(self) -> set[tuple[int, int]]:
+        """Return slot and incarnation of each worker of the view and of the one that is proposed.
 
-    def _is_member(self, sample: Sample) -> bool:
+        The others may wait for a newcomer to answer that.
+        """
+        proposed = self._agreement.proposed
+        views = (self._agreement.committed, *(() if proposed is None else (proposed,)))
+        return {one for view in views for one in zip(view.ranks, view.incarnations, strict=True)}
+
+    def _takes_part(self, sample: Sample, members: Container[tuple[int, int]]) -> bool:
         """Return whether others may wait for it; what a script does at first may take hours."""
-        me = sample.slot, sample.incarnation
         has_begun = self._agreement.started or sample.is_stopped or sample.phase != BETWEEN_STEPS
-        return has_begun and any(
-            me in zip(view.ranks, view.incarnations, strict=True) for view in self._views
-        )
+        return has_begun and (sample.slot, sample.incarnation) in members
 
     def _who_waits(self, own: Sample | None) -> dict[int, Waiting]:
-        members = {slot for view in self._views for slot in view.ranks}
-        known = filter(self._is_member, self._known(own))
-        return who_waits(sorted(members), with_native_waits(known, still_s=self._still_s))
+        members = self._members()
+        known = (one for one in self._known(own) if self._takes_part(one, members))
+        samples = with_native_waits(known, still_s=self._still_s)
+        return who_waits(sorted({slot for slot, _ in members}), samples)
 
     def _known(self, own: Sample | None) -> list[Sample]:
         return [*self._others.values(), *([] if own is None else [own])]
@@ -142,7 +142,7 @@ class HangWatch:
             self._awake_s = now_s
         own = self._trainer.progress(self._awake_s)
         pause_s = self._every_s
-        if own is not None and not self._is_member(own):
+        if own is not None and not self._takes_part(own, self._members()):
             self._judge_newcomer(own)
         elif own is not None:
             if own.is_late_in_circle or own.is_held:
