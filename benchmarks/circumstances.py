@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 GPUS = Path("/proc/driver/nvidia/gpus")
+# `git archive` writes the commit into it, so that a bundle without git knows it.
+EXPORTED = Path(__file__).with_name("exported_commit.txt")
 
 
 def circumstances(module: str | None = None) -> dict[str, Any]:
     """Call it first: the load is that of the last minutes before.
 
-    ``module``: what Python runs, None for our own command. The commit is None where this is not run
-    from a checkout of git.
+    ``module``: what Python runs, None for our own command. The commit is None where this is run
+    neither from a checkout of git nor from an archive of one.
     """
     command = ["elaswave"] if module is None else ["python", "-m", module]
     gpus = len(list(GPUS.iterdir())) if GPUS.is_dir() else 0
@@ -33,10 +35,11 @@ def described_commit() -> str | None:
     """Describe the checkout that this file is in, with "-dirty" where it differs.
 
     Result files may differ: of several measurements in a row, the first ones' files are written
-    before the last. None where this is no checkout of git.
+    before the last. None where this is neither a checkout of git nor an archive of one.
     """
     if _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
-        return None
+        exported = EXPORTED.read_text().strip() if EXPORTED.is_file() else "$"
+        return None if exported.startswith("$") else exported
     changed = _git(
         *("status", "--porcelain", "--untracked-files=no", "--"),
         *(":/", ":(top,exclude)benchmarks/*.json"),

@@ -40,6 +40,8 @@ _FDS_A_REQUEST = 7
 # The thread of jemalloc, as pyarrow has it, which is there again after a fork.
 _ALLOCATOR = "jemalloc_bg_thd"
 UNIFIED_MEMORY = "/dev/nvidia-uvm"
+# By it torch.cuda.is_available() asks NVML; else it initialises CUDA, and frameworks ask at import.
+NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _OWN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -276,6 +278,7 @@ def main(argv: Sequence[str]) -> int:
 def _preload(modules: Sequence[str]) -> str | None:
     """Import them; in words why trainers cannot be forked then, None where they can."""
     show_few_warnings(os.environ)
+    os.environ[NVML_CHECK] = "1"  # a trainer gets the environment of its own launch
     if modules:
         # The threads of its linear algebra are started again in a child: they may be there.
         importlib.import_module("numpy")

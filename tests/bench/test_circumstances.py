@@ -10,6 +10,8 @@ import pytest
 from benchmarks import circumstances
 
 SOURCE = "measured.py"
+ROOT = Path(__file__).parents[2]
+WHO = ("-c", "user.name=a", "-c", "user.email=a@b")
 
 
 @pytest.fixture
@@ -21,8 +23,7 @@ def checkout(tmp_path: Path) -> Path:
         path.write_text("{}\n")
     git(tmp_path, "init", "--quiet")
     git(tmp_path, "add", "--all")
-    who = ("-c", "user.name=a", "-c", "user.email=a@b")
-    git(tmp_path, *who, "commit", "--quiet", "--message=all")
+    git(tmp_path, *WHO, "commit", "--quiet", "--message=all")
     return tmp_path
 
 
@@ -52,3 +53,19 @@ def test_result_files_that_were_written_before_do_not_make_a_commit_dirty(checko
 def test_what_is_no_checkout_has_no_commit(tmp_path: Path) -> None:
     shutil.copy(circumstances.__file__, tmp_path)
     assert told(tmp_path) == "None"
+
+
+def test_an_archive_knows_the_commit_that_it_was_made_of(checkout: Path, tmp_path: Path) -> None:
+    assert circumstances.EXPORTED.is_file()
+    shutil.copy(circumstances.EXPORTED, checkout)
+    shutil.copy(ROOT / ".gitattributes", checkout)
+    attributes = checkout / ".gitattributes"
+    attributes.write_text(attributes.read_text().replace("benchmarks/exported", "exported"))
+    git(checkout, "add", "--all")
+    git(checkout, *WHO, "commit", "--quiet", "--message=more")
+    exported = checkout / "exported"
+    git(checkout, "archive", "--format=zip", f"--output={exported}.zip", "HEAD")
+    shutil.unpack_archive(f"{exported}.zip", exported)
+    commit = told(checkout)
+    shutil.rmtree(checkout / ".git")
+    assert told(exported) == commit

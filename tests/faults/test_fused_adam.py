@@ -93,7 +93,7 @@ def test_kill_with_a_stand_in_changes_nothing(
 
 def why_not(kind: str) -> str:
     """Why the real package of this kind cannot be used here; empty where it can."""
-    if not torch.cuda.is_available():
+    if not torch.cuda.device_count():
         return "no CUDA device on this machine"
     if find_spec(PACKAGES[kind]) is None:
         return f"{PACKAGES[kind]} is not installed"

@@ -110,7 +110,7 @@ def test_the_items_are_25_minutes_and_named_once() -> None:
     assert there[0].gpus == 0
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="this machine has a CUDA device")
 def test_without_a_gpu_what_needs_one_is_not_run(tmp_path: Path) -> None:
     done = kit(tmp_path / "out")
     assert done.returncode == 0, done.stderr

@@ -316,6 +316,22 @@ def test_a_preload_that_starts_a_thread_is_refused(tmp_path: Path, code: str, wh
     assert not (tmp_path / "z.sock").exists()
 
 
+def test_a_preload_asks_for_gpus_without_initialising_cuda(tmp_path: Path) -> None:
+    """Frameworks ask torch.cuda.is_available() at import, which initialises CUDA by default."""
+    asks = "import torch\nassert torch.cuda._nvml_based_avail(), 'CUDA would be initialised'\n"
+    (tmp_path / "asks.py").write_text(asks)
+    words = ["--socket", str(tmp_path / "z.sock"), "--preload", "asks,does_not_exist"]
+    done = subprocess.run(
+        [sys.executable, "-m", "elaswave_plugin.trainer.zygote", *words],
+        env={**environment(), "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "does_not_exist" in done.stderr
+    assert "asks'" not in done.stderr
+
+
 def test_an_initialised_gpu_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the file that CUDA opens; a file of this machine stands in for it."""
     assert not zygote_module._has_cuda()
