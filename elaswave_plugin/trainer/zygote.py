@@ -39,7 +39,6 @@ from elaswave_plugin.trainer.script_run import Reporter, guarded, run
 _FDS_A_REQUEST = 7
 # The thread of jemalloc, as pyarrow has it, which is there again after a fork.
 _ALLOCATOR = "jemalloc_bg_thd"
-UNIFIED_MEMORY = "/dev/nvidia-uvm"
 # By it torch.cuda.is_available() asks NVML; else it initialises CUDA, and frameworks ask at import.
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _OWN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -290,7 +289,7 @@ def _preload(modules: Sequence[str]) -> str | None:
             said = f"{type(error).__name__}: {error}"
             return f"--preload names {name!r}, which cannot be imported ({said}); leave it out"
     started = None
-    if _has_cuda():
+    if _lost_cuda():
         started = "initialised CUDA, which no child can use then"
     elif threading.active_count() > 1:
         names = ", ".join(thread.name for thread in threading.enumerate()[1:])
@@ -310,13 +309,18 @@ def _native_threads() -> int:
     return threads - threading.active_count()
 
 
-def _has_cuda() -> bool:
-    """Return whether CUDA is initialised, by the device that it opens and NVML does not."""
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
-            if os.readlink(f"/proc/self/fd/{fd}") == UNIFIED_MEMORY:
-                return True
-    return False
+def _lost_cuda() -> bool:
+    """Whether no child can use CUDA, since it was initialised here: torch knows it in a child.
+
+    What is open does not tell: NVML, which a child may use again, opens the same devices.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    pid = os.fork()
+    if pid == 0:
+        os._exit(int(torch.cuda._is_in_bad_fork()))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 
 def _leave(code: int) -> NoReturn:

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from elaswave_plugin.trainer import zygote as zygote_module
 from tests.ports import free_port
@@ -332,11 +333,9 @@ def test_a_preload_asks_for_gpus_without_initialising_cuda(tmp_path: Path) -> No
     assert "asks'" not in done.stderr
 
 
-def test_an_initialised_gpu_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the file that CUDA opens; a file of this machine stands in for it."""
-    assert not zygote_module._has_cuda()
-    with open(os.devnull) as file:
-        monkeypatch.setattr(
-            zygote_module, "UNIFIED_MEMORY", os.readlink(f"/proc/self/fd/{file.fileno()}")
-        )
-        assert zygote_module._has_cuda()
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_cuda_that_no_child_can_use_is_seen(monkeypatch: pytest.MonkeyPatch, is_lost: bool) -> None:
+    """By torch's word in a child; a stand-in for it on machines without a GPU."""
+    here = os.getpid()
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: is_lost and os.getpid() != here)
+    assert zygote_module._lost_cuda() is is_lost
