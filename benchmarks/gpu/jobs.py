@@ -20,6 +20,7 @@ from elaswave_plugin.observer.run import RunFiles, read_run
 JOB_LIMIT_S = 60.0
 HANG_TIMEOUT_S = 2.0
 HOST_WORKERS = 4
+ONE_DEVICE = Path(__file__).with_name("one_device.py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +43,11 @@ class Jobs:
         *,
         kills: Sequence[Kill] = (),
         changes: Sequence[str] = (),
-        before: Sequence[str] = (),
         settings: Mapping[str, Any] | None = None,
     ) -> RunFiles:
         """Run a job to its end and read its files; raises JobFailed.
 
-        `changes`: planned departures and returns; `before`: what runs the script, with arguments.
+        `changes`: planned departures and returns.
         """
         directory = self.folder / name
         given = {
@@ -64,6 +64,8 @@ class Jobs:
         }
         launch = [sys.executable, "-m", "elaswave_plugin.cli.main", "run"]
         launch += ["--nproc-per-node", str(self.options.nproc), "--zygote", str(self.socket_path)]
+        shares_device = self.gpu_engine == "host" and self.options.framework == "deepspeed"
+        before = [str(ONE_DEVICE)] if shares_device else []
         launch += ["--dir", str(directory), *before, str(self.options.script)]
         data = self.folder / "data" / "text"
         arguments = frameworks.arguments(self.options, data=data, settings=given)

@@ -37,8 +37,9 @@ from elaswave_plugin.trainer.few_warnings import show_few_warnings
 from elaswave_plugin.trainer.script_run import Reporter, guarded, run
 
 _FDS_A_REQUEST = 7
-# The thread of jemalloc, as pyarrow has it, which is there again after a fork.
-_ALLOCATOR = "jemalloc_bg_thd"
+# That of jemalloc, as pyarrow has it, is there again after a fork; that of NVML's look for GPUs, no
+# child has missed (driver 580 on an H100).
+_NEEDED_BY_NO_CHILD = ("jemalloc_bg_thd", "cuda")
 # By it torch.cuda.is_available() asks NVML; else it initialises CUDA, and frameworks ask at import.
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _OWN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -301,11 +302,11 @@ def _preload(modules: Sequence[str]) -> str | None:
 
 
 def _native_threads() -> int:
-    """Count the threads of this process that neither Python knows nor a child starts again."""
+    """Count the threads of this process that Python does not know and a child would miss."""
     threads = 0
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError):  # it has ended meanwhile
-            threads += (task / "comm").read_text().strip() != _ALLOCATOR
+            threads += not (task / "comm").read_text().startswith(_NEEDED_BY_NO_CHILD)
     return threads - threading.active_count()
 
 
