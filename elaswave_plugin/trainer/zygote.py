@@ -321,7 +321,9 @@ def _lost_cuda() -> bool:
     pid = os.fork()
     if pid == 0:
         os._exit(int(torch.cuda._is_in_bad_fork()))
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    is_bad = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    # Without NVML torch looks by CUDA itself: where there is no GPU, nothing is lost by that.
+    return is_bad and bool(torch.cuda.device_count())
 
 
 def _leave(code: int) -> NoReturn:

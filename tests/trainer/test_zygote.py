@@ -333,9 +333,12 @@ def test_a_preload_asks_for_gpus_without_initialising_cuda(tmp_path: Path) -> No
     assert "asks'" not in done.stderr
 
 
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_cuda_that_no_child_can_use_is_seen(monkeypatch: pytest.MonkeyPatch, is_lost: bool) -> None:
+@pytest.mark.parametrize(("is_bad", "gpus"), [(False, 1), (True, 1), (True, 0)])
+def test_cuda_that_no_child_can_use_is_seen(
+    monkeypatch: pytest.MonkeyPatch, is_bad: bool, gpus: int
+) -> None:
     """By torch's word in a child; a stand-in for it on machines without a GPU."""
     here = os.getpid()
-    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: is_lost and os.getpid() != here)
-    assert zygote_module._lost_cuda() is is_lost
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: is_bad and os.getpid() != here)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert zygote_module._lost_cuda() is (is_bad and gpus > 0)
