@@ -311,7 +311,7 @@ def _native_threads() -> int:
 
 
 def _lost_cuda() -> bool:
-    """Whether no child can use CUDA, since it was initialised here: torch knows it in a child.
+    """Return whether no child can use CUDA, as it was initialised here; torch knows it in a child.
 
     What is open does not tell: NVML, which a child may use again, opens the same devices.
     """
