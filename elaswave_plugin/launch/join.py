@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +19,9 @@ from elaswave_plugin.supervisor.peers.join_client import Roster, ask_roster
 from elaswave_plugin.supervisor.peers.same_program import describe_program, difference
 
 _ANSWER_S = 5.0
+# So long the supervisor of a worker that has left may take to go, which frees the slot.
+_LEAVING_S = 10.0
+_ASK_AGAIN_S = 0.2
 
 
 class Vacancy(NamedTuple):
@@ -39,7 +43,7 @@ def find_vacancy(spec: LaunchSpec) -> Vacancy:
     secrets = named_secrets(os.environ, spec.run_dir)
     try:
         secret = secret_at(contact, secrets, _ANSWER_S)
-        roster = ask_roster([contact], secret)
+        roster = _roster_with_room(contact, secret, spec.nproc_per_node)
     except OSError as error:
         raise ConfigurationError(
             f"--join is {spec.join}, where no supervisor of a job answers "
@@ -70,6 +74,18 @@ def find_vacancy(spec: LaunchSpec) -> Vacancy:
             heartbeat=Heartbeat(**record["heartbeat"]),
         ),
     )
+
+
+def _roster_with_room(contact: str, secret: Secret, wanted: int) -> Roster:
+    """Ask for the job, and again while slots are about to be free; raises OSError."""
+    deadline_s = time.monotonic() + _LEAVING_S
+    while True:
+        roster = ask_roster([contact], secret)
+        missing = wanted - len(roster.free)
+        is_hopeless = missing > len(roster.leaving) or roster.record["ending"]
+        if missing <= 0 or is_hopeless or time.monotonic() > deadline_s:
+            return roster
+        time.sleep(_ASK_AGAIN_S)
 
 
 def _check_program(spec: LaunchSpec, roster: Roster) -> None:

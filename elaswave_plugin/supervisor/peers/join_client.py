@@ -59,6 +59,11 @@ class Roster:
         return tuple(peer for peer in self.peers if peer.slot not in self.free)
 
     @property
+    def leaving(self) -> tuple[int, ...]:
+        """The slots whose worker is not in the job, and whose supervisor is there still."""
+        return tuple(one.slot for one in self.living if one.slot not in self.record["ranks"])
+
+    @property
     def leader(self) -> Peer:
         """The supervisor that leads."""
         return self.peers[self.record["leader"]]

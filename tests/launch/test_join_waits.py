@@ -1,0 +1,91 @@
+"""`elaswave run --join` waits for the slot of a worker that is leaving, and for no other."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import pytest
+
+from elaswave_plugin.ipc.peer import Peer
+from elaswave_plugin.ipc.secret import Secret
+from elaswave_plugin.launch import join
+from elaswave_plugin.supervisor.peers.join_client import Roster
+
+PEERS = [
+    Peer(slot=slot, node=slot, pid=slot, control="", data=f"h:{slot}", machine="m")
+    for slot in range(3)
+]
+
+
+def roster(*, ranks: Sequence[int], lost: Sequence[int], ending: bool = False) -> Roster:
+    peers = [asdict(peer) for peer in PEERS]
+    return Roster(record={"peers": peers, "ranks": ranks, "lost": lost, "ending": ending})
+
+
+class Clock:
+    """A clock on which time passes by sleeping only."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(join, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Roster]:
+    """What the job answers, the last one for good."""
+    answers: list[Roster] = []
+    monkeypatch.setattr(
+        join, "ask_roster", lambda *_: answers.pop(0) if len(answers) > 1 else answers[0]
+    )
+    return answers
+
+
+def found(wanted: int = 1) -> Roster:
+    return join._roster_with_room("h:0", Secret.new(), wanted)
+
+
+FULL = roster(ranks=[0, 1, 2], lost=[])
+LEAVING = roster(ranks=[0, 1], lost=[])
+FREE = roster(ranks=[0, 1], lost=[2])
+
+
+def test_the_slot_of_a_worker_that_leaves_is_waited_for(asked: list[Roster], clock: Clock) -> None:
+    asked += [LEAVING, LEAVING, FREE]
+    assert found() is FREE
+    assert clock.now_s > 0
+
+
+def test_a_supervisor_that_stays_is_not_waited_for_longer_than_said(
+    asked: list[Roster], clock: Clock
+) -> None:
+    asked += [LEAVING]
+    assert found() is LEAVING
+    assert join._LEAVING_S < clock.now_s < join._LEAVING_S + 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "wanted"),
+    [
+        (FULL, 1),
+        (LEAVING, 2),
+        (roster(ranks=[0, 1], lost=[], ending=True), 1),
+        (FREE, 1),
+    ],
+)
+def test_nothing_else_is_waited_for(
+    asked: list[Roster], clock: Clock, answer: Roster, wanted: int
+) -> None:
+    asked += [answer]
+    assert found(wanted) is answer
+    assert clock.now_s == 0.0
