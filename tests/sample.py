@@ -1,18 +1,22 @@
-"""The sample of the large families of tests that CI runs, drawn by the hash of the commit."""
+"""The sample of families of tests, and of tests of large files, drawn by the hash of the commit."""
 
+import math
 import os
 import random
 import subprocess
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.proofs import struck
+from tests.proofs import proof_of, struck
 
 SAMPLE = "ELASWAVE_SAMPLE"
+# Of a file with more fault tests than the least, this share of them is drawn.
+SHARE_OF_A_FILE, LEAST_OF_A_FILE = 0.6, 4
 ROOT = Path(__file__).resolve().parents[1]
 # The cases of one parameter, by their numbers; each case has a test for every other parameter.
 Cases = dict[int, list[pytest.Item]]
@@ -44,7 +48,8 @@ def seed() -> str:
 def draw(items: Sequence[pytest.Item], seed: str, always: Collection[str]) -> str:
     """Mark as slow what is not drawn, and say how much is; cases in ``always`` are drawn.
 
-    Of each family at least one case is drawn, so each kind of fault is with each promise.
+    Of each family at least one case is drawn, and tests of large files are left out only where
+    others have their kind of fault with their promise: each kind is drawn with each promise.
     """
     families: dict[tuple[str, int], tuple[int, Cases]] = {}
     for item in items:
@@ -59,10 +64,48 @@ def draw(items: Sequence[pytest.Item], seed: str, always: Collection[str]) -> st
         kept = choose(cases, share, random.Random(f"{seed} {test} {place}"), always)
         members |= {item.nodeid for case in cases.values() for item in case}
         left |= {one.nodeid: one for n, case in cases.items() if n not in kept for one in case}
+    rest = [item for item in items if item.nodeid not in left and _is_of_faults(item)]
+    for names, dropped in _large_files(rest, seed, always):
+        members |= names
+        left |= dropped
     for item in left.values():
         item.add_marker(pytest.mark.slow)
     drawn = len(members) - len(left)
     return f"{drawn} of {len(members)} sampled tests drawn, again by {SAMPLE}={seed}"
+
+
+def _is_of_faults(item: pytest.Item) -> bool:
+    marks = {mark.name for mark in item.iter_markers()}
+    return "fault" in marks and "slow" not in marks
+
+
+def _large_files(
+    items: Sequence[pytest.Item], seed: str, always: Collection[str]
+) -> Iterator[tuple[set[str], dict[str, pytest.Item]]]:
+    """Yield the cases of each file with many tests, and of these the ones that are left out."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    pairs = {name: {_pair(item) for item in cases} - {None} for name, cases in tests.items()}
+    told = Counter(pair for some in pairs.values() for pair in some)
+    files: dict[str, list[str]] = {}
+    for name in tests:
+        files.setdefault(name.partition("::")[0], []).append(name)
+    for file, names in sorted(files.items()):
+        spare = len(names) - max(LEAST_OF_A_FILE, math.ceil(SHARE_OF_A_FILE * len(names)))
+        dropped: dict[str, pytest.Item] = {}
+        for name in random.Random(f"{seed} {file}").sample(sorted(names), len(names)):
+            is_wanted = any(item.nodeid in always for item in tests[name])
+            if spare > 0 and not is_wanted and all(told[pair] > 1 for pair in pairs[name]):
+                spare -= 1
+                told -= Counter(pairs[name])
+                dropped |= {item.nodeid: item for item in tests[name]}
+        yield {item.nodeid for name in names for item in tests[name]}, dropped
+
+
+def _pair(item: pytest.Item) -> tuple[str, str] | None:
+    proof = proof_of(item)
+    return proof and (proof.kind, proof.promise)
 
 
 def choose(cases: Cases, share: int, dice: random.Random, always: Collection[str] = ()) -> set[int]:

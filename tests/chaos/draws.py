@@ -18,9 +18,13 @@ OPTIONS = (
     "--eval-iters=1",
     "--save=checkpoints",
     f"--save-interval={SAVES_EVERY}",
-    # So long may a recovery stand still before the one that hangs in it is found.
+    # So long may a recovery stand still before the one that hangs in it is found, and what no
+    # three steps have measured.
     "--elaswave-transfer-timeout-s=10",
+    "--elaswave-hang-start-timeout-s=10",
 )
+# In a save a loop looks like work, for half an hour.
+SAVE_PHASES = ("save", "finalize")
 ENTRY_PHASES = ("startup", "agree", "edit", "move", "rebind", "verify")
 HANGS = ("stop", "loop", "gil")
 # Divisible by any number of workers that a job here has, so that every one is as likely.
@@ -192,10 +196,10 @@ class _Draw:
         return self._gone < most
 
     def _phase(self) -> str:
-        phases = list(STEP_PHASES)
-        if self._kind.evaluates:
-            phases += ["evaluation", "save", "finalize"]
-        return self._dice.choice(phases)
+        """In a step, or as often in what is between two steps."""
+        if self._kind.evaluates and self._dice.random() < 0.5:
+            return self._dice.choice(("evaluation", *SAVE_PHASES))
+        return self._dice.choice(STEP_PHASES)
 
     def _event(self, kind: str, **fields: object) -> int:
         number = len(self._events)
@@ -213,7 +217,9 @@ class _Draw:
             case "sever" | "slow" | "kill" | "supervisor":
                 self._event(what, phase=self._phase())
             case "hang":
-                self._event(self._dice.choice(HANGS), phase=self._dice.choice(STEP_PHASES))
+                phase = self._phase()
+                how = "stop" if phase in SAVE_PHASES else self._dice.choice(HANGS)
+                self._event(how, phase=phase)
             case "drain" | "grow":
                 self._event(what)
             case "join":
@@ -231,8 +237,10 @@ class _Draw:
                 self._away += 1
             case "kill and kill on entry":
                 first = self._event("kill", phase=self._phase())
+                is_engine = isinstance(self._kind.spec, EngineSpec)
                 phase = self._dice.choice(ENTRY_PHASES)
-                self._event("kill", phase=phase, after=first, on_entry=True)
+                how = "kill" if is_engine else self._dice.choice(("kill", "stop"))
+                self._event(how, phase=phase, after=first, on_entry=True)
                 self._step += 1
                 self._event("whole")
         if what == "supervisor" and self._standbys:

@@ -25,6 +25,7 @@ from elaswave_plugin.tracking.events import read_lines
 
 Record = dict[str, Any]
 WAIT_S = 60.0
+_JOINER = "a joiner"
 DEADLY = ("kill", "supervisor", "stop", "loop", "gil")
 SLOW_STEPS, SLOW_S = 8, 0.01
 
@@ -201,12 +202,21 @@ class Striker:
         try:
             while not self._mark(event, "done").exists():
                 self.worker.member.check()
-                if event["kind"] == "whole" and not self._awaited():
-                    self._mark(event, "done").touch()
+                if event["kind"] == "whole":
+                    awaited = self._awaited()
+                    if not awaited:
+                        self._mark(event, "done").touch()
+                    elif {*awaited} == {_JOINER} and self._is_changing():
+                        return  # nobody is let in before this step's end; the next one holds again
                 assert time.monotonic() < deadline_s, f"{event} took too long: {self._awaited()}"
                 time.sleep(0.01)  # the files are all that the workers share
         finally:
             self.worker.member.announce(None)
+
+    def _is_changing(self) -> bool:
+        """Tell whether a change of the view is open."""
+        views = [event["kind"] for event in self._log() if event["kind"].startswith("view_")]
+        return views[-1] == "view_proposed"
 
     def _awaited(self) -> list[str]:
         """List the workers that may still come back, and have neither done so nor asked for it."""
@@ -228,4 +238,4 @@ class Striker:
                     awaited[event["slot"]] = "starts"
                 case "worker_ready" | "respawn_given_up":
                     awaited.pop(event["slot"], None)
-        return [f"{slot} {how}" for slot, how in awaited.items()] + ["a joiner"] * max(0, joiners)
+        return [f"{slot} {how}" for slot, how in awaited.items()] + [_JOINER] * max(0, joiners)

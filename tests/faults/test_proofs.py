@@ -40,7 +40,7 @@ def test_nothing_that_was_proven_is_lost() -> None:
 
 
 def test_each_fault_with_each_promise_is_in_every_sample() -> None:
-    """Of a family at least one case is drawn; of tests that are slow by themselves, none."""
+    """Of tests that are slow by themselves, none is drawn; `tests/sample.py` draws each pair."""
     found = [(case.proof, case.is_slow) for case in declared() if case.proof is not None]
     pairs = {(proof.kind, proof.promise) for proof, _ in found}
     quick = {(proof.kind, proof.promise) for proof, is_slow in found if not is_slow}

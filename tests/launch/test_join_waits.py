@@ -1,4 +1,4 @@
-"""`elaswave run --join` waits for the slot of a worker that is leaving, and for no other."""
+"""A worker that joins waits for a slot that is about to be free, and for no job that is gone."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -8,7 +8,12 @@ import pytest
 from elaswave_plugin.ipc.peer import Peer
 from elaswave_plugin.ipc.secret import Secret
 from elaswave_plugin.launch import join
-from elaswave_plugin.supervisor.peers.join_client import Roster
+from elaswave_plugin.supervisor.peers.join_client import (
+    Roster,
+    SlotRefusedError,
+    seek_admission,
+)
+from tests.ports import free_port
 
 PEERS = [
     Peer(slot=slot, node=slot, pid=slot, control="", data=f"h:{slot}", machine="m")
@@ -43,7 +48,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Roster]:
-    """What the job answers, the last one for good."""
+    """The answers of the job, the last one for good."""
     answers: list[Roster] = []
     monkeypatch.setattr(
         join, "ask_roster", lambda *_: answers.pop(0) if len(answers) > 1 else answers[0]
@@ -89,3 +94,10 @@ def test_nothing_else_is_waited_for(
     asked += [answer]
     assert found(wanted) is answer
     assert clock.now_s == 0.0
+
+
+@pytest.mark.timeout(20)
+def test_nobody_asks_a_job_that_is_gone() -> None:
+    contacts = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    with pytest.raises(SlotRefusedError, match="no supervisor of the job is there any more"):
+        seek_admission(PEERS[2], contacts, Secret.new(), timeout_s=60)

@@ -145,7 +145,7 @@ def _attempt(
     deadline_s: float,
 ) -> tuple[Meeting, Frame]:
     while True:
-        roster = ask_roster(contacts, secret)
+        roster = _roster_of_living(own, contacts, secret)
         if own.slot not in roster.free:
             raise SlotRefusedError(f"worker {own.slot} has a supervisor again")
         for peer in roster.living:
@@ -168,6 +168,14 @@ def _attempt(
     kept = request(roster.peers[first].data, {"t": "kept"}, _ANSWER_S, secret)
     peers = tuple(own if peer.slot == own.slot else peer for peer in roster.peers)
     return Meeting(peers=peers, links=by_slot, welcome=welcome), kept
+
+
+def _roster_of_living(own: Peer, contacts: Sequence[str], secret: Secret) -> Roster:
+    try:
+        return ask_roster(contacts, secret)
+    except ConnectionRefusedError as error:
+        why = f"worker {own.slot} was not let in: no supervisor of the job is there any more"
+        raise SlotRefusedError(why) from error
 
 
 def _link(own: Peer, peer: Peer, secret: Secret) -> socket.socket:
