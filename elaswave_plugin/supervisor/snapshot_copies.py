@@ -5,7 +5,7 @@ Standard library only. Copiers have threads of their own; the control loop calls
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from elaswave_plugin.core.codec import WireMessage
@@ -38,8 +38,10 @@ class Copies:
         self._events = events
         self._copiers: dict[int, SnapshotCopier] = {}
 
-    def send(self, record: SealedShard, targets: Iterable[int]) -> None:
-        """Have the supervisors of these slots hold it."""
+    def send(self, record: SealedShard, targets: Collection[int]) -> None:
+        """Have the supervisors of these slots hold it, and no others what comes after it."""
+        for former in self._copiers.keys() - set(targets):
+            self._close(former)
         for target in targets:
             if target not in self._copiers:
                 self._copiers[target] = self._open(target)
@@ -47,9 +49,11 @@ class Copies:
 
     def peer_replaced(self, slot: int) -> None:
         """Another supervisor has the slot: copies go there from now on."""
-        copier = self._copiers.pop(slot, None)
-        if copier is not None:
-            copier.close()
+        if slot in self._copiers:
+            self._close(slot)
+
+    def _close(self, target: int) -> None:
+        self._copiers.pop(target).close()
 
     def _open(self, target: int) -> SnapshotCopier:
         peer = self._peers[target]
