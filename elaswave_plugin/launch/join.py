@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from elaswave_plugin.core.agreement.timeouts import Heartbeat, Timeouts
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.environment import RESERVE, Program
 from elaswave_plugin.ipc.handshake import secret_at
 from elaswave_plugin.ipc.peer import own_machine
@@ -19,8 +20,8 @@ from elaswave_plugin.supervisor.peers.join_client import Roster, ask_roster
 from elaswave_plugin.supervisor.peers.same_program import describe_program, difference
 
 _ANSWER_S = 5.0
-# So long the supervisor of a worker that has left may take to go, which frees the slot.
-_LEAVING_S = 10.0
+# So long a worker that was told to leave may take: it leaves between two steps.
+_LEAVING_S = 120.0
 _ASK_AGAIN_S = 0.2
 
 
@@ -77,14 +78,18 @@ def find_vacancy(spec: LaunchSpec) -> Vacancy:
 
 
 def _roster_with_room(contact: str, secret: Secret, wanted: int) -> Roster:
-    """Ask for the job, and again while slots are about to be free; raises OSError."""
+    """Ask for the job, and again while workers that leave make room; raises OSError."""
     deadline_s = time.monotonic() + _LEAVING_S
+    said = False
     while True:
         roster = ask_roster([contact], secret)
-        missing = wanted - len(roster.free)
-        is_hopeless = missing > len(roster.leaving) or roster.record["ending"]
+        missing, leaving = wanted - len(roster.free), roster.leaving
+        is_hopeless = missing > len(leaving) or roster.record["ending"]
         if missing <= 0 or is_hopeless or time.monotonic() > deadline_s:
             return roster
+        if not said:
+            say(f"waits for the slot of worker {', '.join(map(str, leaving))}, told to leave")
+            said = True
         time.sleep(_ASK_AGAIN_S)
 
 

@@ -17,13 +17,25 @@ from elaswave_plugin.errors import JobStopped
 from elaswave_plugin.ipc.progress_page import ProgressPage
 
 _LOOK_EVERY_S = 0.01
+# The others have long given up a node whose supervisor is silent for that long.
+_SILENT_LIMIT_S = 600.0
 
 
 def await_lease(page: ProgressPage, check: Callable[[], None] = lambda: None) -> None:
-    """Wait until the trainer of this page may act; ``check()`` raises where it never will."""
+    """Wait until the trainer of this page may act; ``check()`` raises where it never will.
+
+    Raises JobStopped where its supervisor stays silent, which a stopped or stuck one does for good.
+    """
+    waited_s = 0.0  # by its own waits: while the job is suspended, none of it passes
     while not page.may_act:
         check()
+        if waited_s > _SILENT_LIMIT_S:
+            raise JobStopped(
+                f"the supervisor of this worker has been silent for {waited_s:.0f} s, stopped or "
+                "stuck: the others have gone on without this node; end what is left of it here"
+            )
         time.sleep(_LOOK_EVERY_S)  # memory that another process writes has no event
+        waited_s += _LOOK_EVERY_S
 
 
 def guard_continuing(page: ProgressPage, stopped: Callable[[], JobStopped | None]) -> None:

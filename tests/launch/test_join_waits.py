@@ -21,9 +21,9 @@ PEERS = [
 ]
 
 
-def roster(*, ranks: Sequence[int], lost: Sequence[int], ending: bool = False) -> Roster:
+def roster(*, told: Sequence[int], lost: Sequence[int], ending: bool = False) -> Roster:
     peers = [asdict(peer) for peer in PEERS]
-    return Roster(record={"peers": peers, "ranks": ranks, "lost": lost, "ending": ending})
+    return Roster(record={"peers": peers, "told_to_leave": told, "lost": lost, "ending": ending})
 
 
 class Clock:
@@ -60,20 +60,21 @@ def found(wanted: int = 1) -> Roster:
     return join._roster_with_room("h:0", Secret.new(), wanted)
 
 
-FULL = roster(ranks=[0, 1, 2], lost=[])
-LEAVING = roster(ranks=[0, 1], lost=[])
-FREE = roster(ranks=[0, 1], lost=[2])
+FULL = roster(told=[], lost=[])
+LEAVING = roster(told=[2], lost=[])
+FREE = roster(told=[2], lost=[2])
 
 
-def test_the_slot_of_a_worker_that_leaves_is_waited_for(asked: list[Roster], clock: Clock) -> None:
+def test_the_slot_of_a_worker_that_leaves_is_waited_for(
+    asked: list[Roster], clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked += [LEAVING, LEAVING, FREE]
     assert found() is FREE
     assert clock.now_s > 0
+    assert capsys.readouterr().err.count("waits for the slot of worker 2, told to leave") == 1
 
 
-def test_a_supervisor_that_stays_is_not_waited_for_longer_than_said(
-    asked: list[Roster], clock: Clock
-) -> None:
+def test_a_worker_that_stays_is_not_waited_for_for_good(asked: list[Roster], clock: Clock) -> None:
     asked += [LEAVING]
     assert found() is LEAVING
     assert join._LEAVING_S < clock.now_s < join._LEAVING_S + 1.0
@@ -84,7 +85,7 @@ def test_a_supervisor_that_stays_is_not_waited_for_longer_than_said(
     [
         (FULL, 1),
         (LEAVING, 2),
-        (roster(ranks=[0, 1], lost=[], ending=True), 1),
+        (roster(told=[2], lost=[], ending=True), 1),
         (FREE, 1),
     ],
 )

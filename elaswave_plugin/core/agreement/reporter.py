@@ -233,6 +233,11 @@ class Reporter:
         me = WorkerId(slot=self.slot, incarnation=self.incarnation)
         return any(isinstance(news, Notice) and news.worker == me for news in self._news)
 
+    @property
+    def told_to_leave(self) -> set[int]:
+        """The slots whose workers have to go, and may be gone; the leader has heard of all."""
+        return {worker.slot for worker in self._reports.notices}
+
     def _forget_notice(self, worker: WorkerId) -> None:
         """Forget a void notice: the next leader is not told that the worker was to leave."""
         self._news = [

@@ -60,8 +60,9 @@ class Roster:
 
     @property
     def leaving(self) -> tuple[int, ...]:
-        """The slots whose worker is not in the job, and whose supervisor is there still."""
-        return tuple(one.slot for one in self.living if one.slot not in self.record["ranks"])
+        """The slots whose worker was told to leave, and whose supervisor is there still."""
+        told = self.record["told_to_leave"]
+        return tuple(one.slot for one in self.living if one.slot in told)
 
     @property
     def leader(self) -> Peer:

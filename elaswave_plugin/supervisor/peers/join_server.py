@@ -99,6 +99,7 @@ class Reception:
             "ending": self._agreement.ending,
             "started": self._agreement.started,
             "unused_node": self._agreement.unused_node,
+            "told_to_leave": sorted(self._agreement.told_to_leave),
             "lost": sorted(self._coordinator.lost),
             "peers": list(self._coordinator.peers),
             "program": describe_program(self._program),
