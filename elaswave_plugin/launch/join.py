@@ -80,9 +80,9 @@ def find_vacancy(spec: LaunchSpec) -> Vacancy:
 def _roster_with_room(contact: str, secret: Secret, wanted: int) -> Roster:
     """Ask for the job, and again while workers that leave make room; raises OSError."""
     deadline_s = time.monotonic() + _LEAVING_S
-    said = False
+    contacts, said = [contact], False
     while True:
-        roster = ask_roster([contact], secret)
+        roster = ask_roster(contacts, secret)
         missing, leaving = wanted - len(roster.free), roster.leaving
         is_hopeless = missing > len(leaving) or roster.record["ending"]
         if missing <= 0 or is_hopeless or time.monotonic() > deadline_s:
@@ -90,6 +90,7 @@ def _roster_with_room(contact: str, secret: Secret, wanted: int) -> Roster:
         if not said:
             say(f"waits for the slot of worker {', '.join(map(str, leaving))}, told to leave")
             said = True
+        contacts = [peer.data for peer in roster.living]  # the one asked may be the one that leaves
         time.sleep(_ASK_AGAIN_S)
 
 

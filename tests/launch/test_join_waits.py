@@ -47,17 +47,21 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Roster]:
+def asked(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> list[Roster]:
     """The answers of the job, the last one for good."""
     answers: list[Roster] = []
-    monkeypatch.setattr(
-        join, "ask_roster", lambda *_: answers.pop(0) if len(answers) > 1 else answers[0]
-    )
+
+    def answer(contacts: Sequence[str], secret: Secret) -> Roster:
+        # The one that the user names leaves, and is gone by the second time.
+        assert [*contacts] == ["h:2"] if not clock.now_s else {"h:0", "h:1"} <= {*contacts}
+        return answers.pop(0) if len(answers) > 1 else answers[0]
+
+    monkeypatch.setattr(join, "ask_roster", answer)
     return answers
 
 
 def found(wanted: int = 1) -> Roster:
-    return join._roster_with_room("h:0", Secret.new(), wanted)
+    return join._roster_with_room("h:2", Secret.new(), wanted)
 
 
 FULL = roster(told=[], lost=[])
