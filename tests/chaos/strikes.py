@@ -25,6 +25,8 @@ from elaswave_plugin.tracking.events import read_lines
 
 Record = dict[str, Any]
 WAIT_S = 60.0
+# So long a step is held for one who joins: changes of the view, and whoever leaves, wait for its end.
+LET_IN_S = 1.0
 _JOINER = "a joiner"
 DEADLY = ("kill", "supervisor", "stop", "loop", "gil")
 SLOW_STEPS, SLOW_S = 8, 0.01
@@ -197,7 +199,7 @@ class Striker:
             self._wait_until_done(event)
 
     def _wait_until_done(self, event: Record) -> None:
-        deadline_s = time.monotonic() + WAIT_S
+        let_in_s, deadline_s = time.monotonic() + LET_IN_S, time.monotonic() + WAIT_S
         self.worker.member.announce("a slow batch")
         try:
             while not self._mark(event, "done").exists():
@@ -206,17 +208,12 @@ class Striker:
                     awaited = self._awaited()
                     if not awaited:
                         self._mark(event, "done").touch()
-                    elif {*awaited} == {_JOINER} and self._is_changing():
-                        return  # nobody is let in before this step's end; the next one holds again
+                    elif {*awaited} == {_JOINER} and time.monotonic() > let_in_s:
+                        return  # it may wait for this step's end; the next step holds again
                 assert time.monotonic() < deadline_s, f"{event} took too long: {self._awaited()}"
                 time.sleep(0.01)  # the files are all that the workers share
         finally:
             self.worker.member.announce(None)
-
-    def _is_changing(self) -> bool:
-        """Tell whether a change of the view is open."""
-        views = [event["kind"] for event in self._log() if event["kind"].startswith("view_")]
-        return views[-1] == "view_proposed"
 
     def _awaited(self) -> list[str]:
         """List the workers that may still come back, and have neither done so nor asked for it."""
