@@ -25,7 +25,7 @@ from elaswave_plugin.tracking.events import read_lines
 
 Record = dict[str, Any]
 WAIT_S = 60.0
-# So long a step is held for one who joins: changes of the view, and whoever leaves, wait for its end.
+# So long a step is held for one who joins: changes of the view, and who leaves, await its end.
 LET_IN_S = 1.0
 _JOINER = "a joiner"
 DEADLY = ("kill", "supervisor", "stop", "loop", "gil")
