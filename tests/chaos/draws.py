@@ -192,8 +192,10 @@ class _Draw:
 
     def _may_lose_for_good(self, per_node: int) -> bool:
         """A majority of the nodes has to be left, and somebody who has a copy."""
-        most = 2 if self._nodes > 1 and per_node == 1 else self._width() - self._kind.floor
-        return self._gone < most
+        if self._nodes > 1 and per_node == 1:
+            # Of the nodes of the view, which those who are away do not belong to.
+            return self._gone < 2 and self._width() - self._away >= 3
+        return self._gone < self._width() - self._kind.floor
 
     def _phase(self) -> str:
         """In a step, or as often in what is between two steps."""
