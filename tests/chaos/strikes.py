@@ -218,6 +218,7 @@ class Striker:
     def _awaited(self) -> list[str]:
         """List the workers that may still come back, and have neither done so nor asked for it."""
         awaited: dict[int, str] = {}
+        leaving: set[int] = set()
         standbys, joiners = self._standbys, 0
         for event in self._log():
             match event["kind"]:
@@ -227,10 +228,14 @@ class Striker:
                     standbys -= 1
                 case "fault_fired" if event.get("how") in ("grow", "join"):
                     joiners += self._joiners if event["how"] == "grow" else 1
+                case "fault_fired" if event.get("how") == "drain":
+                    leaving.add(event["slot"])
                 case "supervisor_admitted":
                     joiners -= 1
+                    leaving.discard(event["slot"])
                 case "worker_exited" if "SIGKILL" in event["status"]:
-                    awaited[event["slot"]] = "lost"
+                    if event["slot"] not in leaving:  # it does not come back of itself
+                        awaited[event["slot"]] = "lost"
                 case "worker_started" if event["incarnation"]:
                     awaited[event["slot"]] = "starts"
                 case "worker_ready" | "respawn_given_up":

@@ -2,7 +2,7 @@
 
 import re
 
-from elaswave_plugin.errors import EXIT_REQUEUE
+from elaswave_plugin.errors import EXIT_CONFIGURATION, EXIT_REQUEUE
 from elaswave_plugin.observer.observer import audit_samples, disagreeing_steps, losses_of
 from elaswave_plugin.observer.observer import survivor_pids_unchanged as pids_unchanged
 from elaswave_plugin.observer.run import counted_steps
@@ -107,8 +107,15 @@ def _came_too_late(played: Played) -> set[int]:
     """Joiners that were sent away in words, since a standby had taken the place they asked for."""
     run = played.outcome
     joiners = range(run.spec.nodes, len(played.codes))
-    sent_away = [number for number in joiners if played.codes[number] == EXIT_REQUEUE]
-    return set(sent_away[: run.output.count("has a supervisor again")])
+    found: set[int] = set()
+    if played.scenario.standby:
+        for code, said in (
+            (EXIT_REQUEUE, "has a supervisor again"),
+            (EXIT_CONFIGURATION, "0 of the job's"),
+        ):
+            sent_away = [number for number in joiners if played.codes[number] == code]
+            found |= set(sent_away[: run.output.count(said)])
+    return found
 
 
 def _check_ruined(played: Played, reference: Outcome) -> None:
