@@ -1,7 +1,10 @@
 """Runs a drawn scenario: starts the job, does from outside what the drawn events ask for."""
 
+import contextlib
 import shutil
+import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -121,10 +124,19 @@ def _attend(
                 drain_worker(known, slot=event["slot"], reason="drawn", timeout_s=DRAIN_LIMIT_S)
             else:
                 width = scenario.grows_by if event["how"] == "grow" else 1
-                place = [f"--join={known.addresses[0]}", f"--nproc-per-node={width}"]
+                place = [f"--join={_answering(known.addresses)}", f"--nproc-per-node={width}"]
                 launchers.append(open_launcher(spec, place, **where))
             (directory / f"done-{event['number']}").touch()
         time.sleep(0.02)  # the file is all that a running job shows
+
+
+def _answering(addresses: Sequence[str]) -> str:
+    """Return the first address where a supervisor still is, as a user would look for one."""
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=2):
+            return address
+    raise AssertionError(f"none of {addresses} answers")
 
 
 def _shared_memory() -> set[str]:
