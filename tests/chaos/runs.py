@@ -124,7 +124,10 @@ def _attend(
                 drain_worker(known, slot=event["slot"], reason="drawn", timeout_s=DRAIN_LIMIT_S)
             else:
                 width = scenario.grows_by if event["how"] == "grow" else 1
-                place = [f"--join={_answering(known.addresses)}", f"--nproc-per-node={width}"]
+                place = [
+                    f"--join={_answering(list(map(str, known.addresses)))}",
+                    f"--nproc-per-node={width}",
+                ]
                 launchers.append(open_launcher(spec, place, **where))
             (directory / f"done-{event['number']}").touch()
         time.sleep(0.02)  # the file is all that a running job shows
