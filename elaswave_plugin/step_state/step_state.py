@@ -173,10 +173,12 @@ class StepState:
         """
         # What was sealed is here again, in the layout of this view.
         self.sealed()
+        # Also who came in the step after this one, if it cannot be redone from its own seal.
+        came_later = self._asks or min(self._before, default=step) > step
         if self._repeats_bodies:
             for later in [one for one in self._before if one > step]:
                 del self._before[later]
-        rows = _told([self._asks, step in self._before, self._shard_group])
+        rows = _told([came_later, step in self._before, self._shard_group])
         for rank, (asks, _, wanted) in enumerate(rows):
             # Also one that has no place yet: its script's loop goes on with the others'.
             if asks:

@@ -110,11 +110,11 @@ def _came_too_late(played: Played) -> set[int]:
     found: set[int] = set()
     if played.scenario.standby:
         for code, said in (
-            (EXIT_REQUEUE, "has a supervisor again"),
-            (EXIT_CONFIGURATION, "0 of the job's"),
+            (EXIT_REQUEUE, r"does not join: worker \d+ has a supervisor"),
+            (EXIT_CONFIGURATION, r"and 0 of the job's \d+ slots are free"),
         ):
             sent_away = [number for number in joiners if played.codes[number] == code]
-            found |= set(sent_away[: run.output.count(said)])
+            found |= set(sent_away[: len(re.findall(said, run.output))])
     return found
 
 

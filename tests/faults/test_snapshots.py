@@ -6,7 +6,9 @@ import pytest
 
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, check_equal, check_survived
+from tests.faults.hybrid_matrix import PP2_DP2, PP2_VPP2_DP2
 from tests.proofs import Kind, Promise, proves
+from tests.sample import sampled
 
 FLIP = """
 from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET
@@ -120,6 +122,27 @@ def test_a_flipped_bit_without_a_copy_falls_back_to_the_older_step(
     check_survived(survived)
     assert restored_steps(survived) == {2}
     assert survived.trace() == reference(JobSpec()).trace()
+
+
+@proves(Kind.DAMAGE, Promise.OLDER, moment="6:optimizer")
+@pytest.mark.parametrize(
+    ("base", "returns", "victim"),
+    sampled([(JobSpec(), 2, 0), (PP2_DP2, 2, 0), (PP2_DP2, 0, 1), (PP2_VPP2_DP2, 2, 0)], share=2),
+)
+def test_who_came_in_a_step_redoes_the_one_before_as_well(
+    run: Launch, reference: Reference, base: JobSpec, returns: int, victim: int
+) -> None:
+    """Its script's state begins with the step that it entered; the others have the older one."""
+    base = replace(base, steps=9)
+    changes = (f"{returns}@2", f"+{returns}@6")
+    damage = FLIP.format(slot=victim, steps=(6,), damaged=(6,))
+    survived = run(
+        replace(base, changes=changes, kills=(f"{victim}@6:optimizer",), sabotage=damage, respawn=1)
+    )
+    check_survived(survived)
+    assert next(event["step"] for event in survived.events("entered")) == 6
+    assert restored_steps(survived) == {2, 5}
+    assert survived.trace() == reference(base).trace()
 
 
 @proves(Kind.DAMAGE, Promise.STOPS)
