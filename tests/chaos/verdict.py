@@ -104,18 +104,17 @@ def _lost_nodes(played: Played) -> set[int]:
 
 
 def _came_too_late(played: Played) -> set[int]:
-    """Joiners that were sent away in words, since a standby had taken the place they asked for."""
+    """Joiners that were sent away in words: a standby or another joiner has taken their place."""
     run = played.outcome
     joiners = range(run.spec.nodes, len(played.codes))
-    found: set[int] = set()
-    if played.scenario.standby:
-        for code, said in (
-            (EXIT_REQUEUE, r"does not join: worker \d+ has a supervisor"),
-            (EXIT_CONFIGURATION, r"and 0 of the job's \d+ slots are free"),
-        ):
-            sent_away = [number for number in joiners if played.codes[number] == code]
-            found |= set(sent_away[: len(re.findall(said, run.output))])
-    return found
+    found: list[int] = []
+    for code, said in (
+        (EXIT_REQUEUE, r"does not join: worker \d+ has a supervisor"),
+        (EXIT_CONFIGURATION, r"and 0 of the job's \d+ slots are free"),
+    ):
+        sent_away = [number for number in joiners if played.codes[number] == code]
+        found += sent_away[: len(re.findall(said, run.output))]
+    return set(found[: len(run.events("supervisor_admitted"))])
 
 
 def _check_ruined(played: Played, reference: Outcome) -> None:
