@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from tests.deepspeed.conftest import Launch, Twin
-from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
+from tests.deepspeed.harness import FP32_BOUND, SCRIPTS, EngineSpec, check_recovered
 from tests.deepspeed.test_kill import PHASES
 from tests.deepspeed.test_monitor import check_csv, scalars, settings_of
 from tests.faults.harness import Outcome, check_survived, max_relative_difference
 from tests.faults.test_join import LATER
+from tests.faults.test_snapshots import FLIP
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
@@ -258,3 +259,21 @@ def test_it_loads_what_the_job_had_loaded_and_not_a_later_checkpoint(
     assert entered(second) == [(2, 1, 4)]
     assert (tmp_path / "latest").read_text() == "global_step12"
     assert files_of(tmp_path, "loaded") == files_of(tmp_path, "global_step12") == 4
+
+
+@proves(Kind.DAMAGE, Promise.OLDER, victim="0", moment="6:optimizer")
+@pytest.mark.parametrize("stage", sampled([1, 2, 3], share=1))
+def test_who_came_in_a_step_redoes_the_one_before_as_well(
+    run: Launch, reference: Launch, stage: int
+) -> None:
+    """Its script's state begins with the step that it entered; the others have the older one."""
+    whole = EngineSpec(stage=stage, steps=STEPS)
+    damage = FLIP.format(slot=0, steps=(BACK,), damaged=(BACK,))
+    changes = ("2@2", f"+2@{BACK}")
+    survived = run(
+        replace(whole, changes=changes, kills=(f"0@{BACK}:optimizer",), sabotage=damage, respawn=5)
+    )
+    check_survived(survived)
+    assert entered(survived)[0] == (2, 1, BACK)
+    assert {event["restored_step"] for event in survived.events("recovered")} == {2, BACK - 1}
+    assert max_relative_difference(survived, reference(whole)) <= FP32_BOUND
