@@ -171,8 +171,7 @@ def test_a_job_of_experts_grows(grown: Grown) -> None:
 
 
 @proves(Kind.RETURN, Promise.EQUAL, victim="1", moment="2:backward")
-@pytest.mark.slow
-@pytest.mark.parametrize("base", [JobSpec(), PP2_FOUR_LAYERS], ids=["dp", "pp"])
+@pytest.mark.parametrize("base", sampled([JobSpec(), PP2_FOUR_LAYERS], share=1))
 def test_a_worker_comes_back(run: Launch, reference: Reference, base: JobSpec) -> None:
     spec = replace(
         with_experts(base), steps=10, respawn=1, kills=("1@2:backward",), awaits=((5, 1),)

@@ -299,13 +299,17 @@ class MegatronFramework:
                 timer._started = False
 
     @contextmanager
-    def weights_as_they_are(self) -> Iterator[None]:
-        """Inside, forward passes gather no weights: they are whole, and others may run no pass."""
+    def passes_repeated(self) -> Iterator[None]:
+        """Inside, forward passes of this step give what they gave.
+
+        They gather no weights, which are whole, since others may run no pass.
+        """
         gathering = [chunk for chunk in self.chunks if chunk.remove_forward_pre_hook_handles]
         for chunk in gathering:
             chunk.disable_forward_pre_hook(param_sync=False)
         try:
-            yield
+            with self._expert_biases.as_the_step_began():
+                yield
         finally:
             for chunk in gathering:
                 chunk.enable_forward_pre_hook()

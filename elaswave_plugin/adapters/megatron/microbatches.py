@@ -190,7 +190,7 @@ class Microbatches:
             step = telling(in_order(forward_step, pieces, starting), retold)
             repeated = {**kwargs, "forward_step_func": step, "num_microbatches": len(pieces)}
             assert bound is not None
-            with bound.weights_as_they_are():
+            with bound.passes_repeated():
                 function(forward_only=True, **repeated)
             return retold
 

@@ -81,6 +81,25 @@ class ExpertBiases:
         for name, entry in table.items():
             entry["values"].copy_(logged.get(name, torch.zeros_like(entry["values"])))
 
+    @contextmanager
+    def as_the_step_began(self) -> Iterator[None]:
+        """Inside, biases are those that the step's passes had: a schedule may have updated them."""
+        before = [
+            (one, one.expert_bias.clone(), one.local_tokens_per_expert.clone())
+            for one in routers(self._chunks)
+        ]
+        with torch.no_grad():
+            for router, _, _ in before:
+                assert self.values is not None
+                router.expert_bias.copy_(self.values[router.layer_number - 1])
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for router, bias, counts in before:
+                    router.expert_bias.copy_(bias)
+                    router.local_tokens_per_expert.copy_(counts)
+
 
 def routers(chunks: Sequence[torch.nn.Module]) -> Iterator[TopKRouter]:
     """The routers with a bias."""
