@@ -120,4 +120,4 @@ def test_kill_in_deterministic_mode_changes_nothing(run: Launch) -> None:
     undisturbed = run(JobSpec(sabotage=DETERMINISTIC))
     killed = run(JobSpec(sabotage=DETERMINISTIC, kills=("2@3:backward",)))
     check_survived(killed)
-    assert killed.events("killed") and killed.trace() == undisturbed.trace()
+    assert killed.events("fault_fired") and killed.trace() == undisturbed.trace()
