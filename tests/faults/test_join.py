@@ -316,7 +316,9 @@ if os.environ["ELASWAVE_INCARNATION"] != "0":
     spec = replace(BACK, steps=200, kills=("2@3:backward",), awaits=(), sabotage=other)
     survived = run(spec)
     check_survived(survived)
-    assert "dataflow is 'auto' for the job and 'reroute' for the worker that joins" in survived.output
+    assert (
+        "dataflow is 'auto' for the job and 'reroute' for the worker that joins" in survived.output
+    )
     assert entered(survived) == [] and last_ranks(survived) == [0, 1, 3]
 
 
