@@ -1,6 +1,7 @@
 """Launches of DeepSpeed scripts under `elaswave run`, and what a recovery of them promises."""
 
 import json
+import uuid
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -115,7 +116,10 @@ class EngineSpec(JobSpec):
     def arguments(self, data: Path, directory: Path) -> list[str]:
         """The script's arguments; the configuration is written beside the run's files."""
         path = directory / "deepspeed.json"
-        path.write_text(json.dumps(self.config(directory)))
+        # Each node's launcher writes it, and a worker of another one may read it at this moment.
+        draft = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
+        draft.write_text(json.dumps(self.config(directory)))
+        draft.rename(path)
         return [
             f"--deepspeed_config={path}",
             f"--steps={self.steps}",
