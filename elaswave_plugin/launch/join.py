@@ -44,13 +44,14 @@ def find_vacancy(spec: LaunchSpec) -> Vacancy:
     secrets = named_secrets(os.environ, spec.run_dir)
     try:
         secret = secret_at(contact, secrets, _ANSWER_S)
-        roster = _roster_with_room(contact, secret, spec.nproc_per_node)
+        roster = ask_roster([contact], secret)
+        _check_program(spec, roster)  # before a wait that would be for nothing
+        roster = _with_room(roster, secret, spec.nproc_per_node)
     except OSError as error:
         raise ConfigurationError(
             f"--join is {spec.join}, where no supervisor of a job answers "
             f"({error.strerror or error}); `elaswave status --json` has their addresses"
         ) from error
-    _check_program(spec, roster)
     if roster.record["ending"]:
         raise ConfigurationError(f"the job at {spec.join} is ending: no worker can join it")
     world_size, free = len(roster.peers), roster.free
@@ -77,21 +78,23 @@ def find_vacancy(spec: LaunchSpec) -> Vacancy:
     )
 
 
-def _roster_with_room(contact: str, secret: Secret, wanted: int) -> Roster:
-    """Ask for the job, and again while workers that leave make room; raises OSError."""
+def _with_room(roster: Roster, secret: Secret, wanted: int) -> Roster:
+    """Ask for the job again while workers that leave make room; raises OSError."""
     deadline_s = time.monotonic() + _LEAVING_S
-    contacts, said = [contact], False
-    while True:
-        roster = ask_roster(contacts, secret)
-        missing, leaving = wanted - len(roster.free), roster.leaving
-        is_hopeless = missing > len(leaving) or roster.record["ending"]
-        if missing <= 0 or is_hopeless or time.monotonic() > deadline_s:
-            return roster
-        if not said:
-            say(f"waits for the slot of worker {', '.join(map(str, leaving))}, told to leave")
-            said = True
-        contacts = [peer.data for peer in roster.living]  # the one asked may be the one that leaves
+    if _awaits_room(roster, wanted):
+        slots = ", ".join(map(str, roster.leaving))
+        say(f"waits for the slot of worker {slots}, told to leave")
+    while _awaits_room(roster, wanted) and time.monotonic() < deadline_s:
         time.sleep(_ASK_AGAIN_S)
+        # Any of them: the one that the user has named may be the one that leaves.
+        roster = ask_roster([peer.data for peer in roster.living], secret)
+    return roster
+
+
+def _awaits_room(roster: Roster, wanted: int) -> bool:
+    """Return whether workers that leave would make the room that is missing."""
+    missing = wanted - len(roster.free)
+    return 0 < missing <= len(roster.leaving) and not roster.record["ending"]
 
 
 def _check_program(spec: LaunchSpec, roster: Roster) -> None:

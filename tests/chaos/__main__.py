@@ -51,9 +51,11 @@ def run_seed(stage: Stage, name: str, seed: int) -> dict[str, Any]:
     row: dict[str, Any] = {"job": name, "seed": seed, "events": list(map(str, scenario.events))}
     try:
         played = stage.play(scenario)
-    except subprocess.TimeoutExpired:
-        print(f"{name} seed {seed}: FAILED: {_STUCK}; again: {again(name, seed)}", flush=True)
-        return {**row, "seconds": LIMIT_S, "failure": _STUCK}
+    except subprocess.TimeoutExpired as error:
+        # What failed before the end of the processes was waited for, which is the harness itself.
+        why = f"{_STUCK} ({error.__context__!r} before)" if error.__context__ else _STUCK
+        print(f"{name} seed {seed}: FAILED: {why}; again: {again(name, seed)}", flush=True)
+        return {**row, "seconds": LIMIT_S, "failure": why}
     seconds = row["seconds"] = round(played.outcome.seconds, 1)
     try:
         judge(played, reference)

@@ -74,11 +74,11 @@ def test_representatives_are_always_drawn() -> None:
     assert sorted(drawn(1, "1", wanted)) == wanted
 
 
-def file_of(kinds: Sequence[Kind], *marks: pytest.MarkDecorator, name: str = "b") -> list[Case]:
+def file_of(kinds: Sequence[Kind], *, name: str = "b") -> list[Case]:
     found = []
     for number, kind in enumerate(kinds):
         declared = proves(kind, Promise.EQUAL)
-        mine = [mark.mark for mark in (pytest.mark.fault, declared, *marks)]
+        mine = [mark.mark for mark in (pytest.mark.fault, declared)]
         found += [Case(f"{name}.py::test_{number}[{case}]", {"case": case}, mine) for case in "xy"]
     return found
 
