@@ -15,7 +15,7 @@ from typing import NoReturn
 from elaswave_plugin.ipc.reactor import Reactor
 
 _PR_SET_PDEATHSIG = 1
-STOPPED, IN_KERNEL = "T", "D"
+STOPPED, IN_KERNEL, RUNNABLE = "T", "D", "R"
 """States of a process: a signal has stopped it; it sleeps in the kernel, and no signal wakes it."""
 
 

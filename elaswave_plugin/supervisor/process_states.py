@@ -1,10 +1,16 @@
-"""The times for which a trainer did not run: a signal has stopped it, or the kernel held it."""
+"""The times for which a trainer did not run: stopped, in the kernel, or without a processor."""
 
 from __future__ import annotations
 
+import os
 import time
+from typing import NamedTuple
 
-from elaswave_plugin.ipc.process_tree import IN_KERNEL, STOPPED, state_of
+from elaswave_plugin.ipc.process_tree import IN_KERNEL, RUNNABLE, STOPPED, state_of
+
+_NS = 1_000_000_000
+# Younger standstills are no concern of anybody's.
+_SHORT_S = 0.1
 
 
 class ProcessStates:
@@ -41,3 +47,59 @@ class ProcessStates:
     def in_kernel_s(self) -> float | None:
         """The seconds for which it sleeps where no signal wakes it; None: it does not."""
         return self._looked_s - self._since_s if self._state == IN_KERNEL else None
+
+
+class _Scheduled(NamedTuple):
+    """What Linux counts of a thread: times on a processor and in line for one, and its turns."""
+
+    ran_ns: int
+    waited_ns: int
+    turns: int
+
+
+class ProcessorWaits:
+    """The waits of a process since it last made progress, as far as it has been watched."""
+
+    def __init__(self) -> None:
+        self._since_s = 0.0
+        self._before: dict[int, _Scheduled] = {}
+        # By thread, what was counted last, and since when it stands in line with that.
+        self._in_line: dict[int, tuple[_Scheduled, float]] = {}
+
+    def since(self, since_s: float, pid: int) -> float:
+        """Seconds that the thread that waited longest did; `since_s` on the monotonic clock.
+
+        Counted from the first call with this `since_s` on. Linux counts a wait when it is over: one
+        that lasts is that of a runnable thread of which nothing is counted.
+        """
+        now_s = time.monotonic()
+        if now_s - since_s < _SHORT_S:
+            return 0.0
+        counted = _scheduled(pid)
+        if since_s != self._since_s:
+            self._since_s, self._before, self._in_line = since_s, counted, {}
+        for tid, one in counted.items():
+            last, _ = self._in_line.get(tid, (None, now_s))
+            if one != last or state_of(tid) != RUNNABLE:
+                self._in_line[tid] = one, now_s
+        longest_s = 0.0
+        for tid, one in counted.items():
+            waited_ns = one.waited_ns - self._before.get(tid, one).waited_ns
+            longest_s = max(longest_s, waited_ns / _NS + now_s - self._in_line[tid][1])
+        return longest_s
+
+
+def _scheduled(pid: int) -> dict[int, _Scheduled]:
+    """Return what is counted by thread; nothing where the process ends.
+
+    Nothing either where the kernel does not count. Source: Linux,
+    Documentation/scheduler/sched-stats.
+    """
+    found = {}
+    try:
+        for tid in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{tid}/schedstat", "rb") as file:
+                found[int(tid)] = _Scheduled(*map(int, file.read().split()))
+    except (FileNotFoundError, ProcessLookupError):
+        pass  # a thread has ended meanwhile: those that were read count
+    return found
