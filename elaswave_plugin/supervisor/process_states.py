@@ -50,7 +50,7 @@ class ProcessStates:
 
 
 class _Scheduled(NamedTuple):
-    """What Linux counts of a thread: times on a processor and in line for one, and its turns."""
+    """Counts that Linux keeps of a thread: times on a processor and in line for one, and turns."""
 
     ran_ns: int
     waited_ns: int
