@@ -115,11 +115,14 @@ def test_cut_micro_batches_under_an_option(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_auto_cuts_micro_batches_in_fast_mode_only(run: Launch, reference: Reference) -> None:
-    spec = resized(PP2_DP3)
+    """Where that makes steps shorter: two survivors have three micro-batches, not six."""
+    spec = resized(replace(PP2_DP3, global_batch=3))
     spec = replace(
         spec, kills=("1@3:backward",), options=(*spec.options, "--elaswave-dataflow=auto")
     )
     killed(spec, run, reference)
+    even = run(replace(spec, global_batch=2 * spec.global_batch))
+    assert {event["dataflow"] for event in even.events("recovered")} == {"redeal"}
     exact = run(replace(spec, consistency="exact"))
     check_equal(exact, reference(exact.spec))
     assert "resize" not in {event["dataflow"] for event in exact.events("recovered")}
