@@ -2,9 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.peer import Peer
 from elaswave_plugin.ipc.secret import Secret
 from elaswave_plugin.launch import join
@@ -105,3 +108,17 @@ def test_nobody_asks_a_job_that_is_gone() -> None:
     contacts = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     with pytest.raises(SlotRefusedError, match="no supervisor of the job is there any more"):
         seek_admission(PEERS[2], contacts, Secret.new(), timeout_s=60)
+
+
+def test_another_version_is_refused_before_its_answer_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its roster need not have what this version looks for."""
+    theirs = Roster(record={"peers": [], "program": {"version": "0.0.0"}})
+    monkeypatch.setattr(join, "ask_roster", lambda *_: theirs)
+    monkeypatch.setattr(join, "secret_at", lambda *_: Secret.new())
+    spec = SimpleNamespace(
+        join="h:1", run_dir=None, nproc_per_node=1, script="train.py", args=(), module=False
+    )
+    with pytest.raises(ConfigurationError, match=r"the job runs version 0\.0\.0"):
+        join.find_vacancy(cast("Any", spec))
