@@ -115,7 +115,7 @@ def test_cut_micro_batches_under_an_option(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_auto_cuts_micro_batches_in_fast_mode_only(run: Launch, reference: Reference) -> None:
-    """Where that makes steps shorter: two survivors have three micro-batches, not six."""
+    """Only if steps get shorter: three micro-batches of two survivors are cut, six are dealt."""
     spec = resized(replace(PP2_DP3, global_batch=3))
     spec = replace(
         spec, kills=("1@3:backward",), options=(*spec.options, "--elaswave-dataflow=auto")
