@@ -362,7 +362,9 @@ def test_memory_that_cannot_be_held_is_reported(served: tuple[SnapshotStore, str
     _, address = served
     owner = SnapshotStore(8)
     record = seal(owner, b"x")
-    os.close(owner.fds[1])
+    # Not closed: its number would be given to whichever descriptor is opened next.
+    with Path(os.devnull).open("rb") as no_memory:
+        os.dup2(no_memory.fileno(), owner.fds[1])
     happened: SimpleQueue[Any] = SimpleQueue()
     copier = SnapshotCopier(
         owner,
