@@ -1,6 +1,7 @@
 """One zygote with Megatron-LM imported, and each reference run once."""
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -44,9 +45,17 @@ def run(
 
     def launched(spec: ScriptSpec) -> Outcome:
         folder = tmp_path_factory.mktemp("run")
-        return launch(replace(spec, script=str(script)), zygote=zygote, data=data, directory=folder)
+        path = str(script.parent / spec.script)
+        return launch(replace(spec, script=path), zygote=zygote, data=data, directory=folder)
 
     return launched
+
+
+@pytest.fixture(scope="session")
+def run_changed(run: Launch, script: Path) -> Launch:
+    """Launch the script with a model that options of changed_model.py change."""
+    copied = shutil.copy(Path(__file__).with_name("changed_model.py"), script.parent)
+    return lambda spec: run(replace(spec, script=str(copied)))
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,6 @@
 """Frozen weights in a script of Megatron-LM: losses and returns change no number."""
 
-import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -14,30 +12,14 @@ from tests.adapters.megatron_lm.harness import (
     needs_repository,
     printed,
 )
-from tests.faults.harness import Outcome, Zygote, check_equal, launch
+from tests.faults.harness import Outcome, check_equal
 from tests.faults.test_layer_moves import cuts_after
 from tests.proofs import Kind, Promise, proves
 
 pytestmark = [needs_repository, pytest.mark.timeout(300)]
 
-SCRIPT = Path(__file__).with_name("freezing.py")
 PP2 = ("--pipeline-model-parallel-size", "2")
 WAYS = pytest.mark.parametrize("what", ["parts", "layers"])
-
-
-@pytest.fixture
-def frozen(
-    script: Path, zygote: Zygote, data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Launch:
-    """Launch the script."""
-    copied = shutil.copy(SCRIPT, script.parent)
-
-    def launched(spec: ScriptSpec) -> Outcome:
-        directory = tmp_path_factory.mktemp("run")
-        spec = replace(spec, script=str(copied))
-        return launch(spec, zygote=zygote, data=data, directory=directory)
-
-    return launched
 
 
 def spec_of(what: str, *more: str, workers: int = 4) -> ScriptSpec:
@@ -54,26 +36,26 @@ def check_same(killed: Outcome, undisturbed: Outcome) -> None:
 
 @proves(Kind.RETURN, Promise.EQUAL, victim="1", moment="2:backward")
 @WAYS
-def test_a_lost_worker_comes_back(frozen: Launch, what: str) -> None:
+def test_a_lost_worker_comes_back(run_changed: Launch, what: str) -> None:
     spec = replace(spec_of(what), steps=8)
-    back = frozen(replace(spec, kills=("1@2:backward",), respawn=10, awaits=((5, 1),)))
-    check_same(back, frozen(spec))
+    back = run_changed(replace(spec, kills=("1@2:backward",), respawn=10, awaits=((5, 1),)))
+    check_same(back, run_changed(spec))
     assert [(one["slot"], one["incarnation"]) for one in back.events("entered")] == [(1, 1)]
 
 
 @proves(Kind.RETURN, Promise.EQUAL, victim="6", moment="2:backward")
 @WAYS
-def test_a_worker_of_tp_pp_dp_comes_back(frozen: Launch, what: str) -> None:
+def test_a_worker_of_tp_pp_dp_comes_back(run_changed: Launch, what: str) -> None:
     spec = replace(spec_of(what, *TP2_PP2, workers=8), steps=8)
-    back = frozen(replace(spec, kills=("6@2:backward",), respawn=10, awaits=((5, 1),)))
-    check_same(back, frozen(spec))
+    back = run_changed(replace(spec, kills=("6@2:backward",), respawn=10, awaits=((5, 1),)))
+    check_same(back, run_changed(spec))
     assert [(one["slot"], one["incarnation"]) for one in back.events("entered")] == [(6, 1)]
 
 
 @proves(Kind.KILL, Promise.EQUAL, victim="3", moment="1:forward")
-def test_layers_with_frozen_parts_move_to_another_stage(frozen: Launch) -> None:
+def test_layers_with_frozen_parts_move_to_another_stage(run_changed: Launch) -> None:
     always = ("--untie-embeddings-and-output-weights", "--elaswave-move-layers", "always")
     spec = spec_of("parts", *PP2, *always)
-    killed = frozen(replace(spec, kills=("3@1:forward",)))
-    check_same(killed, frozen(spec))
+    killed = run_changed(replace(spec, kills=("3@1:forward",)))
+    check_same(killed, run_changed(spec))
     assert cuts_after(killed) == [[0, 3, 4]]

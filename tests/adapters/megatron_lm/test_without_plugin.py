@@ -16,6 +16,7 @@ import pytest
 from tests.adapters.megatron_lm.conftest import Launch
 from tests.adapters.megatron_lm.harness import (
     NO_EVALUATION,
+    TP2_PP2,
     ScriptSpec,
     needs_repository,
     printed,
@@ -95,6 +96,50 @@ def test_without_a_fault_the_losses_are_those_without_the_plugin(
     reference: Launch, plain: list[str]
 ) -> None:
     check_close(printed_in(reference(SPEC).output), plain)
+
+
+def losses(lines: list[str]) -> list[float]:
+    """Return the loss of each iteration."""
+    return [
+        float(found[1]) for line in lines if (found := re.search(r"lm loss: ([-+.\dEe]+)", line))
+    ]
+
+
+@proves(Kind.NOTHING, Promise.SAME)
+@pytest.mark.parametrize("more", [(), TP2_PP2], ids=["dp", "tp_pp"])
+def test_the_losses_of_twenty_steps_are_those_without_the_plugin(
+    reference: Launch, script: Path, data: Path, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    options = (*SPEC.options, *more)
+    spec = replace(SPEC, options=options, steps=20, nproc=8 if more else 4)
+    plain = without_plugin(spec, script=script, data=data, folder=tmp_path / "plain")
+    check_close(printed(reference(spec)), plain)
+    assert len(losses(plain)) == 20
+
+
+@proves(Kind.NOTHING, Promise.SAME)
+def test_in_bf16_the_losses_lie_within_the_spread_of_two_orders_of_sums(
+    reference: Launch,
+    script: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each order of sums is another run in bf16, and none of them is the right one."""
+    spec = replace(SPEC, options=(*SPEC.options, "--bf16"), steps=20)
+    ours = losses(printed(reference(spec)))
+    orders = []
+    for seed in (1, 2):
+        monkeypatch.setenv("SUM_ORDER", str(seed))
+        lines = without_plugin(spec, script=script, data=data, folder=tmp_path / str(seed))
+        orders.append(losses(lines))
+    pairs = list(zip(*orders, strict=True))
+    spread = max(abs(one - other) for one, other in pairs)
+    off = max(min(abs(our - one) for one in pair) for our, pair in zip(ours, pairs, strict=True))
+    print(f"bf16, 20 steps: spread of two orders {spread:.3g}, off by {off:.3g}")
+    assert len(ours) == 20
+    assert off <= spread
+    assert spread > 0
 
 
 @proves(Kind.KILL, Promise.WHOLE, victim="1", moment="2:backward")

@@ -4,9 +4,15 @@ Without apex and transformer-engine Megatron-Core 0.16.1 cannot load the state o
 asks a fresh torch Adam for its step, and gives one tensor of it to all parameters, on which each of
 them counts; and it wants a step beside the loaded tensors (core/optimizer/distrib_optimizer.py:
 state_dict, load_state_dict, _set_main_param_and_optimizer_states). All three are mended.
+
+With a seed in SUM_ORDER the same numbers are summed in another order: gradients, since the samples
+of each round of micro-batches go to other replicas, and their norm. (Sums of bf16 gradients in
+float32 are mostly exact, so it is the norm that makes the difference.)
 """
 
 import functools
+import os
+import random
 import runpy
 import sys
 from typing import Any
@@ -65,8 +71,35 @@ def mend_loading() -> None:
     mended._set_main_param_and_optimizer_states = with_step
 
 
+def sum_in_another_order(seed: int) -> None:
+    """Sum gradients and their norm in an order of this seed."""
+    import megatron.core.optimizer.optimizer as its_module
+    import torch
+    from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
+
+    of_samples, of_norm = random.Random(seed), torch.Generator().manual_seed(seed)
+    sampler: Any = MegatronPretrainingSampler
+    native = its_module.get_grad_norm_fp32
+
+    def dealt(self: Any) -> tuple[int, int]:
+        order = list(range(self.micro_batch_times_data_parallel_size // self.micro_batch_size))
+        of_samples.shuffle(order)
+        start = order[self.data_parallel_rank] * self.micro_batch_size
+        return start, start + self.micro_batch_size
+
+    def norm(grads: list[torch.Tensor], *args: Any, **kwargs: Any) -> float:
+        orders = [torch.randperm(grad.numel(), generator=of_norm) for grad in grads]
+        shuffled = [grad.flatten()[one] for grad, one in zip(grads, orders, strict=True)]
+        return native(shuffled, *args, **kwargs)
+
+    sampler.get_start_end_idx = dealt
+    its_module.get_grad_norm_fp32 = norm
+
+
 if __name__ == "__main__":
     script, *arguments = sys.argv[1:]
     patch()
+    if "SUM_ORDER" in os.environ:
+        sum_in_another_order(int(os.environ["SUM_ORDER"]))
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
