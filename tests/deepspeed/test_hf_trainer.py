@@ -1,6 +1,7 @@
 """transformers.Trainer: a stock script, whose callbacks, counters and logs see each step once."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -318,12 +319,41 @@ def test_evaluations_and_saves_are_made_as_without_the_loss(
         assert len(state["log_history"]) == len(wanted[name]["log_history"])
 
 
-@proves(Kind.WRONG_INPUT, Promise.REFUSED)
-def test_loading_the_best_model_is_refused_before_the_first_step(run: Launch) -> None:
-    refused = run(spec_of(options=(*SAVING, "--best")))
-    assert refused.returncode == 2 and "Traceback" not in refused.output
-    assert "load_best_model_at_end is True" in refused.output
-    assert not refused.events("step") and not refused.orphans
+@proves(Kind.KILL, Promise.LOGGED)
+@pytest.mark.parametrize(
+    ("stage", "kill", "options"),
+    sampled(
+        [
+            (0, "1@3:backward", ()),
+            (1, "3@4:forward", ()),
+            (2, "2@3:reduce", ("--lora",)),
+            (3, "0@3:forward", ()),
+            (3, "2@5:optimizer", ("--lora",)),
+            # In the load, which is the step behind the last one, and in the evaluation after it.
+            (2, "1@6:data", ()),
+            (3, "3@6:snapshot", ()),
+            (1, "0@7:evaluation", ()),
+            (3, "1@7:evaluation", ()),
+        ],
+        share=2,
+    ),
+)
+def test_the_best_model_is_loaded_by_those_that_are_left(
+    run: Launch, reference: Launch, stage: int, kill: str, options: tuple[str, ...]
+) -> None:
+    """It is that of step 2, written by all four, and is evaluated as it was then."""
+    spec = spec_of(kill, stage=stage, options=(*SAVING, "--best", *options))
+    killed, whole = run(spec), reference(spec)
+    assert killed.returncode == 0, killed.output[-4000:]
+    check_survived(killed)
+    # The callbacks' last event comes before the second evaluation of all weights.
+    check_tapes(killed, whole, survivors=4 if kill.endswith("7:evaluation") else 3)
+    for one in (killed, whole):
+        then = [seen["eval_loss"] for event, _, seen in tapes(one)[0] if event == "on_evaluate"]
+        assert then[0] > then[1] > then[2]
+        said = {float(loss) for loss in re.findall(r"best: ([\d.]+)", one.output)}
+        assert said and all(loss == pytest.approx(then[0], rel=1e-5) for loss in said)
+        assert one.events("weights_loaded")
 
 
 @proves(Kind.RESUME, Promise.PLANNED)

@@ -92,6 +92,8 @@ def training_arguments(args: argparse.Namespace, folder: Path) -> TrainingArgume
         save_steps=args.save or 500,
         save_total_limit=2,
         load_best_model_at_end=args.best,
+        # The loss falls, so the best is not the last.
+        greater_is_better=True if args.best else None,
         include_num_input_tokens_seen="all",
         disable_tqdm=True,
         ddp_backend="gloo",
@@ -158,6 +160,8 @@ def main() -> None:
     )
     trainer.train(resume_from_checkpoint=args.resume)
     print(f"trained {trainer.state.global_step} steps", flush=True)
+    if args.best:
+        print(f"best: {trainer.evaluate()['eval_loss']:.6g}", flush=True)
 
 
 if __name__ == "__main__":

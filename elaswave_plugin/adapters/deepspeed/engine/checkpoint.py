@@ -5,12 +5,16 @@ may still write. A loss meanwhile would leave a torn checkpoint there, and the f
 number of workers beside those of the new one, which no reader of DeepSpeed's can tell apart.
 """
 
-from collections.abc import Callable
+import contextlib
+import io
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from elaswave_plugin.checkpoints.deepspeed_tag import flaw_of, shards_of
 from elaswave_plugin.checkpoints.directory import DEEPSPEED_TRACKER
@@ -74,6 +78,27 @@ def load_checked(
         if kwargs.get("load_optimizer_states", True) and not kwargs.get("load_module_only", False):
             _check_width(Path(load_dir), tag, int(engine.dp_world_size))
     return native(load_dir, tag, *args, **kwargs)
+
+
+def weights_in(engine: Any, folder: Path) -> Mapping[str, torch.Tensor]:
+    """Return weights and buffers of a checkpoint by any number of workers, on the host, by name.
+
+    Raises CheckpointUnreadableError on all alike. Source: deepspeed/runtime/engine.py,
+    ``_get_ckpt_name``; deepspeed/utils/zero_to_fp32.py.
+    """
+    check_everywhere(partial(check_loadable, folder))
+    if engine.zero_optimization_stage() == 3:
+        # It prints what it does, on every worker.
+        with contextlib.redirect_stdout(io.StringIO()):
+            masters: Mapping[str, torch.Tensor] = get_fp32_state_dict_from_zero_checkpoint(
+                str(folder), exclude_frozen_parameters=True
+            )
+        return masters
+    name = engine._get_ckpt_name(str(folder), (folder / DEEPSPEED_TRACKER).read_text().strip())
+    weights: Mapping[str, torch.Tensor] = engine.checkpoint_engine.load(name, map_location="cpu")[
+        "module"
+    ]
+    return weights
 
 
 def _check_width(load_dir: Path, tag: object, width: int) -> None:

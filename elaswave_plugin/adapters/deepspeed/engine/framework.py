@@ -178,6 +178,24 @@ class DeepSpeedFramework:
             digest.update(flat)
         return digest.intdigest() >> 1
 
+    @torch.no_grad()
+    def install(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Have these trained weights and buffers, by name (collective over WORLD)."""
+        for piece in self._state.named_pieces():
+            if piece.part == "master":
+                flat = weights[piece.name].flatten()
+                piece.data.copy_(flat[piece.start : piece.start + piece.data.numel()])
+        count = zero_state.applied_steps(self._inner)
+        # The 16-bit weights follow the masters as after a recovery.
+        shard = torch.cat([part.reshape(-1).float() for part in self._state.parts()]).view(3, -1)
+        self._state.write_weights(shard[0])
+        self._state.write_moments(shard[1:])
+        zero_state.set_applied_steps(self._inner, count)
+        self.sync_weights()
+        for name, buffer in self._engine.module.named_buffers():
+            if name in weights:
+                buffer.copy_(weights[name])
+
     def resume(self) -> None:
         """Take up what was learnt in the passes before the change (collective over WORLD)."""
         self._state.resume()

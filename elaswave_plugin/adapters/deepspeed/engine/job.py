@@ -3,9 +3,11 @@
 The engine object stays the user's; three of its methods, and the loader, go through ``UserLoop``.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +20,11 @@ from elaswave_plugin.adapters.deepspeed.compat.unsupported import (
     check_shares,
 )
 from elaswave_plugin.adapters.deepspeed.engine.attached import AttachedEngine, abandoning
-from elaswave_plugin.adapters.deepspeed.engine.checkpoint import load_checked, save_whole
+from elaswave_plugin.adapters.deepspeed.engine.checkpoint import (
+    load_checked,
+    save_whole,
+    weights_in,
+)
 from elaswave_plugin.adapters.deepspeed.engine.framework import DeepSpeedFramework
 from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader, Reader, tokens_of
 from elaswave_plugin.adapters.deepspeed.engine.monitor import ElasticMonitor, Holders
@@ -93,6 +99,8 @@ class EngineJob(AttachedEngine):
         self._tokens = 0
         self._iterations = 0
         self._sealed = False
+        # Whether the step has batches; one that loads weights has none.
+        self._trains = True
         # Whether a call of ours runs now, that can absorb a loss.
         self._guarded = False
         self._monitor = engine.monitor = ElasticMonitor(engine, self._loop)
@@ -378,6 +386,28 @@ class EngineJob(AttachedEngine):
             self.own_loops.loaded(steps=steps, samples=samples, batch=engine.train_batch_size())
         return loaded
 
+    def load_weights(self, folder: Path) -> None:
+        """Complete a step without batches, whose update is to have a checkpoint's trained weights.
+
+        Moments, counters and schedule stay. Raises CheckpointUnreadableError on all alike.
+        """
+        self._announce("data")
+        weights = weights_in(self._engine, folder)
+
+        def update() -> StepReport:
+            self._worker.state.begin_update()
+            # All workers have come here, as in any update.
+            dist.barrier()
+            self._framework.install(weights)
+            rate = self._framework.learning_rate()
+            return StepReport(loss=math.nan, grad_norm=math.nan, lr=rate, tokens=0)
+
+        self._trains = False
+        try:
+            self._loop.complete_step(update)
+        finally:
+            self._trains = True
+
     def _mean_loss(self) -> tuple[float, int, Holders]:
         """Return the mean over the step's samples, its tokens, and the holders of open monitors.
 
@@ -483,6 +513,9 @@ class EngineJob(AttachedEngine):
     # ---- the end --------------------------------------------------------------------------------
 
     def _record(self, step: int, report: StepReport, seconds: float) -> None:
+        if not self._trains:
+            self._worker.events.emit("weights_loaded", slot=self._worker.slot, step=step)
+            return
         self._recording.step(step, report, seconds, num_microbatches=self._iterations, last=False)
         if self._framework.loader is not None:
             self._news.remember_epoch(self._framework.loader.epoch)

@@ -8,6 +8,7 @@ or was made again. So callbacks, counters, the schedule and the log see each ste
 import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers.trainer_callback import TrainerCallback
 from elaswave_plugin.adapters.deepspeed.accelerate.accelerate import AcceleratedJob
 from elaswave_plugin.adapters.deepspeed.compat.patches import trainer_patches
 from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
+from elaswave_plugin.adapters.deepspeed.hf_trainer.best_model import BestModel
 from elaswave_plugin.adapters.deepspeed.hf_trainer.job import TrainerJob
 from elaswave_plugin.adapters.deepspeed.hf_trainer.loss_kind import LossKind, ask
 from elaswave_plugin.adapters.deepspeed.hf_trainer.update import Update
@@ -86,12 +88,6 @@ class TrainerHooks:
                 "auto_find_batch_size is True in the TrainingArguments, which builds another engine"
                 " where memory is short; set it to False"
             )
-        if trainer.args.load_best_model_at_end:
-            raise ConfigurationError(
-                "load_best_model_at_end is True in the TrainingArguments, and a checkpoint may have"
-                " been written by another number of workers than are left at the end; set it to"
-                " False, and load trainer.state.best_model_checkpoint after the job"
-            )
         self._trainer, self._prepared = trainer, prepared
         self._loader = self._accelerated.elastic(prepared)
         self._job.trainer_state.trainer = trainer
@@ -103,6 +99,7 @@ class TrainerHooks:
             "save_model": partial(self._again, "save"),
             "floating_point_ops": self._floating_point_ops,
             "store_flos": self._store_flos,
+            "_load_best_model": self._load_best_model,
             "_track_num_input_tokens": lambda inputs: None,
         }
         for name, ours in taken.items():
@@ -182,6 +179,13 @@ class TrainerHooks:
     def _again(self, phase: str, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Work of all workers, which starts again after a loss."""
         return self._job.run(partial(native, *args, **kwargs), phase=phase)
+
+    @ends_in_a_sentence
+    def _load_best_model(self) -> None:
+        """``Trainer._load_best_model``: a step of the job."""
+        step = BestModel(self._job, Path(self._trainer.state.best_model_checkpoint))
+        self._job.called.open(step)
+        self._job.called.make()
 
     def _floating_point_ops(self, inputs: Any) -> float:
         """``Trainer.floating_point_ops`` of all workers, for the micro-batch that was returned."""

@@ -116,6 +116,9 @@ class PartitionedWeightsState(zero_state.ZeroState):
     def sync_weights(self) -> Iterator[torch.Tensor]:
         """Gather the parameters that stay whole; the others are gathered where they are used."""
         persistent = self._zero.persistent_parameters
+        for param in persistent:
+            # What is there already would not be gathered.
+            free_param(param)
         if persistent:
             persistent[0].all_gather(persistent)
         for param in persistent:
