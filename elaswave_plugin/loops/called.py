@@ -45,6 +45,11 @@ class CalledLoop(UserLoop):
         self._opened: int | None = None
         self._inside = False
 
+    @property
+    def inside(self) -> bool:
+        """Whether a step or a work runs, which is called again after a loss."""
+        return self._inside
+
     def open(self, step: CalledStep) -> None:
         """Begin the next step and read its batches."""
         number = self.worker.completed

@@ -43,6 +43,9 @@ LOGGED = 1e-4
 # Two of the 250 tokens of a step: which one is likeliest may change where two are nearly equal.
 TOP = 0.008
 
+# Differences of log probabilities of about 50, with six digits.
+REWARDS = 1e-6
+
 
 def spec_of(*kills: str, stage: int = 2, **changes: Any) -> EngineSpec:
     """A stock script with "auto" values."""
@@ -85,6 +88,8 @@ def check_tape(tape: Tape, wanted: Tape, *, counts_flos: bool) -> None:
             expected["total_flos"] = logged["total_flos"]
         for key in [key for key in logged if key.endswith("token_accuracy")]:
             assert logged.pop(key) == pytest.approx(expected.pop(key), abs=TOP), (event, step)
+        for key in [key for key in logged if key.startswith("rewards/")]:
+            assert logged.pop(key) == pytest.approx(expected.pop(key), rel=LOGGED, abs=REWARDS)
         assert logged == pytest.approx(expected, rel=LOGGED), (event, step)
 
 
@@ -354,6 +359,22 @@ def test_the_best_model_is_loaded_by_those_that_are_left(
         said = {float(loss) for loss in re.findall(r"best: ([\d.]+)", one.output)}
         assert said and all(loss == pytest.approx(then[0], rel=1e-5) for loss in said)
         assert one.events("weights_loaded")
+
+
+@proves(Kind.KILL, Promise.LOGGED)
+@pytest.mark.parametrize(
+    ("stage", "kill"),
+    sampled([(2, "1@3:backward"), (2, "0@4:evaluation"), (3, "2@3:forward")], share=1),
+)
+def test_a_trainer_of_sequences_generates_in_its_evaluation(
+    run: Launch, reference: Launch, stage: int, kill: str
+) -> None:
+    """T5's loss ignores the items of the step, so that the Trainer would count it once a worker."""
+    spec = spec_of(kill, stage=stage, options=("--seq2seq", "--evaluate=2", "--per-batch"))
+    killed = run(spec)
+    assert killed.returncode == 0, killed.output[-4000:]
+    check_survived(killed)
+    check_tapes(killed, reference(spec), survivors=3)
 
 
 @proves(Kind.RESUME, Promise.PLANNED)

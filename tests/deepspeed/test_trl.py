@@ -1,17 +1,23 @@
 """TRL's SFTTrainer: it gathers within its loss, and keeps metrics of each micro-batch."""
 
+import inspect
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("trl")
 
+from trl import GRPOTrainer
+
+from elaswave_plugin.adapters.deepspeed.hf_trainer.hooks import TrainerHooks
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
 from tests.deepspeed.test_hf_example import ExampleSpec
-from tests.deepspeed.test_hf_trainer import AUTO, check_newcomer, check_tapes
+from tests.deepspeed.test_hf_trainer import AUTO, check_newcomer, check_tapes, tapes
 from tests.deepspeed.test_join import entered
 from tests.faults.harness import ROOT, check_survived
 from tests.proofs import Kind, Promise, proves
@@ -70,6 +76,54 @@ def test_a_lost_worker_comes_back(run: Launch, twin: Twin, reference: Launch) ->
     assert entered(killed) == [(1, 1, 4)]
     check_tapes(killed, reference(spec), survivors=3, pads=True)
     check_newcomer(killed, reference(spec), first=4, pads=True)
+
+
+def preferring(*kills: str, stage: int, options: tuple[str, ...] = ()) -> EngineSpec:
+    """A stock script of DPOTrainer."""
+    return replace(
+        spec_of(*kills, stage=stage, options=options), script=str(SCRIPTS / "trl_dpo.py")
+    )
+
+
+@proves(Kind.KILL, Promise.PLANNED)
+@pytest.mark.parametrize(
+    ("stage", "kill"),
+    sampled([(1, "1@2:backward"), (2, "0@3:forward"), (3, "3@2:reduce")], share=1),
+)
+def test_a_job_of_preferences_survives_a_kill(
+    run: Launch, twin: Twin, reference: Launch, stage: int, kill: str
+) -> None:
+    """DPO gathers what it has of each sample, of which the workers have unequal numbers then."""
+    spec = preferring(kill, stage=stage)
+    killed = run(spec)
+    check_recovered(killed, twin=twin(killed), reference=reference(spec))
+    check_tapes(killed, reference(spec), survivors=3, pads=True)
+    assert "trained 6 steps" in killed.output
+
+
+@proves(Kind.KILL, Promise.LOGGED, victim="2", moment="4:evaluation")
+def test_an_evaluation_of_preferences_is_made_again(run: Launch, reference: Launch) -> None:
+    """Its metrics are means of means of batches, which are others with fewer workers."""
+    spec = preferring("2@4:evaluation", stage=2, options=("--evaluate=2",))
+    killed = run(spec)
+    check_survived(killed)
+    wanted = [one[:2] for one in tapes(reference(spec))[0]]
+    assert [[one[:2] for one in tape] for tape in tapes(killed)] == 3 * [wanted]
+
+
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
+def test_trainers_that_generate_their_samples_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "self._buffered_inputs = " in inspect.getsource(GRPOTrainer.__init__)
+    nothing: Any = None
+    generating = SimpleNamespace(
+        args=SimpleNamespace(auto_find_batch_size=False), _buffered_inputs=None
+    )
+    with pytest.raises(SystemExit) as ended:
+        TrainerHooks(nothing, nothing)._take(generating, None)
+    assert ended.value.code == 2
+    assert "samples that each worker has generated itself" in capsys.readouterr().err
 
 
 class TrlSpec(ExampleSpec):

@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from torch.nn.functional import cross_entropy
-from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
 from train_accelerate import build_model, collate
@@ -60,6 +69,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--save", type=int)
     parser.add_argument("--best", action="store_true")
     parser.add_argument("--resume")
+    parser.add_argument("--seq2seq", action="store_true", help="T5, which generates to evaluate")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--loss", choices=("mean", "sum", "function"))
     parser.add_argument("--accumulation", type=int, default=2)
@@ -73,7 +83,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def training_arguments(args: argparse.Namespace, folder: Path) -> TrainingArguments:
     """As a user writes them."""
-    return TrainingArguments(
+    more = {"predict_with_generate": True, "generation_max_length": 8} if args.seq2seq else {}
+    return (Seq2SeqTrainingArguments if args.seq2seq else TrainingArguments)(
+        **more,
         output_dir=str(folder),
         deepspeed=None if args.without_deepspeed else args.deepspeed_config,
         use_cpu=args.use_cpu,
@@ -99,6 +111,13 @@ def training_arguments(args: argparse.Namespace, folder: Path) -> TrainingArgume
         ddp_backend="gloo",
         remove_unused_columns=False,
     )
+
+
+def build_seq2seq() -> Any:
+    """A small T5 of random weights."""
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    more = {"vocab_size": 256, "decoder_start_token_id": 0, "dropout_rate": 0.0}
+    return T5ForConditionalGeneration(T5Config(**sizes, **more))
 
 
 def with_adapters(model: Any, dropout: float) -> Any:
@@ -145,11 +164,15 @@ def main() -> None:
         add(event)
     place = Path(args.deepspeed_config).parent
     set_seed(7)
-    model = build_model(argparse.Namespace(num_layers=2, hidden_size=64, seq_length=32))
-    model.config.attention_dropout = args.dropout
+    if args.seq2seq:
+        model = build_seq2seq()
+    else:
+        model = build_model(argparse.Namespace(num_layers=2, hidden_size=64, seq_length=32))
+        model.config.attention_dropout = args.dropout
     if args.lora:
         model = with_adapters(model, args.dropout)
-    trainer = {"mean": OwnLoss, "sum": OwnSum}.get(args.loss, Trainer)(
+    plain = Seq2SeqTrainer if args.seq2seq else Trainer
+    trainer = {"mean": OwnLoss, "sum": OwnSum}.get(args.loss, plain)(
         model=model,
         args=training_arguments(args, place / "trainer"),
         train_dataset=TextDataset(None, 32, args.limit),

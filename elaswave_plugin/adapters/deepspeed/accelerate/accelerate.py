@@ -9,6 +9,7 @@ loader, its samples are those that Accelerate's own loader would deal out, and
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -188,11 +189,15 @@ class AcceleratedJob:
 
     def collective(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a script's collective; in a dead iteration it gives what all workers would have."""
-        value = [*args[1:], *kwargs.values()][0]
-        return self._loop.call(
-            lambda: native(*args, **kwargs),
-            instead=lambda: self._detached(native.__name__, value),
-        )
+        value, name = [*args[1:], *kwargs.values()][0], native.__name__
+
+        def work() -> Any:
+            # After a loss the workers have shares of different size.
+            if name == "gather" and dist.get_world_size() != self._width:
+                return recursively_apply(_gathered, value)
+            return native(*args, **kwargs)
+
+        return self._loop.call(work, instead=lambda: self._detached(name, value))
 
     def _detached(self, name: str, value: Any) -> Any:
         """Return what the collective gives if every worker passes this value."""
@@ -217,6 +222,21 @@ class AcceleratedJob:
             if shared["local_process_index"] == shared["process_index"] or rank == 0:
                 shared["local_process_index"] = rank
             shared["num_processes"], shared["process_index"] = width, rank
+
+
+def _gathered(own: torch.Tensor) -> torch.Tensor:
+    """Gather tensors of any length along their first dimension, in rank order (collective)."""
+    own = own.reshape(-1, *own.shape[1:]).contiguous()
+    world = dist.get_world_size()
+    lengths = torch.zeros(world, dtype=torch.long, device=own.device)
+    lengths[dist.get_rank()] = len(own)
+    dist.all_reduce(lengths)
+    longest = int(lengths.max())
+    padded = own.new_zeros(longest, *own.shape[1:])
+    padded[: len(own)] = own
+    everyone = [torch.empty_like(padded) for _ in range(world)]
+    dist.all_gather(everyone, padded)
+    return torch.cat([one[:n] for one, n in zip(everyone, lengths.tolist(), strict=True)])
 
 
 def drives_trainer() -> bool:

@@ -147,13 +147,18 @@ class EngineJob(AttachedEngine):
 
     def _check(self, module: torch.nn.Module) -> None:
         """A module's pass begins: look for a change of the view, where that can be absorbed."""
-        if self._guarded or self._working:
+        if self._absorbs_losses:
             if not self._loop.dead:
                 self._worker.member.check()
         elif self._sealed and (
             self._needs_others_to_compute or (module.training and torch.is_grad_enabled())
         ):
             self._refuse_pass(module)
+
+    @property
+    def _absorbs_losses(self) -> bool:
+        """Whether what runs now is made again after a loss."""
+        return self._guarded or self._working
 
     @abandoning
     def _refuse_pass(self, module: torch.nn.Module) -> NoReturn:

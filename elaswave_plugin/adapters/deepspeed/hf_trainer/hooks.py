@@ -88,6 +88,11 @@ class TrainerHooks:
                 "auto_find_batch_size is True in the TrainingArguments, which builds another engine"
                 " where memory is short; set it to False"
             )
+        if hasattr(trainer, "_buffered_inputs"):
+            raise ConfigurationError(
+                f"{type(trainer).__name__} trains on samples that each worker has generated itself,"
+                " and those of a lost worker are lost with it; leave the section out"
+            )
         self._trainer, self._prepared = trainer, prepared
         self._loader = self._accelerated.elastic(prepared)
         self._job.trainer_state.trainer = trainer

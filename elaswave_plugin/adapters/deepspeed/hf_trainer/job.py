@@ -39,6 +39,11 @@ class TrainerJob(EngineJob):
         """The loop, with the calls that the Trainer's own loop is led to."""
         return self._loop
 
+    @property
+    def _absorbs_losses(self) -> bool:
+        # A loss function may call the model beside the engine, as DPO's does for its reference.
+        return super()._absorbs_losses or self._loop.inside
+
     # ---- a step ---------------------------------------------------------------------------------
 
     def open(self) -> None:
