@@ -145,7 +145,7 @@ class Migrations:
         self, step: int, shard_groups: Sequence[ShardGroup], ranges: Sequence[tuple[int, int, int]]
     ) -> None:
         shard_group = self._mine(shard_groups)
-        record = self._pool.seal(
+        record = self._pool.begin_seal(
             step=step,
             epoch=self._member.view.epoch,
             shard_group=shard_group.key,
@@ -154,7 +154,7 @@ class Migrations:
             parts=[state_of(ranges, part) for part in PARTS],
             capsule=b"none",
             before_seal=lambda: None,
-        )
+        )()
         self._member.member.sealed(record, [])
 
     def _agreed_inventory(self) -> list[SealedShard]:

@@ -84,14 +84,14 @@ def _seal_s(device: Device, notes: Notes, name: str, size: int) -> float:
             shard.add_(1.0)
             device.synchronize()
             began_s = time.monotonic()
-            sealed = pool.seal(
+            sealed = pool.begin_seal(
                 step=step,
                 epoch=1,
                 ranks=[0],
                 parts=[shard],
                 capsule=capsule,
                 before_seal=lambda: None,
-            )
+            )()
             seconds.append(time.monotonic() - began_s)
         piece = torch.empty(min(size // 4, 1 << 20))
         reader = VerifiedReader(sealed, pool.reader(sealed.step))

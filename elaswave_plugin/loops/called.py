@@ -47,7 +47,7 @@ class CalledLoop(UserLoop):
 
     @property
     def inside(self) -> bool:
-        """Whether a step or a work runs, which is called again after a loss."""
+        """True while a step or a work runs, which is called again after a loss."""
         return self._inside
 
     def open(self, step: CalledStep) -> None:

@@ -80,6 +80,7 @@ class GuardedSteps:
         worker.member.begin_step(step, awaits_arrival=arrives)
         for change in self._changes:
             if change.step == step and change.slot in worker.view.ranks and not change.arrives:
+                worker.state.finish_seal()
                 dist.barrier()
                 if change.slot == worker.slot:
                     later = (one for one in self._changes if one.arrives and one.step > step)

@@ -66,13 +66,17 @@ class Phases:
         """Announce the script's own work, of unknown length."""
         self._clock.outside(BETWEEN_STEPS)
 
-    def enter(self, phase: str) -> None:
-        """Announce a phase of a step; leaves by EpochChanged when a view is proposed."""
+    def announce(self, phase: str) -> None:
+        """Announce a phase."""
         self._compilations.watch()
         if phase in STEP_PHASES:
             self._clock.enter(phase)
         else:
             self._clock.outside(phase)
+
+    def enter(self, phase: str) -> None:
+        """Announce a phase of a step; leaves by EpochChanged when a view is proposed."""
+        self.announce(phase)
         # A fault of a save waits for its first byte: see `writing`.
         if phase != SAVE_PHASE:
             self.fire(phase)
@@ -119,17 +123,26 @@ class Phases:
 
     def fire(self, phase: str) -> None:
         """Kill this process, or have it hang, where the script of test faults says so."""
-        for kill in self._due(phase):
-            self._events.emit(
-                "fault_fired",
-                slot=self._slot,
-                step=self.step,
-                phase=phase,
-                pid=os.getpid(),
-                at_s=time.time(),
-                **self.written(),
-            )
-            strike(kill.how)
+        self.faults_of(phase)()
+
+    def faults_of(self, phase: str) -> Callable[[], None]:
+        """Return what fires the faults of a phase of the present step, whenever it is called."""
+        kills = self._due(phase)
+
+        def fire() -> None:
+            for kill in kills:
+                self._events.emit(
+                    "fault_fired",
+                    slot=self._slot,
+                    step=kill.step,
+                    phase=phase,
+                    pid=os.getpid(),
+                    at_s=time.time(),
+                    **self.written(),
+                )
+                strike(kill.how)
+
+        return fire
 
     def written(self) -> dict[str, int]:
         """Count the bytes of the checkpoint that is being written; empty while none is."""

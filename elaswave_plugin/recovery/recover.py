@@ -32,6 +32,7 @@ def _attempt(worker: Worker, framework: Framework) -> None:
     phases = worker.phases
     with phases.timed("agree"):
         framework.pause()
+        worker.state.finish_seal()
         commit = worker.quiesce()
     with phases.timed("edit"):
         worker.install_view(commit)

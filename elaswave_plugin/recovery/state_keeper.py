@@ -1,5 +1,8 @@
 """A worker's part of the job's state: sealed after every step, held by others, read back."""
 
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.core.agreement.hang import OUTSIDE
 from elaswave_plugin.core.agreement.view import MembershipView
@@ -18,6 +21,9 @@ from elaswave_plugin.trainer.member import Member
 
 # Room for the step capsule (schedulers, scalers, counters) in a buffer.
 CAPSULE_ROOM_BYTES = 1 << 20
+SEAL = "snapshot"
+# A smaller shard is sealed before a thread would have begun.
+BESIDE_BYTES = 4 << 20
 
 
 class StateKeeper:
@@ -37,6 +43,8 @@ class StateKeeper:
         # Whether others were told of the last seal, in this epoch.
         self._handed_over = False
         self._deferred: DeferredMoments | None = None
+        self._sealing: Future[None] | None = None
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="elaswave-seal")
         # Whether model and optimizer were about to change since the last seal.
         self.is_updated = False
 
@@ -104,6 +112,7 @@ class StateKeeper:
         """Seal the state before the first step, once."""
         if self._sealed_step is None:
             self.seal(framework, step)
+            self.finish_seal()
 
     def await_start(self) -> None:
         """Wait until the supervisors know that all workers have sealed, as all have by now.
@@ -120,6 +129,7 @@ class StateKeeper:
         """
         if self._deferred is not None:
             raise AssertionError("the state was to be sealed before its optimizer state was here")
+        self.finish_seal()
         self.unreadable.clear()
         self.is_updated = False
         if not self._config.snapshots:
@@ -134,22 +144,47 @@ class StateKeeper:
             self._member.release(self._view.epoch)
 
     def _seal_shard(self, framework: Framework, step: int, shard_group: ShardGroup) -> None:
-        record = self.pool.seal(
+        """Seal a large shard beside the compute that follows, which does not change it."""
+        first = self._seals_in_epoch == 1
+        targets = [slot for slot in self._copy_targets() if first or not self._is_local(slot)]
+        parts = framework.read_shard()
+        beside = 4 * sum(part.numel() for part in parts) >= BESIDE_BYTES
+        write = self.pool.begin_seal(
             step=step,
             epoch=self._view.epoch,
             shard_group=shard_group.key,
             units=shard_group.units,
             ranks=shard_group.ranks,
-            parts=framework.read_shard(),
+            parts=parts,
             capsule=framework.read_capsule(),
-            before_seal=lambda: self._phases.enter("snapshot"),
+            before_seal=self._phases.faults_of(SEAL)
+            if beside
+            else partial(self._phases.enter, SEAL),
+            settled=self._member.check,
         )
-        self._sealed_step = step
-        first = self._seals_in_epoch == 1
-        targets = [slot for slot in self._copy_targets() if first or not self._is_local(slot)]
-        self._handed_over = first or bool(targets)
-        if self._handed_over:
-            self._member.sealed(record, targets)
+        self._sealed_step, self._handed_over = step, first or bool(targets)
+
+        def seal() -> None:
+            record = write()
+            if first or targets:
+                self._member.sealed(record, targets)
+
+        if beside:
+            self._phases.announce(SEAL)
+            self._member.check()
+            self._sealing = self._beside.submit(seal)
+        else:
+            seal()
+
+    def finish_seal(self) -> None:
+        """Wait until the last seal is complete; raises what it has raised.
+
+        Nothing that it copies may change before, and no buffer is overwritten before that a
+        recovery may read.
+        """
+        sealing, self._sealing = self._sealing, None
+        if sealing is not None:
+            sealing.result()
 
     def await_copies(self) -> None:
         """Wait until the last own snapshot is held wherever it has to be.
@@ -157,6 +192,7 @@ class StateKeeper:
         All workers do so before the grad norm of the next step; that collective therefore proves
         that the step is sealed and copied everywhere, and the older buffer may be overwritten.
         """
+        self.finish_seal()
         if self._handed_over and self._sealed_step is not None:
             with self._member.progress_page.waiting(OUTSIDE):
                 self._member.wait_copied(
@@ -172,6 +208,7 @@ class StateKeeper:
 
     def leave_seal(self) -> None:
         """From here on model and optimizer are no longer what was sealed last."""
+        self.finish_seal()
         self.live = None
 
     # ---- read back behind the training ----------------------------------------------------------

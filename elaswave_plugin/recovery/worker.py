@@ -424,6 +424,7 @@ class Worker:
 
     def close(self) -> None:
         """Leave the job as done."""
+        self.state.finish_seal()
         self.member.finish(self.completed)
         logs = (self.events, self.ledger, self.steps)
         missing = [what for what in (log.what_is_missing for log in logs) if what]

@@ -11,12 +11,14 @@ import os
 import struct
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
 import torch
 import xxhash
 
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.errors import ConfigurationError, SnapshotUnreadableError
 from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET, clear_record, write_record
+from elaswave_plugin.snapshot.host_pieces import HostPieces, Piece
 
 # Small enough that a range read checks little more than it needs, large enough that the table is
 # 0.003 % of the payload and hashing runs at memory speed.
@@ -37,11 +39,25 @@ def capacity_of(body_bytes: int) -> int:
     return -(-used_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _table(body: memoryview) -> bytes:
-    return b"".join(
-        _ENTRY.pack(xxhash.xxh3_64_intdigest(body[start : start + CHUNK_BYTES]))
-        for start in range(0, len(body), CHUNK_BYTES)
-    )
+class _Table:
+    """The checksums of a body that is being written from its begin on."""
+
+    def __init__(self, body: memoryview) -> None:
+        self._body = body
+        self._done = 0
+        self._entries = bytearray()
+
+    def written(self, stop: int, *, last: bool = False) -> None:
+        """The body is written up to ``stop``: hash its whole chunks while the caches hold them."""
+        while self._done < stop and (last or stop - self._done >= CHUNK_BYTES):
+            chunk = self._body[self._done : min(self._done + CHUNK_BYTES, stop)]
+            self._entries += _ENTRY.pack(xxhash.xxh3_64_intdigest(chunk))
+            self._done += len(chunk)
+
+    def close(self, stop: int) -> bytes:
+        """Return the table of the body, which ends at ``stop``."""
+        self.written(stop, last=True)
+        return bytes(self._entries)
 
 
 class SnapshotPool:
@@ -70,12 +86,13 @@ class SnapshotPool:
                 "copies, or turn snapshots off with --elaswave-snapshots off"
             )
         self._slot = slot
+        self._pieces = HostPieces()
         self._maps: list[mmap.mmap] = []
         for fd in fds:
             os.ftruncate(fd, capacity_bytes)
             self._maps.append(mmap.mmap(fd, capacity_bytes))
 
-    def seal(
+    def begin_seal(
         self,
         *,
         step: int,
@@ -83,54 +100,43 @@ class SnapshotPool:
         ranks: Sequence[int],
         shard_group: tuple[int, int] = (0, 0),
         units: Sequence[int] = (),
-        parts: Iterable[torch.Tensor],
+        parts: Sequence[torch.Tensor],
         capsule: bytes,
         before_seal: Callable[[], None],
-    ) -> SealedShard:
-        """Copy the flat float32 ``parts`` and the capsule, seal them and return the record.
+        settled: Callable[[], None] = lambda: None,
+    ) -> Callable[[], SealedShard]:
+        """Return what seals the flat ``parts`` and the capsule, in any thread, before parts change.
 
-        Raises ConfigurationError for a capsule without room.
+        It returns the record, and raises ConfigurationError for a capsule without room.
         ``ranks``: slots of the workers that share the state of ``shard_group``, in shard order;
         ``units``: the parts of the model that it consists of; ``before_seal`` runs when the
-        bytes are in place and not yet final.
+        bytes are in place and not yet final, ``settled`` as in `HostPieces.of`.
         """
-        whole = memoryview(self._maps[step % 2])
-        clear_record(whole)
-        target = whole[BODY_OFFSET:]
-        floats = torch.frombuffer(target, dtype=torch.float32)
-        offset = 0
-        for part in parts:
-            floats[offset : offset + part.numel()].copy_(part.reshape(-1))
-            offset += part.numel()
-        payload_bytes = 4 * offset
-        body_bytes = payload_bytes + len(capsule)
-        length = body_bytes + _ENTRY.size * num_chunks(body_bytes)
-        if length > len(target):
-            raise ConfigurationError(
-                f"what a snapshot holds beside {payload_bytes} bytes of weights and moments (random"
-                f" states, schedule, position in the data) is {len(capsule)} bytes, which do not"
-                f" fit into its {len(target)}: keep large objects out of the scheduler's state"
+        pieces = self._pieces.of(parts, settled=settled)
+
+        def seal() -> SealedShard:
+            whole = memoryview(self._maps[step % 2])
+            clear_record(whole)
+            payload_bytes, length, digest = _write_body(whole[BODY_OFFSET:], pieces, capsule)
+            before_seal()
+            sealed = SealedShard(
+                owner=self._slot,
+                buffer=step % 2,
+                step=step,
+                epoch=epoch,
+                shard_group=shard_group,
+                units=tuple(units),
+                ranks=tuple(ranks),
+                shard=ranks.index(self._slot),
+                length=length,
+                payload_bytes=payload_bytes,
+                capsule_bytes=len(capsule),
+                table_digest=digest,
             )
-        target[payload_bytes:body_bytes] = capsule
-        table = _table(target[:body_bytes])
-        target[body_bytes:length] = table
-        before_seal()
-        sealed = SealedShard(
-            owner=self._slot,
-            buffer=step % 2,
-            step=step,
-            epoch=epoch,
-            shard_group=shard_group,
-            units=tuple(units),
-            ranks=tuple(ranks),
-            shard=ranks.index(self._slot),
-            length=length,
-            payload_bytes=payload_bytes,
-            capsule_bytes=len(capsule),
-            table_digest=xxhash.xxh3_64_intdigest(table),
-        )
-        write_record(whole, sealed)
-        return sealed
+            write_record(whole, sealed)
+            return sealed
+
+        return seal
 
     def reader(self, step: int) -> Callable[[int, memoryview], None]:
         """A function that copies bytes at an offset of the body of ``step`` into a view."""
@@ -140,6 +146,34 @@ class SnapshotPool:
             into[:] = source[offset : offset + len(into)]
 
         return read
+
+
+def _write_body(
+    target: memoryview, pieces: Iterable[Piece], capsule: bytes
+) -> tuple[int, int, int]:
+    """Write payload, capsule and table; returns the payload's bytes, all bytes, the table's digest.
+
+    Raises ConfigurationError where they do not fit.
+    """
+    floats, checksums = np.frombuffer(target, dtype=np.float32), _Table(target)
+    offset = 0
+    for piece in pieces:
+        floats[offset : offset + piece.size] = piece
+        offset += piece.size
+        checksums.written(4 * offset)
+    payload_bytes = 4 * offset
+    body_bytes = payload_bytes + len(capsule)
+    length = body_bytes + _ENTRY.size * num_chunks(body_bytes)
+    if length > len(target):
+        raise ConfigurationError(
+            f"what a snapshot holds beside {payload_bytes} bytes of weights and moments (random"
+            f" states, schedule, position in the data) is {len(capsule)} bytes, which do not"
+            f" fit into its {len(target)}: keep large objects out of the scheduler's state"
+        )
+    target[payload_bytes:body_bytes] = capsule
+    table = checksums.close(body_bytes)
+    target[body_bytes:length] = table
+    return payload_bytes, length, xxhash.xxh3_64_intdigest(table)
 
 
 class VerifiedReader:

@@ -16,7 +16,8 @@ from torch.distributed import AllreduceOptions, BroadcastOptions
 
 from elaswave_plugin.communicator.device import calls, nccl
 from elaswave_plugin.communicator.device.device_work import DeviceWork
-from elaswave_plugin.errors import EpochChanged, SnapshotUnreadableError
+from elaswave_plugin.errors import EpochChanged
+from elaswave_plugin.snapshot.host_pieces import HostPieces
 from elaswave_plugin.snapshot.snapshot_pool import SnapshotPool, VerifiedReader, capacity_of
 from tests.gpu import streams
 from tests.gpu.sabotage import sabotage
@@ -231,14 +232,14 @@ def _sealed_and_read(monkeypatch: pytest.MonkeyPatch) -> list[float]:
             needed_bytes=0,
             available_bytes=mmap.PAGESIZE,
         )
-        sealed = pool.seal(
+        sealed = pool.begin_seal(
             step=1,
             epoch=1,
             ranks=[0],
             parts=[computed(), computed() + 1.0],
             capsule=b"capsule",
             before_seal=lambda: None,
-        )
+        )()
         # What comes next overwrites the state on the device: the seal has its own bytes by now.
         found = torch.empty(8)
         reader = VerifiedReader(sealed, pool.reader(1))
@@ -257,8 +258,48 @@ def test_a_seal_has_the_bytes_that_the_device_makes(monkeypatch: pytest.MonkeyPa
 def test_without_the_wait_of_its_copies_a_seal_does_not_match(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    copy = "floats[offset : offset + part.numel()].copy_(part.reshape(-1)"
-    late = f"{copy}, non_blocking=True)"
-    sabotage(monkeypatch, SnapshotPool, "seal", copy, late)
-    with pytest.raises(SnapshotUnreadableError):
-        _sealed_and_read(monkeypatch)
+    sabotage(monkeypatch, HostPieces, "_arrived", "copied.synchronize()")
+    assert _sealed_and_read(monkeypatch) != [3.0] * 4 + [4.0] * 4
+
+
+def test_without_the_wait_for_what_was_queued_a_seal_is_of_older_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sabotage(monkeypatch, HostPieces, "_pieces", "event.synchronize()")
+    assert _sealed_and_read(monkeypatch) != [3.0] * 4 + [4.0] * 4
+
+
+def test_a_state_that_an_aborted_collective_may_have_spoiled_is_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether one was is known once the kernels before the seal have run."""
+
+    def interrupted() -> None:
+        assert part.host.tolist() == [3.0] * 4
+        raise EpochChanged(2, "a worker was lost")
+
+    with streams.installed(monkeypatch):
+        part = computed(MANY)
+        with pytest.raises(EpochChanged):
+            next(HostPieces().of([part], settled=interrupted))
+
+
+def _pieces(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Read a part in four pieces, slowly, through two pinned ones."""
+    with streams.installed(monkeypatch):
+        part: Any = streams.on_device(torch.arange(8.0))
+        found = []
+        for piece in HostPieces(piece_elements=2).of([part + 1.0]):
+            time.sleep(3 * streams.PAUSE_S)
+            found += piece.tolist()
+    return found
+
+
+def test_a_pinned_piece_is_filled_again_once_it_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _pieces(monkeypatch) == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
+
+
+def test_one_pinned_piece_in_place_of_two_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    reused = "pinned, copied = lanes[0]"
+    sabotage(monkeypatch, HostPieces, "_from_device", "pinned, copied = lanes[number % 2]", reused)
+    assert _pieces(monkeypatch) != [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]

@@ -47,14 +47,14 @@ def seal(
     before_seal: Callable[[], None] = nothing,
 ) -> SealedShard:
     """Seal, and describe what was sealed as the inventory of a commit would."""
-    record = pool.seal(
+    record = pool.begin_seal(
         step=step,
         epoch=2,
         ranks=(0, SLOT, 2),
         parts=parts,
         capsule=capsule,
         before_seal=before_seal,
-    )
+    )()
     return replace(record, holder=SLOT, holder_address="127.0.0.1:1")
 
 

@@ -157,7 +157,7 @@ class EngineJob(AttachedEngine):
 
     @property
     def _absorbs_losses(self) -> bool:
-        """Whether what runs now is made again after a loss."""
+        """True if what runs now is made again after a loss."""
         return self._guarded or self._working
 
     @abandoning
