@@ -272,7 +272,7 @@ def test_without_the_wait_for_what_was_queued_a_seal_is_of_older_bytes(
 def test_a_state_that_an_aborted_collective_may_have_spoiled_is_not_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whether one was is known once the kernels before the seal have run."""
+    """It is known once the kernels before the seal have run."""
 
     def interrupted() -> None:
         assert part.host.tolist() == [3.0] * 4
