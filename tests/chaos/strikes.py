@@ -32,6 +32,14 @@ DEADLY = ("kill", "supervisor", "stop", "loop", "gil")
 SLOW_STEPS, SLOW_S = 8, 0.01
 
 
+def _is_supervisor(pid: int) -> bool:
+    """Return whether this process lives, and is a supervisor still."""
+    try:
+        return b"elaswave supervisor" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
 class Striker:
     """The events of a job, and the worker in whose process this is."""
 
@@ -161,9 +169,11 @@ class Striker:
         if how == "slow":
             self._slow_until = self.worker.phases.step + SLOW_STEPS
         elif how == "ruin":
-            for slot in self.worker.view.ranks:
-                if slot != self.worker.slot:
-                    os.kill(self._supervisor_of(slot), signal.SIGKILL)
+            # One whose worker is lost holds copies all the same.
+            slots = {e["slot"] for e in self._log() if e["kind"] == "worker_started"}
+            for pid in {self._supervisor_of(slot) for slot in slots - {self.worker.slot}}:
+                if _is_supervisor(pid):
+                    os.kill(pid, signal.SIGKILL)
         elif how == "supervisor":
             os.kill(self._supervisor_of(self.worker.slot), signal.SIGKILL)
             strike("kill")
