@@ -11,6 +11,8 @@ DOCS = ("mkdocs-material==9.8.2",)
 TEST = (
     # The private parts of accelerate that we replace are known for this version only.
     "accelerate>=1.15,<1.16",
+    # Quantized weights under LoRA, on a CPU too.
+    "bitsandbytes>=0.48",
     "hypothesis>=6",
     "mypy>=1.11",
     "peft>=0.18",

@@ -187,6 +187,22 @@ def test_adapters_of_peft_are_all_that_is_sealed(
         torch.testing.assert_close(weight, wanted[name], rtol=1e-4, atol=1e-7)
 
 
+@proves(Kind.KILL, Promise.PLANNED)
+@pytest.mark.parametrize(
+    ("stage", "kill"), sampled([(2, "1@2:backward"), (3, "0@3:forward")], share=1)
+)
+def test_quantized_weights_stay_where_they_are(
+    run: Launch, twin: Twin, reference: Launch, stage: int, kill: str
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    spec = spec_of(kill, stage=stage, options=("--lora", "--quantized"))
+    killed = run(spec)
+    assert killed.returncode == 0, killed.output[-4000:]
+    check_recovered(killed, twin=twin(killed), reference=reference(spec))
+    check_tapes(killed, reference(spec), survivors=3)
+    assert all(".lora_" in name for name, _ in hash_state(killed.directory).by_name)
+
+
 def adapters(run: Outcome) -> list[dict[str, torch.Tensor]]:
     """Return the adapters of each checkpoint that the run has written."""
     files = sorted((run.directory / "trainer").glob("checkpoint-4/adapter_model.safetensors"))

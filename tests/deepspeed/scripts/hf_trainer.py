@@ -8,10 +8,14 @@ import json
 import os
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from torch.nn.functional import cross_entropy
 from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     T5Config,
@@ -70,6 +74,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--best", action="store_true")
     parser.add_argument("--resume")
     parser.add_argument("--seq2seq", action="store_true", help="T5, which generates to evaluate")
+    parser.add_argument("--quantized", action="store_true", help="all but adapters, in four bits")
+    parser.add_argument("--reload", action="store_true")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--loss", choices=("mean", "sum", "function"))
     parser.add_argument("--accumulation", type=int, default=2)
@@ -118,6 +124,23 @@ def build_seq2seq() -> Any:
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
     more = {"vocab_size": 256, "decoder_start_token_id": 0, "dropout_rate": 0.0}
     return T5ForConditionalGeneration(T5Config(**sizes, **more))
+
+
+def quantized(model: Any) -> Any:
+    """The model with its linear layers in four bits, as `from_pretrained` makes them."""
+    as_loaded = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=as_loaded, device_map={"": "cpu"}
+        )
+    for module in loaded.modules():
+        # A pass in evaluation mode would pack them for a CPU's own kernels, which train no more.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return loaded
 
 
 def with_adapters(model: Any, dropout: float) -> Any:
@@ -169,6 +192,12 @@ def main() -> None:
     else:
         model = build_model(argparse.Namespace(num_layers=2, hidden_size=64, seq_length=32))
         model.config.attention_dropout = args.dropout
+    if args.reload:
+        with TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            model = AutoModelForCausalLM.from_pretrained(folder, device_map={"": "cpu"})
+    if args.quantized:
+        model = quantized(model)
     if args.lora:
         model = with_adapters(model, args.dropout)
     plain = Seq2SeqTrainer if args.seq2seq else Trainer
