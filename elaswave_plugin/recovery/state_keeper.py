@@ -162,11 +162,11 @@ class StateKeeper:
             else partial(self._phases.enter, SEAL),
             settled=self._member.check,
         )
-        self._sealed_step, self._handed_over = step, first or bool(targets)
 
         def seal() -> None:
             record = write()
-            if first or targets:
+            self._sealed_step, self._handed_over = step, first or bool(targets)
+            if self._handed_over:
                 self._member.sealed(record, targets)
 
         if beside:
@@ -183,8 +183,14 @@ class StateKeeper:
         recovery may read.
         """
         sealing, self._sealing = self._sealing, None
-        if sealing is not None:
+        if sealing is None:
+            return
+        try:
             sealing.result()
+        except BaseException:
+            # What is in place may be what an aborted collective left.
+            self.live = None
+            raise
 
     def await_copies(self) -> None:
         """Wait until the last own snapshot is held wherever it has to be.
