@@ -15,7 +15,9 @@ from elaswave_plugin.core.agreement.messages import Facts, Raised
 from elaswave_plugin.core.codec import WireMessage
 from elaswave_plugin.errors import EXIT_CONFIGURATION
 from elaswave_plugin.ipc.console import say
+from elaswave_plugin.ipc.dying import dying_by, resident_bytes
 from elaswave_plugin.ipc.environment import INCARNATION, Program
+from elaswave_plugin.ipc.process_tree import describe_status
 from elaswave_plugin.ipc.process_work import WorkWatch
 from elaswave_plugin.ipc.progress_page import BETWEEN_STEPS, ProgressPage, create_page
 from elaswave_plugin.ipc.reactor import Reactor
@@ -31,6 +33,9 @@ _UNKNOWN = (
 )
 # The end of a process that holds much memory, or a device, takes seconds as it is.
 DIES_WITHIN_S = 5.0
+# Of processes with so much memory the end is looked for, so often; whether they have it, seldom.
+LARGE_BYTES = 1 << 30
+LOOK_S, SELDOM_S = 0.02, 1.0
 _EARLY = (
     "before its work was finished; where a loop over job.train() ends early, write job.finish() "
     "behind it"
@@ -72,6 +77,7 @@ class TrainerSession:
     waits: ProcessorWaits = field(default_factory=ProcessorWaits)
     work: WorkWatch = field(default_factory=WorkWatch)
     states: ProcessStates = field(default_factory=ProcessStates)
+    _is_large: bool = field(init=False, default=False)
     _reactor: Reactor = field(init=False)
     _on_exit: OnExit = field(init=False)
     _on_late_exit: OnExit = field(init=False)
@@ -168,6 +174,7 @@ class TrainerSession:
             reactor, self.sock, on_frame=partial(on_frame, self), on_close=_its_end_comes
         )
         self.process.attach(reactor, on_start=partial(on_start, self), on_exit=self._ended)
+        self._look_for_its_end()
 
     def ask_to_end(self, number: int) -> None:
         """End it by this signal, unless its script handles that."""
@@ -190,13 +197,29 @@ class TrainerSession:
         self.fence_evidence = evidence
         self.kill()
 
+    def _look_for_its_end(self) -> None:
+        """See a large process end before its memory is freed: it does nothing more by then."""
+        pid = self.process.pid
+        if not self.lives:
+            return
+        if pid and not self._is_large:
+            self._is_large = resident_bytes(pid) >= LARGE_BYTES
+        if self._is_large and (number := dying_by(pid)):
+            self._count_as_gone(f"{describe_status(number)[0]}, and its memory is being freed")
+        else:
+            self._reactor.after(LOOK_S if self._is_large else SELDOM_S, self._look_for_its_end)
+
     def _give_up(self) -> None:
         if self.lives:
-            self.lives, self.undead = False, True
             status = f"SIGKILL has not ended it within {DIES_WITHIN_S:g} s"
             if self.fence_evidence is not None:
                 self.fence_evidence += f"; {status}"
-            self._on_exit(self, status, None)
+            self._count_as_gone(status)
+
+    def _count_as_gone(self, status: str) -> None:
+        """Report its end, although its process is still there."""
+        self.lives, self.undead = False, True
+        self._on_exit(self, status, None)
 
     def _ended(self, status: str, exit_code: int | None) -> None:
         told = self._on_late_exit if self.undead else self._on_exit
