@@ -15,8 +15,6 @@ from tests.faults.harness import Outcome, check_written, max_relative_difference
 
 # A stopped worker is found within 3 s: 2 s of standing still, and this.
 SLACK_S = 1.0
-# What others had sealed before a view may go once all have sealed twice in it.
-SEALS_BEFORE_RELEASE = 2
 STOPPED = re.compile(
     r"state was lost with all its copies|which is no majority|whole TP groups of \d+ are left"
     r"|no node with the training's state|has no worker left"
@@ -119,22 +117,13 @@ def _came_too_late(played: Played) -> set[int]:
     return set(found[: len(run.events("supervisor_admitted"))])
 
 
-def _steps_of_the_ruined_view(run: Outcome) -> set[int]:
-    """Return the steps that were completed in the view in which all supervisors but one ended."""
-    (ruin,) = [one for one in run.events("fault_fired") if one["how"] == "ruin"]
-    views = [one for one in run.events("view_committed") if one["time_s"] < ruin["at_s"]]
-    return {line["step"] for line in run.files.steps if line["epoch"] == views[-1]["epoch"]}
-
-
 def _check_ruined(played: Played, reference: Outcome) -> None:
     """All but one supervisor are gone: it ends in words, and what was done until then is right.
 
-    Unless that one still had copies of the view before: then the job goes on.
+    Unless that one holds the memory of the others since an earlier view: then the job goes on.
     """
     run = played.outcome
     if 0 in played.codes:
-        steps = _steps_of_the_ruined_view(run)
-        assert len(steps) <= SEALS_BEFORE_RELEASE, f"exit codes {played.codes}, steps {steps}"
         assert len(counted_steps(run.files)) == run.spec.steps
     else:
         assert 1 in played.codes, f"exit codes {played.codes}"
