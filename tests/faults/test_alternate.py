@@ -16,7 +16,7 @@ PLAIN = JobSpec(nproc=2, steps=STEPS, dump="last")
 SAY_SEALS = """
 from elaswave_plugin.trainer import member
 from elaswave_plugin.snapshot import snapshot_pool
-seal, wait = snapshot_pool.SnapshotPool.seal, member.Member.wait_copied
+seal, wait = snapshot_pool.SnapshotPool.begin_seal, member.Member.wait_copied
 def tell(word, step):
     import os
     os.write(1, f"<{word} {step}>\\n".encode())
@@ -26,7 +26,7 @@ def seal_and_tell(self, **options):
 def wait_and_tell(self, step, timeout_s):
     tell("awaited", step)
     return wait(self, step, timeout_s)
-snapshot_pool.SnapshotPool.seal, member.Member.wait_copied = seal_and_tell, wait_and_tell
+snapshot_pool.SnapshotPool.begin_seal, member.Member.wait_copied = seal_and_tell, wait_and_tell
 """
 SAY_NORMS = """
 from elaswave_plugin.adapters.megatron.compat import patches

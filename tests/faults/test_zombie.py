@@ -43,9 +43,9 @@ def stop_first(self, *args, **kwargs):
 {act} = stop_first
 """
 SEAL = STOP_BEFORE.format(
-    imports="from elaswave_plugin.snapshot.snapshot_pool import SnapshotPool",
-    act="SnapshotPool.seal",
-    when='kwargs["step"] == 5',
+    imports="from elaswave_plugin.recovery.state_keeper import StateKeeper",
+    act="StateKeeper._seal_shard",
+    when="args[1] == 5",
     slot=ZOMBIE,
 )
 COMPLETE = STOP_BEFORE.format(
