@@ -496,8 +496,8 @@ class Supervisor:
             evidence = trainer.end_of(evidence, exit_code, sealed=sealed, args=args)
             now_s, raised = time.monotonic(), trainer.raised
             self._agreement.trainer_failed(evidence, exit_code, now_s, raised=raised)
-            # Another one would not find the device free, nor the memory.
-            (self._give_slot_back if trainer.undead else self._replace)(exit_code)
+            if not trainer.dying:  # before its late exit memory and device are not free
+                (self._give_slot_back if trainer.undead else self._replace)(exit_code)
         elif trainer.returns and not trainer.undead:
             self._start_again()
         if self._ballot is not None:

@@ -54,7 +54,8 @@ class TrainerSession:
     """One incarnation; its `control` channel exists once it is attached.
 
     `facts`: it has joined, or waits to be let in; `delivered`: a view was delivered to it;
-    `undead`: it counts as gone, and its process is still there; `raised`: what ended its script;
+    `undead`: it counts as gone, and its process is still there; `dying`: that one ends for sure,
+    once its memory is freed; `raised`: what ended its script;
     `missing`: what its script lacks to join, where it has not.
     """
 
@@ -71,6 +72,7 @@ class TrainerSession:
     returns: bool = False
     lives: bool = True
     undead: bool = False
+    dying: bool = False
     fence_evidence: str | None = None
     raised: Raised | None = None
     missing: str = _UNKNOWN
@@ -205,6 +207,7 @@ class TrainerSession:
         if pid and not self._is_large:
             self._is_large = resident_bytes(pid) >= LARGE_BYTES
         if self._is_large and (number := dying_by(pid)):
+            self.dying = True
             self._count_as_gone(f"{describe_status(number)[0]}, and its memory is being freed")
         else:
             self._reactor.after(LOOK_S if self._is_large else SELDOM_S, self._look_for_its_end)

@@ -14,6 +14,7 @@ sys.path += [str(Path(__file__).resolve().parents[3] / "examples"), str(Path(__f
 from hf_trainer import EVENTS, Tape, add
 from train_accelerate import build_model
 from train_trl import build_dataset, build_tokenizer
+from trl_sft import settings
 
 
 def preferences(limit: int | None) -> Dataset:
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--deepspeed_config")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--evaluate", type=int)
+    parser.add_argument("--save", type=int)
     args, _ = parser.parse_known_args()
     for event in EVENTS:
         add(event)
@@ -44,21 +46,8 @@ def main() -> None:
     trainer = DPOTrainer(
         model=build_model(argparse.Namespace(num_layers=2, hidden_size=64, seq_length=64)),
         args=DPOConfig(
-            output_dir=str(place / "trainer"),
-            deepspeed=args.deepspeed_config,
-            max_steps=args.steps,
-            per_device_train_batch_size=1,
-            per_device_eval_batch_size=2,
-            gradient_accumulation_steps=2,
-            learning_rate=1e-3,
-            logging_steps=1,
-            report_to=[],
-            eval_strategy="steps" if args.evaluate else "no",
-            eval_steps=args.evaluate,
-            save_strategy="no",
+            **settings(args, place),
             max_length=64,
-            bf16=False,
-            disable_tqdm=True,
         ),
         train_dataset=preferences(None),
         eval_dataset=preferences(21) if args.evaluate else None,

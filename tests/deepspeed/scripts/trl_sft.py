@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from peft import LoraConfig
 from transformers import set_seed
@@ -13,6 +14,27 @@ sys.path += [str(Path(__file__).resolve().parents[3] / "examples"), str(Path(__f
 from hf_trainer import EVENTS, Tape, add
 from train_accelerate import build_model
 from train_trl import build_dataset, build_tokenizer
+
+
+def settings(args: argparse.Namespace, place: Path) -> dict[str, Any]:
+    """The arguments that every one of TRL's trainers takes."""
+    return {
+        "output_dir": str(place / "trainer"),
+        "deepspeed": args.deepspeed_config,
+        "max_steps": args.steps,
+        "per_device_train_batch_size": 1,
+        "per_device_eval_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "report_to": [],
+        "eval_strategy": "steps" if args.evaluate else "no",
+        "eval_steps": args.evaluate,
+        "save_strategy": "steps" if args.save else "no",
+        "save_steps": args.save or 500,
+        "bf16": False,
+        "disable_tqdm": True,
+    }
 
 
 def main() -> None:
@@ -33,23 +55,9 @@ def main() -> None:
     trainer = SFTTrainer(
         model=build_model(argparse.Namespace(num_layers=2, hidden_size=64, seq_length=32)),
         args=SFTConfig(
-            output_dir=str(place / "trainer"),
-            deepspeed=args.deepspeed_config,
-            max_steps=args.steps,
-            per_device_train_batch_size=1,
-            per_device_eval_batch_size=2,
-            gradient_accumulation_steps=2,
-            learning_rate=1e-3,
-            logging_steps=1,
-            report_to=[],
-            eval_strategy="steps" if args.evaluate else "no",
-            eval_steps=args.evaluate,
-            save_strategy="steps" if args.save else "no",
-            save_steps=args.save or 500,
+            **settings(args, place),
             max_length=32,
             packing=args.packing,
-            bf16=False,
-            disable_tqdm=True,
         ),
         train_dataset=build_dataset(None, args.limit),
         eval_dataset=build_dataset(None, 21) if args.evaluate else None,
