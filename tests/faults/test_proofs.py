@@ -15,6 +15,10 @@ OF_TIME = {(Kind.KILL, Promise.SHORTER)}
 # Refused before, and carried now with tests of their own: scripts of transformers.Trainer, two
 # cases. A refusal that is new, of engine.compile(), counts in the place of one of them.
 CARRIED = {Proof(str(Kind.WRONG_SCRIPT), "", "", str(Promise.REFUSED)): 1}
+# The control of draws in a running stream lost three workers, and whether the last of them
+# changed anything hung on who was first; one loss shows the same.
+ONE_LOSS = {Proof(str(Kind.SABOTAGE), "2 1 3", "3:gather 3:gather 2:gather", str(Promise.SEEN)): 1}
+GONE = CARRIED | ONE_LOSS
 
 
 def lost(before: Mapping[Proof, int], now: Mapping[Proof, int]) -> dict[Proof, int]:
@@ -33,10 +37,10 @@ def test_nothing_that_was_proven_is_lost() -> None:
     before = {Proof(*row[:4]): row[4] for row in json.loads(BEFORE.read_text())}
     now = Counter(case.proof for case in declared() if case.proof is not None)
     assert sum(before.values()) == 1918
-    assert lost(before, now) == CARRIED
+    assert lost(before, now) == GONE
     # The comparison sees a proof that is gone.
     some = next(iter(before))
-    assert lost(before, now - Counter({some: now[some]})) == {some: before[some], **CARRIED}
+    assert lost(before, now - Counter({some: now[some]})) == {some: before[some], **GONE}
 
 
 def test_each_fault_with_each_promise_is_in_every_sample() -> None:
