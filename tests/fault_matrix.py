@@ -36,13 +36,14 @@ class Runs:
 
     def reference(self, spec: JobSpec) -> Outcome:
         """The run that nothing disturbs."""
-        return self._once(replace(spec, kills=(), lost_trainers=(), lost_supervisors=()))
+        nothing = replace(spec, kills=(), lost_trainers=(), lost_supervisors=(), changes=())
+        return self._once(nothing)
 
     def twin(self, spec: JobSpec) -> Outcome:
-        """The run in which the same workers leave as planned."""
+        """The run in which the same workers leave as planned, and come back as told."""
         kills = [parse_kill(kill) for kill in spec.kills]
-        changes = tuple(f"{kill.slot}@{kill.step}" for kill in kills)
-        return self._once(replace(spec, kills=(), changes=changes))
+        leaving = (f"{kill.slot}@{kill.step}" for kill in kills)
+        return self._once(replace(spec, kills=(), changes=(*leaving, *spec.changes)))
 
     def _once(self, spec: JobSpec) -> Outcome:
         if spec not in self._made:
@@ -63,6 +64,8 @@ class FaultMatrix:
     promise: Callable[[Any], str]
     # check(run, runs) raises AssertionError.
     check: Callable[[Outcome, Runs], None]
+    # run(specification, runs) runs a case.
+    run: Callable[[Any, Runs], Outcome] = lambda spec, runs: runs.run(spec)
     # prepare(folder) writes what all runs read.
     prepare: Callable[[Path], None] = lambda folder: None
 
@@ -78,7 +81,7 @@ class FaultMatrix:
 def row_of(matrix: FaultMatrix, spec: JobSpec, runs: Runs) -> Row:
     """Run one case; one line of the result file."""
     failure = None
-    run = runs.run(spec)
+    run = matrix.run(spec, runs)
     try:
         matrix.check(run, runs)
     except AssertionError as error:

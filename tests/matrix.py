@@ -1,6 +1,7 @@
 """The fault matrices of all frameworks: runs them and writes their result files.
 
-python -m tests.matrix [--only megatron|hybrid|deepspeed] [--cases FIRST:STOP] [--out FOLDER]
+python -m tests.matrix [--only megatron|hybrid|deepspeed|trainer] [--cases FIRST:STOP]
+                       [--out FOLDER]
 """
 
 import argparse
@@ -8,12 +9,13 @@ import json
 from pathlib import Path
 
 from tests.deepspeed.matrix import MATRIX as DEEPSPEED
+from tests.deepspeed.trainer_matrix import MATRIX as TRAINER
 from tests.fault_matrix import FaultMatrix, joined, result_of, run_cases
 from tests.faults.harness import ROOT
 from tests.faults.hybrid_matrix import MATRIX as HYBRID
 from tests.faults.matrix import MATRIX as MEGATRON
 
-MATRICES = (MEGATRON, HYBRID, DEEPSPEED)
+MATRICES = (MEGATRON, HYBRID, DEEPSPEED, TRAINER)
 
 
 def span(text: str) -> tuple[int, int]:

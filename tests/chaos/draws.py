@@ -204,6 +204,10 @@ class _Draw:
         return self._dice.choice(STEP_PHASES)
 
     def _event(self, kind: str, **fields: object) -> int:
+        """Add one; what comes next, comes after the step in which this one's phase is."""
+        every = {"evaluation": EVALUATES_EVERY, **dict.fromkeys(SAVE_PHASES, SAVES_EVERY)}
+        phase = str(fields.get("phase", ""))
+        self._step += -self._step % every.get(phase, 1)
         number = len(self._events)
         pick = self._dice.randrange(PICKS)
         self._events.append(

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import EngineSpec, check_recovered
-from tests.deepspeed.test_hf_trainer import AUTO
+from tests.deepspeed.hf_runs import AUTO
 from tests.faults.harness import ROOT
 from tests.proofs import Kind, Promise, proves
 

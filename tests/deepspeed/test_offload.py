@@ -102,35 +102,17 @@ def test_a_lost_worker_comes_back(
     check_offloaded(killed, fewest=3)
 
 
-@proves(Kind.KILL, Promise.PLANNED)
-@pytest.mark.parametrize(
-    ("stage", "kill", "options", "zero"),
-    sampled(
-        [
-            (1, "0@3:backward", (), {}),
-            (2, "1@2:backward", ("--lora",), {}),
-            (3, "2@2:optimizer", (), {}),
-            (3, "1@2:forward", ("--lora",), PARAMETERS),
-        ],
-        share=1,
-    ),
-)
-def test_a_trainer_offloads(
-    run: Launch,
-    twin: Twin,
-    reference: Launch,
-    stage: int,
-    kill: str,
-    options: tuple[str, ...],
-    zero: dict[str, Any],
+@proves(Kind.KILL, Promise.PLANNED, victim="1", moment="2:forward")
+def test_a_trainer_with_adapters_offloads_parameters(
+    run: Launch, twin: Twin, reference: Launch
 ) -> None:
     """With its own AdamW, in whose place Accelerate makes DeepSpeed's."""
     pytest.importorskip("transformers")
-    from tests.deepspeed.test_hf_trainer import AUTO, TRAINER, check_tapes
+    pytest.importorskip("peft")
+    from tests.deepspeed.hf_runs import AUTO, TRAINER, check_tapes
 
-    if "--lora" in options:
-        pytest.importorskip("peft")
-    spec = spec_of(stage, kill, zero=zero, settings=AUTO, script=TRAINER, options=options)
+    more: dict[str, Any] = {"settings": AUTO, "script": TRAINER, "options": ("--lora",)}
+    spec = spec_of(3, "1@2:forward", zero=PARAMETERS, **more)
     killed = run(spec)
     check_recovered(killed, twin=twin(killed), reference=reference(spec))
     check_tapes(killed, reference(spec), survivors=3)

@@ -16,8 +16,8 @@ from trl import GRPOTrainer
 from elaswave_plugin.adapters.deepspeed.hf_trainer.hooks import TrainerHooks
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
+from tests.deepspeed.hf_runs import AUTO, check_newcomer, check_tapes, tapes
 from tests.deepspeed.test_hf_example import ExampleSpec
-from tests.deepspeed.test_hf_trainer import AUTO, check_newcomer, check_tapes, tapes
 from tests.deepspeed.test_join import entered
 from tests.faults.harness import ROOT, check_survived
 from tests.proofs import Kind, Promise, proves

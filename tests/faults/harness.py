@@ -402,7 +402,7 @@ def check_survived(run: Outcome) -> None:
     assert not disagreeing_steps(run.files)
     assert not run.orphans
     assert audit_samples(run.files, batches=run.spec.batches) == (0, 0)
-    assert len(run.trace()) == run.spec.steps
+    assert len(run.trace()) == len(run.spec.batches)
     check_judged(run)
 
 
