@@ -17,7 +17,7 @@ class JobConstants(TypedDict, total=False):
     gave, as values/plain.py writes it; ``data_epoch``: of the last completed step; ``begins``: the
     first step, and the global batch that it reads; ``inexact``: the first step, run twice, gave
     other bits, and the job goes on in fast mode; ``sampler``: seed and generator of HF Accelerate's
-    training loader.
+    training loader; ``stream``: the epoch and the place that were lately read of an iterable one.
     """
 
     started_s: float
@@ -32,3 +32,4 @@ class JobConstants(TypedDict, total=False):
     begins: list[int]
     inexact: bool
     sampler: str
+    stream: tuple[int, int]

@@ -7,12 +7,14 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
+from torch.utils.data import IterableDataset
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -23,6 +25,7 @@ from transformers import (
     Trainer,
     TrainerCallback,
     TrainingArguments,
+    default_data_collator,
     set_seed,
 )
 
@@ -74,6 +77,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--best", action="store_true")
     parser.add_argument("--resume")
     parser.add_argument("--seq2seq", action="store_true", help="T5, which generates to evaluate")
+    parser.add_argument("--stream", choices=("plain", "shuffled", "drawn"), help="iterable data")
+    parser.add_argument("--no-dispatch", action="store_true", help="each process reads it all")
     parser.add_argument("--quantized", action="store_true", help="all but adapters, in four bits")
     parser.add_argument("--reload", action="store_true")
     parser.add_argument("--lora", action="store_true")
@@ -106,6 +111,7 @@ def training_arguments(args: argparse.Namespace, folder: Path) -> TrainingArgume
         eval_strategy="steps" if args.evaluate else "no",
         eval_steps=args.evaluate,
         eval_on_start=args.evaluate_first,
+        accelerator_config={"dispatch_batches": False if args.no_dispatch else None},
         save_strategy="steps" if args.save else "no",
         save_steps=args.save or 500,
         save_total_limit=2,
@@ -117,6 +123,36 @@ def training_arguments(args: argparse.Namespace, folder: Path) -> TrainingArgume
         ddp_backend="gloo",
         remove_unused_columns=False,
     )
+
+
+class Stream(IterableDataset):
+    """Samples without a length, of which each epoch begins at another one."""
+
+    def __init__(self, dataset: Any, *, draws: bool = False) -> None:
+        """``draws``: by the process's own generator, which no other process has."""
+        self.dataset, self.draws, self.epoch = dataset, draws, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shift the samples."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        count = len(self.dataset)
+        for place in range(count):
+            shift = int(torch.randint(count, ())) if self.draws else self.epoch
+            yield self.dataset[(place + shift) % count]
+
+
+def streamed(dataset: Any, kind: str | None) -> Any:
+    """The dataset as a stream of a kind, or itself."""
+    if kind == "shuffled":
+        import datasets
+
+        texts = [dataset[place][0].tolist() for place in range(len(dataset))]
+        rows = [{"input_ids": text, "labels": text} for text in texts]
+        stream = datasets.Dataset.from_list(rows).to_iterable_dataset()
+        return stream.shuffle(seed=3, buffer_size=10)
+    return dataset if kind is None else Stream(dataset, draws=kind == "drawn")
 
 
 def build_seq2seq() -> Any:
@@ -204,9 +240,10 @@ def main() -> None:
     trainer = {"mean": OwnLoss, "sum": OwnSum}.get(args.loss, plain)(
         model=model,
         args=training_arguments(args, place / "trainer"),
-        train_dataset=TextDataset(None, 32, args.limit),
-        eval_dataset=TextDataset(None, 32, 21),
-        data_collator=collate,
+        train_dataset=streamed(TextDataset(None, 32, args.limit), args.stream),
+        # The last batches of a stream are cut by the number of workers, and so weighed by it.
+        eval_dataset=streamed(TextDataset(None, 32, 24 if args.stream else 21), args.stream),
+        data_collator=default_data_collator if args.stream == "shuffled" else collate,
         compute_loss_func=cross_entropy_of if args.loss == "function" else None,
         callbacks=[Tape(place / f"tape-{os.getpid()}.json")],
     )

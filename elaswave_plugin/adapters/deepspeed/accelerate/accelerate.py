@@ -6,12 +6,13 @@ loader, its samples are those that Accelerate's own loader would deal out, and
 ``accelerator.sync_gradients`` is true after a step that was completed, and after no other.
 """
 
+import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from accelerate.data_loader import BatchSamplerShard
+from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedSchedulerWrapper, recursively_apply, send_to_device
 
@@ -20,6 +21,7 @@ from elaswave_plugin.adapters.deepspeed.accelerate.order import (
     agree_on,
     sampler_of,
 )
+from elaswave_plugin.adapters.deepspeed.accelerate.stream import StreamOrder, stream_of
 from elaswave_plugin.adapters.deepspeed.compat import unsupported
 from elaswave_plugin.adapters.deepspeed.compat.patches import accelerate_patches
 from elaswave_plugin.adapters.deepspeed.engine.job import EngineJob
@@ -27,6 +29,9 @@ from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
+
+# A worker that comes later reads on alone up to a place that is at most so old.
+_TELL_PLACE_S = 10.0
 
 
 class _EngineStepped:
@@ -67,6 +72,9 @@ class AcceleratedJob:
         self._width, self._micro_batch_size = job.batch_shape
         self._loader: ElasticLoader | None = None
         self._prepared: Any = None
+        # The stream of an iterable dataset, and when the supervisor was told the place in it.
+        self._stream: StreamOrder | None = None
+        self._told_s = 0.0
         self._unset = False
         # Steps of which the script has seen that they are complete.
         self._seen = job.loop.worker.completed
@@ -78,10 +86,10 @@ class AcceleratedJob:
         """``iter(loader)``: the job's batches in training mode, Accelerate's own otherwise."""
         if self._engine.module.training:
             return self._train(loader)
-        batches = loader.batch_sampler
-        if isinstance(batches, BatchSamplerShard):
-            # Those who are left evaluate everything.
-            batches.num_processes, batches.process_index = dist.get_world_size(), dist.get_rank()
+        for shard in (loader.batch_sampler, loader.dataset):
+            if isinstance(shard, BatchSamplerShard | IterableDatasetShard):
+                # Those who are left evaluate everything.
+                shard.num_processes, shard.process_index = dist.get_world_size(), dist.get_rank()
         return self._evaluate(native(loader))
 
     def _evaluate(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -92,12 +100,18 @@ class AcceleratedJob:
             if self._loop.worker.view is not before:
                 self._job.own_loops.evaluates()
 
+    def dispatch(self, native: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
+        """``iter(loader)`` where one process reads for all: in an evaluation, whoever is first."""
+        if self._engine.module.training:
+            self._refuse_dispatch()
+        yield from self._evaluate(native(loader))
+
     @ends_in_a_sentence
-    def refuse_dispatch(self, native: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
-        """A loader that one process reads for all."""
+    def _refuse_dispatch(self) -> NoReturn:
         raise ConfigurationError(
-            "dispatch_batches is True in Accelerate, so that one process reads for all, and its "
-            "loss would lose the place in the data; set it to False"
+            "dispatch_batches is True in Accelerate, or the dataset is iterable, so that one "
+            "process reads for all, and its loss would lose the place in the data; set it to "
+            "False, with a dataset that has __getitem__ and __len__"
         )
 
     @ends_in_a_sentence
@@ -105,13 +119,10 @@ class AcceleratedJob:
         """The job's loader for the training loader that Accelerate has prepared."""
         if self._loader is not None and self._prepared is loader:
             return self._loader
+        if isinstance(loader, DataLoaderDispatcher):
+            self._refuse_dispatch()
         sampler, batch_size, drop_last = sampler_of(loader, self._width)
-        if batch_size != self._micro_batch_size:
-            raise ConfigurationError(
-                f"the training loader's batch_size is {batch_size} and "
-                f"train_micro_batch_size_per_gpu is {self._micro_batch_size}; make them equal "
-                '("auto" does); a loader of another kind is iterated after model.eval()'
-            )
+        self._check_batch_size(batch_size)
 
         def order() -> SamplerOrder:
             worker = self._loop.worker
@@ -123,6 +134,52 @@ class AcceleratedJob:
         self._loader = self._job.take_order(loader.dataset, order, collate=loader.collate_fn)
         self._prepared = loader
         return self._loader
+
+    @ends_in_a_sentence
+    def streaming(self, loader: Any, *, per_update: int) -> ElasticLoader:
+        """The job's loader for one of an iterable dataset, which is read ``per_update`` batches."""
+        stream, batch_size, fills_up, drop_last = stream_of(loader, self._width)
+        self._check_batch_size(batch_size)
+        order = self._stream = StreamOrder(
+            stream,
+            num_samples=batch_size * self._width,
+            width=self._width,
+            fills_up=fills_up,
+            drop_last=drop_last,
+            per_update=per_update,
+        )
+        if self._loop.worker.detached:
+            # What there is to read until the others' place, they need not wait for.
+            order.be_at(*self._loop.worker.job_constants.get("stream", (0, 0)))
+        self._told_s = time.monotonic()
+        return self._job.take_order(order, lambda: order, collate=loader.collate_fn)
+
+    @ends_in_a_sentence
+    def check_stream(self, *, epoch: int, first: int, count: int) -> None:
+        """Check that all workers have read the same from a stream (collective)."""
+        if self._stream is None:
+            return
+        own = self._stream.digest(first, count)
+        most = torch.tensor([own, -own], device=self._engine.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        if most[0] != -most[1]:
+            raise ConfigurationError(
+                f"the training stream gave the workers different samples in iteration {first} of"
+                f" epoch {epoch}, wanted the same, of which each takes its share: have its order"
+                " drawn by a seed of its own, not by the process's generators or its rank"
+            )
+        if time.monotonic() > self._told_s + _TELL_PLACE_S:
+            self._told_s = time.monotonic()
+            place = first * self._micro_batch_size * self._width
+            self._loop.worker.remember(stream=(epoch, place))
+
+    def _check_batch_size(self, batch_size: int) -> None:
+        if batch_size != self._micro_batch_size:
+            raise ConfigurationError(
+                f"the training loader's batch_size is {batch_size} and "
+                f"train_micro_batch_size_per_gpu is {self._micro_batch_size}; make them equal "
+                '("auto" does); a loader of another kind is iterated after model.eval()'
+            )
 
     def _train(self, loader: Any) -> Iterator[Any]:
         elastic = self.elastic(loader)

@@ -32,6 +32,11 @@ class SamplerOrder:
         self._numbers: dict[int, int] = {}
         self._cached: tuple[int, list[int]] | None = None
 
+    @property
+    def fewest_samples(self) -> int:
+        """Samples of each iteration: the last one is filled up."""
+        return self._num_samples
+
     def set_epoch(self, epoch: int, number: int) -> None:
         """Set the number by which Accelerate's seedable sampler draws an epoch of the data."""
         self._numbers[epoch] = number

@@ -26,7 +26,7 @@ _ACCELERATE_SEAMS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
     ),
     (
         "data_loader:DataLoaderDispatcher.__iter__",
-        "refuse_dispatch",
+        "dispatch",
         ("self",),
         "one process reads for all, and no other one knows the place in the data",
     ),

@@ -40,6 +40,10 @@ class Order(Protocol):
     def iterations(self) -> int:
         """Iterations of an epoch."""
 
+    @property
+    def fewest_samples(self) -> int:
+        """Samples of the smallest iteration of an epoch."""
+
     def set_epoch(self, epoch: int, number: int) -> None:
         """Shuffle ``epoch`` of the loader as epoch ``number``."""
 
@@ -81,6 +85,11 @@ class GlobalOrder:
         # What ``set_epoch`` said, by epoch of the loader; DeepSpeed itself never calls it.
         self._shuffled_as: dict[int, int] = {}
         self._cached: tuple[int, torch.Tensor] | None = None
+
+    @property
+    def fewest_samples(self) -> int:
+        """Samples of the last iteration."""
+        return len(self.items(0, self.iterations - 1))
 
     def set_epoch(self, epoch: int, number: int) -> None:
         """Shuffle ``epoch`` of the loader as torch's sampler shuffles epoch ``number``."""
@@ -165,8 +174,8 @@ class ElasticLoader:
 
     @property
     def fewest_samples(self) -> int:
-        """Samples of the smallest iteration of an epoch, which is its last one."""
-        return len(self._order.items(0, self._order.iterations - 1))
+        """Samples of the smallest iteration of an epoch."""
+        return self._order.fewest_samples
 
     def __iter__(self) -> "ElasticLoader":
         if self._sampler is not None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from transformers.trainer_callback import TrainerCallback
 
 from elaswave_plugin.adapters.deepspeed.accelerate.accelerate import AcceleratedJob
+from elaswave_plugin.adapters.deepspeed.accelerate.stream import is_stream
 from elaswave_plugin.adapters.deepspeed.compat.patches import trainer_patches
 from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
 from elaswave_plugin.adapters.deepspeed.hf_trainer.best_model import BestModel
@@ -94,7 +95,11 @@ class TrainerHooks:
                 " and those of a lost worker are lost with it; leave the section out"
             )
         self._trainer, self._prepared = trainer, prepared
-        self._loader = self._accelerated.elastic(prepared)
+        if is_stream(prepared):
+            per_update = trainer.args.gradient_accumulation_steps
+            self._loader = self._accelerated.streaming(prepared, per_update=per_update)
+        else:
+            self._loader = self._accelerated.elastic(prepared)
         self._job.trainer_state.trainer = trainer
         taken = {
             "get_batch_samples": self._get_batch_samples,
@@ -124,14 +129,16 @@ class TrainerHooks:
         """``Trainer.get_batch_samples``: the batches are the job's, so the iterator is left."""
         assert self._loader is not None
         epoch, first = self._job.trainer_state.place
-        native = self._native.get_batch_samples
+        if first and first >= len(self._loader):
+            # The end of a stream, whose length nobody knew.
+            return [], None
         update = Update(
             self._job,
             self._loader,
             epoch=epoch,
             first=first,
             count=num_batches,
-            collect=lambda batches: self._count(native(iter(batches), len(batches), device)),
+            collect=partial(self._collect, epoch, first, device),
         )
         self._update, self._made = update, 0
         self._job.open()
@@ -139,8 +146,12 @@ class TrainerHooks:
         self._prepared.end_of_dataloader = first + num_batches >= len(self._loader)
         return update.batches, update.num_items
 
-    def _count(self, read: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
+    def _collect(
+        self, epoch: int, first: int, device: torch.device, batches: list[Any]
+    ) -> tuple[list[Any], Any]:
         """Count tokens and operations of all workers, where the step is redone with others."""
+        self._accelerated.check_stream(epoch=epoch, first=first, count=len(batches))
+        read = self._native.get_batch_samples(iter(batches), len(batches), device)
         for inputs in read[0]:
             self._native._track_num_input_tokens(inputs)
         own = [float(self._native.floating_point_ops(inputs)) for inputs in read[0]]

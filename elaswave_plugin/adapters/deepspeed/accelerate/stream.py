@@ -1,0 +1,204 @@
+"""A stream of samples, of which every worker reads all and keeps what a step may need again.
+
+Natively one process reads a stream for all (Accelerate's dispatcher), and its loss would lose the
+place. Here every worker counts the samples: the place is a number, and who comes back reads there.
+"""
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy
+import torch
+from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
+from torch.utils.data import IterableDataset
+
+from elaswave_plugin.errors import ConfigurationError
+
+# A recovery goes back to the present update or the last one.
+_REMEMBERED_UPDATES = 2
+
+
+class _Pass:
+    """One pass over a stream: the samples that may be needed again, by their place in it."""
+
+    def __init__(self, stream: Any, *, update: int) -> None:
+        """``update``: samples of a step."""
+        self._iterator: Iterator[Any] = iter(stream)
+        self._update = update
+        self.samples: dict[int, Any] = {}
+        self.read = self._kept_from = 0
+        # Known once the stream has ended.
+        self.length: int | None = None
+
+    def has_forgotten(self, place: int) -> bool:
+        """Return whether a place that was read is not kept any more."""
+        return self._update <= place < self._kept_from
+
+    def read_to(self, stop: int) -> None:
+        """Read up to a place, or the end.
+
+        Kept are the last updates, and the front, from which the last update is filled up.
+        """
+        while self.read < stop and self.length is None:
+            try:
+                self.samples[self.read] = next(self._iterator)
+            except StopIteration:
+                self.length = self.read
+                return
+            self.read += 1
+            first = self.read - (_REMEMBERED_UPDATES + 1) * self._update
+            for place in range(max(self._kept_from, self._update), first):
+                del self.samples[place]
+            self._kept_from = max(self._kept_from, first)
+
+
+class StreamOrder:
+    """The samples of a stream by their place in it, dealt out as Accelerate does.
+
+    An iteration takes the next samples for all workers of the launch, one worker's after the
+    other's. What the last update of an epoch lacks is taken from the front of the stream. It is the
+    dataset of its own items. Raises ConfigurationError for a stream without a sample.
+    """
+
+    def __init__(
+        self,
+        stream: Any,
+        *,
+        num_samples: int,
+        width: int,
+        fills_up: bool,
+        drop_last: bool,
+        per_update: int,
+    ) -> None:
+        """``num_samples``: of all ``width`` workers in an iteration, of ``per_update`` a step.
+
+        ``fills_up``: the last iteration is as large as the others, instead of a multiple of
+        ``width``.
+        """
+        self._stream = stream
+        self._num_samples = num_samples
+        self._width = width
+        self._fills_up = fills_up
+        self._drop_last = drop_last
+        self._per_update = per_update
+        self._numbers: dict[int, int] = {}
+        # The present pass and the one before it, by epoch.
+        self._passes: dict[int, _Pass] = {}
+        self._here: _Pass | None = None
+
+    @property
+    def iterations(self) -> int:
+        """Iterations of the epoch that was read last, as far as its end is known."""
+        if self._here is None or self._here.length is None:
+            return sys.maxsize
+        whole, rest = divmod(self._here.length, self._num_samples)
+        made = max(whole if self._drop_last else whole + bool(rest), 1)
+        return -(-made // self._per_update) * self._per_update
+
+    @property
+    def fewest_samples(self) -> int:
+        """Samples of the smallest iteration that a stream may have."""
+        return self._num_samples if self._fills_up or self._drop_last else self._width
+
+    def set_epoch(self, epoch: int, number: int) -> None:
+        """Set the number that the stream is told for an epoch."""
+        self._numbers[epoch] = number
+
+    def items(self, epoch: int, iteration: int) -> list[int]:
+        """The places of all samples of an iteration."""
+        first = iteration * self._num_samples
+        stop = first + self._num_samples
+        here = self.be_at(epoch, first)
+        # Behind it, for whoever asks whether it was the last one.
+        here.read_to(stop + (self._num_samples if self._drop_last else 1))
+        if here.length == 0:
+            raise ConfigurationError(
+                f"the stream ({type(self._stream).__name__}) gave no sample in epoch {epoch},"
+                " wanted at least one: look at what filters it"
+            )
+        if here.length is None:
+            return [*range(first, stop)]
+        if first < here.length < stop and not self._fills_up:
+            stop = first + -(-(here.length - first) // self._width) * self._width
+        return [place % here.length for place in range(first, stop)]
+
+    def be_at(self, epoch: int, place: int) -> _Pass:
+        """Have read up to a place of an epoch, from its beginning where that is behind."""
+        here = self._passes.get(epoch)
+        if here is None or here.has_forgotten(place):
+            if hasattr(self._stream, "set_epoch"):
+                self._stream.set_epoch(self._numbers.get(epoch, epoch))
+            here = _Pass(self._stream, update=self._per_update * self._num_samples)
+            self._passes = {
+                number: one for number, one in self._passes.items() if number == epoch - 1
+            }
+            self._passes[epoch] = here
+        here.read_to(place)
+        self._here = here
+        return here
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, item: int) -> Any:
+        assert self._here is not None
+        return self._here.samples[item]
+
+    def digest(self, first: int, count: int) -> int:
+        """A number of 62 bits by which workers compare iterations of the epoch read last."""
+        assert self._here is not None
+        found = hashlib.blake2b(digest_size=8)
+        length = self._here.length or sys.maxsize
+        for place in range(first * self._num_samples, (first + count) * self._num_samples):
+            _hash(self._here.samples.get(place % length), found.update)
+        return int.from_bytes(found.digest(), "little") >> 2
+
+
+def _hash(value: Any, update: Callable[[bytes], None]) -> None:
+    """Hash numbers, texts and tensors; what is something else, by its type."""
+    if isinstance(value, Mapping):
+        for key in value:
+            _hash(key, update)
+            _hash(value[key], update)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            _hash(one, update)
+    elif isinstance(value, torch.Tensor):
+        update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, numpy.ndarray) and not value.dtype.hasobject:
+        update(value.tobytes())
+    elif isinstance(value, str | bytes | int | float | None):
+        update(repr(value).encode())
+    else:
+        update(type(value).__name__.encode())
+
+
+def stream_of(loader: Any, width: int) -> tuple[Any, int, bool, bool]:
+    """Stream, batch size of a worker, whether the last iteration is filled up, or dropped.
+
+    Raises ConfigurationError where the workers would read different streams.
+    """
+    if isinstance(loader, DataLoaderDispatcher):
+        if loader.split_batches:
+            raise ConfigurationError(
+                "split_batches is True in Accelerate, and a batch cannot be split evenly after a "
+                "loss; set it to False and divide the batch size by the processes"
+            )
+        return loader.dataset, int(loader.batch_size), False, bool(loader._drop_last)
+    dealt = loader.dataset
+    if isinstance(dealt, IterableDatasetShard) and not dealt.split_batches:
+        return dealt.dataset, int(dealt.batch_size), True, bool(dealt.drop_last)
+    if width == 1:
+        return dealt, int(loader.batch_size), True, bool(loader.drop_last)
+    raise ConfigurationError(
+        f"dispatch_batches is False in Accelerate, so that each process reads other parts of the"
+        f" stream ({type(dealt).__name__}), and those of a lost one would be left out; leave"
+        " dispatch_batches out"
+    )
+
+
+def is_stream(loader: Any) -> bool:
+    """Return whether a prepared loader has a dataset without places."""
+    return isinstance(loader.dataset, IterableDataset)

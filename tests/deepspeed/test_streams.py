@@ -1,0 +1,199 @@
+"""Iterable datasets of a Trainer: every worker counts the samples, so a loss keeps the place."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
+import torch
+from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
+from torch.utils.data import IterableDataset
+
+from elaswave_plugin.adapters.deepspeed.accelerate.stream import StreamOrder
+from elaswave_plugin.errors import ConfigurationError
+from tests.deepspeed.conftest import Launch, Twin
+from tests.deepspeed.harness import EngineSpec, check_recovered
+from tests.deepspeed.hf_runs import check_newcomer, check_tapes, spec_of
+from tests.deepspeed.test_join import entered
+from tests.faults.harness import Outcome
+from tests.proofs import Kind, Promise, proves
+from tests.sample import sampled
+
+WIDTH, BATCH = 3, 2
+
+
+class Numbers(IterableDataset[int]):
+    """Counts, and how often it was begun."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.passes = count, 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(range(self.count))
+
+
+def native(count: int, rank: int, *, dispatches: bool, drop_last: bool) -> list[list[int]]:
+    """The batches that Accelerate gives a process."""
+
+    def cut(batch: Any, part: slice, **given: Any) -> Any:
+        # The first process cuts for itself; but for the front, which fills the last batch up.
+        size = part.stop
+        return batch[part] if size == WIDTH else batch[rank * size : (rank + 1) * size]
+
+    if dispatches:
+        loader = DataLoaderDispatcher(
+            Numbers(count),
+            batch_size=BATCH,
+            _drop_last=drop_last,
+            drop_last=drop_last,
+            slice_fn=cut,
+        )
+        loader.state = SimpleNamespace(
+            process_index=0, num_processes=WIDTH, device=torch.device("cpu")
+        )
+        return [batch.tolist() for batch in loader]
+    shard = IterableDatasetShard(
+        Numbers(count),
+        batch_size=BATCH,
+        drop_last=drop_last,
+        num_processes=WIDTH,
+        process_index=rank,
+    )
+    given = [*shard]
+    return [given[place : place + BATCH] for place in range(0, len(given), BATCH)]
+
+
+def ours(count: int, *, dispatches: bool, drop_last: bool, **more: Any) -> StreamOrder:
+    return StreamOrder(
+        Numbers(count),
+        num_samples=WIDTH * BATCH,
+        width=WIDTH,
+        fills_up=not dispatches,
+        drop_last=drop_last,
+        **{"per_update": 1, **more},
+    )
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("dispatches", [False, True])
+# Where nothing is left, Accelerate fails or trains on nothing; here an update is filled up.
+@pytest.mark.parametrize("count", [6, 7, 12, 13, 14, 16, 17, 30])
+def test_samples_are_dealt_out_as_accelerate_does(
+    count: int, dispatches: bool, drop_last: bool
+) -> None:
+    order = ours(count, dispatches=dispatches, drop_last=drop_last)
+    dealt: list[list[list[int]]] = [[] for _ in range(WIDTH)]
+    iteration = 0
+    while iteration < order.iterations:
+        items = order.items(0, iteration)
+        assert [order[item] for item in items] == items
+        share = len(items) // WIDTH
+        for rank, batches in enumerate(dealt):
+            batches.append(items[rank * share : (rank + 1) * share])
+        iteration += 1
+    expected = [
+        native(count, rank, dispatches=dispatches, drop_last=drop_last) for rank in range(WIDTH)
+    ]
+    assert dealt == expected
+
+
+def test_what_a_redo_needs_is_not_read_again() -> None:
+    order = ours(100, dispatches=True, drop_last=False, per_update=2)
+    for iteration in range(8):
+        order.items(0, iteration)
+    for iteration in (4, 5, 6, 7, 0, 1):
+        items = order.items(0, iteration)
+        assert [order[item] for item in items] == items
+    assert len(order._passes[0].samples) <= 5 * WIDTH * BATCH * 2
+    assert order._stream.passes == 1
+    # The last step of the epoch before, of which all was read.
+    for iteration in range(8, 18):
+        order.items(0, iteration)
+    assert order.iterations == 18
+    assert order.items(0, 17)[-1] == 7, "filled up from the front to a whole update"
+    order.items(1, 0)
+    order.items(1, 1)
+    assert [order[item] for item in order.items(0, 16)][:4] == [96, 97, 98, 99]
+    assert order._stream.passes == 2
+    # One that comes later goes there from the beginning.
+    order.items(1, 2)
+    later = ours(100, dispatches=True, drop_last=False, per_update=2)
+    assert [later[item] for item in later.items(1, 2)] == order.items(1, 2)
+
+
+def test_an_empty_stream_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="gave no sample in epoch 0"):
+        ours(0, dispatches=True, drop_last=False).items(0, 0)
+
+
+def test_digests_differ_where_samples_do() -> None:
+    orders = [ours(30, dispatches=True, drop_last=False) for _ in range(3)]
+    orders[2]._stream = [*range(6), 7, 6, *range(8, 30)]
+    for order in orders:
+        order.items(0, 0)
+    assert len({order.digest(0, 1) for order in orders}) == 1
+    for order in orders:
+        order.items(0, 1)
+    assert len({order.digest(1, 1) for order in orders}) == 2
+
+
+def streaming(*kills: str, kind: str = "plain", options: tuple[str, ...] = (), **more: Any) -> Any:
+    """A job that trains on a stream of 40 samples, so of five steps in an epoch."""
+    given = (f"--stream={kind}", "--limit=40", *options)
+    return spec_of(*kills, options=given, **{"steps": 8, **more})
+
+
+def check(run: Outcome, twin: Twin, reference: Launch) -> None:
+    assert isinstance(run.spec, EngineSpec)
+    assert run.returncode == 0, run.output[-4000:]
+    check_recovered(run, twin=twin(run), reference=reference(run.spec))
+    check_tapes(run, reference(run.spec), survivors=3)
+
+
+@proves(Kind.KILL, Promise.PLANNED)
+@pytest.mark.parametrize(
+    ("kill", "kind", "options"),
+    sampled(
+        [
+            ("1@2:backward", "plain", ()),
+            # The first step of the second epoch, after some have completed the one before.
+            ("0@5:forward", "plain", ("--evaluate=3",)),
+            ("2@4:snapshot", "plain", ("--no-dispatch",)),
+            ("0@3:data", "shuffled", ()),
+            ("3@3:evaluation", "plain", ("--evaluate=3",)),
+        ],
+        share=2,
+    ),
+)
+def test_a_kill_keeps_the_place(
+    run: Launch, twin: Twin, reference: Launch, kill: str, kind: str, options: tuple[str, ...]
+) -> None:
+    if kind == "shuffled":
+        pytest.importorskip("datasets")
+    check(run(streaming(kill, kind=kind, options=options)), twin, reference)
+
+
+@proves(Kind.RETURN, Promise.PLANNED)
+@pytest.mark.parametrize(
+    ("kill", "back"), sampled([("1@1:backward", 3), ("0@2:forward", 6)], share=1)
+)
+def test_a_lost_worker_reads_up_to_the_others(
+    run: Launch, twin: Twin, reference: Launch, kill: str, back: int
+) -> None:
+    spec = streaming(kill, respawn=5, changes=(f"+{kill[0]}@{back}",), stage=3)
+    returned = run(spec)
+    check(returned, twin, reference)
+    assert entered(returned) == [(int(kill[0]), 1, back)]
+    check_newcomer(returned, reference(spec), first=back)
+
+
+@proves(Kind.WRONG_SCRIPT, Promise.REFUSED)
+def test_a_stream_that_differs_between_the_workers_is_refused(run: Launch) -> None:
+    refused = run(streaming(kind="drawn"))
+    assert refused.returncode == 2, refused.output[-4000:]
+    assert refused.output.count("gave the workers different samples") == 1
