@@ -73,6 +73,8 @@ def _elastic(native: Callable[..., Any]) -> Callable[..., Any]:
         names[_MARK] = missing = reading.missing_in(config)
         # Of each engine of the process: its job, None where it has joined none.
         jobs = names.setdefault(_JOBS, [])
+        if reading.SECTION in config and not any(jobs) and reading.only_answers(config, arguments):
+            return import_module(f"{_ADAPTER}.attach").initialize_beside(native, config, arguments)
         if jobs and (any(jobs) or missing is None):
             import_module(f"{_ADAPTER}.attach").refuse_second(jobs)
         if reading.SECTION in config:

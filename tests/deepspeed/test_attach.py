@@ -11,6 +11,7 @@ import pytest
 
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
+from tests.deepspeed.test_join import entered
 from tests.faults.harness import max_relative_difference
 from tests.faults.test_upstream_sources import OTHER, SAID
 from tests.proofs import Kind, Promise, proves
@@ -72,6 +73,15 @@ def test_a_model_that_zero_init_has_cut_survives_a_kill(
     options = ("--loader", "--init")
     spec = EngineSpec(script=OWN_LOADER, options=options, stage=3, kills=("2@3:backward",))
     check_recovered(killed := run(spec), twin=twin(killed), reference=reference(spec))
+
+
+@proves(Kind.RETURN, Promise.PLANNED, victim="2", moment="1:backward")
+def test_a_lost_worker_cuts_its_model_alone(run: Launch, twin: Twin, reference: Launch) -> None:
+    back = {"respawn": 5, "steps": 8, "changes": ("+2@4",)}
+    options, kills = ("--loader", "--init"), ("2@1:backward",)
+    spec = EngineSpec(script=OWN_LOADER, options=options, stage=3, kills=kills, **back)
+    check_recovered(killed := run(spec), twin=twin(killed), reference=reference(spec))
+    assert entered(killed) == [(2, 1, 4)]
 
 
 @proves(Kind.WRONG_INPUT, Promise.REFUSED)

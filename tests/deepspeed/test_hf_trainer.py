@@ -127,6 +127,24 @@ def test_a_lost_worker_comes_back(
     check_newcomer(killed, reference(spec), first=back)
 
 
+@proves(Kind.RETURN, Promise.PLANNED)
+@pytest.mark.parametrize(
+    ("kill", "options"),
+    sampled([("2@1:backward", ()), ("1@1:forward", ("--lora",))], share=1),
+)
+def test_a_lost_worker_loads_its_model_alone(
+    run: Launch, twin: Twin, reference: Launch, kill: str, options: tuple[str, ...]
+) -> None:
+    """As `from_pretrained` cuts it under ZeRO-3, before there is an engine."""
+    more = {"steps": 8, "respawn": 5, "changes": (f"+{kill[0]}@4",)}
+    spec = spec_of(kill, stage=3, options=("--reload", *options), **more)
+    killed = run(spec)
+    check_recovered(killed, twin=twin(killed), reference=reference(spec))
+    assert entered(killed) == [(int(kill[0]), 1, 4)]
+    check_newcomer(killed, reference(spec), first=4)
+    assert killed.output.count("cut: True") == 5
+
+
 @proves(Kind.JOIN, Promise.CLOSE)
 def test_a_worker_joins_beyond_the_launch(run: Launch, reference: Launch) -> None:
     spec = spec_of(

@@ -101,6 +101,47 @@ def test_a_job_of_preferences_survives_a_kill(
     assert "trained 6 steps" in killed.output
 
 
+@proves(Kind.KILL, Promise.PLANNED)
+@pytest.mark.parametrize(
+    ("stage", "kill"), sampled([(1, "1@2:backward"), (2, "0@3:forward")], share=1)
+)
+def test_a_reference_model_has_an_engine_beside_the_job(
+    run: Launch, twin: Twin, reference: Launch, stage: int, kill: str
+) -> None:
+    spec = preferring(kill, stage=stage, options=("--full",))
+    killed = run(spec)
+    check_recovered(killed, twin=twin(killed), reference=reference(spec))
+    check_tapes(killed, reference(spec), survivors=3, pads=True)
+
+
+@proves(Kind.RETURN, Promise.PLANNED, victim="1", moment="1:backward")
+def test_a_lost_worker_makes_its_reference_model_alone(
+    run: Launch, twin: Twin, reference: Launch
+) -> None:
+    more = {"steps": 7, "respawn": 5, "changes": ("+1@4",)}
+    spec = replace(preferring("1@1:backward", stage=2, options=("--full",)), **more)
+    killed = run(spec)
+    check_recovered(killed, twin=twin(killed), reference=reference(spec))
+    assert entered(killed) == [(1, 1, 4)]
+    check_newcomer(killed, reference(spec), first=4, pads=True)
+
+
+@proves(Kind.WRONG_SCRIPT, Promise.REFUSED)
+@pytest.mark.parametrize(
+    ("stage", "options", "words"),
+    [
+        (3, ("--full",), "an engine without an optimizer (a reference model, or evaluate()"),
+        (2, ("--full", "--sync"), "sync_ref_model is True"),
+    ],
+)
+def test_reference_models_that_change_or_are_cut_are_refused(
+    run: Launch, stage: int, options: tuple[str, ...], words: str
+) -> None:
+    refused = run(preferring(stage=stage, options=options))
+    assert refused.returncode == 2, refused.output[-4000:]
+    assert words in refused.output and "Traceback" not in refused.output
+
+
 @proves(Kind.KILL, Promise.LOGGED, victim="2", moment="4:evaluation")
 def test_an_evaluation_of_preferences_is_made_again(run: Launch, reference: Launch) -> None:
     """Its metrics are means of means of batches, which are others with fewer workers."""

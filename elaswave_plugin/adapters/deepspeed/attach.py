@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.dataloader import RepeatingLoader
+from deepspeed.utils import groups as deepspeed_groups
 
 from elaswave_plugin.adapters import reimplemented
 from elaswave_plugin.adapters.deepspeed.compat.patches import (
@@ -77,6 +78,28 @@ def refuse_second(jobs: Sequence[AttachedEngine | None]) -> NoReturn:
     )
 
 
+@ends_in_a_sentence
+def initialize_beside(
+    native: Callable[..., Any], config: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> Any:
+    """An engine without an optimizer, as of a reference model: whole on each worker, in no job.
+
+    Raises ConfigurationError where it would be cut.
+    """
+    zero = config.get("zero_optimization") or {}
+    if elastic_config(config) is not None and zero.get("stage") == 3:
+        raise ConfigurationError(
+            "an engine without an optimizer (a reference model, or evaluate() before train()) has"
+            " ZeRO stage 3, and what a lost worker holds of it is gone; train with LoRA or in stage"
+            " 2, and evaluate behind the first step"
+        )
+    # The groups that DeepSpeed keeps for the next engine are of a WORLD that the job replaces.
+    kept = dict(vars(deepspeed_groups))
+    made = native(**arguments)
+    vars(deepspeed_groups).update(kept)
+    return made
+
+
 def _attach(
     native: Callable[..., Any],
     settings: ElasticConfig,
@@ -99,11 +122,6 @@ def _attach(
     if accelerate is not None and not by_trainer:
         settings = accelerate.without_newcomers(settings, reserve)
     cut = module is not None and is_cut(module)
-    if cut:
-        settings = settings.without_respawn(
-            "deepspeed.zero.Init meets the other workers before a replacement could be let in"
-            " beside the training"
-        )
     launch_patches().apply()
     patches = deepspeed_patches()
     patches.apply()

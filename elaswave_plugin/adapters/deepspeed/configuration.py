@@ -44,3 +44,8 @@ def missing_in(config: Mapping[str, Any]) -> str | None:
             " to true"
         )
     return None
+
+
+def only_answers(config: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
+    """Return whether an engine has no optimizer, as that of a reference model."""
+    return config.get("optimizer") is None and arguments.get("optimizer") is None

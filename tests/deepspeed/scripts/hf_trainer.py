@@ -80,7 +80,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--stream", choices=("plain", "shuffled", "drawn"), help="iterable data")
     parser.add_argument("--no-dispatch", action="store_true", help="each process reads it all")
     parser.add_argument("--quantized", action="store_true", help="all but adapters, in four bits")
-    parser.add_argument("--reload", action="store_true")
+    parser.add_argument("--reload", action="store_true", help="the weights, as saved before")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--loss", choices=("mean", "sum", "function"))
     parser.add_argument("--accumulation", type=int, default=2)
@@ -228,10 +228,14 @@ def main() -> None:
     else:
         model = build_model(argparse.Namespace(num_layers=2, hidden_size=64, seq_length=32))
         model.config.attention_dropout = args.dropout
-    if args.reload:
-        with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder:
+        if args.reload:
             model.save_pretrained(folder)
-            model = AutoModelForCausalLM.from_pretrained(folder, device_map={"": "cpu"})
+        # From here on ZeRO-3 cuts what is loaded.
+        arguments = training_arguments(args, place / "trainer")
+        if args.reload:
+            model = AutoModelForCausalLM.from_pretrained(folder)
+            print(f"cut: {all(hasattr(param, 'ds_id') for param in model.parameters())}")
     if args.quantized:
         model = quantized(model)
     if args.lora:
@@ -239,7 +243,7 @@ def main() -> None:
     plain = Seq2SeqTrainer if args.seq2seq else Trainer
     trainer = {"mean": OwnLoss, "sum": OwnSum}.get(args.loss, plain)(
         model=model,
-        args=training_arguments(args, place / "trainer"),
+        args=arguments,
         train_dataset=streamed(TextDataset(None, 32, args.limit), args.stream),
         # The last batches of a stream are cut by the number of workers, and so weighed by it.
         eval_dataset=streamed(TextDataset(None, 32, 24 if args.stream else 21), args.stream),

@@ -1,4 +1,7 @@
-"""A stock script of TRL's DPOTrainer with LoRA, whose reference is the model without adapters."""
+"""A stock script of TRL's DPOTrainer.
+
+With LoRA the reference is the model without adapters; without, an engine of its own.
+"""
 
 import argparse
 import os
@@ -38,21 +41,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--evaluate", type=int)
     parser.add_argument("--save", type=int)
+    parser.add_argument("--full", action="store_true", help="train all weights")
+    parser.add_argument("--sync", action="store_true", help="have the reference follow them")
     args, _ = parser.parse_known_args()
     for event in EVENTS:
         add(event)
     place = Path(args.deepspeed_config).parent
     set_seed(7)
+    sizes = argparse.Namespace(num_layers=2, hidden_size=64, seq_length=64)
+    model, reference = build_model(sizes), build_model(sizes) if args.full else None
     trainer = DPOTrainer(
-        model=build_model(argparse.Namespace(num_layers=2, hidden_size=64, seq_length=64)),
-        args=DPOConfig(
-            **settings(args, place),
-            max_length=64,
-        ),
+        model=model,
+        ref_model=reference,
+        args=DPOConfig(**settings(args, place), max_length=64, sync_ref_model=args.sync),
         train_dataset=preferences(None),
         eval_dataset=preferences(21) if args.evaluate else None,
         processing_class=build_tokenizer(),
-        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
+        peft_config=None if args.full else LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
         callbacks=[Tape(place / f"tape-{os.getpid()}.json")],
     )
     trainer.train()

@@ -94,6 +94,11 @@ class TrainerHooks:
                 f"{type(trainer).__name__} trains on samples that each worker has generated itself,"
                 " and those of a lost worker are lost with it; leave the section out"
             )
+        if getattr(trainer.args, "sync_ref_model", False):
+            raise ConfigurationError(
+                "sync_ref_model is True in the TrainingArguments, and the reference model that"
+                " follows the weights is in no snapshot; set it to False"
+            )
         self._trainer, self._prepared = trainer, prepared
         if is_stream(prepared):
             per_update = trainer.args.gradient_accumulation_steps
