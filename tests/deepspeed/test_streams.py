@@ -127,7 +127,7 @@ def test_what_a_redo_needs_is_not_read_again() -> None:
 
 
 def test_an_empty_stream_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="gave no sample in epoch 0"):
+    with pytest.raises(ConfigurationError, match="gave no sample in its pass 0"):
         ours(0, dispatches=True, drop_last=False).items(0, 0)
 
 

@@ -12,13 +12,9 @@ from tests.tidy.proofs import declared_table
 BEFORE = ROOT / "tests" / "proofs_before.json"
 # Left to `make matrix`: times of steps, which another load on the machine changes.
 OF_TIME = {(Kind.KILL, Promise.SHORTER)}
-# Refused before, and carried now with tests of their own: scripts of transformers.Trainer, two
-# cases. A refusal that is new, of engine.compile(), counts in the place of one of them.
-CARRIED = {Proof(str(Kind.WRONG_SCRIPT), "", "", str(Promise.REFUSED)): 1}
 # The control of draws in a running stream lost three workers, and whether the last of them
 # changed anything hung on who was first; one loss shows the same.
-ONE_LOSS = {Proof(str(Kind.SABOTAGE), "2 1 3", "3:gather 3:gather 2:gather", str(Promise.SEEN)): 1}
-GONE = CARRIED | ONE_LOSS
+GONE = {Proof(str(Kind.SABOTAGE), "2 1 3", "3:gather 3:gather 2:gather", str(Promise.SEEN)): 1}
 
 
 def lost(before: Mapping[Proof, int], now: Mapping[Proof, int]) -> dict[Proof, int]:

@@ -101,7 +101,7 @@ class AcceleratedJob:
                 self._job.own_loops.evaluates()
 
     def dispatch(self, native: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
-        """``iter(loader)`` where one process reads for all: in an evaluation, whoever is first."""
+        """``iter(loader)`` where one process reads for all: in an evaluation, the first one."""
         if self._engine.module.training:
             self._refuse_dispatch()
         yield from self._evaluate(native(loader))
@@ -165,7 +165,7 @@ class AcceleratedJob:
         if most[0] != -most[1]:
             raise ConfigurationError(
                 f"the training stream gave the workers different samples in iteration {first} of"
-                f" epoch {epoch}, wanted the same, of which each takes its share: have its order"
+                f" its pass {epoch}, wanted the same, of which each takes its share: have its order"
                 " drawn by a seed of its own, not by the process's generators or its rank"
             )
         if time.monotonic() > self._told_s + _TELL_PLACE_S:

@@ -111,11 +111,11 @@ class StreamOrder:
         first = iteration * self._num_samples
         stop = first + self._num_samples
         here = self.be_at(epoch, first)
-        # Behind it, for whoever asks whether it was the last one.
+        # One more tells whether it is the last one.
         here.read_to(stop + (self._num_samples if self._drop_last else 1))
         if here.length == 0:
             raise ConfigurationError(
-                f"the stream ({type(self._stream).__name__}) gave no sample in epoch {epoch},"
+                f"the stream ({type(self._stream).__name__}) gave no sample in its pass {epoch},"
                 " wanted at least one: look at what filters it"
             )
         if here.length is None:
