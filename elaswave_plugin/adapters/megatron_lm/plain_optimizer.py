@@ -6,18 +6,19 @@ float32 masters are called, and that a model in float32 has none (megatron/core/
 optimizer.py, ``Float16OptimizerWithFloat16Params`` and ``FP32Optimizer``).
 """
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from elaswave_plugin.adapters.megatron.compat.own_ranges import MASTER, own_ranges
 
 # What the metadata of a checkpoint of a distributed optimizer names.
 SHARDING, _RESHARDABLE = "distrib_optim_sharding_type", "fully_reshardable"
 _STATE, _TYPE = "param_state", "param_state_sharding_type"
-_MASTER, _OF_DISTRIBUTED = "param", "optimizer.state.param."
+_OF_DISTRIBUTED = "optimizer.state.param."
 _OF_PLAIN = "optimizer.state.fp32_param."
 
 
@@ -49,7 +50,7 @@ class PlainCheckpoints:
             native[SHARDING] = _RESHARDABLE
         state = self._save(model_sharded_state_dict, is_loading, metadata=native, **more)
         if is_plain:
-            for tensors in _tensors_of(state):
+            for tensors in state[_STATE].values():
                 self._rename_master(tensors)
             state = self._as_plain(state)
         return state
@@ -61,10 +62,11 @@ class PlainCheckpoints:
 
     def _rename_master(self, tensors: MutableMapping[str, Any]) -> None:
         """In float32 the weights are the masters, which nobody saves twice."""
-        master = tensors.pop(_MASTER)
-        if self._has_masters:
-            name = master.key.removeprefix(_OF_DISTRIBUTED)
-            tensors[_MASTER] = replace(master, key=_OF_PLAIN + name)
+        for place in [one for one in tensors if one.startswith(f"{MASTER} ")]:
+            master = tensors.pop(place)
+            if self._has_masters:
+                name = master.key.removeprefix(_OF_DISTRIBUTED)
+                tensors[place] = replace(master, key=_OF_PLAIN + name)
 
     def _as_plain(self, state: MutableMapping[str, Any]) -> dict[str, Any]:
         groups = state["optimizer"]["param_groups"]
@@ -85,12 +87,9 @@ class PlainCheckpoints:
             step = float(inner.get("state", {}).get("common_step", 0))
             groups = [{**group, "step": step} for group in groups]
         if not self._has_masters:
-            # In the order of the tensors; weights are loaded before the optimizer is.
-            weights = [
-                one for buffer in self._distributed.buffers for one in buffer.param_index_map
-            ]
-            for tensors, weight in zip(state[_STATE].values(), weights, strict=True):
-                tensors[_MASTER] = weight.detach()
+            # Weights are loaded before the optimizer is.
+            for index, (weight, own) in enumerate(own_ranges(self._distributed)):
+                state[_STATE][index][f"{MASTER} 0"] = weight.detach().flatten()[own]
         scaler = {"grad_scaler": state["grad_scaler"]} if "grad_scaler" in state else {}
         return {
             "optimizer": {"param_groups": groups},
@@ -98,11 +97,3 @@ class PlainCheckpoints:
             _STATE: state[_STATE],
             _TYPE: _RESHARDABLE,
         }
-
-
-def _tensors_of(state: Mapping[str, Any]) -> Iterator[MutableMapping[str, Any]]:
-    """The tensors of each parameter; none of a worker that has no place."""
-    for tensors in (state[_STATE] or {}).values():
-        sharded = tensors.get(_MASTER) if isinstance(tensors, MutableMapping) else None
-        if isinstance(sharded, ShardedTensor | ShardedTensorFactory):
-            yield tensors

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from elaswave_plugin.adapters.constructed import remember, remembering
+from elaswave_plugin.adapters.megatron.compat import own_ranges
 from elaswave_plugin.adapters.megatron.compat.grad_norm import canonical_norm
 from elaswave_plugin.adapters.megatron.compat.versions import record
 from elaswave_plugin.adapters.megatron.compat.whole_saves import WholeSaves
@@ -31,32 +32,6 @@ def _canonical_norm(original: Callable[..., float]) -> Callable[..., float]:
         return canonical_norm(grads_for_norm, grad_stats_parallel_group)
 
     return get_grad_norm_fp32
-
-
-def _compact_index(original: Callable[..., Any]) -> Callable[..., Any]:
-    def sharded_param_state_fully_reshardable(
-        self: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
-    ) -> Any:
-        saved = [buffer.param_index_map for buffer in self.buffers]
-        for buffer in self.buffers:
-            buffer.param_index_map = _without_padding(buffer)
-        try:
-            return original(self, model_sharded_state_dict, is_loading, metadata)
-        finally:
-            for buffer, index_map in zip(self.buffers, saved, strict=True):
-                buffer.param_index_map = index_map
-
-    return sharded_param_state_fully_reshardable
-
-
-def _without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
-    """Positions of a buffer's parameters once the padding between its buckets is left out."""
-    lengths = [bucket.numel_unpadded for bucket in buffer.buckets]
-    shifts = [sum(lengths[:index]) - bucket.offset for index, bucket in enumerate(buffer.buckets)]
-    return {
-        param: (start + shifts[bucket], stop + shifts[bucket], bucket)
-        for param, (start, stop, bucket) in buffer.param_index_map.items()
-    }
 
 
 def _keeping_step(original: Callable[..., None]) -> Callable[..., None]:
@@ -99,14 +74,7 @@ def _group_record() -> PatchRecord:
 def _checkpoint_records() -> list[PatchRecord]:
     module = "megatron.core.optimizer.distrib_optimizer"
     return [
-        record(
-            f"{module}:DistributedOptimizer.sharded_param_state_fully_reshardable",
-            _compact_index,
-            "it reads state that was gathered without the padding between buckets at positions "
-            "that count the padding (upstream issue 504)",
-            *("self", "model_sharded_state_dict", "is_loading", "metadata"),
-            hook=Hook(f"{module}:gathered_index_map_hook", lambda method: _without_padding),
-        ),
+        *own_ranges.records(),
         record(
             f"{module}:DistributedOptimizer._set_main_param_and_optimizer_states",
             _keeping_step,
