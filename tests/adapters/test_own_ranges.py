@@ -39,7 +39,7 @@ def test_boxes_are_the_range_in_order_and_few(shape: list[int], data: st.DataObj
 
 
 class Optimizer:
-    """What is asked of Megatron-Core's optimizer: one parameter, of which it has a range."""
+    """An optimizer as far as it is asked: one parameter, of which it has a range."""
 
     distributed_optimizer_instance_id = 0
 

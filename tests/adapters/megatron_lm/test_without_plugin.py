@@ -38,8 +38,13 @@ SPEC = ScriptSpec(options=(*NO_EVALUATION, *NO_DROPOUT))
 NUMBER = re.compile(r"((?:lm|sop) loss(?: value| PPL)?|grad norm): ([-+.\dEe]+)")
 
 
-def without_plugin(spec: ScriptSpec, *, script: Path, data: Path, folder: Path) -> list[str]:
-    """Return what the script prints in a run without the plugin."""
+def without_plugin(
+    spec: ScriptSpec, *, script: Path, data: Path, folder: Path, watches: bool = False
+) -> list[str]:
+    """Return what the script prints in a run without the plugin.
+
+    ``watches``: all that it prints, what its saves take of memory among it.
+    """
     folder.mkdir()
     # For every interpreter, those that a checkpoint's writers start included.
     (folder / "sitecustomize.py").write_text(WITHOUT_TRITON)
@@ -57,11 +62,12 @@ def without_plugin(spec: ScriptSpec, *, script: Path, data: Path, folder: Path) 
         env={
             **os.environ,
             "OMP_NUM_THREADS": "1",
+            **({"WATCH_SAVES": "1"} if watches else {}),
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         },
     )
     assert done.returncode == 0, _first_error(done.stderr)
-    return printed_in(done.stdout + done.stderr)
+    return [done.stdout] if watches else printed_in(done.stdout + done.stderr)
 
 
 def _first_error(said: str) -> str:

@@ -18,6 +18,7 @@ import sys
 from typing import Any
 
 from elaswave_plugin.adapters.megatron_lm.triton_stub import without_triton
+from tests.adapters.megatron_lm.save_peak import watch
 
 
 def patch() -> None:
@@ -101,5 +102,7 @@ if __name__ == "__main__":
     patch()
     if "SUM_ORDER" in os.environ:
         sum_in_another_order(int(os.environ["SUM_ORDER"]))
+    if "WATCH_SAVES" in os.environ:
+        watch()
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")

@@ -96,7 +96,7 @@ def _pieces(
         lead = whole.prepend_axis_num
         for offset, size in boxes(whole.local_shape, begin - first, end - first):
             count = math.prod(size)
-            values = state[at - own.start : at - own.start + count].float()
+            values = state.detach()[at - own.start : at - own.start + count].float()
             at += count
             shape = (*(1 for _ in range(lead)), *size)
             yield ShardedTensor(
@@ -132,6 +132,7 @@ def _parts(described: Any, key: str) -> Iterator[tuple[ShardedTensor, int]]:
             yield part, part.data.storage_offset()
 
 
+@torch.no_grad()
 def load_state(optimizer: Any, state_dict: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
     """Install what a checkpoint brought into the tensors of `sharded_state`."""
     for index, (param, _) in enumerate(own_ranges(optimizer)):

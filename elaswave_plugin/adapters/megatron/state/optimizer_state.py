@@ -6,7 +6,7 @@ distrib_optimizer.py, ``DistributedOptimizer.__init__`` from "Model grad buffer 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ class FlatShard:
         """
         self._optimizer = optimizer
         self._own: list[tuple[torch.Tensor, ...]] = []
+        self._masters: tuple[torch.Tensor, ...] = ()
+        self._views: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
         if config_overrides is None:
             config_overrides = get_standard_config_overrides(optimizer.config)
         groups = _get_param_groups(optimizer.model_chunks, optimizer.config, config_overrides)
@@ -65,6 +67,11 @@ class FlatShard:
         until the next cut leaves them alone.
         """
         outer, inner = self._optimizer, self._optimizer.optimizer
+        kept = {
+            bucket: [part[old].clone() for part in self._own]
+            for bucket, old in (in_place or {}).items()
+        }
+        self._release()
         # Names the shards of a checkpoint: the place among those that share no state.
         outer.data_parallel_group_idx = parallel_state.get_model_parallel_group().rank()
         for group, params in zip(inner.param_groups, self._group_params, strict=True):
@@ -74,11 +81,6 @@ class FlatShard:
             {dtype: [bucket.grad_data.numel() for bucket in buffer.buckets]}
             for dtype, buffer in zip(dtypes, outer.buffers, strict=True)
         ]
-        for params in self._group_params:
-            for param in params:
-                if param.dtype != torch.float32:
-                    # As in __init__: a piece that this worker no longer owns has no main param.
-                    param.main_param = None
         # The optimizer partitions the buckets a second time, into bucket groups of its own.
         outer.per_model_bucket_groups = {
             index: partition_buckets(buffers) for index, buffers in outer.per_model_buffers.items()
@@ -99,12 +101,23 @@ class FlatShard:
         )
         inner.param_groups = [group["orig_group"] for group in outer.opt_group_ranges]
         adam.fit_groups(inner)
-        before = self._own
         self._flatten()
         self._in_place = dict(in_place or {})
-        for bucket, old in self._in_place.items():
-            for part, was in zip(self._own, before, strict=True):
-                part[bucket].copy_(was[old])
+        for bucket, parts in kept.items():
+            for part, was in zip(self._own, parts, strict=True):
+                part[bucket].copy_(was)
+
+    def _release(self) -> None:
+        """Let go of the state, so that the old and the new one are never there at once."""
+        self._own, self._masters, self._views = [], (), {}
+        self.exp_avg = self.exp_avg_sq = torch.empty(0)
+        self._optimizer.optimizer.state.clear()
+        self._optimizer.shard_fp32_from_float16_groups = []
+        params: list[Any] = self.params
+        for param in params:
+            if param.dtype != torch.float32:
+                # A piece that this worker no longer owns has no main param, as in __init__.
+                param.main_param = None
 
     def _flatten(self) -> None:
         """Re-point optimizer state (and 16-bit models' masters) to views of flat tensors."""
@@ -116,31 +129,36 @@ class FlatShard:
             for bucket in buffer.buckets
         ]
         device = outer.buffers[0].param_data.device
+        self._masters = self._master_slices(sizes)
+        places = [*self._places()]
+        for param, number, span in places:
+            main = self.main_of(param)
+            if main.untyped_storage().data_ptr() != param.untyped_storage().data_ptr():
+                flat_master = self._masters[number][span]
+                flat_master.copy_(main)
+                main.data = flat_master
+        # Only now, since the masters were there twice until here.
         self.exp_avg = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         self.exp_avg_sq = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
-        self._masters = self._master_slices(sizes)
         # By bucket. Masters of a model in float32 lie in its buffers, which keep what stays.
         self._own = [self.exp_avg.split(sizes), self.exp_avg_sq.split(sizes)]
         if self._is_16_bit:
             self._own.append(self._masters)
-        inner.state.clear()
-        self._views: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
+        for param, number, span in places:
+            views = {name: self._own[n][number][span] for n, name in enumerate(MOMENTS)}
+            self._views[param] = views
+            inner.state[self.main_of(param)] = adam.fresh_state(inner, views)
+
+    def _places(self) -> Iterator[tuple[torch.nn.Parameter, int, slice]]:
+        """Yield the parameters of which this worker has a piece: number and part of its bucket."""
+        outer = self._optimizer
         first_bucket = [
             sum(len(buffer.buckets) for buffer in outer.buffers[:index])
             for index in range(len(outer.buffers))
         ]
         for param, (buffer, dtype, bucket) in outer.model_param_gbuf_map.items():
             local = outer.gbuf_ranges[buffer][dtype][bucket]["param_map"][param]["gbuf_local"]
-            number = first_bucket[buffer] + bucket
-            span = slice(local.start, local.end)
-            main = self.main_of(param)
-            if main.untyped_storage().data_ptr() != param.untyped_storage().data_ptr():
-                flat_master = self._masters[number][span]
-                flat_master.copy_(main)
-                main.data = flat_master
-            views = {name: self._own[n][number][span] for n, name in enumerate(MOMENTS)}
-            self._views[param] = views
-            inner.state[main] = adam.fresh_state(inner, views)
+            yield param, first_bucket[buffer] + bucket, slice(local.start, local.end)
 
     @torch.no_grad()
     def adopt(self) -> int:
