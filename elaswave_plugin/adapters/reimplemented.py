@@ -67,6 +67,18 @@ MEGATRON = (
         ),
     ),
     (
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+        ".sharded_param_state_fully_reshardable",
+        "megatron/compat/own_ranges.py",
+        (("b5c632a06569fa24", "0.16.1 to 0.19.0"),),
+    ),
+    (
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+        ".load_parameter_state_from_fully_reshardable",
+        "megatron/compat/own_ranges.py",
+        (("c5c03c9d92708e4f", "0.16.1 to 0.19.0"),),
+    ),
+    (
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.__init__",
         "megatron/state/optimizer_state.py",
         (

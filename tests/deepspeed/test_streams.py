@@ -14,7 +14,6 @@ from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
 from torch.utils.data import IterableDataset
 
 from elaswave_plugin.adapters.deepspeed.accelerate.stream import StreamOrder
-from elaswave_plugin.errors import ConfigurationError
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import EngineSpec, check_recovered
 from tests.deepspeed.hf_runs import check_newcomer, check_tapes, spec_of
@@ -126,9 +125,51 @@ def test_what_a_redo_needs_is_not_read_again() -> None:
     assert [later[item] for item in later.items(1, 2)] == order.items(1, 2)
 
 
-def test_an_empty_stream_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="gave no sample in its pass 0"):
-        ours(0, dispatches=True, drop_last=False).items(0, 0)
+def test_the_end_is_known_before_an_update_begins() -> None:
+    empty = ours(0, dispatches=True, drop_last=False)
+    assert empty.ends_before(0, 0)
+    order = ours(100, dispatches=True, drop_last=False, per_update=2)
+    assert not order.ends_before(0, 0) and not order.ends_before(0, 16)
+    assert order.ends_before(0, 18)
+    # A job that is resumed behind the first pass, which natively gives it nothing.
+    resumed = ours(100, dispatches=True, drop_last=False, per_update=2)
+    assert resumed.ends_before(0, 30) and not resumed.ends_before(1, 0)
+
+
+def test_a_collator_may_change_what_it_is_given() -> None:
+    stream = [{"labels": [number]} for number in range(12)]
+    orders = [ours(12, dispatches=True, drop_last=False) for _ in range(2)]
+    for order in orders:
+        order._stream = stream
+        order.items(0, 0)
+    orders[0][1].pop("labels")
+    assert orders[0][1] == {"labels": [1]}
+    assert orders[0].digest(0, 1) == orders[1].digest(0, 1)
+
+
+def test_a_generator_is_seeded_in_each_pass_as_accelerate_does() -> None:
+    class Shuffled(Numbers):
+        generator = torch.Generator()
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(torch.randperm(self.count, generator=self.generator).tolist())
+
+    def read(epochs: list[int]) -> list[int]:
+        order = ours(12, dispatches=True, drop_last=False)
+        order._stream = Shuffled(12)
+        for epoch in epochs:
+            items = order.items(epoch, 1)
+        return [order[item] for item in items]
+
+    assert read([0, 1]) == read([1]) != read([0])
+
+
+def test_tensors_of_any_layout_are_compared() -> None:
+    table = torch.arange(12).view(6, 2)
+    order = ours(6, dispatches=True, drop_last=False)
+    order._stream = [table[:, 1], table[::2], table[0].expand(3, 2), torch.tensor(3.0), table, 1]
+    order.items(0, 0)
+    assert order.digest(0, 1)
 
 
 def test_digests_differ_where_samples_do() -> None:

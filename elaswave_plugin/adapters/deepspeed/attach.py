@@ -86,8 +86,10 @@ def initialize_beside(
 
     Raises ConfigurationError where it would be cut.
     """
-    zero = config.get("zero_optimization") or {}
-    if elastic_config(config) is not None and zero.get("stage") == 3:
+    if elastic_config(config) is None:
+        return native(**arguments)
+    zero = config.get("zero_optimization")
+    if isinstance(zero, Mapping) and zero.get("stage") == 3:
         raise ConfigurationError(
             "an engine without an optimizer (a reference model, or evaluate() before train()) has"
             " ZeRO stage 3, and what a lost worker holds of it is gone; train with LoRA or in stage"

@@ -51,7 +51,9 @@ class PlainCheckpoints:
         state = self._save(model_sharded_state_dict, is_loading, metadata=native, **more)
         if is_plain:
             for tensors in state[_STATE].values():
-                self._rename_master(tensors)
+                # A worker that has no place, or no range, has something else there.
+                if isinstance(tensors, MutableMapping):
+                    self._rename_master(tensors)
             state = self._as_plain(state)
         return state
 

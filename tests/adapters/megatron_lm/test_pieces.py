@@ -66,13 +66,20 @@ def test_a_loss_in_the_step_after_an_evaluation_may_move_layers(
 
 
 @proves(Kind.KILL, Promise.EQUAL, victim="1", moment="2:backward")
-def test_a_free_worker_evaluates_and_saves_with_the_others(run: Launch, data: Path) -> None:
+@pytest.mark.parametrize(
+    "without", [(), ("--use-distributed-optimizer", "--overlap-param-gather")], ids=["named", ""]
+)
+def test_a_free_worker_evaluates_and_saves_with_the_others(
+    run: Launch, data: Path, without: tuple[str, ...]
+) -> None:
     """Worker 0 has no place after the loss of 1, and is rank 0, which says what is saved."""
+    place = "plain-" if without else ""
 
     def tp2_dp2(name: str, *kills: str) -> Outcome:
-        options = (*EVALUATION, "--save", "{data}/" + name, "--save-interval", "4")
+        options = (*EVALUATION, "--save", "{data}/" + place + name, "--save-interval", "4")
         parallel = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
-        done = run(ScriptSpec(steps=4, options=(*options, *parallel), kills=kills))
+        spec = ScriptSpec(steps=4, options=(*options, *parallel), kills=kills, without=without)
+        done = run(spec)
         assert done.returncode == 0, done.output[-4000:]
         return done
 
@@ -80,7 +87,7 @@ def test_a_free_worker_evaluates_and_saves_with_the_others(run: Launch, data: Pa
     check_equal(killed, undisturbed)
     assert printed(killed) == printed(undisturbed)
     assert sorted(killed.events("view_committed")[-1]["ranks"]) == [0, 2, 3]
-    check_checkpoints(data, "free", "whole", 4)
+    check_checkpoints(data, f"{place}free", f"{place}whole", 4)
 
 
 @pytest.fixture(scope="module")

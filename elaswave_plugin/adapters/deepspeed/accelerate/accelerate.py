@@ -163,6 +163,10 @@ class AcceleratedJob:
         most = torch.tensor([own, -own], device=self._engine.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         if most[0] != -most[1]:
+            worker = self._loop.worker
+            if worker.untried and str(worker.member.worker) not in worker.untried:
+                # One that came later is the odd one out, and leaves now, which interrupts this.
+                dist.barrier()
             raise ConfigurationError(
                 f"the training stream gave the workers different samples in iteration {first} of"
                 f" its pass {epoch}, wanted the same, of which each takes its share: have its order"
@@ -172,6 +176,10 @@ class AcceleratedJob:
             self._told_s = time.monotonic()
             place = first * self._micro_batch_size * self._width
             self._loop.worker.remember(stream=(epoch, place))
+
+    def ends_before(self, epoch: int, iteration: int) -> bool:
+        """Return whether a stream, whose length nobody knows, has ended before an iteration."""
+        return self._stream is not None and self._stream.ends_before(epoch, iteration)
 
     def _check_batch_size(self, batch_size: int) -> None:
         if batch_size != self._micro_batch_size:

@@ -4,6 +4,7 @@ Natively one process reads a stream for all (Accelerate's dispatcher), and its l
 place. Here every worker counts the samples: the place is a number, and who comes back reads there.
 """
 
+import copy
 import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +29,8 @@ class _Pass:
         self._iterator: Iterator[Any] = iter(stream)
         self._update = update
         self.samples: dict[int, Any] = {}
+        # As they were read: a collator may change what it is given.
+        self.digests: dict[int, bytes] = {}
         self.read = self._kept_from = 0
         # Known once the stream has ended.
         self.length: int | None = None
@@ -43,14 +46,17 @@ class _Pass:
         """
         while self.read < stop and self.length is None:
             try:
-                self.samples[self.read] = next(self._iterator)
+                sample = next(self._iterator)
             except StopIteration:
                 self.length = self.read
                 return
+            digest = hashlib.blake2b(digest_size=8)
+            _hash(sample, digest.update)
+            self.samples[self.read], self.digests[self.read] = sample, digest.digest()
             self.read += 1
             first = self.read - (_REMEMBERED_UPDATES + 1) * self._update
             for place in range(max(self._kept_from, self._update), first):
-                del self.samples[place]
+                del self.samples[place], self.digests[place]
             self._kept_from = max(self._kept_from, first)
 
 
@@ -59,7 +65,7 @@ class StreamOrder:
 
     An iteration takes the next samples for all workers of the launch, one worker's after the
     other's. What the last update of an epoch lacks is taken from the front of the stream. It is the
-    dataset of its own items. Raises ConfigurationError for a stream without a sample.
+    dataset of its own items.
     """
 
     def __init__(
@@ -83,6 +89,8 @@ class StreamOrder:
         self._fills_up = fills_up
         self._drop_last = drop_last
         self._per_update = per_update
+        # An iteration has so many samples at least.
+        self._least = num_samples if drop_last else 1
         self._numbers: dict[int, int] = {}
         # The present pass and the one before it, by epoch.
         self._passes: dict[int, _Pass] = {}
@@ -94,7 +102,7 @@ class StreamOrder:
         if self._here is None or self._here.length is None:
             return sys.maxsize
         whole, rest = divmod(self._here.length, self._num_samples)
-        made = max(whole if self._drop_last else whole + bool(rest), 1)
+        made = whole if self._drop_last else whole + bool(rest)
         return -(-made // self._per_update) * self._per_update
 
     @property
@@ -111,25 +119,31 @@ class StreamOrder:
         first = iteration * self._num_samples
         stop = first + self._num_samples
         here = self.be_at(epoch, first)
-        # One more tells whether it is the last one.
-        here.read_to(stop + (self._num_samples if self._drop_last else 1))
-        if here.length == 0:
-            raise ConfigurationError(
-                f"the stream ({type(self._stream).__name__}) gave no sample in its pass {epoch},"
-                " wanted at least one: look at what filters it"
-            )
+        # What comes behind tells whether it is the last one.
+        here.read_to(stop + self._least)
         if here.length is None:
             return [*range(first, stop)]
         if first < here.length < stop and not self._fills_up:
             stop = first + -(-(here.length - first) // self._width) * self._width
         return [place % here.length for place in range(first, stop)]
 
+    def ends_before(self, epoch: int, iteration: int) -> bool:
+        """Return whether an epoch ends before an iteration."""
+        first = iteration * self._num_samples
+        self.be_at(epoch, first).read_to(first + self._least)
+        return iteration >= self.iterations
+
     def be_at(self, epoch: int, place: int) -> _Pass:
         """Have read up to a place of an epoch, from its beginning where that is behind."""
         here = self._passes.get(epoch)
         if here is None or here.has_forgotten(place):
+            number = self._numbers.get(epoch, epoch)
+            generator = getattr(self._stream, "generator", None)
             if hasattr(self._stream, "set_epoch"):
-                self._stream.set_epoch(self._numbers.get(epoch, epoch))
+                self._stream.set_epoch(number)
+            elif isinstance(generator, torch.Generator):
+                # As Accelerate does, and the Trainer's page on iterable datasets says.
+                generator.manual_seed(number)
             here = _Pass(self._stream, update=self._per_update * self._num_samples)
             self._passes = {
                 number: one for number, one in self._passes.items() if number == epoch - 1
@@ -144,7 +158,8 @@ class StreamOrder:
 
     def __getitem__(self, item: int) -> Any:
         assert self._here is not None
-        return self._here.samples[item]
+        # A redo needs it again, as it was.
+        return copy.deepcopy(self._here.samples[item])
 
     def digest(self, first: int, count: int) -> int:
         """A number of 62 bits by which workers compare iterations of the epoch read last."""
@@ -152,7 +167,7 @@ class StreamOrder:
         found = hashlib.blake2b(digest_size=8)
         length = self._here.length or sys.maxsize
         for place in range(first * self._num_samples, (first + count) * self._num_samples):
-            _hash(self._here.samples.get(place % length), found.update)
+            found.update(self._here.digests.get(place % length, b""))
         return int.from_bytes(found.digest(), "little") >> 2
 
 
@@ -166,7 +181,7 @@ def _hash(value: Any, update: Callable[[bytes], None]) -> None:
         for one in value:
             _hash(one, update)
     elif isinstance(value, torch.Tensor):
-        update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(value, numpy.ndarray) and not value.dtype.hasobject:
         update(value.tobytes())
     elif isinstance(value, str | bytes | int | float | None):

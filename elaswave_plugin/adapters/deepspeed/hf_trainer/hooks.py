@@ -134,8 +134,7 @@ class TrainerHooks:
         """``Trainer.get_batch_samples``: the batches are the job's, so the iterator is left."""
         assert self._loader is not None
         epoch, first = self._job.trainer_state.place
-        if first and first >= len(self._loader):
-            # The end of a stream, whose length nobody knew.
+        if self._accelerated.ends_before(epoch, first):
             return [], None
         update = Update(
             self._job,

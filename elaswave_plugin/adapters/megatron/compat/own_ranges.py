@@ -16,7 +16,11 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
 from elaswave_plugin.adapters.megatron.compat.versions import record
@@ -64,14 +68,14 @@ def own_ranges(optimizer: Any) -> Iterator[tuple[Any, slice]]:
 
 def sharded_state(
     optimizer: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
-) -> dict[int, dict[str, ShardedTensor]]:
+) -> dict[Any, Any]:
     """Return the tensors that this worker has of each parameter, by "name number".
 
     Raises ConfigurationError for a model whose checkpoints have its parameters in other pieces.
     """
     described, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
     of_param = {one.data: one for one in nested_values(described)}
-    found = {}
+    found: dict[Any, Any] = {}
     for index, (param, own) in enumerate(own_ranges(optimizer)):
         tensors = optimizer._get_main_param_and_optimizer_states(param)
         # Each range is there once in a group of replicas.
@@ -83,7 +87,8 @@ def sharded_state(
                 _pieces(of_param[param], name, own, tensors[name], replica, is_loading=is_loading)
             )
         }
-    return found
+    # Something has to be there, also where a worker has padding only.
+    return found or {"none": LocalNonpersistentObject(None)}
 
 
 def _pieces(
