@@ -89,7 +89,7 @@ class StreamOrder:
         self._fills_up = fills_up
         self._drop_last = drop_last
         self._per_update = per_update
-        # An iteration has so many samples at least.
+        # The fewest samples that an iteration reads.
         self._least = num_samples if drop_last else 1
         self._numbers: dict[int, int] = {}
         # The present pass and the one before it, by epoch.
