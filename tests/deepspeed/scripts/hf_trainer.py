@@ -228,6 +228,8 @@ def main() -> None:
     else:
         model = build_model(argparse.Namespace(num_layers=2, hidden_size=64, seq_length=32))
         model.config.attention_dropout = args.dropout
+    if args.quantized:
+        model = quantized(model)
     with TemporaryDirectory() as folder:
         if args.reload:
             model.save_pretrained(folder)
@@ -236,8 +238,6 @@ def main() -> None:
         if args.reload:
             model = AutoModelForCausalLM.from_pretrained(folder)
             print(f"cut: {all(hasattr(param, 'ds_id') for param in model.parameters())}")
-    if args.quantized:
-        model = quantized(model)
     if args.lora:
         model = with_adapters(model, args.dropout)
     plain = Seq2SeqTrainer if args.seq2seq else Trainer
