@@ -156,7 +156,7 @@ def _write_held(path: Path, secret: Secret) -> int:
     while True:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         fcntl.flock(fd, fcntl.LOCK_EX)
-        if path.exists():
+        if _is_at(fd, path):
             os.write(fd, secret.value + b"\n")
             return fd
         os.close(fd)  # another launcher removed it before it was locked
@@ -170,7 +170,16 @@ def _remove_unheld() -> None:
     for path in _left_secrets():
         with contextlib.suppress(OSError), open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
+            if _is_at(file.fileno(), path):
+                path.unlink()
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Return whether a path is that of an open file, and not of one that was made there since."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _left_secrets() -> list[Path]:

@@ -5,6 +5,7 @@ import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -128,6 +129,26 @@ def test_launchers_that_start_at_once_remove_nothing_of_each_other(user: Path) -
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(leave, range(400)))
     assert os.listdir(user) == ["stays"]
+
+
+def test_what_was_made_anew_in_a_place_is_not_removed_for_the_old(
+    user: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the opening and the lock of a file that nobody holds, it goes and comes again."""
+    user.mkdir(mode=0o700)
+    left = user / "1-of-a-killed-launcher"
+    left.write_text("old")
+    flock = fcntl.flock
+
+    def replaced(file: Any, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        left.unlink()
+        left.write_text("new")
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", replaced)
+    with left_to_user(Secret.new()):
+        assert left.read_text() == "new"
 
 
 def test_each_job_has_another_and_leaves_it_in_its_run_directory(tmp_path: Path) -> None:
