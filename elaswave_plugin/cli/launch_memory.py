@@ -13,6 +13,9 @@ from elaswave_plugin.core.step.dataflow import deal
 _STATE, _MOMENTS, _FLOAT, _HALF = 12, 8, 4, 2
 _GIB = 2**30
 _VOCABULARY_MULTIPLE = 128
+# The elements of a bucket where a launch does not say, as Megatron-Core has them.
+_BUCKET = 40_000_000
+_PARALLEL = ("tensor", "pipeline")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +66,7 @@ def memory_of(arguments: Mapping[str, Any], *, workers: int, nodes: int = 1) -> 
         options = [f"--{name.replace('_', '-')}" for name in missing]
         options += [] if workers else ["the number of workers (doctor --workers N)"]
         return f"memory: not counted, since the launch does not tell {', '.join(options)}"
-    tp, pp = (_number(arguments, f"{of}_model_parallel_size", 1) for of in ("tensor", "pipeline"))
+    tp, pp = (_number(arguments, f"{of}_model_parallel_size", 1) for of in _PARALLEL)
     replicas, rest = divmod(workers, tp * pp)
     if rest or not replicas:
         return f"memory: not counted, since {workers} workers are no multiple of TP {tp} x PP {pp}"
@@ -87,7 +90,11 @@ def memory_of(arguments: Mapping[str, Any], *, workers: int, nodes: int = 1) -> 
 
 
 def _contributions(arguments: Mapping[str, Any], parameters: int, replicas: int) -> int:
-    """Of a worker in a step after the loss of a replica: what it sends, and what it is sent."""
+    """Of a worker in a step after the loss of a replica, beside its own gradients.
+
+    Two buckets are on their way at its end; with stages, a micro-batch of a lost replica has
+    gradients of its own.
+    """
     if replicas == 1:
         return 0
     micro = _number(arguments, "micro_batch_size", 1)
@@ -97,11 +104,20 @@ def _contributions(arguments: Mapping[str, Any], parameters: int, replicas: int)
         launch_slots=range(replicas),
         live=range(1, replicas),
     )
-    counts = [len(flow.contributions(slot)) for slot in range(1, replicas)]
+    shipped = [
+        part
+        for slot in range(1, replicas)
+        for part in flow.contributions(slot)
+        if part != flow.in_place(slot)
+    ]
     halves = arguments.get("fp16") and not arguments.get("accumulate_allreduce_grads_in_fp32")
-    gradients = parameters * (_HALF if halves else _FLOAT)
-    most = max(counts)
-    return gradients * most + gradients * (sum(counts) - most) // (replicas - 1)
+    size = _HALF if halves else _FLOAT
+    bucket = size * _number(arguments, "ddp_bucket_size", max(_BUCKET, 1_000_000 * replicas))
+    gradients, owners = parameters * size, replicas - 1
+    # The sums of lost replicas, and terms that come before their turn: one of each owner.
+    shares = len({part.replica for part in shipped}) + min(len(shipped), owners) - 1
+    stages = any(_number(arguments, f"{of}_model_parallel_size", 1) > 1 for of in _PARALLEL)
+    return gradients * shares // owners + 2 * min(bucket, gradients) + gradients * stages
 
 
 def _of_stage(arguments: Mapping[str, Any], stage: int, *, tp: int, pp: int) -> int:

@@ -56,10 +56,12 @@ def test_a_loss_leaves_the_state_to_the_others() -> None:
 
 
 def test_gradients_apart_are_those_of_the_contributions_of_a_step() -> None:
-    """8 replicas of 8 micro-batches, one lost: a whole replica and two single ones at most."""
+    """8 replicas of 8 micro-batches, one lost: its sum, six early terms, a seventh of each."""
     memory = predicted({**LLAMA_3, "micro_batch_size": 1, "global_batch_size": 64}, 8)
-    of_buffer = 4 * 8.03e9
-    assert memory.contributions / of_buffer == pytest.approx(3 + (15 - 3) / 7, rel=1e-3)
+    of_buffer, two_buckets = 4 * 8.03e9, 2 * 4 * 40e6
+    assert memory.contributions == pytest.approx(of_buffer + two_buckets, rel=1e-3)
+    few = predicted({**LLAMA_3, "micro_batch_size": 8, "global_batch_size": 64}, 8)
+    assert few.contributions == pytest.approx(of_buffer / 7 + two_buckets, rel=1e-3)
 
 
 def test_tensor_and_pipeline_parallelism_cut_the_model() -> None:

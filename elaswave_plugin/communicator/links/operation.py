@@ -133,12 +133,22 @@ class Operation:
         return send
 
     def receive(
-        self, rank: int, view: memoryview, *, part: int = 0, whole: int | None = None
+        self,
+        rank: int,
+        view: memoryview,
+        *,
+        part: int = 0,
+        whole: int | None = None,
+        tag: int | None = None,
     ) -> Receive:
-        """Post a receive of exactly len(view) bytes from a member (ANY_SOURCE: from any)."""
+        """Post a receive of exactly len(view) bytes from a member (ANY_SOURCE: from any).
+
+        ``tag``: that of the sending operation, where it is not our own.
+        """
         members = self.group.members
         slot = ANY_SOURCE if rank == ANY_SOURCE else members[rank]
-        key: Key = (slot, self.group.number, int(self.kind), self.sequence, part)
+        sequence = self.sequence if tag is None else tag
+        key: Key = (slot, self.group.number, int(self.kind), sequence, part)
         receive = Receive(view, key, len(view) if whole is None else whole, self)
         self._receives.append(receive)
         self._engine.post_receive(receive, members if rank == ANY_SOURCE else ())

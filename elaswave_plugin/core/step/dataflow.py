@@ -67,6 +67,11 @@ class Dataflow:
             num_microbatches=self.num_microbatches,
         )
 
+    def in_place(self, slot: int) -> Contribution | None:
+        """The whole replica that ``slot`` runs last and so has in its gradients; None without."""
+        last = self.contributions(slot)[-1:]
+        return last[0] if last and last[0].whole else None
+
     def fold(self) -> tuple[FoldTerm, ...]:
         """The canonical order of addition at every shard owner."""
         return fold_order(

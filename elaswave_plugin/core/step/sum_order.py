@@ -53,9 +53,10 @@ def replica_microbatches(
 def contributions(
     microbatches: Sequence[int], *, num_replicas: int, num_microbatches: int
 ) -> tuple[Contribution, ...]:
-    """Contributions of a worker that runs ``microbatches``: whole replicas first, then singles.
+    """Contributions of a worker that runs ``microbatches``: singles first, then whole replicas.
 
-    A replica is sent whole only when this worker runs all of its micro-batches.
+    A replica is whole only when this worker runs all of its micro-batches. The last one, where it
+    is whole, has no successor and so stays where it was added up.
     """
     mine = set(microbatches)
     wholes: list[Contribution] = []
@@ -73,7 +74,7 @@ def contributions(
                 if k in mine
             ]
     singles.sort(key=lambda single: single.microbatches)
-    return (*wholes, *singles)
+    return (*singles, *wholes)
 
 
 def fold_order(

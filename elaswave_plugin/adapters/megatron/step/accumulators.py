@@ -4,7 +4,7 @@ A worker that runs several contributions of ``core/step/sum_order.py`` adds each
 itself. Only views change hands: ``main_grad`` of every parameter and ``grad_data`` of every bucket.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,23 +14,34 @@ from megatron.core.distributed import DistributedDataParallel
 class GradAccumulators:
     """The native gradient buffers of all chunks, and as many more as contributions overlap."""
 
-    def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        *,
+        in_place: int | None,
+        await_sent: Callable[[], None],
+    ) -> None:
+        """``in_place``: the contribution whose gradients stay in the native buffers, if one does.
+
+        ``await_sent`` returns once released buffers may be written again.
+        """
         self._buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
         self._home = [buffer.grad_data for buffer in self._buffers]
+        self._in_place, self._await_sent = in_place, await_sent
         self._of: dict[int, list[torch.Tensor]] = {}
         self._spare: list[list[torch.Tensor]] = []
 
     def select(self, contribution: int) -> None:
         """Accumulate into the buffers of a contribution (by its first micro-batch) from now on."""
         if contribution not in self._of:
-            fresh = self._spare.pop() if self._spare else self._allocate()
+            fresh = self._home if contribution == self._in_place else self._taken()
             for flat in fresh:
                 flat.zero_()
             self._of[contribution] = fresh
         self._point(self._of[contribution])
 
     def release(self, contribution: int) -> None:
-        """The gradients of a contribution have been copied: its buffers may be used again."""
+        """The gradients of a contribution are on their way: its buffers may be used after that."""
         self._spare.append(self._of.pop(contribution))
 
     def restore(self) -> None:
@@ -38,8 +49,11 @@ class GradAccumulators:
         self._of.clear()
         self._point(self._home)
 
-    def _allocate(self) -> list[torch.Tensor]:
-        return [torch.empty_like(home) for home in self._home]
+    def _taken(self) -> list[torch.Tensor]:
+        if not self._spare:
+            return [torch.empty_like(home) for home in self._home]
+        self._await_sent()
+        return self._spare.pop()
 
     def _point(self, flats: list[torch.Tensor]) -> None:
         for buffer, flat in zip(self._buffers, flats, strict=True):

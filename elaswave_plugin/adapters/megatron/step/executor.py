@@ -73,26 +73,32 @@ def run_contributions(
     config = model.config
     losses: list[Any] = []
     num_tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
+    apart = reduction.keeps_contributions_apart
+    if apart:
+        reduction.begin()
     for index, contribution in enumerate(contributions):
-        if index and reduction.keeps_contributions_apart:
-            model.zero_grad_buffer()
-        with model.no_sync():
-            for order, _ in enumerate(contribution.microbatches):
-                output, tokens = schedules.forward_step(
-                    forward_step_func,
-                    data_iterator,
-                    model,
-                    replica_microbatches,
-                    None,
-                    losses,
-                    config,
-                    parallel_state.get_context_parallel_world_size(),
-                    is_first_microbatch=index == 0 and order == 0,
-                    current_microbatch=order,
-                )
-                num_tokens += tokens
+        for order, _ in enumerate(contribution.microbatches):
+            output, tokens = schedules.forward_step(
+                forward_step_func,
+                data_iterator,
+                model,
+                replica_microbatches,
+                None,
+                losses,
+                config,
+                parallel_state.get_context_parallel_world_size(),
+                is_first_microbatch=index == 0 and order == 0,
+                current_microbatch=order,
+            )
+            num_tokens += tokens
+            if apart and index and not order:
+                # What was added up before has left during the forward pass.
+                reduction.await_sent()
+                model.zero_grad_buffer()
+            # Inside, no bucket is reduced; what is zeroed forgets that.
+            with model.no_sync():
                 backward_step(None, output, None, config)
-        if reduction.keeps_contributions_apart:
+        if apart and not (contribution.whole and contribution is contributions[-1]):
             reduction.ship(contribution)
     if config.finalize_model_grads_func is not None:
         config.finalize_model_grads_func(

@@ -78,8 +78,10 @@ class RaggedPipeline:
         self._below: list[Crossing] = [one for one in after if one.sender == coordinate.order]
         # What this worker contributes to the reduction, where contributions are kept apart.
         self._parts: tuple[Contribution, ...] = ()
+        self._in_place: Contribution | None = None
         if reduction.keeps_contributions_apart:
-            self._parts = flow.shard_group(coordinate.stage, coordinate.tp).contributions(slot)
+            deal = flow.shard_group(coordinate.stage, coordinate.tp)
+            self._parts, self._in_place = deal.contributions(slot), deal.in_place(slot)
         self._held: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._left = {
             part.microbatches[0]: len(part.microbatches) * len(chunks) for part in self._parts
@@ -102,7 +104,9 @@ class RaggedPipeline:
             for chunk in self._chunks:
                 stack.enter_context(chunk.no_sync())
             stack.enter_context(self._weight_gradients.step(self._chunks))
-            accumulators = stack.enter_context(GradAccumulators(self._chunks))
+            accumulators = stack.enter_context(self._accumulators())
+            if self._reduction.keeps_contributions_apart and not forward_only:
+                self._reduction.begin()
             for op in self._ops:
                 if len(self._chunks) > 1:
                     parallel_state.set_virtual_pipeline_model_parallel_rank(op.chunk)
@@ -118,6 +122,10 @@ class RaggedPipeline:
         if not forward_only and self._config.finalize_model_grads_func is not None:
             self._finalize()
         return losses
+
+    def _accumulators(self) -> GradAccumulators:
+        kept = None if self._in_place is None else self._in_place.microbatches[0]
+        return GradAccumulators(self._chunks, in_place=kept, await_sent=self._reduction.await_sent)
 
     # ---- one operation --------------------------------------------------------------------------
 
@@ -196,7 +204,7 @@ class RaggedPipeline:
         """Each chunk runs a contribution's micro-batches in rising order, as its sum is defined."""
         first = one.microbatches[0]
         self._left[first] -= 1
-        if not self._left[first]:
+        if not self._left[first] and one != self._in_place:
             self._reduction.ship(one)
             accumulators.release(first)
 

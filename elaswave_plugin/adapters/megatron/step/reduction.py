@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
-from elaswave_plugin.communicator.groups import tagged
+from elaswave_plugin.communicator.groups import tagged, term_sums
+from elaswave_plugin.communicator.groups.work import ElasticWork
 from elaswave_plugin.core.step.dataflow import Dataflow
-from elaswave_plugin.core.step.sum_order import Contribution
+from elaswave_plugin.core.step.sum_order import Contribution, FoldTerm
 
 
 class GradientReduction:
@@ -37,8 +38,11 @@ class GradientReduction:
         self._dataflow: Dataflow | None = None
         self._native = True
         self._ranks: tuple[int, ...] = ()
-        self._pieces: dict[tuple[int, int], torch.Tensor] = {}
-        self._sends: list[tuple[Any, torch.Tensor]] = []
+        # By bucket and lost replica: the sum of what it contributes to the own shard.
+        self._sums: dict[tuple[int, int], tuple[torch.Tensor, ElasticWork]] = {}
+        # By bucket: the whole replicas that are in the gradients of others, by slot.
+        self._arriving: dict[int, dict[int, tagged.Arriving]] = {}
+        self._sends: list[tuple[ElasticWork, torch.Tensor]] = []
         self.watch(chunks)
 
     def watch(self, chunks: Sequence[DistributedDataParallel]) -> None:
@@ -65,7 +69,8 @@ class GradientReduction:
 
     def drop(self) -> None:
         """Forget contributions of an interrupted step."""
-        self._pieces.clear()
+        self._sums.clear()
+        self._arriving.clear()
         self._sends.clear()
 
     def go_on_fast(self) -> None:
@@ -77,10 +82,41 @@ class GradientReduction:
         """True if each contribution has to be shipped on its own."""
         return self._exact and not self._native
 
+    def begin(self) -> None:
+        """Have contributions of lost replicas added up from now on, as they come."""
+        assert self._dataflow is not None
+        for index, bucket in enumerate(self._buckets()):
+            for term in self._shipped_terms():
+                total = torch.empty(self._shard(bucket, 0).shape, dtype=bucket.grad_data.dtype)
+                parts = [
+                    (self._ranks.index(slot), self._tag(index, part.microbatches[0]))
+                    for slot, part in term.chain
+                ]
+                work = term_sums.add_terms(total, self._group, terms=parts)
+                self._sums[index, term.replica] = total, work
+
     def ship(self, contribution: Contribution) -> None:
-        """Send the gradients now in the buffers to the shard owners, as one contribution."""
-        me = self._group.rank()
-        first = contribution.microbatches[0]
+        """Send the gradients now in the buffers to the shard owners, as one contribution.
+
+        They leave from where they are: see `await_sent`.
+        """
+        self._check_gradients()
+        for index, bucket in enumerate(self._buckets()):
+            for rank in range(len(self._ranks)):
+                piece, tag = (
+                    self._shard(bucket, rank),
+                    self._tag(index, contribution.microbatches[0]),
+                )
+                work = term_sums.send_term(piece, self._group, rank=rank, tag=tag)
+                self._sends.append((work, piece))
+
+    def await_sent(self) -> None:
+        """Wait until all that was shipped has left, so that its memory may be written again."""
+        for work, _ in self._sends:
+            work.wait()
+        self._sends.clear()
+
+    def _check_gradients(self) -> None:
         for group in self._bucket_groups:
             nan, large = (
                 group.ddp_config.check_for_nan_in_grad,
@@ -88,23 +124,31 @@ class GradientReduction:
             )
             if nan or large:
                 group.check_grads(check_for_nan_or_inf=nan, check_for_large=large)
-        for index, bucket in enumerate(self._buckets()):
-            size = bucket.grad_data.numel() // len(self._ranks)
-            # The buffers are zeroed for the next contribution while the bytes travel.
-            copy = bucket.grad_data.clone()
-            self._pieces[index, first] = copy[me * size : (me + 1) * size]
-            for rank in range(len(self._ranks)):
-                if rank != me:
-                    piece = copy[rank * size : (rank + 1) * size]
-                    work = tagged.send(piece, self._group, rank=rank, tag=self._tag(index, first))
-                    self._sends.append((work, piece))
 
     def _buckets(self) -> list[Any]:
         return [bucket for buffer in self._buffers for bucket in buffer.buckets]
 
-    def _tag(self, bucket: int, microbatch: int) -> int:
+    def _shard(self, bucket: Any, rank: int) -> torch.Tensor:
+        size = bucket.grad_data.numel() // len(self._ranks)
+        piece: torch.Tensor = bucket.grad_data[rank * size : (rank + 1) * size]
+        return piece
+
+    def _tag(self, bucket: int, number: int) -> int:
+        """A contribution's by its first micro-batch; beyond the last bucket, a whole replica's."""
         assert self._dataflow is not None
-        return bucket * self._dataflow.num_microbatches + microbatch
+        return bucket * self._dataflow.num_microbatches + number
+
+    def _in_place(self, slot: int) -> int | None:
+        """The replica whose sum stays in the gradients of ``slot``; None where it has none."""
+        assert self._dataflow is not None
+        kept = self._dataflow.in_place(slot)
+        return None if kept is None else kept.replica
+
+    def _shipped_terms(self) -> list[FoldTerm]:
+        """The replicas that nobody has in his gradients."""
+        assert self._dataflow is not None
+        kept = {self._in_place(slot) for slot in self._ranks}
+        return [term for term in self._dataflow.fold() if term.replica not in kept]
 
     def _starting(self, native: Callable[..., None]) -> Callable[..., None]:
         def start_grad_sync(force_all_reduce: bool | None = False) -> None:
@@ -125,46 +169,56 @@ class GradientReduction:
             else:
                 self._announce("reduce")
                 group.param_gather_dispatched = False
+                if group is self._bucket_groups[0]:
+                    # A sum is written where gradients may have been sent from.
+                    self.await_sent()
+                    self._check_gradients()
                 for bucket in group.buckets:
                     self._fold(self._buckets().index(bucket), bucket)
                 if group is self._bucket_groups[-1]:
-                    for work, _ in self._sends:
-                        work.wait()
+                    self.await_sent()
                     self.drop()
 
         return finish_grad_sync
 
+    def _exchange(self, index: int, bucket: Any) -> None:
+        """Send the replica that is in the gradients to the shard owners, ask for that of others."""
+        me, mine = self._group.rank(), self._in_place(self._slot)
+        if mine is not None and bucket.gradient_scaling_factor != 1.0:
+            bucket.grad_data *= bucket.gradient_scaling_factor
+        self._arriving[index] = {}
+        tag = self._tag(len(self._buckets()), index)
+        for rank, slot in enumerate(self._ranks):
+            theirs = self._in_place(slot)
+            if rank != me and theirs is not None:
+                space = torch.empty_like(self._shard(bucket, me))
+                self._arriving[index][theirs] = tagged.receive(
+                    space, self._group, rank=rank, tag=tag
+                )
+            if rank != me and mine is not None:
+                piece = self._shard(bucket, rank)
+                self._sends.append((tagged.send(piece, self._group, rank=rank, tag=tag), piece))
+
     def _fold(self, index: int, bucket: Any) -> None:
-        """Add all contributions to this worker's shard of ``bucket`` in canonical order."""
+        """Add all replicas' parts of this worker's shard of ``bucket`` in canonical order."""
         assert self._dataflow is not None
-        me, size = self._group.rank(), bucket.grad_data.numel() // len(self._ranks)
-        terms = self._dataflow.fold()
-        arriving: dict[int, tagged.Arriving] = {}
-        for term in terms:
-            for slot, part in term.chain:
-                if slot != self._slot:
-                    space = torch.empty_like(bucket.grad_data[:size])
-                    first = part.microbatches[0]
-                    arriving[first] = tagged.receive(
-                        space,
-                        self._group,
-                        rank=self._ranks.index(slot),
-                        tag=self._tag(index, first),
-                    )
-
-        def piece(part: Contribution) -> torch.Tensor:
-            first = part.microbatches[0]
-            if first not in arriving:
-                return self._pieces.pop((index, first))
-            return arriving.pop(first).wait()
-
+        # One ahead, so that bytes travel while others are added, and no more are held.
+        for number, one in list(enumerate(self._buckets()))[index : index + 2]:
+            if number not in self._arriving:
+                self._exchange(number, one)
+        own, mine = self._shard(bucket, self._group.rank()), self._in_place(self._slot)
         total: torch.Tensor | None = None
-        for term in terms:
-            (_, head), *rest = term.chain
-            replica = piece(head)
-            for _, part in rest:
-                replica.add_(piece(part))
-            if bucket.gradient_scaling_factor != 1.0:
-                replica *= bucket.gradient_scaling_factor
+        for term in self._dataflow.fold():
+            if term.replica == mine:
+                replica = own
+            elif term.replica in self._arriving[index]:
+                replica = self._arriving[index].pop(term.replica).wait()
+            else:
+                summed, work = self._sums.pop((index, term.replica))
+                work.wait()
+                replica = summed.to(own.device)
+                if bucket.gradient_scaling_factor != 1.0:
+                    replica *= bucket.gradient_scaling_factor
             total = replica if total is None else total.add_(replica)
-        bucket.grad_data[me * size : (me + 1) * size].copy_(total)
+        assert total is not None
+        own.copy_(total)
