@@ -115,14 +115,6 @@ _CHANGED = (
         "switched on, so that checkpoints are not bound to one data-parallel width",
     ),
     (
-        "num_workers",
-        (0,),
-        2,
-        UNSET,
-        Answer.ADJUSTED,
-        "samples are read in the training process, whichever worker runs a micro-batch",
-    ),
-    (
         "async_save",
         (False,),
         False,

@@ -5,12 +5,13 @@ Settings of the job have its names and defaults; the costs are those of equal la
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from elaswave_plugin.cli.plan_memory import bytes_of_stages, change_text
 from elaswave_plugin.config import ElasticConfig, from_section, parse_clocks
 from elaswave_plugin.core.layout.layout import ParallelLayout, launch_layout, sizes_of
 from elaswave_plugin.core.planner.costs import CostModel, uniform_costs
@@ -75,8 +76,9 @@ def run_plan(options: PlanOptions, json_file: Path | None, console: Console) -> 
         launch_width=before.dp,
     )
     rules = _rules(options, settings)
-    plan = joint_plan(before=before, after=after, costs=_costs(options), work=work, rules=rules)
-    _print(before, plan, console)
+    costs = _costs(options)
+    plan = joint_plan(before=before, after=after, costs=costs, work=work, rules=rules)
+    _print(before, plan, costs, console)
     if not settings.moves_layers and settings.move_layers == "auto" and not after.is_rectangular:
         console.print(
             f"layers and workers keep their stages, since lost workers come back (respawn is"
@@ -86,7 +88,7 @@ def run_plan(options: PlanOptions, json_file: Path | None, console: Console) -> 
             soft_wrap=True,
         )
     if json_file is not None:
-        text = json.dumps(plan_record(before, plan, work), indent=1)
+        text = json.dumps(plan_record(before, plan, work, costs), indent=1)
         json_file.write_text(text + "\n", encoding="utf-8")
         console.print(f"written to {json_file}", markup=False, highlight=False, soft_wrap=True)
     return 0
@@ -108,13 +110,19 @@ def dead_slots(texts: tuple[str, ...]) -> tuple[int, ...]:
     return tuple(slots)
 
 
-def plan_record(before: ParallelLayout, plan: JointPlan, work: StepWork) -> dict[str, Any]:
+def plan_record(
+    before: ParallelLayout, plan: JointPlan, work: StepWork, costs: CostModel
+) -> dict[str, Any]:
     """Return what --json writes of a plan: its seconds are predicted by simulation."""
     chosen = plan.chosen
     return {
         "simulated": True,
         "layout_before": before.to_json(),
         "layout_after": plan.layout.to_json(),
+        "worker_bytes": {
+            "before": [asdict(one) for one in bytes_of_stages(before, costs)],
+            "after": [asdict(one) for one in bytes_of_stages(plan.layout, costs)],
+        },
         "plan": {
             "dataflow": str(chosen.choice),
             "order": chosen.order,
@@ -213,11 +221,12 @@ def _rules(options: PlanOptions, settings: ElasticConfig) -> PlanRules:
     )
 
 
-def _print(before: ParallelLayout, plan: JointPlan, console: Console) -> None:
+def _print(before: ParallelLayout, plan: JointPlan, costs: CostModel, console: Console) -> None:
     small = len(before.workers) <= MOST_SHOWN_WORKERS
     shown = [
         ("before", str(before) if small else before.summary()),
         ("after", str(plan.layout) if small else plan.layout.summary()),
+        ("a worker's bytes, without activations", change_text(before, plan.layout, costs)),
         ("why", "\n".join(plan.reasons)),
         (
             f"the best of {len(plan.candidates)} simulated plans, the chosen one first",

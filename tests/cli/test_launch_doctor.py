@@ -32,7 +32,8 @@ def launch(folder: Path, more: str) -> Path:
     ("more", "code", "words"),
     [
         ("", 0, ["pretrain_gpt.py attaches as it is"]),
-        ("--num-workers 4", 0, ["--num-workers", "adjusted"]),
+        ("--num-workers 4", 0, ["attaches as it is"]),
+        ("--ddp-average-in-collective", 0, ["--ddp-average-in-collective", "adjusted"]),
         (
             "--context-parallel-size 2 --fp8-format hybrid",
             2,

@@ -52,6 +52,20 @@ def test_plan_shows_what_a_job_does_by_default(
     assert any("resize" in candidate for candidate in plan["candidates"])
 
 
+def test_plan_tells_the_bytes_of_a_worker_before_and_after(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four layers of 1 GiB: 3 GiB of weights and gradients, 6 of optimizer state, each."""
+    file = tmp_path / "plan.json"
+    lost = ["plan", "--dp", "4", "--layers", "4", "--weights-mib", "1024", "--dead", "1"]
+    assert run_command([*lost, "--json", str(file)]) == 0
+    told = "stage 0: 18.00 GiB and 12.00 GiB of snapshots -> 20.00 GiB and 16.00 GiB of snapshots"
+    assert told in capsys.readouterr().out
+    found = json.loads(file.read_text())["worker_bytes"]
+    assert found["before"] == [{"state": 18 * 2**30, "snapshots": 12 * 2**30}]
+    assert found["after"] == [{"state": 20 * 2**30, "snapshots": 16 * 2**30}]
+
+
 def test_plan_of_many_workers_is_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--pp", "8", "--workers", "8000", "--dead", "0-9", "--layers", "24"]
     assert run_command(arguments) == 0

@@ -41,6 +41,12 @@ FORMS: dict[str, tuple[Change, ...]] = {
     "a loader that shuffles": (
         (_TRAIN, f"job.batches({_LOADER.format(data='train', options='shuffle=True')})"),
     ),
+    "a loader with processes": (
+        (
+            _TRAIN,
+            f"job.batches({_LOADER.format(data='train', options='shuffle=True, num_workers=2')})",
+        ),
+    ),
     # Its third step begins the second pass.
     "a loader shorter than the run": (
         (
@@ -95,6 +101,30 @@ def test_a_form_loses_a_worker_and_is_equal(run: Launch, tmp_path: Path, form: s
     undisturbed = run(spec)
     assert undisturbed.returncode == 0, undisturbed.output[-3000:]
     check_equal(killed, undisturbed)
+
+
+# Sample i is read in step i // 6, in the order of the data.
+_ELSEWHERE = """class Elsewhere(torch.utils.data.Dataset):
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, number):
+        assert number < 18 or torch.utils.data.get_worker_info() is not None, number
+        return self.data[number]
+
+
+"""
+
+
+@proves(Kind.NOTHING, Promise.SAME)
+def test_processes_of_a_loader_read_from_the_fourth_step_on(run: Launch, tmp_path: Path) -> None:
+    data = _LOADER.format(data="Elsewhere(train)", options="num_workers=2")
+    script = write(tmp_path, before_model(_ELSEWHERE), (_TRAIN, f"job.batches({data})"))
+    done = run(JobSpec(nproc=3, global_batch=6, steps=5, script=script))
+    assert done.returncode == 0, done.output[-3000:]
 
 
 @proves(Kind.WRONG_SCRIPT, Promise.REFUSED)

@@ -5,11 +5,20 @@ of that replica yields there, on any worker (megatron/training/datasets/data_sam
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from elaswave_plugin.adapters.megatron.step.sample_draws import SampleDraws
+from elaswave_plugin.adapters.read_ahead import Key, ReadAhead
 
 OnBatch = Callable[[int, Sequence[int]], None]
+
+
+class _Request(NamedTuple):
+    """The samples of a micro-batch, and the epoch in which the dataset has them."""
+
+    position: int
+    ids: list[int]
+    epoch: int | None
 
 
 class _Reader:
@@ -54,6 +63,8 @@ class MicrobatchLoader:
         self._readers: dict[int, _Reader] = {}
         self._native = make(0, position)
         self._queue: Iterator[int] = iter(())
+        self._requests: dict[Key, _Request] = {}
+        self._ahead = ReadAhead(self._read, self._request, like=self._native)
 
     def __len__(self) -> int:
         return len(self._native)
@@ -71,26 +82,43 @@ class MicrobatchLoader:
     def advance(self, samples: int) -> None:
         """Advance past the present batch, of ``samples`` samples."""
         self.position += samples
+        self._requests = {k: one for k, one in self._requests.items() if k.place >= self.position}
 
     def __next__(self) -> Any:
         """The micro-batch that was asked for, as Megatron-LM's loader collates it."""
         microbatch = next(self._queue)
-        ids, sampler = self._ids(microbatch)
-        self._on_batch(microbatch, ids)
-        if hasattr(sampler, "epoch") and hasattr(self._dataset, "set_epoch"):
-            self._dataset.set_epoch(sampler.epoch)
-        return self._native.collate_fn(self._draws.read(ids, self.position))
+        key = Key(self.position, microbatch)
+        request = self._request(key)
+        if request is None:
+            raise StopIteration
+        self._on_batch(microbatch, request.ids)
+        return self._ahead.take(key, request)
 
-    def _ids(self, microbatch: int) -> tuple[list[int], Any]:
-        order, replica = divmod(microbatch, self._num_replicas)
-        position = self.position + order * self._stride
+    def _read(self, request: "_Request") -> Any:
+        if request.epoch is not None and hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(request.epoch)
+        return self._native.collate_fn(self._draws.read(request.ids, request.position))
+
+    def _request(self, key: Key) -> "_Request | None":
+        """Return what to read for a micro-batch; None behind the end of the data."""
+        if key not in self._requests:
+            assert isinstance(key.part, int)
+            order, replica = divmod(key.part, self._num_replicas)
+            found = self._ids(replica, key.place + order * self._stride)
+            if found is None:
+                return None
+            ids, sampler = found
+            self._requests[key] = _Request(key.place, ids, getattr(sampler, "epoch", None))
+        return self._requests[key]
+
+    def _ids(self, replica: int, position: int) -> tuple[list[int], Any] | None:
         reader = self._readers.get(replica)
         ids = reader.read() if reader is not None and reader.position == position else None
         if reader is None or ids is None:
             reader = _Reader(self._make(replica, position).batch_sampler, position)
             ids = reader.read()
         if ids is None:
-            raise StopIteration
+            return None
         reader.position = position + self._stride
         self._readers[replica] = reader
         return ids, reader.sampler

@@ -28,7 +28,8 @@ def loader(told: list[tuple[int, Sequence[int]]], made: list[tuple[int, int]]) -
 
     def make(replica: int, position: int) -> Any:
         made.append((replica, position))
-        return SimpleNamespace(batch_sampler=Sequential(replica, position), collate_fn=list)
+        sampler = Sequential(replica, position)
+        return SimpleNamespace(batch_sampler=sampler, collate_fn=list, num_workers=0)
 
     return MicrobatchLoader(
         {one: one for one in range(3000)},

@@ -20,7 +20,8 @@ from tests.proofs import Kind, Promise, proves
 
 pytestmark = [needs_repository, pytest.mark.timeout(300)]
 
-LOGS = ("--log-params-norm", "--log-energy", "--log-straggler", "--num-workers", "2")
+LOGS = ("--log-params-norm", "--log-energy", "--log-straggler")
+READERS = ("--num-workers", "2")
 PROFILE = (
     *("--profile", "--use-pytorch-profiler", "--profile-ranks", "1", "2"),
     *("--profile-step-start", "1", "--profile-step-end", "4", "--tensorboard-dir", "{data}/traces"),
@@ -81,6 +82,17 @@ def test_logs_of_norm_energy_and_slow_workers_end_no_job(
     check_same(run, reference, logging, alive=nproc - 1)
     norms = [re.search(r"params norm: ([\d.]+)", line) for line in printed(reference(logging))]
     assert len(norms) == 4 and all(found and float(found[1]) > 1 for found in norms)
+
+
+@proves(Kind.KILL, Promise.EQUAL, victim="2", moment="3:backward")
+@pytest.mark.parametrize("base", [(), TP2_PP2], ids=["dp", "tp_pp"])
+def test_processes_read_ahead_the_samples_that_the_worker_reads(
+    run: Launch, reference: Launch, base: tuple[str, ...]
+) -> None:
+    nproc = 8 if base == TP2_PP2 else 4
+    ahead = spec(*READERS, *base, nproc=nproc, steps=6, kills=("2@3:backward",))
+    check_same(run, reference, ahead, alive=nproc - 1)
+    assert reference(ahead).trace() == reference(spec(*base, nproc=nproc, steps=6)).trace()
 
 
 @proves(Kind.NOTHING, Promise.SAME)

@@ -7,6 +7,7 @@ import torch
 
 from elaswave_plugin.adapters.megatron.step.loader_order import LoaderOrder
 from elaswave_plugin.adapters.megatron.step.sample_draws import SampleDraws
+from elaswave_plugin.adapters.read_ahead import Key, ReadAhead
 from elaswave_plugin.core.step.dataflow import Samples, sample_ids
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
@@ -49,8 +50,9 @@ class KeyedBatches:
         Raises ConfigurationError for anything but a map-style dataset, or a DataLoader over one.
         """
         self._collate = torch.utils.data.default_collate
+        like: torch.utils.data.DataLoader[Any] | None = None
         if isinstance(dataset, torch.utils.data.DataLoader):
-            dataset = LoaderOrder(dataset, micro_batch_size=micro_batch_size)
+            like, dataset = dataset, LoaderOrder(dataset, micro_batch_size=micro_batch_size)
             self._collate = dataset.collate_fn
         _check_dataset(dataset)
         self._size = len(dataset) if hasattr(dataset, "__len__") else None
@@ -63,6 +65,7 @@ class KeyedBatches:
         self._number = 0
         self._delivered = 0
         self._queue: list[Samples] = []
+        self._ahead = ReadAhead(self._read, self._request, like=like)
 
     def deliver(self, number: int, samples: Samples) -> None:
         """The next batch is these samples of the global batch ``number``."""
@@ -97,17 +100,34 @@ class KeyedBatches:
                 else "next(batches) is called where no micro-batch is due: write forward_backward "
                 "= job.forward_backward(get_forward_backward_func()), and call that in train_step"
             )
-        read: list[int] = []
-        for microbatch, start, stop in self._queue.pop().rows(size=self._micro_batch_size):
+        key = Key(self._number, self._queue.pop())
+        for microbatch, ids in self._ids(key):
+            self._on_batch(microbatch, ids)
+        return self._ahead.take(key, (key.place, self._all_ids(key)))
+
+    def _ids(self, key: Key) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield the micro-batches of which a batch has samples, and those."""
+        assert isinstance(key.part, Samples)
+        for microbatch, start, stop in key.part.rows(size=self._micro_batch_size):
             ids = sample_ids(
-                step=self._number,
+                step=key.place,
                 microbatch=microbatch,
                 num_microbatches=self._num_microbatches,
                 size=self._micro_batch_size,
-            )[start:stop]
-            self._on_batch(microbatch, ids)
-            read += ids
-        return self._collate(self._draws.read(read, self._number))
+            )
+            yield microbatch, ids[start:stop]
+
+    def _all_ids(self, key: Key) -> list[int]:
+        return [one for _, ids in self._ids(key) for one in ids]
+
+    def _request(self, key: Key) -> tuple[int, list[int]] | None:
+        """Return what to read for a batch; None behind the end of the data."""
+        ids = self._all_ids(key)
+        return None if self._size is not None and max(ids) >= self._size else (key.place, ids)
+
+    def _read(self, request: tuple[int, list[int]]) -> Any:
+        number, ids = request
+        return self._collate(self._draws.read(ids, number))
 
 
 def check_lengths(batches: Any, steps: int) -> None:
