@@ -7,9 +7,9 @@ The notes are events of the run: one a step, and one at its end with this machin
 
 import ctypes
 import mmap
+import re
 import runpy
 import sys
-import threading
 import time
 from collections.abc import Callable
 from functools import wraps
@@ -27,39 +27,16 @@ from elaswave_plugin.snapshot.snapshot_pool import CHUNK_BYTES, SnapshotPool
 
 STEP_EVENT, BANDWIDTH_EVENT = "size_step", "size_bandwidth"
 GATHERED_BYTES = 64 << 20
-SAMPLED_EVERY_S = 0.002
-_MALLINFO2 = (
-    *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks"),
-    *("fsmblks", "uordblks", "fordblks", "keepcost"),
-)
+# mallopt(3): larger blocks are mapped, so that what is freed is the kernel's again at once.
+M_MMAP_THRESHOLD, MAPPED_FROM_BYTES = -3, 1 << 20
+_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-class MallocInfo(ctypes.Structure):
-    """The answer of mallinfo2(3), of all arenas."""
-
-    _fields_ = tuple((name, ctypes.c_size_t) for name in _MALLINFO2)
-
-
-class MemoryInUse:
-    """The bytes that malloc has handed out in this process, and their peak."""
-
-    def __init__(self) -> None:
-        self._info = ctypes.CDLL(None).mallinfo2
-        self._info.restype = MallocInfo
-        self.peak = 0
-        threading.Thread(target=self._sample, name="size-probe", daemon=True).start()
-
-    def now(self) -> int:
-        """Bytes in use, those of mapped blocks too."""
-        found = self._info()
-        in_use = int(found.uordblks) + int(found.hblkhd)
-        self.peak = max(self.peak, in_use)
-        return in_use
-
-    def _sample(self) -> None:
-        while True:
-            self.now()
-            time.sleep(SAMPLED_EVERY_S)
+def peak_bytes() -> int:
+    """The most memory of this process since that was reset, that of its snapshots included."""
+    found = re.search(r"^VmHWM:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
+    assert found is not None
+    return 1024 * int(found[1])
 
 
 class Probe:
@@ -67,13 +44,12 @@ class Probe:
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
-        self._memory = MemoryInUse()
-        self._begin_bytes = 0
         self._training_s = self._beside_s = 0.0
         self._nested = 0
 
     def watch(self) -> None:
         """Stand before the seals and the steps of this process."""
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_FROM_BYTES)
         keeper: Any = StateKeeper
         keeper.seal = self._on_training_thread(keeper.seal)
         keeper.finish_seal = self._on_training_thread(keeper.finish_seal)
@@ -95,14 +71,12 @@ class Probe:
 
         def begin_and_note(one: GuardedSteps) -> None:
             begin(one)
-            self._memory.peak = 0
-            self._begin_bytes = self._memory.now()
+            _RESET.write_text("5")
 
         def complete_and_note(one: GuardedSteps, report: StepReport) -> None:
-            self._memory.now()
-            grown = self._memory.peak - self._begin_bytes
+            peak = peak_bytes()
             complete(one, report)
-            self._note(one, grown)
+            self._note(one, peak)
 
         pool.begin_seal = begin_seal_and_time
         steps.begin, steps.complete = begin_and_note, complete_and_note
@@ -121,7 +95,7 @@ class Probe:
 
         return timed
 
-    def _note(self, steps: GuardedSteps, grown: int) -> None:
+    def _note(self, steps: GuardedSteps, peak: int) -> None:
         worker = steps.worker
         worker.events.emit(
             STEP_EVENT,
@@ -130,7 +104,7 @@ class Probe:
             epoch=worker.view.epoch,
             training_thread_s=self._training_s,
             beside_s=self._beside_s,
-            grown_bytes=grown,
+            peak_bytes=peak,
         )
         self._training_s = self._beside_s = 0.0
         if worker.completed == self._steps:
