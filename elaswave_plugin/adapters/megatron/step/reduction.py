@@ -35,12 +35,15 @@ class GradientReduction:
         self._exact = exact
         self._announce = announce
         self._group = chunks[0].intra_dp_cp_group
-        self._dataflow: Dataflow | None = None
         self._native = True
         self._ranks: tuple[int, ...] = ()
+        self._num_microbatches = 0
+        # The canonical order, and by slot the replica whose sum stays in its gradients.
+        self._terms: tuple[FoldTerm, ...] = ()
+        self._in_place: dict[int, int] = {}
         # By bucket and lost replica: the sum of what it contributes to the own shard.
         self._sums: dict[tuple[int, int], tuple[torch.Tensor, ElasticWork]] = {}
-        # By bucket: the whole replicas that are in the gradients of others, by slot.
+        # By bucket and replica: those that are in the gradients of others.
         self._arriving: dict[int, dict[int, tagged.Arriving]] = {}
         self._sends: list[tuple[ElasticWork, torch.Tensor]] = []
         self.watch(chunks)
@@ -63,8 +66,12 @@ class GradientReduction:
         runs, and starts the reductions itself.
         """
         assert native or dataflow is not None or not self._exact
-        self._dataflow, self._native = dataflow, native
-        self._ranks = ranks
+        self._native, self._ranks = native, ranks
+        self._num_microbatches, self._terms, self._in_place = 0, (), {}
+        if dataflow is not None:
+            self._num_microbatches, self._terms = dataflow.num_microbatches, dataflow.fold()
+            kept = ((slot, dataflow.in_place(slot)) for slot, _ in dataflow.placement)
+            self._in_place = {slot: one.replica for slot, one in kept if one is not None}
         self.drop()
 
     def drop(self) -> None:
@@ -84,9 +91,9 @@ class GradientReduction:
 
     def begin(self) -> None:
         """Have contributions of lost replicas added up from now on, as they come."""
-        assert self._dataflow is not None
+        shipped = [one for one in self._terms if one.replica not in self._in_place.values()]
         for index, bucket in enumerate(self._buckets()):
-            for term in self._shipped_terms():
+            for term in shipped:
                 total = torch.empty(self._shard(bucket, 0).shape, dtype=bucket.grad_data.dtype)
                 parts = [
                     (self._ranks.index(slot), self._tag(index, part.microbatches[0]))
@@ -103,10 +110,8 @@ class GradientReduction:
         self._check_gradients()
         for index, bucket in enumerate(self._buckets()):
             for rank in range(len(self._ranks)):
-                piece, tag = (
-                    self._shard(bucket, rank),
-                    self._tag(index, contribution.microbatches[0]),
-                )
+                piece = self._shard(bucket, rank)
+                tag = self._tag(index, contribution.microbatches[0])
                 work = term_sums.send_term(piece, self._group, rank=rank, tag=tag)
                 self._sends.append((work, piece))
 
@@ -135,20 +140,7 @@ class GradientReduction:
 
     def _tag(self, bucket: int, number: int) -> int:
         """A contribution's by its first micro-batch; beyond the last bucket, a whole replica's."""
-        assert self._dataflow is not None
-        return bucket * self._dataflow.num_microbatches + number
-
-    def _in_place(self, slot: int) -> int | None:
-        """The replica whose sum stays in the gradients of ``slot``; None where it has none."""
-        assert self._dataflow is not None
-        kept = self._dataflow.in_place(slot)
-        return None if kept is None else kept.replica
-
-    def _shipped_terms(self) -> list[FoldTerm]:
-        """The replicas that nobody has in his gradients."""
-        assert self._dataflow is not None
-        kept = {self._in_place(slot) for slot in self._ranks}
-        return [term for term in self._dataflow.fold() if term.replica not in kept]
+        return bucket * self._num_microbatches + number
 
     def _starting(self, native: Callable[..., None]) -> Callable[..., None]:
         def start_grad_sync(force_all_reduce: bool | None = False) -> None:
@@ -183,13 +175,13 @@ class GradientReduction:
 
     def _exchange(self, index: int, bucket: Any) -> None:
         """Send the replica that is in the gradients to the shard owners, ask for that of others."""
-        me, mine = self._group.rank(), self._in_place(self._slot)
+        me, mine = self._group.rank(), self._in_place.get(self._slot)
         if mine is not None and bucket.gradient_scaling_factor != 1.0:
             bucket.grad_data *= bucket.gradient_scaling_factor
         self._arriving[index] = {}
         tag = self._tag(len(self._buckets()), index)
         for rank, slot in enumerate(self._ranks):
-            theirs = self._in_place(slot)
+            theirs = self._in_place.get(slot)
             if rank != me and theirs is not None:
                 space = torch.empty_like(self._shard(bucket, me))
                 self._arriving[index][theirs] = tagged.receive(
@@ -201,14 +193,13 @@ class GradientReduction:
 
     def _fold(self, index: int, bucket: Any) -> None:
         """Add all replicas' parts of this worker's shard of ``bucket`` in canonical order."""
-        assert self._dataflow is not None
         # One ahead, so that bytes travel while others are added, and no more are held.
         for number, one in list(enumerate(self._buckets()))[index : index + 2]:
             if number not in self._arriving:
                 self._exchange(number, one)
-        own, mine = self._shard(bucket, self._group.rank()), self._in_place(self._slot)
+        own, mine = self._shard(bucket, self._group.rank()), self._in_place.get(self._slot)
         total: torch.Tensor | None = None
-        for term in self._dataflow.fold():
+        for term in self._terms:
             if term.replica == mine:
                 replica = own
             elif term.replica in self._arriving[index]:
