@@ -28,6 +28,18 @@ class Batches(NamedTuple):
     sampler: "DistributedSampler[Any] | None"
 
 
+def no_places(dataset: Any, *, named: str) -> str | None:
+    """Return the sentence that refuses a dataset whose samples have no places; None for others."""
+    is_mapped = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    # Torch's iterable ones have __getitem__ too, which raises, and some have a length.
+    if is_mapped and not isinstance(dataset, IterableDataset):
+        return None
+    return (
+        f"{named} is a {type(dataset).__name__}, wanted one with __getitem__ and __len__: the"
+        " worker that redoes a step has to read its samples again"
+    )
+
+
 def batches_of(
     loader: Any, *, micro_batch_size: int, named: str = "train_micro_batch_size_per_gpu"
 ) -> Batches:
@@ -51,12 +63,9 @@ def batches_of(
 
 def _problems(loader: Any, micro_batch_size: int, named: str) -> Iterator[str]:
     dataset = loader.dataset
-    is_mapped = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    if isinstance(dataset, IterableDataset) or not is_mapped:
-        yield (
-            f"the DataLoader's dataset is a {type(dataset).__name__}, wanted one with __getitem__"
-            " and __len__: the worker that redoes a step has to read its samples again"
-        )
+    problem = no_places(dataset, named="the DataLoader's dataset")
+    if problem is not None:
+        yield problem
     batches, size = loader.batch_sampler, len(dataset)
     # With a batch sampler of its own a DataLoader's other attributes say nothing.
     sampler: Any = batches.sampler if type(batches) is BatchSampler else batches

@@ -52,11 +52,11 @@ def test_it_is_what_the_shards_of_accelerate_deal_out(
                 batches.sampler.set_epoch(epoch)
             epochs.append(list(shard))
         dealt.append(epochs)
-    assert all(len(epochs[0]) == order.iterations for epochs in dealt)
+    assert all(len(epochs[0]) == order.iterations_of(0) for epochs in dealt)
     wanted = {
         (epoch, iteration): [one for epochs in dealt for one in epochs[epoch][iteration]]
         for epoch in range(3)
-        for iteration in range(order.iterations)
+        for iteration in range(order.iterations_of(0))
     }
     for place in [*reversed(wanted), *wanted]:
         assert order.items(*place) == wanted[place]

@@ -1,6 +1,7 @@
 """The loader's order is DeepSpeed's for each worker; shares have no gap and no overlap."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ pytest.importorskip("deepspeed")
 from deepspeed.runtime.dataloader import RepeatingLoader
 
 from elaswave_plugin.adapters.deepspeed.compat.patches import deepspeed_patches
+from elaswave_plugin.adapters.deepspeed.engine.attached import AttachedEngine
 from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader, GlobalOrder, Position
 from elaswave_plugin.adapters.torch_loader import batches_of
 from elaswave_plugin.core.step.dataflow import share
@@ -281,6 +283,15 @@ def test_a_torch_loader_over_a_stream_is_refused(stream: Stream) -> None:
     wanted = f"dataset is a {type(stream).__name__}, wanted one with __getitem__ and __len__"
     with pytest.raises(ConfigurationError, match=wanted):
         batches_of(DataLoader(stream, batch_size=2), micro_batch_size=2)
+
+
+@pytest.mark.parametrize("stream", [Stream(), CountedStream()])
+def test_a_stream_as_training_data_is_refused(stream: Stream) -> None:
+    nothing: Any = None
+    job: Any = SimpleNamespace(_framework=SimpleNamespace(loader=None))
+    wanted = f"the dataset is a {type(stream).__name__}, wanted one with __getitem__ and __len__"
+    with pytest.raises(ConfigurationError, match=wanted):
+        AttachedEngine.take_order(job, stream, lambda: nothing, collate=None)
 
 
 class Plain:

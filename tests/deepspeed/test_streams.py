@@ -1,6 +1,7 @@
 """Iterable datasets of a Trainer: every worker counts the samples, so a loss keeps the place."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +15,12 @@ from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
 from torch.utils.data import IterableDataset
 
 from elaswave_plugin.adapters.deepspeed.accelerate.stream import StreamOrder
+from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import EngineSpec, check_recovered
 from tests.deepspeed.hf_runs import check_newcomer, check_tapes, spec_of
 from tests.deepspeed.test_join import entered
+from tests.deepspeed.test_loader import Alone
 from tests.faults.harness import Outcome
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
@@ -74,7 +77,7 @@ def ours(count: int, *, dispatches: bool, drop_last: bool, **more: Any) -> Strea
         width=WIDTH,
         fills_up=not dispatches,
         drop_last=drop_last,
-        **{"per_update": 1, **more},
+        **{"per_update": 1, "whole_updates": True, **more},
     )
 
 
@@ -88,7 +91,7 @@ def test_samples_are_dealt_out_as_accelerate_does(
     order = ours(count, dispatches=dispatches, drop_last=drop_last)
     dealt: list[list[list[int]]] = [[] for _ in range(WIDTH)]
     iteration = 0
-    while iteration < order.iterations:
+    while iteration < order.iterations_of(0):
         items = order.items(0, iteration)
         assert [order[item] for item in items] == items
         share = len(items) // WIDTH
@@ -113,7 +116,7 @@ def test_what_a_redo_needs_is_not_read_again() -> None:
     # The last step of the epoch before, of which all was read.
     for iteration in range(8, 18):
         order.items(0, iteration)
-    assert order.iterations == 18
+    assert order.iterations_of(0) == 18
     assert order.items(0, 17)[-1] == 7, "filled up from the front to a whole update"
     order.items(1, 0)
     order.items(1, 1)
@@ -181,6 +184,31 @@ def test_digests_differ_where_samples_do() -> None:
     for order in orders:
         order.items(0, 1)
     assert len({order.digest(1, 1) for order in orders}) == 2
+
+
+def test_a_redo_goes_back_over_the_end_of_an_epoch() -> None:
+    """As a loop reads a stream, which ends its epochs early, with an empty one in between."""
+    order = ours(16, dispatches=True, drop_last=False, per_update=2, whole_updates=False)
+    loader = ElasticLoader(Alone(), order, order, collate=list)
+    batches = iter(loader)
+    first = [next(batches) for _ in range(3)]
+    assert first == [[*range(6)], [*range(6, 12)], [12, 13, 14, 15, 0, 1]]
+    assert loader.at_end and len(loader) == 3
+    end = loader.position
+    batches = iter(loader)
+    assert next(batches) == first[0] and loader.position.epoch == 1
+    # The first step of the second epoch is rolled back, and then the last one of the first.
+    loader.position = end
+    assert next(batches) == first[0] and loader.position.epoch == 1
+    loader.position = replace(end, iteration=2)
+    assert next(batches) == first[2] and loader.at_end
+    assert next(batches) == first[0] and not loader.at_end
+    assert [next(batches), next(batches)] == first[1:]
+    assert next(batches, None) is None
+    order._stream.count = 0
+    assert [*map(list, loader)] == []
+    order._stream.count = 6
+    assert [*map(list, loader)] == first[:1]
 
 
 def streaming(*kills: str, kind: str = "plain", options: tuple[str, ...] = (), **more: Any) -> Any:

@@ -8,7 +8,8 @@ loader, its samples are those that Accelerate's own loader would deal out, and
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,11 +22,11 @@ from elaswave_plugin.adapters.deepspeed.accelerate.order import (
     agree_on,
     sampler_of,
 )
-from elaswave_plugin.adapters.deepspeed.accelerate.stream import StreamOrder, stream_of
+from elaswave_plugin.adapters.deepspeed.accelerate.stream import StreamOrder, is_stream, stream_of
 from elaswave_plugin.adapters.deepspeed.compat import unsupported
 from elaswave_plugin.adapters.deepspeed.compat.patches import accelerate_patches
 from elaswave_plugin.adapters.deepspeed.engine.job import EngineJob
-from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
+from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader, Position
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
@@ -102,25 +103,27 @@ class AcceleratedJob:
 
     def dispatch(self, native: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
         """``iter(loader)`` where one process reads for all: in an evaluation, the first one."""
-        if self._engine.module.training:
-            self._refuse_dispatch()
-        yield from self._evaluate(native(loader))
+        training = self._engine.module.training
+        return self._train(loader) if training else self._evaluate(native(loader))
 
     @ends_in_a_sentence
-    def _refuse_dispatch(self) -> NoReturn:
-        raise ConfigurationError(
-            "dispatch_batches is True in Accelerate, or the dataset is iterable, so that one "
-            "process reads for all, and its loss would lose the place in the data; set it to "
-            "False, with a dataset that has __getitem__ and __len__"
-        )
+    def elastic(self, loader: Any, *, whole_updates: bool = False) -> ElasticLoader:
+        """The job's loader for the training loader that Accelerate has prepared.
 
-    @ends_in_a_sentence
-    def elastic(self, loader: Any) -> ElasticLoader:
-        """The job's loader for the training loader that Accelerate has prepared."""
-        if self._loader is not None and self._prepared is loader:
-            return self._loader
+        ``whole_updates``: whether the last step of an epoch of a stream is as long as the others.
+        """
+        if self._loader is None or self._prepared is not loader:
+            take = partial(self._streamed, whole_updates) if is_stream(loader) else self._sampled
+            self._loader, self._prepared = take(loader), loader
+        return self._loader
+
+    def _sampled(self, loader: Any) -> ElasticLoader:
+        """The job's loader for one whose samples have places."""
         if isinstance(loader, DataLoaderDispatcher):
-            self._refuse_dispatch()
+            raise ConfigurationError(
+                "dispatch_batches is True in Accelerate, so that one process reads for all, and its"
+                " loss would lose the place in the data; set it to False"
+            )
         sampler, batch_size, drop_last = sampler_of(loader, self._width)
         self._check_batch_size(batch_size)
 
@@ -131,13 +134,10 @@ class AcceleratedJob:
             num_samples = batch_size * self._width
             return SamplerOrder(sampler, num_samples=num_samples, drop_last=drop_last)
 
-        self._loader = self._job.take_order(loader.dataset, order, collate=loader.collate_fn)
-        self._prepared = loader
-        return self._loader
+        return self._job.take_order(loader.dataset, order, collate=loader.collate_fn)
 
-    @ends_in_a_sentence
-    def streaming(self, loader: Any, *, per_update: int) -> ElasticLoader:
-        """The job's loader for one of an iterable dataset, which is read ``per_update`` batches."""
+    def _streamed(self, whole_updates: bool, loader: Any) -> ElasticLoader:
+        """The job's loader for one of an iterable dataset."""
         stream, batch_size, fills_up, drop_last = stream_of(loader, self._width)
         self._check_batch_size(batch_size)
         order = self._stream = StreamOrder(
@@ -146,7 +146,8 @@ class AcceleratedJob:
             width=self._width,
             fills_up=fills_up,
             drop_last=drop_last,
-            per_update=per_update,
+            per_update=int(self._engine.gradient_accumulation_steps()),
+            whole_updates=whole_updates,
         )
         if self._loop.worker.detached:
             # What there is to read until the others' place, they need not wait for.
@@ -155,11 +156,10 @@ class AcceleratedJob:
         return self._job.take_order(order, lambda: order, collate=loader.collate_fn)
 
     @ends_in_a_sentence
-    def check_stream(self, *, epoch: int, first: int, count: int) -> None:
-        """Check that all workers have read the same from a stream (collective)."""
-        if self._stream is None:
-            return
-        own = self._stream.digest(first, count)
+    def _check_stream(self, stream: StreamOrder, place: Position) -> None:
+        """Check that all workers have read the same for a step up to a place (collective)."""
+        epoch, first = place.epoch, max(0, place.iteration - self._loop.iteration)
+        own = stream.digest(first, place.iteration - first)
         most = torch.tensor([own, -own], device=self._engine.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         if most[0] != -most[1]:
@@ -174,8 +174,8 @@ class AcceleratedJob:
             )
         if time.monotonic() > self._told_s + _TELL_PLACE_S:
             self._told_s = time.monotonic()
-            place = first * self._micro_batch_size * self._width
-            self._loop.worker.remember(stream=(epoch, place))
+            samples = first * self._micro_batch_size * self._width
+            self._loop.worker.remember(stream=(epoch, samples))
 
     def ends_before(self, epoch: int, iteration: int) -> bool:
         """Return whether a stream, whose length nobody knows, has ended before an iteration."""
@@ -222,6 +222,10 @@ class AcceleratedJob:
         One that was lost is none, and one that a loss has rolled back after the script had seen it
         complete is none again.
         """
+        stream, loader = self._stream, self._loader
+        if stream is not None and loader is not None and GradientState().sync_gradients:
+            check = partial(self._check_stream, stream, loader.position)
+            self._loop.call(check, instead=lambda: None)
         native(wrapper, loss, *args, **kwargs)
         completed = self._loop.worker.completed
         if self._loop.dead or completed <= self._seen:

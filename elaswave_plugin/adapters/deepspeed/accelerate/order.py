@@ -25,7 +25,7 @@ class SamplerOrder:
         self._sampler = sampler
         self._num_samples = num_samples
         whole, rest = divmod(len(sampler), num_samples)
-        self.iterations = whole if drop_last else whole + bool(rest)
+        self._iterations = whole if drop_last else whole + bool(rest)
         self._generator: torch.Generator | None = getattr(sampler, "generator", None)
         # The generator's state before each epoch that was drawn, and one more.
         self._states = [] if self._generator is None else [self._generator.get_state()]
@@ -36,6 +36,10 @@ class SamplerOrder:
     def fewest_samples(self) -> int:
         """Samples of each iteration: the last one is filled up."""
         return self._num_samples
+
+    def iterations_of(self, epoch: int) -> int:
+        """Iterations of any epoch."""
+        return self._iterations
 
     def set_epoch(self, epoch: int, number: int) -> None:
         """Set the number by which Accelerate's seedable sampler draws an epoch of the data."""
@@ -51,7 +55,7 @@ class SamplerOrder:
             while self._generator is not None and len(self._states) <= epoch:
                 self._draw(len(self._states) - 1)
             drawn = self._draw(epoch)
-            self._cached = epoch, list(islice(cycle(drawn), self.iterations * self._num_samples))
+            self._cached = epoch, list(islice(cycle(drawn), self._iterations * self._num_samples))
         return self._cached[1]
 
     def _draw(self, epoch: int) -> list[int]:

@@ -77,11 +77,12 @@ class StreamOrder:
         fills_up: bool,
         drop_last: bool,
         per_update: int,
+        whole_updates: bool,
     ) -> None:
         """``num_samples``: of all ``width`` workers in an iteration, of ``per_update`` a step.
 
         ``fills_up``: the last iteration is as large as the others, instead of a multiple of
-        ``width``.
+        ``width``. ``whole_updates``: so is the last step of an epoch, instead of ending early.
         """
         self._stream = stream
         self._num_samples = num_samples
@@ -89,6 +90,7 @@ class StreamOrder:
         self._fills_up = fills_up
         self._drop_last = drop_last
         self._per_update = per_update
+        self._multiple = per_update if whole_updates else 1
         # The fewest samples that an iteration reads.
         self._least = num_samples if drop_last else 1
         self._numbers: dict[int, int] = {}
@@ -96,14 +98,14 @@ class StreamOrder:
         self._passes: dict[int, _Pass] = {}
         self._here: _Pass | None = None
 
-    @property
-    def iterations(self) -> int:
-        """Iterations of the epoch that was read last, as far as its end is known."""
-        if self._here is None or self._here.length is None:
+    def iterations_of(self, epoch: int) -> int:
+        """Iterations of an epoch, as far as its end is known."""
+        there = self._passes.get(epoch)
+        if there is None or there.length is None:
             return sys.maxsize
-        whole, rest = divmod(self._here.length, self._num_samples)
+        whole, rest = divmod(there.length, self._num_samples)
         made = whole if self._drop_last else whole + bool(rest)
-        return -(-made // self._per_update) * self._per_update
+        return -(-made // self._multiple) * self._multiple
 
     @property
     def fewest_samples(self) -> int:
@@ -115,7 +117,7 @@ class StreamOrder:
         self._numbers[epoch] = number
 
     def items(self, epoch: int, iteration: int) -> list[int]:
-        """The places of all samples of an iteration."""
+        """The places of all samples of an iteration; none behind the end of an epoch."""
         first = iteration * self._num_samples
         stop = first + self._num_samples
         here = self.be_at(epoch, first)
@@ -123,6 +125,8 @@ class StreamOrder:
         here.read_to(stop + self._least)
         if here.length is None:
             return [*range(first, stop)]
+        if iteration >= self.iterations_of(epoch):
+            return []
         if first < here.length < stop and not self._fills_up:
             stop = first + -(-(here.length - first) // self._width) * self._width
         return [place % here.length for place in range(first, stop)]
@@ -131,7 +135,7 @@ class StreamOrder:
         """Return whether an epoch ends before an iteration."""
         first = iteration * self._num_samples
         self.be_at(epoch, first).read_to(first + self._least)
-        return iteration >= self.iterations
+        return iteration >= self.iterations_of(epoch)
 
     def be_at(self, epoch: int, place: int) -> _Pass:
         """Have read up to a place of an epoch, from its beginning where that is behind."""
@@ -201,12 +205,12 @@ def stream_of(loader: Any, width: int) -> tuple[Any, int, bool, bool]:
                 "split_batches is True in Accelerate, and a batch cannot be split evenly after a "
                 "loss; set it to False and divide the batch size by the processes"
             )
-        return loader.dataset, int(loader.batch_size), False, bool(loader._drop_last)
+        return loader.dataset, loader.batch_size, False, bool(loader._drop_last)
     dealt = loader.dataset
     if isinstance(dealt, IterableDatasetShard) and not dealt.split_batches:
-        return dealt.dataset, int(dealt.batch_size), True, bool(dealt.drop_last)
+        return dealt.dataset, dealt.batch_size, True, bool(dealt.drop_last)
     if width == 1:
-        return dealt, int(loader.batch_size), True, bool(loader.drop_last)
+        return dealt, loader.batch_size, True, bool(loader.drop_last)
     raise ConfigurationError(
         f"dispatch_batches is False in Accelerate, so that each process reads other parts of the"
         f" stream ({type(dealt).__name__}), and those of a lost one would be left out; leave"

@@ -16,6 +16,7 @@ from elaswave_plugin.adapters.deepspeed.engine.loader import (
 from elaswave_plugin.adapters.deepspeed.engine.reads import Reads
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.adapters.recording import Recording, tracker_of
+from elaswave_plugin.adapters.torch_loader import no_places
 from elaswave_plugin.adapters.unbound import Unbound
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError, EpochChanged
 from elaswave_plugin.recovery.worker import Worker
@@ -144,11 +145,9 @@ class AttachedEngine:
                 "the job has a training loader already, and a second one was asked for; train "
                 "from one loader, over a concatenation of the datasets"
             )
-        if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-            raise ConfigurationError(
-                f"the dataset is a {type(dataset).__name__}, wanted one with __getitem__ and "
-                "__len__: the worker that redoes a step has to read its samples again"
-            )
+        problem = no_places(dataset, named="the dataset")
+        if problem is not None:
+            raise ConfigurationError(problem)
         reads = Reads(counts=not self._worker.detached)
         loader = ElasticLoader(
             self._reader, dataset, order(), collate=collate, reads=reads, sampler=sampler

@@ -34,11 +34,10 @@ class Share:
 
 
 class Order(Protocol):
-    """The order of a map-style dataset over all epochs, alike on every worker."""
+    """The order of a dataset over all epochs, alike on every worker."""
 
-    @property
-    def iterations(self) -> int:
-        """Iterations of an epoch."""
+    def iterations_of(self, epoch: int) -> int:
+        """Iterations of an epoch, as far as its end is known."""
 
     @property
     def fewest_samples(self) -> int:
@@ -48,7 +47,7 @@ class Order(Protocol):
         """Shuffle ``epoch`` of the loader as epoch ``number``."""
 
     def items(self, epoch: int, iteration: int) -> list[int]:
-        """All samples of an iteration, one replica's after the other's."""
+        """All samples of an iteration, one replica's after the other's; none behind the end."""
 
 
 class GlobalOrder:
@@ -80,7 +79,7 @@ class GlobalOrder:
         self._seed = seed
         self._per_replica = -(-num_items // num_replicas)
         whole, rest = divmod(self._per_replica, micro_batch_size)
-        self.iterations = whole if drop_last else whole + bool(rest)
+        self._iterations = whole if drop_last else whole + bool(rest)
         self._reshuffles = reshuffles
         # What ``set_epoch`` said, by epoch of the loader; DeepSpeed itself never calls it.
         self._shuffled_as: dict[int, int] = {}
@@ -89,7 +88,11 @@ class GlobalOrder:
     @property
     def fewest_samples(self) -> int:
         """Samples of the last iteration."""
-        return len(self.items(0, self.iterations - 1))
+        return len(self.items(0, self._iterations - 1))
+
+    def iterations_of(self, epoch: int) -> int:
+        """Iterations of any epoch."""
+        return self._iterations
 
     def set_epoch(self, epoch: int, number: int) -> None:
         """Shuffle ``epoch`` of the loader as torch's sampler shuffles epoch ``number``."""
@@ -165,12 +168,12 @@ class ElasticLoader:
         self._has_skipped = False
 
     def __len__(self) -> int:
-        return self._order.iterations
+        return self._order.iterations_of(max(self._epoch, 0))
 
     @property
     def at_end(self) -> bool:
         """True if the last batch was the last one of its epoch."""
-        return self.position.iteration == self._order.iterations
+        return self.position.iteration == self._order.iterations_of(self.position.epoch)
 
     @property
     def fewest_samples(self) -> int:
@@ -228,7 +231,8 @@ class ElasticLoader:
     def void_items(self) -> list[int]:
         """Return samples like those of an iteration, for a batch that no worker trains on."""
         here = self.position
-        return self._order.items(here.epoch, min(here.iteration, self._order.iterations - 1))
+        last = self._order.iterations_of(here.epoch) - 1
+        return self._order.items(here.epoch, min(here.iteration, last))
 
     # ---- a worker that comes later --------------------------------------------------------------
 
@@ -283,17 +287,23 @@ class ElasticLoader:
 
     def _normal(self, position: Position) -> Position:
         """The position itself, or the start of the next epoch where it is the end of one."""
-        end = self._left_at.get(position.epoch, self._order.iterations)
+        epoch = position.epoch
+        end = self._left_at.get(epoch, self._order.iterations_of(epoch))
         if position.iteration < end:
             return position
-        return Position(epoch=position.epoch + 1, served=position.served)
+        return Position(epoch=epoch + 1, served=position.served)
 
     def items(self) -> list[int]:
         """All samples of the next iteration; raises StopIteration at the end of the epoch."""
         self.position = self._normal(self.position)
         if self.position.epoch > self._epoch:
             raise StopIteration
-        return self._order.items(self.position.epoch, self.position.iteration)
+        items = self._order.items(self.position.epoch, self.position.iteration)
+        if not items:
+            # Nobody knew before that this epoch of a stream has no iteration.
+            self.position = self._normal(self.position)
+            raise StopIteration
+        return items
 
     def read(self, items: Sequence[int], interval: tuple[int, int]) -> tuple[Share, Any]:
         """The share [start, stop) of an iteration's ``items``, and its batch; moves on."""

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from transformers.trainer_callback import TrainerCallback
 
 from elaswave_plugin.adapters.deepspeed.accelerate.accelerate import AcceleratedJob
-from elaswave_plugin.adapters.deepspeed.accelerate.stream import is_stream
 from elaswave_plugin.adapters.deepspeed.compat.patches import trainer_patches
 from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
 from elaswave_plugin.adapters.deepspeed.hf_trainer.best_model import BestModel
@@ -100,11 +99,7 @@ class TrainerHooks:
                 " follows the weights is in no snapshot; set it to False"
             )
         self._trainer, self._prepared = trainer, prepared
-        if is_stream(prepared):
-            per_update = trainer.args.gradient_accumulation_steps
-            self._loader = self._accelerated.streaming(prepared, per_update=per_update)
-        else:
-            self._loader = self._accelerated.elastic(prepared)
+        self._loader = self._accelerated.elastic(prepared, whole_updates=True)
         self._job.trainer_state.trainer = trainer
         taken = {
             "get_batch_samples": self._get_batch_samples,
@@ -142,7 +137,7 @@ class TrainerHooks:
             epoch=epoch,
             first=first,
             count=num_batches,
-            collect=partial(self._collect, epoch, first, device),
+            collect=partial(self._collect, device),
         )
         self._update, self._made = update, 0
         self._job.open()
@@ -150,11 +145,8 @@ class TrainerHooks:
         self._prepared.end_of_dataloader = first + num_batches >= len(self._loader)
         return update.batches, update.num_items
 
-    def _collect(
-        self, epoch: int, first: int, device: torch.device, batches: list[Any]
-    ) -> tuple[list[Any], Any]:
+    def _collect(self, device: torch.device, batches: list[Any]) -> tuple[list[Any], Any]:
         """Count tokens and operations of all workers, where the step is redone with others."""
-        self._accelerated.check_stream(epoch=epoch, first=first, count=len(batches))
         read = self._native.get_batch_samples(iter(batches), len(batches), device)
         for inputs in read[0]:
             self._native._track_num_input_tokens(inputs)

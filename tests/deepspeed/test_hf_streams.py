@@ -1,0 +1,130 @@
+"""Iterable datasets of loops on Accelerate without a Trainer: a loss keeps the place in them."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
+from tests.deepspeed.conftest import Launch, Twin
+from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
+from tests.deepspeed.test_hf import OWN_OPTIMIZER, SIZES, plain, printed
+from tests.faults.harness import Outcome
+from tests.proofs import Kind, Promise, proves
+from tests.sample import sampled
+
+# Nine iterations of an epoch, of which the last has a sample for two of the four workers only.
+LIMIT = 34
+RAGGED = (f"--limit={LIMIT}",)
+WHOLE = ("--limit=40",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamSpec(EngineSpec):
+    """A job that trains on a stream, of which an epoch has five steps."""
+
+    @property
+    def batches(self) -> Sequence[int]:
+        """Samples of each step; the last one of a ragged epoch has one iteration of two."""
+        is_ragged = self.options[:1] == RAGGED
+        return [4 if is_ragged and step % 5 == 4 else 8 for step in range(self.steps)]
+
+
+def streaming(*kills: str, options: tuple[str, ...] = RAGGED, **more: Any) -> StreamSpec:
+    """A launch of the loop."""
+    settings = json.dumps({**SIZES, **OWN_OPTIMIZER, **more.pop("settings", {})})
+    script, more = str(SCRIPTS / "hf_streaming.py"), {"stage": 2, "steps": 8, **more}
+    return StreamSpec(kills=kills, options=options, script=script, settings=settings, **more)
+
+
+def gathered(folder: Path) -> list[dict[int, list[int]]]:
+    """Return what each process has gathered of the samples of the last iteration of each step."""
+    paths = sorted(folder.glob("gathered-*.json"))
+    return [dict(json.loads(path.read_text())) for path in paths]
+
+
+def check(run: Outcome, reference: Outcome, kill: str) -> None:
+    """Every step was counted once, and had the samples of the undisturbed run."""
+    lost, step, phase = int(kill[0]), int(kill[2]), kill[4:]
+    steps = [*range(run.spec.steps)]
+    # Whoever is rank 0 prints, so that a step may be missing where slot 0 died within it.
+    said = [one[0] for one in printed(run.output)]
+    assert said in (steps, [one for one in steps if one != step] if lost == 0 else steps)
+    seen, wanted = gathered(run.directory), gathered(reference.directory)
+    assert len(seen) == 3 and len(wanted) == 4
+    for one in seen:
+        if phase == "snapshot":
+            # It was rolled back after the script had seen it complete, and as it gathered.
+            one[step] = wanted[0][step]
+        assert one == wanted[0]
+
+
+@proves(Kind.KILL, Promise.PLANNED)
+@pytest.mark.parametrize(
+    ("kill", "options"),
+    sampled(
+        [
+            ("1@2:backward", RAGGED),
+            # The last step of the first epoch, which has one iteration.
+            ("3@4:forward", RAGGED),
+            # The first step of the second epoch, after some have completed the one before.
+            ("0@5:forward", RAGGED),
+            ("2@4:snapshot", RAGGED),
+            ("2@5:data", (*RAGGED, "--no-dispatch")),
+            ("0@3:reduce", (*WHOLE, "--stream=shuffled")),
+        ],
+        share=2,
+    ),
+)
+def test_a_kill_keeps_the_place(
+    run: Launch, twin: Twin, reference: Launch, kill: str, options: tuple[str, ...]
+) -> None:
+    if "--stream=shuffled" in options:
+        pytest.importorskip("datasets")
+    spec = streaming(kill, options=options)
+    killed = run(spec)
+    assert killed.returncode == 0, killed.output[-4000:]
+    check_recovered(killed, twin=twin(killed), reference=reference(spec))
+    check(killed, reference(spec), kill)
+
+
+@proves(Kind.NOTHING, Promise.SAME)
+@pytest.mark.parametrize(
+    "options",
+    sampled([(RAGGED,), ((*RAGGED, "--no-dispatch"),), ((*WHOLE, "--stream=shuffled"),)], share=1),
+    ids=["dispatched", "read by all", "shuffled"],
+)
+@pytest.mark.slow
+def test_without_a_loss_it_is_what_accelerate_does_alone(
+    run: Launch, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    elastic = run(streaming(options=options))
+    assert elastic.returncode == 0, elastic.output[-3000:]
+    off = streaming(options=options, settings={"elaswave": {"enabled": False}})
+    ours, wanted = printed(elastic.output), printed(plain(off, tmp_path))
+    assert [(step, rate) for step, _, rate in ours] == [(step, rate) for step, _, rate in wanted]
+    assert [loss for _, loss, _ in ours] == pytest.approx([one[1] for one in wanted], rel=1e-6)
+    assert gathered(elastic.directory) == gathered(tmp_path)
+
+
+@proves(Kind.WRONG_SCRIPT, Promise.REFUSED)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--stream=drawn",), "gave the workers different samples"),
+        (("--split-batches", "--batch-size=4"), "split_batches is True in Accelerate"),
+        (("--batch-size=2",), "batch_size is 2 and train_micro_batch_size_per_gpu is 1"),
+    ],
+)
+def test_streams_that_workers_cannot_share_are_refused(
+    run: Launch, options: tuple[str, ...], words: str
+) -> None:
+    sizes = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1}
+    refused = run(streaming(options=(*WHOLE, *options), settings=sizes))
+    assert refused.returncode == 2, refused.output[-4000:]
+    assert refused.output.count(words) == 1 and "Traceback" not in refused.output
