@@ -23,6 +23,8 @@ TEST = (
     # Megatron-LM's training imports it; see tests/adapters/megatron_lm.
     "six",
     "tensorboard>=2.16",
+    # A few files beside torch: stateful loaders of Accelerate.
+    "torchdata>=0.11",
     "transformers>=5.20,<6",
     "trl>=1.16,<2",
 )

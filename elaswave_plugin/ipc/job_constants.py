@@ -17,7 +17,8 @@ class JobConstants(TypedDict, total=False):
     gave, as values/plain.py writes it; ``data_epoch``: of the last completed step; ``begins``: the
     first step, and the global batch that it reads; ``inexact``: the first step, run twice, gave
     other bits, and the job goes on in fast mode; ``sampler``: seed and generator of HF Accelerate's
-    training loader; ``stream``: the epoch and the place that were lately read of an iterable one.
+    training loader; ``stream``: where the workers lately were in an iterable one, as `Told` of
+    adapters/deepspeed/accelerate/stream.py has it.
     """
 
     started_s: float
@@ -32,4 +33,4 @@ class JobConstants(TypedDict, total=False):
     begins: list[int]
     inexact: bool
     sampler: str
-    stream: tuple[int, int]
+    stream: tuple[int, int, int, str]

@@ -77,6 +77,7 @@ def check(run: Outcome, reference: Outcome, kill: str) -> None:
             ("2@4:snapshot", RAGGED),
             ("2@5:data", (*RAGGED, "--no-dispatch")),
             ("0@3:reduce", (*WHOLE, "--stream=shuffled")),
+            ("1@3:backward", (*RAGGED, "--stateful=used")),
         ],
         share=2,
     ),
@@ -86,6 +87,8 @@ def test_a_kill_keeps_the_place(
 ) -> None:
     if "--stream=shuffled" in options:
         pytest.importorskip("datasets")
+    if "--stateful=used" in options:
+        pytest.importorskip("torchdata")
     spec = streaming(kill, options=options)
     killed = run(spec)
     assert killed.returncode == 0, killed.output[-4000:]
@@ -119,6 +122,7 @@ def test_without_a_loss_it_is_what_accelerate_does_alone(
         (("--stream=drawn",), "gave the workers different samples"),
         (("--split-batches", "--batch-size=4"), "split_batches is True in Accelerate"),
         (("--batch-size=2",), "batch_size is 2 and train_micro_batch_size_per_gpu is 1"),
+        (("--skip=3",), "skip_first_batches was called with 3"),
     ],
 )
 def test_streams_that_workers_cannot_share_are_refused(
@@ -126,5 +130,16 @@ def test_streams_that_workers_cannot_share_are_refused(
 ) -> None:
     sizes = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1}
     refused = run(streaming(options=(*WHOLE, *options), settings=sizes))
+    assert refused.returncode == 2, refused.output[-4000:]
+    assert refused.output.count(words) == 1 and "Traceback" not in refused.output
+
+
+@proves(Kind.WRONG_SCRIPT, Promise.REFUSED)
+@pytest.mark.parametrize(
+    ("stateful", "words"), [("asked", "was asked for its state"), ("given", "was given a state")]
+)
+def test_the_state_of_a_stateful_loader_is_refused(run: Launch, stateful: str, words: str) -> None:
+    pytest.importorskip("torchdata")
+    refused = run(streaming(options=(*WHOLE, f"--stateful={stateful}")))
     assert refused.returncode == 2, refused.output[-4000:]
     assert refused.output.count(words) == 1 and "Traceback" not in refused.output

@@ -1,5 +1,7 @@
 """Iterable datasets of a Trainer: every worker counts the samples, so a loss keeps the place."""
 
+import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ import torch
 from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
 from torch.utils.data import IterableDataset
 
-from elaswave_plugin.adapters.deepspeed.accelerate.stream import StreamOrder
+from elaswave_plugin.adapters.deepspeed.accelerate.stream import StreamOrder, Told
 from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import EngineSpec, check_recovered
@@ -26,6 +28,7 @@ from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 WIDTH, BATCH = 3, 2
+READ = r"process (\d+) read (\d+) samples"
 
 
 class Numbers(IterableDataset[int]):
@@ -211,6 +214,93 @@ def test_a_redo_goes_back_over_the_end_of_an_epoch() -> None:
     assert [*map(list, loader)] == first[:1]
 
 
+class Stateful(Numbers):
+    """Tells its place, and goes to another one where it is wrong; counts what was read of it."""
+
+    def __init__(self, count: int, *, wrong_by: int = 0) -> None:
+        super().__init__(count)
+        self.wrong_by = wrong_by
+        self.place = self.begins = self.read = self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begins, self.epoch = state["place"], state["epoch"]
+        self.begins += self.wrong_by if self.begins else 0
+
+    def __iter__(self) -> Iterator[int]:
+        for place in range(self.begins, self.count):
+            self.place = place + 1
+            self.read += 1
+            yield 1000 * self.epoch + place
+
+
+def taken_up(stream: Any, there: Any, *, epoch: int, iteration: int) -> tuple[Any, StreamOrder]:
+    """A worker that comes to where another one is in a stream, and what it was told."""
+    more = {"dispatches": True, "drop_last": False, "per_update": 2, "keeps_states": True}
+    order, later = ours(0, **more), ours(0, **more)
+    order._stream, later._stream = there, stream
+    for number in range(epoch + 1):
+        for one in range(iteration + 2):
+            order.items(number, one)
+    told = Told(*json.loads(json.dumps(order.tell(epoch, iteration))))
+    later.take_up(told)
+    for one in (iteration - 2, iteration, iteration + 1):
+        items = order.items(epoch, one)
+        assert later.items(epoch, one) == items
+        assert [later[item] for item in items] == [order[item] for item in items]
+    return told, later
+
+
+@pytest.mark.parametrize("wrong_by", [0, 3])
+def test_a_later_worker_goes_by_the_state_of_the_stream_and_else_from_its_front(
+    wrong_by: int,
+) -> None:
+    stream = Stateful(100, wrong_by=wrong_by)
+    told, later = taken_up(stream, Stateful(100), epoch=1, iteration=12)
+    assert told[:2] == (1, 60) and told.state
+    # The front, from which the last step is filled up, the step before the present one, and it.
+    assert stream.read == (12 + 24 + 1 if not wrong_by else 12 + 12 + 84 + 1)
+    assert later.iterations_of(1) > 18
+    assert later.items(1, 17)[-2:] == [6, 7] and later[7] == 1007
+    # The passes that follow begin at the front.
+    assert [later[item] for item in later.items(2, 0)] == [2000 + one for one in range(6)]
+
+
+def test_without_a_state_a_later_worker_counts() -> None:
+    stream = Numbers(100)
+    told, _ = taken_up(stream, Numbers(100), epoch=0, iteration=8)
+    assert told == (0, 36, 0, "")
+    odd = Stateful(100)
+    odd.state_dict = lambda: {"place": object()}  # type: ignore[method-assign, assignment]
+    told, _ = taken_up(Stateful(100), odd, epoch=0, iteration=8)
+    assert told[:2] == (0, 36) and told.state == ""
+    order = ours(100, dispatches=True, drop_last=False, per_update=2, keeps_states=True)
+    order.items(0, 0)
+    assert order.tell(0, 0) == (0, 0, 0, "")
+
+
+@pytest.mark.parametrize("shuffles", [False, True])
+def test_a_dataset_of_datasets_tells_its_state(shuffles: bool) -> None:
+    """The buffer from which it shuffles is not in its state."""
+    datasets = pytest.importorskip("datasets")
+
+    def made(read: list[int]) -> Any:
+        rows = datasets.Dataset.from_list([{"value": one} for one in range(100)])
+        stream = rows.to_iterable_dataset(num_shards=5)
+        stream = stream.shuffle(seed=3, buffer_size=10) if shuffles else stream
+        return stream.map(lambda row: read.append(row["value"]) or row)
+
+    read: list[int] = []
+    told, _ = taken_up(made(read), made([]), epoch=1, iteration=12)
+    assert told.state
+    assert len(read) > 100 if shuffles else 37 <= len(read) < 60
+
+
 def streaming(*kills: str, kind: str = "plain", options: tuple[str, ...] = (), **more: Any) -> Any:
     """A job that trains on a stream of 40 samples, so of five steps in an epoch."""
     given = (f"--stream={kind}", "--limit=40", *options)
@@ -259,6 +349,35 @@ def test_a_lost_worker_reads_up_to_the_others(
     check(returned, twin, reference)
     assert entered(returned) == [(int(kill[0]), 1, back)]
     check_newcomer(returned, reference(spec), first=back)
+
+
+# The place is told in each step.
+TOLD = """
+from elaswave_plugin.adapters.deepspeed.accelerate import accelerate
+accelerate._TELL_PLACE_S = 0.0
+"""
+
+
+@proves(Kind.RETURN, Promise.PLANNED, victim="1", moment="8:backward")
+@pytest.mark.parametrize("kind", sampled(["stateful", "forgetful"], share=1))
+def test_a_lost_worker_goes_to_the_others_by_the_state_of_the_stream(
+    run: Launch, twin: Twin, reference: Launch, kind: str
+) -> None:
+    options = (f"--stream={kind}", "--limit=160")
+    more = {"steps": 14, "respawn": 5, "changes": ("+1@11",), "sabotage": TOLD}
+    spec = spec_of("1@8:backward", options=options, **more)
+    returned = run(spec)
+    check(returned, twin, reference)
+    assert entered(returned) == [(1, 1, 11)]
+    check_newcomer(returned, reference(spec), first=11)
+    read = {int(pid): int(count) for pid, count in re.findall(READ, returned.output)}
+    started = {one["pid"]: one["incarnation"] for one in returned.events("worker_started")}
+    (later,) = (count for pid, count in read.items() if started[pid])
+    others = {count for pid, count in read.items() if not started[pid]}
+    # All samples, and one more that tells whether it goes on.
+    assert others == {14 * 8 + 1}
+    # The front, and what comes after the sixth step at least; or that and all.
+    assert later <= 8 + 8 * 8 + 1 if kind == "stateful" else later > 14 * 8 + 1
 
 
 @proves(Kind.WRONG_SCRIPT, Promise.REFUSED)

@@ -67,7 +67,7 @@ adapters/megatron: adapters adapters/megatron/compat adapters/megatron/state ada
 adapters/deepspeed/pipeline: adapters adapters/deepspeed/compat adapters/deepspeed/engine
     core/recovery_plan core/step errors framework loops recovery step_state tracking values
 adapters/deepspeed/accelerate: adapters/deepspeed/compat adapters/deepspeed/engine config errors
-    trainer
+    trainer values
 adapters/deepspeed/hf_trainer: adapters/deepspeed/accelerate adapters/deepspeed/compat
     adapters/deepspeed/engine errors kept loops step_state trainer
 adapters/megatron_lm: adapters adapters/megatron adapters/megatron/compat adapters/megatron/state

@@ -32,6 +32,8 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--no-dispatch", action="store_true", help="each process reads it all")
     parser.add_argument("--split-batches", action="store_true")
+    parser.add_argument("--stateful", choices=("used", "asked", "given"), help="torchdata's loader")
+    parser.add_argument("--skip", type=int, default=0, help="batches of the first pass")
     args, _ = parser.parse_known_args()
     set_seed(7)
     accelerator = Accelerator(
@@ -39,6 +41,7 @@ def main() -> None:
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=args.deepspeed_config),
         dataloader_config=DataLoaderConfiguration(
             split_batches=args.split_batches,
+            use_stateful_dataloader=args.stateful is not None,
             dispatch_batches=False if args.no_dispatch else None,
         ),
     )
@@ -54,6 +57,10 @@ def main() -> None:
         collate_fn=default_data_collator if is_shuffled else collate,
     )
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    if args.skip:
+        loader = accelerator.skip_first_batches(loader, args.skip)
+    if args.stateful == "given":
+        loader.load_state_dict(loader.state_dict())
     step, seen = 0, []
     while step < args.steps:
         for batch in loader:
@@ -71,6 +78,8 @@ def main() -> None:
                     f"step {step:4d} | loss {mean:.6f} | lr {scheduler.get_last_lr()[0]:.2e}"
                 )
                 step += 1
+                if args.stateful == "asked":
+                    accelerator.save_state(str(Path(args.deepspeed_config).parent / "saved"))
             if step == args.steps:
                 break
     accelerator.end_training()

@@ -77,7 +77,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--best", action="store_true")
     parser.add_argument("--resume")
     parser.add_argument("--seq2seq", action="store_true", help="T5, which generates to evaluate")
-    parser.add_argument("--stream", choices=("plain", "shuffled", "drawn"), help="iterable data")
+    kinds = ("plain", "shuffled", "drawn", *StatefulStream.KINDS)
+    parser.add_argument("--stream", choices=kinds, help="iterable data")
     parser.add_argument("--no-dispatch", action="store_true", help="each process reads it all")
     parser.add_argument("--quantized", action="store_true", help="all but adapters, in four bits")
     parser.add_argument("--reload", action="store_true", help="the weights, as saved before")
@@ -143,8 +144,36 @@ class Stream(IterableDataset):
             yield self.dataset[(place + shift) % count]
 
 
+class StatefulStream(Stream):
+    """One that can go to a place, and says what was read of it; a forgetful one goes beyond."""
+
+    KINDS = ("stateful", "forgetful")
+
+    def __init__(self, dataset: Any, kind: str) -> None:
+        super().__init__(dataset)
+        self.forgets = kind == "forgetful"
+        self.place = self.begins = self.read = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """The place."""
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Begin there."""
+        place = state["place"]
+        self.begins = place + 3 if self.forgets and place else place
+
+    def __iter__(self) -> Iterator[Any]:
+        count = len(self.dataset)
+        for place in range(self.begins, count):
+            self.place, self.read = place + 1, self.read + 1
+            yield self.dataset[(place + self.epoch) % count]
+
+
 def streamed(dataset: Any, kind: str | None) -> Any:
     """The dataset as a stream of a kind, or itself."""
+    if kind in StatefulStream.KINDS:
+        return StatefulStream(dataset, kind)
     if kind == "shuffled":
         import datasets
 
@@ -253,6 +282,8 @@ def main() -> None:
     )
     trainer.train(resume_from_checkpoint=args.resume)
     print(f"trained {trainer.state.global_step} steps", flush=True)
+    if args.stream in StatefulStream.KINDS:
+        print(f"process {os.getpid()} read {trainer.train_dataset.read} samples", flush=True)
     if args.best:
         print(f"best: {trainer.evaluate()['eval_loss']:.6g}", flush=True)
 

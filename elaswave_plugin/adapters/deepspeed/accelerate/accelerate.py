@@ -9,7 +9,7 @@ loader, its samples are those that Accelerate's own loader would deal out, and
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,12 @@ from elaswave_plugin.adapters.deepspeed.accelerate.order import (
     agree_on,
     sampler_of,
 )
-from elaswave_plugin.adapters.deepspeed.accelerate.stream import StreamOrder, is_stream, stream_of
+from elaswave_plugin.adapters.deepspeed.accelerate.stream import (
+    StreamOrder,
+    Told,
+    is_stream,
+    stream_of,
+)
 from elaswave_plugin.adapters.deepspeed.compat import unsupported
 from elaswave_plugin.adapters.deepspeed.compat.patches import accelerate_patches
 from elaswave_plugin.adapters.deepspeed.engine.job import EngineJob
@@ -112,10 +117,26 @@ class AcceleratedJob:
 
         ``whole_updates``: whether the last step of an epoch of a stream is as long as the others.
         """
+        if getattr(loader, "next_iter_state", None) is not None:
+            self._refuse_state("was given a state")
         if self._loader is None or self._prepared is not loader:
             take = partial(self._streamed, whole_updates) if is_stream(loader) else self._sampled
             self._loader, self._prepared = take(loader), loader
         return self._loader
+
+    def state(self, native: Callable[[Any], Any], loader: Any) -> Any:
+        """``state_dict()`` of a stateful loader; the training loader is read by the job instead."""
+        if loader is self._prepared:
+            self._refuse_state("was asked for its state")
+        return native(loader)
+
+    @ends_in_a_sentence
+    def _refuse_state(self, what: str) -> NoReturn:
+        raise ConfigurationError(
+            f"the training loader {what}, as accelerator.save_state and load_state have it with"
+            " use_stateful_dataloader=True, and the place in its data is the job's, which"
+            " torchdata does not know; set that to False, and keep the steps that were made"
+        )
 
     def _sampled(self, loader: Any) -> ElasticLoader:
         """The job's loader for one whose samples have places."""
@@ -138,6 +159,7 @@ class AcceleratedJob:
 
     def _streamed(self, whole_updates: bool, loader: Any) -> ElasticLoader:
         """The job's loader for one of an iterable dataset."""
+        worker = self._loop.worker
         stream, batch_size, fills_up, drop_last = stream_of(loader, self._width)
         self._check_batch_size(batch_size)
         order = self._stream = StreamOrder(
@@ -148,10 +170,11 @@ class AcceleratedJob:
             drop_last=drop_last,
             per_update=int(self._engine.gradient_accumulation_steps()),
             whole_updates=whole_updates,
+            keeps_states=bool(worker.config.respawn or worker.reserve),
         )
-        if self._loop.worker.detached:
+        if worker.detached and "stream" in worker.job_constants:
             # What there is to read until the others' place, they need not wait for.
-            order.be_at(*self._loop.worker.job_constants.get("stream", (0, 0)))
+            order.take_up(Told(*worker.job_constants["stream"]))
         self._told_s = time.monotonic()
         return self._job.take_order(order, lambda: order, collate=loader.collate_fn)
 
@@ -174,8 +197,7 @@ class AcceleratedJob:
             )
         if time.monotonic() > self._told_s + _TELL_PLACE_S:
             self._told_s = time.monotonic()
-            samples = first * self._micro_batch_size * self._width
-            self._loop.worker.remember(stream=(epoch, samples))
+            self._loop.worker.remember(stream=stream.tell(epoch, first))
 
     def ends_before(self, epoch: int, iteration: int) -> bool:
         """Return whether a stream, whose length nobody knows, has ended before an iteration."""

@@ -1,14 +1,16 @@
 """A stream of samples, of which every worker reads all and keeps what a step may need again.
 
 Natively one process reads a stream for all (Accelerate's dispatcher), and its loss would lose the
-place. Here every worker counts the samples: the place is a number, and who comes back reads there.
+place. Here every worker counts the samples: the place is a number, and one that comes back goes
+there by the stream's own state, where it has one (`state_dict`, `load_state_dict`), or reads.
 """
 
+import base64
 import copy
 import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -16,18 +18,37 @@ from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
 from torch.utils.data import IterableDataset
 
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.values.plain import decode, encode
 
 # A recovery goes back to the present update or the last one.
 _REMEMBERED_UPDATES = 2
+# Every supervisor keeps the state of a stream; a longer one is not worth it.
+_LONGEST_STATE = 1 << 16
+
+
+class Told(NamedTuple):
+    """A place for one that comes later, as JSON has it.
+
+    ``state``: that of the stream there, as values/plain.py writes it, or nothing; ``digest``: of
+    the step that begins there.
+    """
+
+    epoch: int
+    place: int
+    digest: int
+    state: str
 
 
 class _Pass:
     """One pass over a stream: the samples that may be needed again, by their place in it."""
 
-    def __init__(self, stream: Any, *, update: int) -> None:
-        """``update``: samples of a step."""
+    def __init__(self, stream: Any, *, update: int, keeps_states: bool) -> None:
+        """``update``: samples of a step; ``keeps_states``: those of the stream before each step."""
+        self._stream = stream
         self._iterator: Iterator[Any] = iter(stream)
         self._update = update
+        self._keeps_states = keeps_states and _has_state(stream)
+        self.states: dict[int, Any] = {}
         self.samples: dict[int, Any] = {}
         # As they were read: a collator may change what it is given.
         self.digests: dict[int, bytes] = {}
@@ -45,6 +66,8 @@ class _Pass:
         Kept are the last updates, and the front, from which the last update is filled up.
         """
         while self.read < stop and self.length is None:
+            if self._keeps_states and self.read % self._update == 0:
+                self.states[self.read] = copy.deepcopy(self._stream.state_dict())
             try:
                 sample = next(self._iterator)
             except StopIteration:
@@ -57,7 +80,16 @@ class _Pass:
             first = self.read - (_REMEMBERED_UPDATES + 1) * self._update
             for place in range(max(self._kept_from, self._update), first):
                 del self.samples[place], self.digests[place]
+                self.states.pop(place, None)
             self._kept_from = max(self._kept_from, first)
+
+    def jump(self, place: int, state: Any) -> None:
+        """Go on at a place, by the stream's state there."""
+        # From the front, the last update is filled up.
+        self.read_to(self._update)
+        self._stream.load_state_dict(state)
+        self._iterator = iter(self._stream)
+        self.read = self._kept_from = place
 
 
 class StreamOrder:
@@ -78,11 +110,13 @@ class StreamOrder:
         drop_last: bool,
         per_update: int,
         whole_updates: bool,
+        keeps_states: bool = False,
     ) -> None:
         """``num_samples``: of all ``width`` workers in an iteration, of ``per_update`` a step.
 
         ``fills_up``: the last iteration is as large as the others, instead of a multiple of
         ``width``. ``whole_updates``: so is the last step of an epoch, instead of ending early.
+        ``keeps_states``: for workers that come later.
         """
         self._stream = stream
         self._num_samples = num_samples
@@ -90,6 +124,9 @@ class StreamOrder:
         self._fills_up = fills_up
         self._drop_last = drop_last
         self._per_update = per_update
+        self._keeps_states = keeps_states
+        # The state before the first pass, to which a stream goes back that was given another one.
+        self._initial: tuple[Any] | None = None
         self._multiple = per_update if whole_updates else 1
         # The fewest samples that an iteration reads.
         self._least = num_samples if drop_last else 1
@@ -141,6 +178,8 @@ class StreamOrder:
         """Have read up to a place of an epoch, from its beginning where that is behind."""
         here = self._passes.get(epoch)
         if here is None or here.has_forgotten(place):
+            if self._initial is not None:
+                self._stream.load_state_dict(copy.deepcopy(self._initial[0]))
             number = self._numbers.get(epoch, epoch)
             generator = getattr(self._stream, "generator", None)
             if hasattr(self._stream, "set_epoch"):
@@ -148,7 +187,7 @@ class StreamOrder:
             elif isinstance(generator, torch.Generator):
                 # As Accelerate does, and the Trainer's page on iterable datasets says.
                 generator.manual_seed(number)
-            here = _Pass(self._stream, update=self._per_update * self._num_samples)
+            here = _Pass(self._stream, update=self._update, keeps_states=self._keeps_states)
             self._passes = {
                 number: one for number, one in self._passes.items() if number == epoch - 1
             }
@@ -156,6 +195,34 @@ class StreamOrder:
         here.read_to(place)
         self._here = here
         return here
+
+    @property
+    def _update(self) -> int:
+        """Samples of a step."""
+        return self._per_update * self._num_samples
+
+    def tell(self, epoch: int, iteration: int) -> Told:
+        """Return a place for one that comes later, where the others are in a step at an iteration.
+
+        It is that of the step before, to which they may go back.
+        """
+        first = max(0, iteration - self._per_update)
+        place, states = first * self._num_samples, self._passes[epoch].states
+        if not place or place not in states:
+            return Told(epoch, place, 0, "")
+        return Told(epoch, place, self.digest(first, self._per_update), _as_text(states[place]))
+
+    def take_up(self, told: Told) -> None:
+        """Be where the others lately were; read from the front where the state leads elsewhere."""
+        if told.state and _has_state(self._stream):
+            self._initial = (copy.deepcopy(self._stream.state_dict()),)
+            here = self.be_at(told.epoch, 0)
+            here.jump(told.place, decode(base64.b64decode(told.state), "the state of the stream"))
+            here.read_to(told.place + self._update)
+            if self.digest(told.place // self._num_samples, self._per_update) != told.digest:
+                # Streams that shuffle in a buffer do not keep what is in it.
+                del self._passes[told.epoch]
+        self.be_at(told.epoch, told.place)
 
     def __len__(self) -> int:
         return sys.maxsize
@@ -173,6 +240,20 @@ class StreamOrder:
         for place in range(first * self._num_samples, (first + count) * self._num_samples):
             found.update(self._here.digests.get(place % length, b""))
         return int.from_bytes(found.digest(), "little") >> 2
+
+
+def _has_state(stream: Any) -> bool:
+    """Return whether a stream can tell where it is, and go there."""
+    return hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict")
+
+
+def _as_text(state: Any) -> str:
+    """Return a state as JSON has it; nothing for one that is too long, or of unknown classes."""
+    try:
+        text = base64.b64encode(encode(state)).decode()
+    except ConfigurationError:
+        return ""
+    return text if len(text) <= _LONGEST_STATE else ""
 
 
 def _hash(value: Any, update: Callable[[bytes], None]) -> None:
@@ -199,6 +280,12 @@ def stream_of(loader: Any, width: int) -> tuple[Any, int, bool, bool]:
 
     Raises ConfigurationError where the workers would read different streams.
     """
+    if getattr(loader, "skip_batches", 0):
+        raise ConfigurationError(
+            f"skip_first_batches was called with {loader.skip_batches} for a training loader whose"
+            " dataset is iterable, and its first pass would have others than those that follow;"
+            " skip the samples in the dataset"
+        )
     if isinstance(loader, DataLoaderDispatcher):
         if loader.split_batches:
             raise ConfigurationError(

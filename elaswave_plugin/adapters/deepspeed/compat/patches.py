@@ -31,6 +31,12 @@ _ACCELERATE_SEAMS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
         "one process reads for all, and no other one knows the place in the data",
     ),
     (
+        "data_loader:DataLoaderAdapter.state_dict",
+        "state",
+        ("self",),
+        "a stateful loader does not know the place to which the job has read in its stead",
+    ),
+    (
         "accelerator:Accelerator._do_sync",
         "count",
         ("self",),
