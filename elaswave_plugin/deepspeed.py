@@ -14,6 +14,7 @@ __all__ = ["initialize", "install", "loader", "run"]
 
 _MARK = "__elaswave__"
 _JOBS = "__elaswave_jobs__"
+_BESIDE = "__elaswave_beside__"
 # Set by the supervisor of a worker (trainer/member.py, CONTROL_FD).
 _SUPERVISED = "ELASWAVE_CONTROL_FD"
 _ADAPTER = "elaswave_plugin.adapters.deepspeed"
@@ -73,12 +74,16 @@ def _elastic(native: Callable[..., Any]) -> Callable[..., Any]:
         names[_MARK] = missing = reading.missing_in(config)
         # Of each engine of the process: its job, None where it has joined none.
         jobs = names.setdefault(_JOBS, [])
+        # The models that were whole on each worker in place of being cut, as ZeRO-3 has it.
+        beside = names.setdefault(_BESIDE, [])
         if reading.SECTION in config and not any(jobs) and reading.only_answers(config, arguments):
-            return import_module(f"{_ADAPTER}.attach").initialize_beside(native, config, arguments)
+            attach = import_module(f"{_ADAPTER}.attach")
+            return attach.initialize_beside(native, config, arguments, beside)
         if jobs and (any(jobs) or missing is None):
             import_module(f"{_ADAPTER}.attach").refuse_second(jobs)
         if reading.SECTION in config:
-            made = import_module(f"{_ADAPTER}.attach").initialize(native, config, arguments)
+            attach = import_module(f"{_ADAPTER}.attach")
+            made = attach.initialize(native, config, arguments, beside)
         else:
             made = native(*args, **kwargs)
         # An engine has its job in an attribute of the section's name.

@@ -254,3 +254,11 @@ def test_a_checkpoint_of_the_trainer_is_resumed_in_the_middle_of_an_epoch(
     assert resumed.returncode == 0 and len(resumed.events("fault_fired")) == 1
     wanted = {step: loss for step, _, loss in logs(whole) if step > 3}
     assert {step: loss for step, _, loss in logs(resumed)} == pytest.approx(wanted, rel=LOGGED)
+
+
+@proves(Kind.WRONG_SCRIPT, Promise.REFUSED)
+def test_an_evaluation_before_the_training_is_refused_where_it_is_cut(run: Launch) -> None:
+    refused = run(spec_of(stage=3, options=("--evaluate-before",)))
+    assert refused.returncode == 2, refused.output[-4000:]
+    assert refused.output.count("as evaluate() before train() has it") == 1
+    assert "Traceback" not in refused.output

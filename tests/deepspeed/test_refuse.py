@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from elaswave_plugin.adapters.deepspeed.attach import elastic_config
+from elaswave_plugin.adapters.deepspeed.attach import elastic_config, initialize
 from elaswave_plugin.adapters.deepspeed.compat.unsupported import (
     check_configuration,
     check_engine,
@@ -79,6 +79,17 @@ def test_a_variant_of_adam_is_refused(option: str) -> None:
 def test_a_setting_that_is_not_carried_is_named(config: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):
         check_configuration(config, model=MODEL, mpu=None)
+
+
+@proves(Kind.WRONG_SCRIPT, Promise.REFUSED)
+def test_a_model_that_has_an_engine_already_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    def unreached(**arguments: Any) -> None:
+        raise AssertionError("it is refused before")
+
+    with pytest.raises(SystemExit) as ended:
+        initialize(unreached, {"elaswave": {"enabled": True}}, {"model": MODEL}, [MODEL])
+    assert ended.value.code == 2
+    assert "the model has an engine without an optimizer already" in capsys.readouterr().err
 
 
 def test_what_was_removed_is_what_deepspeed_refuses() -> None:

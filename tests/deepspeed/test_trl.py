@@ -103,23 +103,39 @@ def test_a_job_of_preferences_survives_a_kill(
 
 @proves(Kind.KILL, Promise.PLANNED)
 @pytest.mark.parametrize(
-    ("stage", "kill"), sampled([(1, "1@2:backward"), (2, "0@3:forward")], share=1)
+    ("stage", "kill", "options"),
+    sampled(
+        [
+            (1, "1@2:backward", ()),
+            (2, "0@3:forward", ()),
+            (3, "2@2:forward", ()),
+            # Loaded in ZeRO-3, which cuts the reference as well before it has an engine.
+            (3, "0@3:reduce", ("--reload",)),
+        ],
+        share=2,
+    ),
 )
 def test_a_reference_model_has_an_engine_beside_the_job(
-    run: Launch, twin: Twin, reference: Launch, stage: int, kill: str
+    run: Launch, twin: Twin, reference: Launch, stage: int, kill: str, options: tuple[str, ...]
 ) -> None:
-    spec = preferring(kill, stage=stage, options=("--full",))
+    spec = preferring(kill, stage=stage, options=("--full", *options))
     killed = run(spec)
     check_recovered(killed, twin=twin(killed), reference=reference(spec))
     check_tapes(killed, reference(spec), survivors=3, pads=True)
+    assert killed.output.count("without an optimizer") == (stage == 3)
+    assert killed.output.count("cut: True") == (4 if options else 0)
 
 
 @proves(Kind.RETURN, Promise.PLANNED, victim="1", moment="1:backward")
-def test_a_lost_worker_makes_its_reference_model_alone(
-    run: Launch, twin: Twin, reference: Launch
+@pytest.mark.parametrize(
+    ("stage", "options"), sampled([(2, ()), (3, ()), (3, ("--reload",))], share=2)
+)
+def test_a_lost_worker_has_its_reference_model_again(
+    run: Launch, twin: Twin, reference: Launch, stage: int, options: tuple[str, ...]
 ) -> None:
+    """From the script; in ZeRO-3 from the others, as it may have been cut when it was loaded."""
     more = {"steps": 7, "respawn": 5, "changes": ("+1@4",)}
-    spec = replace(preferring("1@1:backward", stage=2, options=("--full",)), **more)
+    spec = replace(preferring("1@1:backward", stage=stage, options=("--full", *options)), **more)
     killed = run(spec)
     check_recovered(killed, twin=twin(killed), reference=reference(spec))
     assert entered(killed) == [(1, 1, 4)]
@@ -128,16 +144,16 @@ def test_a_lost_worker_makes_its_reference_model_alone(
 
 @proves(Kind.WRONG_SCRIPT, Promise.REFUSED)
 @pytest.mark.parametrize(
-    ("stage", "options", "words"),
+    ("stage", "option", "words"),
     [
-        (3, ("--full",), "an engine without an optimizer (a reference model, or evaluate()"),
-        (2, ("--full", "--sync"), "sync_ref_model is True"),
+        (2, "--sync", "sync_ref_model is True"),
+        (3, "--precompute", "the model has an engine without an optimizer already"),
     ],
 )
-def test_reference_models_that_change_or_are_cut_are_refused(
-    run: Launch, stage: int, options: tuple[str, ...], words: str
+def test_reference_models_that_change_or_are_the_model_are_refused(
+    run: Launch, stage: int, option: str, words: str
 ) -> None:
-    refused = run(preferring(stage=stage, options=options))
+    refused = run(preferring(stage=stage, options=("--full", option)))
     assert refused.returncode == 2, refused.output[-4000:]
     assert words in refused.output and "Traceback" not in refused.output
 

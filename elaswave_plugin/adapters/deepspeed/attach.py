@@ -31,13 +31,14 @@ from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
 from elaswave_plugin.adapters.deepspeed.engine.monitor import name_wandb_run
 from elaswave_plugin.adapters.deepspeed.pipeline.grid import make_groups_again
 from elaswave_plugin.adapters.deepspeed.pipeline.job import PipelineJob
-from elaswave_plugin.adapters.deepspeed.zero.zero3_partitions import is_cut, take_world
+from elaswave_plugin.adapters.deepspeed.zero.zero3_partitions import is_cut, make_whole, take_world
 from elaswave_plugin.adapters.growth import check_reserve
 from elaswave_plugin.adapters.torch_loader import Batches, batches_of
 from elaswave_plugin.adapters.upstream_sources import Row, say_unknown
 from elaswave_plugin.communicator.groups.c10d_tables import BACKEND
 from elaswave_plugin.config import ElasticConfig, from_section, in_the_launch_dir
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.environment import CONTROL_FD, QUIESCE, read_reserve, variable
 from elaswave_plugin.loops.script_end import leave_at_exit
 from elaswave_plugin.recovery.worker import Worker
@@ -52,16 +53,30 @@ _RUN = "run(engine, evaluate)"
 
 @ends_in_a_sentence
 def initialize(
-    native: Callable[..., Any], config: Mapping[str, Any], arguments: Mapping[str, Any]
+    native: Callable[..., Any],
+    config: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    beside: Sequence[torch.nn.Module] = (),
 ) -> Any:
-    """``deepspeed.initialize`` with a configuration that has the section."""
+    """``deepspeed.initialize`` with a configuration that has the section.
+
+    ``beside``: the models that `initialize_beside` has made whole.
+    """
     if isinstance(arguments.get("model"), PipelineModule):
         check_stages(config)
     settings = elastic_config(config)
     if settings is None:
         _say_detached(config)
         return native(**arguments)
-    return _attach(native, settings, config, dict(arguments))
+    if any(one is arguments.get("model") for one in beside):
+        raise ConfigurationError(
+            "the model has an engine without an optimizer already, as TRL's"
+            " precompute_ref_log_probs makes it in ZeRO-3, and would have two; leave that out, or"
+            " give a reference model"
+        )
+    made = _attach(native, settings, config, dict(arguments))
+    getattr(made[0], _JOB).has_beside(beside)
+    return made
 
 
 @ends_in_a_sentence
@@ -80,21 +95,37 @@ def refuse_second(jobs: Sequence[AttachedEngine | None]) -> NoReturn:
 
 @ends_in_a_sentence
 def initialize_beside(
-    native: Callable[..., Any], config: Mapping[str, Any], arguments: Mapping[str, Any]
+    native: Callable[..., Any],
+    config: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    beside: list[torch.nn.Module],
 ) -> Any:
     """An engine without an optimizer, as of a reference model: whole on each worker, in no job.
 
-    Raises ConfigurationError where it would be cut.
+    One that ZeRO-3 would cut is whole too, since a lost worker would take its part with it; its
+    model is put into ``beside``. Raises ConfigurationError for the model of the job itself.
     """
     if elastic_config(config) is None:
         return native(**arguments)
-    zero = config.get("zero_optimization")
-    if isinstance(zero, Mapping) and zero.get("stage") == 3:
-        raise ConfigurationError(
-            "an engine without an optimizer (a reference model, or evaluate() before train()) has"
-            " ZeRO stage 3, and what a lost worker holds of it is gone; train with LoRA or in stage"
-            " 2, and evaluate behind the first step"
-        )
+    zero, module = config.get("zero_optimization"), arguments.get("model")
+    if isinstance(zero, Mapping) and zero.get("stage") == 3 and module is not None:
+        accelerate = _accelerate()
+        if accelerate is not None and accelerate.prepares_with(config):
+            raise ConfigurationError(
+                "a model is prepared without an optimizer in ZeRO stage 3, as evaluate() before"
+                " train() has it, and what a lost worker holds of it is gone; evaluate behind the"
+                " first step"
+            )
+        num_bytes = make_whole(module)
+        if os.environ.get("RANK", "0") == "0":
+            say(
+                f"a {type(module).__name__} without an optimizer, as a reference model, is whole on"
+                f" each worker ({num_bytes / (1 << 20):.1f} MiB), where ZeRO-3 would cut it: a lost"
+                " worker would take its part with it"
+            )
+        whole = {**config, "zero_optimization": {"stage": 0}}
+        arguments = {**arguments, "config": whole, "config_params": None}
+        beside.append(module)
     # The groups that DeepSpeed keeps for the next engine are of a WORLD that the job replaces.
     kept = dict(vars(deepspeed_groups))
     made = native(**arguments)

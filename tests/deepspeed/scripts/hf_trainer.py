@@ -73,6 +73,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--without-deepspeed", action="store_true")
     parser.add_argument("--evaluate", type=int)
     parser.add_argument("--evaluate-first", action="store_true")
+    parser.add_argument("--evaluate-before", action="store_true", help="before train()")
     parser.add_argument("--save", type=int)
     parser.add_argument("--best", action="store_true")
     parser.add_argument("--resume")
@@ -280,6 +281,8 @@ def main() -> None:
         compute_loss_func=cross_entropy_of if args.loss == "function" else None,
         callbacks=[Tape(place / f"tape-{os.getpid()}.json")],
     )
+    if args.evaluate_before:
+        trainer.evaluate()
     trainer.train(resume_from_checkpoint=args.resume)
     print(f"trained {trainer.state.global_step} steps", flush=True)
     if args.stream in StatefulStream.KINDS:

@@ -7,10 +7,11 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import set_seed
+from transformers import AutoModelForCausalLM, set_seed
 from trl import DPOConfig, DPOTrainer
 
 sys.path += [str(Path(__file__).resolve().parents[3] / "examples"), str(Path(__file__).parent)]
@@ -42,6 +43,8 @@ def main() -> None:
     parser.add_argument("--evaluate", type=int)
     parser.add_argument("--save", type=int)
     parser.add_argument("--full", action="store_true", help="train all weights")
+    parser.add_argument("--reload", action="store_true", help="both, cut as they are loaded")
+    parser.add_argument("--precompute", action="store_true", help="the answers of the reference")
     parser.add_argument("--sync", action="store_true", help="have the reference follow them")
     args, _ = parser.parse_known_args()
     for event in EVENTS:
@@ -50,10 +53,22 @@ def main() -> None:
     set_seed(7)
     sizes = argparse.Namespace(num_layers=2, hidden_size=64, seq_length=64)
     model, reference = build_model(sizes), build_model(sizes) if args.full else None
+    if args.precompute:
+        reference = None
+    with TemporaryDirectory() as folder:
+        if args.reload:
+            model.save_pretrained(folder)
+        more = {"sync_ref_model": args.sync, "precompute_ref_log_probs": args.precompute}
+        arguments = DPOConfig(**settings(args, place), max_length=64, **more)
+        if args.reload:
+            load = AutoModelForCausalLM.from_pretrained
+            model, reference = load(folder), load(folder)
+            is_cut = all(hasattr(param, "ds_id") for param in reference.parameters())
+            print(f"cut: {is_cut}", flush=True)
     trainer = DPOTrainer(
         model=model,
         ref_model=reference,
-        args=DPOConfig(**settings(args, place), max_length=64, sync_ref_model=args.sync),
+        args=arguments,
         train_dataset=preferences(None),
         eval_dataset=preferences(21) if args.evaluate else None,
         processing_class=build_tokenizer(),

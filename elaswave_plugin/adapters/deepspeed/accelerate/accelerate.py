@@ -7,7 +7,7 @@ loader, its samples are those that Accelerate's own loader would deal out, and
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NoReturn
 
@@ -332,11 +332,20 @@ def _gathered(own: torch.Tensor) -> torch.Tensor:
 
 def drives_trainer() -> bool:
     """Return whether transformers.Trainer has made the configuration of the engine."""
-    plugins = AcceleratorState._shared_state.get("deepspeed_plugins")
     return any(
         type(getattr(plugin, "hf_ds_config", None)).__name__ == "HfTrainerDeepSpeedConfig"
-        for plugin in (plugins.values() if isinstance(plugins, dict) else [plugins])
+        for plugin in _plugins()
     )
+
+
+def prepares_with(config: Any) -> bool:
+    """Return whether a configuration is the one with which Accelerate itself prepares a model."""
+    return any(getattr(plugin, "deepspeed_config", None) is config for plugin in _plugins())
+
+
+def _plugins() -> Iterable[Any]:
+    plugins = AcceleratorState._shared_state.get("deepspeed_plugins")
+    return plugins.values() if isinstance(plugins, dict) else [plugins]
 
 
 def _drives() -> bool:

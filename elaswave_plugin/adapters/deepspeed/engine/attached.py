@@ -96,6 +96,10 @@ class AttachedEngine:
             " set it in the configuration"
         )
 
+    def has_beside(self, models: Sequence[torch.nn.Module]) -> None:
+        """Take models that all workers hold whole, and later ones are given."""
+        self._framework.beside = models
+
     def _attached(self) -> None:
         self._recording.attached(
             num_microbatches=self._width * int(self._engine.gradient_accumulation_steps()),

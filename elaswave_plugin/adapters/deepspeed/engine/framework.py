@@ -1,6 +1,6 @@
 """DeepSpeed behind the verbs of ``framework.py``: one engine, its optimizer, scheduler."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
@@ -56,6 +56,8 @@ class DeepSpeedFramework:
         self._inner = engine.basic_optimizer
         # Where the loop is in its data is part of every snapshot.
         self.loader: ElasticLoader | None = None
+        # Models that no step changes, whole on each worker.
+        self.beside: Sequence[torch.nn.Module] = ()
 
     # ---- the verbs ----------------------------------------------------------------------------
 
@@ -252,6 +254,8 @@ class DeepSpeedFramework:
     def unsealed(self, told: Structure | None = None) -> Iterator[torch.Tensor]:
         """Yield what every worker holds alike and no step changes: frozen parameters, buffers.
 
+        So are models beside the engine's own.
+
         ``told``: the structure that has the buffers; without it, it is this worker's.
         """
         module = self._engine.module
@@ -263,6 +267,8 @@ class DeepSpeedFramework:
             if id(param) not in sealed and not hasattr(param, "ds_tensor")
         )
         yield from module.buffers() if told is None else buffers_like(module, told)
+        for model in self.beside:
+            yield from (one.data for one in (*model.parameters(), *model.buffers()))
 
     @property
     def structure(self) -> Structure:

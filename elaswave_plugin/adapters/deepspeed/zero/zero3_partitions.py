@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init, ZeroParamStatus
 
 from elaswave_plugin.core.layout.shards import padded_size
 
@@ -23,6 +23,29 @@ def take_world(model: Any) -> None:
     for param in model.parameters():
         if hasattr(param, "ds_process_group"):
             param.ds_process_group = _init_of(param).ds_process_group = dist.group.WORLD
+
+
+@torch.no_grad()
+def make_whole(model: torch.nn.Module) -> int:
+    """Have a model whole that ``deepspeed.zero.Init`` may have cut; return its bytes.
+
+    Collective over WORLD where it is cut. On a worker that comes later, the values are undefined.
+    """
+    whole: dict[Any, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False):
+            if not hasattr(param, "ds_process_group"):
+                continue
+            # Tied ones stay so.
+            if param not in whole:
+                with GatheredParameters([param]):
+                    values = param.data.clone()
+                whole[param] = torch.nn.Parameter(values, requires_grad=param.requires_grad)
+            module.register_parameter(name, whole[param])
+    for param in model.parameters():
+        # What computes with a weight outside of its module asks, in ZeRO-3, whether it is there.
+        param.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+    return sum(one.numel() * one.element_size() for one in model.parameters())
 
 
 @torch.no_grad()
