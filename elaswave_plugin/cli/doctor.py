@@ -247,6 +247,10 @@ def _of_deepspeed() -> Iterable[Entry]:
         (of_deepspeed.processor_patches(None), "no GPU, Accelerate"),
         (of_deepspeed.asking_patches(), "elastic, a Trainer, after a loss"),
         (of_deepspeed.trainer_patches(None), "elastic, transformers.Trainer"),
+        *(
+            (of_deepspeed.generation_patches(None, f"trl.trainer.{name}_trainer"), "elastic, TRL")
+            for name in ("grpo", "rloo")
+        ),
     ):
         yield from (Entry(record, applied) for record in patches.records)
 

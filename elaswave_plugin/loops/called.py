@@ -11,6 +11,8 @@ it returns, after the steps that were rolled back.
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+import torch.distributed as dist
+
 from elaswave_plugin.framework import StepReport
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
 from elaswave_plugin.loops.user import UserLoop
@@ -58,9 +60,12 @@ class CalledLoop(UserLoop):
             del self._known[old]
         self._until(number, lambda: self._open(number))
 
-    def make(self) -> None:
-        """Complete the step that was opened."""
-        self._until(self.worker.completed + 1, lambda: None)
+    def make(self, *, sealed: bool = False) -> None:
+        """Complete the step that was opened.
+
+        ``sealed``: and have every worker seal it, so that no later death of one takes it back.
+        """
+        self._until(self.worker.completed + 1, self._await_seals if sealed else lambda: None)
 
     def next_batch(
         self,
@@ -134,6 +139,10 @@ class CalledLoop(UserLoop):
                 self._inside = before
 
         return guarded(attempt, self._recover, blame=self._blame_newcomers)
+
+    def _await_seals(self) -> None:
+        self.worker.state.finish_seal()
+        dist.barrier()
 
     def _open(self, number: int) -> None:
         if self._opened != number:

@@ -42,7 +42,11 @@ PRELOAD = (
     "elaswave_plugin.adapters.deepspeed.accelerate.accelerate",
     "accelerate",
     "transformers.models.llama.modeling_llama",
-    *(name for name in ("peft", "datasets", "trl.trainer.sft_trainer") if _is_there(name)),
+    *(
+        name
+        for name in ("peft", "datasets", "trl.trainer.sft_trainer", "trl.trainer.grpo_trainer")
+        if _is_there(name)
+    ),
 )
 # Largest relative difference of a loss after a loss of workers: sums in another order.
 FP32_BOUND, BITS_16_BOUND = 1e-6, 1e-3

@@ -39,7 +39,7 @@ EVENTS = (
     *("on_save", "on_epoch_end", "on_train_end"),
 )
 # How long something took, and not what it was.
-TIMES = ("_runtime", "_per_second")
+TIMES = ("_runtime", "_per_second", "step_time")
 
 
 class Tape(TrainerCallback):

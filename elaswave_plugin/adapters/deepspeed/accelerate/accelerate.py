@@ -82,6 +82,9 @@ class AcceleratedJob:
         self._stream: StreamOrder | None = None
         self._told_s = 0.0
         self._unset = False
+        # Whether evaluations keep the batches of the launch, and the order of the present one.
+        self.keeps_batches = False
+        self._evaluated: tuple[Any, SamplerOrder] | None = None
         # Steps of which the script has seen that they are complete.
         self._seen = job.loop.worker.completed
         job.reactions.append(self._rebind)
@@ -92,6 +95,8 @@ class AcceleratedJob:
         """``iter(loader)``: the job's batches in training mode, Accelerate's own otherwise."""
         if self._engine.module.training:
             return self._train(loader)
+        if self.keeps_batches:
+            return self._evaluate(self._deal(loader))
         for shard in (loader.batch_sampler, loader.dataset):
             if isinstance(shard, BatchSamplerShard | IterableDatasetShard):
                 # Those who are left evaluate everything.
@@ -106,22 +111,56 @@ class AcceleratedJob:
             if self._loop.worker.view is not before:
                 self._job.own_loops.evaluates()
 
+    def _deal(self, loader: Any) -> Iterator[Any]:
+        """Serve this worker's shares of the batches that all workers of the launch would have."""
+        if self._evaluated is None or self._evaluated[0] is not loader:
+            sampler, batch_size, drop_last = sampler_of(loader, self._width)
+            num_samples = batch_size * self._width
+            order = SamplerOrder(sampler, num_samples=num_samples, drop_last=drop_last)
+            self._evaluated = loader, order
+        order = self._evaluated[1]
+        # By which it counts what its last batch has beyond the dataset.
+        loader.batch_sampler.num_processes = self._width
+        loader.begin()
+        try:
+            count = order.iterations_of(0)
+            for number in range(count):
+                items = order.items(0, number)
+                mine = items[slice(*self._job.interval(len(items)))]
+                loader.end_of_dataloader = number + 1 == count
+                batch = loader.collate_fn([loader.dataset[item] for item in mine])
+                yield send_to_device(batch, self._engine.device)
+        finally:
+            loader.end()
+
     def dispatch(self, native: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
         """``iter(loader)`` where one process reads for all: in an evaluation, the first one."""
         training = self._engine.module.training
         return self._train(loader) if training else self._evaluate(native(loader))
 
     @ends_in_a_sentence
-    def elastic(self, loader: Any, *, whole_updates: bool = False) -> ElasticLoader:
+    def elastic(
+        self,
+        loader: Any,
+        *,
+        whole_updates: bool = False,
+        pieces: int = 1,
+        fewest: int | None = None,
+    ) -> ElasticLoader:
         """The job's loader for the training loader that Accelerate has prepared.
 
-        ``whole_updates``: whether the last step of an epoch of a stream is as long as the others.
+        ``whole_updates``: whether the last step of an epoch of a stream is as long as the others;
+        ``pieces``: micro-batches that a batch of it is cut into; ``fewest``: as in `SamplerOrder`.
         """
         if getattr(loader, "next_iter_state", None) is not None:
             self._refuse_state("was given a state")
         if self._loader is None or self._prepared is not loader:
-            take = partial(self._streamed, whole_updates) if is_stream(loader) else self._sampled
-            self._loader, self._prepared = take(loader), loader
+            self._loader = (
+                self._streamed(loader, whole_updates)
+                if is_stream(loader)
+                else self._sampled(loader, pieces, fewest)
+            )
+            self._prepared = loader
         return self._loader
 
     def state(self, native: Callable[[Any], Any], loader: Any) -> Any:
@@ -138,7 +177,7 @@ class AcceleratedJob:
             " torchdata does not know; set that to False, and keep the steps that were made"
         )
 
-    def _sampled(self, loader: Any) -> ElasticLoader:
+    def _sampled(self, loader: Any, pieces: int, fewest: int | None) -> ElasticLoader:
         """The job's loader for one whose samples have places."""
         if isinstance(loader, DataLoaderDispatcher):
             raise ConfigurationError(
@@ -146,18 +185,20 @@ class AcceleratedJob:
                 " loss would lose the place in the data; set it to False"
             )
         sampler, batch_size, drop_last = sampler_of(loader, self._width)
-        self._check_batch_size(batch_size)
+        self._check_batch_size(batch_size, pieces)
 
         def order() -> SamplerOrder:
             worker = self._loop.worker
             told = worker.job_constants["sampler"] if worker.detached else None
             worker.remember(sampler=agree_on(sampler, told))
             num_samples = batch_size * self._width
-            return SamplerOrder(sampler, num_samples=num_samples, drop_last=drop_last)
+            return SamplerOrder(
+                sampler, num_samples=num_samples, drop_last=drop_last, fewest=fewest
+            )
 
         return self._job.take_order(loader.dataset, order, collate=loader.collate_fn)
 
-    def _streamed(self, whole_updates: bool, loader: Any) -> ElasticLoader:
+    def _streamed(self, loader: Any, whole_updates: bool) -> ElasticLoader:
         """The job's loader for one of an iterable dataset."""
         worker = self._loop.worker
         stream, batch_size, fills_up, drop_last = stream_of(loader, self._width)
@@ -203,8 +244,8 @@ class AcceleratedJob:
         """Return whether a stream, whose length nobody knows, has ended before an iteration."""
         return self._stream is not None and self._stream.ends_before(epoch, iteration)
 
-    def _check_batch_size(self, batch_size: int) -> None:
-        if batch_size != self._micro_batch_size:
+    def _check_batch_size(self, batch_size: int, pieces: int = 1) -> None:
+        if batch_size != pieces * self._micro_batch_size:
             raise ConfigurationError(
                 f"the training loader's batch_size is {batch_size} and "
                 f"train_micro_batch_size_per_gpu is {self._micro_batch_size}; make them equal "
@@ -284,7 +325,7 @@ class AcceleratedJob:
 
         def work() -> Any:
             # After a loss the workers have shares of different size.
-            if name == "gather" and dist.get_world_size() != self._width:
+            if name == "gather" and not self._job.has_launch_shares:
                 return recursively_apply(_gathered, value)
             return native(*args, **kwargs)
 
@@ -316,7 +357,11 @@ class AcceleratedJob:
 
 
 def _gathered(own: torch.Tensor) -> torch.Tensor:
-    """Gather tensors of any length along their first dimension, in rank order (collective)."""
+    return torch.cat(gathered_pieces(own))
+
+
+def gathered_pieces(own: torch.Tensor) -> list[torch.Tensor]:
+    """Gather tensors of any length along their first dimension, by rank (collective)."""
     own = own.reshape(-1, *own.shape[1:]).contiguous()
     world = dist.get_world_size()
     lengths = torch.zeros(world, dtype=torch.long, device=own.device)
@@ -327,7 +372,7 @@ def _gathered(own: torch.Tensor) -> torch.Tensor:
     padded[: len(own)] = own
     everyone = [torch.empty_like(padded) for _ in range(world)]
     dist.all_gather(everyone, padded)
-    return torch.cat([one[:n] for one, n in zip(everyone, lengths.tolist(), strict=True)])
+    return [one[:length] for one, length in zip(everyone, lengths.tolist(), strict=True)]
 
 
 def drives_trainer() -> bool:

@@ -11,6 +11,8 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from elaswave_plugin.errors import ConfigurationError
 
+_REPEATED = ("trl.trainer.utils", "RepeatSampler")
+
 
 class SamplerOrder:
     """The order of a sampler, dealt out as Accelerate's ``BatchSamplerShard`` does.
@@ -20,10 +22,16 @@ class SamplerOrder:
     the state that its generator had then.
     """
 
-    def __init__(self, sampler: Any, *, num_samples: int, drop_last: bool) -> None:
-        """``num_samples``: of all workers in an iteration."""
+    def __init__(
+        self, sampler: Any, *, num_samples: int, drop_last: bool, fewest: int | None = None
+    ) -> None:
+        """``num_samples``: of all workers in an iteration.
+
+        ``fewest``: of the smallest part of it that all workers share; None for itself.
+        """
         self._sampler = sampler
         self._num_samples = num_samples
+        self._fewest = num_samples if fewest is None else fewest
         whole, rest = divmod(len(sampler), num_samples)
         self._iterations = whole if drop_last else whole + bool(rest)
         self._generator: torch.Generator | None = getattr(sampler, "generator", None)
@@ -34,8 +42,8 @@ class SamplerOrder:
 
     @property
     def fewest_samples(self) -> int:
-        """Samples of each iteration: the last one is filled up."""
-        return self._num_samples
+        """Samples of each iteration, of which the last one is filled up, or of its parts."""
+        return self._fewest
 
     def iterations_of(self, epoch: int) -> int:
         """Iterations of any epoch."""
@@ -93,8 +101,8 @@ def sampler_of(loader: Any, num_processes: int) -> tuple[Any, int, bool]:
             "accelerator.prepare() has dealt out to the processes, with no batches skipped"
         )
     sampler = getattr(batches, "sampler", None)
-    if type(batches) is not BatchSampler or not isinstance(
-        sampler, RandomSampler | SequentialSampler
+    if type(batches) is not BatchSampler or not (
+        isinstance(sampler, RandomSampler | SequentialSampler) or _repeats(sampler)
     ):
         raise ConfigurationError(
             f"the training loader draws from a {type(sampler or batches).__name__}, wanted a "
@@ -104,15 +112,20 @@ def sampler_of(loader: Any, num_processes: int) -> tuple[Any, int, bool]:
     return sampler, int(batches.batch_size), bool(batches.drop_last)
 
 
+def _repeats(sampler: Any) -> bool:
+    """Return whether it is TRL's, which repeats each prompt and has a generator of its own."""
+    return (type(sampler).__module__, type(sampler).__name__) == _REPEATED
+
+
 def agree_on(sampler: Any, told: str | None = None) -> str:
     """Have every worker draw what the first one draws; return that, for one that comes later.
 
     ``told``: what it was when the job began; None asks the others, which are all there.
     """
-    if not isinstance(sampler, RandomSampler):
-        return ""
-    if sampler.generator is None:
+    if isinstance(sampler, RandomSampler) and sampler.generator is None:
         sampler.generator = torch.Generator().manual_seed(torch.initial_seed())
+    if getattr(sampler, "generator", None) is None:
+        return ""
     seed = torch.tensor([getattr(sampler, "initial_seed", 0)])
     state = sampler.generator.get_state()
     if told is None:

@@ -15,6 +15,7 @@ _DEEPSPEED = "deepspeed"
 _VALID = ">=0.19.8,<0.20"
 _ACCELERATE = ">=1.15,<1.16"
 _TRANSFORMERS = ">=5.20,<6"
+_TRL = ">=1.16,<1.17"
 _A_LOSS_ENDS_IT = "a loss must end it everywhere, and the script runs on"
 # (target, method of accelerate.py, AcceleratedJob, fingerprint, reason)
 _ACCELERATE_SEAMS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
@@ -80,6 +81,19 @@ _ACCELERATE_SEAMS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
         _A_LOSS_ENDS_IT,
     ),
     ("accelerator:Accelerator.wait_for_everyone", "wait", ("self",), _A_LOSS_ENDS_IT),
+)
+
+_BY_SHARES = "a prompt's completions lie in shares of any size, which ranks do not follow in order"
+# (function, method of generation.py, fingerprint, reason)
+_TRL_SEAMS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
+    ("gather", "gather", ("tensor",), _BY_SHARES),
+    ("gather_object", "gather_object", ("object",), _BY_SHARES),
+    (
+        "split_tensor_dict",
+        "split",
+        ("tensor_dict", "num_chunks"),
+        "it drops what a share has beyond a multiple of the micro-batches",
+    ),
 )
 
 
@@ -381,6 +395,24 @@ def trainer_patches(hooks: Any) -> PatchSet:
                 parameters=("tensors", "parallel_mode", "name"),
                 make=_gathers_nothing,
             ),
+        ]
+    )
+
+
+def generation_patches(part: Any, module: str) -> PatchSet:
+    """Lead functions of a module of TRL through ``part``; None to list the records only."""
+    return PatchSet(
+        [
+            PatchRecord(
+                # As bound in the module of the trainer, which calls them there.
+                target=f"{module}:{name}",
+                reason=reason,
+                distribution="trl",
+                valid=_TRL,
+                parameters=parameters,
+                make=functools.partial(_routed, part, through),
+            )
+            for name, through, parameters, reason in _TRL_SEAMS
         ]
     )
 

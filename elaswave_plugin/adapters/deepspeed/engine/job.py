@@ -139,6 +139,18 @@ class EngineJob(AttachedEngine):
         """Workers of the launch, and samples of each in an iteration."""
         return self._width, self._micro_batch_size
 
+    @property
+    def has_launch_shares(self) -> bool:
+        """True if each of as many workers as at the launch has as many samples as then."""
+        shares = self._worker.dataflow
+        assert isinstance(shares, Shares)
+        sizes = {stop - start for _, start, stop in shares.intervals}
+        return len(shares.intervals) == self._width and len(sizes) == 1
+
+    def interval(self, num_samples: int) -> tuple[int, int]:
+        """Return the place of this worker's share among samples of all."""
+        return self._shares(num_samples).interval(self._worker.slot)
+
     # ---- announcements --------------------------------------------------------------------------
 
     def _announce(self, phase: str) -> None:

@@ -20,6 +20,7 @@ from elaswave_plugin.adapters.deepspeed.accelerate.accelerate import Accelerated
 from elaswave_plugin.adapters.deepspeed.compat.patches import trainer_patches
 from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
 from elaswave_plugin.adapters.deepspeed.hf_trainer.best_model import BestModel
+from elaswave_plugin.adapters.deepspeed.hf_trainer.generation import Generation, generates
 from elaswave_plugin.adapters.deepspeed.hf_trainer.job import TrainerJob
 from elaswave_plugin.adapters.deepspeed.hf_trainer.loss_kind import LossKind, ask
 from elaswave_plugin.adapters.deepspeed.hf_trainer.update import Update
@@ -39,6 +40,8 @@ class TrainerHooks:
         self._loader: ElasticLoader | None = None
         self._prepared: Any = None
         self._update: Update | None = None
+        # Of a Trainer that generates its samples.
+        self._generation: Generation | None = None
         # On a worker that came later: the epoch and iteration where it goes on with the others.
         self._joins: tuple[int, int] | None = None
         # Micro-batches of the update that were returned, and the operations of each.
@@ -88,18 +91,20 @@ class TrainerHooks:
                 "auto_find_batch_size is True in the TrainingArguments, which builds another engine"
                 " where memory is short; set it to False"
             )
-        if hasattr(trainer, "_buffered_inputs"):
-            raise ConfigurationError(
-                f"{type(trainer).__name__} trains on samples that each worker has generated itself,"
-                " and those of a lost worker are lost with it; leave the section out"
-            )
         if getattr(trainer.args, "sync_ref_model", False):
             raise ConfigurationError(
                 "sync_ref_model is True in the TrainingArguments, and the reference model that"
                 " follows the weights is in no snapshot; set it to False"
             )
         self._trainer, self._prepared = trainer, prepared
-        self._loader = self._accelerated.elastic(prepared, whole_updates=True)
+        if generates(trainer):
+            self._generation = made = Generation(self._job, trainer)
+            self._accelerated.keeps_batches = True
+            self._loader = self._accelerated.elastic(
+                prepared, pieces=made.pieces, fewest=made.fewest_samples
+            )
+        else:
+            self._loader = self._accelerated.elastic(prepared, whole_updates=True)
         self._job.trainer_state.trainer = trainer
         taken = {
             "get_batch_samples": self._get_batch_samples,
@@ -111,6 +116,7 @@ class TrainerHooks:
             "store_flos": self._store_flos,
             "_load_best_model": self._load_best_model,
             "_track_num_input_tokens": lambda inputs: None,
+            **({} if self._generation is None else self._generation.methods),
         }
         for name, ours in taken.items():
             native = getattr(trainer, name)
@@ -165,17 +171,20 @@ class TrainerHooks:
         if self._made == 0:
             update.step, update.model = self._native.training_step, model
             update.kind = self._kind
-            self._job.called.make()
+            # What it logs of samples that were drawn would not be what a redo draws.
+            self._job.called.make(sealed=self._generation is not None)
         self._made += 1
         return update.loss(self._made - 1)
 
     def _kind(self, model: Any, inputs: Any, num_items: Any) -> LossKind:
         """Return the kind of the losses, asked for once shares are unequal and it matters."""
         trainer = self._trainer
+        if self._generation is not None:
+            return self._generation.kind()
         divides = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
         if not divides or num_items is None or not trainer.args.average_tokens_across_devices:
             return LossKind()
-        if not self._job.has_unequal_shares:
+        if self._job.has_launch_shares:
             return LossKind(sums_items=True, times_processes=True)
         state = self._job.trainer_state
         if state.loss_kind is None:

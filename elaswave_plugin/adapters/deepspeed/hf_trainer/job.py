@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,10 +11,13 @@ from elaswave_plugin.adapters.deepspeed.engine.job import EngineJob
 from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
 from elaswave_plugin.adapters.deepspeed.engine.monitor import Holders
 from elaswave_plugin.adapters.deepspeed.hf_trainer.loss_kind import LossKind
+from elaswave_plugin.adapters.deepspeed.hf_trainer.pieces import weight
 from elaswave_plugin.adapters.deepspeed.hf_trainer.state import TrainerState
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.loops.called import CalledLoop
 from elaswave_plugin.step_state.step_state import Part
+
+Value = TypeVar("Value")
 
 
 class TrainerJob(EngineJob):
@@ -29,6 +32,10 @@ class TrainerJob(EngineJob):
         self.trainer_state = TrainerState()
         # Weight and seed of each micro-batch that was read for the step.
         self._drawn: list[tuple[float, int]] = []
+        # Micro-batches that a batch of the loader is cut into.
+        self.pieces = 1
+        # The micro-batch of the step that is made.
+        self._number = 0
         # The losses of the last step's micro-batches, each the mean over all workers.
         self.losses: list[float] = []
         self.loss_kind = LossKind()
@@ -84,15 +91,13 @@ class TrainerJob(EngineJob):
         self._drawn.append((self._weight, torch.initial_seed()))
         return batch
 
-    @property
-    def has_unequal_shares(self) -> bool:
-        """True if the workers are not those of the launch, alike on all of them."""
-        return dist.get_world_size() != self._width
-
     def begin_micro_batch(self, number: int) -> None:
         """Weigh the losses and seed the draws of a micro-batch that was read."""
+        self._number = number
         share, seed = self._drawn[number]
         torch.manual_seed(seed)
+        if self.pieces > 1:
+            share *= weight(number % self.pieces, *self.generated, pieces=self.pieces)
         self._weight = self.loss_kind.weight(
             share, launched=self._width, live=dist.get_world_size()
         )
@@ -109,6 +114,43 @@ class TrainerJob(EngineJob):
         _, tokens, holders = super()._mean_loss()
         # The Trainer has divided each by the micro-batches, or by all tokens of the step.
         return sum(self.losses), tokens, holders
+
+    # ---- a Trainer that generates its samples ---------------------------------------------------
+
+    @property
+    def is_as_launched(self) -> bool:
+        """True if the shares, by rank, are those of the launch."""
+        ranks = self._worker.view.ranks
+        return self.has_launch_shares and [*ranks] == sorted(ranks)
+
+    @property
+    def generated(self) -> tuple[int, int]:
+        """The interval of this worker's samples among those of a generation."""
+        return self.interval(self._width * self._micro_batch_size * self.pieces)
+
+    @property
+    def position(self) -> int:
+        """The place of this worker's share among those of all."""
+        return sorted(self._worker.view.ranks).index(self._worker.slot)
+
+    def in_order(self, by_rank: Sequence[Value]) -> list[Value]:
+        """Return what each worker has, in the order of their shares."""
+        pairs = zip(self._worker.view.ranks, by_rank, strict=True)
+        return [value for _, value in sorted(pairs, key=lambda pair: pair[0])]
+
+    def announce_reading(self) -> None:
+        """Announce work of the script's own in a step, of any length."""
+        if self._loop.inside and not self._working:
+            self._announce("data")
+
+    @property
+    def begins_update(self) -> bool:
+        """True in the first micro-batch of an update."""
+        return self._number == 0
+
+    def note_tokens(self, count: int) -> None:
+        """Count the tokens that this worker has generated, instead of what was read."""
+        self._tokens = count + (self._tokens if self._number else 0)
 
     # ---- after a loss ---------------------------------------------------------------------------
 

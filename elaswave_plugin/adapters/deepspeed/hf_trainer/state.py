@@ -1,6 +1,7 @@
 """The state of a Trainer's step outside of the engine: counters, metrics, schedule."""
 
 import copy
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,8 +40,8 @@ class TrainerState(Part):
             "place": self.place,
             "loss_kind": None if self.loss_kind is None else tuple(self.loss_kind),
             "trainer": {
-                name: _plain(value)
-                for name, value in vars(trainer).items()
+                name: value
+                for name, value in ((name, _plain(one)) for name, one in vars(trainer).items())
                 if value is not None and is_plain(value)
             },
             "tr_loss": trainer._tr_loss.item(),
@@ -89,7 +90,7 @@ def _plain(value: Any) -> Any:
     """Return a copy in dicts, lists and tuples, which another worker can be given."""
     if isinstance(value, dict):
         return {key: _plain(one) for key, one in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | deque):
         return [*map(_plain, value)]
     return tuple(map(_plain, value)) if isinstance(value, tuple) else value
 
@@ -98,9 +99,13 @@ def _like(own: Any, value: Any) -> Any:
     """Return a plain value in the kinds of containers that are there: TRL's make their keys."""
     if isinstance(own, tuple) and hasattr(own, "_make"):
         return own._make(value)
+    if isinstance(own, deque) and isinstance(value, list):
+        return deque(value, own.maxlen)
     if not (isinstance(own, dict) and isinstance(value, dict)):
         return value
-    made = copy.copy(own)
+    made, fresh = copy.copy(own), getattr(own, "default_factory", None) or (lambda: None)
     made.clear()
-    made.update((key, _like(own.get(key), one)) for key, one in value.items())
+    made.update(
+        (key, _like(own[key] if key in own else fresh(), one)) for key, one in value.items()
+    )
     return made

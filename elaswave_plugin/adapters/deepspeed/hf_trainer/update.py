@@ -45,9 +45,8 @@ class Update:
         read = self._job.read(self._loader, epoch=self._epoch, first=self._first, count=self._count)
         device = self._job.engine.device
         batches, self.num_items = self._collect([send_to_device(one, device) for one in read])
-        for old, new in zip(self.batches, batches, strict=False):
-            _replace(old, new)
-        self.batches[:] = [*self.batches, *batches[len(self.batches) :]]
+        held = [_replaced(old, new) for old, new in zip(self.batches, batches, strict=False)]
+        self.batches[:] = [*held, *batches[len(held) :]]
 
     def train(self) -> None:
         """Call the Trainer's step for each micro-batch; the last one makes the update."""
@@ -66,8 +65,13 @@ class Update:
         return torch.tensor(self.losses[number], device=self._job.engine.device)
 
 
-def _replace(old: Any, new: Any) -> None:
-    """Have the batch that the Trainer holds already be another one."""
+def _replaced(old: Any, new: Any) -> Any:
+    """Have the batch that the Trainer holds already be another one, where it can; return it."""
     if isinstance(old, MutableMapping):
         old.clear()
         old.update(new)
+    elif isinstance(old, list):
+        old[:] = new
+    else:
+        return new
+    return old
