@@ -1,5 +1,6 @@
 """Samples that a Trainer generates: shares of any size, in order, whole."""
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -137,6 +138,13 @@ def test_what_is_not_carried_is_refused(changes: dict[str, Any], words: str) -> 
     vars(trainer).update({"args": args, "train_dataset": [], "eval_dataset": None, **changes})
     with pytest.raises(ConfigurationError, match=words):
         generation._check(trainer, 3)
+
+
+def test_trainers_that_generate_are_known_by_their_buffer() -> None:
+    from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
+
+    sources = [inspect.getsource(one.__init__) for one in (GRPOTrainer, RLOOTrainer, DPOTrainer)]
+    assert ["self._buffered_inputs = " in one for one in sources] == [True, True, False]
 
 
 def test_a_trainer_that_generates_in_its_own_way_is_refused() -> None:

@@ -1,19 +1,14 @@
 """TRL's SFTTrainer: it gathers within its loss, and keeps metrics of each micro-batch."""
 
-import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("trl")
 
-from trl import GRPOTrainer
-
-from elaswave_plugin.adapters.deepspeed.hf_trainer.hooks import TrainerHooks
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
 from tests.deepspeed.hf_runs import AUTO, check_newcomer, check_tapes, tapes
@@ -166,21 +161,6 @@ def test_an_evaluation_of_preferences_is_made_again(run: Launch, reference: Laun
     check_survived(killed)
     wanted = [one[:2] for one in tapes(reference(spec))[0]]
     assert [[one[:2] for one in tape] for tape in tapes(killed)] == 3 * [wanted]
-
-
-@proves(Kind.WRONG_INPUT, Promise.REFUSED)
-def test_trainers_that_generate_their_samples_are_refused(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert "self._buffered_inputs = " in inspect.getsource(GRPOTrainer.__init__)
-    nothing: Any = None
-    generating = SimpleNamespace(
-        args=SimpleNamespace(auto_find_batch_size=False), _buffered_inputs=None
-    )
-    with pytest.raises(SystemExit) as ended:
-        TrainerHooks(nothing, nothing)._take(generating, None)
-    assert ended.value.code == 2
-    assert "samples that each worker has generated itself" in capsys.readouterr().err
 
 
 class TrlSpec(ExampleSpec):

@@ -19,7 +19,6 @@ from elaswave_plugin.adapters.deepspeed.compat.patches import generation_patches
 from elaswave_plugin.adapters.deepspeed.hf_trainer.job import TrainerJob
 from elaswave_plugin.adapters.deepspeed.hf_trainer.loss_kind import LossKind
 from elaswave_plugin.adapters.deepspeed.hf_trainer.pieces import batch_size, intervals, sizes
-from elaswave_plugin.adapters.torch_loader import no_places
 from elaswave_plugin.errors import ConfigurationError
 
 # The modules whose trainers are known here, and the methods that have to be theirs.
@@ -220,9 +219,14 @@ def _check(trainer: Any, stage: int) -> str:
     evaluated = trainer.eval_dataset
     evaluated = [*evaluated.values()] if isinstance(evaluated, dict) else [evaluated]
     datasets = [one for one in (trainer.train_dataset, *evaluated) if one is not None]
-    if any(no_places(one, named="the dataset") for one in datasets):
+    if any(_is_iterable(one) for one in datasets):
         raise ConfigurationError(
             f"{kind.__name__} reads an iterable dataset, of which the completions of a prompt may"
             " not stay together after a loss; use one with __getitem__ and __len__"
         )
     return module
+
+
+def _is_iterable(dataset: Any) -> bool:
+    """Return whether a dataset's samples have no places; some of torch's have a length."""
+    return isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__len__")
