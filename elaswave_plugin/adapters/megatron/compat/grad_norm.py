@@ -6,34 +6,50 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-# Chunked so that the double and integer temporaries stay in cache.
-_CHUNK = 16384
+# Elements at once: on a CPU so few that temporaries stay in the cache, elsewhere so many that there
+# are few kernels. Sums of 2^22 parts would still be exact.
+_CHUNK_CPU, _CHUNK = 1 << 16, 1 << 20
 
 
 def canonical_norm(gradients: Iterable[torch.Tensor], group: dist.ProcessGroup) -> float:
     """L2 norm over all tensors of all ranks of ``group``, equal for any cut, order or membership.
 
-    Every squared element, scaled by the common exponent, is split into two 31-bit integer parts;
-    integer sums have no order. Exact to 2^-62 of the largest square, for up to 2^32 elements in
+    Every squared element, in units of the common exponent, is split into two 31-bit integer parts;
+    sums of integers have no order. Exact to 2^-62 of the largest square, for up to 2^32 elements in
     total. A non-finite largest element is returned as it is. Source: ``core/step/sum_order.py``.
     """
-    gradients = [gradient.reshape(-1) for gradient in gradients if gradient.numel()]
+    gradients = [gradient.detach().reshape(-1) for gradient in gradients if gradient.numel()]
     largest = torch.zeros(1, dtype=torch.float64)
     for gradient in gradients:
-        largest = torch.maximum(largest, gradient.abs().max().double().cpu())
+        least, most = (end.double().cpu() for end in torch.aminmax(gradient))
+        largest = torch.maximum(largest, torch.maximum(-least, most))
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     peak = float(largest)
     if not 0.0 < peak < math.inf:
         return peak
     exponent = math.frexp(peak)[1]
-    high = low = 0
-    for gradient in gradients:
-        for chunk in torch.split(gradient, _CHUNK):
-            square = (chunk.double() * 2.0**-exponent).square_()
-            upper = (square * 2.0**31).round_()
-            high += int(upper.long().sum())
-            low += int((square - upper * 2.0**-31).mul_(2.0**62).round_().long().sum())
-    sums = torch.tensor([high, low], dtype=torch.int64)
+    parts = [_parts(gradient, exponent) for gradient in gradients]
+    sums = torch.stack(parts).sum(0) if parts else torch.zeros(2, dtype=torch.int64)
     dist.all_reduce(sums, group=group)
     total = (int(sums[0]) << 31) + int(sums[1])
     return math.sqrt(float(total)) * 2.0 ** (exponent - 31)
+
+
+def _parts(gradient: torch.Tensor, exponent: int) -> torch.Tensor:
+    """Sum the upper and the lower parts of the squares: int64 of shape [2], on the host.
+
+    What is added to a double and taken away again rounds it to a multiple of a power of two.
+    """
+    coarse, fine = (math.ldexp(1.5, 52 - bits + 2 * exponent) for bits in (31, 62))
+    size = min(gradient.numel(), _CHUNK_CPU if gradient.device.type == "cpu" else _CHUNK)
+    space = torch.empty(2, size, dtype=torch.float64, device=gradient.device)
+    sums = []
+    for chunk in torch.split(gradient, size):
+        square, upper = space[:, : chunk.numel()]
+        square.copy_(chunk).mul_(square)
+        torch.add(square, coarse, out=upper).sub_(coarse)
+        square.sub_(upper).add_(fine).sub_(fine)
+        sums += [upper.sum(), square.sum()]
+    units = [math.ldexp(1.0, bits - 2 * exponent) for bits in (31, 62)]
+    counts = torch.stack(sums).view(-1, 2).cpu() * torch.tensor(units, dtype=torch.float64)
+    return counts.long().sum(0)
