@@ -167,18 +167,15 @@ def _open(
         with Fetcher(
             source.holder_address, secret=secret, timeout_s=timeout_s, check=check
         ) as fetcher:
+            of = {"owner": source.owner, "step": source.step, "epoch": source.epoch}
+
+            def ask(offset: int, length: int) -> None:
+                fetcher.ask(**of, offset=offset, length=length, timeout_s=timeout_s)
 
             def read(offset: int, into: memoryview) -> None:
-                fetcher.fetch(
-                    owner=source.owner,
-                    step=source.step,
-                    epoch=source.epoch,
-                    offset=offset,
-                    into=into,
-                    timeout_s=timeout_s,
-                )
+                fetcher.fetch(**of, offset=offset, into=into, timeout_s=timeout_s)
 
-            yield VerifiedReader(source, read)
+            yield VerifiedReader(source, read, ask=ask)
     except LinkError as error:
         raise SnapshotUnreadableError(f"{source} cannot be read: {error}", source) from error
 

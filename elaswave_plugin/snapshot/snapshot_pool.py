@@ -179,10 +179,19 @@ def _write_body(
 class VerifiedReader:
     """Ranges of one sealed shard, read through ``read(offset, into)`` and checked by chunk."""
 
-    def __init__(self, sealed: SealedShard, read: Callable[[int, memoryview], None]) -> None:
-        """Read and check the table; raises SnapshotUnreadableError."""
+    def __init__(
+        self,
+        sealed: SealedShard,
+        read: Callable[[int, memoryview], None],
+        *,
+        ask: Callable[[int, int], None] = lambda offset, length: None,
+    ) -> None:
+        """Read and check the table; raises SnapshotUnreadableError.
+
+        ``ask(offset, length)`` is told what is read after the next reading, while that comes.
+        """
         self._sealed = sealed
-        self._read = read
+        self._read, self._ask = read, ask
         self._body_bytes = sealed.payload_bytes + sealed.capsule_bytes
         self._table = bytearray(_ENTRY.size * num_chunks(self._body_bytes))
         read(self._body_bytes, memoryview(self._table))
@@ -199,7 +208,7 @@ class VerifiedReader:
         Whole chunks are read to where they belong, and checked there; only what begins or ends
         inside of a chunk is copied once more. Raises SnapshotUnreadableError.
         """
-        total = 0
+        wholes: list[tuple[int, memoryview]] = []
         partial: list[tuple[int, memoryview]] = []
         for start, into in ranges:
             stop = start + len(into)
@@ -208,14 +217,28 @@ class VerifiedReader:
             last = max(first, last)
             for begin in range(first, last, _RUN_BYTES):
                 end = min(begin + _RUN_BYTES, last)
-                total += self._read_chunks(begin, into[begin - start : end - start])
+                wholes.append((begin, into[begin - start : end - start]))
             partial += [(start, into[: first - start]), (last, into[last - start :])]
-        for begin, end in _chunk_runs([(start, len(into)) for start, into in partial]):
-            run = memoryview(bytearray(min(end, self._body_bytes) - begin))
-            total += self._read_chunks(begin, run)
+        cut = [
+            (begin, memoryview(bytearray(min(end, self._body_bytes) - begin)))
+            for begin, end in _chunk_runs([(start, len(into)) for start, into in partial])
+        ]
+        total = self._read_runs([*wholes, *cut])
+        for begin, run in cut:
             for start, into in partial:
-                if begin <= start and start + len(into) <= end:
+                if begin <= start and start + len(into) <= begin + len(run):
                     into[:] = run[start - begin : start - begin + len(into)]
+        return total
+
+    def _read_runs(self, runs: Sequence[tuple[int, memoryview]]) -> int:
+        """Read runs of whole chunks, each asked for before the one in front of it is read."""
+        total = 0
+        for number, (begin, into) in enumerate(runs):
+            if number == 0:
+                self._ask(begin, len(into))
+            for later, view in runs[number + 1 : number + 2]:
+                self._ask(later, len(view))
+            total += self._read_chunks(begin, into)
         return total
 
     def _read_chunks(self, begin: int, into: memoryview) -> int:

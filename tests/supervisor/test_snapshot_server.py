@@ -118,6 +118,23 @@ def test_many_fetches_over_one_connection(served: tuple[SnapshotStore, str]) -> 
             assert into == content[offset : offset + length]
 
 
+def test_what_was_asked_for_ahead_comes_in_its_order(
+    served: tuple[SnapshotStore, str],
+) -> None:
+    store, address = served
+    content = bytes(range(256)) * 40
+    seal(store, content)
+    what = {"owner": 3, "step": 5, "epoch": 1, "timeout_s": LONG_S}
+    ranges = ((0, 10), (1000, 9240), (5, 1))
+    with Fetcher(address, secret=SECRET, timeout_s=LONG_S) as fetcher:
+        for offset, length in ranges:
+            fetcher.ask(**what, offset=offset, length=length)
+        for offset, length in ranges:
+            into = bytearray(length)
+            fetcher.fetch(**what, offset=offset, into=memoryview(into))
+            assert into == content[offset : offset + length]
+
+
 @pytest.mark.parametrize(
     ("wanted", "complaint"),
     [
