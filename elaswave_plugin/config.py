@@ -285,9 +285,9 @@ class ElasticConfig(BaseModel):
     slow_workers: Literal["act", "name"] = Field(
         "act",
         description="reaction to a worker whose layers take 1.3 times as long as on the other"
-        " workers of its stage; act: it gets fewer micro-batches, and its stage fewer layers"
-        " if these may move, as soon as that pays; name: only events and elaswave status"
-        " report it",
+        " workers of its stage; act: it gets fewer micro-batches (with DeepSpeed samples), and"
+        " its stage fewer layers if these may move, as soon as that pays; name: only events and"
+        " elaswave status report it",
     )
     clocks: Literal["off", "nvml", "emulated"] = Field(
         "off",

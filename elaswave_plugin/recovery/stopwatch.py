@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from elaswave_plugin.core.planner.layer_times import BACKWARD, INPUTS, LAYER, PassTimes
+from elaswave_plugin.core.planner.layer_times import BACKWARD, FORWARD, INPUTS, LAYER, PassTimes
 from elaswave_plugin.recovery.clocks import Clocks
 from elaswave_plugin.recovery.held_bytes import HeldBytes
 
@@ -114,6 +114,10 @@ class Stopwatch:
         last = self.mark()
         self.times.note(part, which, scale * (last - first), tokens=tokens, followed=followed)
         return last
+
+    def lap_whole(self, first: Mark, *, samples: int, tokens: int) -> None:
+        """A forward pass through the whole model, whose layers are not known, ends here."""
+        self.lap(LAYER, FORWARD, first, count=samples, tokens=tokens)
 
     def begin_holding(self, model: torch.nn.Module, parts: Sequence[str]) -> None:
         """A forward pass of ``model`` begins: count what it holds where that is not known."""

@@ -110,6 +110,7 @@ class EngineSpec(JobSpec):
                 "kill": list(self.kills),
                 "change": list(self.changes),
                 "respawn": self.respawn,
+                "slow_workers": self.slow_workers,
                 # As soon as in the other phases: no storage stalls here.
                 "data_timeout_s": 2.0,
             },

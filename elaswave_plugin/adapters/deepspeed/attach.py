@@ -361,13 +361,10 @@ def elastic_config(config: Mapping[str, Any]) -> ElasticConfig | None:
             f"{source}: key 'consistency' is {values['consistency']!r}, wanted 'fast': in a loop "
             "that the script owns, shares change their size and sums their order"
         )
+    # A script's own means are not weighted by shares of unequal size.
+    values.setdefault("slow_workers", "name")
     settings = from_section(values, source=source)
     settings.check_without_stages()
-    if "slow_workers" in values:
-        raise ConfigurationError(
-            f"{source}: key 'slow_workers' is {values['slow_workers']!r}, which is for jobs of"
-            " Megatron-Core; the layers of an engine are not timed; leave it out"
-        )
     told_s = os.environ.get(variable(QUIESCE))
     if QUIESCE in values and told_s is not None and float(told_s) != settings.quiesce_timeout_s:
         raise ConfigurationError(

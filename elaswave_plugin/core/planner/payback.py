@@ -18,7 +18,7 @@ from statistics import median
 
 from elaswave_plugin.core.planner.layer_times import LayerTimes
 from elaswave_plugin.core.planner.pipeline_flow import Flow, PipelineFlow
-from elaswave_plugin.core.step.dataflow import Dataflow, Slowness
+from elaswave_plugin.core.step.dataflow import Slowness
 
 PAUSE_S = 0.3
 """The least cost of such a view, and that of one never measured; the demo's take 0.1 to 0.3 s."""
@@ -66,8 +66,7 @@ class Payback:
 def gain_of_view(now: Flow, wanted: Flow, *, slow: Slowness, times: LayerTimes) -> float:
     """Return the share of a step's compute that ``wanted`` saves, if the ``slow`` stay so.
 
-    A small gain counts as 0 while a worker is slow. It is also 0 where samples are shared out,
-    since no layers are timed there.
+    A small gain counts as 0 while a worker is slow.
     """
     before_s, after_s = (_seconds(flow, slow, times) for flow in (now, wanted))
     gain = 1 - after_s / before_s
@@ -78,7 +77,5 @@ def _seconds(flow: Flow, slow: Slowness, times: LayerTimes) -> float:
     match flow:
         case PipelineFlow():
             return flow.simulated(times, slow).seconds
-        case Dataflow():
-            return flow.seconds(slow)
         case _:
-            return 1.0
+            return flow.seconds(slow)

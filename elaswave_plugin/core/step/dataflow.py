@@ -221,6 +221,10 @@ class Shares:
         start, stop = self.interval(slot)
         return len(self.intervals) * (stop - start) / self.num_samples
 
+    def seconds(self, slow: Slowness) -> float:
+        """Return when the last worker is done with an iteration, in samples of a usual one."""
+        return max((stop - start) * slow.get(slot, 1.0) for slot, start, stop in self.intervals)
+
 
 def share(
     *,

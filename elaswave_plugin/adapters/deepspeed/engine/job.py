@@ -30,6 +30,7 @@ from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader, Read
 from elaswave_plugin.adapters.deepspeed.engine.monitor import ElasticMonitor, Holders
 from elaswave_plugin.adapters.deepspeed.engine.newcomer import Loads, News, check_together
 from elaswave_plugin.adapters.deepspeed.engine.own_loops import OwnLoops
+from elaswave_plugin.adapters.deepspeed.engine.pass_timer import PassTimer
 from elaswave_plugin.adapters.deepspeed.engine.placeholder_output import StandIn, detached
 from elaswave_plugin.adapters.deepspeed.engine.reads import BATCH, END
 from elaswave_plugin.adapters.deepspeed.zero.zero3_external import finding_external
@@ -107,6 +108,9 @@ class EngineJob(AttachedEngine):
         self._news = News(worker, self._framework, monitor=self._monitor, stand_in=self._stand_in)
         self._loads = Loads(worker)
         self._framework.watch(self._announce, self._check)
+        self._timer: PassTimer | None = None
+        if int(engine.zero_optimization_stage()) < 3:
+            self._timer = PassTimer(engine.module, worker.stopwatch)
         watch_evaluation(engine.module, worker.phases)
         self._take_over(
             {
@@ -435,8 +439,15 @@ class EngineJob(AttachedEngine):
         position, monitor = self._framework.loader.position, self._monitor
         here = position.epoch, position.iteration
         own = [float(mine), self._tokens, monitor.writes, monitor.holds, *here]
-        sums = torch.tensor(own, dtype=torch.float64)
+        ranks = self._worker.ranks
+        paces = torch.zeros(len(ranks), 2, dtype=torch.float64)
+        pace = self._worker.stopwatch.times.told_pace()
+        paces[ranks.index(self._worker.slot)] = torch.tensor(pace or (0.0, 0), dtype=torch.float64)
+        # Every pace has one contributor, so that the sum only adds zeros to it.
+        sums = torch.cat([torch.tensor(own, dtype=torch.float64), paces.view(-1)])
         dist.all_reduce(sums)
+        told = zip(ranks, sums[len(own) :].view(-1, 2).tolist(), strict=True)
+        self._worker.slow_workers.compare({slot: (one, int(n)) for slot, (one, n) in told if one})
         check_together(self._worker, here, (float(sums[4]), float(sums[5])))
         self._iterations = self._loop.iteration
         mean = float(sums[0]) / (self._iterations * dist.get_world_size())
@@ -499,9 +510,7 @@ class EngineJob(AttachedEngine):
         assert isinstance(shares, Shares)
         if num_samples == shares.num_samples:
             return shares
-        return share(
-            num_samples=num_samples, launch_slots=worker.launch_slots, live=worker.view.ranks
-        )
+        return share(num_samples=num_samples, **worker.placement.dealt_over)
 
     def _serve(self, loader: ElasticLoader, step: int, iteration: int) -> Any:
         worker = self._worker
@@ -515,7 +524,10 @@ class EngineJob(AttachedEngine):
         torch.manual_seed(draw_key(self._seed, step, iteration, interval[0]))
         self._engine.tput_timer.start()
         mine, batch = loader.read(items, interval)
-        self._tokens += tokens_of(batch, len(mine.items))
+        tokens = tokens_of(batch, len(mine.items))
+        self._tokens += tokens
+        if self._timer is not None:
+            self._timer.serve(len(mine.items), tokens)
         worker.ledger.emit(
             "consumed",
             slot=worker.slot,

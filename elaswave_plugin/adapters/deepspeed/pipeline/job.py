@@ -87,6 +87,7 @@ class PipelineJob(AttachedEngine):
         """Take the engine into care and seal its state; raises ConfigurationError."""
         check_engine(engine)
         check_pipeline(engine)
+        _check_untimed(worker)
         framework = self._pipeline = PipelineFramework(engine, worker)
         launch_slots = launch_replicas(engine.module, worker.launch_slots)
         count = len(launch_slots) * int(engine.gradient_accumulation_steps())
@@ -478,3 +479,11 @@ class PipelineJob(AttachedEngine):
         if self._worker.config.dump_state == "last":
             self._loop.run(self._dump_last, phase="save", detached=None)
         self._loop.finish(before_leaving=self._recording.tracker.close)
+
+
+def _check_untimed(worker: Worker) -> None:
+    """Raise ConfigurationError where slow workers are to get less."""
+    if worker.config.slow_workers == "act":
+        raise ConfigurationError(
+            "slow_workers is 'act', and passes of DeepSpeed's pipelines are not timed; leave it out"
+        )

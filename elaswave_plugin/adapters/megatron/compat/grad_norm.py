@@ -6,8 +6,8 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-# Elements at once: on a CPU so few that temporaries stay in the cache, elsewhere so many that there
-# are few kernels. Sums of 2^22 parts would still be exact.
+# Elements at once: on a CPU few enough that temporaries stay in the cache, elsewhere enough that
+# there are few kernels. Sums of 2^22 parts would still be exact.
 _CHUNK_CPU, _CHUNK = 1 << 16, 1 << 20
 
 
