@@ -273,8 +273,9 @@ def loader_of(
     Without the section it is DeepSpeed's own.
     """
     job = _job_of(engine, "loader(engine, dataset)")
-    sampler, reshuffles = None, False
+    sampler, reshuffles, like = None, False, None
     if isinstance(data, torch.utils.data.DataLoader):
+        like = data
         given = _read_loader(data, micro_batch_size=int(engine.train_micro_batch_size_per_gpu()))
         collate_fn = collate_fn or given.collate_fn
         shuffle, seed = given.shuffle, seed if given.seed is None else given.seed
@@ -295,6 +296,7 @@ def loader_of(
         drop_last=bool(engine.dataloader_drop_last()) if drop_last is None else drop_last,
         sampler=sampler,
         reshuffles=reshuffles,
+        like=like,
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from elaswave_plugin.adapters import repeated_layer
+from elaswave_plugin.adapters.host_draws import undone_numbers
 from elaswave_plugin.adapters.megatron.bound_models import BoundModels
 from elaswave_plugin.adapters.megatron.compat import rng
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
@@ -253,7 +254,7 @@ class FirstStep:
 @contextmanager
 def _undone_draws() -> Iterator[None]:
     """Put every generator back after the draws inside."""
-    with rng.undone_draws(), rng.undone_numbers():
+    with rng.undone_draws(), undone_numbers():
         yield
 
 

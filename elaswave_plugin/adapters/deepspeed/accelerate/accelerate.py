@@ -196,7 +196,7 @@ class AcceleratedJob:
                 sampler, num_samples=num_samples, drop_last=drop_last, fewest=fewest
             )
 
-        return self._job.take_order(loader.dataset, order, collate=loader.collate_fn)
+        return self._job.take_order(loader.dataset, order, collate=loader.collate_fn, like=loader)
 
     def _streamed(self, loader: Any, whole_updates: bool) -> ElasticLoader:
         """The job's loader for one of an iterable dataset."""

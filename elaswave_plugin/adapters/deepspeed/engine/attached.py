@@ -118,6 +118,7 @@ class AttachedEngine:
         drop_last: bool = False,
         sampler: "torch.utils.data.DistributedSampler[Any] | None" = None,
         reshuffles: bool = False,
+        like: "torch.utils.data.DataLoader[Any] | None" = None,
     ) -> ElasticLoader:
         """The loader of the job in DeepSpeed's order; raises ConfigurationError."""
         return self.take_order(
@@ -133,6 +134,7 @@ class AttachedEngine:
             ),
             collate=collate,
             sampler=sampler,
+            like=like,
         )
 
     def take_order(
@@ -142,6 +144,7 @@ class AttachedEngine:
         *,
         collate: Callable[[Sequence[Any]], Any] | None,
         sampler: "torch.utils.data.DistributedSampler[Any] | None" = None,
+        like: "torch.utils.data.DataLoader[Any] | None" = None,
     ) -> ElasticLoader:
         """The loader of the job; raises ConfigurationError for a second one."""
         if self._framework.loader is not None:
@@ -154,7 +157,13 @@ class AttachedEngine:
             raise ConfigurationError(problem)
         reads = Reads(counts=not self._worker.detached)
         loader = ElasticLoader(
-            self._reader, dataset, order(), collate=collate, reads=reads, sampler=sampler
+            self._reader,
+            dataset,
+            order(),
+            collate=collate,
+            reads=reads,
+            sampler=sampler,
+            like=like,
         )
         self._framework.loader = loader
         self._took_loader(loader)

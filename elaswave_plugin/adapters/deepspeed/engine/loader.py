@@ -8,12 +8,18 @@ samples are cut into fewer and larger shares.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
 from elaswave_plugin.adapters.deepspeed.engine.reads import BATCH, ITERATOR, Reads
+from elaswave_plugin.adapters.host_draws import seed_host, undone_numbers
+from elaswave_plugin.adapters.read_ahead import Key, ReadAhead
+from elaswave_plugin.core.step.rng import draw_key
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError
+
+# More iterations than an epoch has, so that places rise from one to the next.
+_EPOCH = 1 << 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +37,14 @@ class Share:
 
     items: tuple[int, ...]
     ids: tuple[int, ...]
+
+
+class _Request(NamedTuple):
+    """A share of an iteration: items from ``start`` on."""
+
+    place: int
+    start: int
+    items: tuple[int, ...]
 
 
 class Order(Protocol):
@@ -141,10 +155,12 @@ class ElasticLoader:
         collate: Callable[[Sequence[Any]], Any] | None,
         reads: Reads | None = None,
         sampler: "torch.utils.data.DistributedSampler[Any] | None" = None,
+        like: "torch.utils.data.DataLoader[Any] | None" = None,
     ) -> None:
         """``reads``: what the script has asked of it; None where it does not ask by itself.
 
-        ``sampler``: the script's own, whose ``set_epoch`` is followed.
+        ``sampler``: the script's own, whose ``set_epoch`` is followed; ``like``: the script's
+        loader, whose processes, if it has any, read ahead.
         """
         self.reads = Reads(counts=False) if reads is None else reads
         self._reader = reader
@@ -152,6 +168,9 @@ class ElasticLoader:
         self._order = order
         self._sampler = sampler
         self._collate = collate or torch.utils.data.default_collate
+        self._ahead: ReadAhead | None = None
+        if like is not None and like.num_workers:
+            self._ahead = ReadAhead(self._read_apart, self._request, like=like)
         self.position = Position()
         self._epoch = -1
         # Where an epoch was left before its end, so that a redo leaves it there again.
@@ -308,11 +327,31 @@ class ElasticLoader:
     def read(self, items: Sequence[int], interval: tuple[int, int]) -> tuple[Share, Any]:
         """The share [start, stop) of an iteration's ``items``, and its batch; moves on."""
         start, stop = interval
-        first = self.position.served
+        here = self.position
+        first = here.served
         share = Share(items=tuple(items[start:stop]), ids=tuple(range(first + start, first + stop)))
-        batch = self.batch(share.items)
+        if self._ahead is None:
+            batch = self.batch(share.items)
+        else:
+            key = Key(here.epoch * _EPOCH + here.iteration, interval)
+            batch = self._ahead.take(key, _Request(key.place, start, share.items))
         self.advance(len(items))
         return share, batch
+
+    def _request(self, key: Key) -> "_Request | None":
+        """Return what to read for a share of an iteration; None behind the end of its epoch."""
+        epoch, iteration = divmod(key.place, _EPOCH)
+        if iteration >= self._order.iterations_of(epoch):
+            return None
+        assert isinstance(key.part, tuple)
+        start, stop = key.part
+        return _Request(key.place, start, tuple(self._order.items(epoch, iteration)[start:stop]))
+
+    def _read_apart(self, request: "_Request") -> Any:
+        """Read a share, whose draws are alike in any process and change none of the script's."""
+        with undone_numbers():
+            seed_host(draw_key(request.place, request.start))
+            return self.batch(request.items)
 
     def batch(self, items: Sequence[int]) -> Any:
         """These items of the dataset, collated."""

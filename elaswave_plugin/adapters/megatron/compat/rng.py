@@ -8,12 +8,10 @@ A piece that is no whole micro-batch has streams of draws for each micro-batch o
 ``cut_dropout.py`` draws from these.
 """
 
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.language_model_embedding import (
@@ -22,6 +20,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import (
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from elaswave_plugin.adapters.host_draws import seed_host, undone_numbers
 from elaswave_plugin.core.step.dataflow import Rows, Samples
 from elaswave_plugin.core.step.rng import draw_key
 
@@ -50,22 +49,7 @@ def set_key(seed: int, step: int, samples: Samples, *, size: int, forward_only: 
 def seed_generators(key: int) -> None:
     """Have torch, its device, NumPy and Python draw by a key."""
     torch.cuda.manual_seed(key)
-    torch.default_generator.manual_seed(key)
-    # NumPy takes 32 bits.
-    np.random.seed(key & 0xFFFFFFFF)
-    random.seed(key)
-
-
-@contextmanager
-def undone_numbers() -> Iterator[None]:
-    """Put the generators of torch on the host, NumPy and Python back after the draws inside."""
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
+    seed_host(key)
 
 
 def keyed_microbatch() -> int | None:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from elaswave_plugin.adapters.megatron.compat.rng import seed_generators, undone_numbers
+from elaswave_plugin.adapters.host_draws import undone_numbers
+from elaswave_plugin.adapters.megatron.compat.rng import seed_generators
 from elaswave_plugin.core.step.rng import draw_key
 
 _DEEPEST = 8

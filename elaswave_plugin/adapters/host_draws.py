@@ -1,0 +1,28 @@
+"""The generators of torch on the host, NumPy and Python: seeded by a key, and put back."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+def seed_host(key: int) -> None:
+    """Have all of them draw by a key."""
+    torch.default_generator.manual_seed(key)
+    # NumPy takes 32 bits.
+    np.random.seed(key & 0xFFFFFFFF)
+    random.seed(key)
+
+
+@contextmanager
+def undone_numbers() -> Iterator[None]:
+    """Put all of them back after the draws inside."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])

@@ -1,0 +1,74 @@
+"""The processes of a loader read ahead: the same samples, before a loss and after it."""
+
+import pytest
+import torch
+
+from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader, GlobalOrder
+from tests.deepspeed.conftest import Launch, Twin
+from tests.deepspeed.harness import check_recovered
+from tests.deepspeed.hf_runs import spec_of
+from tests.faults.harness import max_relative_difference
+from tests.proofs import Kind, Promise, proves
+
+
+class Told(torch.utils.data.Dataset[tuple[int, bool, float]]):
+    """Its samples say whether another process has read them, and draw a number."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, number: int) -> tuple[int, bool, float]:
+        elsewhere = torch.utils.data.get_worker_info() is not None
+        return number, elsewhere, float(torch.rand(()))
+
+
+Sample = tuple[int, bool, float]
+
+
+def loader_of(num_workers: int) -> ElasticLoader:
+    """A loader of two replicas with two samples each."""
+    order = GlobalOrder(
+        24, num_replicas=2, micro_batch_size=2, shuffle=True, seed=3, drop_last=False
+    )
+    like = torch.utils.data.DataLoader[Sample](Told(), num_workers=num_workers)
+    return ElasticLoader(None, Told(), order, collate=list, like=like)  # type: ignore[arg-type]
+
+
+def epoch_of(loader: ElasticLoader, share: tuple[int, int]) -> list[Sample]:
+    """All samples of a worker's shares of an epoch."""
+    iter(loader)
+    found: list[Sample] = []
+    for _ in range(len(loader)):
+        found += loader.read(loader.items(), share)[1]
+    return found
+
+
+def test_processes_read_the_shares_of_a_worker() -> None:
+    ahead, here = loader_of(1), loader_of(0)
+    for share in ((0, 2), (1, 4)):
+        found, wanted = epoch_of(ahead, share), epoch_of(here, share)
+        assert [number for number, _, _ in found] == [number for number, _, _ in wanted]
+        assert any(elsewhere for _, elsewhere, _ in found)
+        assert not any(elsewhere for _, elsewhere, _ in wanted)
+
+
+def test_draws_are_alike_in_any_process_and_the_script_has_its_own() -> None:
+    torch.manual_seed(7)
+    wanted = torch.rand(2)
+    torch.manual_seed(7)
+    one, other = loader_of(1), loader_of(2)
+    first, second = epoch_of(one, (0, 2)), epoch_of(other, (0, 2))
+    assert [drawn for _, _, drawn in first] == [drawn for _, _, drawn in second]
+    assert torch.equal(torch.rand(2), wanted)
+
+
+@proves(Kind.KILL, Promise.PLANNED, victim="1", moment="3:backward")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_trainer_with_processes_survives(
+    run: Launch, twin: Twin, reference: Launch, stage: int
+) -> None:
+    options = ("--num-workers=2",)
+    killed = run(spec_of("1@3:backward", stage=stage, steps=6, options=options))
+    undisturbed = reference(spec_of(stage=stage, steps=6, options=options))
+    check_recovered(killed, twin=twin(killed), reference=undisturbed)
+    assert max_relative_difference(undisturbed, reference(spec_of(stage=stage, steps=6))) == 0
